@@ -1,0 +1,314 @@
+"""Every key a user can set: one dataclass per YAML section, one comment per key.
+
+`load.py` merges files and command line into `Config`; each section checks itself when it is made, and
+`Config` checks what no section can see alone. Whatever fails raises `ConfigError` before a process starts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from asyncrl.errors import ConfigError
+
+
+def require(ok: bool, key: str, value: object, rule: str, remedy: str) -> None:
+    """Raise `ConfigError` unless `ok`."""
+    if not ok:
+        raise ConfigError(key, value, rule, remedy)
+
+
+def positive(section: str, **values: float) -> None:
+    """Each value must be above 0; the error names the key and a value that would do."""
+    for key, value in values.items():
+        require(value > 0, f"{section}.{key}", value, "must be above 0", f"set {section}.{key}=1 or more")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    name: str = "run"  # names the run folder, and keeps clients of another run out
+    dir: str = "runs"  # the run folder is dir/name
+    seed: int = 0  # fixes task order, sampling and initialisation
+    versions: int = 100  # policies to publish, then the run ends
+    resume: bool = False  # go on from the newest checkpoint of the run folder
+    target_accuracy: float | None = None  # end early once the held-out accuracy reaches this
+
+    def __post_init__(self) -> None:
+        positive("run", versions=self.versions)
+        require(
+            bool(self.name) and "/" not in self.name,
+            "run.name",
+            self.name,
+            "must be a plain folder name",
+            "use letters, digits, - and _",
+        )
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    path: str = "???"  # Hugging Face folder or hub name; a folder with config.json alone starts from random weights
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the policy, in both pools
+    trust_remote_code: bool = False  # run model code that comes with the checkpoint
+
+
+@dataclass(frozen=True)
+class TasksConfig:
+    source: str = "???"  # 'package.module:function', 'file.py:function' or a .jsonl file
+    options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the source function
+    prompt_key: str = "prompt"  # in a .jsonl file: the field that holds the prompt; the others become task.data
+    shuffle: bool = True  # a new order each epoch, fixed by run.seed
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    source: str | None = None  # held-out tasks, as tasks.source; none: no evaluation
+    options: dict[str, Any] = field(default_factory=dict)
+    prompt_key: str = "prompt"
+    every: int = 10  # versions between evaluations; the first and the last version are always evaluated
+    chunk: int = 250  # tasks of one evaluation lease
+    temperature: float = 0.0  # 0: greedy
+    max_tokens: int | None = None  # none: as generator.max_tokens
+
+    def __post_init__(self) -> None:
+        positive("evaluation", every=self.every, chunk=self.chunk)
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    function: str = "???"  # 'package.module:function' or 'file.py:function'; plain or async; (task, rollout text) -> float
+    deadline_s: float = 60.0  # of one call
+    retries: int = 1  # calls after a failed one, then the task is dropped with reason 'reward'
+    workers: int = 4  # threads for plain functions
+
+    def __post_init__(self) -> None:
+        positive("reward", deadline_s=self.deadline_s, workers=self.workers)
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    groups: int = 64  # B: groups that one version is trained on
+    group_size: int = 8  # n: rollouts of one task
+
+    def __post_init__(self) -> None:
+        positive("batch", groups=self.groups, group_size=self.group_size)
+
+
+@dataclass(frozen=True)
+class GeneratorConfig:
+    engine: Literal["transformers", "scripted"] = "transformers"
+    count: int = 1  # generator processes that `asyncrl train` starts
+    slots: int = 256  # sequences decoded at once (rows of the static KV cache)
+    max_length: int = 1024  # prompt + output tokens of one sequence (columns of the static KV cache)
+    max_tokens: int = 256  # output tokens of one turn
+    temperature: float = 1.0
+    fixed_shape: bool | None = None  # always decode all slots at full length, so that a row never depends on
+    #                                  its neighbours (bit-reproducible, slower); none: only at max_staleness 0
+    threads: int | None = None  # CPU threads of one process; none: cores shared out over the run's processes
+    devices: str | None = None  # CUDA_VISIBLE_DEVICES of the generator pool; none: as the shell has it
+    heartbeat_s: float = 2.0  # between two renewals of all leases of a worker
+
+    def __post_init__(self) -> None:
+        positive(
+            "generator",
+            slots=self.slots,
+            max_length=self.max_length,
+            max_tokens=self.max_tokens,
+            heartbeat_s=self.heartbeat_s,
+        )
+        require(
+            self.temperature > 0,
+            "generator.temperature",
+            self.temperature,
+            "training samples need a temperature above 0",
+            "set generator.temperature=1.0",
+        )
+
+
+@dataclass(frozen=True)
+class QueueConfig:
+    address: str = "tcp://127.0.0.1:*"  # of the broker; * picks a free port (only for `asyncrl train`)
+    max_staleness: int = 2  # η: versions between the oldest token of a group and the policy it trains; 0 = synchronous
+    window: int | None = None  # W: groups past the oldest untrained one that may be trained first;
+    #                            none: 1 (strict order) up to η = 1, else batch.groups + 1
+    depth: int | None = None  # groups leased or ready at once; none: (η + 1) * batch.groups
+    max_bytes: int = 4 << 30  # payload bytes held by the queue
+    lease_s: float = 30.0  # a lease not renewed for this long goes back to pending
+    deadline_s: float = 60.0  # of every request to the queue
+
+    def __post_init__(self) -> None:
+        require(
+            self.max_staleness >= 0,
+            "queue.max_staleness",
+            self.max_staleness,
+            "cannot be negative",
+            "set queue.max_staleness=0 for synchronous training",
+        )
+        positive("queue", max_bytes=self.max_bytes, lease_s=self.lease_s, deadline_s=self.deadline_s)
+
+
+@dataclass(frozen=True)
+class SyncConfig:
+    backend: Literal["gloo", "nccl"] = "gloo"  # of the weight channels
+    host: str = "127.0.0.1"  # address of this machine, as the generators see it
+    bucket_mb: float = 64.0  # size of one message of the weight stream
+    verify: bool = True  # after every flip, hash the engine's live parameters against the learner's
+    deadline_s: float = 120.0  # of one weight transfer
+
+    def __post_init__(self) -> None:
+        positive("sync", bucket_mb=self.bucket_mb, deadline_s=self.deadline_s)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    warmup_steps: int = 10  # linear, from lr / warmup_steps
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up, over run.versions
+    min_lr_ratio: float = 0.1  # where linear and cosine end, as a share of lr
+    grad_clip: float = 1.0  # largest global gradient norm
+
+    def __post_init__(self) -> None:
+        positive("learner.optimizer", lr=self.lr, grad_clip=self.grad_clip)
+
+
+@dataclass(frozen=True)
+class LearnerConfig:
+    processes: int = 1  # ranks that `asyncrl train` starts (torchrun does it in a split run)
+    micro_batch_tokens: int = 16384  # most tokens of one forward/backward of one rank
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    on_bad_step: Literal["stop", "skip"] = "stop"  # a loss or gradient that is not finite
+    threads: int | None = None  # CPU threads of one process; none: cores shared out over the run's processes
+    devices: str | None = None  # CUDA_VISIBLE_DEVICES of the learner pool; none: as the shell has it
+    groups_deadline_s: float = 600.0  # longest wait for the next group before the run is called stuck
+
+    def __post_init__(self) -> None:
+        positive("learner", processes=self.processes, micro_batch_tokens=self.micro_batch_tokens)
+
+
+@dataclass(frozen=True)
+class CorrectionConfig:
+    """Off-policy correction: what multiplies or masks the loss of a token whose μ is not the proximal policy."""
+
+    kind: Literal["none", "tis", "icepop"] = "none"  # weights π_p/μ truncated at `high` / zero outside [low, high]
+    level: Literal["token", "sequence"] = "token"
+    low: float = 0.5
+    high: float = 2.0
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    loss: Literal["ppo", "reinforce"] = "ppo"
+    aggregation: Literal[
+        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    ] = "token-mean"
+    norm_tokens: int | None = None  # denominator of seq-mean-token-sum-norm; none: generator.max_tokens
+    clip_low: float = 0.2  # ε_lo
+    clip_high: float = 0.28  # ε_hi; above ε_lo it is clip-higher
+    dual_clip: float | None = None  # c of the dual clip for negative advantages; none: off
+    proximal: Literal["behaviour", "current"] = "behaviour"  # π_p of the ratio ρ = π/π_p: the recorded μ,
+    #                                                          or the policy at the start of the version
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    advantage_scale: float = 1.0  # multiplies every advantage
+    entropy_bonus: float = 0.0
+
+    def __post_init__(self) -> None:
+        positive("algorithm", clip_low=self.clip_low, clip_high=self.clip_high)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every: int = 50  # versions between checkpoints; the last version is always saved
+    keep: int = 2  # newest checkpoints that stay on disk
+
+    def __post_init__(self) -> None:
+        positive("checkpoint", every=self.every, keep=self.keep)
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """Only for `asyncrl train`, which starts the other processes."""
+
+    generator_restarts: int = 3  # how often a generator that dies is started again, all of them together
+    start_deadline_s: float = 120.0  # until every process has said hello
+    stop_deadline_s: float = 30.0  # for a clean end after Ctrl-C or the last version
+    quiet: bool = False  # no live table
+
+
+@dataclass(frozen=True)
+class Config:
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    tasks: TasksConfig = field(default_factory=TasksConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
+    queue: QueueConfig = field(default_factory=QueueConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+
+    def __post_init__(self) -> None:
+        if self.algorithm.advantage in ("grpo", "dr_grpo", "rloo"):
+            require(
+                self.batch.group_size >= 2,
+                "batch.group_size",
+                self.batch.group_size,
+                f"advantage '{self.algorithm.advantage}' compares the rollouts of a group and needs at least 2",
+                "set batch.group_size=8",
+            )
+        require(
+            self.spare_versions >= 0,
+            "queue.window",
+            self.window,
+            f"a window of {self.window} over batches of {self.batch.groups} leaves no room under "
+            f"queue.max_staleness={self.queue.max_staleness}: η - ceil((W - 1) / B) is negative",
+            f"set queue.window to at most {self.queue.max_staleness * self.batch.groups + 1}",
+        )
+        least = self.batch.groups + self.window - 1
+        require(
+            self.depth >= least,
+            "queue.depth",
+            self.depth,
+            f"must hold one batch and the window: batch.groups + window - 1 = {least}",
+            f"set queue.depth={least} or more",
+        )
+        require(
+            self.generator.max_tokens < self.generator.max_length,
+            "generator.max_tokens",
+            self.generator.max_tokens,
+            f"must leave room for a prompt under generator.max_length={self.generator.max_length}",
+            f"set generator.max_length above {self.generator.max_tokens}",
+        )
+
+    @property
+    def window(self) -> int:
+        """W, resolved."""
+        if self.queue.window is not None:
+            return self.queue.window
+        return 1 if self.queue.max_staleness <= 1 else self.batch.groups + 1
+
+    @property
+    def spare_versions(self) -> int:
+        """S = η - ceil((W - 1) / B): versions that a lease may run ahead."""
+        return self.queue.max_staleness - math.ceil((self.window - 1) / self.batch.groups)
+
+    @property
+    def depth(self) -> int:
+        """Groups leased or ready at once, resolved."""
+        if self.queue.depth is not None:
+            return self.queue.depth
+        return (self.queue.max_staleness + 1) * self.batch.groups
+
+    @property
+    def fixed_shape(self) -> bool:
+        """Whether the embedded engine decodes at fixed shape, resolved."""
+        if self.generator.fixed_shape is not None:
+            return self.generator.fixed_shape
+        return self.queue.max_staleness == 0

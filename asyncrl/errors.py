@@ -1,0 +1,93 @@
+"""Every error that asyncrl raises on purpose.
+
+    AsyncRLError
+    ├── ConfigError         a key, its value, the rule it breaks, the remedy          exit code 2
+    ├── TaskError           a task source that cannot be read or gives bad tasks      exit code 2
+    ├── WireError           bytes that are not a valid message; refused and counted
+    ├── RefusedError        the queue said no, and says why (fenced, unknown, full)
+    ├── DeadlineError       who waited for whom, for what, how long                   exit code 4
+    ├── ProcessDiedError    a process of the run ended by itself                      exit code 5
+    ├── RunClosedError      the run is over; not a failure, loops end on it
+    ├── WeightSyncError     a version did not arrive whole, or arrived wrong          exit code 6
+    └── TrainingError       a loss or gradient that must not be trained on            exit code 7
+
+The exit code of a process that ends on one of these is `error.exit_code`; anything else is a bug and exits 1.
+"""
+
+from __future__ import annotations
+
+
+class AsyncRLError(Exception):
+    """Root of the tree."""
+
+    exit_code = 1
+
+
+class ConfigError(AsyncRLError):
+    """Bad input, found before any process starts.
+
+    >>> str(ConfigError("batch.group_size", 1, "grpo needs at least 2 rollouts a group", "set batch.group_size=8"))
+    'batch.group_size = 1: grpo needs at least 2 rollouts a group. Remedy: set batch.group_size=8'
+    """
+
+    exit_code = 2
+
+    def __init__(self, key: str, value: object, rule: str, remedy: str) -> None:
+        super().__init__(f"{key} = {value!r}: {rule}. Remedy: {remedy}")
+        self.key, self.value, self.rule, self.remedy = key, value, rule, remedy
+
+
+class TaskError(AsyncRLError):
+    """A task source that cannot be read, or a task that is not one."""
+
+    exit_code = 2
+
+
+class WireError(AsyncRLError):
+    """Bytes that are not a valid message. The receiver counts it, answers it and lives on."""
+
+
+class RefusedError(AsyncRLError):
+    """The queue refused a request. `reason` is a short literal, e.g. 'fenced'; the text says the rest."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason, self.detail = reason, detail
+
+
+class DeadlineError(AsyncRLError):
+    """A wait that ran out.
+
+    >>> str(DeadlineError("learner rank 0", "the queue at tcp://127.0.0.1:5555", "a hello", 30.0))
+    'learner rank 0 waited 30.0 s for the queue at tcp://127.0.0.1:5555: a hello did not come'
+    """
+
+    exit_code = 4
+
+    def __init__(self, who: str, whom: str, what: str, seconds: float) -> None:
+        super().__init__(f"{who} waited {seconds:.1f} s for {whom}: {what} did not come")
+        self.who, self.whom, self.what, self.seconds = who, whom, what, seconds
+
+
+class ProcessDiedError(AsyncRLError):
+    """A process of the run ended by itself. The text names it, its exit code and its last log lines."""
+
+    exit_code = 5
+
+
+class RunClosedError(AsyncRLError):
+    """The run is over. Loops of workers end on it; the process exits 0."""
+
+    exit_code = 0
+
+
+class WeightSyncError(AsyncRLError):
+    """A version that did not arrive whole, or whose live parameters do not hash to the learner's."""
+
+    exit_code = 6
+
+
+class TrainingError(AsyncRLError):
+    """A step that must not be trained on, under the policy `learner.on_bad_step: stop`."""
+
+    exit_code = 7

@@ -1,0 +1,80 @@
+"""Metric values that know how to reduce: measured where it happens, reduced in one place.
+
+>>> step = Metrics()
+>>> step.add("reward", Mean(3.0, 4)); step.add("reward", Mean(1.0, 4)); step.add("staleness/max", Max(2))
+>>> step.values()
+{'reward': 0.5, 'staleness/max': 2.0}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Self
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A sum over `count` things; the value is their mean (0 for none)."""
+
+    total: float
+    count: float = 1.0
+
+    def merge(self, other: Self) -> Mean:
+        return Mean(self.total + other.total, self.count + other.count)
+
+    @property
+    def value(self) -> float:
+        return self.total / self.count if self.count else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    value: float
+
+    def merge(self, other: Self) -> Sum:
+        return Sum(self.value + other.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Max:
+    value: float
+
+    def merge(self, other: Self) -> Max:
+        return Max(max(self.value, other.value))
+
+
+@dataclass(frozen=True, slots=True)
+class Last:
+    value: float
+
+    def merge(self, other: Self) -> Last:
+        return Last(other.value)
+
+
+Metric = Mean | Sum | Max | Last
+
+
+class Metrics:
+    """One named metric per key; adding to a key merges, with a metric of the same kind only."""
+
+    def __init__(self) -> None:
+        self._metrics: dict[str, Metric] = {}
+
+    def add(self, name: str, metric: Metric) -> None:
+        have = self._metrics.get(name)
+        if have is None:
+            self._metrics[name] = metric
+        elif type(have) is type(metric):
+            self._metrics[name] = have.merge(metric)  # type: ignore[arg-type]
+        else:
+            raise TypeError(f"metric {name}: {type(metric).__name__} added to {type(have).__name__}")
+
+    def merge(self, others: Iterable[Metrics]) -> None:
+        """Take in what other ranks or processes measured."""
+        for other in others:
+            for name, metric in other._metrics.items():
+                self.add(name, metric)
+
+    def values(self) -> dict[str, float]:
+        return {name: float(metric.value) for name, metric in self._metrics.items()}

@@ -1,0 +1,63 @@
+"""Where the time of one process goes: each second belongs to exactly one name.
+
+A loop wraps what it does in `spans("compute")`, `spans("wait/groups")`, …; inner spans pause the outer one, so the
+seconds of all names add up to the wall time and a busy share is never counted twice. Names that begin with `wait/`
+are waits; all others are work. Time outside of any span counts as "other".
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+WAIT = "wait/"
+OTHER = "other"
+
+
+class Spans:
+    """Not thread-safe: one instance per loop.
+
+    >>> ticks = iter([0.0, 1.0, 4.0, 5.0])
+    >>> spans = Spans(clock=lambda: next(ticks))
+    >>> with spans("compute"):
+    ...     pass
+    >>> spans.take()
+    {'other': 2.0, 'compute': 3.0}
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._current = OTHER
+        self._since = clock()
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        outer = self._switch(name)
+        try:
+            yield
+        finally:
+            self._switch(outer)
+
+    def take(self) -> dict[str, float]:
+        """Seconds per name since the last take (or the start), the running span included up to now."""
+        self._switch(self._current)
+        taken = dict(self._seconds)
+        self._seconds.clear()
+        return taken
+
+    def _switch(self, name: str) -> str:
+        now = self._clock()
+        self._seconds[self._current] += now - self._since
+        self._since = now
+        outer, self._current = self._current, name
+        return outer
+
+
+def busy_share(seconds: Mapping[str, float]) -> float:
+    """Share of the time that was work: neither a wait nor unaccounted for."""
+    total = sum(seconds.values())
+    idle = sum(s for name, s in seconds.items() if name.startswith(WAIT) or name == OTHER)
+    return (total - idle) / total if total > 0 else 0.0

@@ -1,0 +1,169 @@
+"""The five nouns that cross process boundaries. Nothing here knows torch, sockets or files.
+
+    Task     one prompt with its ordinal in the task stream: the unit of accounting
+    Turn     one engine call: tokens in, tokens out, a log-prob and a policy version per output token
+    Rollout  one finished trajectory: token ids, loss mask, log-probs, versions, reward, why it ended
+    Group    the rollouts of one task: the unit of transfer, of advantage normalisation and of staleness
+
+(the fifth, `MicroBatch`, is torch and lives in `learner/batch.py`.)
+
+Axes:  n rollouts of a group · L tokens of one rollout · N tokens of a whole group, rollouts one after another
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+Version = int
+"""The learner's count of published policies. 0 is the policy that the run started from."""
+
+NO_VERSION: Version = -1
+"""The version of a token that no policy made (prompt, tool output)."""
+
+Finish = Literal["stop", "length", "abort"]
+"""Why a rollout ended: its end token, `generator.max_tokens`, or an interruption."""
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One prompt (or environment seed).
+
+    ordinal  position in the run's task stream, from 0; the unit that the ledger accounts for
+    prompt   text, or chat messages [{"role": ..., "content": ...}] to be put through the chat template
+    data     whatever the reward function needs, plain msgpack-able values, e.g. {"answer": "132"}
+    """
+
+    ordinal: int
+    prompt: str | list[dict[str, str]]
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens were (or are to be) drawn. It travels with every group: the learner applies the same transform.
+
+    temperature  0 means greedy
+    max_tokens   most output tokens of one turn
+    seed         with the ordinal, the sample's index and the token's position it fixes every draw
+    """
+
+    temperature: float = 1.0
+    max_tokens: int = 256
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One engine call for one sample.
+
+    prompt_ids [P] int64 · output_ids [T] int64 · logprobs [T] float32 of the distribution sampled from
+    versions [T] int32, the policy version whose weights made each output token
+    """
+
+    prompt_ids: Array
+    output_ids: Array
+    logprobs: Array
+    versions: Array
+    finish: Finish
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One finished trajectory, all arrays of length L.
+
+    token_ids int64 · loss_mask int8, 1 where the policy made the token · logprobs float32, 0 where the mask is 0
+    versions int32, NO_VERSION where the mask is 0 · reward_parts: what the reward is the sum of, for the log
+    """
+
+    token_ids: Array
+    loss_mask: Array
+    logprobs: Array
+    versions: Array
+    finish: Finish
+    reward: float = 0.0
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+
+    @staticmethod
+    def from_turn(turn: Turn) -> Rollout:
+        """A single-turn rollout, not yet rewarded."""
+        p, t = len(turn.prompt_ids), len(turn.output_ids)
+        return Rollout(
+            token_ids=np.concatenate([turn.prompt_ids, turn.output_ids]).astype(np.int64),
+            loss_mask=np.concatenate([np.zeros(p, np.int8), np.ones(t, np.int8)]),
+            logprobs=np.concatenate([np.zeros(p, np.float32), turn.logprobs.astype(np.float32)]),
+            versions=np.concatenate([np.full(p, NO_VERSION, np.int32), turn.versions.astype(np.int32)]),
+            finish=turn.finish,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The n rollouts of one task, stored flat: four token columns and a length per rollout.
+
+    lengths [n] int64, sum N · token_ids, loss_mask, logprobs, versions [N] as in `Rollout` · rewards [n] float32
+    reward_parts {name: [n] float32} · finish n literals · sampling: how the tokens were drawn
+    """
+
+    task: Task
+    sampling: Sampling
+    lengths: Array
+    token_ids: Array
+    loss_mask: Array
+    logprobs: Array
+    versions: Array
+    rewards: Array
+    finish: tuple[Finish, ...]
+    reward_parts: Mapping[str, Array] = field(default_factory=dict)
+
+    @staticmethod
+    def from_rollouts(task: Task, sampling: Sampling, rollouts: Sequence[Rollout]) -> Group:
+        """Concatenate. A reward part that some rollout lacks counts as 0 there."""
+        if not rollouts:
+            raise ValueError(f"task {task.ordinal}: a group needs at least one rollout")
+        parts = sorted({name for r in rollouts for name in r.reward_parts})
+        return Group(
+            task=task,
+            sampling=sampling,
+            lengths=np.array([len(r.token_ids) for r in rollouts], np.int64),
+            token_ids=np.concatenate([r.token_ids for r in rollouts]),
+            loss_mask=np.concatenate([r.loss_mask for r in rollouts]),
+            logprobs=np.concatenate([r.logprobs for r in rollouts]),
+            versions=np.concatenate([r.versions for r in rollouts]),
+            rewards=np.array([r.reward for r in rollouts], np.float32),
+            finish=tuple(r.finish for r in rollouts),
+            reward_parts={
+                p: np.array([r.reward_parts.get(p, 0.0) for r in rollouts], np.float32) for p in parts
+            },
+        )
+
+    def rollouts(self) -> Iterator[Rollout]:
+        """Views, no copies."""
+        ends = np.cumsum(self.lengths)
+        for i, (end, length) in enumerate(zip(ends, self.lengths, strict=True)):
+            at = slice(end - length, end)
+            yield Rollout(
+                token_ids=self.token_ids[at],
+                loss_mask=self.loss_mask[at],
+                logprobs=self.logprobs[at],
+                versions=self.versions[at],
+                finish=self.finish[i],
+                reward=float(self.rewards[i]),
+                reward_parts={name: float(column[i]) for name, column in self.reward_parts.items()},
+            )
+
+    @property
+    def tokens(self) -> int:
+        """N: tokens of all rollouts, prompts included."""
+        return int(self.lengths.sum())
+
+    @property
+    def start_version(self) -> Version:
+        """The oldest version that made a token of this group: what the staleness bound is about."""
+        made = self.versions[self.loss_mask != 0]
+        return int(made.min()) if made.size else NO_VERSION
