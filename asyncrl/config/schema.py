@@ -47,7 +47,9 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    path: str = "???"  # Hugging Face folder or hub name; a folder with config.json alone starts from random weights
+    path: str = (
+        "???"  # Hugging Face folder or hub name; a folder with config.json alone starts from random weights
+    )
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the policy, in both pools
     trust_remote_code: bool = False  # run model code that comes with the checkpoint
 
@@ -56,7 +58,9 @@ class ModelConfig:
 class TasksConfig:
     source: str = "???"  # 'package.module:function', 'file.py:function' or a .jsonl file
     options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the source function
-    prompt_key: str = "prompt"  # in a .jsonl file: the field that holds the prompt; the others become task.data
+    prompt_key: str = (
+        "prompt"  # in a .jsonl file: the field that holds the prompt; the others become task.data
+    )
     shuffle: bool = True  # a new order each epoch, fixed by run.seed
 
 
@@ -76,7 +80,9 @@ class EvaluationConfig:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    function: str = "???"  # 'package.module:function' or 'file.py:function'; plain or async; (task, rollout text) -> float
+    function: str = (
+        "???"  # 'package.module:function' or 'file.py:function', plain or async: (task, text) -> float
+    )
     deadline_s: float = 60.0  # of one call
     retries: int = 1  # calls after a failed one, then the task is dropped with reason 'reward'
     workers: int = 4  # threads for plain functions
@@ -128,7 +134,9 @@ class GeneratorConfig:
 @dataclass(frozen=True)
 class QueueConfig:
     address: str = "tcp://127.0.0.1:*"  # of the broker; * picks a free port (only for `asyncrl train`)
-    max_staleness: int = 2  # η: versions between the oldest token of a group and the policy it trains; 0 = synchronous
+    max_staleness: int = (
+        2  # η: versions between the oldest token of a group and the policy it trains; 0 = synchronous
+    )
     window: int | None = None  # W: groups past the oldest untrained one that may be trained first;
     #                            none: 1 (strict order) up to η = 1, else batch.groups + 1
     depth: int | None = None  # groups leased or ready at once; none: (η + 1) * batch.groups
@@ -179,6 +187,9 @@ class LearnerConfig:
     processes: int = 1  # ranks that `asyncrl train` starts (torchrun does it in a split run)
     micro_batch_tokens: int = 16384  # most tokens of one forward/backward of one rank
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    skip_flat_groups: bool = (
+        True  # no forward for groups whose advantages are all 0 (exact; off with entropy_bonus)
+    )
     on_bad_step: Literal["stop", "skip"] = "stop"  # a loss or gradient that is not finite
     threads: int | None = None  # CPU threads of one process; none: cores shared out over the run's processes
     devices: str | None = None  # CUDA_VISIBLE_DEVICES of the learner pool; none: as the shell has it
@@ -192,7 +203,9 @@ class LearnerConfig:
 class CorrectionConfig:
     """Off-policy correction: what multiplies or masks the loss of a token whose μ is not the proximal policy."""
 
-    kind: Literal["none", "tis", "icepop"] = "none"  # weights π_p/μ truncated at `high` / zero outside [low, high]
+    kind: Literal["none", "tis", "icepop"] = (
+        "none"  # weights π_p/μ truncated at `high` / zero outside [low, high]
+    )
     level: Literal["token", "sequence"] = "token"
     low: float = 0.5
     high: float = 2.0
@@ -239,6 +252,22 @@ class LaunchConfig:
 
 
 @dataclass(frozen=True)
+class SftConfig:
+    """Only for `asyncrl sft`: supervised warm-up on the training tasks, whose data must hold a 'target' text."""
+
+    steps: int = 1000  # most optimizer steps
+    batch_size: int = 256  # examples of one step
+    lr: float = 1e-3
+    warmup_steps: int = 30  # linear
+    until_accuracy: float | None = None  # stop once the greedy held-out accuracy reaches this
+    every: int = 20  # steps between two looks at the held-out accuracy
+    output: str = "runs/sft"  # folder for the Hugging Face model, what model.path of a run then names
+
+    def __post_init__(self) -> None:
+        positive("sft", steps=self.steps, batch_size=self.batch_size, lr=self.lr, every=self.every)
+
+
+@dataclass(frozen=True)
 class Config:
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -253,6 +282,7 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
 
     def __post_init__(self) -> None:
         if self.algorithm.advantage in ("grpo", "dr_grpo", "rloo"):
@@ -263,6 +293,13 @@ class Config:
                 f"advantage '{self.algorithm.advantage}' compares the rollouts of a group and needs at least 2",
                 "set batch.group_size=8",
             )
+        require(
+            self.algorithm.correction.kind == "none" or self.algorithm.proximal == "current",
+            "algorithm.correction.kind",
+            self.algorithm.correction.kind,
+            "weighs the proximal policy against the behaviour, and proximal 'behaviour' makes the two the same",
+            "set algorithm.proximal=current",
+        )
         require(
             self.spare_versions >= 0,
             "queue.window",

@@ -8,9 +8,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class Last:
 
 
 Metric = Mean | Sum | Max | Last
+KINDS: dict[str, type[Metric]] = {kind.__name__: kind for kind in (Mean, Sum, Max, Last)}
 
 
 class Metrics:
@@ -75,6 +77,20 @@ class Metrics:
         for other in others:
             for name, metric in other._metrics.items():
                 self.add(name, metric)
+
+    def to_wire(self) -> dict[str, list[Any]]:
+        """Plain msgpack-able values: {name: [kind, *fields]}."""
+        return {
+            name: [type(metric).__name__, *dataclasses.astuple(metric)]
+            for name, metric in self._metrics.items()
+        }
+
+    @staticmethod
+    def from_wire(value: Mapping[str, Sequence[Any]]) -> Metrics:
+        metrics = Metrics()
+        for name, (kind, *fields) in value.items():
+            metrics.add(name, KINDS[kind](*fields))
+        return metrics
 
     def values(self) -> dict[str, float]:
         return {name: float(metric.value) for name, metric in self._metrics.items()}

@@ -17,10 +17,11 @@ class Sink(Protocol):
 
 
 class JsonlSink:
-    """One JSON object a line, flushed at once: readable while the run goes on, whole up to the last line after a kill.
+    """One JSON object a line, flushed at once: readable while the run goes on, whole but for the last line after a
+    kill.
 
-    Each row gets `time`, seconds since the epoch. With `resume_at`, rows of a version above it are cut off first,
-    so that a resumed run leaves one row per version.
+    Each row gets `time`, seconds since the epoch. With `resume_at`, rows of a version above it are cut off
+    first, so that a resumed run leaves one row per version.
     """
 
     def __init__(self, path: Path, resume_at: int | None = None) -> None:

@@ -1,8 +1,8 @@
 """Where the time of one process goes: each second belongs to exactly one name.
 
-A loop wraps what it does in `spans("compute")`, `spans("wait/groups")`, …; inner spans pause the outer one, so the
-seconds of all names add up to the wall time and a busy share is never counted twice. Names that begin with `wait/`
-are waits; all others are work. Time outside of any span counts as "other".
+A loop wraps what it does in `spans("compute")`, `spans("wait/groups")`, …; inner spans pause the outer one, so
+the seconds of all names add up to the wall time and nothing is counted twice. Names that begin with `wait/` are
+waits; all others are work. Time outside of any span counts as "other".
 """
 
 from __future__ import annotations

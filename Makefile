@@ -1,0 +1,46 @@
+# One virtual environment, .venv, made on first use and renewed when its inputs change.
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+READY  := $(VENV)/.installed
+MODEL  := runs/addition/model/config.json
+WARM   := runs/addition/warm/config.json
+
+.PHONY: help demo test quick check bench clean
+
+help:  ## what can be made
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(WARM)  ## train the demo model on this machine, about 5 minutes; leaves runs/demo
+	rm -rf runs/demo
+	$(PY) -m asyncrl train configs/recipes/demo.yaml
+
+test: $(READY)  ## the whole test suite
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q
+
+quick: $(READY)  ## the tests that take no more than a few seconds each
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -m "not slow"
+
+check: $(READY)  ## style, types, direction of imports
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+bench: $(READY)  ## how busy both pools are, synchronous and asynchronous
+	$(PY) -m asyncrl bench utilization
+
+clean:  ## remove caches and the environment; runs/ stays
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(MODEL): $(READY)
+	$(PY) -m asyncrl.tasks.addition $(@D)
+
+$(WARM): $(MODEL) configs/recipes/sft_addition.yaml
+	OMP_NUM_THREADS=1 $(PY) -m asyncrl sft configs/recipes/sft_addition.yaml
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@

@@ -1,0 +1,1 @@
+"""Fully asynchronous, off-policy, streaming reinforcement learning for language models."""

@@ -1,0 +1,324 @@
+"""The command line. Every command imports what it needs when it runs, so that `asyncrl --help` stays fast."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import json
+import os
+import signal
+import sys
+import textwrap
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.errors import AsyncRLError, ConfigError, RunClosedError
+
+if TYPE_CHECKING:
+    from asyncrl.config.schema import Config
+
+Arguments = argparse.Namespace
+
+ABOUT = """\
+Train language models with reinforcement learning while generation never stops.
+
+On one machine, one command runs everything:
+
+  asyncrl train configs/recipes/demo.yaml
+
+On several machines each process is started by hand, with the same configuration and the broker's address:
+
+  asyncrl queue CONFIG queue.address=tcp://10.0.0.1:5555
+  torchrun --nproc-per-node 8 -m asyncrl learner CONFIG queue.address=tcp://10.0.0.1:5555
+  asyncrl generator CONFIG queue.address=tcp://10.0.0.1:5555 --name generator-0
+"""
+
+EXIT_CODES = """\
+exit codes:
+  0    done, or the run was closed
+  1    a bug: please report the traceback
+  2    bad input: the command line, the configuration, the tasks
+  4    a wait ran out; the message says who waited for whom
+  5    a process of the run died; the message has the end of its log
+  6    weights did not arrive whole, or arrived wrong
+  7    a loss or gradient that must not be trained on
+  130  interrupted with Ctrl-C
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """`about`: one line for the list of commands · `text`: its own --help · `options`: adds to CONFIG."""
+
+    run: Callable[[Arguments], int]
+    about: str
+    text: str
+    example: str
+    options: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+    takes_config: bool = True
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. Expected errors are one message on stderr, no traceback."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from asyncrl.launch.supervise import die_with_parent
+
+        die_with_parent()
+    arguments = parse(sys.argv[1:] if words is None else words)
+    try:
+        return COMMANDS[arguments.command].run(arguments)
+    except RunClosedError as closed:
+        print(f"asyncrl {arguments.command}: {closed or 'the run is over'}", file=sys.stderr)
+        return 0
+    except AsyncRLError as error:
+        print(f"asyncrl {arguments.command}: {type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def parse(words: Sequence[str]) -> Arguments:
+    """key=value words may stand anywhere after CONFIG. Exits with 2 on words that mean nothing."""
+    parser = build_parser()
+    arguments, rest = parser.parse_known_args(words)
+    overrides = [word for word in rest if "=" in word and not word.startswith("-")]
+    if len(overrides) < len(rest) or (rest and not COMMANDS[arguments.command].takes_config):
+        parser.error(f"{arguments.command} does not take {' '.join(w for w in rest if w not in overrides)}")
+    if rest:
+        arguments.overrides = [*arguments.overrides, *overrides]
+    return arguments
+
+
+def build_parser() -> argparse.ArgumentParser:
+    plain = partial(argparse.RawDescriptionHelpFormatter, max_help_position=14)
+    parser = argparse.ArgumentParser("asyncrl", description=ABOUT, epilog=EXIT_CODES, formatter_class=plain)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        sub = commands.add_parser(
+            name,
+            help=command.about,
+            description=textwrap.fill(command.text, 100),
+            epilog=f"example:\n  {command.example}",
+            formatter_class=plain,
+        )
+        if command.takes_config:
+            sub.add_argument("config", metavar="CONFIG", help="YAML file")
+            sub.add_argument(
+                "overrides", metavar="key=value", nargs="*", help="set a key, e.g. batch.groups=32"
+            )
+        command.options(sub)
+    return parser
+
+
+def _config(arguments: Arguments) -> Config:
+    from asyncrl.config.load import load_config
+
+    return load_config(arguments.config, arguments.overrides)
+
+
+def _split_run_config(arguments: Arguments) -> Config:
+    """For a process that must find the broker. Raises ConfigError unless its address is a concrete one."""
+    config = _config(arguments)
+    if "*" in config.queue.address:
+        raise ConfigError(
+            "queue.address",
+            config.queue.address,
+            f"`asyncrl {arguments.command}` must know where the broker listens",
+            "give the address that `asyncrl queue` prints, e.g. queue.address=tcp://10.0.0.1:5555",
+        )
+    return config
+
+
+def _train(arguments: Arguments) -> int:
+    config = _config(arguments)
+    from asyncrl.config.dotted import load_function
+    from asyncrl.launch.dashboard import print_summary
+    from asyncrl.launch.local import train
+    from asyncrl.launch.run_folder import run_folder
+    from asyncrl.tasks.source import held_out, train_stream
+
+    # What the processes would stumble over one by one is told here, before any of them is started.
+    train_stream(config)
+    held_out(config)
+    load_function(config.reward.function, "reward.function")
+    print_summary(train(config), run_folder(config))
+    return 0
+
+
+def _queue(arguments: Arguments) -> int:
+    config = _config(arguments)
+    from asyncrl.launch.queue_process import run_queue
+
+    run_queue(config, arguments.announce)
+    return 0
+
+
+def _generator(arguments: Arguments) -> int:
+    config = _split_run_config(arguments)
+    from asyncrl.generator.process import run_generator
+    from asyncrl.tasks.source import held_out
+
+    asyncio.run(_until_sigterm(run_generator(config, name=arguments.name, held_out=held_out(config))))
+    return 0
+
+
+def _learner(arguments: Arguments) -> int:
+    config = _split_run_config(arguments)
+    from asyncrl.learner.trainer import run_learner
+    from asyncrl.tasks.source import held_out
+
+    run_learner(config, heldout=len(held_out(config)))
+    return 0
+
+
+def _show_config(arguments: Arguments) -> int:
+    config = _config(arguments)
+    from asyncrl.config.docs import render
+
+    print(render(config) if arguments.print else f"{arguments.config}: valid; --print shows every key")
+    return 0
+
+
+def _sft(arguments: Arguments) -> int:
+    config = _config(arguments)
+    importlib.import_module("asyncrl.sft").run(config)
+    return 0
+
+
+def _eval(arguments: Arguments) -> int:
+    config = _config(arguments)
+    print(json.dumps(importlib.import_module("asyncrl.evaluate").run(config, arguments.model), indent=2))
+    return 0
+
+
+def _generate(arguments: Arguments) -> int:
+    config = _config(arguments)
+    evaluate = importlib.import_module("asyncrl.evaluate")
+    for text in evaluate.generate(config, arguments.model, arguments.prompt):
+        print(text)
+    return 0
+
+
+def _bench(arguments: Arguments) -> int:
+    return importlib.import_module(f"asyncrl.bench.{arguments.theme}").main(arguments.words) or 0
+
+
+async def _until_sigterm(work: Coroutine[Any, Any, None]) -> None:
+    """SIGTERM cancels the work, which then gives back what it holds; Ctrl-C does so too, by asyncio.run."""
+    task = asyncio.ensure_future(work)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+def _queue_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--announce",
+        type=int,
+        metavar="FD",
+        help="write the address to this file descriptor once it is bound",
+    )
+
+
+def _generator_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--name", default=f"generator-{os.getpid()}", help="unique among the run's generators"
+    )
+
+
+def _config_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--print", action="store_true", help="show every key, its value and what it is for")
+
+
+def _model_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", required=True, metavar="PATH", help="Hugging Face folder, e.g. runs/demo/final"
+    )
+
+
+def _generate_options(parser: argparse.ArgumentParser) -> None:
+    _model_options(parser)
+    parser.add_argument("--prompt", required=True, action="append", metavar="TEXT", help="may be repeated")
+
+
+def _bench_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("theme", choices=["utilization"])
+    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="…", help="passed on to the benchmark")
+
+
+COMMANDS: dict[str, Command] = {
+    "train": Command(
+        _train,
+        "run everything on this machine",
+        "Start the queue, the learner and the generators on this machine, watch over them and show how "
+        "the run goes. Everything it leaves lies in <run.dir>/<run.name>. Ctrl-C stops it with a "
+        "checkpoint, run.resume=true goes on; Ctrl-C twice kills it.",
+        "asyncrl train configs/recipes/demo.yaml run.name=mine queue.max_staleness=0",
+    ),
+    "queue": Command(
+        _queue,
+        "the transfer queue of a run",
+        "Serve tasks to generators and their groups to the learner, until SIGTERM. Start it first: "
+        "everything else finds each other through its address, which it prints and writes to "
+        "<run.dir>/<run.name>/address.",
+        "asyncrl queue configs/recipes/demo.yaml queue.address=tcp://127.0.0.1:5555",
+        _queue_options,
+    ),
+    "generator": Command(
+        _generator,
+        "one generator of a run",
+        "Turn tasks into scored rollouts, with the newest weights, until the run is over. Any number may "
+        "join and leave while the run goes on.",
+        "asyncrl generator configs/recipes/demo.yaml queue.address=tcp://127.0.0.1:5555 --name generator-0",
+        _generator_options,
+    ),
+    "learner": Command(
+        _learner,
+        "the learner of a run",
+        "Train on groups as they arrive and publish each version of the policy. For several ranks start "
+        "it with torchrun. SIGTERM makes it write a checkpoint and end the run.",
+        "torchrun --nproc-per-node 2 -m asyncrl learner CONFIG queue.address=tcp://127.0.0.1:5555",
+    ),
+    "config": Command(
+        _show_config,
+        "check a configuration, or explain it",
+        "Read a configuration with its includes and overrides and check every rule, without starting "
+        "anything.",
+        "asyncrl config configs/recipes/demo.yaml queue.max_staleness=4 --print",
+        _config_options,
+    ),
+    "sft": Command(
+        _sft,
+        "supervised warm-up",
+        "Train on the 'target' texts of the tasks until sft.until_accuracy or sft.steps, and write the "
+        "model to sft.output.",
+        "asyncrl sft configs/recipes/sft_addition.yaml",
+    ),
+    "eval": Command(
+        _eval,
+        "score a model on the held-out tasks",
+        "Answer the tasks of evaluation.source with a model, greedily unless evaluation.temperature says "
+        "otherwise, and print the mean reward as JSON.",
+        "asyncrl eval configs/recipes/demo.yaml --model runs/demo/final",
+        _model_options,
+    ),
+    "generate": Command(
+        _generate,
+        "answer prompts with a model",
+        "Print the answer of a model to each prompt, with the engine and the sampling of the configuration.",
+        "asyncrl generate configs/recipes/demo.yaml --model runs/demo/final --prompt 47+85=",
+        _generate_options,
+    ),
+    "bench": Command(
+        _bench,
+        "measure",
+        "Run one of the benchmarks that need real processes; words after the theme are its own.",
+        "asyncrl bench utilization --help",
+        _bench_options,
+        takes_config=False,
+    ),
+}

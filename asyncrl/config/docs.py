@@ -1,0 +1,98 @@
+"""The comments of `schema.py` as documentation: `asyncrl config --print` explains each key that it shows."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import io
+import tokenize
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from asyncrl.config import schema
+from asyncrl.config.schema import Config
+
+COMMENT_COLUMN = 36
+
+
+@functools.cache
+def key_comments() -> dict[str, str]:
+    """{'batch.groups': 'B: groups that one version is trained on', …}, read from the source of the schema."""
+    source = inspect.getsource(schema)
+    comments = _comments_by_line(source)
+    classes = {
+        node.name: {
+            statement.target.id: _comment_of(statement, comments)
+            for statement in node.body
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+        }
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef)
+    }
+    return {key: text for key, text in _walk(Config(), classes, "") if text}
+
+
+def render(config: Config) -> str:
+    """Every key of `config` as YAML with its comment, and what follows from the keys that are null.
+
+    `load_config` of this text gives an equal `Config`.
+    """
+    derived = (
+        f"# Resolved: W = {config.window} (queue.window), S = {config.spare_versions} spare versions, "
+        f"queue.depth = {config.depth},\n# generator.fixed_shape = {str(config.fixed_shape).lower()}.\n"
+    )
+    return derived + "\n".join(_section_lines(config, "", 0)) + "\n"
+
+
+def _section_lines(section: Any, prefix: str, indent: int) -> Iterator[str]:
+    for field in dataclasses.fields(section):
+        value, key = getattr(section, field.name), f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(value):
+            yield f"{' ' * indent}{field.name}:"
+            yield from _section_lines(value, f"{key}.", indent + 2)
+        else:
+            setting = f"{' ' * indent}{field.name}: {_scalar(value)}"
+            comment = key_comments().get(key)
+            yield f"{setting:<{COMMENT_COLUMN}}  # {comment}" if comment else setting
+
+
+def _scalar(value: Any) -> str:
+    """One line of YAML."""
+    plain = list(value) if isinstance(value, tuple) else value
+    text: str = yaml.safe_dump(
+        [plain], default_flow_style=True, width=1 << 20, allow_unicode=True, sort_keys=False
+    )
+    return text.strip()[1:-1]
+
+
+def _walk(section: Any, classes: dict[str, dict[str, str]], prefix: str) -> Iterator[tuple[str, str]]:
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _walk(value, classes, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", classes[type(section).__name__].get(field.name, "")
+
+
+def _comments_by_line(source: str) -> dict[int, tuple[bool, str]]:
+    """Line number → (whether the line holds nothing else, text of the comment)."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return {
+        token.start[0]: (not token.line[: token.start[1]].strip(), token.string.lstrip("# ").strip())
+        for token in tokens
+        if token.type == tokenize.COMMENT
+    }
+
+
+def _comment_of(statement: ast.AnnAssign, comments: dict[int, tuple[bool, str]]) -> str:
+    """The comment on the statement's last line and on the comment-only lines right below it."""
+    line = statement.end_lineno or statement.lineno
+    words = [comments[line][1]] if line in comments else []
+    while words and comments.get(line + 1, (False, ""))[0]:
+        line += 1
+        words.append(comments[line][1])
+    return " ".join(words)

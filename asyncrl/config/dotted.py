@@ -1,0 +1,57 @@
+"""Functions named in a config: 'package.module:function' or 'path/to/file.py:function'."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from asyncrl.errors import ConfigError
+
+REMEDY = "write 'package.module:function' or 'path/to/file.py:function'"
+
+
+def load_function(spec: str, key: str) -> Callable[..., Any]:
+    """The function that `spec` names. Raises ConfigError under `key` if there is none or its module fails.
+
+    A file is loaded once, under a private module name: what stands under `if __name__ == "__main__"` does not
+    run.
+    """
+    where, _, name = spec.rpartition(":")
+    if not where or not name.isidentifier():
+        raise ConfigError(key, spec, "does not name a function", REMEDY)
+    try:
+        module = _load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+    except Exception as error:
+        raise ConfigError(
+            key, spec, f"{where} cannot be imported ({type(error).__name__}: {error})", REMEDY
+        ) from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise ConfigError(
+            key, spec, f"{where} has no function {name!r}", f"define {name} there, or name another"
+        )
+    return found
+
+
+def _load_file(path: Path) -> ModuleType:
+    path = path.resolve()
+    name = f"_asyncrl_file_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before it runs: dataclasses look their module up there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

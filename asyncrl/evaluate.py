@@ -1,0 +1,95 @@
+"""Held-out scores and answers of a model in this process: `asyncrl eval`, `asyncrl generate`, SFT's yardstick.
+
+The engine, the sampling and the reward are those of a generator, so a score here and a score during a run are
+the same number for the same weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Self
+
+from torch import Tensor
+
+from asyncrl.config.schema import Config
+from asyncrl.errors import ConfigError
+from asyncrl.generator.rewards import Scorer
+from asyncrl.generator.rollouts import Rollouts
+from asyncrl.generator.transformers_engine import load_transformers_engine
+from asyncrl.models import load_tokenizer
+from asyncrl.tasks.source import held_out
+from asyncrl.types import Group, Task
+
+
+class Evaluator:
+    """One embedded engine behind blocking calls. A context manager."""
+
+    def __init__(self, config: Config) -> None:
+        self._tasks = held_out(config)
+        self._tokenizer = load_tokenizer(config.model)
+        self._engine = load_transformers_engine(config, self._tokenizer)
+        self._scorer = Scorer.from_config(config.reward)
+        self._rollouts = Rollouts(self._engine, self._tokenizer, self._scorer, config)
+        self._loop = asyncio.Runner()
+
+    def __enter__(self) -> Self:
+        self._loop.run(self._engine.start())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.run(self._engine.close())
+        self._scorer.close()
+        self._loop.close()
+
+    @property
+    def tasks(self) -> int:
+        """Number of held-out tasks."""
+        return len(self._tasks)
+
+    def held_out(self, weights: Mapping[str, Tensor] | None = None) -> Group:
+        """One rollout of each held-out task, greedy unless `evaluation` says otherwise; with `weights`
+        (checkpoint names, whole tensors) loaded first."""
+        if weights is not None:
+            self._loop.run(self._engine.flip(weights, self._engine.version + 1))
+        exam = Task(0, "", {})
+        return self._loop.run(self._rollouts.evaluate(exam, self._tasks, "held-out"))
+
+    def answers(self, prompts: Sequence[str]) -> list[str]:
+        """The text that the model makes of each prompt."""
+        tasks = [Task(ordinal, prompt, {}) for ordinal, prompt in enumerate(prompts)]
+        return self._loop.run(self._answers(tasks))
+
+    async def _answers(self, tasks: Sequence[Task]) -> list[str]:
+        samples = await asyncio.gather(*(self._rollouts.sample(t, f"prompt-{t.ordinal}") for t in tasks))
+        return [
+            str(self._tokenizer.decode(turns[0].output_ids, skip_special_tokens=True)) for turns in samples
+        ]
+
+
+def run(config: Config, model_path: str) -> dict[str, Any]:
+    """`asyncrl eval`: accuracy is the mean reward, tokens_mean the output tokens of an answer."""
+    if config.evaluation.source is None:
+        raise ConfigError(
+            "evaluation.source", None, "names no held-out tasks", "set it as tasks.source is set"
+        )
+    with Evaluator(_with_model(config, model_path)) as evaluator:
+        group = evaluator.held_out()
+        return {
+            "model": model_path,
+            "tasks": evaluator.tasks,
+            "accuracy": float(group.rewards.mean()),
+            "tokens_mean": float(group.loss_mask.sum() / len(group.rewards)),
+        }
+
+
+def generate(config: Config, model_path: str, prompts: Sequence[str]) -> list[str]:
+    """`asyncrl generate`: one answer per prompt, sampled as in training."""
+    one_each = replace(_with_model(config, model_path), batch=replace(config.batch, group_size=1))
+    with Evaluator(one_each) as evaluator:
+        return evaluator.answers(prompts)
+
+
+def _with_model(config: Config, model_path: str) -> Config:
+    return replace(config, model=replace(config.model, path=model_path))

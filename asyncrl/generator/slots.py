@@ -1,0 +1,321 @@
+"""Continuous batching on a static KV cache: requests join and leave the batch between decode steps.
+
+            add                 step                                        step
+  request ──────▸ waiting ──┬──────────▸ prefill: its prompt once, ───────┬───────▸ one token for every row
+                            │            then n rows, one token each      │         finished rows leave
+              waits for n free rows                                 flip between two steps
+
+Rows are kept compact (the last rows move into the holes), so that a step costs what is running and no more.
+At fixed shape no row ever moves and every forward is [all rows] x [all columns]: prompts go in token by token
+like everything else, and the row of a sample is a function of its ordinal and index. A sample's arithmetic is
+then the same whatever else runs, to the last bit.
+
+Axes:  R rows of the cache · A rows in use (all R at fixed shape) · C columns, prompt + output tokens
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from asyncrl.errors import WeightSyncError
+from asyncrl.generator.engine import SampleRequest, check_fits
+from asyncrl.generator.kv_cache import Decode, KVCache, Prefill, attending
+from asyncrl.generator.sampling import draw, stream_key, uniform_at
+from asyncrl.types import Array, Finish, Turn, Version
+
+PREFILL_TOKENS = 8192
+"""Most prompt tokens of one forward, beyond the first request: bounds its memory, and the pause of others."""
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request in the batch, and what it has so far."""
+
+    request: SampleRequest
+    turns: dict[int, Turn] = field(default_factory=dict)
+
+    @property
+    def finished(self) -> bool:
+        return len(self.turns) == self.request.n
+
+    def in_order(self) -> list[Turn]:
+        return [self.turns[i] for i in range(self.request.n)]
+
+
+class SlotBatch:
+    """The batch, without threads or event loop: `add`, `remove` and `flip` between calls of `step`.
+
+    model   a causal LM loaded with attention ATTENTION
+    slots   R: samples decoded at once · max_length: C · end_ids: tokens that end a sample
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        slots: int,
+        max_length: int,
+        end_ids: Sequence[int],
+        version: Version,
+        fixed_shape: bool = False,
+    ) -> None:
+        self.model, self.version, self.fixed_shape = model, version, fixed_shape
+        self.slots, self.max_length = slots, max_length
+        self.tokens_made = 0
+        self._device = model.device
+        self._end_ids = np.array(sorted(set(end_ids)), np.int64)
+        self._cache = KVCache(slots, max_length)
+        self._columns = torch.arange(max_length, device=self._device)
+        self._rows = torch.arange(slots, device=self._device)
+        self._waiting: deque[SampleRequest] = deque()
+        self._owner: list[tuple[_Running, int] | None] = [None] * slots
+        self._used = 0
+        self._used_R = np.zeros(slots, bool)
+        self._cached_R = np.zeros(
+            slots, np.int64
+        )  # tokens in the KV cache = column of the next token to feed
+        self._prompt_R = np.zeros(slots, np.int64)  # prompt tokens
+        self._limit_R = np.zeros(slots, np.int64)  # columns at which the sample has its last token
+        self._temperature_R = np.ones(slots)
+        self._key_R = np.zeros(slots, np.uint64)
+        self._token_RC = np.zeros((slots, max_length), np.int64)
+        self._logp_RC = np.zeros((slots, max_length), np.float32)
+        self._version_RC = np.zeros((slots, max_length), np.int32)
+        self._of_row = (
+            self._cached_R, self._prompt_R, self._limit_R, self._temperature_R, self._key_R,
+            self._token_RC, self._logp_RC, self._version_RC,
+        )  # fmt: skip
+
+    @property
+    def running(self) -> int:
+        """Samples being decoded."""
+        return self._used
+
+    @property
+    def waiting(self) -> int:
+        """Samples that have no row yet."""
+        return sum(request.n for request in self._waiting)
+
+    @property
+    def layers(self) -> int:
+        """Layers that have attended through the cache so far."""
+        return len(self._cache.layers)
+
+    @property
+    def idle(self) -> bool:
+        return not self._used and not self._waiting
+
+    def add(self, request: SampleRequest) -> None:
+        """Queue a request. Raises as `check_fits` does."""
+        check_fits(request, self.slots, self.max_length)
+        self._waiting.append(request)
+
+    @torch.inference_mode()
+    def remove(self, request_id: str) -> list[Turn] | None:
+        """Take a request out: its turns, unfinished ones with finish "abort". None if it is not here."""
+        for at, request in enumerate(self._waiting):
+            if request.request_id == request_id:
+                del self._waiting[at]
+                empty = np.zeros(0)
+                return [self._turn(request.prompt_ids, empty, empty, empty, "abort")] * request.n
+        rows = [
+            row
+            for row in self._used_rows()
+            if self._owner[row][0].request.request_id == request_id  # type: ignore[index]
+        ]
+        if not rows:
+            return None
+        running = self._owner[rows[0]][0]  # type: ignore[index]
+        self._leave(np.array(rows), ["abort"] * len(rows))
+        return running.in_order()
+
+    @torch.inference_mode()
+    def flip(self, staged: Mapping[str, Tensor], targets: Mapping[str, Tensor], version: Version) -> None:
+        """Copy `staged` over the live parameters. KV of samples in flight is kept."""
+        for name, target in targets.items():
+            target.copy_(staged[name])
+        self.version = version
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[str, list[Turn]]]:
+        """Admit what fits, then make one token for every row. Returns the requests that finished, by id.
+
+        Raises WeightSyncError if the policy's logits are not finite.
+        """
+        if self.fixed_shape:
+            self._admit_fixed()
+            return self._decode(self.slots) if self._used else []
+        finished = self._prefill(self._admit())
+        return finished + (self._decode(self._used) if self._used else [])
+
+    # ---- joining
+
+    def _admit(self) -> list[SampleRequest]:
+        admitted: list[SampleRequest] = []
+        free, tokens = self.slots - self._used, 0
+        while self._waiting and self._waiting[0].n <= free:
+            tokens += len(self._waiting[0].prompt_ids)
+            if admitted and tokens > PREFILL_TOKENS:
+                break
+            admitted.append(self._waiting.popleft())
+            free -= admitted[-1].n
+        return admitted
+
+    def _admit_fixed(self) -> None:
+        """Each request whose own rows are free; others wait for exactly theirs."""
+        still_waiting: deque[SampleRequest] = deque()
+        for request in self._waiting:
+            rows = (request.ordinal * request.n + np.arange(request.n)) % self.slots
+            if self._used_R[rows].any():
+                still_waiting.append(request)
+            else:
+                self._join(request, rows, cached=0)
+        self._waiting = still_waiting
+
+    def _join(self, request: SampleRequest, rows: Array, cached: int) -> None:
+        running = _Running(request)
+        prompt = len(request.prompt_ids)
+        for sample, row in enumerate(rows):
+            self._owner[row] = (running, sample)
+        self._used_R[rows] = True
+        self._used += len(rows)
+        self._cached_R[rows] = cached
+        self._prompt_R[rows] = prompt
+        self._limit_R[rows] = min(prompt + request.sampling.max_tokens, self.max_length)
+        self._temperature_R[rows] = request.sampling.temperature
+        self._key_R[rows] = stream_key(request.sampling.seed, request.ordinal, np.arange(request.n))
+        self._token_RC[rows, :prompt] = request.prompt_ids
+
+    def _prefill(self, admitted: list[SampleRequest]) -> list[tuple[str, list[Turn]]]:
+        if not admitted:
+            return []
+        first = self._used
+        for request in admitted:
+            rows = np.arange(self._used, self._used + request.n)
+            self._join(request, rows, cached=len(request.prompt_ids))
+        lengths_P = np.array([len(request.prompt_ids) for request in admitted])
+        prompt_S = np.repeat(np.arange(len(admitted)), [request.n for request in admitted])
+        ends_P = np.cumsum(lengths_P)
+        columns_T = np.arange(lengths_P.max())
+        index_PT = (ends_P - lengths_P)[:, None] + np.minimum(columns_T, lengths_P[:, None] - 1)
+        prompt_N = np.repeat(np.arange(len(admitted)), lengths_P)
+        column_N = np.arange(ends_P[-1]) - (ends_P - lengths_P)[prompt_N]
+        row_S = np.arange(first, self._used)
+        of = Prefill(*(self._tensor(x) for x in (index_PT, prompt_N, column_N, row_S, prompt_S)))
+        token_N = np.concatenate([request.prompt_ids for request in admitted])
+        logits_PV = self._forward(token_N, column_N, of, keep=self._tensor(ends_P - 1))
+        return self._accept(row_S, logits_PV[of.prompt_S])
+
+    # ---- stepping
+
+    def _decode(self, rows: int) -> list[tuple[str, list[Turn]]]:
+        row_A = np.arange(rows)
+        column_A = np.where(self._used_R[:rows], self._cached_R[:rows], 0)
+        columns = self.max_length if self.fixed_shape else int(column_A.max()) + 1
+        position_A = self._tensor(column_A)
+        of = Decode(self._rows[:rows], position_A, self._columns[:columns] > position_A[:, None])
+        logits_AV = self._forward(self._token_RC[row_A, column_A], column_A, of, keep=None)
+        self._cached_R[:rows] += 1
+        if not self.fixed_shape:
+            return self._accept(row_A, logits_AV)
+        done_prompt_A = self._used_R & (self._cached_R >= self._prompt_R)
+        return self._accept(np.flatnonzero(done_prompt_A), logits_AV[torch.from_numpy(done_prompt_A)])
+
+    def _forward(
+        self, token_N: Array, position_N: Array, of: Prefill | Decode, keep: Tensor | None
+    ) -> Tensor:
+        """Logits of the tokens `keep` (all by default) of one packed row."""
+        with attending(self._cache, of):
+            out = self.model(
+                input_ids=self._tensor(token_N)[None],
+                position_ids=self._tensor(position_N)[None],
+                use_cache=False,
+                logits_to_keep=0 if keep is None else keep,
+            )
+        return out.logits[0]
+
+    def _accept(self, row_A: Array, logits_AV: Tensor) -> list[tuple[str, list[Turn]]]:
+        """Draw the next token of these rows; rows that are done leave."""
+        if not row_A.size:
+            return []
+        column_A = self._cached_R[row_A]
+        uniform_A = uniform_at(self._key_R[row_A], column_A - self._prompt_R[row_A])
+        try:
+            token_A, logp_A = draw(logits_AV, self._temperature_R[row_A], uniform_A)
+        except FloatingPointError as error:
+            raise WeightSyncError(f"version {self.version} cannot be sampled from: {error}") from error
+        self._token_RC[row_A, column_A] = token_A
+        self._logp_RC[row_A, column_A] = logp_A
+        self._version_RC[row_A, column_A] = self.version
+        self.tokens_made += len(row_A)
+        stopped_A = (token_A[:, None] == self._end_ids).any(1)
+        done_A = stopped_A | (column_A + 1 >= self._limit_R[row_A])
+        if not done_A.any():
+            return []
+        # The newest token of a row is not in the KV cache yet: count it before the row's turn is cut out.
+        rows = row_A[done_A]
+        self._cached_R[rows] += 1
+        finish: list[Finish] = ["stop" if stopped else "length" for stopped in stopped_A[done_A]]
+        return [(r.request.request_id, r.in_order()) for r in self._leave(rows, finish) if r.finished]
+
+    # ---- leaving
+
+    def _leave(self, rows: Array, finish: Sequence[Finish]) -> list[_Running]:
+        """Cut the turns of these rows out and free the rows. Returns their requests, each once."""
+        left: dict[int, _Running] = {}
+        for row, why in zip(rows, finish, strict=True):
+            running, sample = self._owner[row]
+            prompt = self._prompt_R[row]
+            end = max(prompt, self._cached_R[row] + (why == "abort"))
+            made = slice(prompt, end)
+            running.turns[sample] = self._turn(
+                running.request.prompt_ids,
+                self._token_RC[row, made],
+                self._logp_RC[row, made],
+                self._version_RC[row, made],
+                why,
+            )
+            left[id(running)] = running
+            self._owner[row] = None
+        self._used_R[rows] = False
+        self._used -= len(rows)
+        if not self.fixed_shape:
+            self._compact(self._used + len(rows))
+        return list(left.values())
+
+    def _compact(self, used_before: int) -> None:
+        """Move the last rows into the holes, so that the rows in use are 0..used-1 again."""
+        kept = self._used_R[:used_before]
+        holes = np.flatnonzero(~kept[: self._used])
+        if not holes.size:
+            return
+        last = self._used + np.flatnonzero(kept[self._used :])
+        columns = int(self._cached_R[last].max())
+        self._cache.move_rows(self._tensor(last), self._tensor(holes), columns)
+        for state in self._of_row:
+            state[holes] = state[last]
+        for hole, row in zip(holes, last, strict=True):
+            self._owner[hole], self._owner[row] = self._owner[row], None
+        self._used_R[holes], self._used_R[last] = True, False
+
+    def _used_rows(self) -> list[int]:
+        return [int(row) for row in np.flatnonzero(self._used_R)]
+
+    def _turn(self, prompt: Array, tokens: Array, logp: Array, versions: Array, finish: Finish) -> Turn:
+        return Turn(
+            prompt_ids=np.asarray(prompt, np.int64),
+            output_ids=tokens.astype(np.int64),
+            logprobs=logp.astype(np.float32),
+            versions=versions.astype(np.int32),
+            finish=finish,
+        )
+
+    def _tensor(self, array: Array) -> Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)

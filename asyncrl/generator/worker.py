@@ -1,0 +1,287 @@
+"""The loop of a generator: tasks in, scored groups out, while the weights change underneath.
+
+              queue                        this worker                             engine, reward, learner
+   ┌───────────────────────┐
+   │ lease (parks until     │──▸ intake ──▸ one _work per lease ──▸ sample ────────▸ engine
+   │  admission lets some)  │      ▴             │                 score ─────────▸ reward function
+   │ commit │ drop          │◂─────┼─────────────┘ waits until no unverified flip
+   │ renew, with stats      │◂──── heartbeat ──▸ leases lost: their _work is cancelled
+   └───────────────────────┘      │
+                                 held ◂── weights (weights.py) ◂─────────────────── weight stream
+
+  intake waits for  the first weights; room in the engine; the queue's answer, or a newer `held` to ask with
+  _work waits for   the engine, the reward, the queue
+  Evaluation leases come through an intake of their own; while one is under way, no training lease is taken
+  and no version is flipped to.
+
+Any loop that fails ends the worker. RunClosedError is the regular end; what is still leased is given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+from asyncrl.config.schema import Config, require
+from asyncrl.errors import AsyncRLError, RefusedError, RunClosedError
+from asyncrl.generator.engine import Engine, PromptTooLongError
+from asyncrl.generator.rewards import RewardError
+from asyncrl.generator.rollouts import Rollouts
+from asyncrl.generator.weights import WeightFollower
+from asyncrl.types import NO_VERSION, Group, Task, Version
+
+log = logging.getLogger(__name__)
+
+Stream = Literal["train", "eval"]
+Key = tuple[str, int, int]
+"""(stream, ordinal, epoch): one lease."""
+
+LEASE_S = 10.0
+"""How long a lease request may park at the queue before it is made again."""
+
+LEAD = 0.25
+"""Groups leased beyond what the engine's slots hold, as a share: prompts at hand when slots fall free."""
+
+SECONDS = "seconds/"
+"""What an engine's stats call the time since they were last asked for."""
+
+GIVE_BACK_S = 5.0
+"""Longest wait at the end: leases not given back expire by themselves."""
+
+
+class Lease(Protocol):
+    @property
+    def task(self) -> Task: ...
+    @property
+    def epoch(self) -> int: ...
+
+
+class Renewal(Protocol):
+    """lost: leases that are no longer this worker's · closed: the run is over."""
+
+    @property
+    def lost(self) -> Sequence[Key]: ...
+    @property
+    def closed(self) -> bool: ...
+
+
+class WorkerClient(Protocol):
+    """What a worker needs of the queue's client."""
+
+    async def lease(
+        self, stream: str, *, held: Version, lineage: int, most: int, wait_s: float
+    ) -> Sequence[Lease]: ...
+
+    async def renew(self, stats: Mapping[str, Any]) -> Renewal: ...
+
+    async def commit(self, stream: str, lease: Any, group: Group) -> None: ...
+
+    async def give_back(self, stream: str, leases: Sequence[Any]) -> None: ...
+
+    async def drop(self, stream: str, lease: Any, reason: str) -> None: ...
+
+
+class Worker:
+    """One generator's loops over parts that are made elsewhere (see process.py).
+
+    held_out  the tasks that evaluation leases point into; none: no evaluation leases are asked for
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: Config,
+        *,
+        client: WorkerClient,
+        engine: Engine,
+        follower: WeightFollower,
+        rollouts: Rollouts,
+        held_out: Sequence[Task] = (),
+    ) -> None:
+        slots, group_size = config.generator.slots, config.batch.group_size
+        require(
+            group_size <= slots,
+            "generator.slots",
+            slots,
+            f"must hold one group of batch.group_size={group_size}",
+            f"set generator.slots={group_size} or more",
+        )
+        self.name = name
+        self._client, self._engine, self._follower, self._rollouts = client, engine, follower, rollouts
+        self._held_out, self._heartbeat_s = held_out, config.generator.heartbeat_s
+        at_once = max(1, slots // group_size)
+        self._most_sampling = at_once + math.ceil(LEAD * at_once)
+        self._sampling: set[Key] = set()
+        self._evaluating: set[Key] = set()
+        self._leases: dict[Key, tuple[Stream, Lease]] = {}
+        self._working: dict[Key, asyncio.Task[None]] = {}
+        self._room = asyncio.Event()
+        self._counts: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._loops: asyncio.TaskGroup
+
+    async def run(self) -> None:
+        """Until the run is closed (returns), or something fails (raises it), or cancelled."""
+        try:
+            async with asyncio.TaskGroup() as self._loops:
+                self._loops.create_task(self._heartbeat())
+                self._loops.create_task(self._follower.run())
+                self._loops.create_task(self._intake("train", self._train_room))
+                if self._held_out:
+                    self._loops.create_task(self._intake("eval", self._eval_room))
+        except* RunClosedError:
+            log.info("%s: the run is closed", self.name)
+        except* AsyncRLError as failures:
+            raise _first(failures) from None
+        finally:
+            await self._give_back()
+
+    # ---- leases
+
+    async def _intake(self, stream: Stream, room: Callable[[], int]) -> None:
+        await self._follower.past(lineage=-1, held=NO_VERSION)
+        while True:
+            most = room()
+            if most <= 0:
+                self._room.clear()
+                await self._room.wait()
+                continue
+            lineage, held = self._follower.lineage, self._follower.held
+            asked = self._loops.create_task(self._ask(stream, most, held, lineage))
+            newer = asyncio.ensure_future(self._follower.past(lineage, held))
+            # A request parked under an old `held` admits less than the new one would: take it back.
+            await asyncio.wait({asked, newer}, return_when=asyncio.FIRST_COMPLETED)
+            newer.cancel()
+            asked.cancel()
+
+    async def _ask(self, stream: Stream, most: int, held: Version, lineage: int) -> None:
+        try:
+            leases = await self._client.lease(stream, held=held, lineage=lineage, most=most, wait_s=LEASE_S)
+        except RefusedError as refusal:
+            if refusal.reason != "lineage":
+                raise
+            log.info("%s: the learner was rewound; waiting for its weights", self.name)
+            await self._follower.past(lineage, held)
+            return
+        for lease in leases:
+            self._take(stream, lease)
+
+    def _take(self, stream: Stream, lease: Lease) -> None:
+        key = (stream, lease.task.ordinal, lease.epoch)
+        if key in self._leases:
+            return
+        self._leases[key] = (stream, lease)
+        (self._evaluating if stream == "eval" else self._sampling).add(key)
+        self._working[key] = self._loops.create_task(self._work(key, stream, lease))
+        self._working[key].add_done_callback(lambda _: self._ended(key))
+
+    def _ended(self, key: Key) -> None:
+        """However it ended: done, failed, or cancelled before it began."""
+        self._working.pop(key, None)
+        self._sampling.discard(key)
+        self._evaluating.discard(key)
+        self._room.set()
+
+    def _train_room(self) -> int:
+        return 0 if self._evaluating else self._most_sampling - len(self._sampling)
+
+    def _eval_room(self) -> int:
+        return 1 - len(self._evaluating)
+
+    # ---- one lease
+
+    async def _work(self, key: Key, stream: Stream, lease: Lease) -> None:
+        try:
+            make = self._evaluate if stream == "eval" else self._generate
+            group = await make(key, lease.task)
+            await self._follower.settled()
+            await self._client.commit(stream, lease, group)
+            self._counts[f"groups/{stream}"] += 1
+        except PromptTooLongError as error:
+            await self._drop(stream, lease, "too_long", error)
+        except RewardError as error:
+            await self._drop(stream, lease, "reward", error)
+        except RefusedError as refusal:
+            self._counts[f"refused/{refusal.reason}"] += 1
+        self._leases.pop(key, None)
+
+    async def _generate(self, key: Key, task: Task) -> Group:
+        turns = await self._rollouts.sample(task, "/".join(map(str, key)))
+        # Scoring takes no room: a slow reward must not starve the engine.
+        self._sampling.discard(key)
+        self._room.set()
+        return await self._rollouts.score(task, turns)
+
+    async def _evaluate(self, key: Key, task: Task) -> Group:
+        chunk = self._held_out[int(task.data["start"]) : int(task.data["stop"])]
+        async with self._follower.pinned():
+            return await self._rollouts.evaluate(task, chunk, "/".join(map(str, key)))
+
+    async def _drop(self, stream: Stream, lease: Lease, reason: str, error: Exception) -> None:
+        log.warning("%s drops task %d of stream %s: %s", self.name, lease.task.ordinal, stream, error)
+        self._counts[f"dropped/{reason}"] += 1
+        try:
+            await self._client.drop(stream, lease, reason)
+        except RefusedError as refusal:
+            self._counts[f"refused/{refusal.reason}"] += 1
+
+    # ---- heartbeat
+
+    async def _heartbeat(self) -> None:
+        while True:
+            renewal = await self._client.renew(self.stats())
+            if renewal.closed:
+                raise RunClosedError("the queue closed the run")
+            for stream, ordinal, epoch in renewal.lost:
+                self._lose((stream, ordinal, epoch))
+            await asyncio.sleep(self._heartbeat_s)
+
+    def _lose(self, key: Key) -> None:
+        """Another worker has this task by now."""
+        self._leases.pop(key, None)
+        work = self._working.get(key)
+        if work is not None:
+            self._counts["lost"] += 1
+            work.cancel()
+
+    def stats(self) -> dict[str, Any]:
+        """Telemetry for the queue to keep, totals of this process unless said otherwise.
+
+        tokens · running, waiting samples now · held, lineage · leases now · weights/… of the follower
+        seconds {span of the engine: seconds} · groups/<stream>, dropped/<reason>, refused/<reason>, lost
+        """
+        engine = self._engine.stats()
+        for name, seconds in engine.items():
+            if name.startswith(SECONDS):
+                self._seconds[name.removeprefix(SECONDS)] += seconds
+        return {
+            **{name: value for name, value in engine.items() if not name.startswith(SECONDS)},
+            **self._follower.stats(),
+            **self._counts,
+            "held": self._follower.held,
+            "lineage": self._follower.lineage,
+            "leases": len(self._leases),
+            "seconds": dict(self._seconds),
+        }
+
+    async def _give_back(self) -> None:
+        for stream in ("train", "eval"):
+            left = [lease for of, lease in self._leases.values() if of == stream]
+            if not left:
+                continue
+            try:
+                async with asyncio.timeout(GIVE_BACK_S):
+                    await self._client.give_back(stream, left)
+            except (AsyncRLError, TimeoutError) as error:
+                log.info("%s could not give back %d leases: %s", self.name, len(left), error)
+        self._leases.clear()
+
+
+def _first(failures: BaseExceptionGroup[AsyncRLError]) -> AsyncRLError:
+    """Loops fail one after another; the first one to do so is why."""
+    found = failures.exceptions[0]
+    return _first(found) if isinstance(found, BaseExceptionGroup) else found

@@ -1,0 +1,176 @@
+"""`asyncrl train`: a whole run on one machine.
+
+    launcher ──starts──▸ queue ──its address──▸ launcher ──starts──▸ learner, generators
+                                                   │
+         waits for whichever comes first: ◂────────┘
+           learner ends well       generators leave by themselves, the queue is stopped, the summary returned
+           learner or queue dies   everything is killed, ProcessDiedError
+           a generator dies        it is started again, `launch.generator_restarts` times; then as above
+           Ctrl-C                  the learner ends its step and writes a checkpoint, then all are stopped
+           Ctrl-C again            everything is killed
+
+Processes share nothing with the launcher but config.yaml, the queue's address and the run folder.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config.schema import Config
+from asyncrl.errors import ConfigError, ProcessDiedError
+from asyncrl.launch.dashboard import Dashboard, open_dashboard
+from asyncrl.launch.run_folder import claimed_run_folder, read_summary
+from asyncrl.launch.supervise import Ended, Interrupted, Said, Supervisor, describe_exit, wait_line
+
+QUEUE, LEARNER = "queue", "learner"
+REFRESH_S = 1.0
+
+
+def train(config: Config) -> dict[str, Any]:
+    """Run to the last version and return the summary that the learner wrote.
+
+    Raises ConfigError (run folder in use), ProcessDiedError, DeadlineError, and KeyboardInterrupt once a run
+    that was interrupted is down.
+    """
+    with claimed_run_folder(config) as folder:
+        supervisor = Supervisor(folder / "logs")
+        with supervisor.interrupts(), open_dashboard(config, folder) as dashboard:
+            return LocalRun(config, folder, supervisor, dashboard).run()
+
+
+class LocalRun:
+    """One run; made for one call of `run`."""
+
+    def __init__(self, config: Config, folder: Path, supervisor: Supervisor, dashboard: Dashboard) -> None:
+        self._config, self._folder = config, folder
+        self._supervisor, self._dashboard = supervisor, dashboard
+        self._generators = [f"generator-{i}" for i in range(config.generator.count)]
+        self._restarts = 0
+        self._address = ""
+
+    def run(self) -> dict[str, Any]:
+        self._address = self._start_queue()
+        self._start_learner()
+        for name in self._generators:
+            self._start_generator(name)
+        self._dashboard.say(f"{self._folder}: queue at {self._address}, logs in {self._folder / 'logs'}")
+        self._watch()
+        self._wind_down()
+        return read_summary(self._folder)
+
+    def _start_queue(self) -> str:
+        command = process_command(self._folder, "queue")
+        self._supervisor.start(QUEUE, command, process_env(threads=1), says=True)
+        seconds = self._config.launch.start_deadline_s
+        event = wait_line(self._supervisor, QUEUE, "the address it listens at", seconds)
+        if isinstance(event, Said):
+            return event.line
+        if isinstance(event, Ended):
+            raise self._died(event)
+        raise self._interrupted()
+
+    def _start_learner(self) -> None:
+        learner = self._config.learner
+        words = process_command(self._folder, "learner", f"queue.address={self._address}")
+        if learner.processes > 1:
+            torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(learner.processes)]
+            words = [sys.executable, "-m", *torchrun, *words[1:]]
+        env = process_env(learner.threads or shared_threads(self._config), learner.devices)
+        self._supervisor.start(LEARNER, words, env)
+
+    def _start_generator(self, name: str) -> None:
+        generator = self._config.generator
+        words = process_command(self._folder, "generator", f"queue.address={self._address}", "--name", name)
+        env = process_env(generator.threads or shared_threads(self._config), generator.devices)
+        self._supervisor.start(name, words, env)
+
+    def _watch(self) -> None:
+        """Until the learner has ended well."""
+        while True:
+            event = self._supervisor.next_event(REFRESH_S)
+            self._dashboard.refresh()
+            if isinstance(event, Interrupted):
+                raise self._interrupted()
+            if not isinstance(event, Ended):
+                continue
+            if event == Ended(LEARNER, 0):
+                return
+            if event.name not in self._generators:
+                raise self._died(event)
+            if event.code != 0:
+                self._restart(event)
+
+    def _restart(self, event: Ended) -> None:
+        """A generator holds nothing that cannot be made again: its tasks go back to the queue."""
+        most = self._config.launch.generator_restarts
+        bad_config = event.code == ConfigError.exit_code
+        if bad_config or self._restarts >= most:
+            raise self._died(event)
+        self._restarts += 1
+        self._dashboard.say(
+            f"{event.name} ended ({describe_exit(event.code)}) and is started again, "
+            f"{self._restarts} of {most} restarts; its log: {self._supervisor.log(event.name)}"
+        )
+        self._start_generator(event.name)
+
+    def _wind_down(self) -> None:
+        """The run is closed: generators notice it at their next heartbeat, the queue waits to be told."""
+        deadline_s = self._config.launch.stop_deadline_s
+        late = self._supervisor.wait_ended(self._generators, deadline_s)
+        late += [name for name in self._supervisor.stop_all(deadline_s) if name not in late]
+        if late:
+            self._dashboard.say(f"did not end within {deadline_s:.0f} s and were stopped: {', '.join(late)}")
+        self._dashboard.refresh()
+
+    def _interrupted(self) -> KeyboardInterrupt:
+        """Take the run down in order; the caller raises what this returns."""
+        deadline_s = self._config.launch.stop_deadline_s
+        if LEARNER in self._supervisor.running():
+            self._dashboard.say(
+                f"stopping: the learner writes a checkpoint (at most {deadline_s:.0f} s); "
+                "Ctrl-C again kills the run"
+            )
+            self._supervisor.send(LEARNER, signal.SIGTERM)
+            if self._supervisor.wait_ended([LEARNER], deadline_s):
+                self._supervisor.kill_all()
+                self._dashboard.say("killed; what came after the last checkpoint is lost")
+                return KeyboardInterrupt()
+        self._supervisor.stop_all(deadline_s)
+        self._dashboard.say(f"stopped; run.resume=true goes on from the newest checkpoint of {self._folder}")
+        return KeyboardInterrupt()
+
+    def _died(self, event: Ended) -> ProcessDiedError:
+        log = self._supervisor.log(event.name)
+        tail = self._supervisor.log_tail(event.name) or "(nothing)"
+        lines = "\n".join(f"    {line}" for line in tail.splitlines())
+        return ProcessDiedError(
+            f"{event.name} ended ({describe_exit(event.code)}) before the run was over; "
+            f"the end of {log}:\n{lines}"
+        )
+
+
+def process_command(folder: Path, process: str, *words: str) -> list[str]:
+    """The command of one process of the run: python -m asyncrl PROCESS <folder>/config.yaml …"""
+    return [sys.executable, "-m", "asyncrl", process, str(folder / "config.yaml"), *words]
+
+
+def process_env(threads: int, devices: str | None = None) -> dict[str, str]:
+    """What a process of the run gets on top of the launcher's environment."""
+    env = {
+        "OMP_NUM_THREADS": str(threads),
+        # Two pools that spin on the same cores run several times slower than two that sleep.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    return env if devices is None else {**env, "CUDA_VISIBLE_DEVICES": devices}
+
+
+def shared_threads(config: Config) -> int:
+    """Cores of this machine shared out over the processes that compute."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // (config.generator.count + config.learner.processes))

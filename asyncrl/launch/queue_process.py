@@ -1,0 +1,74 @@
+"""`asyncrl queue`: the broker on the main thread, the task feeder as one of its clients on another.
+
+main thread     bind ──▸ announce the address ──▸ serve ······ until SIGTERM, Ctrl-C, or the feeder fails
+feeder thread            connect ──▸ wait for room ──▸ submit tasks ──▸ …   until the run is closed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+
+from asyncrl.config.schema import Config
+from asyncrl.errors import RunClosedError
+from asyncrl.launch.run_folder import run_folder, write_address
+from asyncrl.queue.broker import Broker
+from asyncrl.queue.client import QueueClient
+from asyncrl.queue.feeder import feed
+from asyncrl.tasks.source import TaskStream, train_stream
+
+
+def run_queue(config: Config, announce: int | None = None) -> None:
+    """Serve until told to stop. `announce`: a file descriptor that gets the bound address as one line.
+
+    Raises ConfigError for a port in use, TaskError and ConfigError for a task source that is none.
+    """
+    tasks = train_stream(config)
+    broker = Broker(config.queue.address, config.run.name)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: broker.stop())
+    address = broker.bound_address
+    write_address(run_folder(config), address)
+    if announce is not None:
+        with open(announce, "w", encoding="utf-8") as pipe:
+            pipe.write(address + "\n")
+    print(f"run {config.run.name}: queue at {address}, process {os.getpid()}", flush=True)
+    feeder = Feeder(config, address, tasks, broker)
+    feeder.start()
+    broker.serve()
+    feeder.raise_failure()
+
+
+class Feeder(threading.Thread):
+    """Submits tasks as the queue has room for them. Whatever ends it early ends the queue with it."""
+
+    def __init__(self, config: Config, address: str, tasks: TaskStream, broker: Broker) -> None:
+        super().__init__(name="feeder", daemon=True)
+        self._config, self._address, self._tasks, self._broker = config, address, tasks, broker
+        self._failure: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            asyncio.run(self._feed())
+        except RunClosedError:
+            pass
+        except BaseException as error:
+            self._failure = error
+            self._broker.stop()
+
+    def raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    async def _feed(self) -> None:
+        queue = self._config.queue
+        client = QueueClient(
+            self._address, run=self._config.run.name, who="feeder", deadline_s=queue.deadline_s
+        )
+        await client.connect()
+        try:
+            await feed(client, "train", self._tasks.task_at)
+        finally:
+            await client.close()

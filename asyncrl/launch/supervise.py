@@ -1,0 +1,209 @@
+"""Child processes as one stream of events: what they say, how they end, and when the user wants out.
+
+    child ──exit code──▸ waiter thread ──▸ ┐
+    child ──one line───▸ reader thread ──▸ ├─ events ──▸ next_event(seconds): the launcher's only wait
+    Ctrl-C, SIGTERM ───▸ signal handler ─▸ ┘
+
+Every child has a session of its own, so Ctrl-C reaches only the launcher, and dies with it, so none is left
+behind if the launcher is killed. Its output goes to one file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from asyncrl.errors import DeadlineError
+
+TAIL_LINES = 25
+PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A child ended. `code` is its exit code, or minus the signal that killed it."""
+
+    name: str
+    code: int
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A child wrote its one line to the pipe it was given; empty if it closed the pipe without."""
+
+    name: str
+    line: str
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """The user wants the run to end; `count` is how often they said so."""
+
+    count: int
+
+
+Event = Ended | Said | Interrupted
+
+
+class Supervisor:
+    """Starts children and tells what becomes of them. Used from the main thread only."""
+
+    def __init__(self, logs: Path) -> None:
+        logs.mkdir(parents=True, exist_ok=True)
+        self._logs = logs
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._interrupts = 0
+
+    def start(
+        self, name: str, command: Sequence[str], env: Mapping[str, str] | None = None, *, says: bool = False
+    ) -> None:
+        """Start a child; its output is appended to logs/<name>.log.
+
+        With `says` it gets `--announce FD` as last words of its command, and the line that it writes there
+        arrives as a `Said`.
+        """
+        reading, writing = os.pipe() if says else (-1, -1)
+        words = [*command, "--announce", str(writing)] if says else list(command)
+        with self.log(name).open("ab") as log:
+            child = subprocess.Popen(
+                words,
+                env={**os.environ, **(env or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=[writing] if says else [],
+                preexec_fn=_die_with(os.getpid()),
+            )
+        self._children[name] = child
+        if says:
+            os.close(writing)
+            self._thread(lambda: self._events.put(Said(name, _first_line(reading))))
+        self._thread(lambda: self._events.put(Ended(name, child.wait())))
+
+    def next_event(self, seconds: float) -> Event | None:
+        """The next event, or None if there was none in `seconds`."""
+        try:
+            return self._events.get(timeout=max(seconds, 0.0))
+        except queue.Empty:
+            return None
+
+    def running(self) -> list[str]:
+        return [name for name, child in self._children.items() if child.poll() is None]
+
+    def log(self, name: str) -> Path:
+        return self._logs / f"{name}.log"
+
+    def log_tail(self, name: str) -> str:
+        """The last lines of a child's log."""
+        lines = self.log(name).read_text(encoding="utf-8", errors="replace").splitlines()
+        return "\n".join(lines[-TAIL_LINES:])
+
+    def send(self, name: str, number: signal.Signals) -> None:
+        """To the child itself; it looks after its own children."""
+        child = self._children[name]
+        if child.poll() is None:
+            child.send_signal(number)
+
+    def wait_ended(self, names: Sequence[str], seconds: float) -> list[str]:
+        """Wait until these children have ended, and return those that have not after `seconds`.
+
+        A further Ctrl-C cuts the wait short.
+        """
+        deadline = time.monotonic() + seconds
+        while left := [name for name in names if name in self.running()]:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0 or isinstance(self.next_event(remaining), Interrupted):
+                return left
+        return []
+
+    def stop_all(self, seconds: float) -> list[str]:
+        """SIGTERM, then SIGKILL to whole sessions after `seconds`. Returns who had to be killed."""
+        for name in self.running():
+            self.send(name, signal.SIGTERM)
+        late = self.wait_ended(self.running(), seconds)
+        self.kill_all()
+        return late
+
+    def kill_all(self) -> None:
+        """SIGKILL to every child that is left and to what it started in its session."""
+        for name in self.running():
+            with suppress(ProcessLookupError):
+                os.killpg(self._children[name].pid, signal.SIGKILL)
+        for child in self._children.values():
+            child.wait()
+
+    @contextmanager
+    def interrupts(self) -> Iterator[None]:
+        """Inside, SIGINT, SIGTERM and SIGHUP become `Interrupted` events. At the end no child is left."""
+
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            self._interrupts += 1
+            self._events.put(Interrupted(self._interrupts))
+
+        handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.signal(number, on_signal) for number in handled}
+        try:
+            yield
+        finally:
+            self.kill_all()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _thread(self, work: Callable[[], None]) -> None:
+        threading.Thread(target=work, daemon=True).start()
+
+
+def wait_line(supervisor: Supervisor, name: str, what: str, seconds: float) -> Event:
+    """The child's `Said`, or whatever else ends the wait (`Ended`, `Interrupted`). Raises DeadlineError."""
+    deadline = time.monotonic() + seconds
+    while True:
+        event = supervisor.next_event(deadline - time.monotonic())
+        if event is None:
+            raise DeadlineError("the launcher", f"process {name}", what, seconds)
+        # A child that dies closes its pipe first; its exit code, which comes next, says more.
+        if event != Said(name, ""):
+            return event
+
+
+def describe_exit(code: int) -> str:
+    """
+    >>> describe_exit(2), describe_exit(-9)
+    ('exit code 2', 'killed by SIGKILL')
+    """
+    if code >= 0:
+        return f"exit code {code}"
+    return f"killed by {signal.Signals(-code).name}"
+
+
+def die_with_parent() -> None:
+    """Ask the kernel (Linux) to kill this process when the thread that started it ends."""
+    if _LIBC is not None:
+        _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _die_with(launcher: int) -> Callable[[], None]:
+    def between_fork_and_exec() -> None:
+        die_with_parent()
+        if os.getppid() != launcher:  # it died before the request was in place
+            os._exit(1)
+
+    return between_fork_and_exec
+
+
+def _first_line(descriptor: int) -> str:
+    with open(descriptor, encoding="utf-8") as pipe:
+        return pipe.readline().strip()

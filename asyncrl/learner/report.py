@@ -1,0 +1,143 @@
+"""What the learner tells about a run: one row of metrics.jsonl per version, and summary.json at the end.
+
+The summary is computed from the rows alone, so a resumed run is summed up as a whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from asyncrl.telemetry.spans import busy_share
+from asyncrl.types import Version
+
+ROWS, SUMMARY = "metrics.jsonl", "summary.json"
+EDGE_VERSIONS = 5
+"""reward_start and reward_end are means over this many versions."""
+
+WorkerStats = Mapping[str, Any]
+"""What a worker says of itself (generator/worker.py): tokens, seconds {span: s} and weights/flips since its start,
+held, and weights/pauses_ms of its last flips."""
+
+
+class Pool:
+    """The generators as the learner hears of them: totals since their start in, differences between versions out."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, WorkerStats] = {}
+        self._tokens = self._flips = 0.0
+
+    def update(self, stats: Mapping[str, WorkerStats], seconds: float) -> dict[str, float]:
+        """One step later. Workers report at their heartbeats, so a row may show none or several of those at once.
+
+        busy/generator and generator/time/<span> are means over workers; tokens_generated and weight_updates are
+        totals. A worker whose totals fell was started anew: its totals count from 0.
+        """
+        tokens, spans = 0.0, Counter[str]()
+        for name, now in stats.items():
+            before = self._before.get(name, {})
+            if now.get("tokens", 0) < before.get("tokens", 0):
+                before = {}
+            tokens += now.get("tokens", 0) - before.get("tokens", 0)
+            self._flips += now.get("weights/flips", 0) - before.get("weights/flips", 0)
+            spans.update(_difference(now.get("seconds", {}), before.get("seconds", {})))
+        self._before = dict(stats)
+        self._tokens += tokens
+        row = {
+            "tokens_generated": self._tokens,
+            "weight_updates": self._flips,
+            "generators": len(stats),
+            "tokens_per_s": tokens / seconds if seconds > 0 else 0.0,
+        }
+        if sum(spans.values()) > 0:
+            row["busy/generator"] = busy_share(spans)
+            row |= {f"generator/time/{name}": s / len(stats) for name, s in spans.items()}
+        pauses = [pause for now in stats.values() for pause in now.get("weights/pauses_ms", ())]
+        if pauses:
+            row["pause_ms_p50"] = median(pauses)
+        held = [now["held"] for now in stats.values() if "held" in now]
+        if held:
+            row["held/min"] = min(held)
+        return row
+
+
+def step_row(
+    version: Version,
+    values: Mapping[str, float],
+    spans: Mapping[str, float],
+    depth: Mapping[str, Any],
+    pool: Mapping[str, float],
+) -> dict[str, Any]:
+    """The row of the step that published `version`. Ledger counts come as queue/…, seconds per span as
+    time/…."""
+    counts = {f"queue/{name}": count for name, count in depth.items() if isinstance(count, (int, float))}
+    times = {f"time/{name}": seconds for name, seconds in spans.items()}
+    seconds = {"step_s": sum(spans.values()), "busy/learner": busy_share(spans)}
+    return {"version": version, **values, **seconds, **pool, **counts, **times}
+
+
+def summarise(rows: Sequence[Mapping[str, Any]], *, max_staleness: int, wall_s: float) -> dict[str, Any]:
+    """The run in one record. wall_s: of this process; everything else is of the whole run."""
+    steps = [row for row in rows if "step_s" in row]
+    accuracy = [row["heldout/accuracy"] for row in rows if "heldout/accuracy" in row]
+    rewards = [row["reward/mean"] for row in steps if "reward/mean" in row]
+    train_s = sum(row["step_s"] for row in steps)
+    last = steps[-1] if steps else {}
+    return {
+        "heldout_accuracy_start": accuracy[0] if accuracy else None,
+        "heldout_accuracy_end": accuracy[-1] if accuracy else None,
+        "reward_start": mean(rewards[:EDGE_VERSIONS]) if rewards else None,
+        "reward_end": mean(rewards[-EDGE_VERSIONS:]) if rewards else None,
+        "wall_s": wall_s,
+        "train_s": train_s,
+        "versions": last.get("version", 0),
+        "groups_trained": sum(row.get("groups", 0) for row in steps),
+        "rollouts_trained": sum(row.get("rollouts", 0) for row in steps),
+        "tokens_generated": last.get("tokens_generated", 0),
+        "utilization": {
+            "generator": _busy_over(steps, "generator/time/"),
+            "learner": _busy_over(steps, "time/"),
+        },
+        "staleness": {
+            "mean": _over_groups(steps, "staleness/mean"),
+            "max": max((row.get("staleness/max", 0) for row in steps), default=0),
+            "bound": max_staleness,
+        },
+        "weight_updates": last.get("weight_updates", 0),
+        "pause_ms_p50": _median(steps, "pause_ms_p50"),
+        "tasks_dropped": last.get("queue/dropped", 0),
+    }
+
+
+def write_summary(run_folder: Path, summary: Mapping[str, Any]) -> None:
+    """Whole or not at all."""
+    partial = run_folder / f"{SUMMARY}.partial"
+    partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    os.replace(partial, run_folder / SUMMARY)
+
+
+def _difference(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
+    return {name: max(0.0, seconds - before.get(name, 0.0)) for name, seconds in now.items()}
+
+
+def _busy_over(rows: Sequence[Mapping[str, Any]], prefix: str) -> float | None:
+    """Share of work in all seconds of a pool; a span's seconds stand under prefix + its name."""
+    spans = Counter[str]()
+    for row in rows:
+        spans.update({key.removeprefix(prefix): s for key, s in row.items() if key.startswith(prefix)})
+    return busy_share(spans) if spans else None
+
+
+def _over_groups(rows: Sequence[Mapping[str, Any]], key: str) -> float:
+    groups = sum(row.get("groups", 0) for row in rows)
+    return sum(row.get(key, 0) * row.get("groups", 0) for row in rows) / groups if groups else 0.0
+
+
+def _median(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    values = [row[key] for row in rows if key in row]
+    return median(values) if values else None

@@ -1,0 +1,102 @@
+"""The learner's tensors on disk: sharded checkpoints that load at any world size, and Hugging Face folders.
+
+Every rank writes only what it holds; no rank gathers the model.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.optim import Optimizer
+from transformers import AutoTokenizer, PreTrainedModel
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+MAX_FILE_BYTES = 4 << 30
+
+
+def save(folder: Path, masters: Mapping[str, Tensor], optimizer: Optimizer) -> None:
+    """A torch.distributed.checkpoint folder with the policy, both Adam moments and torch's random state."""
+    dcp.save(_state(masters, optimizer), checkpoint_id=str(folder), no_dist=_alone())
+
+
+def load(folder: Path, masters: Mapping[str, Tensor], optimizer: Optimizer) -> None:
+    """Fill `masters` and `optimizer` in place; the world size need not be the one that saved."""
+    state = _state(masters, optimizer)
+    dcp.load(state, checkpoint_id=str(folder), no_dist=_alone())
+    torch.set_rng_state(state["rng"])
+
+
+def write_hf_weights(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Safetensors in checkpoint names, files of at most 4 GiB; sharded pieces are put together on disk."""
+    folder.mkdir(parents=True, exist_ok=True)
+    writer = HuggingFaceStorageWriter(
+        path=str(folder),
+        fqn_to_index_mapping=_files(tensors),
+        save_distributed=True,
+        enable_consolidation=True,
+    )
+    dcp.save(dict(tensors), storage_writer=writer, no_dist=_alone())
+
+
+def write_hf_configs(folder: Path, causal_lm: PreTrainedModel, model_path: str) -> None:
+    """config.json, generation config, tokenizer files and the index beside weights that are there already."""
+    shutil.rmtree(folder / "sharded", ignore_errors=True)
+    causal_lm.config.save_pretrained(folder)
+    if causal_lm.can_generate() and causal_lm.generation_config is not None:
+        causal_lm.generation_config.save_pretrained(folder)
+    _write_index(folder)
+    # For a folder without tokenizer files transformers makes an empty tokenizer up.
+    if not Path(model_path).is_dir() or any(Path(model_path).glob("tokenizer*")):
+        AutoTokenizer.from_pretrained(model_path, local_files_only=True).save_pretrained(folder)
+
+
+def _state(masters: Mapping[str, Tensor], optimizer: Optimizer) -> dict[str, Any]:
+    """Flat names → the live tensors; moments that no step has made yet are made here."""
+    state: dict[str, Any] = {"rng": torch.get_rng_state()}
+    for name, master in masters.items():
+        state[f"policy.{name}"] = master.detach()
+        moments = optimizer.state[master]
+        if not moments:
+            moments["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
+            moments["exp_avg"] = torch.zeros_like(master)
+            moments["exp_avg_sq"] = torch.zeros_like(master)
+        state |= {f"optimizer.{moment}.{name}": moments[moment].detach() for moment in MOMENTS}
+    return state
+
+
+def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Name → number of its file, from 1."""
+    numbers, number, filled = {}, 1, 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        if filled and filled + size > MAX_FILE_BYTES:
+            number, filled = number + 1, 0
+        numbers[name] = number
+        filled += size
+    return numbers
+
+
+def _write_index(folder: Path) -> None:
+    """model.safetensors.index.json, which transformers wants where there are several files; then it also
+    knows the one file by the name that the writer gave it."""
+    where: dict[str, str] = {}
+    total = 0
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            where |= dict.fromkeys(file.keys(), path.name)
+        total += path.stat().st_size
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+
+def _alone() -> bool:
+    return not torch.distributed.is_initialized()

@@ -1,0 +1,100 @@
+"""The groups of one step, as they arrive: the next claim is fetched while the last one is computed.
+
+    trainer thread      ─ claim 0 ─┬─ compute 0 ──┬─ claim 1 ready? ─┬─ compute 1 ── …  until the `last` one
+                                   │              │                  │
+    prefetch thread                └─▸ claim 1 ───┘                  └─▸ claim 2
+                                        parks in the broker until a group is ready
+
+The trainer waits for the slower of compute and claim. All ranks go on together: each says whether it has its
+claim and whether it was asked to stop, and they take the claim only when every one of them has it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from asyncrl.errors import DeadlineError
+from asyncrl.learner.backend import Backend
+from asyncrl.learner.ports import Claim, LearnerClient
+from asyncrl.telemetry.spans import Spans
+from asyncrl.types import Group
+
+TRAIN = "train"
+PARK_S = 0.5
+"""Longest wait of one request: how soon a wish to stop is noticed while nothing arrives."""
+
+
+class StopWaiting(Exception):  # noqa: N818  (a decision, not a failure)
+    """Somebody wants to stop and the rest of this step is not there yet."""
+
+
+class GroupStream:
+    """Claims of this rank. `stopping` is asked between waits, `idle` is called between them."""
+
+    def __init__(
+        self,
+        client: LearnerClient,
+        backend: Backend,
+        spans: Spans,
+        *,
+        learner_epoch: int,
+        max_tokens: int,
+        whole: bool,
+        deadline_s: float,
+        stopping: Callable[[], bool],
+        idle: Callable[[], None],
+    ) -> None:
+        self._client, self._backend, self._spans = client, backend, spans
+        self._learner_epoch, self._max_tokens, self._whole = learner_epoch, max_tokens, whole
+        self._deadline_s, self._stopping, self._idle = deadline_s, stopping, idle
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="claims")
+
+    def step(self, step: int) -> Iterator[list[Group]]:
+        """This rank's groups of step `step`, one list per claim (maybe empty: other ranks have some).
+
+        Raises StopWaiting, and DeadlineError when no group came for `deadline_s`.
+        """
+        index, last = 0, False
+        asked = self._ask(step, index)
+        while not last:
+            with self._spans("wait/groups"):
+                claim = self._agreed(asked, step, index)
+            last, index = claim.last, index + 1
+            if not last:
+                asked = self._ask(step, index)
+            yield claim.groups
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _ask(self, step: int, index: int) -> Future[Claim | None]:
+        return self._thread.submit(
+            self._client.claim,
+            TRAIN,
+            learner_epoch=self._learner_epoch,
+            step=step,
+            index=index,
+            rank=self._backend.rank,
+            max_tokens=self._max_tokens,
+            whole=self._whole,
+            wait_s=PARK_S,
+        )
+
+    def _agreed(self, asked: Future[Claim | None], step: int, index: int) -> Claim:
+        """The claim, once every rank has its own. A claim is the same whenever it is asked for again."""
+        since = time.monotonic()
+        claim = asked.result()
+        while True:
+            every = self._backend.exchange([claim is not None, self._stopping()])
+            if claim is not None and all(have for have, _ in every):
+                return claim
+            if any(stop for _, stop in every):
+                raise StopWaiting
+            if claim is None and time.monotonic() - since > self._deadline_s:
+                who = f"learner rank {self._backend.rank}"
+                what = f"a group for version {step + 1} (claim {index})"
+                raise DeadlineError(who, "the generators", what, self._deadline_s)
+            self._idle()
+            claim = claim or self._ask(step, index).result()

@@ -1,0 +1,111 @@
+"""The policy and its tokenizer, loaded the same way by both pools.
+
+Everything is read from disk or from the local hub cache: nothing is downloaded at run time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import transformers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from asyncrl.config.schema import ModelConfig
+from asyncrl.errors import ConfigError
+
+Loaded = TypeVar("Loaded")
+
+transformers.utils.logging.disable_progress_bar()  # the log of a process is lines
+
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
+
+
+def load_causal_lm(model: ModelConfig, seed: int, attention: str = "sdpa") -> PreTrainedModel:
+    """The policy on the CPU, in `model.dtype` and in eval mode.
+
+    A folder with config.json and no weights gives random weights: the same on every process under one `seed`,
+    and torch's own generator is left as it was. `attention` names an entry of transformers' attention
+    registry, made before this call. Raises ConfigError (key model.path) if there is no such model, or if its
+    attention does not go through the registry.
+    """
+    config = load_config(model)
+    dtype = getattr(torch, model.dtype)
+    if _has_weights(model.path):
+        loaded = _read(
+            model,
+            lambda: AutoModelForCausalLM.from_pretrained(
+                model.path, config=config, attn_implementation=attention, dtype=dtype, **_where(model)
+            ),
+        )
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            loaded = _read(
+                model,
+                lambda: AutoModelForCausalLM.from_config(
+                    config,
+                    attn_implementation=attention,
+                    dtype=dtype,
+                    trust_remote_code=model.trust_remote_code,
+                ),
+            )
+    _check_attention(model, loaded, attention)
+    return loaded.eval()
+
+
+def load_config(model: ModelConfig) -> PretrainedConfig:
+    """The model's config.json alone. Raises ConfigError as `load_causal_lm` does."""
+    return _read(model, lambda: AutoConfig.from_pretrained(model.path, **_where(model)))
+
+
+def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer beside the model. Raises ConfigError (key model.path) if there is none."""
+    tokenizer = _read(model, lambda: AutoTokenizer.from_pretrained(model.path, **_where(model)))
+    if not tokenizer.encode("0123 abc", add_special_tokens=False):  # transformers makes an empty one up
+        raise ConfigError("model.path", model.path, "has no tokenizer files", "copy tokenizer.json there")
+    return tokenizer
+
+
+def _where(model: ModelConfig) -> dict[str, bool]:
+    return {"local_files_only": True, "trust_remote_code": model.trust_remote_code}
+
+
+def _has_weights(path: str) -> bool:
+    """A hub name always has weights; a folder may hold a config.json alone."""
+    folder = Path(path)
+    return not folder.is_dir() or any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES)
+
+
+def _read(model: ModelConfig, read: Callable[[], Loaded]) -> Loaded:
+    try:
+        return read()
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            "model.path",
+            model.path,
+            f"cannot be loaded ({str(error).splitlines()[0]})",
+            "give a folder with config.json and tokenizer files, or a hub name fetched with `hf download`",
+        ) from error
+
+
+def _check_attention(model: ModelConfig, loaded: PreTrainedModel, attention: str) -> None:
+    built_in = attention in ("eager", "sdpa")
+    in_use = loaded.config._attn_implementation
+    if in_use == attention and (built_in or loaded._supports_attention_backend):
+        return
+    raise ConfigError(
+        "model.path",
+        model.path,
+        f"{type(loaded).__name__} does not take its attention from transformers' registry (uses {in_use!r})",
+        "use a model whose class has _supports_attention_backend, e.g. Qwen2, Qwen3, Llama or GPT-2",
+    )

@@ -1,0 +1,50 @@
+"""The task feeder: keeps a stream supplied with tasks.
+
+    queue ── room(next ordinal, how many) ──▸ feeder ── task_at(ordinal) … ──▸ submit ──▸ queue
+
+It waits only for the queue, which asks for more once half of the pending tasks are leased.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from asyncrl.errors import RefusedError, RunClosedError
+from asyncrl.queue.client import QueueClient
+from asyncrl.types import Task
+
+WAIT_S = 30.0
+"""Of one long poll for room."""
+
+
+async def feed(client: QueueClient, stream: str, task_at: Callable[[int], Task]) -> None:
+    """Submit `task_at(ordinal)` for every ordinal that the stream asks for, until the run is over.
+
+    `task_at` is pure, so a rewound stream gets the same tasks again; IndexError means that there are no more, and
+    the queue is told so.
+    """
+    while True:
+        try:
+            first, count = await client.room(stream, WAIT_S)
+            tasks = _take(task_at, first, count)
+            if tasks:
+                await client.submit(stream, tasks)
+            if len(tasks) < count:
+                await client.exhaust(stream)
+        except RunClosedError:
+            return
+        except RefusedError as refusal:
+            # The stream was rewound between the two requests: ask again where it stands.
+            if refusal.reason != "gap":
+                raise
+
+
+def _take(task_at: Callable[[int], Task], first: int, count: int) -> list[Task]:
+    """Up to `count` tasks; fewer where the source ends."""
+    tasks: list[Task] = []
+    for ordinal in range(first, first + count):
+        try:
+            tasks.append(task_at(ordinal))
+        except IndexError:
+            break
+    return tasks

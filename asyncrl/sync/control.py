@@ -1,0 +1,235 @@
+"""Control messages of the weight stream: requests and answers between a subscriber and a publisher.
+
+      ControlClient (DEALER)                          ControlServer (ROUTER, one thread)
+      request ──[version, id, kind, fields]──▸  handle(request) ─┬─ fields: answered at once
+      waits, with a deadline                                     ├─ park(): tried again at each wake-up
+      answer ◂──[version, id, "ok"|"error", fields]──────────────┴─ None: somebody calls answer() later
+
+Other threads reach the server's thread through `answer` and `wake` alone. A message that cannot be read is
+counted and answered with an error; the thread lives on. msgpack on the wire, never pickle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import math
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+import zmq
+
+from asyncrl.errors import DeadlineError, RefusedError, WeightSyncError, WireError
+
+PROTOCOL = 1
+MAX_BYTES = 256 << 20
+"""Of one message; a layout or a plan of a large model is a few megabytes."""
+
+log = logging.getLogger(__name__)
+
+Fields = dict[str, Any]
+
+
+def encode(number: int, kind: str, fields: Mapping[str, Any]) -> bytes:
+    return msgpack.packb([PROTOCOL, number, kind, fields])
+
+
+def decode(frame: bytes) -> tuple[int, str, Fields]:
+    """(number, kind, fields); WireError for anything that `encode` does not write."""
+    try:
+        protocol, number, kind, fields = msgpack.unpackb(frame)
+    except Exception as error:
+        raise WireError(f"not a control message: {error!r}") from error
+    if protocol != PROTOCOL:
+        raise WireError(f"control protocol {protocol!r}, this side speaks {PROTOCOL}")
+    if not (isinstance(number, int) and isinstance(kind, str) and isinstance(fields, dict)):
+        raise WireError("not a control message: wrong types")
+    return number, kind, fields
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request, and where its answer goes."""
+
+    peer: bytes
+    number: int
+    kind: str
+    fields: Fields
+
+
+@dataclass(frozen=True, slots=True)
+class _Parked:
+    request: Request
+    retry: Callable[[], Fields | None]
+    deadline: float
+    otherwise: Fields
+
+
+class ControlServer:
+    """Answers requests in a thread of its own until `close`. `malformed` counts what could not be read.
+
+    `handle` runs in that thread and must not block. What it raises becomes the answer: RefusedError by its
+    reason, WireError (and a missing or mistyped field) as "malformed", anything else as "failed".
+    """
+
+    def __init__(self, host: str, name: str, handle: Callable[[Request], Fields | None]) -> None:
+        self.malformed = 0
+        self._handle = handle
+        self._context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.setsockopt(zmq.LINGER, 500)
+        self._router.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
+        port = self._router.bind_to_random_port(f"tcp://{socket.gethostbyname(host)}")
+        self.endpoint = f"tcp://{host}:{port}"
+        self._bell, self._ringer = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
+        self._bell.bind("inproc://bell")
+        self._ringer.connect("inproc://bell")
+        self._lock = threading.Lock()  # guards _ringer, and _closing against a late ring
+        self._closing = False
+        self._outbox: deque[tuple[Request, str, Fields]] = deque()
+        self._parked: list[_Parked] = []
+        self._thread = threading.Thread(target=self._serve, name=f"weights control, {name}", daemon=True)
+        self._thread.start()
+
+    def answer(self, request: Request, fields: Fields) -> None:
+        """Answer a request that `handle` returned None for. From any thread."""
+        self._outbox.append((request, "ok", fields))
+        self.wake()
+
+    def park(
+        self, request: Request, retry: Callable[[], Fields | None], wait_s: float, otherwise: Fields
+    ) -> None:
+        """In `handle`: answer once `retry()`, tried at each `wake`, gives fields; else `otherwise`."""
+        self._parked.append(_Parked(request, retry, time.monotonic() + wait_s, otherwise))
+
+    def wake(self) -> None:
+        """Something changed: try parked requests again. From any thread."""
+        with self._lock:
+            if not self._closing:
+                self._ring()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+            self._ring()
+        self._thread.join()
+        self._ringer.close()
+        self._context.term()
+
+    def _ring(self) -> None:
+        with contextlib.suppress(zmq.Again):  # full: the bell is ringing already
+            self._ringer.send(b"", zmq.NOBLOCK)
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._bell, zmq.POLLIN)
+        while not self._closing:
+            events = dict(poller.poll(self._until_next_deadline_ms()))
+            if self._bell in events:
+                self._bell.recv()
+            if self._router in events:
+                self._take(self._router.recv_multipart())
+            self._retry_parked()
+            while self._outbox:
+                request, verdict, fields = self._outbox.popleft()
+                self._router.send_multipart([request.peer, encode(request.number, verdict, fields)])
+        self._bell.close()
+        self._router.close()
+
+    def _until_next_deadline_ms(self) -> int | None:
+        if not self._parked:
+            return None
+        return _ms(min(p.deadline for p in self._parked) - time.monotonic())
+
+    def _take(self, frames: list[bytes]) -> None:
+        peer = frames[0]
+        try:
+            request = Request(peer, *decode(b"".join(frames[1:])))
+        except WireError as error:
+            self._refuse(Request(peer, -1, "", {}), "malformed", str(error))
+            return
+        try:
+            fields = self._handle(request)
+        except RefusedError as error:
+            self._refuse(request, error.reason, error.detail)
+        except (WireError, KeyError, TypeError, ValueError) as error:
+            self._refuse(request, "malformed", repr(error))
+        except Exception as error:  # the thread serves every generator: one request must not end it
+            log.exception("weight control: request %r failed", request.kind)
+            self._refuse(request, "failed", repr(error))
+        else:
+            if fields is not None:
+                self._outbox.append((request, "ok", fields))
+
+    def _refuse(self, request: Request, reason: str, detail: str) -> None:
+        self.malformed += reason == "malformed"
+        self._outbox.append((request, "error", {"reason": reason, "detail": detail}))
+
+    def _retry_parked(self) -> None:
+        waiting, self._parked = self._parked, []
+        for parked in waiting:
+            fields = parked.retry()
+            if fields is None and time.monotonic() >= parked.deadline:
+                fields = parked.otherwise
+            if fields is None:
+                self._parked.append(parked)
+            else:
+                self._outbox.append((parked.request, "ok", fields))
+
+
+class ControlClient:
+    """One subscriber's line to one publisher. Not thread-safe: one thread at a time."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, who: str) -> None:
+        self.endpoint, self.who = endpoint, who
+        self._numbers = itertools.count(1)
+        self._dealer = context.socket(zmq.DEALER)
+        self._dealer.setsockopt(zmq.LINGER, 0)
+        self._dealer.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
+        self._dealer.connect(endpoint)
+
+    def begin(self, kind: str, fields: Mapping[str, Any]) -> int:
+        """Send a request; returns its number, for `finish`."""
+        number = next(self._numbers)
+        try:
+            self._dealer.send(encode(number, kind, fields), zmq.NOBLOCK)
+        except zmq.Again:
+            raise WeightSyncError(f"{self.who}: the line to {self.endpoint} is full") from None
+        return number
+
+    def finish(self, number: int, what: str, seconds: float) -> Fields:
+        """The answer to a request; answers to requests given up earlier are thrown away.
+
+        Raises DeadlineError when none comes, RefusedError when the publisher refused.
+        """
+        deadline = time.monotonic() + seconds
+        while self._dealer.poll(_ms(deadline - time.monotonic())):
+            answered, verdict, fields = decode(self._dealer.recv())
+            if answered != number:
+                continue
+            if verdict == "ok":
+                return fields
+            raise RefusedError(str(fields.get("reason", "failed")), str(fields.get("detail", "")))
+        raise DeadlineError(self.who, f"the publisher at {self.endpoint}", what, seconds)
+
+    def request(self, kind: str, fields: Mapping[str, Any], what: str, seconds: float) -> Fields:
+        """`begin` and `finish`."""
+        return self.finish(self.begin(kind, fields), what, seconds)
+
+    def close(self) -> None:
+        self._dealer.close()
+
+
+def _ms(seconds: float) -> int:
+    """For zmq's polls: rounded up, so that a poll never ends just before the deadline and spins."""
+    return max(0, math.ceil(seconds * 1000))

@@ -1,0 +1,192 @@
+"""Who holds what: parameters as boxes in checkpoint coordinates.
+
+A *parameter* is named and shaped as in the checkpoint (Hugging Face). A *box* is an axis-aligned part of it.
+A `Layout` says which boxes of which parameter one rank holds (a learner) or needs (a generator):
+
+    "model.embed_tokens.weight"  [10, 4] float32
+        rank 0 holds Box((0, 0), (5, 4))      rank 1 holds Box((5, 0), (5, 4))
+
+A rank's tensor of a parameter with one box has the shape of that box. With several boxes (fused or strided
+shards) it is flat: the boxes' elements, each box row-major, one box after another. A parameter of which a
+rank holds nothing has no boxes; its tensor may be missing.
+
+No torch here: a plan can be made and tested anywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import combinations, pairwise, product
+from typing import Any
+
+from asyncrl.errors import WireError
+
+ITEM_BYTES: Mapping[str, int] = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+"""Bytes of one element, by torch's name of the dtype."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Box:
+    """The elements [offsets[d], offsets[d] + shape[d]) along each axis d. A scalar's box is Box((), ())."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.offsets) != len(self.shape) or min((*self.offsets, *self.shape), default=0) < 0:
+            raise ValueError(f"not a box: offsets {self.offsets}, shape {self.shape}")
+
+    @staticmethod
+    def whole(shape: Iterable[int]) -> Box:
+        """All of a parameter of that shape."""
+        shape = tuple(shape)
+        return Box((0,) * len(shape), shape)
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        return tuple(o + n for o, n in zip(self.offsets, self.shape, strict=True))
+
+    def intersection(self, other: Box) -> Box | None:
+        """The common part; None where there is none."""
+        lows = tuple(map(max, self.offsets, other.offsets))
+        shape = tuple(stop - low for stop, low in zip(map(min, self.stops, other.stops), lows, strict=True))
+        return Box(lows, shape) if all(n > 0 for n in shape) else None
+
+    def contains(self, other: Box) -> bool:
+        return all(a <= b for a, b in zip(self.offsets, other.offsets, strict=True)) and all(
+            a >= b for a, b in zip(self.stops, other.stops, strict=True)
+        )
+
+    def within(self, outer: Box) -> Box:
+        """The same elements, in the coordinates of a tensor that holds `outer`."""
+        offsets = tuple(o - base for o, base in zip(self.offsets, outer.offsets, strict=True))
+        return Box(offsets, self.shape)
+
+    def slices(self) -> tuple[slice, ...]:
+        """The index of this box in a tensor of the whole parameter."""
+        return tuple(map(slice, self.offsets, self.stops))
+
+    def minus(self, hole: Box) -> list[Box]:
+        """What is left of this box, as disjoint boxes, when the elements of `hole` are taken away."""
+        common = self.intersection(hole)
+        if common is None:
+            return [self] if self.elements else []
+        rest: list[Box] = []
+        offsets, shape = list(self.offsets), list(self.shape)
+        for axis, (low, stop) in enumerate(zip(common.offsets, common.stops, strict=True)):
+            before, after = low - offsets[axis], offsets[axis] + shape[axis] - stop
+            for start, count in ((offsets[axis], before), (stop, after)):
+                if count:
+                    rest.append(
+                        Box(
+                            (*offsets[:axis], start, *offsets[axis + 1 :]),
+                            (*shape[:axis], count, *shape[axis + 1 :]),
+                        )
+                    )
+            offsets[axis], shape[axis] = low, stop - low
+        return rest
+
+
+@dataclass(frozen=True, slots=True)
+class ParamLayout:
+    """One parameter on one rank: its full shape, its dtype ("bfloat16") and the boxes held or needed here.
+
+    Raises ValueError for an unknown dtype, for a box that leaves the parameter, and for boxes that overlap.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    boxes: tuple[Box, ...]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEM_BYTES:
+            raise ValueError(f"unknown dtype {self.dtype!r}; known: {', '.join(ITEM_BYTES)}")
+        whole = Box.whole(self.shape)
+        for box in self.boxes:
+            if len(box.shape) != len(self.shape) or not whole.contains(box):
+                raise ValueError(f"{box} is no part of a parameter of shape {self.shape}")
+        for a, b in combinations(self.boxes, 2):
+            if a.intersection(b):
+                raise ValueError(f"boxes overlap: {a} and {b}")
+
+    @property
+    def elements(self) -> int:
+        """Elements held here."""
+        return sum(box.elements for box in self.boxes)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes held here."""
+        return self.elements * ITEM_BYTES[self.dtype]
+
+
+Layout = Mapping[str, ParamLayout]
+"""One rank's parameters by checkpoint name."""
+
+
+def whole_layout(shapes: Mapping[str, tuple[Iterable[int], str]]) -> dict[str, ParamLayout]:
+    """The layout of a rank with everything: {name: (full shape, dtype name)}."""
+    layout = {}
+    for name, (shape, dtype) in shapes.items():
+        full = tuple(shape)
+        layout[name] = ParamLayout(full, dtype, (Box.whole(full),))
+    return layout
+
+
+def grid(shape: tuple[int, ...], parts: tuple[int, ...]) -> list[Box]:
+    """A parameter cut into boxes, `parts[d]` along axis d, as even as it goes, row-major, no empty ones."""
+    axes = []
+    for size, count in zip(shape, parts, strict=True):
+        edges = [size * i // count for i in range(count + 1)]
+        axes.append([(a, b - a) for a, b in pairwise(edges) if b > a])
+    return [Box(tuple(o for o, _ in cell), tuple(n for _, n in cell)) for cell in product(*axes)]
+
+
+def layout_bytes(layout: Layout) -> int:
+    """Bytes that a rank of this layout holds."""
+    return sum(param.bytes for param in layout.values())
+
+
+def to_wire(layout: Layout) -> dict[str, Any]:
+    """Plain msgpack-able values: {name: [shape, dtype, [[offsets, shape], …]]}."""
+    return {
+        name: [list(p.shape), p.dtype, [[list(b.offsets), list(b.shape)] for b in p.boxes]]
+        for name, p in layout.items()
+    }
+
+
+def from_wire(value: Any) -> dict[str, ParamLayout]:
+    """The inverse of `to_wire`; raises WireError for anything else."""
+    try:
+        return {
+            str(name): ParamLayout(_ints(shape), dtype, tuple(Box(_ints(o), _ints(s)) for o, s in boxes))
+            for name, (shape, dtype, boxes) in value.items()
+        }
+    except (AttributeError, TypeError, ValueError) as error:
+        raise WireError(f"not a layout: {error}") from error
+
+
+def _ints(values: Iterable[Any]) -> tuple[int, ...]:
+    ints = tuple(values)
+    if not all(type(value) is int for value in ints):
+        raise TypeError(f"not all integers: {ints}")
+    return ints

@@ -1,0 +1,155 @@
+"""One generator's share of a publisher: its channel and the thread that sends on it.
+
+      submit(request, pin) ──▸ jobs ──▸ send buckets ▸ hash what was sent ▸ still pinned? ──▸ answer "sent"
+                                             └── broken, late, taken back: answer, drop the channel, end
+
+Waits only for its own generator, each time with the transfer's deadline. When it ends, the generator attaches
+anew; the publisher and the other senders do not notice.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from asyncrl.errors import DeadlineError, WeightSyncError
+from asyncrl.sync.bucket import Buffers, Shards, send_buckets
+from asyncrl.sync.control import Fields, Request
+from asyncrl.sync.plan import SourcePlan
+from asyncrl.sync.snapshot import Pin, TakenBackError
+from asyncrl.sync.transport import Channel
+
+log = logging.getLogger(__name__)
+
+
+class Shelf(Protocol):
+    """What a sender needs of its publisher."""
+
+    def shards(self, pin: Pin) -> Shards: ...
+
+    def digest(self, pin: Pin, source: SourcePlan) -> int | None: ...
+
+    def moved(self, pin: Pin) -> None: ...
+
+    def release(self, pin: Pin) -> None: ...
+
+    def answer(self, request: Request, fields: Fields) -> None: ...
+
+    def count(self, event: str, amount: float = 1) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    request: Request
+    pin: Pin
+
+
+class Sender:
+    def __init__(
+        self,
+        who: str,
+        source: SourcePlan,
+        shelf: Shelf,
+        open_channel: Callable[[], Channel],
+        deadline_s: float,
+    ) -> None:
+        self.who = who
+        self.pin: Pin | None = None  # the publisher's field: what this generator asked to hold
+        self._source, self._shelf, self._open_channel = source, shelf, open_channel
+        self._deadline_s = deadline_s
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # guards _ended: no job may slip in after the last look at the queue
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name=f"weights to {who}", daemon=True)
+        self._thread.start()
+
+    @property
+    def ended(self) -> bool:
+        return self._ended
+
+    def submit(self, request: Request, pin: Pin) -> bool:
+        """Send the pinned version and answer the request; False when this sender has ended."""
+        with self._lock:
+            if not self._ended:
+                self._jobs.put(_Job(request, pin))
+            return not self._ended
+
+    def close(self) -> None:
+        """End after the jobs already there. Does not wait."""
+        self._jobs.put(None)
+
+    def join(self, seconds: float) -> bool:
+        """Whether its thread has ended, after at most `seconds`."""
+        self._thread.join(max(0.0, seconds))
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        channel = None
+        failure = f"the channel to {self.who} is closed"
+        try:
+            channel = self._open_channel()
+            buffers: Buffers | None = None
+            while (job := self._jobs.get()) is not None:
+                if buffers is None:
+                    buffers = Buffers(self._source, self._shelf.shards(job.pin), channel.device)
+                self._transfer(job, channel, buffers)
+        except TakenBackError:
+            self._shelf.count("taken_back")
+        except (DeadlineError, WeightSyncError) as error:
+            failure = str(error)
+            self._shelf.count("failures")
+            log.warning("weights to %s: %s", self.who, error)
+        finally:
+            self._end(failure)
+            if channel is not None:
+                channel.close()
+
+    def _transfer(self, job: _Job, channel: Channel, buffers: Buffers) -> None:
+        """Answers in any case; raises what must end this sender."""
+        begun = time.monotonic()
+        pin, shelf = job.pin, self._shelf
+        fields: Fields = {"status": "failed", "detail": f"learner rank {self._source.rank} failed"}
+        try:
+            shards = shelf.shards(pin)
+            if shards.device.type == "cuda":
+                torch.cuda.set_device(shards.device)
+            send_buckets(
+                self._source,
+                shards,
+                channel,
+                buffers,
+                lambda: begun + self._deadline_s - time.monotonic(),
+                lambda: shelf.moved(pin),
+            )
+            digest = shelf.digest(pin, self._source)
+            # Only a version that was whole to the very end is acknowledged.
+            shelf.moved(pin)
+            fields = {"status": "sent", "digest": digest, "bytes": self._source.bytes}
+            shelf.count("transfers")
+            shelf.count("bytes", self._source.bytes)
+        except TakenBackError as error:
+            fields = {"status": "gone", "detail": str(error)}
+            raise
+        except (DeadlineError, WeightSyncError) as error:
+            fields = {"status": "failed", "detail": str(error)}
+            raise
+        finally:
+            shelf.release(pin)
+            shelf.answer(job.request, fields)
+
+    def _end(self, failure: str) -> None:
+        with self._lock:
+            self._ended = True
+        if self.pin is not None:
+            self._shelf.release(self.pin)
+        while not self._jobs.empty():
+            if (job := self._jobs.get()) is not None:
+                self._shelf.release(job.pin)
+                self._shelf.answer(job.request, {"status": "failed", "detail": failure})

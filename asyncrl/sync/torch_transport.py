@@ -1,0 +1,143 @@
+"""Channels over torch.distributed: raw two-member process groups, gloo or NCCL, outside any default group.
+
+The learner rank is member 0 and hosts the store where both members meet; the generator is member 1. A group
+is built per membership epoch under a name of its own, and torn down with it: what happens to one generator
+touches no other.
+
+Two NCCL communicators in flight on one device must be launched in the same order everywhere, or they can
+deadlock; a learner that feeds several generators from one GPU needs that order given from outside.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from asyncrl.errors import DeadlineError, WeightSyncError
+from asyncrl.sync.transport import Transfer
+
+SOURCE, TARGET = 0, 1
+"""Members of a channel's group: the learner rank, the generator."""
+
+
+def host_store(host: str, deadline_s: float) -> dist.TCPStore:
+    """A store that listens on `host` alone, at a free port (`.port`)."""
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=deadline_s),
+        master_listen_fd=listener.detach(),
+    )
+
+
+def join_store(host: str, port: int, deadline_s: float) -> dist.TCPStore:
+    """The generator's side of `host_store`."""
+    try:
+        return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=deadline_s))
+    except RuntimeError as error:
+        raise WeightSyncError(f"cannot reach the weight store at {host}:{port}: {error}") from error
+
+
+def own_address(towards: str, port: int) -> str:
+    """The address of this machine on its route to a peer. Nothing is sent."""
+    family, kind, protocol, _, peer = socket.getaddrinfo(towards, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(peer)
+        return str(probe.getsockname()[0])
+
+
+def make_channel(
+    backend: Literal["gloo", "nccl"],
+    store: dist.Store,
+    name: str,
+    member: int,
+    *,
+    who: str,
+    whom: str,
+    own_host: str,
+    device: torch.device,
+    deadline_s: float,
+) -> TorchChannel:
+    """Join the group `name` as SOURCE or TARGET; waits for the other member.
+
+    Raises DeadlineError when it does not come, WeightSyncError for everything else, e.g. no such backend
+    here.
+    """
+    begun = time.monotonic()
+    meeting, timeout = dist.PrefixStore(name, store), timedelta(seconds=deadline_s)
+    try:
+        if backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            return TorchChannel(
+                dist.ProcessGroupNCCL(meeting, member, 2, options), 1 - member, who, whom, device
+            )
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timeout
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_host)]
+        group = dist.ProcessGroupGloo(meeting, member, 2, options)
+        return TorchChannel(group, 1 - member, who, whom, torch.device("cpu"))
+    except (AttributeError, RuntimeError) as error:
+        if time.monotonic() - begun >= deadline_s:
+            raise DeadlineError(who, whom, f"weight channel {name}", deadline_s) from error
+        raise WeightSyncError(f"{who}: no {backend} channel {name} to {whom}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _TorchTransfer:
+    channel: TorchChannel
+    work: Any  # torch's Work
+    what: str
+
+    def wait(self, seconds: float) -> None:
+        begun = time.monotonic()
+        try:
+            self.work.wait(timedelta(seconds=max(seconds, 0.001)))
+        except RuntimeError as error:
+            channel = self.channel
+            if time.monotonic() - begun >= seconds:
+                raise DeadlineError(channel.who, channel.whom, self.what, seconds) from error
+            raise WeightSyncError(f"{channel.who}: the channel to {channel.whom} broke: {error}") from error
+
+
+class TorchChannel:
+    """A `transport.Channel` over a raw process group of two."""
+
+    def __init__(self, group: Any, peer: int, who: str, whom: str, device: torch.device) -> None:
+        self.device = device
+        self.who, self.whom = who, whom
+        self._group: Any = group
+        self._peer = peer
+        self._sent = self._received = 0
+
+    def send(self, data: torch.Tensor) -> Transfer:
+        self._sent += 1
+        return self._begin("send", data, self._sent)
+
+    def recv(self, into: torch.Tensor) -> Transfer:
+        self._received += 1
+        return self._begin("recv", into, self._received)
+
+    def close(self) -> None:
+        # The group's destructor closes its connections once the last transfer lets go of it.
+        self._group = None
+
+    def _begin(self, verb: Literal["send", "recv"], data: torch.Tensor, tag: int) -> Transfer:
+        group = self._group
+        if group is None:
+            raise WeightSyncError(f"{self.who}: the channel to {self.whom} is closed")
+        try:
+            work = getattr(group, verb)([data], self._peer, tag)
+        except RuntimeError as error:
+            raise WeightSyncError(f"{self.who}: the channel to {self.whom} broke: {error}") from error
+        return _TorchTransfer(self, work, f"{verb} of {data.numel()} bytes of weights")

@@ -1,0 +1,441 @@
+"""Real clients against a real broker on a loopback port. Only the leases' clock is turned by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable
+
+import numpy as np
+import pytest
+import zmq
+
+from asyncrl.errors import ConfigError, DeadlineError, RefusedError, RunClosedError, WireError
+from asyncrl.queue.broker import Broker
+from asyncrl.queue.client import BlockingClient, Claim, Lease, Opened, QueueClient
+from asyncrl.queue.feeder import feed
+from asyncrl.queue.ledger import StreamSettings
+from asyncrl.types import Group, Rollout, Sampling, Task
+
+B = 4
+LEASE_S = 30.0
+TRAIN = StreamSettings(
+    groups_per_version=B, max_staleness=1, window=1, depth=2 * B, max_bytes=1 << 30, lease_s=LEASE_S
+)
+EVAL = StreamSettings(
+    groups_per_version=B, max_staleness=None, window=None, depth=8, max_bytes=1 << 30, lease_s=LEASE_S
+)
+WAIT_S = 20.0
+
+
+class Clock:
+    """Stands still until it is turned."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Desk:
+    """A running broker and the clients that a test has asked for."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.broker = Broker("tcp://127.0.0.1:*", "run", clock=self.clock)
+        self.address = self.broker.bound_address
+        self._thread = threading.Thread(target=self.broker.serve)
+        self._thread.start()
+        self._clients: list[QueueClient] = []
+
+    async def client(self, who: str) -> QueueClient:
+        client = QueueClient(self.address, run="run", who=who, deadline_s=WAIT_S)
+        await client.connect()
+        self._clients.append(client)
+        return client
+
+    async def close(self) -> None:
+        for client in self._clients:
+            await client.close()
+        self.broker.stop()
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture
+async def desk() -> AsyncIterator[Desk]:
+    desk = Desk()
+    yield desk
+    await desk.close()
+
+
+def tasks(first: int, count: int) -> list[Task]:
+    return [Task(o, f"{o}+1=", {"answer": str(o + 1)}) for o in range(first, first + count)]
+
+
+def group(task: Task, version: int, length: int = 6) -> Group:
+    """Two rollouts whose token ids spell the ordinal."""
+    rollout = Rollout(
+        token_ids=np.full(length, task.ordinal, np.int64),
+        loss_mask=np.ones(length, np.int8),
+        logprobs=np.full(length, -0.5, np.float32),
+        versions=np.full(length, version, np.int32),
+        finish="stop",
+        reward=1.0,
+    )
+    return Group.from_rollouts(task, Sampling(), [rollout, rollout])
+
+
+def ordinals(things: list[Lease] | list[Group]) -> list[int]:
+    return [thing.task.ordinal for thing in things]
+
+
+async def lease(
+    worker: QueueClient, most: int, held: int = 0, stream: str = "train", lineage: int = 0
+) -> list:
+    return await worker.lease(stream, held=held, lineage=lineage, most=most, wait_s=WAIT_S)
+
+
+async def claim(learner: QueueClient, opened: Opened, step: int, index: int = 0, rank: int = 0) -> Claim:
+    claimed = await learner.claim(
+        "train",
+        learner_epoch=opened.learner_epoch,
+        step=step,
+        index=index,
+        rank=rank,
+        max_tokens=1 << 20,
+        whole=True,
+        wait_s=WAIT_S,
+    )
+    assert claimed is not None
+    return claimed
+
+
+async def parked(desk: Desk, count: int) -> None:
+    """Until the broker has parked that many requests; every status is a round trip through its loop."""
+    watcher = await desk.client("watcher")
+    async with asyncio.timeout(WAIT_S):
+        while len(desk.broker._parked) < count:
+            await watcher.status()
+
+
+async def refusal(request: Awaitable[object]) -> str:
+    with pytest.raises(RefusedError) as refused:
+        await request
+    return refused.value.reason
+
+
+async def test_a_task_goes_round(desk: Desk) -> None:
+    learner, feeder, worker = [await desk.client(who) for who in ("learner", "feeder", "worker")]
+    opened = await learner.open("train", TRAIN)
+    assert opened == Opened(learner_epoch=1, lineage=0, version=0)
+    assert await feeder.room("train", WAIT_S) == (0, TRAIN.depth)
+    await feeder.submit("train", tasks(0, B))
+    leases = await lease(worker, B)
+    assert [x.task for x in leases] == tasks(0, B)
+    for one in leases:
+        await worker.commit("train", one, group(one.task, 0))
+    await worker.renew({"tokens": 48, "busy": {"compute": 1.5}})
+    claimed = await claim(learner, opened, step=0)
+    assert (ordinals(claimed.groups), claimed.last, claimed.ordinals_all) == ([0, 1, 2, 3], True, B)
+    assert claimed.groups[3].token_ids.tolist() == [3] * 12
+    assert claimed.groups[3].task == tasks(3, 1)[0]
+    trained = await learner.trained("train", learner_epoch=1, step=0)
+    assert trained.version == 1
+    assert trained.stats == {"worker": {"tokens": 48, "busy": {"compute": 1.5}}}
+    assert (trained.depth["trained"], trained.depth["bytes"]) == (B, 0)
+
+
+async def test_leases_park_until_the_stream_opens_and_admission_moves(desk: Desk) -> None:
+    learner, worker = await desk.client("learner"), await desk.client("worker")
+    early = asyncio.create_task(lease(worker, 2 * B))
+    feeding = asyncio.create_task(learner.submit("train", tasks(0, 3 * B)))
+    await parked(desk, 2)
+    opened = await learner.open("train", TRAIN)
+    await feeding
+    leases = await early
+    assert ordinals(leases) == list(range(2 * B))  # η = 1: two versions' worth
+    later = asyncio.create_task(lease(worker, B, held=1))
+    for one in leases[:B]:
+        await worker.commit("train", one, group(one.task, 0))
+    await claim(learner, opened, step=0)
+    await parked(desk, 1)
+    assert not later.done()
+    await learner.trained("train", learner_epoch=1, step=0)
+    assert ordinals(await later) == list(range(2 * B, 3 * B))
+
+
+async def test_a_wait_that_runs_out_is_answered_empty(desk: Desk) -> None:
+    learner, worker = await desk.client("learner"), await desk.client("worker")
+    opened = await learner.open("train", TRAIN)
+    waits = [
+        asyncio.create_task(worker.lease("train", held=0, lineage=0, most=1, wait_s=5.0)),
+        asyncio.create_task(claim_or_none(learner, opened)),
+        asyncio.create_task(learner.lookup("weights/0", wait_s=5.0)),
+    ]
+    await parked(desk, 3)
+    desk.clock.now = 6.0
+    leases, claimed, found = await asyncio.gather(*waits, return_exceptions=True)
+    assert (leases, claimed) == ([], None)
+    assert isinstance(found, DeadlineError)
+
+
+async def claim_or_none(learner: QueueClient, opened: Opened) -> Claim | None:
+    epoch = opened.learner_epoch
+    return await learner.claim(
+        "train", learner_epoch=epoch, step=0, index=0, rank=0, max_tokens=9, whole=False, wait_s=5.0
+    )
+
+
+async def test_the_directory_parks_a_lookup_until_the_post(desk: Desk) -> None:
+    learner, worker = await desk.client("learner"), await desk.client("worker")
+    looking = asyncio.create_task(worker.lookup("weights/0", wait_s=WAIT_S))
+    await parked(desk, 1)
+    await learner.post("weights/0", {"endpoint": "tcp://127.0.0.1:1", "world": 2, "lineage": 0})
+    assert await looking == {"endpoint": "tcp://127.0.0.1:1", "world": 2, "lineage": 0}
+
+
+async def test_a_lease_that_is_not_renewed_goes_to_another_and_is_fenced(desk: Desk) -> None:
+    learner, dead, alive = [await desk.client(who) for who in ("learner", "dead", "alive")]
+    await learner.open("train", TRAIN)
+    await learner.submit("train", tasks(0, 2))
+    lost, kept = await lease(dead, 1), await lease(alive, 1)
+    desk.clock.now = LEASE_S - 1
+    assert (await alive.renew()).lost == []
+    waiting = asyncio.create_task(lease(alive, 2))
+    await parked(desk, 1)
+    desk.clock.now = LEASE_S + 1
+    again = await waiting
+    assert ordinals(again) == [0]
+    assert await refusal(dead.commit("train", lost[0], group(lost[0].task, 0))) == "fenced"
+    for one in [*kept, *again]:
+        await alive.commit("train", one, group(one.task, 0))
+    status = (await learner.status())["streams"]["train"]
+    assert (status["ready"], status["leased"], status["pending"]) == (2, 0, 0)
+
+
+async def test_a_worker_learns_which_leases_it_lost(desk: Desk) -> None:
+    learner, worker = await desk.client("learner"), await desk.client("worker")
+    await learner.open("train", TRAIN)
+    await learner.submit("train", tasks(0, 1))
+    (one,) = await lease(worker, 1)
+    desk.clock.now = LEASE_S + 1
+    other = await lease(await desk.client("other"), 1)
+    renewal = await worker.renew()
+    assert renewal.lost == [("train", 0, one.epoch)]
+    assert other[0].epoch > one.epoch
+    assert (await worker.renew()).lost == []
+
+
+async def test_goodbye_give_back_and_drop(desk: Desk) -> None:
+    learner, leaver, worker = [await desk.client(who) for who in ("learner", "leaver", "worker")]
+    await learner.open("train", TRAIN)
+    await learner.submit("train", tasks(0, 3))
+    await lease(leaver, 1)
+    second, third = await lease(worker, 2)
+    await leaver.close()
+    (first,) = await lease(worker, 1)
+    assert first.task.ordinal == 0
+    await worker.give_back("train", [second])
+    (second_again,) = await lease(worker, 1)
+    assert second_again.task.ordinal == 1
+    await worker.drop("train", third, "reward")
+    assert await refusal(worker.drop("train", third, "reward")) == "fenced"
+    assert (await learner.status())["streams"]["train"]["dropped_by_reason"] == {"reward": 1}
+
+
+async def test_a_cancelled_lease_request_leaves_nothing_behind(desk: Desk) -> None:
+    learner, fickle, worker = [await desk.client(who) for who in ("learner", "fickle", "worker")]
+    await learner.open("train", TRAIN)
+    waiting = asyncio.create_task(lease(fickle, 1))
+    await parked(desk, 1)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    await fickle.renew()  # behind the cancellation on the same socket
+    await learner.submit("train", tasks(0, 1))
+    assert ordinals(await lease(worker, 1)) == [0]
+
+
+async def test_two_ranks_get_disjoint_shares_of_one_claim(desk: Desk) -> None:
+    learner, worker = await desk.client("learner"), await desk.client("worker")
+    settings = StreamSettings(B, 1, 1, 2 * B, 1 << 30, LEASE_S, learners=2)
+    opened = await learner.open("train", settings)
+    await learner.submit("train", tasks(0, B))
+    for one, length in zip(await lease(worker, B), (50, 10, 10, 10), strict=True):
+        await worker.commit("train", one, group(one.task, 0, length))
+    second = await claim(learner, opened, step=0, rank=1)
+    first = await claim(learner, opened, step=0, rank=0)
+    assert (ordinals(first.groups), ordinals(second.groups)) == ([0], [1, 2, 3])
+    assert first.last
+    assert second.last
+    assert ordinals((await claim(learner, opened, step=0, rank=1)).groups) == [1, 2, 3]
+
+
+async def test_large_groups_travel_column_by_column(desk: Desk) -> None:
+    learner, worker = await desk.client("learner"), await desk.client("worker")
+    opened = await learner.open("train", TRAIN)
+    await learner.submit("train", tasks(0, B))
+    for one in await lease(worker, B):
+        await worker.commit("train", one, group(one.task, 0, length=20_000))
+    claimed = await claim(learner, opened, step=0)
+    assert [int(g.token_ids.sum()) for g in claimed.groups] == [o * 40_000 for o in range(B)]
+
+
+async def train_one_step(learner: QueueClient, worker: QueueClient, opened: Opened, step: int) -> list[int]:
+    leases = await lease(worker, B, held=step, lineage=opened.lineage)
+    for one in leases:
+        await worker.commit("train", one, group(one.task, step))
+    claimed = await claim(learner, opened, step)
+    await learner.trained("train", learner_epoch=opened.learner_epoch, step=step)
+    return ordinals(claimed.groups)
+
+
+async def test_a_learner_that_comes_back_rewinds_to_its_snapshot(desk: Desk) -> None:
+    learner, worker = await desk.client("learner"), await desk.client("worker")
+    opened = await learner.open("train", TRAIN)
+    await learner.open("eval", EVAL)
+    await learner.submit("train", tasks(0, 3 * B))
+    assert await train_one_step(learner, worker, opened, 0) == [0, 1, 2, 3]
+    snapshot = await learner.snapshot("train", learner_epoch=1)
+    assert await train_one_step(learner, worker, opened, 1) == [4, 5, 6, 7]
+    (stale,) = await lease(worker, 1, held=2)
+
+    assert await refusal(learner.open("train", TRAIN)) == "occupied"
+    again = await learner.open("train", TRAIN, snapshot)
+    assert again == Opened(learner_epoch=2, lineage=1, version=1)
+    assert await refusal(learner.trained("train", learner_epoch=1, step=2)) == "fenced"
+    assert await refusal(worker.commit("train", stale, group(stale.task, 2))) == "fenced"
+    assert await refusal(lease(worker, 1, held=1, lineage=0)) == "lineage"
+    assert await refusal(lease(worker, 1, held=1, lineage=0, stream="eval")) == "lineage"
+    assert await refusal(learner.submit("train", tasks(9, 1))) == "gap"
+    first, _ = await learner.room("train", WAIT_S)
+    await learner.submit("train", tasks(first, 2 * B))
+    assert await train_one_step(learner, worker, again, 1) == [4, 5, 6, 7]
+
+
+async def test_a_snapshot_opens_a_new_broker(desk: Desk) -> None:
+    learner, worker = await desk.client("learner"), await desk.client("worker")
+    opened = await learner.open("train", TRAIN)
+    await learner.submit("train", tasks(0, B))
+    await train_one_step(learner, worker, opened, 0)
+    snapshot = await learner.snapshot("train", learner_epoch=1)
+    fresh = Desk()
+    try:
+        learner = await fresh.client("learner")
+        await learner.open("eval", EVAL)
+        assert await learner.open("train", TRAIN, snapshot) == Opened(1, 1, 1)
+        streams = (await learner.status())["streams"]
+        assert (streams["train"]["trained"], streams["eval"]["lineage"]) == (B, 1)
+        with pytest.raises(WireError):
+            await learner.open("train", TRAIN, snapshot[:-9])
+    finally:
+        await fresh.close()
+
+
+async def test_a_rejected_step_is_made_of_other_groups(desk: Desk) -> None:
+    learner, worker = await desk.client("learner"), await desk.client("worker")
+    opened = await learner.open("train", TRAIN)
+    await learner.submit("train", tasks(0, 2 * B))
+    for one in await lease(worker, 2 * B):
+        await worker.commit("train", one, group(one.task, 0))
+    assert ordinals((await claim(learner, opened, 0)).groups) == [0, 1, 2, 3]
+    assert await learner.reject("train", learner_epoch=1, step=0, reason="loss") == B
+    assert ordinals((await claim(learner, opened, 0)).groups) == [4, 5, 6, 7]
+    depth = (await learner.trained("train", learner_epoch=1, step=0)).depth
+    assert (depth["trained"], depth["dropped_by_reason"], depth["bytes"]) == (B, {"loss": B}, 0)
+
+
+async def test_evaluation_waits_for_its_version_and_takes_any_order(desk: Desk) -> None:
+    learner, old, new = [await desk.client(who) for who in ("learner", "old", "new")]
+    opened = await learner.open("eval", EVAL)
+    await learner.submit("eval", tasks(0, 2), min_version=3)
+    waiting = asyncio.create_task(lease(old, 1, held=2, stream="eval"))
+    leases = await lease(new, 2, held=3, stream="eval")
+    assert ordinals(leases) == [0, 1]
+    assert not waiting.done()
+    await new.commit("eval", leases[1], group(leases[1].task, 3))
+    collected = await learner.collect("eval", learner_epoch=opened.learner_epoch, wait_s=WAIT_S)
+    assert ordinals(collected) == [1]
+    assert await learner.collect("eval", learner_epoch=opened.learner_epoch, wait_s=0.0) == []
+    await learner.finish("done")
+    with pytest.raises(RunClosedError):
+        await waiting
+
+
+async def test_finish_ends_every_ordinal_and_tells_everybody(desk: Desk) -> None:
+    learner, worker = await desk.client("learner"), await desk.client("worker")
+    await learner.open("train", TRAIN)
+    feeder = await desk.client("feeder")
+    feeding = asyncio.create_task(feed(feeder, "train", lambda o: tasks(o, 1)[0]))
+    (one,) = await lease(worker, 1)
+    waiting = asyncio.create_task(lease(worker, 2 * B, held=-1))
+    await parked(desk, 2)
+    await learner.finish("done")
+    await learner.finish("again")
+    await feeding
+    with pytest.raises(RunClosedError, match="done"):
+        await waiting
+    with pytest.raises(RunClosedError):
+        await worker.commit("train", one, group(one.task, 0))
+    assert (await worker.renew()).closed
+    train = (await learner.status())["streams"]["train"]
+    assert train["dropped_by_reason"] == {"end": TRAIN.depth}
+    assert (train["pending"], train["leased"], train["bytes"]) == (0, 0, 0)
+
+
+async def test_the_feeder_keeps_the_stream_supplied_and_says_when_its_source_ends(desk: Desk) -> None:
+    learner, feeder, worker = [await desk.client(who) for who in ("learner", "feeder", "worker")]
+    opened = await learner.open("train", TRAIN)
+    source = tasks(0, 3 * B)
+    feeding = asyncio.create_task(feed(feeder, "train", source.__getitem__))
+    trained = [o for step in range(3) for o in await train_one_step(learner, worker, opened, step)]
+    assert trained == list(range(3 * B))
+    assert await refusal(claim(learner, opened, 3)) == "exhausted"
+    await learner.finish("exhausted")
+    await feeding
+
+
+async def test_another_run_is_kept_out(desk: Desk) -> None:
+    stranger = QueueClient(desk.address, run="other", who="stranger", deadline_s=WAIT_S)
+    assert await refusal(stranger.connect()) == "wrong_run"
+    await stranger.close()
+
+
+async def test_nobody_at_the_address_is_a_deadline() -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as listener:
+        port = listener.bind_to_random_port("tcp://127.0.0.1")
+        lonely = QueueClient(f"tcp://127.0.0.1:{port}", run="run", who="lonely", deadline_s=0.2)
+        with pytest.raises(DeadlineError, match=r"lonely waited 0\.2 s for the queue at tcp://127"):
+            await lonely.connect()
+        await lonely.close()
+
+
+def test_an_occupied_port_says_what_to_do() -> None:
+    first = Broker("tcp://127.0.0.1:*", "run")
+    with pytest.raises(ConfigError, match="another process uses this address") as error:
+        Broker(first.bound_address, "run")
+    assert error.value.key == "queue.address"
+    with pytest.raises(ConfigError, match="cannot be bound"):
+        Broker("tcp://nowhere", "run")
+    first.close()
+
+
+def test_the_blocking_client_works_from_a_plain_thread() -> None:
+    broker = Broker("tcp://127.0.0.1:*", "run")
+    serving = threading.Thread(target=broker.serve)
+    serving.start()
+    client = BlockingClient(broker.bound_address, run="run", who="learner", deadline_s=WAIT_S)
+    assert client.connect().streams == ()
+    assert client.open("train", TRAIN).version == 0
+    client.post("weights/0", {"world": 1})
+    assert client.lookup("weights/0", wait_s=WAIT_S) == {"world": 1}
+    with pytest.raises(RefusedError, match=r"^fenced"):
+        client.trained("train", learner_epoch=7, step=0)
+    with pytest.raises(AttributeError):
+        client.explode()
+    client.close()
+    client.close()
+    broker.stop()
+    serving.join(WAIT_S)
+    assert not serving.is_alive()

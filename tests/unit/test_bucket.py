@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sharding import full_tensors, local_tensors, same_bits, sharded_models
+
+from asyncrl.errors import DeadlineError, WeightSyncError
+from asyncrl.sync.bucket import Buffers, Shards, in_place, pack, receive_buckets, send_buckets, unpack
+from asyncrl.sync.digest import MOD, digest_layout, digest_source
+from asyncrl.sync.layout import Box, ParamLayout, whole_layout
+from asyncrl.sync.plan import plan
+from asyncrl.sync.transport import local_channels
+
+CPU = torch.device("cpu")
+
+
+@given(sharded_models(), st.integers(16, 300))
+def test_a_destination_gets_its_bits_and_their_digest_from_any_sharding(model: tuple, size: int) -> None:
+    sources, destination = model
+    full = full_tensors(destination)
+    ranks = [Shards(layout, local_tensors(layout, full)) for layout in sources]
+    staging = {name: torch.zeros_like(t) for name, t in local_tensors(destination, full).items()}
+    target = Shards(destination, staging)
+    sent = 0
+    for source in plan(sources, destination, size).sources:
+        there, here = local_channels(f"rank {source.rank}", "generator")
+        shards = ranks[source.rank]
+        send_buckets(source, shards, there, Buffers(source, shards, CPU), lambda: 1.0, lambda: None)
+        receive_buckets(source, target, here, Buffers(source, target, CPU), lambda: 1.0)
+        sent += digest_source(source, shards)
+    for name, expected in local_tensors(destination, full).items():
+        assert same_bits(staging[name], expected)
+    assert sent % MOD == digest_layout(destination, staging)
+
+
+def test_pack_and_unpack_by_hand() -> None:
+    layout = whole_layout({"a": ((2, 2), "int64"), "b": ((3,), "uint8")})
+    (source,) = plan([layout], layout, 1024).sources
+    (bucket,) = source.buckets
+    held = {"a": torch.tensor([[1, 2], [3, 4]]), "b": torch.tensor([7, 8, 9], dtype=torch.uint8)}
+    packed = pack(bucket, Shards(layout, held), torch.zeros(64, dtype=torch.uint8))
+    assert packed.numel() == 32 + 3
+    assert packed[:32].view(torch.int64).tolist() == [1, 2, 3, 4]
+    assert packed[32:].tolist() == [7, 8, 9]
+    other = {name: torch.zeros_like(t) for name, t in held.items()}
+    unpack(bucket, Shards(layout, other), packed)
+    assert all(torch.equal(other[name], held[name]) for name in held)
+
+
+def test_a_contiguous_piece_alone_is_sent_from_the_tensor_itself() -> None:
+    layout = whole_layout({"w": ((8, 4), "float32")})
+    tensor = torch.randn(8, 4)
+    bucket = plan([layout], layout, 64).sources[0].buckets[0]
+    data = in_place(bucket, Shards(layout, {"w": tensor}), CPU)
+    assert data is not None
+    assert data.data_ptr() == tensor.data_ptr()
+    assert in_place(bucket, Shards(layout, {"w": torch.randn(4, 8).t()}), CPU) is None
+
+
+def test_several_boxes_lie_flat_one_after_another() -> None:
+    layout = {"w": ParamLayout((4, 2), "float32", (Box((3, 0), (1, 2)), Box((0, 0), (2, 2))))}
+    shards = Shards(layout, {"w": torch.arange(6.0)})
+    assert shards.view("w", Box((3, 0), (1, 2))).tolist() == [[0, 1]]
+    assert shards.view("w", Box((1, 1), (1, 1))).tolist() == [[5]]
+    with pytest.raises(WeightSyncError, match="parameter w"):
+        shards.view("w", Box((2, 0), (1, 2)))
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.float64)])
+def test_a_tensor_that_does_not_fit_its_layout_is_named(tensor: torch.Tensor) -> None:
+    with pytest.raises(WeightSyncError, match="parameter w: the tensor is"):
+        Shards(whole_layout({"w": ((2, 3), "float32")}), {"w": tensor})
+
+
+def test_a_stream_that_stops_ends_at_its_deadline() -> None:
+    layout = whole_layout({"w": ((2,), "float32")})
+    (source,) = plan([layout], layout, 64).sources
+    _, here = local_channels("learner rank 0", "generator-0")
+    shards = Shards(layout, {"w": torch.zeros(2)})
+    with pytest.raises(DeadlineError, match=r"generator-0 waited 0.0 s for learner rank 0"):
+        receive_buckets(source, shards, here, Buffers(source, shards, CPU), lambda: 0.01)

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl import cli
+from asyncrl.errors import AsyncRLError, DeadlineError, RunClosedError
+
+CONFIG = "model: {path: m}\ntasks: {source: a:b}\nreward: {function: a:b}\n"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG)
+    return str(path)
+
+
+def test_config_prints_every_key(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", config, "--print", "batch.groups=8"]) == 0
+    assert "  groups: 8 " in capsys.readouterr().out
+
+
+def test_overrides_may_follow_options(config: str) -> None:
+    words = ["generator", config, "run.seed=1", "--name", "g", "run.seed=2"]
+    arguments = cli.parse(words)
+    assert (arguments.name, arguments.overrides) == ("g", ["run.seed=1", "run.seed=2"])
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["fly"], ["config"], ["config", "x.yaml", "--fly"], ["config", "x.yaml", "-h=1"]]
+)
+def test_words_that_mean_nothing_exit_2(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(words)
+    assert stopped.value.code == 2
+
+
+def test_bad_config_is_one_message_and_exit_2(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", config, "batch.group=1"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "did you mean batch.groups?" in error
+
+
+@pytest.mark.parametrize("process", ["generator", "learner"])
+def test_a_process_of_a_split_run_needs_the_address(
+    config: str, process: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([process, config]) == 2
+    assert "queue.address = 'tcp://127.0.0.1:*'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (DeadlineError("a", "b", "c", 1.0), 4),
+        (RunClosedError("over"), 0),
+        (AsyncRLError("?"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_errors_become_exit_codes(
+    config: str, error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(arguments: cli.Arguments) -> int:
+        raise error
+
+    monkeypatch.setitem(cli.COMMANDS, "train", cli.Command(fail, "", "", ""))
+    assert cli.main(["train", config]) == code
+
+
+def test_a_bug_keeps_its_traceback(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(arguments: cli.Arguments) -> int:
+        raise ZeroDivisionError
+
+    monkeypatch.setitem(cli.COMMANDS, "train", cli.Command(fail, "", "", ""))
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["train", config])
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([command, "--help"])
+    assert stopped.value.code == 0
+    assert "example:" in capsys.readouterr().out
+
+
+def test_help_and_config_load_neither_torch_nor_transformers(config: str) -> None:
+    code = (
+        "import json, sys; from asyncrl.cli import main; main(['config', sys.argv[1]]); "
+        "print(json.dumps(sorted({'torch', 'transformers', 'zmq', 'rich'} & sys.modules.keys())))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, config], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == []

@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config.docs import key_comments, render
+from asyncrl.config.load import CONFIGS, all_keys, load_config, save_config
+from asyncrl.errors import ConfigError
+
+BASE = """\
+model: {path: some/model}
+tasks:
+  source: some.module:function
+reward:
+  function: some.module:reward
+"""
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    path = tmp_path / "base.yaml"
+    path.write_text(BASE)
+    return path
+
+
+def error_of(path: Path, *overrides: str) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return caught.value
+
+
+def test_command_line_wins_over_file_and_file_over_include(tmp_path: Path, base: Path) -> None:
+    (tmp_path / "more.yaml").write_text("batch: {groups: 8, group_size: 4}\nrun: {seed: 1, versions: 7}\n")
+    top = tmp_path / "top.yaml"
+    top.write_text("include: [base.yaml, more.yaml]\nrun: {seed: 2}\nbatch:\n  groups: 16\n")
+    config = load_config(top, ["batch.groups=32"])
+    assert (config.batch.groups, config.batch.group_size) == (32, 4)
+    assert (config.run.seed, config.run.versions) == (2, 7)
+
+
+def test_include_falls_back_to_the_configs_of_the_project(tmp_path: Path, base: Path) -> None:
+    top = tmp_path / "top.yaml"
+    top.write_text("include: [base.yaml, algorithms/rloo.yaml]\n")
+    assert load_config(top).algorithm.advantage == "rloo"
+
+
+def test_files_that_include_each_other(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("include: b.yaml\n")
+    (tmp_path / "b.yaml").write_text("include: a.yaml\n")
+    error = error_of(tmp_path / "a.yaml")
+    assert error.key == "include"
+    assert "a.yaml → " in str(error)
+
+
+def test_options_are_free_and_merged(base: Path) -> None:
+    config = load_config(base, ["tasks.options.digits=3", "tasks.options.names=[a, b]"])
+    assert config.tasks.options == {"digits": 3, "names": ["a", "b"]}
+
+
+def test_numbers_in_exponent_form_and_interpolation(base: Path) -> None:
+    config = load_config(base, ["learner.optimizer.lr=2e-4", "model.path=${run.dir}/warm"])
+    assert config.learner.optimizer.lr == 0.0002
+    assert config.model.path == "runs/warm"
+
+
+@pytest.mark.parametrize(
+    ("word", "key", "neighbour"),
+    [
+        ("batch.group=3", "batch.group", "batch.groups"),
+        ("group_size=4", "group_size", "batch.group_size"),
+        ("queue.max_stalenes=1", "queue.max_stalenes", "queue.max_staleness"),
+        ("learner.lr=1", "learner.lr", "learner.optimizer.lr"),
+    ],
+)
+def test_unknown_key_names_its_neighbour(base: Path, word: str, key: str, neighbour: str) -> None:
+    error = error_of(base, word)
+    assert error.key == key
+    assert error.remedy == f"did you mean {neighbour}?"
+
+
+def test_errors_of_a_file_name_file_and_line(base: Path) -> None:
+    base.write_text(BASE + "batch:\n  groups: 64\n  grups: 3\n")
+    error = error_of(base)
+    assert error.key == "batch.grups"
+    assert f"{base}:8" in error.rule
+
+
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [
+        ("batch.groups=many", "batch.groups"),
+        ("run.seed=1.5", "run.seed"),
+        ("run.seed=null", "run.seed"),
+        ("batch=3", "batch"),
+        ("generator.engine=magic", "generator.engine"),
+        ("learner.optimizer.betas=[1, 2, 3]", "learner.optimizer.betas"),
+        ("run.dir=${no.such}", "run.dir"),
+        ("model.path=[", "model.path"),
+        ("batch.groups", "command line"),
+    ],
+)
+def test_bad_values_are_config_errors(base: Path, word: str, key: str) -> None:
+    assert error_of(base, word).key == key
+
+
+def test_rules_of_the_schema_come_through(base: Path) -> None:
+    assert error_of(base, "batch.group_size=1").key == "batch.group_size"
+    assert error_of(base, "run.versions=0").key == "run.versions"
+
+
+def test_a_required_key_without_a_value(base: Path) -> None:
+    base.write_text("model: {path: x}\n")
+    error = error_of(base)
+    assert (error.key, error.rule) == ("reward.function", "must be set")
+
+
+@pytest.mark.parametrize("text", ["run: [", "run:\n  seed: 1\n  seed: 2\n", "- a\n- b\n"])
+def test_files_that_are_no_configuration(base: Path, text: str) -> None:
+    base.write_text(text)
+    assert str(base) in str(error_of(base))
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    error = error_of(tmp_path / "nowhere.yaml")
+    assert error.rule == "No such file or directory"
+
+
+def test_rendered_text_reads_back_as_the_same_config(tmp_path: Path, base: Path) -> None:
+    config = load_config(base, ["tasks.options={a: [1, {b: x}], c: 'yes'}", "run.name='5'", "queue.window=3"])
+    save_config(config, tmp_path / "saved.yaml")
+    assert load_config(tmp_path / "saved.yaml") == config
+
+
+def test_rendered_text_explains_keys_and_shows_what_is_derived(base: Path) -> None:
+    text = render(load_config(base, ["batch.groups=8"]))
+    assert "W = 9 (queue.window), S = 1 spare versions, queue.depth = 24" in text
+    line = next(line for line in text.splitlines() if line.startswith("  groups: 8 "))
+    assert line.endswith("# B: groups that one version is trained on")
+
+
+def test_comments_over_several_lines_are_joined() -> None:
+    assert key_comments()["queue.window"].endswith(
+        "none: 1 (strict order) up to η = 1, else batch.groups + 1"
+    )
+    assert set(key_comments()) <= set(all_keys())
+
+
+@pytest.mark.parametrize("recipe", sorted(CONFIGS.glob("recipes/*.yaml")), ids=lambda path: path.name)
+def test_every_recipe_is_valid(recipe: Path) -> None:
+    load_config(recipe)
+
+
+@pytest.mark.parametrize("algorithm", sorted(CONFIGS.glob("algorithms/*.yaml")), ids=lambda path: path.name)
+def test_every_algorithm_can_be_included(tmp_path: Path, base: Path, algorithm: Path) -> None:
+    top = tmp_path / "top.yaml"
+    top.write_text(f"include: [base.yaml, algorithms/{algorithm.name}]\n")
+    assert load_config(top).algorithm.advantage == algorithm.stem

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sharding import DTYPES, full_tensors
+
+from asyncrl.errors import WeightSyncError
+from asyncrl.sync.digest import CHUNK, MOD, digest, digest_layout
+from asyncrl.sync.layout import Box, grid, whole_layout
+
+
+def of_whole(tensor: torch.Tensor, name: str = "w") -> int:
+    shape = tuple(tensor.shape)
+    return digest(tensor, Box.whole(shape), shape, name)
+
+
+@given(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 4)), max_size=3), st.sampled_from(DTYPES))
+def test_shares_of_a_partition_add_up_to_the_whole(axes: list, dtype: str) -> None:
+    shape, parts = tuple(n for n, _ in axes), tuple(p for _, p in axes)
+    tensor = full_tensors(whole_layout({"w": (shape, dtype)}))["w"]
+    shares = [digest(tensor[box.slices()], box, shape, "w") for box in grid(shape, parts)]
+    assert sum(shares) % MOD == of_whole(tensor)
+
+
+def test_a_tensor_of_many_chunks_adds_up_too() -> None:
+    tensor = torch.arange(3 * CHUNK, dtype=torch.int32).view(-1, 96)
+    boxes = grid(tuple(tensor.shape), (5, 1))
+    shares = [digest(tensor[box.slices()], box, tuple(tensor.shape), "w") for box in boxes]
+    assert sum(shares) % MOD == of_whole(tensor)
+
+
+@given(st.integers(0, 23), st.integers(0, 23), st.integers(0, 31))
+def test_a_flipped_bit_and_a_swapped_pair_change_it(i: int, j: int, bit: int) -> None:
+    tensor = torch.arange(24, dtype=torch.int32).view(4, 6)
+    before = of_whole(tensor)
+    flipped = tensor.clone().view(-1)
+    flipped[i] ^= 1 << bit if bit < 31 else -(1 << 31)
+    assert of_whole(flipped.view(4, 6)) != before
+    swapped = tensor.clone().view(-1)
+    swapped[i], swapped[j] = int(tensor.view(-1)[j]), int(tensor.view(-1)[i])
+    assert (of_whole(swapped.view(4, 6)) != before) == (i != j)
+
+
+def test_position_name_shape_and_dtype_all_count() -> None:
+    tensor = torch.randn(6, 6, generator=torch.Generator().manual_seed(0))
+    row = tensor[:1]
+    others = [
+        of_whole(tensor, "w2"),
+        of_whole(tensor.t().contiguous()),
+        of_whole(tensor.flip(0)),
+        of_whole(tensor.flip(1)),
+        of_whole(tensor.roll(1, 0)),
+        of_whole(tensor.view(4, 9)),
+        of_whole(tensor.view(torch.int32)),
+        digest(row, Box((0, 0), (1, 6)), (6, 6), "w"),
+        digest(row, Box((1, 0), (1, 6)), (6, 6), "w"),
+        of_whole(tensor),
+    ]
+    assert len(set(others)) == len(others)
+    assert of_whole(torch.zeros(3)) != digest(torch.zeros(2), Box((0,), (2,)), (3,), "w"), "a missing zero"
+
+
+def test_non_contiguous_views_hash_as_their_copies() -> None:
+    tensor = torch.randn(8, 10)[:, ::2]
+    assert of_whole(tensor) == of_whole(tensor.contiguous())
+
+
+def test_a_layout_is_the_sum_of_its_parameters_and_names_what_is_missing() -> None:
+    layout = whole_layout({"a": ((3, 4), "float32"), "b": ((), "bfloat16")})
+    tensors = full_tensors(layout)
+    total = (of_whole(tensors["a"], "a") + of_whole(tensors["b"], "b")) % MOD
+    assert digest_layout(layout, tensors) == total
+    with pytest.raises(WeightSyncError, match="parameter b"):
+        digest_layout(layout, {"a": tensors["a"]})

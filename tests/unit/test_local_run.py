@@ -1,0 +1,186 @@
+"""The policy of the launcher, on stand-ins for the three processes: small shell scripts."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config.schema import Config, GeneratorConfig, LaunchConfig, RunConfig
+from asyncrl.errors import ConfigError, DeadlineError, ProcessDiedError
+from asyncrl.launch import local
+from asyncrl.launch.dashboard import QuietDashboard
+
+# Words of a stand-in: $1 is the folder's config.yaml; the queue's last one is the descriptor to announce on.
+QUEUE = "for fd; do :; done; echo tcp://127.0.0.1:1 >/dev/fd/$fd; exec sleep 600"
+GENERATOR = "exit 0"
+DONE = 'echo "{\\"versions\\": 3}" > $(dirname $1)/summary.json'
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return Config(
+        run=RunConfig(name="it", dir=str(tmp_path)),
+        generator=GeneratorConfig(count=2),
+        launch=LaunchConfig(generator_restarts=2, stop_deadline_s=20.0, quiet=True),
+    )
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What each process of the run does."""
+    scripts = {"queue": QUEUE, "learner": DONE, "generator": GENERATOR}
+
+    def command(folder: Path, process: str, *words: str) -> list[str]:
+        return ["sh", "-c", scripts[process], process, str(folder / "config.yaml"), *words]
+
+    monkeypatch.setattr(local, "process_command", command)
+    return scripts
+
+
+@pytest.mark.usefixtures("scripts")
+def test_a_run_that_ends_well_returns_its_summary(config: Config, tmp_path: Path) -> None:
+    assert local.train(config) == {"versions": 3}
+    assert (tmp_path / "it" / "config.yaml").exists()
+
+
+def test_generators_that_do_not_notice_the_end_are_stopped(
+    config: Config, scripts: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripts["generator"] = "exec sleep 600"
+    impatient = dataclasses.replace(config.launch, stop_deadline_s=0.2)
+    assert local.train(dataclasses.replace(config, launch=impatient)) == {"versions": 3}
+    assert "did not end within 0 s and were stopped: generator-0, generator-1" in capsys.readouterr().err
+
+
+def test_processes_get_the_address_and_their_names(
+    config: Config, scripts: dict[str, str], tmp_path: Path
+) -> None:
+    scripts["generator"] = 'echo "$2 $4"'
+    scripts["learner"] = f'echo "$2"; {DONE}'
+    local.train(config)
+    logs = tmp_path / "it" / "logs"
+    assert (logs / "learner.log").read_text() == "queue.address=tcp://127.0.0.1:1\n"
+    assert (logs / "generator-1.log").read_text() == "queue.address=tcp://127.0.0.1:1 generator-1\n"
+
+
+def test_a_dead_generator_is_started_again(
+    config: Config, scripts: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The first life of generator-0 dies; its second lets the learner end.
+    scripts["generator"] = (
+        "cd $(dirname $1); [ $4 = generator-0 ] || exit 0; [ -e first ] && { echo > pipe; exit 0; }; "
+        "touch first; kill -KILL $$"
+    )
+    scripts["learner"] = f"cd $(dirname $1); read line < pipe; {DONE}"
+    (tmp_path / "it").mkdir()
+    os.mkfifo(tmp_path / "it" / "pipe")
+    assert local.train(config) == {"versions": 3}
+    said = capsys.readouterr().err
+    assert "generator-0 ended (killed by SIGKILL) and is started again, 1 of 2 restarts" in said
+
+
+def test_a_generator_that_keeps_dying_ends_the_run(config: Config, scripts: dict[str, str]) -> None:
+    scripts["generator"] = "echo no luck; exit 1"
+    scripts["learner"] = "exec sleep 600"
+    with pytest.raises(ProcessDiedError, match=r"(?s)generator-\d ended \(exit code 1\).*no luck"):
+        local.train(config)
+
+
+def test_a_generator_with_a_bad_config_is_not_started_again(
+    config: Config, scripts: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripts["generator"] = "exit 2"
+    scripts["learner"] = "exec sleep 600"
+    with pytest.raises(ProcessDiedError, match=r"exit code 2"):
+        local.train(config)
+    assert "started again" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("process", "script"),
+    [("learner", "echo loss is nan; exit 7"), ("queue", "echo loss is nan; exit 7")],
+)
+def test_a_dead_learner_or_queue_ends_the_run(
+    config: Config, scripts: dict[str, str], process: str, script: str
+) -> None:
+    scripts["learner"] = "exec sleep 600"
+    scripts[process] = script
+    with pytest.raises(ProcessDiedError, match=rf"(?s){process} ended \(exit code 7\).*loss is nan"):
+        local.train(config)
+
+
+def test_a_queue_that_never_listens(config: Config, scripts: dict[str, str]) -> None:
+    scripts["queue"] = "exec sleep 600"
+    impatient = dataclasses.replace(config.launch, start_deadline_s=0.01)
+    with pytest.raises(DeadlineError, match="process queue: the address it listens at"):
+        local.train(dataclasses.replace(config, launch=impatient))
+
+
+def test_ctrl_c_lets_the_learner_end_its_step(
+    config: Config, scripts: dict[str, str], tmp_path: Path
+) -> None:
+    interrupt = f"kill -INT {os.getpid()}"
+    scripts["learner"] = f'trap "echo saved; exit 0" TERM; {interrupt}; while :; do sleep 0.05; done'
+    with pytest.raises(KeyboardInterrupt):
+        local.train(config)
+    assert (tmp_path / "it" / "logs" / "learner.log").read_text() == "saved\n"
+
+
+def test_ctrl_c_twice_kills_at_once(
+    config: Config, scripts: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    interrupt = f"kill -INT {os.getpid()}"
+    scripts["learner"] = f'trap "{interrupt}" TERM; {interrupt}; while :; do sleep 0.05; done'
+    with pytest.raises(KeyboardInterrupt):
+        local.train(config)
+    assert "killed" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("scripts")
+def test_a_folder_that_holds_a_run_is_refused_unless_resumed(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "it").mkdir()
+    (tmp_path / "it" / "metrics.jsonl").write_text('{"version": 1}\n')
+    with pytest.raises(ConfigError, match=r"holds a run already.*run\.resume=true"):
+        local.train(config)
+    resumed = dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True))
+    assert local.train(resumed) == {"versions": 3}
+
+
+@pytest.mark.usefixtures("scripts")
+def test_a_folder_in_use_is_refused(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "it").mkdir()
+    with (tmp_path / "it" / "lock").open("w") as lock:
+        lock.write("4711")
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match=r"a live run uses .* \(process 4711\)"):
+            local.train(config)
+
+
+def test_several_learner_ranks_are_started_by_torchrun(config: Config, tmp_path: Path) -> None:
+    started: dict[str, Any] = {}
+
+    class Recorder:
+        def start(self, name: str, command: list[str], env: dict[str, str]) -> None:
+            started[name] = (command, env)
+
+    learner = dataclasses.replace(config.learner, processes=2, threads=3, devices="0,1")
+    recorder: Any = Recorder()
+    run = local.LocalRun(dataclasses.replace(config, learner=learner), tmp_path, recorder, QuietDashboard())
+    run._start_learner()
+    command, env = started["learner"]
+    text = " ".join(command)
+    assert "-m torch.distributed.run --standalone --nproc-per-node 2 -m asyncrl learner" in text
+    assert (env["OMP_NUM_THREADS"], env["CUDA_VISIBLE_DEVICES"]) == ("3", "0,1")
+
+
+def test_threads_are_shared_out(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(10)), raising=False)
+    assert local.shared_threads(config) == 3
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
+    assert local.shared_threads(config) == 1

@@ -1,0 +1,69 @@
+"""Loading the policy and its tokenizer, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config
+
+from asyncrl.config.schema import ModelConfig
+from asyncrl.errors import ConfigError
+from asyncrl.models import load_causal_lm, load_tokenizer
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A config and a tokenizer, no weights."""
+    Qwen2Config(
+        vocab_size=12,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    ).save_pretrained(tmp_path)
+    words = Tokenizer(models.WordLevel({str(digit): digit for digit in range(10)} | {"?": 10}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def weights(path: Path, seed: int) -> list[torch.Tensor]:
+    return [p.data for p in load_causal_lm(ModelConfig(path=str(path)), seed).parameters()]
+
+
+def test_a_folder_without_weights_starts_from_its_seed(folder: Path) -> None:
+    state = torch.get_rng_state()
+    first, same, other = weights(folder, 3), weights(folder, 3), weights(folder, 4)
+    assert all(torch.equal(a, b) for a, b in zip(first, same, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_saved_weights_are_loaded_in_the_dtype_of_the_config(folder: Path) -> None:
+    saved = load_causal_lm(ModelConfig(path=str(folder)), seed=1)
+    saved.save_pretrained(folder)
+    loaded = load_causal_lm(ModelConfig(path=str(folder), dtype="bfloat16"), seed=2)
+    assert not loaded.training
+    for mine, theirs in zip(loaded.parameters(), saved.parameters(), strict=True):
+        assert torch.equal(mine, theirs.to(torch.bfloat16))
+
+
+def test_the_tokenizer_beside_the_model_is_loaded(folder: Path) -> None:
+    tokenizer = load_tokenizer(ModelConfig(path=str(folder)))
+    assert tokenizer.encode("4 2", add_special_tokens=False) == [4, 2]
+
+
+def test_a_model_without_a_tokenizer_is_refused(folder: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    with pytest.raises(ConfigError, match=r"^model.path = "):
+        load_tokenizer(ModelConfig(path=str(folder)))
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^model.path = .*cannot be loaded"):
+        load_causal_lm(ModelConfig(path=str(tmp_path / "nowhere")), seed=0)

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from learner_cases import random_group, rewards_batch, rollout, tiny_model
+
+from asyncrl.config.schema import AlgorithmConfig
+from asyncrl.learner.advantages import advantages
+from asyncrl.learner.attention import PACKED, Documents
+from asyncrl.learner.batch import MicroBatch
+from asyncrl.learner.objective import batch_metrics
+from asyncrl.learner.packing import first_fit, moving_rollouts, pack
+from asyncrl.models import load_causal_lm
+from asyncrl.types import Group, Sampling, Task
+
+
+@given(st.lists(st.integers(1, 30), max_size=40), st.integers(1, 40))
+def test_first_fit_packs_each_item_once_and_overfills_nothing(lengths: list[int], capacity: int) -> None:
+    bins = first_fit(lengths, capacity)
+    assert sorted(item for chosen in bins for item in chosen) == list(range(len(lengths)))
+    assert all(len(chosen) == 1 or sum(lengths[i] for i in chosen) <= capacity for chosen in bins)
+    assert all(chosen == sorted(chosen) for chosen in bins)
+
+
+def test_columns_of_a_batch() -> None:
+    groups = [
+        Group.from_rollouts(Task(7, ""), Sampling(temperature=0.5), [rollout([5, 6, 7, 8], 2, version=3)]),
+        Group.from_rollouts(
+            Task(8, ""), Sampling(temperature=0.5), [rollout([5, 9], 1, 1.0, version=4), rollout([5, 4], 1)]
+        ),
+    ]
+    batch = MicroBatch.of(groups)
+    assert batch.token_ids_N.tolist() == [5, 6, 7, 8, 5, 9, 5, 4]
+    assert batch.position_ids_N.tolist() == [0, 1, 2, 3, 0, 1, 0, 1]
+    assert batch.seq_N.tolist() == [0, 0, 0, 0, 1, 1, 2, 2]
+    assert batch.loss_mask_N.int().tolist() == [0, 0, 1, 1, 0, 1, 0, 1]
+    assert batch.versions_N.tolist() == [-1, -1, 3, 3, -1, 4, -1, 0]
+    assert (batch.lengths_R, batch.group_R.tolist(), batch.temperature) == ((4, 2, 2), [0, 1, 1], 0.5)
+    picked = batch.select([2, 0])
+    assert picked.token_ids_N.tolist() == [5, 4, 5, 6, 7, 8]
+    assert (picked.seq_N.tolist(), picked.group_R.tolist()) == ([0, 0, 1, 1, 1, 1], [1, 0][::-1])
+
+
+def test_what_cannot_be_trained_on_is_refused() -> None:
+    def group(temperature: float, prompt: int = 1) -> Group:
+        return Group.from_rollouts(Task(0, ""), Sampling(temperature=temperature), [rollout([1, 2], prompt)])
+
+    with pytest.raises(ValueError, match="one temperature"):
+        MicroBatch.of([group(1.0), group(0.5)])
+    with pytest.raises(ValueError, match="above 0"):
+        MicroBatch.of([group(0.0)])
+    with pytest.raises(ValueError, match="first token"):
+        MicroBatch.of([group(1.0, prompt=0)])
+
+
+def test_only_groups_with_advantages_move() -> None:
+    batch = rewards_batch([1, 1, 1], [1, 0.5, 0], [0, 0])
+    batch = batch.with_advantages(advantages(batch, AlgorithmConfig(advantage="dr_grpo")))
+    # The middle rollout has no advantage itself, but its group has.
+    assert moving_rollouts(batch) == [3, 4, 5]
+    (only,) = pack(batch, moving_rollouts(batch), max_tokens=100)
+    assert only.rewards_R.tolist() == [1, 0.5, 0]
+
+
+def test_staleness_is_of_a_groups_oldest_token() -> None:
+    def group(*versions: int) -> Group:
+        rollouts = [rollout([1, 2, 3], 1, version=v) for v in versions]
+        return Group.from_rollouts(Task(0, ""), Sampling(), rollouts)
+
+    values = batch_metrics(MicroBatch.of([group(5, 3), group(5, 5)]), version=5).values()
+    assert (values["staleness/mean"], values["staleness/max"], values["staleness/token"]) == (1.0, 2.0, 0.5)
+    assert (values["groups"], values["rollouts"], values["tokens"], values["length/mean"]) == (2, 4, 8, 2)
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=20))
+def test_buckets_hold_each_token_once(lengths: list[int]) -> None:
+    documents = Documents(lengths)
+    places = torch.cat([index[keep] for index, keep in documents.buckets])
+    assert sorted(places.tolist()) == list(range(sum(lengths)))
+    assert places[documents.unbucket_N].tolist() == list(range(sum(lengths)))
+    assert documents.boundaries.tolist() == [0, *np.cumsum(lengths).tolist()]
+
+
+def test_packed_attention_is_attention_within_each_document(tmp_path: object) -> None:
+    folder = tmp_path / "model"  # type: ignore[operator]
+    packed = load_causal_lm(tiny_model(folder), seed=3, attention=PACKED)
+    plain = load_causal_lm(tiny_model(folder), seed=3, attention="eager")
+    batch = MicroBatch.of([random_group(0), random_group(1, size=2)])
+    together = packed(
+        input_ids=batch.token_ids_N[None],
+        position_ids=batch.position_ids_N[None],
+        documents=Documents(batch.lengths_R),
+        use_cache=False,
+    ).logits[0]
+    alone = torch.cat([plain(ids[None]).logits[0] for ids in batch.token_ids_N.split(batch.lengths_R)])
+    torch.testing.assert_close(together, alone, atol=2e-6, rtol=0)

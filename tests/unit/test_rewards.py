@@ -1,0 +1,135 @@
+"""Reward functions of every kind, and the ones that fail, hang or lie."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asyncrl.config.dotted import load_function
+from asyncrl.config.schema import RewardConfig
+from asyncrl.errors import ConfigError
+from asyncrl.generator.rewards import RewardError, Scorer
+from asyncrl.types import Rollout, Task
+
+TASK = Task(3, "1+1=", {"answer": "2"})
+NONE = np.zeros(0)
+ROLLOUT = Rollout(NONE, NONE, NONE, NONE, "length")
+
+
+def config(**changes: object) -> RewardConfig:
+    return RewardConfig(
+        **{"function": "unused:unused", "deadline_s": 5.0, "retries": 1, "workers": 2, **changes}
+    )
+
+
+async def score(function: object, **changes: object) -> dict[str, float]:
+    scorer = Scorer(function, config(**changes))  # type: ignore[arg-type]
+    try:
+        return await scorer.score(TASK, "2", ROLLOUT)
+    finally:
+        scorer.close()
+
+
+async def test_a_plain_function_gives_a_number() -> None:
+    assert await score(lambda task, text: text == task.data["answer"]) == {"reward": 1.0}
+
+
+async def test_an_async_function_gives_parts() -> None:
+    async def reward(task: Task, text: str) -> dict[str, float]:
+        await asyncio.sleep(0)
+        return {"right": 1, "short": 0.25}
+
+    assert await score(reward) == {"right": 1.0, "short": 0.25}
+
+
+async def test_a_function_of_three_gets_the_rollout() -> None:
+    assert await score(lambda task, text, rollout: float(rollout.finish == "length")) == {"reward": 1.0}
+
+
+async def test_a_failed_call_is_made_again() -> None:
+    calls: list[str] = []
+
+    def reward(task: Task, text: str) -> float:
+        calls.append(text)
+        if len(calls) == 1:
+            raise ConnectionError("judge is away")
+        return 0.5
+
+    assert await score(reward) == {"reward": 0.5}
+    assert calls == ["2", "2"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), "much", None, {"a": float("inf")}])
+async def test_what_is_no_finite_number_is_a_failure(value: object) -> None:
+    with pytest.raises(RewardError, match="task 3"):
+        await score(lambda task, text: value)
+
+
+async def test_the_error_says_what_the_last_call_raised() -> None:
+    def reward(task: Task, text: str) -> float:
+        raise KeyError("answer")
+
+    with pytest.raises(RewardError, match="task 3 raised KeyError: 'answer'"):
+        await score(reward)
+
+
+async def test_calls_that_hang_cost_the_others_nothing() -> None:
+    """More calls hang than there are threads; good calls still get one."""
+    released = threading.Event()
+
+    def reward(task: Task, text: str) -> float:
+        if text == "hang":
+            released.wait(60)
+        return 1.0
+
+    scorer = Scorer(reward, config(deadline_s=0.05, retries=0, workers=1))
+    try:
+        for _ in range(3):
+            with pytest.raises(RewardError, match="longer than"):
+                await scorer.score(TASK, "hang", ROLLOUT)
+        assert await scorer.score(TASK, "fine", ROLLOUT) == {"reward": 1.0}
+        assert scorer.failures == 3
+    finally:
+        released.set()
+        scorer.close()
+
+
+async def test_an_async_function_that_hangs_meets_its_deadline() -> None:
+    async def reward(task: Task, text: str) -> float:
+        return await asyncio.get_running_loop().create_future()
+
+    with pytest.raises(RewardError, match="longer than"):
+        await score(reward, deadline_s=0.05, retries=0)
+
+
+async def test_more_calls_than_threads_all_get_their_turn() -> None:
+    scorer = Scorer(lambda task, text: len(text), config(workers=2))
+    texts = ["x" * i for i in range(20)]
+    parts = await asyncio.gather(*(scorer.score(TASK, text, ROLLOUT) for text in texts))
+    scorer.close()
+    assert [p["reward"] for p in parts] == list(range(20))
+
+
+def test_a_function_of_a_file_is_loaded_without_its_main_part(tmp_path: Path) -> None:
+    file = tmp_path / "my_reward.py"
+    file.write_text("def good(task, text): return 1.0\nif __name__ == '__main__': raise SystemExit(3)\n")
+    function = load_function(f"{file}:good", "reward.function")
+    assert function(TASK, "") == 1.0
+    assert load_function(f"{file}:good", "reward.function") is function
+
+
+def test_a_function_of_a_module_is_found() -> None:
+    assert load_function("os.path:join", "reward.function")("a", "b") == "a/b"
+
+
+@pytest.mark.parametrize(
+    "spec", ["nowhere", "no.such.module:f", "os.path:no_such", "missing.py:f", "os.path:sep"]
+)
+def test_a_name_of_nothing_is_refused_under_its_key(spec: str) -> None:
+    with pytest.raises(ConfigError, match=r"^reward.function = ") as refusal:
+        load_function(spec, "reward.function")
+    assert refusal.value.value == spec

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from asyncrl.errors import DeadlineError
+from asyncrl.launch.supervise import Ended, Interrupted, Said, Supervisor, wait_line
+
+FOREVER = ["sleep", "600"]
+LONG_S = 60.0
+
+
+@pytest.fixture
+def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
+    supervisor = Supervisor(tmp_path / "logs")
+    with supervisor.interrupts():
+        yield supervisor
+
+
+def shell(script: str) -> list[str]:
+    return ["sh", "-c", script, "sh"]
+
+
+def test_a_child_that_ends_is_an_event_and_its_output_is_in_its_log(supervisor: Supervisor) -> None:
+    supervisor.start("talker", shell("echo out; echo err >&2; exit 3"))
+    assert supervisor.next_event(LONG_S) == Ended("talker", 3)
+    assert supervisor.log_tail("talker") == "out\nerr"
+    assert supervisor.running() == []
+
+
+def test_a_child_killed_by_a_signal_has_its_negative_number(supervisor: Supervisor) -> None:
+    supervisor.start("victim", shell("kill -SEGV $$"))
+    assert supervisor.next_event(LONG_S) == Ended("victim", -signal.SIGSEGV)
+
+
+def test_a_second_start_appends_to_the_log(supervisor: Supervisor) -> None:
+    for word in ("one", "two"):
+        supervisor.start("worker", shell(f"echo {word}"))
+        assert supervisor.next_event(LONG_S) == Ended("worker", 0)
+    assert supervisor.log_tail("worker") == "one\ntwo"
+
+
+def test_only_the_end_of_a_long_log_is_told(supervisor: Supervisor) -> None:
+    supervisor.start("worker", shell("seq 1 1000"))
+    supervisor.next_event(LONG_S)
+    assert supervisor.log_tail("worker").endswith("999\n1000")
+    assert "\n900\n" not in supervisor.log_tail("worker")
+
+
+def test_children_get_what_is_added_to_the_environment(supervisor: Supervisor) -> None:
+    supervisor.start("worker", shell("echo $OMP_NUM_THREADS"), {"OMP_NUM_THREADS": "7"})
+    supervisor.next_event(LONG_S)
+    assert supervisor.log_tail("worker") == "7"
+
+
+def test_what_a_child_announces(supervisor: Supervisor) -> None:
+    # The words added are: --announce FD
+    supervisor.start("queue", shell("echo tcp://127.0.0.1:5 >/dev/fd/$2; exec sleep 600"), says=True)
+    assert wait_line(supervisor, "queue", "its address", LONG_S) == Said("queue", "tcp://127.0.0.1:5")
+    assert supervisor.running() == ["queue"]
+
+
+def test_a_child_that_dies_before_it_announces(supervisor: Supervisor) -> None:
+    supervisor.start("queue", shell("exit 2"), says=True)
+    assert wait_line(supervisor, "queue", "its address", LONG_S) == Ended("queue", 2)
+
+
+def test_a_child_that_never_announces(supervisor: Supervisor) -> None:
+    supervisor.start("queue", shell("exec sleep 600"), says=True)
+    with pytest.raises(DeadlineError, match=r"waited 0\.0 s for process queue: its address did not come"):
+        wait_line(supervisor, "queue", "its address", 0.0)
+
+
+def test_signals_of_the_user_are_events(supervisor: Supervisor) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    assert supervisor.next_event(LONG_S) == Interrupted(1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert supervisor.next_event(LONG_S) == Interrupted(2)
+
+
+def test_children_that_listen_to_sigterm_are_not_killed(supervisor: Supervisor) -> None:
+    supervisor.start("a", FOREVER)
+    supervisor.start("b", FOREVER)
+    assert supervisor.stop_all(LONG_S) == []
+    assert supervisor.running() == []
+
+
+def test_a_child_that_ignores_sigterm_is_killed(supervisor: Supervisor) -> None:
+    supervisor.start(
+        "deaf", shell('trap "" TERM; echo ready >/dev/fd/$2; while :; do sleep 600; done'), says=True
+    )
+    wait_line(supervisor, "deaf", "the trap", LONG_S)
+    assert supervisor.stop_all(0.0) == ["deaf"]
+    assert supervisor.running() == []
+
+
+def test_another_interrupt_cuts_a_wait_short(supervisor: Supervisor) -> None:
+    supervisor.start("slow", FOREVER)
+    os.kill(os.getpid(), signal.SIGINT)
+    assert supervisor.wait_ended(["slow"], LONG_S) == ["slow"]
+
+
+def test_no_child_is_left_when_the_supervisor_goes(tmp_path: Path) -> None:
+    supervisor = Supervisor(tmp_path)
+    with supervisor.interrupts():
+        supervisor.start("a", FOREVER)
+    assert supervisor.running() == []
+
+
+LAUNCHER = """
+import sys
+from pathlib import Path
+from asyncrl.launch.supervise import Supervisor, wait_line
+supervisor = Supervisor(Path(sys.argv[1]))
+supervisor.start("child", ["sh", "-c", "echo $$ >/dev/fd/$2; exec sleep 600", "sh"], says=True)
+print(wait_line(supervisor, "child", "its process id", 60.0).line, flush=True)
+supervisor.next_event(600.0)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills children with their parent")
+def test_no_child_survives_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert launcher.stdout is not None
+    child = psutil.Process(int(launcher.stdout.readline()))
+    launcher.kill()
+    launcher.wait()
+    _, alive = psutil.wait_procs([child], timeout=LONG_S)
+    assert not alive

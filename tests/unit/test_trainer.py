@@ -1,0 +1,256 @@
+"""The trainer's loop against an in-memory queue and publisher, on a real (tiny) model."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from learner_cases import random_group, rollout, small_config, tiny_model
+
+from asyncrl.config.schema import CheckpointConfig, Config, LearnerConfig, OptimizerConfig, RunConfig
+from asyncrl.errors import DeadlineError, TrainingError
+from asyncrl.learner import checkpoint
+from asyncrl.learner.fsdp import FsdpBackend
+from asyncrl.learner.trainer import Trainer
+from asyncrl.queue.client import Claim, Opened, Trained
+from asyncrl.queue.ledger import StreamSettings
+from asyncrl.telemetry.sinks import read_rows
+from asyncrl.types import Group, Sampling, Task
+
+HELDOUT = 3
+Make = Callable[[int], Group]
+
+
+@dataclass
+class FakeQueue:
+    """Hands out groups 0, 1, 2, … one a claim, and answers an evaluation at once: accuracy is
+    `accuracy[version]`.
+
+    `script` sees every call first and may answer it itself.
+    """
+
+    make: Make = random_group
+    dry_from: int = 1 << 30  # the first ordinal that never comes
+    accuracy: Mapping[int, float] = field(default_factory=dict)
+    calls: list[tuple[str, Any]] = field(default_factory=list)
+    on_claim: Callable[[int, int], None] = lambda step, index: None
+    first: int = 0
+    batch: int = 2
+    rejected: int = 0
+    evals: list[Group] = field(default_factory=list)
+    eval_tasks: int = 0
+
+    def post(self, key: str, value: Any) -> None:
+        self.calls.append(("post", key))
+
+    def open(self, stream: str, settings: StreamSettings, snapshot: bytes | None = None) -> Opened:
+        self.calls.append(("open", (stream, snapshot)))
+        if stream == "train":
+            self.batch = settings.groups_per_version
+        return Opened(learner_epoch=7, lineage=1 if snapshot else 0, version=0)
+
+    def claim(self, stream: str, *, step: int, index: int, **_: Any) -> Claim | None:
+        self.on_claim(step, index)
+        ordinal = step * self.batch + index + self.rejected
+        if ordinal >= self.dry_from:
+            return None
+        group = self.make(ordinal)
+        return Claim([group], index == self.batch - 1, index + 1)
+
+    def trained(self, stream: str, *, learner_epoch: int, step: int) -> Trained:
+        self.calls.append(("trained", step))
+        stats = {
+            "g0": {
+                "tokens": 100 * (step + 1),
+                "seconds": {"compute": 3.0 * (step + 1), "wait/tasks": 1.0 * (step + 1)},
+                "weights/flips": step,
+                "held": step,
+                "weights/pauses_ms": [2.0],
+            }
+        }
+        return Trained(step + 1, stats, {"ready": 5, "dropped": 1, "dropped_by_reason": {"reward": 1}})
+
+    def reject(self, stream: str, *, learner_epoch: int, step: int, reason: str) -> int:
+        self.calls.append(("reject", (step, reason)))
+        self.rejected += self.batch
+        return self.batch
+
+    def room(self, stream: str, wait_s: float) -> tuple[int, int]:
+        return self.eval_tasks, 8
+
+    def submit(self, stream: str, tasks: Sequence[Task], min_version: int = 0) -> None:
+        for task in tasks:
+            assert task.ordinal == self.eval_tasks
+            self.eval_tasks += 1
+            start, stop = task.data["start"], task.data["stop"]
+            reward = self.accuracy.get(min_version, 0.0)
+            rollouts = [rollout([1, 2], 1, reward=reward, version=min_version) for _ in range(start, stop)]
+            self.evals.append(Group.from_rollouts(task, Sampling(temperature=0.0), rollouts))
+
+    def collect(self, stream: str, *, learner_epoch: int, wait_s: float) -> list[Group]:
+        done, self.evals = self.evals, []
+        return done
+
+    def snapshot(self, stream: str, *, learner_epoch: int) -> bytes:
+        return f"{stream} after {sum(name == 'trained' for name, _ in self.calls)}".encode()
+
+    def finish(self, reason: str) -> None:
+        self.calls.append(("finish", reason))
+
+    def of(self, name: str) -> list[Any]:
+        return [value for called, value in self.calls if called == name]
+
+
+@dataclass
+class FakePublisher:
+    """Remembers what was published, weights and all."""
+
+    live: Mapping[str, torch.Tensor]
+    endpoint: str = "tcp://127.0.0.1:1"
+    published: dict[int, torch.Tensor] = field(default_factory=dict)
+    closed: bool = False
+
+    def publish(self, version: int) -> None:
+        assert version not in self.published
+        self.published[version] = torch.cat([t.flatten().clone() for t in self.live.values()])
+
+    def close(self, wait_s: float) -> None:
+        self.closed = True
+
+
+class Case:
+    """One trainer and its neighbours."""
+
+    def __init__(self, config: Config, queue: FakeQueue, heldout: int = HELDOUT) -> None:
+        tiny_model(Path(config.model.path))
+        self.folder = Path(config.run.dir) / config.run.name
+        self.queue, self.backend = queue, FsdpBackend(config.model, config.learner.optimizer, seed=0)
+        self.publisher = FakePublisher(self.backend.local_tensors())
+        self.trainer = Trainer(config, self.backend, queue, lambda _: self.publisher, self.folder, heldout)
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return list(read_rows(self.folder / "metrics.jsonl"))
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return dict(json.loads((self.folder / "summary.json").read_text()))
+
+
+def test_a_run_from_the_first_to_the_last_version(tmp_path: Path) -> None:
+    case = Case(small_config(tmp_path), FakeQueue(accuracy={0: 0.25, 2: 0.5, 3: 0.75}))
+    case.trainer.run()
+    queue, publisher = case.queue, case.publisher
+    assert queue.of("open") == [("train", None), ("eval", None)]
+    assert queue.of("post") == ["weights/0"]
+    assert queue.of("trained") == [0, 1, 2]
+    assert queue.of("finish") == ["done"]
+    assert sorted(publisher.published) == [0, 1, 2, 3]
+    assert publisher.closed
+    assert not torch.equal(publisher.published[0], publisher.published[1])
+
+    steps = [row for row in case.rows if "step_s" in row]
+    assert [row["version"] for row in steps] == [1, 2, 3]
+    assert all(row["groups"] == 2 and row["rollouts"] == 8 and row["queue/ready"] == 5 for row in steps)
+    # Version k trains groups whose tokens are all of version 0.
+    assert [row["staleness/max"] for row in steps] == [0, 1, 2]
+    assert [row["busy/generator"] for row in steps] == [0.75] * 3
+    accuracy = {row["version"]: row["heldout/accuracy"] for row in case.rows if "heldout/accuracy" in row}
+    assert accuracy == {0: 0.25, 2: 0.5, 3: 0.75}
+
+    summary = case.summary
+    assert (summary["heldout_accuracy_start"], summary["heldout_accuracy_end"]) == (0.25, 0.75)
+    assert (summary["versions"], summary["groups_trained"], summary["rollouts_trained"]) == (3, 6, 24)
+    assert (summary["tokens_generated"], summary["weight_updates"], summary["tasks_dropped"]) == (300, 2, 1)
+    assert summary["staleness"] == {"mean": 1.0, "max": 2, "bound": 1}
+    assert summary["utilization"]["generator"] == pytest.approx(0.75)
+    assert checkpoint.newest(case.folder) == case.folder / "checkpoints" / "v000003"
+    assert (case.folder / "final" / "config.json").exists()
+
+
+def test_a_resumed_run_is_the_run_that_was_never_stopped(tmp_path: Path) -> None:
+    def config(folder: str, versions: int, resume: bool = False) -> Config:
+        run = RunConfig(name=folder, dir=str(tmp_path), versions=versions, resume=resume)
+        return small_config(tmp_path, run=run, checkpoint=CheckpointConfig(every=1))
+
+    through = Case(config("through", 4), FakeQueue())
+    through.trainer.run()
+    Case(config("halves", 2), FakeQueue()).trainer.run()
+    second = Case(config("halves", 4, resume=True), FakeQueue())
+    second.trainer.run()
+    assert second.queue.of("open") == [("train", b"train after 2"), ("eval", b"eval after 0")]
+    assert second.queue.of("trained") == [2, 3]
+    assert sorted(second.publisher.published) == [2, 3, 4]
+    assert torch.equal(second.publisher.published[4], through.publisher.published[4])
+    assert [row["version"] for row in second.rows if "step_s" in row] == [1, 2, 3, 4]
+    assert second.summary["groups_trained"] == 8
+    kept = sorted(path.name for path in (second.folder / "checkpoints").iterdir())
+    assert kept == ["v000003", "v000004"]
+
+
+def test_the_target_accuracy_ends_the_run(tmp_path: Path) -> None:
+    run = RunConfig(name="case", dir=str(tmp_path), versions=50, target_accuracy=0.9)
+    case = Case(small_config(tmp_path, run=run), FakeQueue(accuracy={2: 0.95}))
+    case.trainer.run()
+    assert case.trainer.version == 2
+    assert case.queue.of("finish") == ["target"]
+    assert (case.folder / "final" / "config.json").exists()
+
+
+def test_a_stop_while_groups_are_missing_gives_the_step_up(tmp_path: Path) -> None:
+    queue = FakeQueue(dry_from=3)  # the second group of step 1 never comes
+    case = Case(small_config(tmp_path), queue)
+    queue.on_claim = lambda step, index: case.trainer.request_stop() if (step, index) == (1, 1) else None
+    case.trainer.run()
+    assert queue.of("trained") == [0]
+    assert queue.of("finish") == ["stopped"]
+    newest = checkpoint.newest(case.folder)
+    assert newest is not None
+    assert checkpoint.read_meta(newest) == checkpoint.Meta(1, b"train after 1", b"eval after 0")
+    assert case.summary["versions"] == 1
+
+
+def test_no_groups_for_too_long_is_named(tmp_path: Path) -> None:
+    learner = LearnerConfig(micro_batch_tokens=64, groups_deadline_s=1e-6)
+    case = Case(small_config(tmp_path, learner=learner), FakeQueue(dry_from=0))
+    with pytest.raises(
+        DeadlineError, match=r"learner rank 0 waited .* for the generators: a group for version 1"
+    ):
+        case.trainer.run()
+    assert case.publisher.closed
+
+
+def poisoned(ordinal: int, until: int) -> Group:
+    """Groups below `until` have a recorded log-prob that is not a number."""
+    group = random_group(ordinal)
+    if ordinal < until:
+        group.logprobs[group.loss_mask != 0] = np.nan
+    return group
+
+
+def test_a_bad_step_stops_the_run(tmp_path: Path) -> None:
+    case = Case(small_config(tmp_path), FakeQueue(make=lambda o: poisoned(o, 2)))
+    with pytest.raises(TrainingError, match="version 0 has gradient norm nan"):
+        case.trainer.run()
+    assert sorted(case.publisher.published) == [0]
+
+
+@pytest.mark.parametrize(("bad", "survives"), [(4, True), (100, False)])
+def test_bad_steps_may_be_skipped_but_not_for_ever(tmp_path: Path, bad: int, survives: bool) -> None:
+    learner = LearnerConfig(micro_batch_tokens=64, on_bad_step="skip", optimizer=OptimizerConfig(lr=1e-2))
+    case = Case(small_config(tmp_path, learner=learner), FakeQueue(make=lambda o: poisoned(o, bad)))
+    if survives:
+        case.trainer.run()
+        assert case.queue.of("reject") == [(0, "not_finite")] * 2
+        assert case.queue.of("trained") == [0, 1, 2]
+        assert math.isfinite(float(case.publisher.published[3].sum()))
+    else:
+        with pytest.raises(TrainingError, match="in a row"):
+            case.trainer.run()
