@@ -1,1 +1,11 @@
-"""Fully asynchronous, off-policy, streaming reinforcement learning for language models."""
+"""Fully asynchronous, off-policy, streaming reinforcement learning for language models.
+
+    import asyncrl
+
+    summary = asyncrl.train("configs/recipes/demo.yaml", tasks=my_tasks, reward=my_reward)
+"""
+
+from asyncrl.api import train
+from asyncrl.types import Group, Rollout, Task
+
+__all__ = ["Group", "Rollout", "Task", "train"]

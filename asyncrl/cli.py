@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import importlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -46,6 +47,7 @@ exit codes:
   5    a process of the run died; the message has the end of its log
   6    weights did not arrive whole, or arrived wrong
   7    a loss or gradient that must not be trained on
+  8    the queue refused this process, e.g. one of another run
   130  interrupted with Ctrl-C
 """
 
@@ -69,6 +71,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
         die_with_parent()
     arguments = parse(sys.argv[1:] if words is None else words)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         return COMMANDS[arguments.command].run(arguments)
     except RunClosedError as closed:

@@ -4,7 +4,7 @@
     ├── ConfigError         a key, its value, the rule it breaks, the remedy          exit code 2
     ├── TaskError           a task source that cannot be read or gives bad tasks      exit code 2
     ├── WireError           bytes that are not a valid message; refused and counted
-    ├── RefusedError        the queue said no, and says why (fenced, unknown, full)
+    ├── RefusedError        the queue said no, and says why (fenced, unknown, full)   exit code 8
     ├── DeadlineError       who waited for whom, for what, how long                   exit code 4
     ├── ProcessDiedError    a process of the run ended by itself                      exit code 5
     ├── RunClosedError      the run is over; not a failure, loops end on it
@@ -49,6 +49,8 @@ class WireError(AsyncRLError):
 
 class RefusedError(AsyncRLError):
     """The queue refused a request. `reason` is a short literal, e.g. 'fenced'; the text says the rest."""
+
+    exit_code = 8
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)

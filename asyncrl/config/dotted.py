@@ -39,6 +39,22 @@ def load_function(spec: str, key: str) -> Callable[..., Any]:
     return found
 
 
+def name_function(function: Callable[..., Any], key: str) -> str:
+    """The spec under which `load_function` finds this function again, in another process.
+
+    Raises ConfigError under `key` for what has no name at the top level of a module: lambdas, methods, inner functions.
+    """
+    name, module = getattr(function, "__qualname__", ""), sys.modules.get(getattr(function, "__module__", ""))
+    if module is None or getattr(module, name, None) is not function:
+        raise ConfigError(key, function, "cannot be imported by name", "define it with def at the top level of a file")
+    if module.__name__ != "__main__":
+        return f"{module.__name__}:{name}"
+    file = getattr(module, "__file__", None)
+    if file is None:
+        raise ConfigError(key, function, "stands in no file (an interactive session?)", "move it to a .py file")
+    return f"{Path(file).resolve()}:{name}"
+
+
 def _load_file(path: Path) -> ModuleType:
     path = path.resolve()
     name = f"_asyncrl_file_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"

@@ -246,7 +246,7 @@ class LaunchConfig:
     """Only for `asyncrl train`, which starts the other processes."""
 
     generator_restarts: int = 3  # how often a generator that dies is started again, all of them together
-    start_deadline_s: float = 120.0  # until every process has said hello
+    start_deadline_s: float = 120.0  # until the queue listens
     stop_deadline_s: float = 30.0  # for a clean end after Ctrl-C or the last version
     quiet: bool = False  # no live table
 

@@ -85,7 +85,8 @@ class LocalRun:
     def _start_generator(self, name: str) -> None:
         generator = self._config.generator
         words = process_command(self._folder, "generator", f"queue.address={self._address}", "--name", name)
-        env = process_env(generator.threads or shared_threads(self._config), generator.devices)
+        devices = share_of_devices(generator.devices, self._generators.index(name), generator.count)
+        env = process_env(generator.threads or shared_threads(self._config), devices)
         self._supervisor.start(name, words, env)
 
     def _watch(self) -> None:
@@ -99,6 +100,8 @@ class LocalRun:
                 continue
             if event == Ended(LEARNER, 0):
                 return
+            if event == Ended(QUEUE, 0):
+                continue  # it ends by itself some seconds after the learner has closed the run
             if event.name not in self._generators:
                 raise self._died(event)
             if event.code != 0:
@@ -168,6 +171,18 @@ def process_env(threads: int, devices: str | None = None) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
     }
     return env if devices is None else {**env, "CUDA_VISIBLE_DEVICES": devices}
+
+
+def share_of_devices(devices: str | None, index: int, count: int) -> str | None:
+    """What process `index` of `count` sees of a pool's devices.
+
+    >>> [share_of_devices("4,5,6,7", i, 2) for i in range(2)], share_of_devices("0", 1, 2)
+    (['4,6', '5,7'], '0')
+    """
+    if devices is None:
+        return None
+    every = devices.split(",")
+    return ",".join(every[index::count] or [every[index % len(every)]])
 
 
 def shared_threads(config: Config) -> int:

@@ -1,7 +1,8 @@
 """`asyncrl queue`: the broker on the main thread, the task feeder as one of its clients on another.
 
-main thread     bind ──▸ announce the address ──▸ serve ······ until SIGTERM, Ctrl-C, or the feeder fails
-feeder thread            connect ──▸ wait for room ──▸ submit tasks ──▸ …   until the run is closed
+main thread     bind ──▸ announce the address ──▸ serve ······ until stopped: SIGTERM, Ctrl-C, or the feeder ends
+feeder thread            connect ──▸ wait for room ──▸ submit tasks ──▸ …   until the run is closed (or it fails),
+                                                                            then as long as generators need to hear it
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import signal
 import threading
 
 from asyncrl.config.schema import Config
-from asyncrl.errors import RunClosedError
 from asyncrl.launch.run_folder import run_folder, write_address
 from asyncrl.queue.broker import Broker
 from asyncrl.queue.client import QueueClient
 from asyncrl.queue.feeder import feed
 from asyncrl.tasks.source import TaskStream, train_stream
+
+LAST_HEARTBEATS = 3
+"""The queue outlives the run by this many heartbeats of a generator."""
 
 
 def run_queue(config: Config, announce: int | None = None) -> None:
@@ -52,11 +55,9 @@ class Feeder(threading.Thread):
     def run(self) -> None:
         try:
             asyncio.run(self._feed())
-        except RunClosedError:
-            pass
         except BaseException as error:
             self._failure = error
-            self._broker.stop()
+        self._broker.stop()
 
     def raise_failure(self) -> None:
         if self._failure is not None:
@@ -70,5 +71,7 @@ class Feeder(threading.Thread):
         await client.connect()
         try:
             await feed(client, "train", self._tasks.task_at)
+            # Generators learn at their next heartbeat that the run is over.
+            await asyncio.sleep(LAST_HEARTBEATS * self._config.generator.heartbeat_s)
         finally:
             await client.close()

@@ -1,0 +1,40 @@
+"""`asyncrl.train`: what `asyncrl train` does, from a user's own script with the user's own functions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config.dotted import name_function
+from asyncrl.config.load import load_config
+
+
+def train(
+    config: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    tasks: Callable[[], Any] | None = None,
+    reward: Callable[..., Any] | None = None,
+) -> dict[str, Any]:
+    """Run everything on this machine until the last version and return the summary (also in summary.json).
+
+    config     a YAML file, as for the command line; `overrides`: "key=value" texts on top of it
+    tasks      a function that returns or yields rows {"prompt": …, **data}; replaces `tasks.source`
+    reward     (task, text) or (task, text, rollout) -> float or {part: float}, plain or async; replaces `reward.function`
+
+    The run's processes import both functions again, so each must stand at the top level of a module or script, and a
+    script must start its work under `if __name__ == "__main__"`. Raises ConfigError for functions that cannot be imported,
+    and what `asyncrl.launch.local.train` raises.
+    """
+    from asyncrl.launch.local import train as train_here
+
+    named = []
+    if tasks is not None:
+        named.append(f"tasks.source='{name_function(tasks, 'tasks')}'")
+        if inspect.isgeneratorfunction(tasks):
+            named.append("tasks.shuffle=false")  # rows that come one by one have no order to change
+    if reward is not None:
+        named.append(f"reward.function='{name_function(reward, 'reward')}'")
+    return train_here(load_config(config, [*named, *overrides]))

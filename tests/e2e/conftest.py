@@ -1,0 +1,50 @@
+"""A model of some thousand parameters, and configs small enough that a whole run takes seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from asyncrl.tasks.addition import write_model_folder
+
+CONFIG = """
+run: {{name: it, dir: {folder}, versions: 4, seed: 3}}
+model: {{path: {model}}}
+tasks: {{source: asyncrl.tasks.addition:train, options: {{digits: 1, held_out: 20}}}}
+evaluation: {{source: asyncrl.tasks.addition:heldout, options: {{digits: 1, size: 20}}, every: 2, chunk: 10}}
+reward: {{function: "asyncrl.tasks.addition:reward"}}
+batch: {{groups: 4, group_size: 4}}
+generator: {{slots: 32, max_tokens: 8, max_length: 16, threads: 1, heartbeat_s: 0.2}}
+queue: {{max_staleness: 2, lease_s: 5}}
+learner: {{threads: 1, micro_batch_tokens: 128, groups_deadline_s: 60, optimizer: {{lr: 1e-3}}}}
+checkpoint: {{every: 2}}
+launch: {{quiet: true}}
+"""
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_model_folder(folder, hidden_size=32, layers=2)
+    return folder
+
+
+@pytest.fixture
+def config_file(tmp_path: Path, model_folder: Path) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG.format(folder=tmp_path, model=model_folder), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def write_module(tmp_path: Path) -> Callable[[str, str], Path]:
+    """A Python file beside the config: (name, text) -> its path."""
+
+    def write(name: str, text: str) -> Path:
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write

@@ -1,0 +1,131 @@
+"""`asyncrl train` when its processes are killed, when it is interrupted, and when it goes on afterwards."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import psutil
+import pytest
+from processes import Process, child, family, finished, interrupt, rows, started, trained, until
+
+pytestmark = pytest.mark.slow
+
+FOR_EVER = "run.versions=100000"
+
+
+def launched(config: Path, *overrides: str) -> tuple[str, ...]:
+    return ("asyncrl", "train", str(config), *overrides)
+
+
+def assert_no_orphans(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    assert alive == []
+
+
+def versions(run: Path) -> list[int]:
+    return [row["version"] for row in rows(run)]
+
+
+def test_a_killed_generator_is_replaced_and_nothing_is_lost(config_file: Path) -> None:
+    run = config_file.parent / "it"
+    with started(*launched(config_file, "run.versions=12", "checkpoint.every=100")) as launcher:
+        until(trained(run, 2), "version 2", launcher)
+        child(launcher, "asyncrl", "generator").kill()
+        code, printed = finished(launcher)
+    assert code == 0, printed
+    assert "generator-0 ended (killed by SIGKILL) and is started again" in printed
+    assert versions(run) == list(range(1, 13))
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["groups_trained"], summary["tasks_dropped"]) == (48, 0)
+
+
+def test_a_killed_learner_ends_the_run_by_name_and_the_run_can_be_resumed(config_file: Path) -> None:
+    run = config_file.parent / "it"
+    with started(*launched(config_file, FOR_EVER)) as launcher:
+        until(trained(run, 5), "version 5", launcher)
+        others = family(launcher.pid)
+        child(launcher, "asyncrl", "learner").kill()
+        code, printed = finished(launcher)
+    assert code == 5
+    assert "learner ended (killed by SIGKILL)" in printed
+    assert_no_orphans(others)
+    saved = max(int(path.name[1:]) for path in (run / "checkpoints").glob("v*"))
+    assert saved >= 4
+    goal = saved + 3
+    with started(*launched(config_file, "run.resume=true", f"run.versions={goal}")) as launcher:
+        code, printed = finished(launcher)
+    assert code == 0, printed
+    assert versions(run) == list(range(1, goal + 1))  # the cut-off versions were made again, once
+    assert json.loads((run / "summary.json").read_text())["groups_trained"] == 4 * goal
+
+
+def test_ctrl_c_once_leaves_a_checkpoint_to_go_on_from(config_file: Path) -> None:
+    run = config_file.parent / "it"
+    with started(*launched(config_file, FOR_EVER, "checkpoint.every=100000")) as launcher:
+        until(trained(run, 3), "version 3", launcher)
+        everybody = family(launcher.pid)
+        interrupt(launcher)
+        code, printed = finished(launcher)
+    assert code == 130, printed
+    assert "run.resume=true goes on" in printed
+    assert_no_orphans(everybody)
+    (saved,) = [int(path.name[1:]) for path in (run / "checkpoints").glob("v*")]
+    assert saved == versions(run)[-1]
+    with started(*launched(config_file, "run.resume=true", f"run.versions={saved + 2}")) as launcher:
+        code, printed = finished(launcher)
+    assert code == 0, printed
+    assert versions(run) == list(range(1, saved + 3))
+
+
+def test_ctrl_c_twice_ends_at_once(config_file: Path) -> None:
+    run = config_file.parent / "it"
+    with started(*launched(config_file, FOR_EVER, "launch.stop_deadline_s=1000")) as launcher:
+        until(trained(run, 1), "version 1", launcher)
+        everybody = family(launcher.pid)
+        child(launcher, "asyncrl", "learner").suspend()  # cannot end cleanly
+        interrupt(launcher)
+        until(lambda: "stopping" in _said(launcher), "the first answer", launcher)
+        interrupt(launcher)
+        code, _ = finished(launcher)
+    assert code == 130
+    assert_no_orphans(everybody)
+
+
+def test_a_killed_launcher_leaves_no_orphans(config_file: Path) -> None:
+    run = config_file.parent / "it"
+    with started(*launched(config_file, FOR_EVER, "learner.processes=2")) as launcher:
+        until(trained(run, 1), "version 1", launcher)
+        everybody = family(launcher.pid)
+        launcher.kill()
+        assert_no_orphans(everybody)
+
+
+def test_two_runs_side_by_side_do_not_meet(config_file: Path) -> None:
+    with (
+        started(*launched(config_file, "run.name=one")) as one,
+        started(*launched(config_file, "run.name=two")) as two,
+    ):
+        assert [finished(one)[0], finished(two)[0]] == [0, 0]
+    for name in ("one", "two"):
+        assert versions(config_file.parent / name) == [1, 2, 3, 4]
+
+
+def test_a_run_in_use_and_a_run_that_is_there_are_refused(config_file: Path) -> None:
+    run = config_file.parent / "it"
+    with started(*launched(config_file, FOR_EVER)) as launcher:
+        until(trained(run, 1), "version 1", launcher)
+        with started(*launched(config_file)) as second:
+            code, printed = finished(second)
+        assert code == 2
+        assert "a live run uses" in printed
+    with started(*launched(config_file)) as third:
+        code, printed = finished(third)
+    assert code == 2
+    assert "run.resume=true" in printed
+
+
+def _said(process: Process) -> str:
+    """What the launcher has printed so far; it flushes every line."""
+    assert process.stdout is not None
+    return process.stdout.readline()

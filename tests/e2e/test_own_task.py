@@ -1,0 +1,49 @@
+"""A user's own script: own tasks, own reward, own model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from processes import finished, started
+
+import asyncrl
+from asyncrl.errors import ConfigError
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+pytestmark = pytest.mark.slow
+
+
+def test_the_example_trains(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(EXAMPLES.parent)
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES))
+    with started("own_task", str(model_folder), f"run.dir={tmp_path}", "run.versions=3") as script:
+        code, printed = finished(script)
+    assert code == 0, printed
+    assert "reward 0." in printed
+    summary = json.loads((tmp_path / "own-task" / "summary.json").read_text())
+    assert summary["groups_trained"] == 24
+
+
+def four_tasks() -> object:
+    """Yields; the run ends with its last task."""
+    for digit in range(6):
+        yield {"prompt": f"{digit}+0=", "answer": str(digit)}
+
+
+def half_right(task: asyncrl.Task, text: str) -> dict[str, float]:
+    return {"length": len(text) / 100, "answer": float(text == task.data["answer"])}
+
+
+def test_a_source_that_ends_ends_the_run(config_file: Path) -> None:
+    summary = asyncrl.train(
+        config_file, ["run.versions=100", "evaluation.source=null"], tasks=four_tasks, reward=half_right
+    )
+    assert (summary["versions"], summary["groups_trained"]) == (2, 6)
+
+
+def test_functions_that_no_other_process_can_import_are_refused(config_file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^reward = .*define it with def"):
+        asyncrl.train(config_file, reward=lambda task, text: 1.0)

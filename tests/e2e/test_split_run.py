@@ -1,0 +1,82 @@
+"""A run taken apart: queue, learner under torchrun and generators, each started by hand, in any order."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from processes import child, finished, started, trained, until
+
+from asyncrl.config.load import load_config
+from asyncrl.evaluate import run as evaluate
+
+pytestmark = pytest.mark.slow
+
+
+def address_of(run: Path) -> str | None:
+    path = run / "address"
+    return f"queue.address={path.read_text().strip()}" if path.exists() else None
+
+
+def test_generators_come_and_go_while_two_learner_ranks_train(config_file: Path) -> None:
+    run, config = config_file.parent / "it", str(config_file)
+    with started("asyncrl", "queue", config) as queue:
+        address = until(lambda: address_of(run), "address", queue)
+        torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "asyncrl", "learner"]
+        with (
+            started("asyncrl", "generator", config, address, "--name", "early") as early,
+            started(*torchrun, config, address, "run.versions=8") as learner,
+        ):
+            until(trained(run, 2), "version 2", queue, early, learner)
+            early.send_signal(signal.SIGKILL)
+            with started("asyncrl", "generator", config, address, "--name", "late") as late:
+                assert finished(learner)[0] == 0
+                code, printed = finished(late)
+                assert code == 0, printed
+        code, printed = finished(queue)  # leaves by itself once the run is over
+        assert code == 0, printed
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["versions"], summary["groups_trained"], summary["tasks_dropped"]) == (8, 32, 0)
+    assert summary["staleness"]["max"] <= 2
+    assert evaluate(load_config(config), str(run / "final"))["tasks"] == 20
+
+
+def test_a_generator_of_another_run_is_kept_out(config_file: Path) -> None:
+    run, config = config_file.parent / "it", str(config_file)
+    with started("asyncrl", "queue", config) as queue:
+        address = until(lambda: address_of(run), "address", queue)
+        with started("asyncrl", "generator", config, address, "run.name=other") as stranger:
+            code, printed = finished(stranger)
+    assert code == 8
+    assert "wrong_run: this queue serves run 'it', not 'other'" in printed
+
+
+def test_an_occupied_port_is_bad_input(config_file: Path) -> None:
+    run, config = config_file.parent / "it", str(config_file)
+    with started("asyncrl", "queue", config) as queue:
+        address = until(lambda: address_of(run), "address", queue)
+        with started("asyncrl", "queue", config, address, "run.name=second") as second:
+            code, printed = finished(second)
+    assert code == 2
+    assert "queue.address" in printed
+    assert "another process uses this address" in printed
+
+
+def test_nobody_at_the_address_is_a_deadline(config_file: Path) -> None:
+    words = ("queue.address=tcp://127.0.0.1:9", "queue.deadline_s=0.5")
+    with started("asyncrl", "generator", str(config_file), *words, "--name", "lonely") as lonely:
+        code, printed = finished(lonely)
+    assert code == 4
+    assert "lonely waited 0.5 s for the queue at tcp://127.0.0.1:9" in printed
+
+
+def test_a_killed_queue_ends_the_run_by_name(config_file: Path) -> None:
+    run = config_file.parent / "it"
+    with started("asyncrl", "train", str(config_file), "run.versions=100000") as launcher:
+        until(trained(run, 1), "version 1", launcher)
+        child(launcher, "asyncrl", "queue").kill()
+        code, printed = finished(launcher)
+    assert code == 5
+    assert "queue ended (killed by SIGKILL)" in printed

@@ -1,0 +1,90 @@
+"""At max_staleness 0 the processes together are, bit for bit, a plain loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from asyncrl.config.load import load_config
+from asyncrl.config.schema import Config
+from asyncrl.generator.rewards import Scorer
+from asyncrl.generator.rollouts import Rollouts
+from asyncrl.generator.transformers_engine import load_transformers_engine
+from asyncrl.launch.local import train
+from asyncrl.learner.accumulator import Accumulator
+from asyncrl.learner.fsdp import FsdpBackend
+from asyncrl.models import load_tokenizer
+from asyncrl.tasks.source import train_stream
+from asyncrl.telemetry.spans import Spans
+from asyncrl.types import Group
+
+VERSIONS = 3
+
+
+def micro_batches(groups: Sequence[Group], max_tokens: int) -> list[list[Group]]:
+    """Consecutive groups, as many as fit."""
+    made: list[list[Group]] = [[]]
+    for group in groups:
+        if made[-1] and sum(g.tokens for g in made[-1]) + group.tokens > max_tokens:
+            made.append([])
+        made[-1].append(group)
+    return made
+
+
+async def plain_loop(config: Config) -> dict[str, torch.Tensor]:
+    """Generate a batch task by task, train on it, copy the weights, again. No queue, no streams, no processes."""
+    backend = FsdpBackend(config.model, config.learner.optimizer, config.run.seed)
+    accumulator, tasks = Accumulator(backend, config, Spans()), train_stream(config)
+    tokenizer = load_tokenizer(config.model)
+    engine = load_transformers_engine(config, tokenizer)
+    rollouts = Rollouts(engine, tokenizer, Scorer.from_config(config.reward), config)
+    await engine.start()
+    for version in range(config.run.versions):
+        await engine.flip(backend.local_tensors(), version)
+        groups = []
+        for ordinal in range(version * config.batch.groups, (version + 1) * config.batch.groups):
+            task = tasks.task_at(ordinal)
+            groups.append(await rollouts.score(task, await rollouts.sample(task, str(ordinal))))
+        for batch in micro_batches(groups, config.learner.micro_batch_tokens):
+            accumulator.add(batch, version)
+        accumulator.step(version)
+    await engine.close()
+    return {name: tensor.clone() for name, tensor in backend.local_tensors().items()}
+
+
+@pytest.mark.slow
+def test_weights_after_some_steps_are_bit_identical_to_a_plain_loop(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    # A reward with spread, so that every step moves the weights of this untrained model.
+    overrides = [
+        f"run.versions={VERSIONS}",
+        "queue.max_staleness=0",
+        "generator.count=2",
+        "evaluation.source=null",
+        f"reward.function='{Path(__file__)}:digit_sum'",
+    ]
+    config = load_config(config_file, overrides)
+    expected = asyncio.run(plain_loop(config))
+    start = FsdpBackend(config.model, config.learner.optimizer, config.run.seed).local_tensors()
+    summary = train(config)
+    assert summary["staleness"]["max"] == 0
+    assert summary["versions"] == VERSIONS
+    (shard,) = (config_file.parent / "it" / "final").glob("*.safetensors")
+    found = load_file(shard)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), f"{name}: {(found[name] - tensor).abs().max()}"
+    assert any(not torch.equal(start[name], tensor) for name, tensor in expected.items())
+
+
+def digit_sum(task: object, text: str) -> float:
+    """The reward of this test: depends on every token, and differs within a group."""
+    return sum(int(c) for c in text if c.isdigit()) / 9
