@@ -96,6 +96,12 @@ class Progress:
         pace = (self.latest["time"] - self._first[1]) / (self.version - self._first[0])
         return float(pace * (self.versions - self.version))
 
+    def where(self) -> str:
+        """'version 3 of 10, 20 s left'"""
+        left = self.seconds_left()
+        ending = "" if left is None else f", {duration(left)} left"
+        return f"version {self.version} of {self.versions}{ending}"
+
     def values(self) -> Iterator[tuple[str, str]]:
         """(label, text) of what is known."""
         for label, key, shape in COLUMNS:
@@ -115,9 +121,7 @@ class LiveDashboard:
         self._live.console.print(text, highlight=False, markup=False)
 
     def _table(self) -> Table:
-        left = self._progress.seconds_left()
-        ending = "" if left is None else f", {duration(left)} left"
-        title = f"{self._name}: version {self._progress.version} of {self._progress.versions}{ending}"
+        title = f"{self._name}: {self._progress.where()}"
         table = Table(title=title, title_justify="left", show_header=False)
         for label, text in self._progress.values():
             table.add_row(label, text)
@@ -139,7 +143,7 @@ class LineDashboard:
         if due or accuracy != self._accuracy:
             self._said, self._accuracy = time.monotonic(), accuracy
             values = "  ".join(f"{label} {text}" for label, text in self._progress.values())
-            self.say(f"version {self._progress.version}/{self._progress.versions}  {values}")
+            self.say(f"{self._progress.where()}  {values}")
 
     def say(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -32,11 +32,11 @@ class Pool:
         self._before: dict[str, WorkerStats] = {}
         self._tokens = self._flips = 0.0
 
-    def update(self, stats: Mapping[str, WorkerStats], seconds: float) -> dict[str, float]:
+    def update(self, stats: Mapping[str, WorkerStats]) -> dict[str, float]:
         """One step later. Workers report at their heartbeats, so a row may show none or several of those at once.
 
-        busy/generator and generator/time/<span> are means over workers; tokens_generated and weight_updates are
-        totals. A worker whose totals fell was started anew: its totals count from 0.
+        busy/generator and generator/time/<span> are means over workers, tokens_per_s is the sum of theirs;
+        tokens_generated and weight_updates are totals. A worker whose totals fell was started anew: its totals count from 0.
         """
         tokens, spans = 0.0, Counter[str]()
         for name, now in stats.items():
@@ -52,10 +52,10 @@ class Pool:
             "tokens_generated": self._tokens,
             "weight_updates": self._flips,
             "generators": len(stats),
-            "tokens_per_s": tokens / seconds if seconds > 0 else 0.0,
         }
         if sum(spans.values()) > 0:
             row["busy/generator"] = busy_share(spans)
+            row["tokens_per_s"] = tokens * len(stats) / sum(spans.values())
             row |= {f"generator/time/{name}": s / len(stats) for name, s in spans.items()}
         pauses = [pause for now in stats.values() for pause in now.get("weights/pauses_ms", ())]
         if pauses:

@@ -227,7 +227,7 @@ class Trainer:
     def _write_row(self, step: StepReport, trained: Trained) -> None:
         spans = self._spans.take()
         values = {**step.values, "lr": step.lr, "grad_norm": step.grad_norm}
-        pool = self._pool.update(trained.stats, sum(spans.values()))
+        pool = self._pool.update(trained.stats)
         self._rows.write(report.step_row(self.version, values, spans, trained.depth, pool))
 
     # ------------------------------------------------------------------ beside the loop

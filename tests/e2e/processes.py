@@ -23,9 +23,10 @@ Process = subprocess.Popen[str]
 
 @contextmanager
 def started(*words: str) -> Iterator[Process]:
-    """`python -m …`; killed with all its children on the way out, if it still runs."""
+    """`python -m …`, or `python FILE.py …`; killed with all its children on the way out, if it still runs."""
+    module = [] if words[0].endswith(".py") else ["-m"]
     process = subprocess.Popen(
-        [sys.executable, "-m", *words],
+        [sys.executable, *module, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

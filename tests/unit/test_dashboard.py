@@ -77,7 +77,7 @@ def test_lines_for_a_pipe_tell_each_evaluation(metrics: Path, tmp_path: Path) ->
     append(metrics, {"time": 2.0, "version": 1, "heldout/accuracy": 0.25})
     dashboard.refresh()
     dashboard.refresh()
-    assert out.getvalue() == "version 1/100  reward 0.500  held-out accuracy 25.0%\n"
+    assert out.getvalue() == "version 1 of 100  reward 0.500  held-out accuracy 25.0%\n"
 
 
 def test_without_a_terminal_there_are_lines(tmp_path: Path) -> None:

@@ -162,6 +162,7 @@ def test_a_run_from_the_first_to_the_last_version(tmp_path: Path) -> None:
     # Version k trains groups whose tokens are all of version 0.
     assert [row["staleness/max"] for row in steps] == [0, 1, 2]
     assert [row["busy/generator"] for row in steps] == [0.75] * 3
+    assert [row["tokens_per_s"] for row in steps] == [25.0] * 3
     accuracy = {row["version"]: row["heldout/accuracy"] for row in case.rows if "heldout/accuracy" in row}
     assert accuracy == {0: 0.25, 2: 0.5, 3: 0.75}
 
