@@ -1,8 +1,8 @@
 """Fully asynchronous, off-policy, streaming reinforcement learning for language models.
 
-    import asyncrl
+import asyncrl
 
-    summary = asyncrl.train("configs/recipes/demo.yaml", tasks=my_tasks, reward=my_reward)
+summary = asyncrl.train("configs/recipes/demo.yaml", tasks=my_tasks, reward=my_reward)
 """
 
 from asyncrl.api import train

@@ -4,11 +4,13 @@
 
 For each seed the demo task is trained three times from the same warm start, in real separate processes:
 
-    fresh        max_staleness 1, as the demo is
-    corrected    max_staleness 8, the same clipped ratio against the recorded behaviour log-probs
-    uncorrected  max_staleness 8, behaviour log-probs ignored (plain policy gradient, as if data were on-policy)
+    fresh        max_staleness 1, otherwise as the demo is
+    corrected    max_staleness 8; the clipped ratio is taken against the recorded behaviour log-probs
+    uncorrected  max_staleness 8; behaviour log-probs ignored (plain policy gradient, as if data were on-policy)
 
-The queue is let run full (depth (η + 1)·B), so η = 8 really trains on old data; the mean staleness is in the figures.
+Both stale arms have half the demo's learning rate and twice (corrected) or once (uncorrected) its versions; a run ends
+at the bar. The queue is let run full (depth (η + 1)·B), so η = 8 really trains on old data: the mean staleness is in
+the figures.
 """
 
 from __future__ import annotations
@@ -25,29 +27,33 @@ from asyncrl.launch.local import train
 from asyncrl.telemetry.sinks import read_rows
 
 UNCORRECTED = ["algorithm.loss=reinforce", "algorithm.proximal=current", "algorithm.correction.kind=none"]
-ARMS = {
-    "fresh": ["queue.max_staleness=1"],
-    "corrected": ["queue.max_staleness=8"],
-    "uncorrected": ["queue.max_staleness=8", *UNCORRECTED],
-}
+STALE = ["queue.max_staleness=8", "learner.optimizer.lr=1e-4"]
 FULL_QUEUE = ["queue.depth=null", "queue.window=1"]
+ARMS = {
+    # arm: (overrides, versions as a multiple of --versions)
+    "fresh": (["queue.max_staleness=1"], 1),
+    "uncorrected": ([*STALE, *UNCORRECTED], 1),
+    # Far above the clip, a negative advantage pulls with a weight of up to 10 at this age: the dual clip ends that.
+    "corrected": ([*STALE, "algorithm.dual_clip=2"], 2),
+}
 
 
 def run_arm(args: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
     """Train once; returns the held-out curve [(version, accuracy)] and the mean staleness."""
     name = f"staleness-{arm}-{seed}"
     folder = Path(args.dir) / name
+    changes, multiple = ARMS[arm]
     shutil.rmtree(folder, ignore_errors=True)
     overrides = [
         f"run.name={name}",
         f"run.dir={args.dir}",
         f"run.seed={seed}",
-        f"run.versions={args.versions}",
-        "run.target_accuracy=null",
+        f"run.versions={multiple * args.versions}",
+        f"run.target_accuracy={args.bar}",
         f"model.path={args.model}",
         "launch.quiet=true",
         *FULL_QUEUE,
-        *ARMS[arm],
+        *changes,
     ]
     summary = train(load_config(args.config, overrides))
     rows = read_rows(folder / "metrics.jsonl")
@@ -87,7 +93,7 @@ def draw(runs: dict[str, dict[int, dict[str, Any]]], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7.5, 3.6))
-    for arm, colour in zip(runs, ("#2b8a3e", "#1864ab", "#c92a2a"), strict=True):
+    for arm, colour in zip(runs, ("#2b8a3e", "#c92a2a", "#1864ab"), strict=True):
         for i, run in enumerate(runs[arm].values()):
             versions, accuracy = zip(*run["curve"], strict=True)
             label = f"{arm} (mean staleness {run['staleness_mean']:.1f})" if i == 0 else None
@@ -105,15 +111,18 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--config", default="configs/recipes/demo.yaml")
-    parser.add_argument("--model", required=True, help="warm-started model folder")
+    parser.add_argument("--model", default="runs/addition/warm", help="warm-started model folder")
     parser.add_argument("--dir", default="runs", help="where the run folders go")
-    parser.add_argument("--versions", type=int, default=200)
+    parser.add_argument("--versions", type=int, default=340, help="of the fresh arm (default: %(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--bar", type=float, default=0.95)
+    parser.add_argument("--bar", type=float, default=0.96, help="accuracy at which a run ends")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
-    runs = {arm: {seed: run_arm(args, arm, seed) for seed in args.seeds} for arm in ARMS}
+    runs: dict[str, dict[int, dict[str, Any]]] = {arm: {} for arm in ARMS}
+    for seed in args.seeds:
+        for arm in ARMS:
+            runs[arm][seed] = run_arm(args, arm, seed)
     report = {"figures": figures(runs, args.bar), "runs": runs}
     print(json.dumps(report["figures"], indent=2))
     if args.json:

@@ -46,12 +46,16 @@ def name_function(function: Callable[..., Any], key: str) -> str:
     """
     name, module = getattr(function, "__qualname__", ""), sys.modules.get(getattr(function, "__module__", ""))
     if module is None or getattr(module, name, None) is not function:
-        raise ConfigError(key, function, "cannot be imported by name", "define it with def at the top level of a file")
+        raise ConfigError(
+            key, function, "cannot be imported by name", "define it with def at the top level of a file"
+        )
     if module.__name__ != "__main__":
         return f"{module.__name__}:{name}"
     file = getattr(module, "__file__", None)
     if file is None:
-        raise ConfigError(key, function, "stands in no file (an interactive session?)", "move it to a .py file")
+        raise ConfigError(
+            key, function, "stands in no file (an interactive session?)", "move it to a .py file"
+        )
     return f"{Path(file).resolve()}:{name}"
 
 

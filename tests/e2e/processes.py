@@ -78,7 +78,9 @@ def until(look: Callable[[], Any], what: str, *alive: Process) -> Any:
         if found:
             return found
         for process in alive:
-            assert process.poll() is None, f"waiting for {what}: {process.args} ended\n{process.communicate()[0]}"
+            assert process.poll() is None, (
+                f"waiting for {what}: {process.args} ended\n{process.communicate()[0]}"
+            )
         time.sleep(0.02)
     raise AssertionError(f"no {what} within {DEADLINE_S:.0f} s")
 

@@ -18,7 +18,9 @@ pytestmark = pytest.mark.slow
 
 def test_the_example_trains(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(EXAMPLES.parent)
-    with started("examples/own_task.py", str(model_folder), f"run.dir={tmp_path}", "run.versions=3") as script:
+    with started(
+        "examples/own_task.py", str(model_folder), f"run.dir={tmp_path}", "run.versions=3"
+    ) as script:
         code, printed = finished(script)
     assert code == 0, printed
     assert "reward 0." in printed

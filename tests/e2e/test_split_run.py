@@ -24,7 +24,15 @@ def test_generators_come_and_go_while_two_learner_ranks_train(config_file: Path)
     run, config = config_file.parent / "it", str(config_file)
     with started("asyncrl", "queue", config) as queue:
         address = until(lambda: address_of(run), "address", queue)
-        torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "asyncrl", "learner"]
+        torchrun = [
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "-m",
+            "asyncrl",
+            "learner",
+        ]
         with (
             started("asyncrl", "generator", config, address, "--name", "early") as early,
             started(*torchrun, config, address, "run.versions=8") as learner,

@@ -14,7 +14,9 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config, GeneratorConfig, LearnerConfig, QueueConfig
 
 
-def step(version: int, seconds: float, generate: float, learn: float, staleness: float = 0.0) -> dict[str, Any]:
+def step(
+    version: int, seconds: float, generate: float, learn: float, staleness: float = 0.0
+) -> dict[str, Any]:
     """A version of 10 rollouts of 5 tokens, whose reward is a tenth of its number."""
     return {
         "version": version,
