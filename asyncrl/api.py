@@ -22,11 +22,12 @@ def train(
 
     config     a YAML file, as for the command line; `overrides`: "key=value" texts on top of it
     tasks      a function that returns or yields rows {"prompt": …, **data}; replaces `tasks.source`
-    reward     (task, text) or (task, text, rollout) -> float or {part: float}, plain or async; replaces `reward.function`
+    reward     (task, text) or (task, text, rollout) -> float or {part: float}, plain or async; replaces
+               `reward.function`
 
-    The run's processes import both functions again, so each must stand at the top level of a module or script, and a
-    script must start its work under `if __name__ == "__main__"`. Raises ConfigError for functions that cannot be imported,
-    and what `asyncrl.launch.local.train` raises.
+    The run's processes import both functions again, so each must stand at the top level of a module or script,
+    and a script must start its work under `if __name__ == "__main__"`. Raises ConfigError for functions that
+    cannot be imported, and what `asyncrl.launch.local.train` raises.
     """
     from asyncrl.launch.local import train as train_here
 

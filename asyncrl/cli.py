@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import importlib
 import json
 import logging
@@ -48,8 +49,12 @@ exit codes:
   6    weights did not arrive whole, or arrived wrong
   7    a loss or gradient that must not be trained on
   8    the queue refused this process, e.g. one of another run
+  9    the disk is full, or a folder cannot be written
   130  interrupted with Ctrl-C
 """
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
+DISK_EXIT_CODE = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +85,11 @@ def main(words: Sequence[str] | None = None) -> int:
     except AsyncRLError as error:
         print(f"asyncrl {arguments.command}: {type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        print(f"asyncrl {arguments.command}: cannot write: {error}", file=sys.stderr)
+        return DISK_EXIT_CODE
     except KeyboardInterrupt:
         return 130
 

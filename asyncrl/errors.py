@@ -11,6 +11,8 @@
     ├── WeightSyncError     a version did not arrive whole, or arrived wrong          exit code 6
     └── TrainingError       a loss or gradient that must not be trained on            exit code 7
 
+    OSError (not ours)      the disk is full, a folder cannot be written              exit code 9
+
 The exit code of a process that ends on one of these is `error.exit_code`; anything else is a bug and exits 1.
 """
 

@@ -78,9 +78,7 @@ class SlotBatch:
         self._owner: list[tuple[_Running, int] | None] = [None] * slots
         self._used = 0
         self._used_R = np.zeros(slots, bool)
-        self._cached_R = np.zeros(
-            slots, np.int64
-        )  # tokens in the KV cache = column of the next token to feed
+        self._cached_R = np.zeros(slots, np.int64)  # tokens in the cache = column of the next one to feed
         self._prompt_R = np.zeros(slots, np.int64)  # prompt tokens
         self._limit_R = np.zeros(slots, np.int64)  # columns at which the sample has its last token
         self._temperature_R = np.ones(slots)

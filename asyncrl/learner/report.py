@@ -36,7 +36,8 @@ class Pool:
         """One step later. Workers report at their heartbeats, so a row may show none or several of those at once.
 
         busy/generator and generator/time/<span> are means over workers, tokens_per_s is the sum of theirs;
-        tokens_generated and weight_updates are totals. A worker whose totals fell was started anew: its totals count from 0.
+        tokens_generated and weight_updates are totals. A worker whose totals fell was started anew: they count
+        from 0.
         """
         tokens, spans = 0.0, Counter[str]()
         for name, now in stats.items():

@@ -5,9 +5,11 @@ Every rank writes only what it holds; no rank gathers the model.
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 from transformers import AutoTokenizer, PreTrainedModel
 
@@ -24,8 +27,12 @@ MAX_FILE_BYTES = 4 << 30
 
 
 def save(folder: Path, masters: Mapping[str, Tensor], optimizer: Optimizer) -> None:
-    """A torch.distributed.checkpoint folder with the policy, both Adam moments and torch's random state."""
-    dcp.save(_state(masters, optimizer), checkpoint_id=str(folder), no_dist=_alone())
+    """A torch.distributed.checkpoint folder with the policy, both Adam moments and torch's random state.
+
+    Raises OSError if the disk does not take it.
+    """
+    with _writing(folder):
+        dcp.save(_state(masters, optimizer), checkpoint_id=str(folder), no_dist=_alone())
 
 
 def load(folder: Path, masters: Mapping[str, Tensor], optimizer: Optimizer) -> None:
@@ -44,7 +51,8 @@ def write_hf_weights(folder: Path, tensors: Mapping[str, Tensor]) -> None:
         save_distributed=True,
         enable_consolidation=True,
     )
-    dcp.save(dict(tensors), storage_writer=writer, no_dist=_alone())
+    with _writing(folder):
+        dcp.save(dict(tensors), storage_writer=writer, no_dist=_alone())
 
 
 def write_hf_configs(folder: Path, causal_lm: PreTrainedModel, model_path: str) -> None:
@@ -57,6 +65,18 @@ def write_hf_configs(folder: Path, causal_lm: PreTrainedModel, model_path: str) 
     # For a folder without tokenizer files transformers makes an empty tokenizer up.
     if not Path(model_path).is_dir() or any(Path(model_path).glob("tokenizer*")):
         AutoTokenizer.from_pretrained(model_path, local_files_only=True).save_pretrained(folder)
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Failures to write as OSError: torch hides them in a BaseException, and a full disk in its archive's own error."""
+    try:
+        yield
+    except CheckpointException as error:
+        causes = [cause for cause, _ in error.failures.values()]
+        known = next((cause for cause in causes if isinstance(cause, OSError)), None)
+        free = shutil.disk_usage(folder if folder.exists() else folder.parent).free
+        raise known or OSError(errno.EIO, f"{causes[0]} ({free} bytes free)", str(folder)) from error
 
 
 def _state(masters: Mapping[str, Tensor], optimizer: Optimizer) -> dict[str, Any]:

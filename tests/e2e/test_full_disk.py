@@ -1,0 +1,29 @@
+"""A run folder that takes no more bytes: the run ends with a message, and what was saved before stays whole."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+from processes import child, finished, started, trained, until
+
+from asyncrl.learner import checkpoint
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_does_not_fit_ends_the_run_by_name(config_file: Path) -> None:
+    """A limit on the size of files stands in for a full disk: writing fails at the same place."""
+    run = config_file.parent / "it"
+    with started("asyncrl", "train", str(config_file), "run.versions=100000") as launcher:
+        until(trained(run, 3), "version 3", launcher)
+        learner = child(launcher, "asyncrl", "learner")
+        # Log and metrics still fit; the shards of this model, some 300 kB, do not.
+        resource.prlimit(learner.pid, resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
+        code, printed = finished(launcher)
+    assert code == 5, printed
+    assert "learner ended (exit code 9)" in printed
+    assert "asyncrl learner: cannot write" in printed
+    whole = checkpoint.newest(run)
+    assert whole is not None
+    assert checkpoint.read_meta(whole).version >= 2
