@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import textwrap
 from collections.abc import Callable, Coroutine, Sequence
@@ -181,6 +182,10 @@ def _generator(arguments: Arguments) -> int:
 
 def _learner(arguments: Arguments) -> int:
     config = _split_run_config(arguments)
+    from asyncrl.launch.run_folder import refuse_a_past_run, run_folder
+
+    if not config.run.resume and os.environ.get("RANK", "0") == "0":
+        refuse_a_past_run(run_folder(config), config)
     from asyncrl.learner.trainer import run_learner
     from asyncrl.tasks.source import held_out
 
@@ -239,7 +244,9 @@ def _queue_options(parser: argparse.ArgumentParser) -> None:
 
 def _generator_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--name", default=f"generator-{os.getpid()}", help="unique among the run's generators"
+        "--name",
+        default=f"generator-{socket.gethostname()}-{os.getpid()}",
+        help="unique among the run's generators",
     )
 
 

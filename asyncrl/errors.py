@@ -3,6 +3,7 @@
     AsyncRLError
     ├── ConfigError         a key, its value, the rule it breaks, the remedy          exit code 2
     ├── TaskError           a task source that cannot be read or gives bad tasks      exit code 2
+    ├── SourceEndedError    there is no task at this ordinal or beyond; the run ends with those before it
     ├── WireError           bytes that are not a valid message; refused and counted
     ├── RefusedError        the queue said no, and says why (fenced, unknown, full)   exit code 8
     ├── DeadlineError       who waited for whom, for what, how long                   exit code 4
@@ -43,6 +44,12 @@ class TaskError(AsyncRLError):
     """A task source that cannot be read, or a task that is not one."""
 
     exit_code = 2
+
+
+class SourceEndedError(AsyncRLError):
+    """A task source has no more tasks. Not a failure: the run ends with those it gave."""
+
+    exit_code = 0
 
 
 class WireError(AsyncRLError):

@@ -22,7 +22,7 @@ async def reward(task, text):
 
 if __name__ == "__main__":
     overrides = [f"model.path={sys.argv[1]}", "run.name=own-task", *sys.argv[2:]]
-    summary = asyncrl.train("configs/recipes/own_task.yaml", overrides, tasks=tasks, reward=reward)
+    summary = asyncrl.train("examples/own_task.yaml", overrides, tasks=tasks, reward=reward)
     print(
         f"reward {summary['reward_start']:.2f} -> {summary['reward_end']:.2f} in {summary['train_s']:.0f} s"
     )

@@ -187,9 +187,8 @@ class LearnerConfig:
     processes: int = 1  # ranks that `asyncrl train` starts (torchrun does it in a split run)
     micro_batch_tokens: int = 16384  # most tokens of one forward/backward of one rank
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    skip_flat_groups: bool = (
-        True  # no forward for groups whose advantages are all 0 (exact; off with entropy_bonus)
-    )
+    skip_flat_groups: bool = True  # no forward for groups whose advantages are all 0: their gradient is 0
+    #                                (off with entropy_bonus; a version of such groups alone leaves the optimizer alone)
     on_bad_step: Literal["stop", "skip"] = "stop"  # a loss or gradient that is not finite
     threads: int | None = None  # CPU threads of one process; none: cores shared out over the run's processes
     devices: str | None = None  # CUDA_VISIBLE_DEVICES of the learner pool; none: as the shell has it

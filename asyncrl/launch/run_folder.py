@@ -34,7 +34,7 @@ def claimed_run_folder(config: Config) -> Iterator[Path]:
     with (folder / "lock").open("a+", encoding="utf-8") as lock:
         _take(lock, config)
         if not config.run.resume:
-            _refuse_a_past_run(folder, config)
+            refuse_a_past_run(folder, config)
             shutil.rmtree(folder / "logs", ignore_errors=True)
         for stale in ("address", "summary.json"):
             (folder / stale).unlink(missing_ok=True)
@@ -75,7 +75,8 @@ def _take(lock: TextIO, config: Config) -> None:
     lock.flush()
 
 
-def _refuse_a_past_run(folder: Path, config: Config) -> None:
+def refuse_a_past_run(folder: Path, config: Config) -> None:
+    """ConfigError (key run.name) if there is something in the folder that a new run would overwrite."""
     metrics = folder / "metrics.jsonl"
     if (metrics.exists() and metrics.stat().st_size) or any(folder.glob("checkpoints/*")):
         raise ConfigError(

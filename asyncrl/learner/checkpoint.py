@@ -49,7 +49,7 @@ def save(run_folder: Path, backend: Backend, meta: Meta, keep: int) -> Path:
     then."""
     folder = run_folder / FOLDER
     final = folder / f"v{meta.version:06d}"
-    partial = folder / f".{final.name}.partial"
+    partial, replaced = folder / f".{final.name}.partial", folder / f".{final.name}.replaced"
     if backend.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -58,8 +58,10 @@ def save(run_folder: Path, backend: Backend, meta: Meta, keep: int) -> Path:
     backend.exchange(None)
     if backend.rank == 0:
         (partial / META).write_bytes(msgpack.packb(asdict(meta)))
-        shutil.rmtree(final, ignore_errors=True)  # saved before, then run again from an older one
+        if final.exists():  # made before, then trained again from an older one
+            os.replace(final, replaced)
         os.replace(partial, final)
+        shutil.rmtree(replaced, ignore_errors=True)
         for old in sorted(_all(run_folder), key=_version)[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
     backend.exchange(None)

@@ -9,9 +9,7 @@ The learner never waits for one, except for the last.
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from asyncrl.learner.ports import LearnerClient
@@ -19,6 +17,7 @@ from asyncrl.types import Group, Task, Version
 
 EVAL = "eval"
 PARK_S = 0.5
+"""Of one poll, where the learner has nothing else to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +72,6 @@ class Evaluations:
             return []
         groups = self._client.collect(EVAL, learner_epoch=self._learner_epoch, wait_s=wait_s)
         return [whole for group in groups if (whole := self._take(group)) is not None]
-
-    def wait(self, deadline_s: float, stopping: Callable[[], bool]) -> list[Evaluation]:
-        """Wait for all that is pending; what is not whole at the deadline (or on a stop) stays in
-        `pending`."""
-        until = time.monotonic() + deadline_s
-        whole: list[Evaluation] = []
-        while self._open and time.monotonic() < until and not stopping():
-            whole += self.poll(wait_s=PARK_S)
-        return whole
 
     def _send(self) -> None:
         while self._unsent:

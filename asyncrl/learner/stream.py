@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from asyncrl.errors import DeadlineError
+from asyncrl.errors import DeadlineError, RefusedError
 from asyncrl.learner.backend import Backend
 from asyncrl.learner.ports import Claim, LearnerClient
 from asyncrl.telemetry.spans import Spans
@@ -28,6 +28,10 @@ PARK_S = 0.5
 
 class StopWaiting(Exception):  # noqa: N818  (a decision, not a failure)
     """Somebody wants to stop and the rest of this step is not there yet."""
+
+
+class StreamExhausted(Exception):  # noqa: N818
+    """There are no tasks for this step."""
 
 
 class GroupStream:
@@ -54,7 +58,7 @@ class GroupStream:
     def step(self, step: int) -> Iterator[list[Group]]:
         """This rank's groups of step `step`, one list per claim (maybe empty: other ranks have some).
 
-        Raises StopWaiting, and DeadlineError when no group came for `deadline_s`.
+        Raises StopWaiting, StreamExhausted, and DeadlineError when no group came for `deadline_s`.
         """
         index, last = 0, False
         asked = self._ask(step, index)
@@ -85,16 +89,29 @@ class GroupStream:
     def _agreed(self, asked: Future[Claim | None], step: int, index: int) -> Claim:
         """The claim, once every rank has its own. A claim is the same whenever it is asked for again."""
         since = time.monotonic()
-        claim = asked.result()
+        claim, exhausted = _answer(asked)
         while True:
-            every = self._backend.exchange([claim is not None, self._stopping()])
-            if claim is not None and all(have for have, _ in every):
+            every = self._backend.exchange([claim is not None, self._stopping(), exhausted])
+            if claim is not None and all(have for have, _, _ in every):
                 return claim
-            if any(stop for _, stop in every):
+            if any(over for _, _, over in every):
+                raise StreamExhausted
+            if any(stop for _, stop, _ in every):
                 raise StopWaiting
             if claim is None and time.monotonic() - since > self._deadline_s:
                 who = f"learner rank {self._backend.rank}"
                 what = f"a group for version {step + 1} (claim {index})"
                 raise DeadlineError(who, "the generators", what, self._deadline_s)
             self._idle()
-            claim = claim or self._ask(step, index).result()
+            if claim is None:
+                claim, exhausted = _answer(self._ask(step, index))
+
+
+def _answer(asked: Future[Claim | None]) -> tuple[Claim | None, bool]:
+    """(the claim if there is one, whether there will be none)."""
+    try:
+        return asked.result(), False
+    except RefusedError as refusal:
+        if refusal.reason != "exhausted":
+            raise
+        return None, True

@@ -31,13 +31,13 @@ from typing import Any
 import torch
 
 from asyncrl.config.schema import Config
-from asyncrl.errors import RefusedError, TrainingError
+from asyncrl.errors import TrainingError
 from asyncrl.learner import checkpoint, report
 from asyncrl.learner.accumulator import Accumulator, StepReport
 from asyncrl.learner.backend import Backend
-from asyncrl.learner.evaluation import EVAL, Evaluation, Evaluations
+from asyncrl.learner.evaluation import EVAL, PARK_S, Evaluation, Evaluations
 from asyncrl.learner.ports import LearnerClient, Trained, WeightPublisher
-from asyncrl.learner.stream import TRAIN, GroupStream, StopWaiting
+from asyncrl.learner.stream import TRAIN, GroupStream, StopWaiting, StreamExhausted
 from asyncrl.queue.ledger import StreamSettings
 from asyncrl.telemetry.sinks import JsonlSink, read_rows
 from asyncrl.telemetry.spans import Spans
@@ -83,6 +83,7 @@ class Trainer:
         self._evaluated: set[Version] = set()
         self._started = time.monotonic()
         self.version: Version = 0
+        self._saved: Version | None = None
 
     def request_stop(self) -> None:
         """Finish the step under way if its groups are there, write a checkpoint, end. From any thread or
@@ -132,8 +133,9 @@ class Trainer:
     def _open_streams(self, meta: checkpoint.Meta | None) -> tuple[int, int, int]:
         """(learner epoch and lineage of the train stream, learner epoch of the eval stream)."""
         settings = train_settings(self._config, self._backend.world)
-        train = self._client.open(TRAIN, settings, meta.train if meta else None)
+        # Rewinding a stream forks the others: the lineage of the one that is opened last is that of both.
         evals = self._client.open(EVAL, eval_settings(self._config), meta.eval if meta else None)
+        train = self._client.open(TRAIN, settings, meta.train if meta else None)
         # Evaluations under way do not outlive the learner: a rewind goes back to a stream without any.
         self._pristine_eval = self._client.snapshot(EVAL, learner_epoch=evals.learner_epoch)
         if self._heldout:
@@ -177,11 +179,9 @@ class Trainer:
         except StopWaiting:
             self._accumulator.abandon()
             return "stopped"
-        except RefusedError as refusal:
-            if refusal.reason != "exhausted":
-                raise
+        except StreamExhausted:
             log.info("the task source has ended")
-            return refusal.reason
+            return "exhausted"
         step = self._accumulator.step(self.version)
         if not math.isfinite(step.grad_norm):
             return self._refuse(step)
@@ -252,12 +252,15 @@ class Trainer:
             self._reached = self._reached or (target is not None and whole.accuracy >= target)
 
     def _checkpoint(self) -> None:
+        if self._saved == self.version:
+            return
         with self._spans("wait/checkpoint"):
             train = b""
             if self._leads:
                 train = self._client.snapshot(TRAIN, learner_epoch=self._learner_epoch)
             meta = checkpoint.Meta(self.version, train, self._pristine_eval if self._leads else None)
             checkpoint.save(self._folder, self._backend, meta, self._config.checkpoint.keep)
+        self._saved = self.version
 
     def _end(self, why: str) -> None:
         """why: 'stopped' leaves out what takes long; 'target' or nothing (the last version) does all of
@@ -267,20 +270,24 @@ class Trainer:
         self._checkpoint()
         if why != "stopped":
             self._backend.export_hf(self._folder / "final")
+            self._finish_evaluations()
         if self._leads:
-            if why != "stopped":
-                self._finish_evaluations()
             self._write_summary()
             self._client.finish(why or "done")
         self._backend.exchange(None)
 
     def _finish_evaluations(self) -> None:
-        if self._evaluations is None:
-            return
+        """Wait for what is pending, all ranks together: one that waited alone would outlast the others' collectives."""
         deadline_s = self._config.learner.groups_deadline_s
-        self._note(self._evaluations.wait(deadline_s, self._stop.is_set))
-        if self._evaluations.pending:
-            log.warning("no result within %.0f s: evaluations of %s", deadline_s, self._evaluations.pending)
+        until = time.monotonic() + deadline_s
+        while self._backend.exchange(self._evaluating() and time.monotonic() < until)[0]:
+            if self._evaluations is not None:
+                self._note(self._evaluations.poll(PARK_S))
+        if self._evaluating():
+            log.warning("no result within %.0f s: an evaluation is missing", deadline_s)
+
+    def _evaluating(self) -> bool:
+        return self._evaluations is not None and bool(self._evaluations.pending) and not self._stop.is_set()
 
     def _write_summary(self) -> None:
         rows = list(read_rows(self._folder / report.ROWS))

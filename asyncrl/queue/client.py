@@ -130,9 +130,9 @@ class QueueClient:
         args = {"stream": stream, "tasks": packed, "min_version": min_version}
         await self._channel.ask("submit", args, wait_s=self.deadline_s)
 
-    async def exhaust(self, stream: str) -> None:
-        """There are no tasks beyond those submitted: the run ends with them."""
-        await self._channel.ask("exhaust", {"stream": stream})
+    async def exhaust(self, stream: str, at: int) -> None:
+        """There is no task at ordinal `at` or beyond: the run ends with those before. RefusedError 'gap'."""
+        await self._channel.ask("exhaust", {"stream": stream, "at": at})
 
     # ------------------------------------------------------------------ generators
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from asyncrl.errors import RefusedError, RunClosedError
+from asyncrl.errors import RefusedError, RunClosedError, SourceEndedError
 from asyncrl.queue.client import QueueClient
 from asyncrl.types import Task
 
@@ -20,8 +20,8 @@ WAIT_S = 30.0
 async def feed(client: QueueClient, stream: str, task_at: Callable[[int], Task]) -> None:
     """Submit `task_at(ordinal)` for every ordinal that the stream asks for, until the run is over.
 
-    `task_at` is pure, so a rewound stream gets the same tasks again; IndexError means that there are no more, and
-    the queue is told so.
+    `task_at` is pure, so a rewound stream gets the same tasks again; SourceEndedError means that there are no more,
+    and the queue is told so.
     """
     while True:
         try:
@@ -30,7 +30,7 @@ async def feed(client: QueueClient, stream: str, task_at: Callable[[int], Task])
             if tasks:
                 await client.submit(stream, tasks)
             if len(tasks) < count:
-                await client.exhaust(stream)
+                await client.exhaust(stream, first + len(tasks))
         except RunClosedError:
             return
         except RefusedError as refusal:
@@ -45,6 +45,6 @@ def _take(task_at: Callable[[int], Task], first: int, count: int) -> list[Task]:
     for ordinal in range(first, first + count):
         try:
             tasks.append(task_at(ordinal))
-        except IndexError:
+        except SourceEndedError:
             break
     return tasks

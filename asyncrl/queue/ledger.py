@@ -107,9 +107,11 @@ class Ledger:
         depth, pending = self.book.settings.depth, len(self.book.pending)
         return depth - pending if pending <= depth // 2 and not self.book.exhausted else 0
 
-    def exhaust(self) -> None:
-        """The feeder has no task at the ordinal that is next, and none after it. Again: nothing."""
+    def exhaust(self, at: int) -> None:
+        """The feeder has no task at ordinal `at`, and none after it. Again: nothing."""
         self._require_open()
+        if at != self.book.next:
+            raise RefusedError("gap", f"ordinal {self.book.next} is next, not {at}")
         if not self.book.exhausted:
             self.apply(ev.Exhausted())
 
@@ -303,7 +305,9 @@ class Ledger:
         if len(book.leased) + len(book.ready) >= settings.depth:
             return False
         # Bytes are not reserved, so what the learner may be waiting for must not wait for the learner.
-        inside = rank < book.ranks.rank(book.head) + (settings.window or 1)
+        # A synchronous learner may wait for a whole batch at once.
+        waited_for = settings.groups_per_version if settings.max_staleness == 0 else settings.window or 1
+        inside = rank < book.ranks.rank(book.head) + waited_for
         return inside or book.nbytes < settings.max_bytes
 
     def _shares(self, max_tokens: int, whole: bool) -> tuple[tuple[int, ...], ...] | None:

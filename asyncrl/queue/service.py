@@ -183,7 +183,7 @@ class QueueService:
         return Reply()
 
     def exhaust(self, request: Request, now: float, late: bool) -> Reply:
-        self.stream(request).ledger.exhaust()
+        self.stream(request).ledger.exhaust(request.get("at", int))
         return Reply()
 
     # ------------------------------------------------------------------ generators

@@ -23,7 +23,7 @@ import numpy as np
 
 from asyncrl.config.dotted import load_function
 from asyncrl.config.schema import Config
-from asyncrl.errors import ConfigError, TaskError
+from asyncrl.errors import ConfigError, SourceEndedError, TaskError
 from asyncrl.types import Task
 
 Row = Task | Mapping[str, Any]
@@ -45,14 +45,18 @@ class SequenceStream:
             self._order = np.random.default_rng([abs(self._seed), epoch]).permutation(self.size)
             self._epoch = epoch
         index = int(self._order[place])
-        return self._to_task(ordinal, index, self._rows[index])
+        try:
+            row = self._rows[index]
+        except Exception as error:
+            raise TaskError(f"row {index} of the task source cannot be read: {error!r}") from error
+        return self._to_task(ordinal, index, row)
 
 
 class IteratorStream:
     """Rows without a length, read one by one and not kept.
 
     An ordinal below the next one starts the source again and skips up to it, so `task_at` is pure if the
-    source gives the same rows each time. Past the end it raises IndexError.
+    source gives the same rows each time. Past the end it raises SourceEndedError.
     """
 
     size = None
@@ -68,7 +72,9 @@ class IteratorStream:
             try:
                 row = next(self._rows)
             except StopIteration:
-                raise IndexError(f"the task source ended after {self._next} tasks") from None
+                raise SourceEndedError(f"the task source ended after {self._next} tasks") from None
+            except Exception as error:
+                raise TaskError(f"the task source failed after {self._next} tasks: {error!r}") from error
             self._next += 1
             if self._next == ordinal + 1:
                 return self._to_task(ordinal, ordinal, row)
@@ -170,7 +176,7 @@ def held_out(config: Config) -> Sequence[Task]:
     try:
         while True:
             tasks.append(stream.task_at(len(tasks)))
-    except IndexError:
+    except SourceEndedError:
         return tasks
 
 
@@ -196,7 +202,7 @@ def _read_jsonl(path: Path, section: str) -> tuple[list[Row], list[str]]:
     rows: list[Row] = []
     places: list[str] = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"{section}.source", str(path), reason, "give the path of a .jsonl file") from None

@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 import zmq
 
-from asyncrl.errors import ConfigError, DeadlineError, RefusedError, RunClosedError, WireError
+from asyncrl.errors import (
+    ConfigError,
+    DeadlineError,
+    RefusedError,
+    RunClosedError,
+    SourceEndedError,
+    WireError,
+)
 from asyncrl.queue.broker import Broker
 from asyncrl.queue.client import BlockingClient, Claim, Lease, Opened, QueueClient
 from asyncrl.queue.feeder import feed
@@ -387,13 +394,36 @@ async def test_finish_ends_every_ordinal_and_tells_everybody(desk: Desk) -> None
 async def test_the_feeder_keeps_the_stream_supplied_and_says_when_its_source_ends(desk: Desk) -> None:
     learner, feeder, worker = [await desk.client(who) for who in ("learner", "feeder", "worker")]
     opened = await learner.open("train", TRAIN)
-    source = tasks(0, 3 * B)
-    feeding = asyncio.create_task(feed(feeder, "train", source.__getitem__))
+
+    def source(ordinal: int) -> Task:
+        if ordinal >= 3 * B:
+            raise SourceEndedError
+        return tasks(ordinal, 1)[0]
+
+    feeding = asyncio.create_task(feed(feeder, "train", source))
     trained = [o for step in range(3) for o in await train_one_step(learner, worker, opened, step)]
     assert trained == list(range(3 * B))
     assert await refusal(claim(learner, opened, 3)) == "exhausted"
     await learner.finish("exhausted")
     await feeding
+
+
+async def test_streams_that_are_rewound_one_after_another_end_in_one_lineage(desk: Desk) -> None:
+    """The one that is rewound last forks the others: its lineage is the run's."""
+    learner, worker = await desk.client("learner"), await desk.client("worker")
+    evals, opened = await learner.open("eval", EVAL), await learner.open("train", TRAIN)
+    before = [
+        await learner.snapshot("eval", learner_epoch=evals.learner_epoch),
+        await learner.snapshot("train", learner_epoch=opened.learner_epoch),
+    ]
+    await learner.submit("train", tasks(0, B))
+    await train_one_step(learner, worker, opened, 0)
+    await learner.open("eval", EVAL, before[0])
+    again = await learner.open("train", TRAIN, before[1])
+    streams = (await learner.status())["streams"]
+    assert {streams["train"]["lineage"], streams["eval"]["lineage"]} == {again.lineage}
+    await learner.submit("train", tasks(0, B))
+    assert len(await lease(worker, B, lineage=again.lineage)) == B
 
 
 async def test_another_run_is_kept_out(desk: Desk) -> None:

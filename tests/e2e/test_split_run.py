@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from processes import child, finished, started, trained, until
+from processes import child, finished, rows, started, trained, until
 
 from asyncrl.config.load import load_config
 from asyncrl.evaluate import run as evaluate
@@ -49,6 +49,29 @@ def test_generators_come_and_go_while_two_learner_ranks_train(config_file: Path)
     assert (summary["versions"], summary["groups_trained"], summary["tasks_dropped"]) == (8, 32, 0)
     assert summary["staleness"]["max"] <= 2
     assert evaluate(load_config(config), str(run / "final"))["tasks"] == 20
+
+
+def test_a_killed_learner_comes_back_to_a_queue_that_lives_on(config_file: Path) -> None:
+    run, config = config_file.parent / "it", str(config_file)
+    with started("asyncrl", "queue", config) as queue:
+        address = until(lambda: address_of(run), "address", queue)
+        with started("asyncrl", "generator", config, address, "--name", "steady") as generator:
+            with started("asyncrl", "learner", config, address, "run.versions=100000") as learner:
+                until(trained(run, 5), "version 5", queue, generator, learner)
+                learner.kill()
+            with started("asyncrl", "learner", config, address) as again:
+                code, printed = finished(again)
+            assert code == 2
+            assert "run.resume=true" in printed
+            goal = rows(run)[-1]["version"] + 2
+            with started(
+                *("asyncrl", "learner", config, address, "run.resume=true", f"run.versions={goal}")
+            ) as again:
+                code, printed = finished(again)
+            assert code == 0, printed
+            assert finished(generator)[0] == 0
+    assert [row["version"] for row in rows(run)] == list(range(1, goal + 1))
+    assert max(row["staleness/max"] for row in rows(run)) <= 2
 
 
 def test_a_generator_of_another_run_is_kept_out(config_file: Path) -> None:

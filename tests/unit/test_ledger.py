@@ -306,7 +306,9 @@ def test_the_last_step_of_an_exhausted_stream_is_short(whole: bool) -> None:
     assert claim(ledger, 0, whole=whole) == Claimed((0, 1, 2, 3), True, 4)
     ledger.trained(LEARNER, 0)
     assert whole == (claim(ledger, 1, whole=whole) is None)  # the feeder may still bring more
-    ledger.exhaust()
+    with refused("gap"):
+        ledger.exhaust(5)
+    ledger.exhaust(6)
     assert ledger.room() == 0
     index = 0 if whole else 1
     assert claim(ledger, 1, index, whole=whole) == Claimed((4, 5) if whole else (), True, 2)
@@ -317,7 +319,7 @@ def test_the_last_step_of_an_exhausted_stream_is_short(whole: bool) -> None:
 
 def test_an_empty_claim_ends_a_step_whose_last_task_was_dropped() -> None:
     ledger = opened(groups=4, tasks=2, learners=2)
-    ledger.exhaust()
+    ledger.exhaust(2)
     first, second = lease(ledger, held=0)
     commit(ledger, first)
     assert claim(ledger, 0, rank=0) == Claimed((0,), False, 1)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.errors import ConfigError, TaskError
+from asyncrl.errors import ConfigError, SourceEndedError, TaskError
 from asyncrl.tasks.source import load_source
 
 SOURCES = """
@@ -16,6 +16,11 @@ def letters(count=5):
 def endless(start=0):
     opened.append(start)
     return ({"prompt": f"p{i}"} for i in itertools.count(start))
+def stumbles():
+    yield {"prompt": "a"}
+    yield [][0]
+
+
 def three():
     yield from ({"prompt": p} for p in "abc")
 def nothing():
@@ -81,11 +86,17 @@ def test_iterators_are_read_lazily_and_again_for_an_earlier_ordinal(sources: str
     assert stream.task_at(4).prompt == "p14"
 
 
-def test_an_iterator_that_ends_raises_index_error(sources: str) -> None:
+def test_an_iterator_that_ends_says_so(sources: str) -> None:
     stream = load_source(f"{sources}:three")
     assert prompts(stream, range(3)) == ["a", "b", "c"]
-    with pytest.raises(IndexError, match="after 3 tasks"):
+    with pytest.raises(SourceEndedError, match="after 3 tasks"):
         stream.task_at(3)
+
+
+def test_an_error_inside_a_source_is_not_its_end(sources: str) -> None:
+    stream = load_source(f"{sources}:stumbles")
+    with pytest.raises(TaskError, match=r"failed after 1 tasks: IndexError"):
+        stream.task_at(1)
 
 
 def test_an_iterator_cannot_be_shuffled(sources: str) -> None:

@@ -148,7 +148,7 @@ def test_a_run_from_the_first_to_the_last_version(tmp_path: Path) -> None:
     case = Case(small_config(tmp_path), FakeQueue(accuracy={0: 0.25, 2: 0.5, 3: 0.75}))
     case.trainer.run()
     queue, publisher = case.queue, case.publisher
-    assert queue.of("open") == [("train", None), ("eval", None)]
+    assert queue.of("open") == [("eval", None), ("train", None)]
     assert queue.of("post") == ["weights/0"]
     assert queue.of("trained") == [0, 1, 2]
     assert queue.of("finish") == ["done"]
@@ -186,7 +186,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(tmp_path: Path) -> None
     Case(config("halves", 2), FakeQueue()).trainer.run()
     second = Case(config("halves", 4, resume=True), FakeQueue())
     second.trainer.run()
-    assert second.queue.of("open") == [("train", b"train after 2"), ("eval", b"eval after 0")]
+    assert second.queue.of("open") == [("eval", b"eval after 0"), ("train", b"train after 2")]
     assert second.queue.of("trained") == [2, 3]
     assert sorted(second.publisher.published) == [2, 3, 4]
     assert torch.equal(second.publisher.published[4], through.publisher.published[4])
