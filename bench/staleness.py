@@ -126,6 +126,7 @@ def main() -> None:
     report = {"figures": figures(runs, args.bar), "runs": runs}
     print(json.dumps(report["figures"], indent=2))
     if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if args.plot:
         draw(runs, args.plot)

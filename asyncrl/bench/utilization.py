@@ -49,6 +49,7 @@ def main(words: Sequence[str]) -> int:
     report = summarise(rows, modes(base), reward=arguments.reward)
     _print(report)
     if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if arguments.plot:
         draw(report, arguments.plot)

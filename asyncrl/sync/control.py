@@ -25,12 +25,16 @@ from typing import Any
 
 import msgpack
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from asyncrl.errors import DeadlineError, RefusedError, WeightSyncError, WireError
 
 PROTOCOL = 1
 MAX_BYTES = 256 << 20
 """Of one message; a layout or a plan of a large model is a few megabytes."""
+
+HEARTBEAT_S, SILENCE_S = 2.0, 10.0
+"""Between two heartbeats of a line; after this long without an answer to them it counts as cut."""
 
 log = logging.getLogger(__name__)
 
@@ -196,6 +200,13 @@ class ControlClient:
         self._dealer = context.socket(zmq.DEALER)
         self._dealer.setsockopt(zmq.LINGER, 0)
         self._dealer.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
+        # A publisher that dies cuts the line at once; one whose machine is gone, when heartbeats stop.
+        self._dealer.setsockopt(zmq.HEARTBEAT_IVL, _ms(HEARTBEAT_S))
+        self._dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, _ms(SILENCE_S))
+        self._cut = self._dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._poller = zmq.Poller()
+        self._poller.register(self._dealer, zmq.POLLIN)
+        self._poller.register(self._cut, zmq.POLLIN)
         self._dealer.connect(endpoint)
 
     def begin(self, kind: str, fields: Mapping[str, Any]) -> int:
@@ -210,10 +221,16 @@ class ControlClient:
     def finish(self, number: int, what: str, seconds: float) -> Fields:
         """The answer to a request; answers to requests given up earlier are thrown away.
 
-        Raises DeadlineError when none comes, RefusedError when the publisher refused.
+        Raises DeadlineError when none comes, RefusedError when the publisher refused, WeightSyncError when the
+        line was cut.
         """
         deadline = time.monotonic() + seconds
-        while self._dealer.poll(_ms(deadline - time.monotonic())):
+        while events := dict(self._poller.poll(_ms(deadline - time.monotonic()))):
+            if self._dealer not in events:
+                recv_monitor_message(self._cut)
+                raise WeightSyncError(
+                    f"{self.who} waited for {what}: the publisher at {self.endpoint} is gone"
+                )
             answered, verdict, fields = decode(self._dealer.recv())
             if answered != number:
                 continue
@@ -227,6 +244,8 @@ class ControlClient:
         return self.finish(self.begin(kind, fields), what, seconds)
 
     def close(self) -> None:
+        self._dealer.disable_monitor()
+        self._cut.close()
         self._dealer.close()
 
 
