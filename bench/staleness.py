@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--config", default="configs/recipes/demo.yaml")
     parser.add_argument("--model", default="runs/addition/warm", help="warm-started model folder")
     parser.add_argument("--dir", default="runs", help="where the run folders go")
-    parser.add_argument("--versions", type=int, default=340, help="of the fresh arm (default: %(default)s)")
+    parser.add_argument("--versions", type=int, default=320, help="of the fresh arm (default: %(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--bar", type=float, default=0.96, help="accuracy at which a run ends")
     parser.add_argument("--json", type=Path)

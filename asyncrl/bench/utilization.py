@@ -171,7 +171,10 @@ def _seconds_to(steps: Sequence[Row], target: float) -> float | None:
 def _print(report: Mapping[str, Any]) -> None:
     table = Table(title="Utilization")
     for heading in ("mode", "rollouts/s", "bound", "generator", "learner", "staleness", "s to reward"):
-        table.add_column(heading, justify="left" if heading in ("mode", "generator", "learner") else "right")
+        words = heading in ("mode", "generator", "learner")
+        table.add_column(
+            heading, justify="left" if words else "right", no_wrap=not words or heading == "mode"
+        )
     for mode, found in report["modes"].items():
         table.add_row(
             mode,
