@@ -62,7 +62,7 @@ class Evaluator:
         return self._loop.run(self._answers(tasks))
 
     async def _answers(self, tasks: Sequence[Task]) -> list[str]:
-        samples = await asyncio.gather(*(self._rollouts.sample(t, f"prompt-{t.ordinal}") for t in tasks))
+        samples = await asyncio.gather(*(self._rollouts.sample(t, f"prompt-{t.ordinal}", n=1) for t in tasks))
         return [
             str(self._tokenizer.decode(turns[0].output_ids, skip_special_tokens=True)) for turns in samples
         ]
@@ -86,8 +86,7 @@ def run(config: Config, model_path: str) -> dict[str, Any]:
 
 def generate(config: Config, model_path: str, prompts: Sequence[str]) -> list[str]:
     """`asyncrl generate`: one answer per prompt, sampled as in training."""
-    one_each = replace(_with_model(config, model_path), batch=replace(config.batch, group_size=1))
-    with Evaluator(one_each) as evaluator:
+    with Evaluator(_with_model(config, model_path)) as evaluator:
         return evaluator.answers(prompts)
 
 

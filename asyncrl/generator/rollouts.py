@@ -40,10 +40,12 @@ class Rollouts:
             seed=config.run.seed,
         )
 
-    async def sample(self, task: Task, request_id: str) -> list[Turn]:
-        """The n samples of a training task. Raises PromptTooLongError."""
+    async def sample(self, task: Task, request_id: str, n: int | None = None) -> list[Turn]:
+        """n samples as in training; none: batch.group_size. Raises PromptTooLongError."""
         return await self._engine.sample(
-            SampleRequest(request_id, self.prompt_ids(task), self._training, task.ordinal, self._group_size)
+            SampleRequest(
+                request_id, self.prompt_ids(task), self._training, task.ordinal, n or self._group_size
+            )
         )
 
     async def score(self, task: Task, turns: Sequence[Turn]) -> Group:
