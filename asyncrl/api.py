@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ def train(
     """Run everything on this machine until the last version and return the summary (also in summary.json).
 
     config     a YAML file, as for the command line; `overrides`: "key=value" texts on top of it
-    tasks      a function that returns or yields rows {"prompt": …, **data}; replaces `tasks.source`
+    tasks      a function without arguments that returns or yields rows {"prompt": …, **data}; replaces `tasks.source`
     reward     (task, text) or (task, text, rollout) -> float or {part: float}, plain or async; replaces
                `reward.function`
 
@@ -38,4 +39,7 @@ def train(
             named.append("tasks.shuffle=false")  # rows that come one by one have no order to change
     if reward is not None:
         named.append(f"reward.function='{name_function(reward, 'reward')}'")
-    return train_here(load_config(config, [*named, *overrides]))
+    loaded = load_config(config, [*named, *overrides])
+    if tasks is not None:  # options in the file are those of the source that `tasks` replaces
+        loaded = replace(loaded, tasks=replace(loaded.tasks, options={}))
+    return train_here(loaded)

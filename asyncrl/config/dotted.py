@@ -49,8 +49,9 @@ def name_function(function: Callable[..., Any], key: str) -> str:
         raise ConfigError(
             key, function, "cannot be imported by name", "define it with def at the top level of a file"
         )
-    if module.__name__ != "__main__":
+    if "." in module.__name__:
         return f"{module.__name__}:{name}"
+    # A script, or a file beside one: other processes do not have its folder on their path.
     file = getattr(module, "__file__", None)
     if file is None:
         raise ConfigError(
@@ -67,6 +68,8 @@ def _load_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no Python file")
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # files beside it import as they do when it is run as a script
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before it runs: dataclasses look their module up there
     try:

@@ -314,6 +314,10 @@ def test_a_publisher_that_does_not_answer_is_named(
     learner.publish(0)
     generator.check(generator.subscriber.fetch(-1, 5.0), 0)
     learner.close()
+    with pytest.raises(
+        WeightSyncError, match=f"generator-0 waited .* publisher at {learner.endpoints[0]} is gone"
+    ):
+        generator.subscriber.fetch(0, 5.0)
     with pytest.raises(DeadlineError, match=f"generator-0 waited .* publisher at {learner.endpoints[0]}"):
         generator.subscriber.fetch(0, 0.1)
 
