@@ -22,12 +22,11 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-import asyncrl
 from asyncrl.config.docs import key_comments, render
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 
-CONFIGS = Path(asyncrl.__file__).parent.parent / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 """The configurations of the project; an `include` that is not next to its file is looked up here."""
 
 
