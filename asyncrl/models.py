@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import torch
 import transformers
 from transformers import (
@@ -22,6 +23,7 @@ from transformers import (
 
 from asyncrl.config.schema import ModelConfig
 from asyncrl.errors import ConfigError
+from asyncrl.types import Array
 
 Loaded = TypeVar("Loaded")
 
@@ -74,6 +76,17 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     if not tokenizer.encode("0123 abc", add_special_tokens=False):  # transformers makes an empty one up
         raise ConfigError("model.path", model.path, "has no tokenizer files", "copy tokenizer.json there")
     return tokenizer
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, str]]) -> Array:
+    """[P] int64. Text is taken as it is; messages go through the chat template."""
+    if isinstance(prompt, str):
+        ids = tokenizer.encode(prompt, add_special_tokens=False)
+    else:
+        ids = tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+    return np.array(ids, np.int64)
 
 
 def _where(model: ModelConfig) -> dict[str, bool]:

@@ -25,7 +25,7 @@ from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.fsdp import FsdpBackend
 from asyncrl.learner.packing import pack
 from asyncrl.learner.schedule import learning_rate
-from asyncrl.models import load_tokenizer
+from asyncrl.models import encode_prompt, load_tokenizer
 from asyncrl.tasks.source import TaskStream, train_stream
 from asyncrl.types import Group, Rollout, Sampling, Task, Turn
 
@@ -81,15 +81,9 @@ def _example(task: Task, tokenizer: PreTrainedTokenizerBase) -> Group:
     target = task.data.get("target")
     if not isinstance(target, str):
         raise TaskError(f"task {task.ordinal} has no 'target' text, which supervised training needs")
-    if isinstance(task.prompt, str):
-        prompt_ids = tokenizer.encode(task.prompt, add_special_tokens=False)
-    else:
-        prompt_ids = tokenizer.apply_chat_template(
-            task.prompt, add_generation_prompt=True, tokenize=True, return_dict=False
-        )
     target_ids = [*tokenizer.encode(target, add_special_tokens=False), tokenizer.eos_token_id]
     turn = Turn(
-        prompt_ids=np.asarray(prompt_ids, np.int64),
+        prompt_ids=encode_prompt(tokenizer, task.prompt),
         output_ids=np.asarray(target_ids, np.int64),
         logprobs=np.zeros(len(target_ids), np.float32),
         versions=np.zeros(len(target_ids), np.int32),

@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from asyncrl.config.schema import Config
 from asyncrl.generator.engine import Engine, PromptTooLongError, SampleRequest
 from asyncrl.generator.rewards import RewardError, Scorer
-from asyncrl.types import Array, Group, Rollout, Sampling, Task, Turn
+from asyncrl.models import encode_prompt
+from asyncrl.types import Group, Rollout, Sampling, Task, Turn
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,11 @@ class Rollouts:
         """n samples as in training; none: batch.group_size. Raises PromptTooLongError."""
         return await self._engine.sample(
             SampleRequest(
-                request_id, self.prompt_ids(task), self._training, task.ordinal, n or self._group_size
+                request_id,
+                encode_prompt(self._tokenizer, task.prompt),
+                self._training,
+                task.ordinal,
+                n or self._group_size,
             )
         )
 
@@ -59,18 +64,8 @@ class Rollouts:
         rollouts = await _all(self._evaluated(one, f"{request_id}/{one.ordinal}") for one in held_out)
         return Group.from_rollouts(task, self._evaluation, rollouts)
 
-    def prompt_ids(self, task: Task) -> Array:
-        """[P] int64. Text is taken as it is; messages go through the chat template."""
-        if isinstance(task.prompt, str):
-            ids = self._tokenizer.encode(task.prompt, add_special_tokens=False)
-        else:
-            ids = self._tokenizer.apply_chat_template(
-                task.prompt, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-        return np.array(ids, np.int64)
-
     async def _evaluated(self, task: Task, request_id: str) -> Rollout:
-        prompt_ids = self.prompt_ids(task)
+        prompt_ids = encode_prompt(self._tokenizer, task.prompt)
         request = SampleRequest(request_id, prompt_ids, self._evaluation, task.ordinal)
         try:
             (turn,) = await self._engine.sample(request)
