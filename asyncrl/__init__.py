@@ -6,6 +6,6 @@ summary = asyncrl.train("configs/recipes/demo.yaml", tasks=my_tasks, reward=my_r
 """
 
 from asyncrl.api import train
-from asyncrl.types import Group, Rollout, Task
+from asyncrl.types import Group, Rollout, Scored, Step, Task
 
-__all__ = ["Group", "Rollout", "Task", "train"]
+__all__ = ["Group", "Rollout", "Scored", "Step", "Task", "train"]

@@ -23,14 +23,15 @@ def train(
 
     config     a YAML file, as for the command line; `overrides`: "key=value" texts on top of it
     tasks      a function without arguments that returns or yields rows {"prompt": …, **data}; replaces `tasks.source`
-    reward     (task, text) or (task, text, rollout) -> float or {part: float}, plain or async; replaces
-               `reward.function`
+    reward     (task, text) or (task, text, rollout) -> a number, {part: number} or `asyncrl.Scored`, plain or async;
+               replaces `reward.function`
 
     The run's processes import both functions again, so each must stand at the top level of a module or script,
     and a script must start its work under `if __name__ == "__main__"`. Raises ConfigError for functions that
-    cannot be imported, and what `asyncrl.launch.local.train` raises.
+    cannot be imported and for tasks or models that are not there, and what `asyncrl.launch.local.train` raises.
     """
     from asyncrl.launch.local import train as train_here
+    from asyncrl.launch.preflight import preflight
 
     named = []
     if tasks is not None:
@@ -42,4 +43,5 @@ def train(
     loaded = load_config(config, [*named, *overrides])
     if tasks is not None:  # options in the file are those of the source that `tasks` replaces
         loaded = replace(loaded, tasks=replace(loaded.tasks, options={}))
+    preflight(loaded)
     return train_here(loaded)

@@ -149,16 +149,12 @@ def _split_run_config(arguments: Arguments) -> Config:
 
 def _train(arguments: Arguments) -> int:
     config = _config(arguments)
-    from asyncrl.config.dotted import load_function
     from asyncrl.launch.dashboard import print_summary
     from asyncrl.launch.local import train
+    from asyncrl.launch.preflight import preflight
     from asyncrl.launch.run_folder import run_folder
-    from asyncrl.tasks.source import held_out, train_stream
 
-    # What the processes would stumble over one by one is told here, before any of them is started.
-    train_stream(config)
-    held_out(config)
-    load_function(config.reward.function, "reward.function")
+    preflight(config)
     print_summary(train(config), run_folder(config))
     return 0
 
@@ -186,9 +182,11 @@ def _learner(arguments: Arguments) -> int:
 
     if not config.run.resume and os.environ.get("RANK", "0") == "0":
         refuse_a_past_run(run_folder(config), config)
+    from asyncrl.learner import requirements
     from asyncrl.learner.trainer import run_learner
     from asyncrl.tasks.source import held_out
 
+    requirements.check(config)
     run_learner(config, heldout=len(held_out(config)))
     return 0
 
@@ -198,6 +196,12 @@ def _show_config(arguments: Arguments) -> int:
     from asyncrl.config.docs import render
 
     print(render(config) if arguments.print else f"{arguments.config}: valid; --print shows every key")
+    return 0
+
+
+def _algorithms(arguments: Arguments) -> int:
+    catalogue = importlib.import_module("asyncrl.learner.algorithms.catalogue")
+    print(catalogue.as_markdown() if arguments.markdown else catalogue.as_text())
     return 0
 
 
@@ -254,6 +258,10 @@ def _config_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--print", action="store_true", help="show every key, its value and what it is for")
 
 
+def _algorithms_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--markdown", action="store_true", help="as in docs/algorithms.md, with every key")
+
+
 def _model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", required=True, metavar="PATH", help="Hugging Face folder, e.g. runs/demo/final"
@@ -266,7 +274,7 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _bench_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("theme", choices=["utilization"])
+    parser.add_argument("theme", choices=["utilization", "climb"])
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="…", help="passed on to the benchmark")
 
 
@@ -310,6 +318,15 @@ COMMANDS: dict[str, Command] = {
         "anything.",
         "asyncrl config configs/recipes/demo.yaml queue.max_staleness=4 --print",
         _config_options,
+    ),
+    "algorithms": Command(
+        _algorithms,
+        "every advantage, loss and correction there is",
+        "List the values of algorithm.advantage, algorithm.loss and algorithm.correction with their "
+        "definition, their paper and what they need. Whole algorithms are in configs/algorithms.",
+        "asyncrl algorithms",
+        _algorithms_options,
+        takes_config=False,
     ),
     "sft": Command(
         _sft,

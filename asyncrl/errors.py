@@ -67,7 +67,7 @@ class RefusedError(AsyncRLError):
 
 
 class DeadlineError(AsyncRLError):
-    """A wait that ran out.
+    """A wait that ran out. detail: what is known of the other side.
 
     >>> str(DeadlineError("learner rank 0", "the queue at tcp://127.0.0.1:5555", "a hello", 30.0))
     'learner rank 0 waited 30.0 s for the queue at tcp://127.0.0.1:5555: a hello did not come'
@@ -75,8 +75,9 @@ class DeadlineError(AsyncRLError):
 
     exit_code = 4
 
-    def __init__(self, who: str, whom: str, what: str, seconds: float) -> None:
-        super().__init__(f"{who} waited {seconds:.1f} s for {whom}: {what} did not come")
+    def __init__(self, who: str, whom: str, what: str, seconds: float, detail: str = "") -> None:
+        because = f"; {detail}" if detail else ""
+        super().__init__(f"{who} waited {seconds:.1f} s for {whom}: {what} did not come{because}")
         self.who, self.whom, self.what, self.seconds = who, whom, what, seconds
 
 

@@ -28,10 +28,10 @@ class Evaluator:
 
     def __init__(self, config: Config) -> None:
         self._tasks = held_out(config)
-        self._tokenizer = load_tokenizer(config.model)
-        self._engine = load_transformers_engine(config, self._tokenizer)
+        tokenizer = load_tokenizer(config.model)
+        self._engine = load_transformers_engine(config, tokenizer)
         self._scorer = Scorer.from_config(config.reward)
-        self._rollouts = Rollouts(self._engine, self._tokenizer, self._scorer, config)
+        self._rollouts = Rollouts(self._engine, tokenizer, self._scorer, config)
         self._loop = asyncio.Runner()
 
     def __enter__(self) -> Self:
@@ -62,10 +62,7 @@ class Evaluator:
         return self._loop.run(self._answers(tasks))
 
     async def _answers(self, tasks: Sequence[Task]) -> list[str]:
-        samples = await asyncio.gather(*(self._rollouts.sample(t, f"prompt-{t.ordinal}", n=1) for t in tasks))
-        return [
-            str(self._tokenizer.decode(turns[0].output_ids, skip_special_tokens=True)) for turns in samples
-        ]
+        return await asyncio.gather(*(self._rollouts.answer(t, f"prompt-{t.ordinal}") for t in tasks))
 
 
 def run(config: Config, model_path: str) -> dict[str, Any]:

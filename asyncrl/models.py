@@ -32,15 +32,17 @@ transformers.utils.logging.disable_progress_bar()  # the log of a process is lin
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 
 
-def load_causal_lm(model: ModelConfig, seed: int, attention: str = "sdpa") -> PreTrainedModel:
+def load_causal_lm(
+    model: ModelConfig, seed: int, attention: str = "sdpa", key: str = "model.path"
+) -> PreTrainedModel:
     """The policy on the CPU, in `model.dtype` and in eval mode.
 
     A folder with config.json and no weights gives random weights: the same on every process under one `seed`,
     and torch's own generator is left as it was. `attention` names an entry of transformers' attention
-    registry, made before this call. Raises ConfigError (key model.path) if there is no such model, or if its
-    attention does not go through the registry.
+    registry, made before this call. Raises ConfigError (of `key`, the setting that named the path) if there is no
+    such model, or if its attention does not go through the registry.
     """
-    config = load_config(model)
+    config = load_config(model, key)
     dtype = getattr(torch, model.dtype)
     if _has_weights(model.path):
         loaded = _read(
@@ -48,6 +50,7 @@ def load_causal_lm(model: ModelConfig, seed: int, attention: str = "sdpa") -> Pr
             lambda: AutoModelForCausalLM.from_pretrained(
                 model.path, config=config, attn_implementation=attention, dtype=dtype, **_where(model)
             ),
+            key,
         )
     else:
         with torch.random.fork_rng(devices=[]):
@@ -60,14 +63,15 @@ def load_causal_lm(model: ModelConfig, seed: int, attention: str = "sdpa") -> Pr
                     dtype=dtype,
                     trust_remote_code=model.trust_remote_code,
                 ),
+                key,
             )
-    _check_attention(model, loaded, attention)
+    _check_attention(model, loaded, attention, key)
     return loaded.eval()
 
 
-def load_config(model: ModelConfig) -> PretrainedConfig:
+def load_config(model: ModelConfig, key: str = "model.path") -> PretrainedConfig:
     """The model's config.json alone. Raises ConfigError as `load_causal_lm` does."""
-    return _read(model, lambda: AutoConfig.from_pretrained(model.path, **_where(model)))
+    return _read(model, lambda: AutoConfig.from_pretrained(model.path, **_where(model)), key)
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
@@ -99,25 +103,25 @@ def _has_weights(path: str) -> bool:
     return not folder.is_dir() or any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES)
 
 
-def _read(model: ModelConfig, read: Callable[[], Loaded]) -> Loaded:
+def _read(model: ModelConfig, read: Callable[[], Loaded], key: str = "model.path") -> Loaded:
     try:
         return read()
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
-            "model.path",
+            key,
             model.path,
             f"cannot be loaded ({str(error).splitlines()[0]})",
             "give a folder with config.json and tokenizer files, or a hub name fetched with `hf download`",
         ) from error
 
 
-def _check_attention(model: ModelConfig, loaded: PreTrainedModel, attention: str) -> None:
+def _check_attention(model: ModelConfig, loaded: PreTrainedModel, attention: str, key: str) -> None:
     built_in = attention in ("eager", "sdpa")
     in_use = loaded.config._attn_implementation
     if in_use == attention and (built_in or loaded._supports_attention_backend):
         return
     raise ConfigError(
-        "model.path",
+        key,
         model.path,
         f"{type(loaded).__name__} does not take its attention from transformers' registry (uses {in_use!r})",
         "use a model whose class has _supports_attention_backend, e.g. Qwen2, Qwen3, Llama or GPT-2",

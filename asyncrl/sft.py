@@ -1,16 +1,18 @@
 """Supervised warm-up: teach a model the 'target' texts of the training tasks before reinforcement learning.
 
-    tasks ─▸ prompt + target + end token ─▸ pack ─▸ forward ─▸ −Σ log-prob of the target ─▸ optimizer step
-                                                                    every `sft.every` steps: held-out accuracy
+    tasks ─▸ prompt + target + end token ─▸ accumulate ─▸ optimizer step
+                                                           every `sft.every` steps: held-out accuracy
 
-The step is the learner's own (`learner/fsdp.py`), with every advantage 1.
+The step is the learner's own (`learner/accumulator.py`): the loss 'reinforce' with every advantage 1 is −log π of the
+target, averaged over its tokens.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from asyncrl.config.schema import Config, OptimizerConfig
-from asyncrl.errors import ConfigError, TaskError
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.schema import Config, CriticConfig, OptimizerConfig
+from asyncrl.errors import ConfigError, TaskError, TrainingError
 from asyncrl.evaluate import Evaluator
+from asyncrl.learner.accumulator import Accumulator
+from asyncrl.learner.backend import POLICY
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.fsdp import FsdpBackend
-from asyncrl.learner.packing import pack
-from asyncrl.learner.schedule import learning_rate
 from asyncrl.models import encode_prompt, load_tokenizer
 from asyncrl.tasks.source import TaskStream, train_stream
 from asyncrl.types import Group, Rollout, Sampling, Task, Turn
@@ -35,7 +38,8 @@ log = logging.getLogger(__name__)
 def run(config: Config) -> dict[str, Any]:
     """Train to `sft.until_accuracy` or `sft.steps`, write the model to `sft.output`; say what was reached.
 
-    Raises ConfigError if an accuracy is asked for without held-out tasks, TaskError for a task without a target.
+    Raises ConfigError if an accuracy is asked for without held-out tasks, TaskError for a task without a target,
+    TrainingError for a gradient that is not finite.
     """
     sft = config.sft
     if sft.until_accuracy is not None and config.evaluation.source is None:
@@ -46,17 +50,26 @@ def run(config: Config) -> dict[str, Any]:
             "set evaluation.source, or sft.steps alone",
         )
     torch.manual_seed(config.run.seed)
-    optimizer = OptimizerConfig(lr=sft.lr, warmup_steps=sft.warmup_steps)
-    backend = FsdpBackend(config.model, optimizer, config.run.seed)
+    supervised = as_supervised(config)
+    backend = FsdpBackend(supervised)
+    accumulator = Accumulator(backend, supervised)
     batches = supervised_batches(train_stream(config), load_tokenizer(config.model), sft.batch_size)
     started, accuracy, steps = time.monotonic(), None, 0
     with Evaluator(config) as evaluator:
         while steps < sft.steps:
-            loss = _step(backend, next(batches), config, learning_rate(steps, sft.steps, optimizer))
+            accumulator.add(next(batches), steps)
+            step = accumulator.step(steps)
+            if step.refused:
+                raise TrainingError(
+                    f"sft step {steps}: gradient norm {step.norms[POLICY]}; try a smaller sft.lr"
+                )
             steps += 1
             if evaluator.tasks and (steps % sft.every == 0 or steps == sft.steps):
                 accuracy = float(evaluator.held_out(backend.local_tensors()).rewards.mean())
-                print(f"sft step {steps}: loss {loss:.3f}, held-out accuracy {accuracy:.3f}", flush=True)
+                print(
+                    f"sft step {steps}: loss {step.losses[POLICY]:.3f}, held-out accuracy {accuracy:.3f}",
+                    flush=True,
+                )
                 if sft.until_accuracy is not None and accuracy >= sft.until_accuracy:
                     break
     backend.export_hf(Path(sft.output))
@@ -65,14 +78,29 @@ def run(config: Config) -> dict[str, Any]:
     return {"steps": steps, "accuracy": accuracy, "seconds": seconds, "output": sft.output}
 
 
+def as_supervised(config: Config) -> Config:
+    """`config` with the learner's settings of the section `sft:`; a version of it is an optimizer step."""
+    sft = config.sft
+    optimizer = OptimizerConfig(lr=sft.lr, warmup_steps=sft.warmup_steps)
+    return dataclasses.replace(
+        config,
+        run=dataclasses.replace(config.run, versions=sft.steps),
+        learner=dataclasses.replace(config.learner, optimizer=optimizer, mini_batches=1, epochs=1),
+        critic=CriticConfig(),  # and its rules for the number of versions
+        # No advantage is computed; this one has no rules for the size of a group.
+        algorithm=AlgorithmConfig(advantage="reinforce_pp", loss="reinforce", aggregation="token-mean"),
+    )
+
+
 def supervised_batches(
     stream: TaskStream, tokenizer: PreTrainedTokenizerBase, size: int
 ) -> Iterator[MicroBatch]:
-    """`size` examples a batch, in the stream's order, for as long as it lasts."""
+    """`size` examples a batch, every advantage 1, in the stream's order, for as long as it lasts."""
     ordinal = 0
     while True:
         tasks = [stream.task_at(ordinal + i) for i in range(size)]
-        yield MicroBatch.of([_example(task, tokenizer) for task in tasks])
+        batch = MicroBatch.of([_example(task, tokenizer) for task in tasks])
+        yield batch.with_advantages(batch.loss_mask_N)
         ordinal += size
 
 
@@ -90,17 +118,3 @@ def _example(task: Task, tokenizer: PreTrainedTokenizerBase) -> Group:
         finish="stop",
     )
     return Group.from_rollouts(task, Sampling(), [Rollout.from_turn(turn)])
-
-
-def _step(backend: FsdpBackend, batch: MicroBatch, config: Config, lr: float) -> float:
-    """One optimizer step on the mean over target tokens of −log π. Returns that mean."""
-    total = 0.0
-    everyone: Sequence[int] = range(batch.rollouts)
-    for part in pack(batch, everyone, config.learner.micro_batch_tokens):
-        _, logp_N, _ = backend.forward(part)
-        loss = -logp_N.sum()
-        backend.backward(loss)
-        total += float(loss.detach())
-    tokens = int(batch.loss_mask_N.sum())
-    backend.optimizer_step(1.0 / tokens, lr)
-    return total / tokens

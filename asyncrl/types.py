@@ -5,7 +5,8 @@
     Rollout  one finished trajectory: token ids, loss mask, log-probs, versions, reward, why it ended
     Group    the rollouts of one task: the unit of transfer, of advantage normalisation and of staleness
 
-(the fifth, `MicroBatch`, is torch and lives in `learner/batch.py`.)
+(the fifth, `MicroBatch`, is torch and lives in `learner/batch.py`; `Step` and `Scored` are what a reward function may
+return.)
 
 Axes:  n rollouts of a group · L tokens of one rollout · N tokens of a whole group, rollouts one after another
 """
@@ -28,6 +29,19 @@ Finish = Literal["stop", "length", "abort"]
 """Why a rollout ended: its end token, `generator.max_tokens`, or an interruption."""
 
 Array = np.ndarray
+
+COLUMNS: Mapping[str, str] = {"step": "int32", "anchor": "int64", "step_rewards": "float32"}
+"""Columns that a rollout may carry, and their dtypes; one value per token.
+
+step          index of the step (turn of an agent, line of a proof) within its rollout, from 0; -1 where the mask is 0
+              and where the policy's token belongs to no step
+anchor        a hash of the state that the step began in; equal states of one task have equal hashes. 0 where step is -1
+step_rewards  a step's own reward on its last policy token, else 0. `Rollout.reward` includes it
+"""
+
+
+WITHOUT_STEPS: Mapping[str, int] = {"step": -1, "anchor": 0, "step_rewards": 0}
+"""What these columns say throughout a group that came without them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +73,34 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class Step:
+    """What a reward function says of one step of an answer, `text[start:stop]`, for algorithms that credit steps.
+
+    start, stop  characters of the text, `stop` excluded
+    reward       the step's own, beside the parts of the whole answer
+    anchor       the state that the step begins in; steps of one task with equal anchors are compared.
+                 none: all of the text before it
+    """
+
+    start: int
+    stop: int
+    reward: float = 0.0
+    anchor: str | bytes | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What a reward function may return in place of a number or of parts by name.
+
+    parts  the reward of the whole answer: a number, or its parts by name
+    steps  in the text's order, without overlap; what lies between two steps belongs to none. None: no steps at all
+    """
+
+    parts: float | Mapping[str, float]
+    steps: Sequence[Step] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
     """One engine call for one sample.
 
@@ -78,7 +120,8 @@ class Rollout:
     """One finished trajectory, all arrays of length L.
 
     token_ids int64 · loss_mask int8, 1 where the policy made the token · logprobs float32, 0 where the mask is 0
-    versions int32, NO_VERSION where the mask is 0 · reward_parts: what the reward is the sum of, for the log
+    versions int32, NO_VERSION where the mask is 0 · reward_parts: what the reward is the weighted sum of
+    columns: further arrays of length L by name, see `COLUMNS`
     """
 
     token_ids: Array
@@ -88,6 +131,7 @@ class Rollout:
     finish: Finish
     reward: float = 0.0
     reward_parts: Mapping[str, float] = field(default_factory=dict)
+    columns: Mapping[str, Array] = field(default_factory=dict)
 
     @staticmethod
     def from_turn(turn: Turn) -> Rollout:
@@ -108,6 +152,7 @@ class Group:
 
     lengths [n] int64, sum N · token_ids, loss_mask, logprobs, versions [N] as in `Rollout` · rewards [n] float32
     reward_parts {name: [n] float32} · finish n literals · sampling: how the tokens were drawn
+    columns {name: [N]}, see `COLUMNS` · greedy_reward: of one greedy rollout of the task, where one was made
     """
 
     task: Task
@@ -120,10 +165,17 @@ class Group:
     rewards: Array
     finish: tuple[Finish, ...]
     reward_parts: Mapping[str, Array] = field(default_factory=dict)
+    columns: Mapping[str, Array] = field(default_factory=dict)
+    greedy_reward: float | None = None
 
     @staticmethod
-    def from_rollouts(task: Task, sampling: Sampling, rollouts: Sequence[Rollout]) -> Group:
-        """Concatenate. A reward part that some rollout lacks counts as 0 there."""
+    def from_rollouts(
+        task: Task, sampling: Sampling, rollouts: Sequence[Rollout], greedy_reward: float | None = None
+    ) -> Group:
+        """Concatenate. A reward part that some rollout lacks counts as 0 there.
+
+        Raises ValueError for no rollouts, and for a column that is unknown, or that one of them lacks or has too short.
+        """
         if not rollouts:
             raise ValueError(f"task {task.ordinal}: a group needs at least one rollout")
         parts = sorted({name for r in rollouts for name in r.reward_parts})
@@ -140,6 +192,8 @@ class Group:
             reward_parts={
                 p: np.array([r.reward_parts.get(p, 0.0) for r in rollouts], np.float32) for p in parts
             },
+            columns=_joined_columns(task, rollouts),
+            greedy_reward=greedy_reward,
         )
 
     def rollouts(self) -> Iterator[Rollout]:
@@ -155,6 +209,7 @@ class Group:
                 finish=self.finish[i],
                 reward=float(self.rewards[i]),
                 reward_parts={name: float(column[i]) for name, column in self.reward_parts.items()},
+                columns={name: column[at] for name, column in self.columns.items()},
             )
 
     @property
@@ -167,3 +222,16 @@ class Group:
         """The oldest version that made a token of this group: what the staleness bound is about."""
         made = self.versions[self.loss_mask != 0]
         return int(made.min()) if made.size else NO_VERSION
+
+
+def _joined_columns(task: Task, rollouts: Sequence[Rollout]) -> dict[str, Array]:
+    """{name: [N]} of the dtypes in `COLUMNS`."""
+    names = sorted({name for r in rollouts for name in r.columns})
+    for name in names:
+        if name not in COLUMNS:
+            raise ValueError(f"task {task.ordinal}: unknown column {name!r}, known are {sorted(COLUMNS)}")
+        if any(name not in r.columns or len(r.columns[name]) != len(r.token_ids) for r in rollouts):
+            raise ValueError(
+                f"task {task.ordinal}: column {name!r} needs a value for each token of every rollout"
+            )
+    return {name: np.concatenate([r.columns[name] for r in rollouts]).astype(COLUMNS[name]) for name in names}

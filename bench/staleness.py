@@ -26,7 +26,7 @@ from asyncrl.config.load import load_config
 from asyncrl.launch.local import train
 from asyncrl.telemetry.sinks import read_rows
 
-UNCORRECTED = ["algorithm.loss=reinforce", "algorithm.proximal=current", "algorithm.correction.kind=none"]
+UNCORRECTED = ["algorithm.loss=reinforce", "algorithm.proximal=frozen", "algorithm.correction.kind=none"]
 STALE = ["queue.max_staleness=8", "learner.optimizer.lr=1e-4"]
 FULL_QUEUE = ["queue.depth=null", "queue.window=1"]
 ARMS = {

@@ -9,11 +9,12 @@ import inspect
 import io
 import tokenize
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import yaml
 
-from asyncrl.config import schema
+from asyncrl.config import algorithm, schema
 from asyncrl.config.schema import Config
 
 COMMENT_COLUMN = 36
@@ -21,18 +22,8 @@ COMMENT_COLUMN = 36
 
 @functools.cache
 def key_comments() -> dict[str, str]:
-    """{'batch.groups': 'B: groups that one version is trained on', …}, read from the source of the schema."""
-    source = inspect.getsource(schema)
-    comments = _comments_by_line(source)
-    classes = {
-        node.name: {
-            statement.target.id: _comment_of(statement, comments)
-            for statement in node.body
-            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
-        }
-        for node in ast.parse(source).body
-        if isinstance(node, ast.ClassDef)
-    }
+    """{'batch.groups': 'B: groups that one version is trained on', …}, read from the source."""
+    classes = _comments_of_classes(algorithm) | _comments_of_classes(schema)
     return {key: text for key, text in _walk(Config(), classes, "") if text}
 
 
@@ -46,6 +37,21 @@ def render(config: Config) -> str:
         f"queue.depth = {config.depth},\n# generator.fixed_shape = {str(config.fixed_shape).lower()}.\n"
     )
     return derived + "\n".join(_section_lines(config, "", 0)) + "\n"
+
+
+def _comments_of_classes(module: ModuleType) -> dict[str, dict[str, str]]:
+    """{'BatchConfig': {'groups': 'B: groups that …'}}"""
+    source = inspect.getsource(module)
+    comments = _comments_by_line(source)
+    return {
+        node.name: {
+            statement.target.id: _comment_of(statement, comments)
+            for statement in node.body
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+        }
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef)
+    }
 
 
 def _section_lines(section: Any, prefix: str, indent: int) -> Iterator[str]:
@@ -89,9 +95,9 @@ def _comments_by_line(source: str) -> dict[int, tuple[bool, str]]:
 
 
 def _comment_of(statement: ast.AnnAssign, comments: dict[int, tuple[bool, str]]) -> str:
-    """The comment on the statement's last line and on the comment-only lines right below it."""
+    """The comments on the statement's lines and on the comment-only lines right below it."""
     line = statement.end_lineno or statement.lineno
-    words = [comments[line][1]] if line in comments else []
+    words = [comments[at][1] for at in range(statement.lineno, line + 1) if at in comments]
     while words and comments.get(line + 1, (False, ""))[0]:
         line += 1
         words.append(comments[line][1])

@@ -29,6 +29,9 @@ from asyncrl.errors import ConfigError
 CONFIGS = Path(__file__).parents[2] / "configs"
 """The configurations of the project; an `include` that is not next to its file is looked up here."""
 
+FREE = ("tasks.options.", "evaluation.options.", "reward.weights.")
+"""Below these, a user's own keys."""
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -211,8 +214,8 @@ def _section_keys() -> dict[str, str]:
 
 
 def _known(key: str) -> bool:
-    """A leaf of the schema, or a key below a free-form leaf such as tasks.options."""
-    return key in all_keys() or key.startswith(("tasks.options.", "evaluation.options."))
+    """A leaf of the schema, or a key below a free-form leaf."""
+    return key in all_keys() or key.startswith(FREE)
 
 
 def _nearest(key: str) -> str | None:

@@ -10,19 +10,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from asyncrl.errors import ConfigError
-
-
-def require(ok: bool, key: str, value: object, rule: str, remedy: str) -> None:
-    """Raise `ConfigError` unless `ok`."""
-    if not ok:
-        raise ConfigError(key, value, rule, remedy)
-
-
-def positive(section: str, **values: float) -> None:
-    """Each value must be above 0; the error names the key and a value that would do."""
-    for key, value in values.items():
-        require(value > 0, f"{section}.{key}", value, "must be above 0", f"set {section}.{key}=1 or more")
+from asyncrl.config.algorithm import GROUP_ADVANTAGES, AlgorithmConfig
+from asyncrl.config.rules import at_least_0, positive, require
 
 
 @dataclass(frozen=True)
@@ -80,15 +69,23 @@ class EvaluationConfig:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    function: str = (
-        "???"  # 'package.module:function' or 'file.py:function', plain or async: (task, text) -> float
-    )
+    function: str = "???"  # 'package.module:function' or 'file.py:function', plain or async: (task, text) ->
+    #                        a number, {part: number}, or asyncrl.Scored, which speaks of steps too
+    weights: dict[str, float] = field(default_factory=dict)  # of parts in the reward's sum; of others: 1
     deadline_s: float = 60.0  # of one call
     retries: int = 1  # calls after a failed one, then the task is dropped with reason 'reward'
     workers: int = 4  # threads for plain functions
 
     def __post_init__(self) -> None:
         positive("reward", deadline_s=self.deadline_s, workers=self.workers)
+        for part, weight in self.weights.items():
+            require(
+                math.isfinite(weight),
+                f"reward.weights.{part}",
+                weight,
+                "must be a finite number",
+                f"set reward.weights.{part}=0 for a part that is only logged",
+            )
 
 
 @dataclass(frozen=True)
@@ -174,7 +171,7 @@ class OptimizerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.0
     warmup_steps: int = 10  # linear, from lr / warmup_steps
-    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up, over run.versions
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up, to the last step
     min_lr_ratio: float = 0.1  # where linear and cosine end, as a share of lr
     grad_clip: float = 1.0  # largest global gradient norm
 
@@ -186,49 +183,68 @@ class OptimizerConfig:
 class LearnerConfig:
     processes: int = 1  # ranks that `asyncrl train` starts (torchrun does it in a split run)
     micro_batch_tokens: int = 16384  # most tokens of one forward/backward of one rank
+    mini_batches: int = 1  # optimizer steps that the groups of one version are split over (PPO mini-batches)
+    epochs: int = 1  # passes over the groups of one version
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    skip_flat_groups: bool = True  # no forward for groups whose advantages are all 0: their gradient is 0
-    #                                (off with entropy_bonus; a version of such groups alone leaves the optimizer alone)
+    skip_flat_groups: bool = (
+        True  # no forward for groups whose advantages are all 0, wherever their gradient is
+    )
+    #                                exactly 0 (a version of such groups alone leaves the optimizer alone)
     on_bad_step: Literal["stop", "skip"] = "stop"  # a loss or gradient that is not finite
     threads: int | None = None  # CPU threads of one process; none: cores shared out over the run's processes
     devices: str | None = None  # CUDA_VISIBLE_DEVICES of the learner pool; none: as the shell has it
     groups_deadline_s: float = 600.0  # longest wait for the next group before the run is called stuck
 
     def __post_init__(self) -> None:
-        positive("learner", processes=self.processes, micro_batch_tokens=self.micro_batch_tokens)
+        positive(
+            "learner",
+            processes=self.processes,
+            micro_batch_tokens=self.micro_batch_tokens,
+            mini_batches=self.mini_batches,
+            epochs=self.epochs,
+        )
 
 
 @dataclass(frozen=True)
-class CorrectionConfig:
-    """Off-policy correction: what multiplies or masks the loss of a token whose μ is not the proximal policy."""
+class CriticConfig:
+    """The value model of advantages that need one; safe_rlhf has a second one for the cost, of the same make."""
 
-    kind: Literal["none", "tis", "icepop"] = (
-        "none"  # weights π_p/μ truncated at `high` / zero outside [low, high]
-    )
-    level: Literal["token", "sequence"] = "token"
-    low: float = 0.5
-    high: float = 2.0
-
-
-@dataclass(frozen=True)
-class AlgorithmConfig:
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    loss: Literal["ppo", "reinforce"] = "ppo"
-    aggregation: Literal[
-        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-    ] = "token-mean"
-    norm_tokens: int | None = None  # denominator of seq-mean-token-sum-norm; none: generator.max_tokens
-    clip_low: float = 0.2  # ε_lo
-    clip_high: float = 0.28  # ε_hi; above ε_lo it is clip-higher
-    dual_clip: float | None = None  # c of the dual clip for negative advantages; none: off
-    proximal: Literal["behaviour", "current"] = "behaviour"  # π_p of the ratio ρ = π/π_p: the recorded μ,
-    #                                                          or the policy at the start of the version
-    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
-    advantage_scale: float = 1.0  # multiplies every advantage
-    entropy_bonus: float = 0.0
+    path: str | None = None  # folder of the body; none: model.path. The value head starts at 0
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    warmup_versions: int = 0  # first versions in which only the critic learns
+    clip: float | None = 0.5  # ε_v: how far a value may move from that at the version's start; none: no clip
 
     def __post_init__(self) -> None:
-        positive("algorithm", clip_low=self.clip_low, clip_high=self.clip_high)
+        at_least_0("critic", warmup_versions=self.warmup_versions)
+        if self.clip is not None:
+            positive("critic", clip=self.clip)
+
+
+@dataclass(frozen=True)
+class ReferenceConfig:
+    """The frozen policy of KL terms and implicit rewards."""
+
+    path: str | None = None  # none: model.path
+    update_every: int | None = None  # versions after which it becomes the current policy; none: never
+
+    def __post_init__(self) -> None:
+        if self.update_every is not None:
+            positive("reference", update_every=self.update_every)
+
+
+@dataclass(frozen=True)
+class RewardModelConfig:
+    """The implicit process reward model of prime, trained online on the outcomes."""
+
+    path: str | None = None  # none: model.path
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+
+@dataclass(frozen=True)
+class TeacherConfig:
+    """The policy that `advantage: distill` learns from; the same tokenizer as the policy's."""
+
+    path: str | None = None  # required for distill
 
 
 @dataclass(frozen=True)
@@ -246,7 +262,9 @@ class LaunchConfig:
 
     generator_restarts: int = 3  # how often a generator that dies is started again, all of them together
     start_deadline_s: float = 120.0  # until the queue listens
-    stop_deadline_s: float = 30.0  # for a clean end after Ctrl-C or the last version
+    stop_deadline_s: float = (
+        30.0  # for a clean end after Ctrl-C or the last version: longer than one version trains
+    )
     quiet: bool = False  # no live table
 
 
@@ -266,6 +284,82 @@ class SftConfig:
         positive("sft", steps=self.steps, batch_size=self.batch_size, lr=self.lr, every=self.every)
 
 
+OWN_WEIGHTS = ("decoupled_ppo", "aipo", "dppo_tv", "dppo_kl")
+"""Losses that weigh a token against μ themselves."""
+
+
+def _check_policies(algorithm: AlgorithmConfig, learner: LearnerConfig) -> None:
+    """Refuse a loss or correction whose policies are the same by construction: it would do nothing, or all twice."""
+    loss, proximal, correction = algorithm.built_in_loss, algorithm.proximal, algorithm.correction
+    for key, value in (("kind", correction.kind), ("reject", correction.reject)):
+        require(
+            value == "none" or proximal != "behaviour",
+            f"algorithm.correction.{key}",
+            value,
+            "weighs the proximal policy against the behaviour, and proximal 'behaviour' makes the two the same",
+            "set algorithm.proximal=frozen",
+        )
+    require(
+        correction.kind == "none" or loss not in OWN_WEIGHTS,
+        "algorithm.correction.kind",
+        correction.kind,
+        f"would weigh every token a second time: loss '{loss}' has a weight of its own, algorithm.weight_cap",
+        "set algorithm.correction.kind=none",
+    )
+    require(
+        not correction.normalise or proximal != "loglinear" or learner.mini_batches * learner.epochs == 1,
+        "algorithm.correction.normalise",
+        correction.normalise,
+        "divides by a mean over the whole version, in which proximal 'loglinear' moves with every optimizer step",
+        "set algorithm.proximal=frozen",
+    )
+    require(
+        loss != "decoupled_ppo" or proximal != "behaviour",
+        "algorithm.proximal",
+        proximal,
+        "makes decoupled_ppo plain ppo, since its weight π_p/μ is then 1",
+        "set algorithm.proximal=loglinear, or algorithm.loss=ppo",
+    )
+    require(
+        loss not in ("decoupled_ppo", "kl_cov")
+        or proximal != "frozen"
+        or learner.mini_batches * learner.epochs > 1,
+        "algorithm.proximal",
+        proximal,
+        f"is the policy itself while a version is one optimizer step: ρ is 1, and {loss} holds nothing back",
+        "set learner.mini_batches=4, or algorithm.proximal=loglinear",
+    )
+    require(
+        loss != "sppo" or proximal == "frozen",
+        "algorithm.proximal",
+        proximal,
+        "loss sppo measures how far the policy moves from that at the version's start",
+        "set algorithm.proximal=frozen",
+    )
+    require(
+        loss != "sppo" or algorithm.aggregation == "seq-mean-token-sum",
+        "algorithm.aggregation",
+        algorithm.aggregation,
+        "loss sppo is one number per rollout, whose parts are summed over its tokens and averaged over rollouts",
+        "set algorithm.aggregation=seq-mean-token-sum",
+    )
+    advantage = algorithm.built_in_advantage
+    require(
+        loss != "sppo" or advantage in ("sppo", None),
+        "algorithm.advantage",
+        advantage,
+        "is not what loss sppo pulls the log-ratio to, η(P̂ − ½)",
+        "set algorithm.advantage=sppo",
+    )
+    require(
+        advantage != "sppo" or loss in ("sppo", None),
+        "algorithm.loss",
+        loss,
+        "would take the target of advantage sppo, what the log-ratio is pulled to, for an advantage",
+        "set algorithm.loss=sppo",
+    )
+
+
 @dataclass(frozen=True)
 class Config:
     run: RunConfig = field(default_factory=RunConfig)
@@ -279,25 +373,53 @@ class Config:
     sync: SyncConfig = field(default_factory=SyncConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     sft: SftConfig = field(default_factory=SftConfig)
 
     def __post_init__(self) -> None:
-        if self.algorithm.advantage in ("grpo", "dr_grpo", "rloo"):
+        advantage = self.algorithm.built_in_advantage
+        if advantage in GROUP_ADVANTAGES:
             require(
                 self.batch.group_size >= 2,
                 "batch.group_size",
                 self.batch.group_size,
-                f"advantage '{self.algorithm.advantage}' compares the rollouts of a group and needs at least 2",
+                f"advantage '{advantage}' compares the rollouts of a group and needs at least 2",
                 "set batch.group_size=8",
             )
         require(
-            self.algorithm.correction.kind == "none" or self.algorithm.proximal == "current",
-            "algorithm.correction.kind",
-            self.algorithm.correction.kind,
-            "weighs the proximal policy against the behaviour, and proximal 'behaviour' makes the two the same",
-            "set algorithm.proximal=current",
+            self.algorithm.filter == "none" or self.batch.group_size >= 2,
+            "algorithm.filter",
+            self.algorithm.filter,
+            f"would drop every group: one of batch.group_size={self.batch.group_size} has no spread",
+            "set algorithm.filter=none, or batch.group_size=8",
+        )
+        _check_policies(self.algorithm, self.learner)
+        self._check_models()
+        require(
+            self.learner.mini_batches <= self.batch.groups,
+            "learner.mini_batches",
+            self.learner.mini_batches,
+            f"splits the groups of a version, of which there are batch.groups={self.batch.groups}",
+            f"set learner.mini_batches={self.batch.groups} or less",
+        )
+        require(
+            self.algorithm.pass_k is None or self.algorithm.pass_k <= self.batch.group_size,
+            "algorithm.pass_k",
+            self.algorithm.pass_k,
+            f"a group of batch.group_size={self.batch.group_size} rollouts has no best of so many",
+            f"set batch.group_size={self.algorithm.pass_k} or more",
+        )
+        require(
+            self.algorithm.shaping.overlong_buffer <= self.generator.max_tokens,
+            "algorithm.shaping.overlong_buffer",
+            self.algorithm.shaping.overlong_buffer,
+            f"is a part of generator.max_tokens={self.generator.max_tokens}",
+            f"set algorithm.shaping.overlong_buffer={self.generator.max_tokens // 4}",
         )
         require(
             self.spare_versions >= 0,
@@ -323,6 +445,31 @@ class Config:
             f"set generator.max_length above {self.generator.max_tokens}",
         )
 
+    def _check_models(self) -> None:
+        """What an algorithm asks of the models beside the policy, and of the reward."""
+        advantage, cost = self.algorithm.built_in_advantage, self.algorithm.cost_part
+        require(
+            advantage != "distill" or self.teacher.path is not None,
+            "teacher.path",
+            self.teacher.path,
+            "names the model that advantage 'distill' learns from",
+            "set it to a model with the tokenizer of model.path",
+        )
+        require(
+            advantage != "safe_rlhf" or cost in self.reward.weights,
+            "reward.weights",
+            self.reward.weights,
+            f"must say what the cost, the part {cost!r}, counts in the reward: unless told, as much as any other part",
+            f"set reward.weights.{cost}=0",
+        )
+        require(
+            self.critic.warmup_versions < self.run.versions,
+            "critic.warmup_versions",
+            self.critic.warmup_versions,
+            f"leaves the policy none of run.versions={self.run.versions} to learn in",
+            f"set critic.warmup_versions={self.run.versions // 10}",
+        )
+
     @property
     def window(self) -> int:
         """W, resolved."""
@@ -341,6 +488,12 @@ class Config:
         if self.queue.depth is not None:
             return self.queue.depth
         return (self.queue.max_staleness + 1) * self.batch.groups
+
+    @property
+    def greedy_rollout(self) -> bool:
+        """Whether generators add one greedy rollout to each group, whose reward the others are compared with. They load
+        no `own_advantage`; one that needs the greedy rollout has `advantage: remax` beside it."""
+        return self.algorithm.advantage == "remax"
 
     @property
     def fixed_shape(self) -> bool:

@@ -9,21 +9,24 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import inspect
-import math
+import logging
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from asyncrl.config.dotted import load_function
 from asyncrl.config.schema import RewardConfig
+from asyncrl.generator.scores import Score, score_of
 from asyncrl.types import Rollout, Task
 
-Reward = Callable[..., Any]
-"""reward(task, text) or reward(task, text, rollout), plain or async -> float, or its parts by name."""
+log = logging.getLogger(__name__)
 
-SUM = "reward"
-"""The name of the only part when the function returns a number."""
+Reward = Callable[..., Any]
+"""reward(task, text) or reward(task, text, rollout), plain or async -> float, its parts by name, or `Scored`."""
+
+MISSED_AFTER = 100
+"""Answers scored before a weight whose part has never come is called a mistake."""
 
 
 class RewardError(Exception):
@@ -39,32 +42,52 @@ class Scorer:
         self._takes_rollout = _takes_rollout(function)
         self._free = asyncio.Semaphore(config.workers)
         self._idle: list[_Caller] = []
-        self.failures = 0
+        self._missed = set(config.weights)
+        self._scored = 0
+        self._failures = 0
 
     @staticmethod
     def from_config(config: RewardConfig) -> Scorer:
         """Raises ConfigError if reward.function names none."""
         return Scorer(load_function(config.function, "reward.function"), config)
 
-    async def score(self, task: Task, text: str, rollout: Rollout) -> dict[str, float]:
-        """The parts of the reward of one rollout. Raises RewardError after 1 + retries failures."""
+    async def score(self, task: Task, text: str, rollout: Rollout) -> Score:
+        """What one rollout earned. Raises RewardError after 1 + retries failures."""
         arguments = (task, text, rollout) if self._takes_rollout else (task, text)
         call = self._call_async if self._async else self._call_in_thread
         why = ""
         for _ in range(1 + self._config.retries):
             try:
-                return _parts(await call(*arguments))
+                score = score_of(await call(*arguments), text, self._config.weights)
             except TimeoutError:
                 why = f"took longer than reward.deadline_s={self._config.deadline_s}"
             except Exception as error:
                 why = f"raised {type(error).__name__}: {error}"
-            self.failures += 1
+            else:
+                self._note_parts(score)
+                return score
+            self._failures += 1
         raise RewardError(f"the reward of task {task.ordinal} {why}")
+
+    def stats(self) -> dict[str, float]:
+        """reward/failures: failed calls · reward/missed_weights: weights of parts that no answer had so far."""
+        return {"reward/failures": self._failures, "reward/missed_weights": len(self._missed)}
 
     def close(self) -> None:
         """Does not wait for calls that hang."""
         for caller in self._idle:
             caller.dismiss()
+
+    def _note_parts(self, score: Score) -> None:
+        self._missed -= score.parts.keys()
+        self._scored += 1
+        if self._missed and self._scored == MISSED_AFTER:
+            log.warning(
+                "reward.weights names %s, but %d answers had no such part; the last one had %s",
+                ", ".join(sorted(self._missed)),
+                self._scored,
+                ", ".join(sorted(score.parts)),
+            )
 
     async def _call_async(self, *arguments: Any) -> Any:
         async with asyncio.timeout(self._config.deadline_s):
@@ -116,15 +139,6 @@ class _Caller:
     def _serve(self) -> None:
         while (run := self._calls.get()) is not None:
             run()
-
-
-def _parts(value: Any) -> dict[str, float]:
-    parts = dict(value) if isinstance(value, Mapping) else {SUM: value}
-    numbers = {str(name): float(part) for name, part in parts.items()}
-    bad = [name for name, number in numbers.items() if not math.isfinite(number)]
-    if bad:
-        raise ValueError(f"{bad[0]} is not a finite number")
-    return numbers
 
 
 def _takes_rollout(function: Reward) -> bool:

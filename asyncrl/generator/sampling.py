@@ -1,6 +1,6 @@
-"""Counter-based draws: which token is made depends on its own counter, never on its neighbours in the batch.
+"""Drawing tokens: which one is made depends on its own counter (`draws.py`), never on its neighbours in the batch.
 
-The uniform number of a token is a hash of (seed, ordinal, sample, position), so a rollout drawn again (after
+The uniform number of a token is that of (seed, ordinal, sample, position), so a rollout drawn again (after
 a lease was lost, on another machine, in another batch) gets the same numbers.
 
 Axes:  R rows (one per sample being decoded) · V vocabulary
@@ -12,30 +12,6 @@ import numpy as np
 import torch
 
 from asyncrl.types import Array
-
-# splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014).
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-MIX_2 = np.uint64(0x94D049BB133111EB)
-
-
-def stream_key(seed: int | Array, ordinal: int | Array, sample: int | Array) -> Array:
-    """One uint64 per sample: everything of the counter but the position. Arguments broadcast."""
-    key = _mix(_uint64(seed))
-    key = _mix(key ^ _uint64(ordinal))
-    return _mix(key ^ _uint64(sample))
-
-
-def uniform_at(key: Array, position: int | Array) -> Array:
-    """float64 strictly inside (0, 1) for output token `position` of the samples with these keys."""
-    bits = _mix(key ^ _uint64(position)) >> np.uint64(12)
-    # 52 bits and a half: never 0, and u times a total never rounds up to that total.
-    return (bits.astype(np.float64) + 0.5) * 2.0**-52
-
-
-def uniform(seed: int | Array, ordinal: int | Array, sample: int | Array, position: int | Array) -> Array:
-    """float64 strictly inside (0, 1); arguments broadcast."""
-    return uniform_at(stream_key(seed, ordinal, sample), position)
 
 
 def draw(logits_RV: torch.Tensor, temperature_R: Array, uniform_R: Array) -> tuple[Array, Array]:
@@ -64,18 +40,3 @@ def _inverse_cdf(logp_RV: torch.Tensor, uniform_R: Array) -> torch.Tensor:
     cdf_RV = logp_RV.exp().cumsum(-1, dtype=torch.float64)
     at_R1 = torch.from_numpy(uniform_R).to(cdf_RV.device)[:, None] * cdf_RV[:, -1:]
     return torch.searchsorted(cdf_RV, at_R1, right=True)[:, 0].clamp_(max=logp_RV.shape[1] - 1)
-
-
-def _uint64(value: int | Array) -> Array:
-    if isinstance(value, int):
-        return np.array(value & 0xFFFF_FFFF_FFFF_FFFF, np.uint64)
-    return np.asarray(value).astype(np.uint64)
-
-
-def _mix(x: Array) -> Array:
-    """The finaliser of splitmix64, one golden step on: a bijection of uint64."""
-    with np.errstate(over="ignore"):
-        x = x + GOLDEN
-        x = (x ^ (x >> np.uint64(30))) * MIX_1
-        x = (x ^ (x >> np.uint64(27))) * MIX_2
-    return x ^ (x >> np.uint64(31))

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from asyncrl.draws import stream_key
 from asyncrl.errors import RunClosedError
 from asyncrl.generator.engine import SampleRequest, check_fits
-from asyncrl.generator.sampling import stream_key
 from asyncrl.telemetry.spans import Spans
 from asyncrl.types import NO_VERSION, Finish, Turn, Version
 

@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from asyncrl.draws import stream_key, uniform_at
 from asyncrl.errors import WeightSyncError
 from asyncrl.generator.engine import SampleRequest, check_fits
 from asyncrl.generator.kv_cache import Decode, KVCache, Prefill, attending
-from asyncrl.generator.sampling import draw, stream_key, uniform_at
+from asyncrl.generator.sampling import draw
 from asyncrl.types import Array, Finish, Turn, Version
 
 PREFILL_TOKENS = 8192

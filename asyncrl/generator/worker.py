@@ -4,7 +4,7 @@
    ┌───────────────────────┐
    │ lease (parks until     │──▸ intake ──▸ one _work per lease ──▸ sample ────────▸ engine
    │  admission lets some)  │      ▴             │                 score ─────────▸ reward function
-   │ commit │ drop          │◂─────┼─────────────┘ waits until no unverified flip
+   │ commit │ drop          │◂─────┼─────────────┘ waits until no unverified flip; without spread: drop, if filtered
    │ renew, with stats      │◂──── heartbeat ──▸ leases lost: their _work is cancelled
    └───────────────────────┘      │
                                  held ◂── weights (weights.py) ◂─────────────────── weight stream
@@ -24,11 +24,14 @@ import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, Protocol
 
-from asyncrl.config.schema import Config, require
+from asyncrl.config.rules import require
+from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError, RefusedError, RunClosedError
 from asyncrl.generator.engine import Engine, PromptTooLongError
+from asyncrl.generator.group_filter import passes_filter
 from asyncrl.generator.rewards import RewardError
 from asyncrl.generator.rollouts import Rollouts
 from asyncrl.generator.weights import WeightFollower
@@ -51,6 +54,9 @@ SECONDS = "seconds/"
 
 GIVE_BACK_S = 5.0
 """Longest wait at the end: leases not given back expire by themselves."""
+
+FILTERED = "filtered"
+"""The reason of groups that teach nothing and are dropped before their bytes travel: `algorithm.filter`."""
 
 
 class Lease(Protocol):
@@ -102,18 +108,20 @@ class Worker:
         rollouts: Rollouts,
         held_out: Sequence[Task] = (),
     ) -> None:
-        slots, group_size = config.generator.slots, config.batch.group_size
+        slots, samples = config.generator.slots, config.batch.group_size + config.greedy_rollout
+        greedy = " and a greedy rollout" if config.greedy_rollout else ""
         require(
-            group_size <= slots,
+            samples <= slots,
             "generator.slots",
             slots,
-            f"must hold one group of batch.group_size={group_size}",
-            f"set generator.slots={group_size} or more",
+            f"must hold one group of batch.group_size={config.batch.group_size}{greedy}",
+            f"set generator.slots={samples} or more",
         )
         self.name = name
         self._client, self._engine, self._follower, self._rollouts = client, engine, follower, rollouts
         self._held_out, self._heartbeat_s = held_out, config.generator.heartbeat_s
-        at_once = max(1, slots // group_size)
+        self._passes = partial(passes_filter, config=config)
+        at_once = max(1, slots // samples)
         self._most_sampling = at_once + math.ceil(LEAD * at_once)
         self._sampling: set[Key] = set()
         self._evaluating: set[Key] = set()
@@ -199,8 +207,11 @@ class Worker:
             make = self._evaluate if stream == "eval" else self._generate
             group = await make(key, lease.task)
             await self._follower.settled()
-            await self._client.commit(stream, lease, group)
-            self._counts[f"groups/{stream}"] += 1
+            if stream == "train" and not self._passes(group):
+                await self._drop(stream, lease, FILTERED)
+            else:
+                await self._client.commit(stream, lease, group)
+                self._counts[f"groups/{stream}"] += 1
         except PromptTooLongError as error:
             await self._drop(stream, lease, "too_long", error)
         except RewardError as error:
@@ -210,19 +221,20 @@ class Worker:
         self._leases.pop(key, None)
 
     async def _generate(self, key: Key, task: Task) -> Group:
-        turns = await self._rollouts.sample(task, "/".join(map(str, key)))
+        samples = await self._rollouts.sample(task, "/".join(map(str, key)))
         # Scoring takes no room: a slow reward must not starve the engine.
         self._sampling.discard(key)
         self._room.set()
-        return await self._rollouts.score(task, turns)
+        return await self._rollouts.score(task, samples)
 
     async def _evaluate(self, key: Key, task: Task) -> Group:
         chunk = self._held_out[int(task.data["start"]) : int(task.data["stop"])]
         async with self._follower.pinned():
             return await self._rollouts.evaluate(task, chunk, "/".join(map(str, key)))
 
-    async def _drop(self, stream: Stream, lease: Lease, reason: str, error: Exception) -> None:
-        log.warning("%s drops task %d of stream %s: %s", self.name, lease.task.ordinal, stream, error)
+    async def _drop(self, stream: Stream, lease: Lease, reason: str, error: Exception | None = None) -> None:
+        if error is not None:
+            log.warning("%s drops task %d of stream %s: %s", self.name, lease.task.ordinal, stream, error)
         self._counts[f"dropped/{reason}"] += 1
         try:
             await self._client.drop(stream, lease, reason)
@@ -252,7 +264,8 @@ class Worker:
         """Telemetry for the queue to keep, totals of this process unless said otherwise.
 
         tokens · running, waiting samples now · held, lineage · leases now · weights/… of the follower
-        seconds {span of the engine: seconds} · groups/<stream>, dropped/<reason>, refused/<reason>, lost
+        reward/… of the reward function · seconds {span of the engine: seconds}
+        groups/<stream>, dropped/<reason>, refused/<reason>, lost
         """
         engine = self._engine.stats()
         for name, seconds in engine.items():
@@ -261,6 +274,7 @@ class Worker:
         return {
             **{name: value for name, value in engine.items() if not name.startswith(SECONDS)},
             **self._follower.stats(),
+            **self._rollouts.stats(),
             **self._counts,
             "held": self._follower.held,
             "lineage": self._follower.lineage,

@@ -1,103 +1,131 @@
-"""One version's gradient, summed up claim by claim, and the one step that it makes.
+"""Sums of gradients of every model that learns, and the one optimizer step that they make.
 
-    groups ─▸ advantages ─▸ pack ─▸ forward ─▸ objective ─▸ backward ─┐
-       ▲      (per group)                                             │ sums of gradients, counts, metrics
-       └──────────────── the next claim ◂─────────────────────────────┤
-                                                                      └─▸ · 1 / denominator ─▸ optimizer step
+    batch ─▸ pack ─▸ forward ─▸ objective ─▸ backward ─┐  for the policy, and for the critics and the reward model
+      ▲                                                │
+      └───── the next batch ◂──────────────────────────┤  sums of gradients, counts, losses, metrics
+                                                       └─▸ · 1 / denominator ─▸ optimizer step
 
-Nothing here knows where groups come from: a plain loop over lists trains exactly like the stream.
+A batch is whole groups, with advantages and whatever columns the objectives ask for. Nothing here knows how many
+batches make a step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+
+import torch
 
 from asyncrl.config.schema import Config
-from asyncrl.learner.advantages import advantages
-from asyncrl.learner.aggregation import Counts
+from asyncrl.learner.algorithms.aggregation import Counts
 from asyncrl.learner.backend import Backend
 from asyncrl.learner.batch import MicroBatch
-from asyncrl.learner.objective import Objective, batch_metrics, with_ratio_summary
 from asyncrl.learner.packing import moving_rollouts, pack
-from asyncrl.learner.schedule import learning_rate
-from asyncrl.telemetry.metrics import Mean, Metrics, Sum
+from asyncrl.learner.trainables import Trainable, trainables
+from asyncrl.telemetry.metrics import Metrics
 from asyncrl.telemetry.spans import Spans
-from asyncrl.types import Group, Version
+from asyncrl.types import Version
+
+NOBODY = MicroBatch.empty().with_columns(weight=torch.zeros(1), selected=torch.zeros(1, dtype=torch.bool))
+"""What a rank runs while another has rollouts left. Nothing of a whole batch is picked from it."""
 
 
 @dataclass(frozen=True, slots=True)
-class StepReport:
-    """What one optimizer step did, over all ranks. grad_norm is the norm before clipping; if it is not finite
-    the policy has not moved."""
+class Step:
+    """One optimizer step over all ranks, by model: the mean loss, the learning rate, and the gradient's norm before
+    clipping, NaN where the loss is not finite. If one of the norms is not finite no model has moved."""
 
-    grad_norm: float
-    lr: float
-    values: dict[str, float]
+    losses: Mapping[str, float]
+    rates: Mapping[str, float]
+    norms: Mapping[str, float]
+
+    @property
+    def refused(self) -> list[str]:
+        """The models that kept all of them from moving."""
+        return [name for name, norm in self.norms.items() if not math.isfinite(norm)]
 
 
 class Accumulator:
-    """The same calls on every rank, in the same order, whatever groups each of them holds."""
+    """The same calls on every rank, in the same order, whatever rollouts each of them holds."""
 
     def __init__(self, backend: Backend, config: Config, spans: Spans | None = None) -> None:
         self._backend, self._config = backend, config
         self._spans = spans or Spans()
-        norm_tokens = config.algorithm.norm_tokens or config.generator.max_tokens
-        self._objective = Objective(config.algorithm, norm_tokens)
-        self._skip_flat = config.learner.skip_flat_groups and self._objective.skips_flat_groups
-        self._counts = Counts()
-        self._metrics = Metrics()
-
-    def add(self, groups: Sequence[Group], version: Version) -> None:
-        """Train on whole groups, for the policy of `version`. A rank without groups still takes part."""
-        with self._spans("compute/pack"):
-            micro_batches = self._prepare(groups, version) if groups else []
-        with self._spans("wait/ranks"):
-            passes = max(self._backend.exchange(len(micro_batches)))
-        for turn in range(passes):
-            batch = micro_batches[turn] if turn < len(micro_batches) else MicroBatch.empty()
-            with self._spans("compute/forward_backward"):
-                here, logp_N, entropy_N = self._backend.forward(batch)
-                loss, metrics = self._objective(here, logp_N, entropy_N)
-                self._backend.backward(loss)
-            metrics.add("loss", Sum(float(loss.detach())))
-            self._metrics.merge([metrics])
-
-    def step(self, version: Version) -> StepReport:
-        """Divide by the global denominator and step: version → version + 1."""
-        with self._spans("wait/ranks"):
-            every = self._backend.exchange(
-                [self._counts.tokens, self._counts.rollouts, self._metrics.to_wire()]
-            )
-        denominator = self._objective.denominator(Counts.total(Counts(t, r) for t, r, _ in every))
-        merged = Metrics()
-        merged.merge(Metrics.from_wire(metrics) for _, _, metrics in every)
-        values = with_ratio_summary(merged.values())
-        values["loss"] = values.get("loss", 0.0) / denominator
-        # A clamp turns the gradient of a NaN into 0: the loss must be finite too, or the step is refused.
-        scale = 1 / denominator if math.isfinite(values["loss"]) else math.nan
-        lr = learning_rate(version, self._config.run.versions, self._config.learner.optimizer)
-        with self._spans("compute/optimizer"):
-            norm = self._backend.optimizer_step(scale, lr)
+        self._trainables = trainables(backend, config)
         self._reset()
-        return StepReport(norm, lr, values)
+
+    def add(self, batch: MicroBatch | None, version: Version) -> Metrics:
+        """∀ Add the gradient of a batch, none where this rank has no groups. Returns what its passes measured."""
+        learning = self._learning(version)
+        with self._spans("compute/pack"):
+            if batch is not None:
+                for each in learning:
+                    so_far = self._counts[each.name]
+                    self._counts[each.name] = Counts.total([so_far, each.objective.counts(batch)])
+            packed = [self._packed(trainable, batch) for trainable in learning]
+        with self._spans("wait/ranks"):
+            every = self._backend.exchange([len(micro_batches) for micro_batches in packed])
+        metrics = Metrics()
+        for trainable, micro_batches, *passes in zip(learning, packed, *every, strict=True):
+            for turn in range(max(passes)):
+                here = micro_batches[turn] if turn < len(micro_batches) else NOBODY
+                with self._spans("compute/forward_backward"):
+                    loss, measured = trainable.objective(*trainable.model.forward(here), version=version)
+                    trainable.model.backward(loss)
+                self._losses[trainable.name] += float(loss.detach())
+                metrics.merge([measured])
+        return metrics
+
+    def step(self, version: Version, number: int = 0) -> Step:
+        """∀ Divide by the global denominators and step, for the `number`-th time in `version`: all models or none."""
+        learning = self._learning(version)
+        scales, losses = self._scales_and_losses(learning)
+        rates = {t.name: t.lr(version, number, self._config) for t in learning}
+        with self._spans("compute/optimizer"):
+            # A clamp turns the gradient of a NaN into 0, so the loss is looked at too.
+            norms = {
+                t.name: t.model.gradient_norm(scales[t.name] if math.isfinite(losses[t.name]) else math.nan)
+                for t in learning
+            }
+            step = Step(losses, rates, norms)
+            if not step.refused:
+                for t in learning:
+                    t.model.optimizer_step(scales[t.name], rates[t.name])
+        self.abandon()
+        return step
 
     def abandon(self) -> None:
-        """Forget what this version has accumulated."""
-        self._backend.forget_gradients()
+        """Forget what has been summed up."""
+        for trainable in self._trainables:
+            trainable.model.forget_gradients()
         self._reset()
 
-    def _prepare(self, groups: Sequence[Group], version: Version) -> list[MicroBatch]:
-        batch = MicroBatch.of(groups)
-        batch = batch.with_advantages(advantages(batch, self._config.algorithm))
-        self._counts = Counts.total([self._counts, Counts.of(batch)])
-        moving = moving_rollouts(batch)
-        self._metrics.merge([batch_metrics(batch, version)])
-        flat = len(groups) - len({int(batch.group_R[r]) for r in moving})
-        self._metrics.add("share/flat_groups", Mean(flat, len(groups)))
-        rollouts = moving if self._skip_flat else range(batch.rollouts)
-        return pack(batch, rollouts, self._config.learner.micro_batch_tokens)
+    def _scales_and_losses(self, learning: Sequence[Trainable]) -> tuple[dict[str, float], dict[str, float]]:
+        """∀ By model: 1 / the global denominator, and the mean loss."""
+        counted = {name: astuple(counts) for name, counts in self._counts.items()}
+        with self._spans("wait/ranks"):
+            every = self._backend.exchange([counted, self._losses])
+        scales, losses = {}, {}
+        for t in learning:
+            counts = Counts.total(Counts(*theirs[t.name]) for theirs, _ in every if t.name in theirs)
+            scales[t.name] = 1 / t.objective.denominator(counts)
+            losses[t.name] = scales[t.name] * sum(mine.get(t.name, 0.0) for _, mine in every)
+        return scales, losses
+
+    def _learning(self, version: Version) -> list[Trainable]:
+        return [trainable for trainable in self._trainables if version >= trainable.since]
+
+    def _packed(self, trainable: Trainable, batch: MicroBatch | None) -> list[MicroBatch]:
+        """Without the rollouts that are sure to add nothing to the gradient."""
+        if batch is None:
+            return []
+        rollouts = moving_rollouts(batch) if trainable.skips_flat else range(batch.rollouts)
+        copies = batch.copies_R.tolist()
+        counting = [r for r in rollouts if copies[r] > 0]
+        return pack(batch, counting, self._config.learner.micro_batch_tokens)
 
     def _reset(self) -> None:
-        self._counts, self._metrics = Counts(), Metrics()
+        self._counts = defaultdict[str, Counts](Counts)
+        self._losses = defaultdict[str, float](float)

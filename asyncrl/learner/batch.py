@@ -15,25 +15,32 @@ rollout's first token, which nothing predicts and no mask may ask for.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.types import Group
+from asyncrl.types import COLUMNS, WITHOUT_STEPS, Group
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """Everything that the loss of some rollouts needs.
 
-    token_ids_N, position_ids_N, seq_N int64 · loss_mask_N bool · behaviour_N float32, the recorded log μ, 0
-    where the mask is 0 · versions_N int32, NO_VERSION where the mask is 0 · advantages_N float32, 0 until
-    they are known lengths_R tokens of each rollout · group_R the number of its group, from 0 · rewards_R
-    float32 temperature of the sampling distribution, which the learner applies to its own log-probs
+    token_ids_N, position_ids_N, seq_N int64 · loss_mask_N bool
+    behaviour_N    float32, the recorded log μ, 0 where the mask is 0
+    versions_N     int32, NO_VERSION where the mask is 0
+    advantages_N   float32, 0 until they are known
+    lengths_R      tokens of each rollout · group_R int64, the number of its group, from 0
+    rewards_R      float32 · parts_R its parts by name · greedy_R of a greedy rollout of the task, NaN: none was made
+    ordinals_R     int64, the task's ordinal · copies_R float32, how often the rollout counts (1, but for resampling)
+    temperature    of the sampling distribution, which the learner applies to its own log-probs
+    columns        further values per token by name, all [N]: those of `types.COLUMNS` that came with the groups;
+                   what other models say: values, cost_values (critics), reference, proximal, reward_model, teacher
+                   (log-probs of the token); and what `Experience` makes of it all
     """
 
     token_ids_N: Tensor
@@ -46,7 +53,12 @@ class MicroBatch:
     lengths_R: tuple[int, ...]
     group_R: Tensor
     rewards_R: Tensor
+    greedy_R: Tensor
+    ordinals_R: Tensor
+    copies_R: Tensor
     temperature: float
+    parts_R: Mapping[str, Tensor] = field(default_factory=dict)
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
 
     @staticmethod
     def of(groups: Sequence[Group]) -> MicroBatch:
@@ -58,6 +70,9 @@ class MicroBatch:
         temperatures = {group.sampling.temperature for group in groups}
         if len(temperatures) != 1 or min(temperatures) <= 0:
             raise ValueError(f"one micro-batch needs one temperature above 0, got {sorted(temperatures)}")
+        sizes = [len(group.lengths) for group in groups]
+        parts = sorted({name for group in groups for name in group.reward_parts})
+        columns = sorted({name for group in groups for name in group.columns})
         lengths = np.concatenate([group.lengths for group in groups]).astype(np.int64)
         seq_N, position_ids_N = _segments(lengths)
         batch = MicroBatch(
@@ -69,11 +84,25 @@ class MicroBatch:
             versions_N=_joined(groups, "versions", np.int32),
             advantages_N=torch.zeros(len(seq_N)),
             lengths_R=tuple(lengths.tolist()),
-            group_R=torch.repeat_interleave(
-                torch.arange(len(groups)), torch.tensor([len(group.lengths) for group in groups])
-            ),
+            group_R=_each(np.arange(len(groups)), sizes),
             rewards_R=_joined(groups, "rewards", np.float32),
+            greedy_R=_each(
+                np.array(
+                    [np.nan if g.greedy_reward is None else g.greedy_reward for g in groups], np.float32
+                ),
+                sizes,
+            ),
+            ordinals_R=_each(np.array([group.task.ordinal for group in groups], np.int64), sizes),
+            copies_R=torch.ones(len(lengths)),
             temperature=temperatures.pop(),
+            parts_R={
+                name: torch.from_numpy(np.concatenate([_part(group, name) for group in groups]))
+                for name in parts
+            },
+            columns={
+                name: torch.from_numpy(np.concatenate([_column(group, name) for group in groups]))
+                for name in columns
+            },
         )
         if bool((batch.loss_mask_N & (batch.position_ids_N == 0)).any()):
             raise ValueError("a rollout's first token has a loss mask, but nothing predicts it")
@@ -94,21 +123,62 @@ class MicroBatch:
             lengths_R=(1,),
             group_R=zero_1,
             rewards_R=torch.zeros(1),
+            greedy_R=torch.full((1,), torch.nan),
+            ordinals_R=zero_1,
+            copies_R=torch.ones(1),
             temperature=1.0,
         )
+
+    @staticmethod
+    def joined(batches: Sequence[MicroBatch]) -> MicroBatch:
+        """All rollouts of `batches`, in the order of their ordinals; no group may be in two of them. What came with the
+        groups of some batch only is `completed` in the others."""
+        columns = {name for batch in batches for name in batch.columns if name in COLUMNS}
+        parts = {name for batch in batches for name in batch.parts_R}
+        batches = [batch.completed(columns, parts) for batch in batches]
+        groups = np.cumsum([0] + [int(batch.group_R.max()) + 1 for batch in batches])
+        rollouts = np.cumsum([0] + [batch.rollouts for batch in batches])
+        joined: dict[str, Any] = {}
+        for entry in dataclasses.fields(MicroBatch):
+            values = [getattr(batch, entry.name) for batch in batches]
+            if isinstance(values[0], Tensor):
+                joined[entry.name] = torch.cat(values)
+            elif isinstance(values[0], Mapping):
+                joined[entry.name] = {n: torch.cat([value[n] for value in values]) for n in sorted(values[0])}
+        joined["group_R"] = torch.cat([b.group_R + g for b, g in zip(batches, groups, strict=False)])
+        joined["seq_N"] = torch.cat([b.seq_N + r for b, r in zip(batches, rollouts, strict=False)])
+        joined["lengths_R"] = tuple(length for batch in batches for length in batch.lengths_R)
+        every = MicroBatch(**joined, temperature=batches[0].temperature)
+        return every.select(torch.argsort(every.ordinals_R, stable=True).tolist())
+
+    def completed(self, columns: Iterable[str], parts: Iterable[str]) -> MicroBatch:
+        """With these of `types.COLUMNS` and these parts of the reward: where there is none, what `WITHOUT_STEPS` says,
+        and 0."""
+        empty = {n: torch.from_numpy(_without_steps(n, self.tokens)) for n in columns}
+        none_R = torch.zeros(self.rollouts)
+        return dataclasses.replace(
+            self,
+            columns=empty | dict(self.columns),
+            parts_R=dict.fromkeys(parts, none_R) | dict(self.parts_R),
+        )
+
+    def of_ordinals(self, ordinals: Sequence[int]) -> MicroBatch | None:
+        """Only the groups of these tasks, in the order they have here; none if there is none of them."""
+        chosen = torch.isin(self.ordinals_R, torch.tensor(ordinals, dtype=torch.int64))
+        return self.select(torch.nonzero(chosen)[:, 0].tolist()) if chosen.any() else None
 
     def with_advantages(self, advantages_N: Tensor) -> MicroBatch:
         return dataclasses.replace(self, advantages_N=advantages_N.to(self.behaviour_N.dtype))
 
+    def with_columns(self, **columns_N: Tensor) -> MicroBatch:
+        """The same with these columns, over those of the same name."""
+        return dataclasses.replace(self, columns={**self.columns, **columns_N})
+
     def select(self, rollouts: Sequence[int]) -> MicroBatch:
         """Only these rollouts, in this order, as a micro-batch of their own."""
         picked_R = torch.as_tensor(rollouts, dtype=torch.int64)
-        lengths = np.asarray(self.lengths_R, np.int64)
-        starts = np.cumsum(lengths) - lengths
-        token_N = torch.from_numpy(
-            np.concatenate([np.arange(starts[r], starts[r] + lengths[r]) for r in rollouts])
-        )
-        seq_N, position_ids_N = _segments(lengths[np.asarray(rollouts)])
+        token_N = self.tokens_of(rollouts)
+        seq_N, position_ids_N = _segments(np.asarray(self.lengths_R, np.int64)[np.asarray(rollouts)])
         _, group_R = torch.unique_consecutive(self.group_R[picked_R], return_inverse=True)
         return MicroBatch(
             token_ids_N=self.token_ids_N[token_N],
@@ -121,18 +191,33 @@ class MicroBatch:
             lengths_R=tuple(self.lengths_R[r] for r in rollouts),
             group_R=group_R,
             rewards_R=self.rewards_R[picked_R],
+            greedy_R=self.greedy_R[picked_R],
+            ordinals_R=self.ordinals_R[picked_R],
+            copies_R=self.copies_R[picked_R],
             temperature=self.temperature,
+            parts_R={name: part_R[picked_R] for name, part_R in self.parts_R.items()},
+            columns={name: column_N[token_N] for name, column_N in self.columns.items()},
+        )
+
+    def tokens_of(self, rollouts: Sequence[int]) -> Tensor:
+        """int64 indices into this batch of all tokens of these rollouts, in their order."""
+        lengths = np.asarray(self.lengths_R, np.int64)
+        starts = np.cumsum(lengths) - lengths
+        return torch.from_numpy(
+            np.concatenate([np.arange(starts[r], starts[r] + lengths[r]) for r in rollouts])
         )
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on another device; itself if it is there already."""
         if self.token_ids_N.device == device:
             return self
-        moved: dict[str, Any] = {
-            field.name: value.to(device, non_blocking=True)
-            for field in dataclasses.fields(self)
-            if isinstance(value := getattr(self, field.name), Tensor)
-        }
+        moved: dict[str, Any] = {}
+        for entry in dataclasses.fields(self):
+            value = getattr(self, entry.name)
+            if isinstance(value, Tensor):
+                moved[entry.name] = value.to(device, non_blocking=True)
+            elif isinstance(value, Mapping):
+                moved[entry.name] = {name: t.to(device, non_blocking=True) for name, t in value.items()}
         return dataclasses.replace(self, **moved)
 
     @property
@@ -147,6 +232,26 @@ class MicroBatch:
 
 def _joined(groups: Sequence[Group], column: str, dtype: type) -> Tensor:
     return torch.from_numpy(np.concatenate([getattr(group, column) for group in groups]).astype(dtype))
+
+
+def _each(values: np.ndarray, sizes: Sequence[int]) -> Tensor:
+    """A value per group → one per rollout."""
+    return torch.from_numpy(np.repeat(values, sizes))
+
+
+def _part(group: Group, name: str) -> np.ndarray:
+    """[n] float32: a part that the group lacks counts as 0, as it does for a rollout that lacks it."""
+    return group.reward_parts.get(name, np.zeros(len(group.lengths), np.float32))
+
+
+def _column(group: Group, name: str) -> np.ndarray:
+    """[N]."""
+    found = group.columns.get(name)
+    return _without_steps(name, len(group.token_ids)) if found is None else found
+
+
+def _without_steps(name: str, tokens: int) -> np.ndarray:
+    return np.full(tokens, WITHOUT_STEPS[name], COLUMNS[name])
 
 
 def _segments(lengths: np.ndarray) -> tuple[Tensor, Tensor]:

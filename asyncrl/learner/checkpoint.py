@@ -2,8 +2,8 @@
 
 RUN/checkpoints/.v000050.partial/   every rank writes its shards here
 RUN/checkpoints/v000050/            the same folder, renamed by rank 0 when all ranks are done
-    learner/                        policy, optimizer, random state (torch.distributed.checkpoint)
-    meta.msgpack                    version, and where the task streams stand
+    learner/                        models that change, their optimizers, random state (torch.distributed.checkpoint)
+    meta.msgpack                    version, controls, and where the task streams stand
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import msgpack
@@ -20,18 +21,20 @@ from asyncrl.learner.backend import Backend
 from asyncrl.types import Version
 
 FOLDER, STATE, META = "checkpoints", "learner", "meta.msgpack"
-FORMAT = 1
+FORMAT = 2
+"""1 had no controls."""
 NAME = re.compile(r"v\d{6,}")
 
 
 @dataclass(frozen=True, slots=True)
 class Meta:
     """version: of the policy that is saved · train, eval: the queue's snapshots of the two streams
-    (opaque)."""
+    (opaque) · controls: what the run had adapted by then, by name, see `Controls`."""
 
     version: Version
     train: bytes
     eval: bytes | None
+    controls: Mapping[str, float] = field(default_factory=dict)
     format: int = FORMAT
 
 
@@ -41,6 +44,7 @@ def newest(run_folder: Path) -> Path | None:
 
 
 def read_meta(checkpoint: Path) -> Meta:
+    """Of this format or an older one."""
     return Meta(**msgpack.unpackb((checkpoint / META).read_bytes()))
 
 

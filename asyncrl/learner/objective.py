@@ -1,59 +1,77 @@
-"""The training objective: log-probs of a micro-batch → a sum to differentiate, and everything worth knowing.
+"""The policy's objective: log-probs of a micro-batch → a sum to differentiate, and everything worth knowing.
 
     π ── ρ = π/π_p ── loss(ρ, A) ─┐
-    π_p ─ w = π_p/μ ─ correction ─┴─▸ Σ weight_N · (w_N · loss_N − bonus · entropy_N)   over the denominator
+    π_p ─ w = π_p/μ ─ correction ─┴─▸ Σ share_N · (w_N · loss_N + entropy, KL and LM terms)   over the denominator
 
-Axes:  N tokens · R rollouts · P policy tokens (those under the mask)
+Axes:  N tokens · R rollouts
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from asyncrl.config.schema import AlgorithmConfig
-from asyncrl.learner.aggregation import AGGREGATIONS, Counts
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.learner.algorithms.aggregation import AGGREGATIONS, Counts
+from asyncrl.learner.algorithms.corrections import correction_weights, geometric_means
+from asyncrl.learner.algorithms.losses import PolicyTerms, policy_loss
+from asyncrl.learner.algorithms.proximal import loglinear_proximal
+from asyncrl.learner.algorithms.terms import entropy_term, kl_term, lm_term
 from asyncrl.learner.batch import MicroBatch
-from asyncrl.learner.corrections import correction_weights
-from asyncrl.learner.losses import LOSSES, PolicyTerms, ratio
-from asyncrl.telemetry.metrics import Max, Mean, Metrics, Sum
+from asyncrl.learner.measures import token_metrics
+from asyncrl.telemetry.metrics import Metrics
 from asyncrl.types import Version
 
-RATIO_SUM, RATIO_SQUARES, RATIO_TOKENS = "ratio/sum", "ratio/sum_squares", "ratio/tokens"
+MOVES_WITHOUT_ADVANTAGE: Final = frozenset({"sppo", "kl_cov"})
+"""Losses with a gradient where the advantage is 0: a target of 0, a penalty."""
+
+WEIGHED_BY_ROLLOUT: Final = frozenset({"gmpo"})
+"""Losses that take the off-policy weights as they take the ratios: by their geometric mean over the rollout."""
 
 
 @dataclass(frozen=True, slots=True)
-class Objective:
+class PolicyObjective:
     """`algorithm:` resolved. norm_tokens: the constant of 'seq-mean-token-sum-norm'."""
 
     config: AlgorithmConfig
     norm_tokens: int
 
-    def __call__(self, batch: MicroBatch, logp_N: Tensor, entropy_N: Tensor) -> tuple[Tensor, Metrics]:
-        """(scalar sum, to be divided by `denominator`; metrics). Both inputs are 0 where the mask is 0."""
+    def __call__(
+        self, batch: MicroBatch, logp_N: Tensor, entropy_N: Tensor, version: Version = 0
+    ) -> tuple[Tensor, Metrics]:
+        """(scalar sum, to be divided by `denominator`; metrics), while `version` is trained. Both inputs are 0 where
+        the mask is 0. The columns weight, kept, selected and lm are used where `Experience` made them."""
         now_N = logp_N.detach()
-        proximal_N = batch.behaviour_N if self.config.proximal == "behaviour" else now_N
+        proximal_N = proximal(batch, now_N, self.config, version)
+        weight_N = self._weights(batch, proximal_N)
+        batch = unrejected(batch)
         terms = PolicyTerms(
-            logp_N, proximal_N, batch.advantages_N, batch.loss_mask_N, batch.seq_N, batch.rollouts
+            logp_N=logp_N,
+            proximal_N=proximal_N,
+            behaviour_N=batch.behaviour_N,
+            advantages_N=batch.advantages_N,
+            loss_mask_N=batch.loss_mask_N,
+            seq_N=batch.seq_N,
+            rollouts=batch.rollouts,
+            selected_N=batch.columns.get("selected"),
         )
-        loss = LOSSES[self.config.loss](terms, self.config)
-        weight_N = correction_weights(
-            proximal_N - batch.behaviour_N,
-            batch.loss_mask_N,
-            batch.seq_N,
-            batch.rollouts,
-            self.config.correction,
-        )
-        per_token_N = weight_N * loss.loss_N
-        if self.config.entropy_bonus:
-            per_token_N = per_token_N - self.config.entropy_bonus * entropy_N
-        share_N = AGGREGATIONS[self.config.aggregation].weights(batch, self.norm_tokens)
+        loss = policy_loss(terms, self.config)
+        if self.config.loss in WEIGHED_BY_ROLLOUT and not self.config.own_loss:
+            weight_N = geometric_means(weight_N, batch.loss_mask_N, batch.seq_N, batch.rollouts)
+        per_token_N = weight_N * loss.loss_N + self._other_terms(batch, logp_N, entropy_N)
+        share_N = AGGREGATIONS[self.config.aggregation].weights(batch, self.norm_tokens).to(per_token_N.dtype)
         # where, not a product: what stands outside the mask may be infinite, and 0 · ∞ is not 0.
         total = (torch.where(batch.loss_mask_N, per_token_N, 0.0) * share_N).sum()
-        return total, token_metrics(batch, now_N, entropy_N.detach(), loss.clipped_N, weight_N)
+        start_N = batch.columns.get("proximal", now_N)
+        return total, token_metrics(batch, start_N, entropy_N.detach(), loss.clipped_N, weight_N)
+
+    def counts(self, batch: MicroBatch) -> Counts:
+        """Of what the correction does not reject."""
+        return Counts.of(unrejected(batch))
 
     def denominator(self, counts: Counts) -> float:
         """Of the global batch; 1 for one without a policy token, whose sum is 0 anyway."""
@@ -62,74 +80,41 @@ class Objective:
     @property
     def skips_flat_groups(self) -> bool:
         """Whether a group without advantages adds exactly nothing to the gradient."""
-        return self.config.entropy_bonus == 0
+        config = self.config
+        beside = config.entropy_bonus or config.kl_loss.coef or config.lm_coef or config.own_loss
+        return not beside and config.loss not in MOVES_WITHOUT_ADVANTAGE
+
+    def _weights(self, batch: MicroBatch, proximal_N: Tensor) -> Tensor:
+        """w_N of the off-policy correction, made of all policy tokens, rejected ones too."""
+        if "weight" in batch.columns:
+            return batch.columns["weight"]
+        log_w_N = proximal_N - batch.behaviour_N
+        tokens = (batch.loss_mask_N, batch.seq_N, batch.rollouts)
+        return correction_weights(log_w_N, *tokens, self.config.correction)
+
+    def _other_terms(self, batch: MicroBatch, logp_N: Tensor, entropy_N: Tensor) -> Tensor:
+        terms_N = torch.zeros_like(logp_N)
+        if self.config.entropy_bonus:
+            terms_N = terms_N + entropy_term(entropy_N, self.config)
+        if self.config.kl_loss.coef:
+            terms_N = terms_N + kl_term(logp_N, batch, self.config)
+        if self.config.lm_coef:
+            terms_N = terms_N + lm_term(logp_N, batch, self.config)
+        return terms_N
 
 
-def batch_metrics(batch: MicroBatch, version: Version) -> Metrics:
-    """Of all rollouts that a step trains on, whether they need a forward or not.
-
-    Staleness of a group: `version` minus the version of its oldest token; staleness/token is the mean over
-    tokens.
-    """
-    metrics = Metrics()
-    groups = int(batch.group_R.max()) + 1
-    metrics.add("reward/mean", Mean(float(batch.rewards_R.sum()), batch.rollouts))
-    metrics.add("groups", Sum(groups))
-    metrics.add("rollouts", Sum(batch.rollouts))
-    made = Counts.of(batch).tokens
-    metrics.add("tokens", Sum(made))
-    metrics.add("tokens_with_prompts", Sum(batch.tokens))
-    metrics.add("length/mean", Mean(made, batch.rollouts))
-    age_P = version - batch.versions_N[batch.loss_mask_N]
-    oldest_G = torch.full((groups,), -1, dtype=age_P.dtype)
-    oldest_G.scatter_reduce_(0, batch.group_R[batch.seq_N[batch.loss_mask_N]], age_P, "amax")
-    aged = oldest_G[oldest_G >= 0]
-    metrics.add("staleness/mean", Mean(float(aged.sum()), len(aged)))
-    metrics.add("staleness/max", Max(float(max(aged.tolist(), default=0))))
-    metrics.add("staleness/token", Mean(float(age_P.sum()), len(age_P)))
-    return metrics
+def unrejected(batch: MicroBatch) -> MicroBatch:
+    """The batch without the policy tokens that the off-policy correction leaves out, by the column `kept`. That is the
+    policy's business alone: critics and the reward model learn from them too."""
+    kept_N = batch.columns.get("kept")
+    return batch if kept_N is None else dataclasses.replace(batch, loss_mask_N=batch.loss_mask_N & kept_N)
 
 
-def token_metrics(
-    batch: MicroBatch, logp_N: Tensor, entropy_N: Tensor, clipped_N: Tensor, weight_N: Tensor
-) -> Metrics:
-    """How far the current policy is from what made the tokens. All inputs [N], no gradient.
-
-    The divergences are estimates of KL(μ‖π) from μ's own samples: k1 = mean log μ/π; k3 = mean (π/μ − 1 − log
-    π/μ), never negative (http://joschu.net/blog/kl-approx.html).
-    """
-    mask_N = batch.loss_mask_N
-    log_ratio_P = (logp_N - batch.behaviour_N)[mask_N]
-    ratio_P = ratio(logp_N, batch.behaviour_N)[mask_N]
-    count = len(ratio_P)
-    sums = torch.stack(
-        [
-            ratio_P.sum(),
-            ratio_P.square().sum(),
-            -log_ratio_P.sum(),
-            (ratio_P - 1 - log_ratio_P).sum(),
-            entropy_N[mask_N].sum(),
-            clipped_N[mask_N].sum(),
-            (weight_N[mask_N] == 0).sum(),
-        ]
-    ).tolist()
-    metrics = Metrics()
-    metrics.add(RATIO_SUM, Sum(sums[0]))
-    metrics.add(RATIO_SQUARES, Sum(sums[1]))
-    metrics.add(RATIO_TOKENS, Sum(count))
-    metrics.add("ratio/max", Max(float(ratio_P.max()) if count else 0.0))
-    names = ("kl/k1", "kl/k3", "entropy", "share/clipped", "share/rejected")
-    for name, total in zip(names, sums[2:], strict=True):
-        metrics.add(name, Mean(total, count))
-    return metrics
-
-
-def with_ratio_summary(values: Mapping[str, float]) -> dict[str, float]:
-    """The reduced metrics of a step, with the three ratio sums turned into ratio/mean and ratio/ess: the
-    effective sample size (Σw)² / (n Σw²), 1 when all weights are equal."""
-    row = dict(values)
-    total, squares, count = (row.pop(name, 0.0) for name in (RATIO_SUM, RATIO_SQUARES, RATIO_TOKENS))
-    if count:
-        row["ratio/mean"] = total / count
-        row["ratio/ess"] = total * total / (count * squares) if squares else 0.0
-    return row
+def proximal(batch: MicroBatch, now_N: Tensor, config: AlgorithmConfig, version: Version) -> Tensor:
+    """log π_p [N]. now_N: log-probs of the policy as it is, no gradient; the column `proximal`, where there is one, has
+    those of the version's start."""
+    if config.proximal == "behaviour":
+        return batch.behaviour_N
+    if config.proximal == "loglinear":
+        return loglinear_proximal(batch.behaviour_N, now_N, batch.versions_N, version)
+    return batch.columns.get("proximal", now_N)

@@ -41,8 +41,12 @@ def moving_rollouts(batch: MicroBatch) -> list[int]:
     return torch.nonzero(moves_G[batch.group_R])[:, 0].tolist()
 
 
+def bins(batch: MicroBatch, rollouts: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """These rollouts of `batch`, put together to at most `max_tokens` tokens (a longer rollout goes alone)."""
+    filled = first_fit([batch.lengths_R[r] for r in rollouts], max_tokens)
+    return [[rollouts[i] for i in chosen] for chosen in filled]
+
+
 def pack(batch: MicroBatch, rollouts: Sequence[int], max_tokens: int) -> list[MicroBatch]:
-    """These rollouts of `batch` as micro-batches of at most `max_tokens` tokens (a longer rollout goes
-    alone)."""
-    bins = first_fit([batch.lengths_R[r] for r in rollouts], max_tokens)
-    return [batch.select([rollouts[i] for i in chosen]) for chosen in bins]
+    """The `bins` as micro-batches."""
+    return [batch.select(chosen) for chosen in bins(batch, rollouts, max_tokens)]

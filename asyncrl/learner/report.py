@@ -77,6 +77,7 @@ def step_row(
     """The row of the step that published `version`. Ledger counts come as queue/…, seconds per span as
     time/…."""
     counts = {f"queue/{name}": count for name, count in depth.items() if isinstance(count, (int, float))}
+    counts |= {f"queue/dropped/{reason}": n for reason, n in depth.get("dropped_by_reason", {}).items()}
     times = {f"time/{name}": seconds for name, seconds in spans.items()}
     seconds = {"step_s": sum(spans.values()), "busy/learner": busy_share(spans)}
     return {"version": version, **values, **seconds, **pool, **counts, **times}

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -22,24 +22,52 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 from transformers import AutoTokenizer, PreTrainedModel
 
+from asyncrl.config.rules import require
+from asyncrl.learner.backend import POLICY
+
+RNG, OPTIMIZER = "rng", "optimizer"
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 MAX_FILE_BYTES = 4 << 30
 
 
-def save(folder: Path, masters: Mapping[str, Tensor], optimizer: Optimizer) -> None:
-    """A torch.distributed.checkpoint folder with the policy, both Adam moments and torch's random state.
+class ModelState(NamedTuple):
+    """What is kept of one model. masters: its tensors by name, live · optimizer: none if it is frozen."""
+
+    masters: Mapping[str, Tensor]
+    optimizer: Optimizer | None
+
+
+def save(folder: Path, models: Mapping[str, ModelState]) -> None:
+    """A torch.distributed.checkpoint folder with these models, both Adam moments of each, and torch's random state.
 
     Raises OSError if the disk does not take it.
     """
     with _writing(folder):
-        dcp.save(_state(masters, optimizer), checkpoint_id=str(folder), no_dist=_alone())
+        dcp.save(_state(models), checkpoint_id=str(folder), no_dist=_alone())
 
 
-def load(folder: Path, masters: Mapping[str, Tensor], optimizer: Optimizer) -> None:
-    """Fill `masters` and `optimizer` in place; the world size need not be the one that saved."""
-    state = _state(masters, optimizer)
+def load(folder: Path, models: Mapping[str, ModelState]) -> None:
+    """Fill masters and optimizers in place; the world size need not be the one that saved.
+
+    Raises ConfigError for a model that the folder does not have; those that it has beyond `models` are left out.
+    """
+    missing = sorted(models.keys() - models_in(folder))
+    require(
+        not missing,
+        "run.resume",
+        str(folder),
+        f"the checkpoint has no {', '.join(missing)}: it was made with another algorithm",
+        "go on with that algorithm, or start anew under another run.name",
+    )
+    state = _state(models)
     dcp.load(state, checkpoint_id=str(folder), no_dist=_alone())
     torch.set_rng_state(state["rng"])
+
+
+def models_in(folder: Path) -> set[str]:
+    """Names of the models that were saved here."""
+    keys = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {key.split(".")[0] for key in keys} - {RNG, OPTIMIZER}
 
 
 def write_hf_weights(folder: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -79,18 +107,30 @@ def _writing(folder: Path) -> Iterator[None]:
         raise known or OSError(errno.EIO, f"{causes[0]} ({free} bytes free)", str(folder)) from error
 
 
-def _state(masters: Mapping[str, Tensor], optimizer: Optimizer) -> dict[str, Any]:
-    """Flat names → the live tensors; moments that no step has made yet are made here."""
-    state: dict[str, Any] = {"rng": torch.get_rng_state()}
-    for name, master in masters.items():
-        state[f"policy.{name}"] = master.detach()
-        moments = optimizer.state[master]
-        if not moments:
-            moments["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
-            moments["exp_avg"] = torch.zeros_like(master)
-            moments["exp_avg_sq"] = torch.zeros_like(master)
-        state |= {f"optimizer.{moment}.{name}": moments[moment].detach() for moment in MOMENTS}
+def _state(models: Mapping[str, ModelState]) -> dict[str, Any]:
+    """Flat names → the live tensors; moments that no step has made yet are made here.
+
+    rng · policy.NAME · optimizer.MOMENT.NAME · critic.NAME · optimizer.MOMENT.critic.NAME · …
+    """
+    state: dict[str, Any] = {RNG: torch.get_rng_state()}
+    for model, (masters, optimizer) in models.items():
+        state |= {f"{model}.{name}": master.detach() for name, master in masters.items()}
+        if optimizer is None:
+            continue
+        owner = "" if model == POLICY else f"{model}."
+        for name, master in masters.items():
+            moments = _moments(optimizer, master)
+            state |= {f"{OPTIMIZER}.{key}.{owner}{name}": moments[key].detach() for key in MOMENTS}
     return state
+
+
+def _moments(optimizer: Optimizer, master: Tensor) -> dict[str, Tensor]:
+    moments = optimizer.state[master]
+    if not moments:
+        moments["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
+        moments["exp_avg"] = torch.zeros_like(master)
+        moments["exp_avg_sq"] = torch.zeros_like(master)
+    return moments
 
 
 def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:

@@ -12,10 +12,11 @@ claim and whether it was asked to stop, and they take the claim only when every 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
-from asyncrl.errors import DeadlineError, RefusedError
+from asyncrl.errors import AsyncRLError, DeadlineError, RefusedError
 from asyncrl.learner.backend import Backend
 from asyncrl.learner.ports import Claim, LearnerClient
 from asyncrl.telemetry.spans import Spans
@@ -26,12 +27,22 @@ PARK_S = 0.5
 """Longest wait of one request: how soon a wish to stop is noticed while nothing arrives."""
 
 
+TOO_FLAT = (
+    "nearly all groups have equal rewards: give tasks that are solved now and then, raise batch.group_size, "
+    "or set algorithm.filter=none"
+)
+
+
 class StopWaiting(Exception):  # noqa: N818  (a decision, not a failure)
     """Somebody wants to stop and the rest of this step is not there yet."""
 
 
 class StreamExhausted(Exception):  # noqa: N818
     """There are no tasks for this step."""
+
+
+class NoGroups(DeadlineError):  # noqa: N818
+    """No group came for `deadline_s`: raised on all ranks at once, between two versions of the weights."""
 
 
 class GroupStream:
@@ -58,7 +69,7 @@ class GroupStream:
     def step(self, step: int) -> Iterator[list[Group]]:
         """This rank's groups of step `step`, one list per claim (maybe empty: other ranks have some).
 
-        Raises StopWaiting, StreamExhausted, and DeadlineError when no group came for `deadline_s`.
+        Raises StopWaiting, StreamExhausted, and NoGroups when none came for `deadline_s`: all ranks raise the same.
         """
         index, last = 0, False
         asked = self._ask(step, index)
@@ -91,20 +102,37 @@ class GroupStream:
         since = time.monotonic()
         claim, exhausted = _answer(asked)
         while True:
-            every = self._backend.exchange([claim is not None, self._stopping(), exhausted])
-            if claim is not None and all(have for have, _, _ in every):
+            late = claim is None and time.monotonic() - since > self._deadline_s
+            every = self._backend.exchange([claim is not None, self._stopping(), exhausted, late])
+            have, stop, over, too_late = zip(*every, strict=True)
+            if claim is not None and all(have):
                 return claim
-            if any(over for _, _, over in every):
+            if any(over):
                 raise StreamExhausted
-            if any(stop for _, stop, _ in every):
+            if any(stop):
                 raise StopWaiting
-            if claim is None and time.monotonic() - since > self._deadline_s:
+            if any(too_late):
                 who = f"learner rank {self._backend.rank}"
                 what = f"a group for version {step + 1} (claim {index})"
-                raise DeadlineError(who, "the generators", what, self._deadline_s)
+                raise NoGroups(who, "the generators", what, self._deadline_s, self._where_tasks_are())
             self._idle()
             if claim is None:
                 claim, exhausted = _answer(self._ask(step, index))
+
+    def _where_tasks_are(self) -> str:
+        """For the end of a long wait: what the queue knows of the stream's tasks, and why some never come."""
+        try:
+            return _told(self._client.status()["streams"][TRAIN])
+        except AsyncRLError as error:
+            return f"the queue does not say why ({error})"
+
+
+def _told(counts: Mapping[str, Any]) -> str:
+    places = ", ".join(f"{counts[place]} {place}" for place in ("pending", "leased", "ready", "trained"))
+    reasons = sorted(counts["dropped_by_reason"].items(), key=lambda entry: -entry[1])
+    dropped = ", ".join(f"{count} {reason}" for reason, count in reasons)
+    told = f"tasks: {places}; dropped: {dropped or 'none'}"
+    return f"{told}; {TOO_FLAT}" if reasons and reasons[0][0] == "filtered" else told
 
 
 def _answer(asked: Future[Claim | None]) -> tuple[Claim | None, bool]:

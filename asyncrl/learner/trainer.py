@@ -4,8 +4,9 @@
                               │
        ┌──────────────────────▼───────────────────────┐
        │  groups of step k         ◂── queue          │  waits for generators, groups_deadline_s at most
-       │     forward, backward, as they arrive        │  works while the next claim is on its way
-       │  optimizer step           ── all ranks ──    │  waits for the slowest rank
+       │     forward, backward, as they arrive,       │  works while the next claim is on its way
+       │     or once all are in   (version_step.py)   │
+       │  optimizer steps          ── all ranks ──    │  waits for the slowest rank
        │  publish version k+1      ──▸ weight stream  │  waits for a copy of its shards, never for a generator
        │  trained(k)               ──▸ queue          │  admission moves on: generators may lease again
        │  evaluation, checkpoint, metrics row         │  polls evaluations, waits for the disk
@@ -20,7 +21,6 @@ other ranks through `backend.exchange`, so that all of them leave the loop at th
 from __future__ import annotations
 
 import logging
-import math
 import signal
 import threading
 import time
@@ -32,12 +32,12 @@ import torch
 
 from asyncrl.config.schema import Config
 from asyncrl.errors import TrainingError
-from asyncrl.learner import checkpoint, report
-from asyncrl.learner.accumulator import Accumulator, StepReport
+from asyncrl.learner import checkpoint, report, requirements
 from asyncrl.learner.backend import Backend
 from asyncrl.learner.evaluation import EVAL, PARK_S, Evaluation, Evaluations
 from asyncrl.learner.ports import LearnerClient, Trained, WeightPublisher
-from asyncrl.learner.stream import TRAIN, GroupStream, StopWaiting, StreamExhausted
+from asyncrl.learner.stream import TRAIN, GroupStream, NoGroups, StopWaiting, StreamExhausted
+from asyncrl.learner.version_step import VersionReport, version_step
 from asyncrl.queue.ledger import StreamSettings
 from asyncrl.telemetry.sinks import JsonlSink, read_rows
 from asyncrl.telemetry.spans import Spans
@@ -74,7 +74,7 @@ class Trainer:
         self._make_publisher, self._folder, self._heldout = make_publisher, run_folder, heldout
         self._leads = backend.rank == 0
         self._spans = Spans()
-        self._accumulator = Accumulator(backend, config, self._spans)
+        self._version_step = version_step(backend, config, self._spans)
         self._pool = report.Pool()
         self._stop = threading.Event()
         self._reached = False
@@ -86,14 +86,14 @@ class Trainer:
         self._saved: Version | None = None
 
     def request_stop(self) -> None:
-        """Finish the step under way if its groups are there, write a checkpoint, end. From any thread or
-        signal."""
+        """Finish the version under way if it has come to its optimizer steps, write a checkpoint, end. From any thread
+        or signal."""
         self._stop.set()
 
     def run(self) -> None:
         """To the last version, the target accuracy, or the request to stop.
 
-        Raises DeadlineError when no group comes, TrainingError for a step that is not finite under
+        Raises DeadlineError when no group comes (after a checkpoint), TrainingError for a step that is not finite under
         `learner.on_bad_step: stop`, and what the queue and the publisher raise.
         """
         self._restore_and_open()
@@ -118,6 +118,8 @@ class Trainer:
         if found and meta:
             checkpoint.load(found, self._backend)
             self.version = meta.version
+            controls = self._version_step.controls.restored(meta.controls, self._config.algorithm)
+            self._version_step.controls = controls
             log.info("restored version %d from %s", meta.version, found)
         opened = self._open_streams(meta) if self._leads else None
         self._learner_epoch, lineage, self._eval_epoch = self._backend.exchange(opened)[0]
@@ -175,36 +177,44 @@ class Trainer:
         """Train on version k's groups and publish k+1. Returns why to leave the loop, or nothing."""
         try:
             for groups in stream.step(self.version):
-                self._accumulator.add(groups, self.version)
+                self._version_step.add(groups, self.version)
         except StopWaiting:
-            self._accumulator.abandon()
+            self._version_step.abandon()
             return "stopped"
         except StreamExhausted:
             log.info("the task source has ended")
             return "exhausted"
-        step = self._accumulator.step(self.version)
-        if not math.isfinite(step.grad_norm):
-            return self._refuse(step)
+        except NoGroups:
+            self._version_step.abandon()
+            self._checkpoint()
+            raise
+        if requirements.whole_batch(self._config) and (why := self._agree()):
+            self._version_step.abandon()  # nearly all of its work is still to come
+            return why
+        done = self._version_step.step(self.version)
+        if done.refused:
+            return self._refuse(done)
         self._bad_steps = 0
         with self._spans("wait/publish"):
             self._publisher.publish(self.version + 1)
         trained = self._report_trained()
         self.version += 1
         if self._leads and trained:
-            self._write_row(step, trained)
+            self._write_row(done, trained)
         self._evaluate_if_due()
         if self.version % self._config.checkpoint.every == 0:
             self._checkpoint()
         return ""
 
-    def _refuse(self, step: StepReport) -> str:
-        """A step that is not finite: the policy has not moved. Its groups are dropped and others take their
-        place."""
+    def _refuse(self, done: VersionReport) -> str:
+        """A step that is not finite moved no model; earlier steps of this version stand. The version's groups are
+        dropped and others take their place."""
         self._bad_steps += 1
-        what = f"the step from version {self.version} has gradient norm {step.grad_norm}"
+        what = f"the step from version {self.version} has {done.refused}"
         if self._config.learner.on_bad_step == "stop" or self._bad_steps >= BAD_STEPS_IN_A_ROW:
             raise TrainingError(
-                f"{what}, the {self._bad_steps}. such step in a row; the policy was not changed"
+                f"{what}, the {self._bad_steps}. such step in a row; "
+                "that step moved nothing, earlier steps of this version stand"
             )
         log.warning("%s: its groups are dropped", what)
         if self._leads:
@@ -224,11 +234,9 @@ class Trainer:
             self._backend.exchange(None)
         return trained
 
-    def _write_row(self, step: StepReport, trained: Trained) -> None:
-        spans = self._spans.take()
-        values = {**step.values, "lr": step.lr, "grad_norm": step.grad_norm}
-        pool = self._pool.update(trained.stats)
-        self._rows.write(report.step_row(self.version, values, spans, trained.depth, pool))
+    def _write_row(self, done: VersionReport, trained: Trained) -> None:
+        spans, pool = self._spans.take(), self._pool.update(trained.stats)
+        self._rows.write(report.step_row(self.version, done.values, spans, trained.depth, pool))
 
     # ------------------------------------------------------------------ beside the loop
 
@@ -258,7 +266,9 @@ class Trainer:
             train = b""
             if self._leads:
                 train = self._client.snapshot(TRAIN, learner_epoch=self._learner_epoch)
-            meta = checkpoint.Meta(self.version, train, self._pristine_eval if self._leads else None)
+            evals = self._pristine_eval if self._leads else None
+            adapted = self._version_step.controls.adapted(self._config.algorithm)
+            meta = checkpoint.Meta(self.version, train, evals, adapted)
             checkpoint.save(self._folder, self._backend, meta, self._config.checkpoint.keep)
         self._saved = self.version
 
@@ -333,7 +343,7 @@ def run_learner(config: Config, heldout: int = 0) -> None:
     if config.learner.threads:
         torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.run.seed)
-    backend = FsdpBackend(config.model, config.learner.optimizer, config.run.seed)
+    backend = FsdpBackend(config, requirements.models(config))
     who = f"learner rank {backend.rank}"
     client: Any = BlockingClient(
         config.queue.address, run=config.run.name, who=who, deadline_s=config.queue.deadline_s

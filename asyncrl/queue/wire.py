@@ -9,6 +9,7 @@ The broker reads envelopes only; a group's frames pass through it untouched.
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ import msgpack
 import numpy as np
 
 from asyncrl.errors import WireError
-from asyncrl.types import Finish, Group, Sampling, Task, Version
+from asyncrl.types import COLUMNS, Finish, Group, Sampling, Task, Version
 
 Buffer = bytes | memoryview
 
@@ -32,15 +33,15 @@ GROUP_START = len(GROUP_MAGIC) + SEAL.size
 JOIN_BELOW = 1 << 16
 """Columns of fewer bytes in all travel in one frame: frames cost more than copies there."""
 
-# The widest first, so that columns joined in one frame stay aligned.
 DTYPES: dict[str, str] = {
     "lengths": "<i8",
     "token_ids": "<i8",
+    "loss_mask": "|i1",
     "logprobs": "<f4",
     "versions": "<i4",
     "rewards": "<f4",
-    "loss_mask": "|i1",
 }
+"""Columns that every group has. Further ones are those of `types.COLUMNS`, and a column for each part of the reward."""
 PART = "part/"
 PART_DTYPE = "<f4"
 FINISHES: tuple[Finish, ...] = get_args(Finish)
@@ -78,13 +79,17 @@ def task_from_wire(packed: Buffer) -> Task:
 
 
 def encode_group(group: Group) -> Payload:
-    """Header and column frames. Columns are not copied unless the whole group is small."""
+    """Header and column frames. Columns are not copied unless the whole group is small.
+
+    Raises WireError for a column in `group.columns` that is unknown, of another dtype or not of one value a token.
+    """
     columns = _columns(group)
     header = {
         "task": task_to_wire(group.task),
         "sampling": [group.sampling.temperature, group.sampling.max_tokens, group.sampling.seed],
         "finish": [FINISHES.index(f) for f in group.finish],
         "columns": [[name, len(column)] for name, column in columns.items()],
+        "greedy_reward": None if group.greedy_reward is None else float(group.greedy_reward),
     }
     buffers: list[Buffer] = [column.data.cast("B") for column in columns.values() if column.size]
     if sum(len(b) for b in buffers) < JOIN_BELOW:
@@ -121,13 +126,28 @@ def decode_group(frames: Sequence[Buffer]) -> Group:
 
 
 def _columns(group: Group) -> dict[str, np.ndarray]:
+    """The widest first, so that columns joined in one frame stay aligned."""
     columns = {
         name: np.ascontiguousarray(getattr(group, name), dtype=dtype) for name, dtype in DTYPES.items()
     }
-    mask = columns.pop("loss_mask")
     for name, part in group.reward_parts.items():
         columns[PART + name] = np.ascontiguousarray(part, dtype=PART_DTYPE)
-    return {**columns, "loss_mask": mask}
+    for name, column in group.columns.items():
+        if name not in COLUMNS or column.dtype != COLUMNS[name] or column.shape != (group.tokens,):
+            known = ", ".join(f"{known} {dtype}" for known, dtype in COLUMNS.items())
+            raise WireError(
+                f"column {name!r} of {column.dtype} {column.shape}; known are {known}, of {group.tokens} values"
+            )
+        columns[name] = np.ascontiguousarray(column, dtype=_dtype(name))
+    return dict(sorted(columns.items(), key=lambda entry: -entry[1].itemsize))
+
+
+def _dtype(name: str) -> np.dtype:
+    """What the column of this name holds, in the byte order of the wire."""
+    dtype = PART_DTYPE if name.startswith(PART) else DTYPES.get(name) or COLUMNS.get(name)
+    if dtype is None:
+        raise WireError(f"unknown column {name!r}")
+    return np.dtype(dtype).newbyteorder("<")
 
 
 def _take_columns(declared: Sequence[Sequence[Any]], buffers: list[memoryview]) -> dict[str, np.ndarray]:
@@ -136,7 +156,7 @@ def _take_columns(declared: Sequence[Sequence[Any]], buffers: list[memoryview]) 
     columns: dict[str, np.ndarray] = {}
     at, offset = 0, 0
     for name, count in declared:
-        dtype = np.dtype(PART_DTYPE if name.startswith(PART) else DTYPES[name])
+        dtype = _dtype(name)
         if type(count) is not int or count < 0 or name in columns:
             raise WireError(f"column {name!r} of {count!r} values")
         if count == 0:
@@ -160,7 +180,8 @@ def _group(header: Mapping[str, Any], columns: dict[str, np.ndarray]) -> Group:
     parts = {name[len(PART) :]: column for name, column in columns.items() if name.startswith(PART)}
     if n < 1 or (lengths < 0).any():
         raise WireError(f"lengths {lengths.tolist()}")
-    for name in ("token_ids", "loss_mask", "logprobs", "versions"):
+    extra = {name: column for name, column in columns.items() if name in COLUMNS}
+    for name in ("token_ids", "loss_mask", "logprobs", "versions", *extra):
         if len(columns[name]) != total:
             raise WireError(f"column {name!r} has {len(columns[name])} values for {total} tokens")
     if not len(rewards) == len(finish) == n or any(len(part) != n for part in parts.values()):
@@ -176,7 +197,15 @@ def _group(header: Mapping[str, Any], columns: dict[str, np.ndarray]) -> Group:
         rewards=rewards,
         finish=finish,
         reward_parts=parts,
+        columns=extra,
+        greedy_reward=_greedy_reward(header.get("greedy_reward")),
     )
+
+
+def _greedy_reward(wire: Any) -> float | None:
+    if wire is not None and not (type(wire) is float and math.isfinite(wire)):
+        raise WireError(f"greedy reward {wire!r}")
+    return wire
 
 
 def _bad_finish(code: object) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -20,12 +21,16 @@ from typing import Any, overload
 import numpy as np
 
 from asyncrl.errors import ConfigError
-from asyncrl.types import Rollout, Task
+from asyncrl.types import Rollout, Scored, Step, Task
 
 END = "$"
 CHARACTERS = END + "0123456789+-*=,;|>"
 VOCABULARY_SIZE = 32
 HELD_OUT_SEED = 1
+
+STEP = re.compile(r"[^,]*,|[^,]+")
+"""One place of a scratchpad, or the answer."""
+PLACE_REWARD = 0.1
 
 
 class Problems(Sequence[dict[str, Any]]):
@@ -80,6 +85,32 @@ def reward(task: Task, text: str, rollout: Rollout | None = None) -> float:
     """1 if what follows the last '>' is the answer and the model ended there by itself, else 0."""
     ended = rollout is None or rollout.finish == "stop"
     return float(ended and ">" in text and text.rpartition(">")[2] == task.data["answer"])
+
+
+def stepwise(task: Task, text: str, rollout: Rollout | None = None) -> Scored:
+    """`reward`, and `PLACE_REWARD` for each place of the scratchpad that is right: for `gigpo` and `hgpo`.
+
+    A step is one place with its comma, or the answer after them. The state that a place begins in is its number and the
+    carry that the model wrote before it, so that many rollouts share it; the answer begins in the whole scratchpad.
+
+        21,31,>132    steps '21,' '31,' '>132'    states '0 ', '1 1,' and the text before '>'
+    """
+    *places, _ = STEP.findall(task.data["target"])
+    steps = []
+    for place, found in enumerate(STEP.finditer(text)):
+        before = text[: found.start()]
+        right = place < len(places) and found[0] == places[place]
+        state = f"{place} {before[-2:]}" if place < len(places) else before
+        steps.append(Step(found.start(), found.end(), PLACE_REWARD * right, state))
+    return Scored(reward(task, text, rollout), steps)
+
+
+def with_cost(task: Task, text: str, rollout: Rollout | None = None) -> dict[str, float]:
+    """`reward` as the part 'answer', and the part 'cost': 1 for an answer longer than the target, else 0.
+
+    For `safe_rlhf`; with `reward.weights.cost=0` the cost is logged and left out of the reward.
+    """
+    return {"answer": reward(task, text, rollout), "cost": float(len(text) > len(task.data["target"]))}
 
 
 def write_model_folder(path: str | Path, hidden_size: int = 128, layers: int = 4) -> None:

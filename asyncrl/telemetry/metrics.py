@@ -13,6 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+ROUNDING = 1e-9
+"""A difference of two sums that is smaller than this share of them is nothing but rounding."""
+
 
 @dataclass(frozen=True, slots=True)
 class Mean:
@@ -53,8 +56,51 @@ class Last:
         return Last(other.value)
 
 
-Metric = Mean | Sum | Max | Last
-KINDS: dict[str, type[Metric]] = {kind.__name__: kind for kind in (Mean, Sum, Max, Last)}
+@dataclass(frozen=True, slots=True)
+class EffectiveShare:
+    """Of n weights with this sum and this sum of squares: the effective sample size as a share of n, (Σw)² / (n Σw²);
+    1 where all are equal."""
+
+    total: float
+    squares: float
+    count: float
+
+    def merge(self, other: Self) -> EffectiveShare:
+        return EffectiveShare(
+            self.total + other.total, self.squares + other.squares, self.count + other.count
+        )
+
+    @property
+    def value(self) -> float:
+        return self.total**2 / (self.count * self.squares) if self.squares else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedVariance:
+    """1 − Var(target − prediction) / Var(target) over n pairs, from the sums of the targets, of the errors, and of both
+    squared; 0 where the targets do not vary by more than rounding."""
+
+    targets: float
+    target_squares: float
+    errors: float
+    error_squares: float
+    count: float
+
+    def merge(self, other: Self) -> ExplainedVariance:
+        mine, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
+        return ExplainedVariance(*(a + b for a, b in zip(mine, theirs, strict=True)))
+
+    @property
+    def value(self) -> float:
+        spread = self.target_squares * self.count - self.targets**2
+        left = self.error_squares * self.count - self.errors**2
+        return 1 - left / spread if spread > ROUNDING * self.target_squares * self.count else 0.0
+
+
+Metric = Mean | Sum | Max | Last | EffectiveShare | ExplainedVariance
+KINDS: dict[str, type[Metric]] = {
+    kind.__name__: kind for kind in (Mean, Sum, Max, Last, EffectiveShare, ExplainedVariance)
+}
 
 
 class Metrics:

@@ -16,11 +16,10 @@ from asyncrl.generator.rewards import Scorer
 from asyncrl.generator.rollouts import Rollouts
 from asyncrl.generator.transformers_engine import load_transformers_engine
 from asyncrl.launch.local import train
-from asyncrl.learner.accumulator import Accumulator
 from asyncrl.learner.fsdp import FsdpBackend
+from asyncrl.learner.version_step import version_step
 from asyncrl.models import load_tokenizer
 from asyncrl.tasks.source import train_stream
-from asyncrl.telemetry.spans import Spans
 from asyncrl.types import Group
 
 VERSIONS = 3
@@ -38,8 +37,8 @@ def micro_batches(groups: Sequence[Group], max_tokens: int) -> list[list[Group]]
 
 async def plain_loop(config: Config) -> dict[str, torch.Tensor]:
     """Generate a batch task by task, train on it, copy the weights, again. No queue, no streams, no processes."""
-    backend = FsdpBackend(config.model, config.learner.optimizer, config.run.seed)
-    accumulator, tasks = Accumulator(backend, config, Spans()), train_stream(config)
+    backend = FsdpBackend(config)
+    training, tasks = version_step(backend, config), train_stream(config)
     tokenizer = load_tokenizer(config.model)
     engine = load_transformers_engine(config, tokenizer)
     rollouts = Rollouts(engine, tokenizer, Scorer.from_config(config.reward), config)
@@ -51,8 +50,8 @@ async def plain_loop(config: Config) -> dict[str, torch.Tensor]:
             task = tasks.task_at(ordinal)
             groups.append(await rollouts.score(task, await rollouts.sample(task, str(ordinal))))
         for batch in micro_batches(groups, config.learner.micro_batch_tokens):
-            accumulator.add(batch, version)
-        accumulator.step(version)
+            training.add(batch, version)
+        training.step(version)
     await engine.close()
     return {name: tensor.clone() for name, tensor in backend.local_tensors().items()}
 
@@ -73,7 +72,7 @@ def test_weights_after_some_steps_are_bit_identical_to_a_plain_loop(
     ]
     config = load_config(config_file, overrides)
     expected = asyncio.run(plain_loop(config))
-    start = FsdpBackend(config.model, config.learner.optimizer, config.run.seed).local_tensors()
+    start = FsdpBackend(config).local_tensors()
     summary = train(config)
     assert summary["staleness"]["max"] == 0
     assert summary["versions"] == VERSIONS

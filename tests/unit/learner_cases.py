@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.schema import (
-    AlgorithmConfig,
     BatchConfig,
     Config,
     EvaluationConfig,
@@ -50,6 +50,9 @@ def oracle_batch() -> MicroBatch:
         lengths_R=(length,) * rollouts,
         group_R=torch.tensor([names.index(name) for name in ORACLE["group"]]),
         rewards_R=torch.tensor(ORACLE["inputs"]["rewards"]).sum(1),
+        greedy_R=torch.full((rollouts,), torch.nan),
+        ordinals_R=torch.tensor([names.index(name) for name in ORACLE["group"]]),
+        copies_R=torch.ones(rollouts),
         temperature=1.0,
     )
 
@@ -93,9 +96,11 @@ def random_group(ordinal: int, size: int = 4, seed: int = 0, version: int = 0, s
 
 
 def tiny_model(folder: Path, tied: bool = True, dtype: str = "float32") -> ModelConfig:
-    """A Qwen2-shaped model folder without weights."""
+    """A Qwen2-shaped model folder without weights. One that is there already is left alone: ranks share it."""
     from transformers import Qwen2Config
 
+    if (folder / "config.json").exists():
+        return ModelConfig(path=str(folder), dtype=dtype)
     Qwen2Config(
         hidden_size=32,
         num_hidden_layers=2,

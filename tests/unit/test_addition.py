@@ -6,10 +6,19 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.tasks.addition import heldout, problem, reward, train, write_model_folder
+from asyncrl.generator.steps import check_steps
+from asyncrl.tasks.addition import (
+    heldout,
+    problem,
+    reward,
+    stepwise,
+    train,
+    with_cost,
+    write_model_folder,
+)
 from asyncrl.types import Finish, Rollout, Task
 
-TASK = Task(0, "47+85=", {"answer": "132"})
+TASK = Task(0, "47+85=", {"answer": "132", "target": "21,31,>132"})
 
 
 def rollout(finish: Finish) -> Rollout:
@@ -44,6 +53,39 @@ def test_other_answers_earn_nothing(text: str) -> None:
 def test_an_answer_that_did_not_end_earns_nothing() -> None:
     assert reward(TASK, "21,31,>132", rollout("stop")) == 1.0
     assert reward(TASK, "21,31,>132", rollout("length")) == 0.0
+
+
+def steps_of(text: str, task: Task = TASK) -> list[tuple[str, float, object]]:
+    scored = stepwise(task, text, rollout("stop"))
+    assert scored.steps is not None
+    check_steps(scored.steps, text)
+    return [(text[step.start : step.stop], step.reward, step.anchor) for step in scored.steps]
+
+
+def test_each_place_of_the_scratchpad_is_a_step_with_a_reward_and_a_state_of_its_own() -> None:
+    assert steps_of("21,31,>132") == [("21,", 0.1, "0 "), ("31,", 0.1, "1 1,"), (">132", 0.0, "21,31,")]
+    assert stepwise(TASK, "21,31,>132", rollout("stop")).parts == 1.0
+    # Another digit, the same carry: the next place begins in the same state.
+    assert steps_of("91,31,>139")[:2] == [("91,", 0.0, "0 "), ("31,", 0.1, "1 1,")]
+    assert steps_of("20,31,>132")[1] == ("31,", 0.1, "1 0,")
+    assert stepwise(TASK, "21,31,>132", rollout("length")).parts == 0.0
+
+
+@pytest.mark.parametrize(
+    "text", ["", ",", ",,,,,", ">132", "21,31,", "21", "21,31,>132,>132", "2,1,3,1,>132"]
+)
+def test_every_text_has_steps_that_cover_it(text: str) -> None:
+    assert "".join(piece for piece, _, _ in steps_of(text)) == text
+
+
+def test_what_follows_the_places_earns_no_place() -> None:
+    assert [reward for _, reward, _ in steps_of("21,31,21,31,")] == [0.1, 0.1, 0.0, 0.0]
+
+
+def test_an_answer_longer_than_the_target_costs() -> None:
+    assert with_cost(TASK, "21,31,>132", rollout("stop")) == {"answer": 1.0, "cost": 0.0}
+    assert with_cost(TASK, "21,31,>>132", rollout("stop")) == {"answer": 1.0, "cost": 1.0}
+    assert with_cost(TASK, "", rollout("stop")) == {"answer": 0.0, "cost": 0.0}
 
 
 def test_more_held_out_problems_than_there_are() -> None:

@@ -3,65 +3,76 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from learner_cases import random_group, small_config, tiny_model
+from rank_processes import run_ranks
 from transformers import AutoModelForCausalLM
 
-from asyncrl.config.schema import AlgorithmConfig, OptimizerConfig
-from asyncrl.learner.accumulator import Accumulator, StepReport
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.schema import Config, LearnerConfig, OptimizerConfig
+from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.fsdp import FsdpBackend, end_rank
+from asyncrl.learner.version_step import VersionReport, version_step
 from asyncrl.sync.layout import Box, from_wire, to_wire
 
-DEADLINE_S = 90
 
-
-def train(backend: FsdpBackend, folder: Path, first: int, steps: int) -> list[StepReport]:
+def train(backend: FsdpBackend, config: Config, first: int, steps: int) -> list[VersionReport]:
     """Steps first, first + 1, … on the same three groups each, whoever of the ranks holds them."""
-    config = small_config(folder, algorithm=AlgorithmConfig(proximal="current"))
-    accumulator = Accumulator(backend, config)
+    way = version_step(backend, config)
     reports = []
     for version in range(first, first + steps):
         groups = [random_group(3 * version + i, version=version) for i in range(3)]
         flat = random_group(1000 + version, version=version, spread=False)
         mine = [[*groups, flat]] if backend.world == 1 else [[groups[:2], [groups[2], flat]][backend.rank]]
         for part in (*mine, []):
-            accumulator.add(part, version)
-        reports.append(accumulator.step(version))
+            way.add(part, version)
+        reports.append(way.step(version))
     return reports
 
 
-def backend_of(folder: Path, dtype: str = "float32", tied: bool = True) -> FsdpBackend:
-    model = tiny_model(folder / "model", tied=tied, dtype=dtype)
-    return FsdpBackend(model, OptimizerConfig(lr=1e-2, warmup_steps=1, grad_clip=0.5), seed=0)
+def config_in(folder: Path, dtype: str = "float32", tied: bool = True, skip_flat: bool = True) -> Config:
+    optimizer = OptimizerConfig(lr=1e-2, warmup_steps=1, grad_clip=0.5)
+    return small_config(
+        folder,
+        model=tiny_model(folder / "model", tied=tied, dtype=dtype),
+        learner=LearnerConfig(micro_batch_tokens=64, optimizer=optimizer, skip_flat_groups=skip_flat),
+        algorithm=AlgorithmConfig(proximal="frozen"),
+    )
+
+
+def trained(config: Config, first: int, steps: int) -> tuple[FsdpBackend, list[VersionReport]]:
+    backend = FsdpBackend(config)
+    return backend, train(backend, config, first, steps)
+
+
+def accumulate(backend: FsdpBackend) -> None:
+    """The gradient of a likelihood, to do something with."""
+    _, logp_N, _ = backend.forward(MicroBatch.of([random_group(0)]))
+    backend.backward(-logp_N.sum())
 
 
 def whole_state(backend: FsdpBackend) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in backend.local_tensors().items()}
 
 
-def rank_main(folder: Path, out: Path) -> None:
+def rank_main(folder: Path) -> None:
     """One of two ranks: 2 steps, save, 1 step, export; then what it saw."""
-    backend = backend_of(folder)
-    reports = train(backend, folder, 0, 2)
+    config = config_in(folder)
+    backend, reports = trained(config, 0, 2)
     backend.save(folder / "saved_by_two")
-    reports += train(backend, folder, 2, 1)
+    reports += train(backend, config, 2, 1)
     backend.export_hf(folder / "exported_by_two")
     says: dict[str, Any] = {
-        "norms": [r.grad_norm for r in reports],
         "values": [r.values for r in reports],
         "layout": to_wire(backend.layout()),
         "shapes": {name: list(t.shape) for name, t in backend.local_tensors().items()},
         "exchange": backend.exchange({"rank": backend.rank, "text": "x" * backend.rank}),
     }
-    (out / f"rank{backend.rank}.json").write_text(json.dumps(says))
+    (folder / f"rank{backend.rank}.json").write_text(json.dumps(says))
     backend.close()
     end_rank()
 
@@ -70,46 +81,17 @@ def rank_main(folder: Path, out: Path) -> None:
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("two")
     tiny_model(folder / "model")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = os.environ | {
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
-    code = "import sys, pathlib, test_fsdp_backend as t; t.rank_main(*map(pathlib.Path, sys.argv[1:]))"
-    logs = [folder / f"rank{r}.log" for r in range(2)]
-    ranks = []
-    for r, path in enumerate(logs):
-        with path.open("wb") as log:
-            ranks.append(
-                subprocess.Popen(
-                    [sys.executable, "-X", "faulthandler", "-c", code, str(folder), str(folder)],
-                    env=shared | {"RANK": str(r), "LOCAL_RANK": str(r)},
-                    stdout=log,
-                    stderr=log,
-                )
-            )
-    try:
-        codes = [rank.wait(DEADLINE_S) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert codes == [0, 0], "\n".join(path.read_text(errors="replace")[-4000:] for path in logs)
+    run_ranks("test_fsdp_backend:rank_main", folder)
     return folder, [json.loads((folder / f"rank{r}.json").read_text()) for r in range(2)]
 
 
 def test_two_ranks_train_like_one(two_ranks: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
     folder, says = two_ranks
-    alone = backend_of(tmp_path)
-    reports = train(alone, tmp_path, 0, 3)
+    alone, reports = trained(config_in(tmp_path), 0, 3)
     for rank in says:
-        assert rank["norms"] == pytest.approx([r.grad_norm for r in reports], rel=1e-5)
         for theirs, ours in zip(rank["values"], reports, strict=True):
-            assert theirs == pytest.approx(ours.values, rel=1e-4, abs=1e-6)
+            assert theirs == pytest.approx(dict(ours.values), rel=1e-4, abs=1e-6)
+            assert theirs["grad_norm"] == pytest.approx(ours.values["grad_norm"], rel=1e-5)
     exported = AutoModelForCausalLM.from_pretrained(folder / "exported_by_two")
     mine = alone.local_tensors()
     for name, tensor in exported.named_parameters():
@@ -137,20 +119,22 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one(
     two_ranks: tuple[Path, list[dict[str, Any]]], tmp_path: Path
 ) -> None:
     folder, says = two_ranks
-    alone = backend_of(tmp_path)
+    config = config_in(tmp_path)
+    alone = FsdpBackend(config)
     alone.load(folder / "saved_by_two")
-    (report,) = train(alone, tmp_path, 2, 1)
-    assert report.grad_norm == pytest.approx(says[0]["norms"][2], rel=1e-5)
+    (report,) = train(alone, config, 2, 1)
+    assert report.values["grad_norm"] == pytest.approx(says[0]["values"][2]["grad_norm"], rel=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_loaded_checkpoint_goes_on_bit_for_bit(tmp_path: Path, dtype: str) -> None:
-    through, stopped, fresh = (backend_of(tmp_path, dtype) for _ in range(3))
-    train(through, tmp_path, 0, 3)
-    train(stopped, tmp_path, 0, 2)
+    config = config_in(tmp_path, dtype)
+    through, _ = trained(config, 0, 3)
+    stopped, _ = trained(config, 0, 2)
     stopped.save(tmp_path / "saved")
+    fresh = FsdpBackend(config)
     fresh.load(tmp_path / "saved")
-    train(fresh, tmp_path, 2, 1)
+    train(fresh, config, 2, 1)
     for name, tensor in whole_state(fresh).items():
         assert tensor.dtype == getattr(torch, dtype)
         assert torch.equal(tensor, through.local_tensors()[name])
@@ -158,8 +142,7 @@ def test_a_loaded_checkpoint_goes_on_bit_for_bit(tmp_path: Path, dtype: str) -> 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_plain_transformers_reads_an_export(tmp_path: Path, tied: bool) -> None:
-    backend = backend_of(tmp_path, tied=tied)
-    train(backend, tmp_path, 0, 1)
+    backend, _ = trained(config_in(tmp_path, tied=tied), 0, 1)
     backend.export_hf(tmp_path / "final")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
     assert {name for name, _ in model.named_parameters()} == set(backend.local_tensors())
@@ -169,21 +152,18 @@ def test_plain_transformers_reads_an_export(tmp_path: Path, tied: bool) -> None:
 
 def test_small_updates_survive_half_precision(tmp_path: Path) -> None:
     """A bfloat16 weight near 1 moves by 2^-8 at least; steps of 1e-3 must add up to that."""
-    backend = backend_of(tmp_path, "bfloat16")
+    backend = FsdpBackend(config_in(tmp_path, "bfloat16"))
     before = whole_state(backend)["model.norm.weight"]
-    config = small_config(tmp_path)
-    accumulator = Accumulator(backend, config)
     for _ in range(8):
-        accumulator.add([random_group(0)], 0)
-        accumulator._backend.optimizer_step(1.0, lr=1e-3)
+        accumulate(backend)
+        backend.optimizer_step(1.0, lr=1e-3)
     assert not torch.equal(before, backend.local_tensors()["model.norm.weight"])
 
 
 def test_a_step_that_is_not_finite_moves_nothing(tmp_path: Path) -> None:
-    backend = backend_of(tmp_path)
+    backend = FsdpBackend(config_in(tmp_path))
     before = whole_state(backend)
-    accumulator = Accumulator(backend, small_config(tmp_path))
-    accumulator.add([random_group(0)], 0)
+    accumulate(backend)
     norm = backend.optimizer_step(float("nan"), lr=1.0)
     assert norm != norm
     assert all(torch.equal(before[name], tensor) for name, tensor in backend.local_tensors().items())
@@ -194,15 +174,14 @@ def test_flat_groups_change_nothing_but_the_denominator(tmp_path: Path) -> None:
     groups = [random_group(0), random_group(1, spread=False)]
     norms = {}
     for skip in (True, False):
-        config = small_config(tmp_path)
-        learner = config.learner.__class__(micro_batch_tokens=64, skip_flat_groups=skip)
-        accumulator = Accumulator(backend_of(tmp_path), small_config(tmp_path, learner=learner))
-        accumulator.add(groups, 0)
-        report = accumulator.step(0)
-        norms[skip] = report.grad_norm
-        assert report.values["share/flat_groups"] == 0.5
-        assert report.values["groups"] == 2
+        config = config_in(tmp_path, skip_flat=skip)
+        way = version_step(FsdpBackend(config), config)
+        way.add(groups, 0)
+        values = way.step(0).values
+        norms[skip] = values["grad_norm"]
+        assert values["share/flat_groups"] == 0.5
+        assert values["groups"] == 2
     assert norms[True] == pytest.approx(norms[False], rel=1e-6)
-    only = Accumulator(backend_of(tmp_path), small_config(tmp_path))
+    only = version_step(FsdpBackend(config), config)
     only.add(groups[:1], 0)
-    assert only.step(0).grad_norm > norms[True]
+    assert only.step(0).values["grad_norm"] > norms[True]

@@ -7,11 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from learner_cases import random_group, rewards_batch, rollout, tiny_model
 
-from asyncrl.config.schema import AlgorithmConfig
-from asyncrl.learner.advantages import advantages
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.learner.algorithms.advantages import advantages
 from asyncrl.learner.attention import PACKED, Documents
 from asyncrl.learner.batch import MicroBatch
-from asyncrl.learner.objective import batch_metrics
 from asyncrl.learner.packing import first_fit, moving_rollouts, pack
 from asyncrl.models import load_causal_lm
 from asyncrl.types import Group, Sampling, Task
@@ -65,14 +64,26 @@ def test_only_groups_with_advantages_move() -> None:
     assert only.rewards_R.tolist() == [1, 0.5, 0]
 
 
-def test_staleness_is_of_a_groups_oldest_token() -> None:
-    def group(*versions: int) -> Group:
-        rollouts = [rollout([1, 2, 3], 1, version=v) for v in versions]
-        return Group.from_rollouts(Task(0, ""), Sampling(), rollouts)
+def test_joined_batches_are_in_the_order_of_ordinals() -> None:
+    groups = [random_group(ordinal, size=2) for ordinal in range(4)]
+    claims = [MicroBatch.of([groups[3], groups[0]]), MicroBatch.of([groups[2], groups[1]])]
+    joined = MicroBatch.joined([c.with_columns(reference=c.ordinals_R[c.seq_N]) for c in claims])
+    whole = MicroBatch.of(groups)
+    assert torch.equal(joined.token_ids_N, whole.token_ids_N)
+    assert torch.equal(joined.seq_N, whole.seq_N)
+    assert torch.equal(joined.group_R, whole.group_R)
+    assert torch.equal(joined.rewards_R, whole.rewards_R)
+    assert joined.lengths_R == whole.lengths_R
+    assert torch.equal(joined.columns["reference"], whole.ordinals_R[whole.seq_N])
 
-    values = batch_metrics(MicroBatch.of([group(5, 3), group(5, 5)]), version=5).values()
-    assert (values["staleness/mean"], values["staleness/max"], values["staleness/token"]) == (1.0, 2.0, 0.5)
-    assert (values["groups"], values["rollouts"], values["tokens"], values["length/mean"]) == (2, 4, 8, 2)
+
+def test_the_groups_of_some_ordinals() -> None:
+    batch = MicroBatch.of([random_group(ordinal, size=2) for ordinal in (4, 6, 9)])
+    some = batch.of_ordinals([9, 5, 4])
+    assert some is not None
+    assert some.ordinals_R.tolist() == [4, 4, 9, 9]
+    assert some.group_R.tolist() == [0, 0, 1, 1]
+    assert batch.of_ordinals([5]) is None
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=20))

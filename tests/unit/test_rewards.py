@@ -12,8 +12,9 @@ import pytest
 from asyncrl.config.dotted import load_function
 from asyncrl.config.schema import RewardConfig
 from asyncrl.errors import ConfigError
-from asyncrl.generator.rewards import RewardError, Scorer
-from asyncrl.types import Rollout, Task
+from asyncrl.generator.rewards import MISSED_AFTER, RewardError, Scorer
+from asyncrl.generator.scores import Score
+from asyncrl.types import Rollout, Scored, Step, Task
 
 TASK = Task(3, "1+1=", {"answer": "2"})
 NONE = np.zeros(0)
@@ -26,7 +27,7 @@ def config(**changes: object) -> RewardConfig:
     )
 
 
-async def score(function: object, **changes: object) -> dict[str, float]:
+async def score(function: object, **changes: object) -> Score:
     scorer = Scorer(function, config(**changes))  # type: ignore[arg-type]
     try:
         return await scorer.score(TASK, "2", ROLLOUT)
@@ -35,7 +36,7 @@ async def score(function: object, **changes: object) -> dict[str, float]:
 
 
 async def test_a_plain_function_gives_a_number() -> None:
-    assert await score(lambda task, text: text == task.data["answer"]) == {"reward": 1.0}
+    assert await score(lambda task, text: text == task.data["answer"]) == Score(1.0, {"reward": 1.0})
 
 
 async def test_an_async_function_gives_parts() -> None:
@@ -43,11 +44,12 @@ async def test_an_async_function_gives_parts() -> None:
         await asyncio.sleep(0)
         return {"right": 1, "short": 0.25}
 
-    assert await score(reward) == {"right": 1.0, "short": 0.25}
+    assert await score(reward) == Score(1.25, {"right": 1.0, "short": 0.25})
 
 
 async def test_a_function_of_three_gets_the_rollout() -> None:
-    assert await score(lambda task, text, rollout: float(rollout.finish == "length")) == {"reward": 1.0}
+    scored = await score(lambda task, text, rollout: float(rollout.finish == "length"))
+    assert scored.reward == 1.0
 
 
 async def test_a_failed_call_is_made_again() -> None:
@@ -59,7 +61,7 @@ async def test_a_failed_call_is_made_again() -> None:
             raise ConnectionError("judge is away")
         return 0.5
 
-    assert await score(reward) == {"reward": 0.5}
+    assert (await score(reward)).reward == 0.5
     assert calls == ["2", "2"]
 
 
@@ -91,8 +93,8 @@ async def test_calls_that_hang_cost_the_others_nothing() -> None:
         for _ in range(3):
             with pytest.raises(RewardError, match="longer than"):
                 await scorer.score(TASK, "hang", ROLLOUT)
-        assert await scorer.score(TASK, "fine", ROLLOUT) == {"reward": 1.0}
-        assert scorer.failures == 3
+        assert (await scorer.score(TASK, "fine", ROLLOUT)).reward == 1.0
+        assert scorer.stats()["reward/failures"] == 3
     finally:
         released.set()
         scorer.close()
@@ -109,9 +111,31 @@ async def test_an_async_function_that_hangs_meets_its_deadline() -> None:
 async def test_more_calls_than_threads_all_get_their_turn() -> None:
     scorer = Scorer(lambda task, text: len(text), config(workers=2))
     texts = ["x" * i for i in range(20)]
-    parts = await asyncio.gather(*(scorer.score(TASK, text, ROLLOUT) for text in texts))
+    scores = await asyncio.gather(*(scorer.score(TASK, text, ROLLOUT) for text in texts))
     scorer.close()
-    assert [p["reward"] for p in parts] == list(range(20))
+    assert [score.reward for score in scores] == list(range(20))
+
+
+async def test_steps_that_do_not_fit_the_text_are_a_failed_call() -> None:
+    with pytest.raises(RewardError, match=r"task 3 raised ValueError: step 0 is \[0, 2\)"):
+        await score(lambda task, text: Scored(0.0, [Step(0, 2)]))
+
+
+async def test_a_weight_whose_part_never_comes_is_counted_and_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def reward(task: Task, text: str) -> dict[str, float]:
+        return {"right": 1.0, "rare": 1.0} if text == "0" else {"right": 1.0}
+
+    scorer = Scorer(reward, config(weights={"rihgt": 2.0, "right": 1.0, "rare": 1.0}))
+    for n in range(2 * MISSED_AFTER):
+        await scorer.score(TASK, str(n), ROLLOUT)
+    scorer.close()
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "reward.weights names rihgt, but 100 answers had no such part; the last one had right"
+    )
+    assert scorer.stats() == {"reward/failures": 0, "reward/missed_weights": 1}
 
 
 def test_a_function_of_a_file_is_loaded_without_its_main_part(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.generator.sampling import draw, stream_key, uniform, uniform_at
+from asyncrl.draws import stream_key, uniform, uniform_at
+from asyncrl.generator.sampling import draw
 
 LOGITS = torch.tensor([0.0, math.log(2.0), math.log(5.0), -math.inf])  # probabilities 1/8, 2/8, 5/8, 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -9,14 +10,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 import torch
 from learner_cases import random_group, rollout, small_config, tiny_model
 
-from asyncrl.config.schema import CheckpointConfig, Config, LearnerConfig, OptimizerConfig, RunConfig
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.schema import (
+    CheckpointConfig,
+    Config,
+    LearnerConfig,
+    OptimizerConfig,
+    RewardConfig,
+    RunConfig,
+)
 from asyncrl.errors import DeadlineError, TrainingError
-from asyncrl.learner import checkpoint
+from asyncrl.learner import checkpoint, requirements
 from asyncrl.learner.fsdp import FsdpBackend
 from asyncrl.learner.trainer import Trainer
 from asyncrl.queue.client import Claim, Opened, Trained
@@ -101,6 +111,10 @@ class FakeQueue:
     def snapshot(self, stream: str, *, learner_epoch: int) -> bytes:
         return f"{stream} after {sum(name == 'trained' for name, _ in self.calls)}".encode()
 
+    def status(self) -> Mapping[str, Any]:
+        counts = {"pending": 3, "leased": 1, "ready": 0, "trained": 0}
+        return {"streams": {"train": {**counts, "dropped_by_reason": {"reward": 2, "filtered": 40}}}}
+
     def finish(self, reason: str) -> None:
         self.calls.append(("finish", reason))
 
@@ -131,7 +145,7 @@ class Case:
     def __init__(self, config: Config, queue: FakeQueue, heldout: int = HELDOUT) -> None:
         tiny_model(Path(config.model.path))
         self.folder = Path(config.run.dir) / config.run.name
-        self.queue, self.backend = queue, FsdpBackend(config.model, config.learner.optimizer, seed=0)
+        self.queue, self.backend = queue, FsdpBackend(config, requirements.models(config))
         self.publisher = FakePublisher(self.backend.local_tensors())
         self.trainer = Trainer(config, self.backend, queue, lambda _: self.publisher, self.folder, heldout)
 
@@ -196,6 +210,53 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(tmp_path: Path) -> None
     assert kept == ["v000003", "v000004"]
 
 
+def with_cost(ordinal: int) -> Group:
+    group = random_group(ordinal)
+    costs = np.linspace(0, 1 + ordinal, len(group.rewards), dtype=np.float32)
+    return dataclasses.replace(group, reward_parts={"cost": costs})
+
+
+def test_critics_and_adapted_coefficients_are_resumed_too(tmp_path: Path) -> None:
+    def config(folder: str, versions: int, resume: bool = False) -> Config:
+        run = RunConfig(name=folder, dir=str(tmp_path), versions=versions, resume=resume)
+        algorithm = AlgorithmConfig(advantage="safe_rlhf", cost_lr=0.05)
+        return small_config(tmp_path, run=run, algorithm=algorithm, reward=RewardConfig(weights={"cost": 0}))
+
+    through = Case(config("through", 4), FakeQueue(make=with_cost))
+    through.trainer.run()
+    Case(config("halves", 2), FakeQueue(make=with_cost)).trainer.run()
+    second = Case(config("halves", 4, resume=True), FakeQueue(make=with_cost))
+    second.trainer.run()
+    assert torch.equal(second.publisher.published[4], through.publisher.published[4])
+    multipliers = [row["cost_multiplier"] for row in second.rows if "step_s" in row]
+    assert multipliers == [row["cost_multiplier"] for row in through.rows if "step_s" in row]
+    assert multipliers[0] == 1.0 < multipliers[1] < multipliers[2]
+    newest = checkpoint.newest(second.folder)
+    assert newest is not None
+    assert checkpoint.read_meta(newest).controls["cost_multiplier"] > multipliers[3]
+
+
+def test_a_checkpoint_from_before_there_were_controls_is_read(tmp_path: Path) -> None:
+    old = {"version": 3, "train": b"t", "eval": None, "format": 1}
+    (tmp_path / checkpoint.META).write_bytes(msgpack.packb(old))
+    assert checkpoint.read_meta(tmp_path) == checkpoint.Meta(3, b"t", None, {}, format=1)
+
+
+def test_several_optimizer_steps_make_one_version(tmp_path: Path) -> None:
+    learner = LearnerConfig(micro_batch_tokens=64, mini_batches=2, optimizer=OptimizerConfig(lr=1e-2))
+    algorithm = AlgorithmConfig(advantage="gae", proximal="frozen")
+    case = Case(small_config(tmp_path, learner=learner, algorithm=algorithm), FakeQueue())
+    case.trainer.run()
+    steps = [row for row in case.rows if "step_s" in row]
+    assert sorted(case.publisher.published) == [0, 1, 2, 3]
+    assert case.queue.of("trained") == [0, 1, 2]
+    assert [row["optimizer_steps"] for row in steps] == [2, 2, 2]
+    assert all(row["critic/loss"] > 0 and row["groups"] == 2 for row in steps)
+    assert steps[0]["critic/explained_variance"] == pytest.approx(
+        0, abs=1e-6
+    )  # a critic starts with 0 everywhere
+
+
 def test_the_target_accuracy_ends_the_run(tmp_path: Path) -> None:
     run = RunConfig(name="case", dir=str(tmp_path), versions=50, target_accuracy=0.9)
     case = Case(small_config(tmp_path, run=run), FakeQueue(accuracy={2: 0.95}))
@@ -223,9 +284,32 @@ def test_no_groups_for_too_long_is_named(tmp_path: Path) -> None:
     case = Case(small_config(tmp_path, learner=learner), FakeQueue(dry_from=0))
     with pytest.raises(
         DeadlineError, match=r"learner rank 0 waited .* for the generators: a group for version 1"
-    ):
+    ) as error:
         case.trainer.run()
+    assert "1 leased, 0 ready, 0 trained; dropped: 40 filtered, 2 reward; nearly all" in str(error.value)
     assert case.publisher.closed
+
+
+def test_what_was_learned_is_saved_when_no_more_groups_come(tmp_path: Path) -> None:
+    learner = LearnerConfig(micro_batch_tokens=64, groups_deadline_s=0.2)
+    case = Case(small_config(tmp_path, learner=learner), FakeQueue(dry_from=3))
+    with pytest.raises(DeadlineError, match="a group for version 2"):
+        case.trainer.run()
+    newest = checkpoint.newest(case.folder)
+    assert newest is not None
+    assert checkpoint.read_meta(newest) == checkpoint.Meta(1, b"train after 1", b"eval after 0")
+
+
+def test_a_stop_before_the_optimizer_steps_of_a_whole_batch_gives_them_up(tmp_path: Path) -> None:
+    learner = LearnerConfig(micro_batch_tokens=64, mini_batches=2, optimizer=OptimizerConfig(lr=1e-2))
+    queue = FakeQueue()
+    case = Case(small_config(tmp_path, learner=learner), queue)
+    # Asked for with the last claim of version 1, of which the stream is then done.
+    queue.on_claim = lambda step, index: case.trainer.request_stop() if (step, index) == (1, 1) else None
+    case.trainer.run()
+    assert queue.of("trained") == [0]
+    assert queue.of("finish") == ["stopped"]
+    assert sorted(case.publisher.published) == [0, 1]
 
 
 def poisoned(ordinal: int, until: int) -> Group:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import zlib
 from contextlib import suppress
@@ -15,12 +16,18 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import WireError
 from asyncrl.queue import wire
+from asyncrl.types import COLUMNS as EXTRA
 from asyncrl.types import Group, Sampling, Task
 
 COLUMNS = ("lengths", "token_ids", "loss_mask", "logprobs", "versions", "rewards")
 
 
-def group(lengths: tuple[int, ...] = (3, 0, 5), parts: tuple[str, ...] = ("exact",)) -> Group:
+def group(
+    lengths: tuple[int, ...] = (3, 0, 5),
+    parts: tuple[str, ...] = ("exact",),
+    columns: tuple[str, ...] = (),
+    greedy_reward: float | None = None,
+) -> Group:
     n, total = len(lengths), sum(lengths)
     rng = np.random.default_rng(total)
     return Group(
@@ -34,6 +41,8 @@ def group(lengths: tuple[int, ...] = (3, 0, 5), parts: tuple[str, ...] = ("exact
         rewards=rng.random(n, np.float32),
         finish=tuple(("stop", "length", "abort")[i % 3] for i in range(n)),
         reward_parts={name: rng.random(n, np.float32) for name in parts},
+        columns={name: rng.integers(-1, 9, total).astype(EXTRA[name]) for name in columns},
+        greedy_reward=greedy_reward,
     )
 
 
@@ -57,9 +66,13 @@ def assert_same(a: Group, b: Group) -> None:
     for name in COLUMNS:
         assert getattr(a, name).dtype == getattr(b, name).dtype
         assert getattr(a, name).tobytes() == getattr(b, name).tobytes()
-    assert {k: v.tobytes() for k, v in a.reward_parts.items()} == {
-        k: v.tobytes() for k, v in b.reward_parts.items()
-    }
+    assert a.greedy_reward == b.greedy_reward
+    for mapping in ("reward_parts", "columns"):
+        mine, other = (
+            {name: (column.dtype, column.tobytes()) for name, column in getattr(of, mapping).items()}
+            for of in (a, b)
+        )
+        assert mine == other
 
 
 @pytest.mark.parametrize("lengths", [(3, 0, 5), (1,), (0,), (4000, 900)])
@@ -72,14 +85,45 @@ def test_a_group_survives(lengths: tuple[int, ...], parts: tuple[str, ...]) -> N
     assert (payload.tokens, payload.start_version) == (sent.tokens, sent.start_version)
 
 
+sizes = st.lists(st.integers(0, 40) | st.integers(3000, 9000), min_size=1, max_size=4)
+names = st.lists(st.sampled_from(["a", "b", "lengths", "step"]), unique=True, max_size=3)
+extras = st.lists(st.sampled_from(sorted(EXTRA)), unique=True)
+
+
+@given(sizes, names, extras, st.none() | st.floats(allow_nan=False, allow_infinity=False))
+@settings(max_examples=60, deadline=None)
+def test_any_group_survives(
+    lengths: list[int], parts: list[str], columns: list[str], greedy_reward: float | None
+) -> None:
+    sent = group(tuple(lengths), tuple(parts), tuple(columns), greedy_reward)
+    frames = raw(wire.encode_group(sent))
+    assert_same(wire.decode_group(frames), sent)
+
+
 def test_large_columns_are_not_copied_and_small_ones_share_a_frame() -> None:
-    large, small = group((6000,), ()), group((3,), ("exact",))
+    large, small = group((6000,), (), tuple(EXTRA)), group((3,), ("exact",), tuple(EXTRA), 0.5)
     frames = wire.encode_group(large).frames
     assert any(np.shares_memory(np.frombuffer(f, np.uint8), large.token_ids) for f in frames[1:])
-    assert len(frames) == 1 + len(COLUMNS)
+    assert len(frames) == 1 + len(COLUMNS) + len(EXTRA)
     assert len(wire.encode_group(small).frames) == 2
     decoded = wire.decode_group(frames)
     assert np.shares_memory(decoded.token_ids, large.token_ids)
+    assert all(np.shares_memory(decoded.columns[name], large.columns[name]) for name in EXTRA)
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"salary": np.zeros(8, np.float32)},
+        {"step": np.zeros(8, np.int64)},
+        {"step": np.zeros(7, np.int32)},
+        {"step": np.zeros((8, 1), np.int32)},
+    ],
+)
+def test_columns_that_nobody_knows_or_of_another_kind_are_not_sent(columns: dict[str, np.ndarray]) -> None:
+    (name,) = columns
+    with pytest.raises(WireError, match=f"column '{name}' of .*; known are step int32, anchor int64"):
+        wire.encode_group(dataclasses.replace(group(), columns=columns))
 
 
 def test_columns_of_another_kind_are_converted() -> None:
@@ -91,7 +135,7 @@ def test_columns_of_another_kind_are_converted() -> None:
 
 
 def test_every_mutation_of_a_group_is_a_wire_error() -> None:
-    frames, rng = raw(wire.encode_group(group())), random.Random(0)
+    frames, rng = raw(wire.encode_group(group(columns=("step",), greedy_reward=0.5))), random.Random(0)
     for _ in range(500):
         mutated = [bytearray(frame) for frame in frames]
         frame = rng.choice(mutated)
@@ -115,7 +159,7 @@ values = st.recursive(
 )
 
 
-@given(st.sampled_from(["task", "sampling", "finish", "columns"]), values, st.booleans())
+@given(st.sampled_from(["task", "sampling", "finish", "columns", "greedy_reward"]), values, st.booleans())
 @settings(max_examples=150, deadline=None)
 def test_a_sealed_header_with_strange_fields_is_a_group_or_a_wire_error(
     field: str, value: Any, leave_out: bool
@@ -151,7 +195,9 @@ WRONG = {
     "too many values": ("columns", [["lengths", 1 << 40]], "column 'lengths' needs"),
     "negative": ("columns", [["lengths", -1]], "column 'lengths' of -1 values"),
     "twice": ("columns", [["lengths", 1], ["lengths", 1]], "column 'lengths' of 1 values"),
-    "unknown column": ("columns", [["salary", 2]], "KeyError: 'salary'"),
+    "unknown column": ("columns", [["salary", 2]], "unknown column 'salary'"),
+    "greedy text": ("greedy_reward", "0.5", "greedy reward '0.5'"),
+    "greedy nan": ("greedy_reward", float("nan"), "greedy reward nan"),
     "finish code": ("finish", [0, -1], "finish code -1"),
     "one finish": ("finish", [0], "must have 2 values each"),
     "sampling": ("sampling", ["hot", 1, 1], "sampling"),
@@ -172,6 +218,13 @@ def test_a_token_column_of_another_length_is_refused() -> None:
     counts = [["lengths", 1], ["token_ids", 0], ["logprobs", 0], ["versions", 0], ["rewards", 0]]
     with pytest.raises(WireError, match="column 'token_ids' has 0 values for 5 tokens"):
         wire.decode_group(sealed({**header, "columns": [*counts, ["loss_mask", 0]]}, lengths))
+
+
+def test_a_further_column_of_another_length_is_refused() -> None:
+    header, buffers = opened(raw(wire.encode_group(group((2, 1), ()))))
+    header["columns"].append(["step", 2])
+    with pytest.raises(WireError, match="column 'step' has 2 values for 3 tokens"):
+        wire.decode_group(sealed(header, buffers[0] + bytes(8)))
 
 
 def test_envelopes_are_versioned() -> None:

@@ -3,254 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-
-from asyncrl.config.schema import BatchConfig, Config, EvaluationConfig, GeneratorConfig, RewardConfig
-from asyncrl.errors import ConfigError, DeadlineError, RefusedError, RunClosedError, WeightSyncError
-from asyncrl.generator import weights
-from asyncrl.generator.rewards import Scorer
-from asyncrl.generator.rollouts import Rollouts
-from asyncrl.generator.scripted_engine import ScriptedEngine
-from asyncrl.generator.weights import Learner, WeightFollower
-from asyncrl.generator.worker import Worker
-from asyncrl.types import Group, Task
-
-CONFIG = Config(
-    batch=BatchConfig(groups=4, group_size=2),
-    generator=GeneratorConfig(slots=8, max_length=64, max_tokens=8, heartbeat_s=0.01),
-    evaluation=EvaluationConfig(max_tokens=3),
+from generator_cases import (
+    CONFIG,
+    PATIENCE_S,
+    FakeLearner,
+    FakeRenewal,
+    House,
+    house,
+    tasks,
 )
-PATIENCE_S = 20.0
 
-
-@dataclass(frozen=True)
-class FakeLease:
-    task: Task
-    epoch: int
-
-
-@dataclass(frozen=True)
-class FakeRenewal:
-    lost: list[tuple[str, int, int]]
-    closed: bool
-
-
-@dataclass
-class FakeQueue:
-    """Leases what `held` and `lineage` allow, and remembers everything that it is told."""
-
-    directory: dict[str, Any] = field(default_factory=dict)
-    pending: dict[str, list[tuple[Task, int]]] = field(default_factory=lambda: {"train": [], "eval": []})
-    lineage: int = 0
-    asked: list[tuple[str, int, int]] = field(default_factory=list)  # (stream, held, most)
-    committed: dict[tuple[str, int], Group] = field(default_factory=dict)
-    dropped: dict[int, str] = field(default_factory=dict)
-    returned: list[int] = field(default_factory=list)
-    fenced: set[int] = field(default_factory=set)
-    lost: list[tuple[str, int, int]] = field(default_factory=list)
-    stats: Mapping[str, Any] = field(default_factory=dict)
-    closed: bool = False
-    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
-
-    async def until(self, what: Callable[[], bool]) -> None:
-        async with asyncio.timeout(PATIENCE_S), self.changed:
-            await self.changed.wait_for(what)
-
-    async def tell(self) -> None:
-        async with self.changed:
-            self.changed.notify_all()
-
-    async def submit(self, stream: str, *tasks: Task, held: int = 0) -> None:
-        self.pending[stream] += [(task, held) for task in tasks]
-        await self.tell()
-
-    async def close(self) -> None:
-        self.closed = True
-        await self.tell()
-
-    async def lookup(self, key: str, wait_s: float) -> Any:
-        try:
-            async with asyncio.timeout(wait_s), self.changed:
-                await self.changed.wait_for(lambda: key in self.directory)
-        except TimeoutError:
-            raise DeadlineError("worker", "the queue", key, wait_s) from None
-        return self.directory[key]
-
-    async def lease(
-        self, stream: str, *, held: int, lineage: int, most: int, wait_s: float
-    ) -> list[FakeLease]:
-        self.asked.append((stream, held, most))
-        await self.tell()
-
-        def allowed() -> list[tuple[Task, int]]:
-            return [entry for entry in self.pending[stream] if entry[1] <= held][:most]
-
-        async with self.changed:
-            await self.changed.wait_for(lambda: bool(allowed()) or self.closed or lineage != self.lineage)
-            if self.closed:
-                raise RunClosedError("the run is over")
-            if lineage != self.lineage:
-                raise RefusedError("lineage")
-            chosen = allowed()
-            self.pending[stream] = [entry for entry in self.pending[stream] if entry not in chosen]
-            return [FakeLease(task, 1) for task, _ in chosen]
-
-    async def renew(self, stats: Mapping[str, Any]) -> FakeRenewal:
-        self.stats = stats
-        lost, self.lost = self.lost, []
-        await self.tell()
-        return FakeRenewal(lost, self.closed)
-
-    async def commit(self, stream: str, lease: FakeLease, group: Group) -> None:
-        if lease.task.ordinal in self.fenced:
-            raise RefusedError("fenced")
-        self.committed[stream, lease.task.ordinal] = group
-        await self.tell()
-
-    async def drop(self, stream: str, lease: FakeLease, reason: str) -> None:
-        self.dropped[lease.task.ordinal] = reason
-        await self.tell()
-
-    async def give_back(self, stream: str, leases: Sequence[FakeLease]) -> None:
-        self.returned += [lease.task.ordinal for lease in leases]
-
-
-@dataclass(frozen=True)
-class FakeStaged:
-    version: int
-    digest: int | None
-    seconds: float = 0.0
-
-
-class FakeLearner:
-    """Publishes weights that are all equal to version + 1 of its lineage."""
-
-    def __init__(self, queue: FakeQueue, lineage: int = 0) -> None:
-        self.queue, self.lineage = queue, lineage
-        self.version = -1
-        self.gone = self.lies = False
-        self.fetched: list[int] = []
-        self.changed = threading.Condition()
-
-    async def publish(self, version: int) -> None:
-        with self.changed:
-            self.version = version
-            self.changed.notify_all()
-        entry = {"endpoint": f"tcp://127.0.0.1:{9000 + self.lineage}", "world": 1, "lineage": self.lineage}
-        self.queue.directory["weights/0"] = entry
-        await self.queue.tell()
-
-    def open(self, learner: Learner, staging: Mapping[str, torch.Tensor]) -> FakeStream:
-        assert learner.lineage == self.lineage
-        return FakeStream(self, staging)
-
-
-@dataclass
-class FakeStream:
-    learner: FakeLearner
-    staging: Mapping[str, torch.Tensor]
-
-    def fetch(self, newer_than: int, wait_s: float) -> FakeStaged | None:
-        learner = self.learner
-        with learner.changed:
-            learner.changed.wait_for(lambda: learner.gone or learner.version > newer_than, wait_s)
-            if learner.gone:
-                raise DeadlineError("worker", "the learner", "weights", wait_s)
-            if learner.version <= newer_than:
-                return None
-            for tensor in self.staging.values():
-                tensor.fill_(learner.version + 1)
-            digest = sum_of(self.staging) + (1 if learner.lies else 0)
-            learner.fetched.append(learner.version)
-            return FakeStaged(learner.version, digest)
-
-    def close(self) -> None: ...
-
-
-def sum_of(tensors: Mapping[str, torch.Tensor]) -> int:
-    return int(sum(float(tensor.sum()) for tensor in tensors.values()))
-
-
-class Letters:
-    """A tokenizer of one token a letter."""
-
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        assert not add_special_tokens
-        return [ord(letter) for letter in text]
-
-    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
-        assert options["add_generation_prompt"]
-        return [ord(letter) for message in messages for letter in message["content"]] + [ord(">")]
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        assert skip_special_tokens
-        return "".join(chr(i) for i in ids)
-
-
-@dataclass
-class House:
-    queue: FakeQueue
-    learner: FakeLearner
-    engine: ScriptedEngine
-    worker: Worker
-    running: asyncio.Task[None]
-    may_verify: threading.Event
-
-
-def tasks(count: int) -> list[Task]:
-    return [Task(ordinal, f"{ordinal}?", {"answer": "A"}) for ordinal in range(count)]
-
-
-def letter_of(ordinal: int, sample: int) -> list[int]:
-    """The first sample answers A, the second B, and so on."""
-    return [ord("A") + sample]
-
-
-async def right(task: Task, text: str) -> float:
-    return float(text == task.data["answer"])
-
-
-@asynccontextmanager
-async def house(
-    reward: Callable[..., Any] = right,
-    script: Callable[[int, int], list[int]] = letter_of,
-    held_out: Sequence[Task] = (),
-) -> AsyncIterator[House]:
-    queue = FakeQueue()
-    learner = FakeLearner(queue)
-    engine = ScriptedEngine(script, slots=8, max_length=64, parameters={"w": torch.zeros(3)})
-    await engine.start()
-    may_verify = threading.Event()
-    may_verify.set()
-
-    def digest(live: Mapping[str, torch.Tensor]) -> int:
-        assert may_verify.wait(PATIENCE_S)
-        return sum_of(live)
-
-    follower = WeightFollower(
-        "worker", engine, queue, lambda *of: made.learner.open(*of), digest, CONFIG.sync
-    )
-    scorer = Scorer(reward, RewardConfig(function="unused:unused", retries=0))
-    rollouts = Rollouts(engine, Letters(), scorer, CONFIG)  # type: ignore[arg-type]
-    worker = Worker(
-        "worker", CONFIG, client=queue, engine=engine, follower=follower, rollouts=rollouts, held_out=held_out
-    )
-    made = House(queue, learner, engine, worker, asyncio.create_task(worker.run()), may_verify)
-    try:
-        yield made
-    finally:
-        may_verify.set()
-        made.running.cancel()
-        await asyncio.gather(made.running, return_exceptions=True)
-        await engine.close()
-        scorer.close()
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.schema import BatchConfig, Config, GeneratorConfig
+from asyncrl.errors import ConfigError, DeadlineError, WeightSyncError
+from asyncrl.generator import weights
+from asyncrl.generator.worker import Worker
+from asyncrl.types import Scored, Step, Task
 
 
 @pytest.fixture(autouse=True)
@@ -347,6 +121,95 @@ async def test_prompts_too_long_and_rewards_that_fail_are_dropped_alone() -> Non
         await h.queue.until(lambda: len(h.queue.committed) + len(h.queue.dropped) == 3)
         assert h.queue.dropped == {0: "too_long", 1: "reward"}
         assert list(h.queue.committed) == [("train", 2)]
+
+
+def by_task(task: Task, text: str) -> float:
+    """Even tasks: all samples alike. Odd ones: they differ."""
+    return float(task.ordinal % 2 and text == "A")
+
+
+FILTERING = replace(CONFIG, algorithm=AlgorithmConfig(filter="no_spread"))
+
+
+async def test_groups_without_spread_are_dropped_before_they_travel_if_the_config_says_so() -> None:
+    async with house(reward=by_task, config=FILTERING) as h:
+        await h.learner.publish(0)
+        await h.queue.submit("train", *tasks(6))
+        await h.queue.until(lambda: len(h.queue.committed) + len(h.queue.dropped) == 6)
+        assert h.queue.dropped == {0: "filtered", 2: "filtered", 4: "filtered"}
+        assert sorted(h.queue.committed) == [("train", 1), ("train", 3), ("train", 5)]
+        await h.queue.until(lambda: h.queue.stats.get("dropped/filtered") == 3)
+    async with house(reward=by_task) as h:
+        await h.learner.publish(0)
+        await h.queue.submit("train", *tasks(6))
+        await h.queue.until(lambda: len(h.queue.committed) == 6)
+
+
+async def test_an_evaluation_is_never_filtered() -> None:
+    held_out = [Task(ordinal, "?", {"answer": "A"}) for ordinal in range(3)]
+    async with house(held_out=held_out, config=FILTERING) as h:
+        await h.learner.publish(0)
+        await h.queue.submit("eval", Task(0, "", {"version": 0, "start": 0, "stop": 3}))
+        await h.queue.until(lambda: len(h.queue.committed) == 1)
+        assert h.queue.committed["eval", 0].rewards.tolist() == [1.0, 1.0, 1.0]
+
+
+async def test_a_group_is_filtered_only_once_its_weights_are_verified() -> None:
+    """Weights that turn out wrong must not have decided what is dropped."""
+    scored: list[int] = []
+
+    async def alike(task: Task, text: str) -> float:
+        scored.append(task.ordinal)
+        return 1.0
+
+    async with house(reward=alike, config=FILTERING) as h:
+        await h.learner.publish(0)
+        await h.queue.submit("train", *tasks(1))
+        await h.queue.until(lambda: h.queue.dropped == {0: "filtered"})
+        h.learner.lies = True
+        h.may_verify.clear()
+        await h.learner.publish(1)
+        await h.queue.until(lambda: h.engine.version == 1)
+        await h.queue.submit("train", Task(2, "2?"))
+        for _ in range(3):
+            seen = h.queue.stats
+            await h.queue.until(lambda: h.queue.stats is not seen and scored.count(2) == 2)  # noqa: B023
+        h.may_verify.set()
+        with pytest.raises(WeightSyncError):
+            await ended(h)
+        assert h.queue.dropped == {0: "filtered"}
+        assert h.queue.returned == [2]
+
+
+async def test_a_greedy_rollout_takes_room_beside_the_group_and_only_its_reward_travels() -> None:
+    config = replace(CONFIG, algorithm=AlgorithmConfig(advantage="remax"))
+    async with house(config=config) as h:
+        await h.learner.publish(0)
+        await h.queue.submit("train", *tasks(30))
+        await h.queue.until(lambda: len(h.queue.committed) == 30)
+        assert max(most for _, _, most in h.queue.asked) == 3  # 8 slots / 3 samples, and a quarter
+        assert h.engine.stats()["tokens"] == 90
+        group = h.queue.committed["train", 3]
+        assert group.greedy_reward == 1.0
+        assert group.rewards.tolist() == [1.0, 0.0]
+        assert group.sampling.temperature == 1.0
+
+
+async def test_steps_travel_as_columns() -> None:
+    def reward(task: Task, text: str) -> Scored:
+        return Scored(0.5, [Step(0, 1, 0.25, "start"), Step(1, 2, 0.5, text[0])])
+
+    async with house(reward=reward, script=lambda ordinal, sample: [ord("A") + sample, ord("x")]) as h:
+        await h.learner.publish(0)
+        await h.queue.submit("train", *tasks(1))
+        await h.queue.until(lambda: len(h.queue.committed) == 1)
+        group = h.queue.committed["train", 0]
+        assert group.columns["step"].tolist() == [-1, -1, 0, 1, -1, -1, 0, 1]
+        assert group.columns["step_rewards"].tolist() == [0, 0, 0.25, 0.5, 0, 0, 0.25, 0.5]
+        assert group.rewards.tolist() == [1.25, 1.25]
+        first, second = group.columns["anchor"][[2, 6]], group.columns["anchor"][[3, 7]]
+        assert first[0] == first[1]
+        assert second[0] != second[1]
 
 
 async def test_a_lost_lease_is_given_up() -> None:
@@ -468,4 +331,11 @@ async def test_messages_go_through_the_chat_template() -> None:
 async def test_slots_that_hold_no_group_are_refused() -> None:
     config = Config(batch=BatchConfig(group_size=9), generator=GeneratorConfig(slots=8))
     with pytest.raises(ConfigError, match=r"^generator.slots = 8"):
+        Worker("w", config, client=None, engine=None, follower=None, rollouts=None)  # type: ignore[arg-type]
+    config = Config(
+        batch=BatchConfig(group_size=8),
+        generator=GeneratorConfig(slots=8),
+        algorithm=AlgorithmConfig(advantage="remax"),
+    )
+    with pytest.raises(ConfigError, match=r"^generator.slots = 8: .*=8 and a greedy rollout"):
         Worker("w", config, client=None, engine=None, follower=None, rollouts=None)  # type: ignore[arg-type]

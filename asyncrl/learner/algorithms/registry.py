@@ -1,0 +1,167 @@
+"""Which algorithms there are, where each comes from, and what each needs from the learner.
+
+    @advantage("rloo", source="arXiv 2402.14740", needs={"group"})
+    def rloo(batch, config, context): ...
+
+A decorator notes a function under its literal of `AlgorithmConfig`; importing the package `algorithms` imports
+every file that does so. A new algorithm is one function, one literal, one test with hand-computed numbers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Generic, Literal, TypeVar, cast
+
+from torch import Tensor
+
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.dotted import load_function
+from asyncrl.learner.batch import MicroBatch
+
+Need = Literal[
+    "group",
+    "batch",
+    "critic",
+    "cost_critic",
+    "reference",
+    "greedy",
+    "steps",
+    "reward_model",
+    "teacher",
+    "parts",
+    "proximal",
+]
+"""
+group         at least two rollouts of each task
+batch         all groups of the version at once; without it groups are trained on as they arrive
+critic, cost_critic, reference, reward_model, teacher
+              this model, beside the policy: the columns values, cost_values, reference, reward_model, teacher
+greedy        the reward of one greedy rollout of each task: `MicroBatch.greedy_R`
+steps         where steps begin and in which state: the columns step, anchor, step_rewards
+parts         the reward in parts: `MicroBatch.parts_R`
+proximal      log-probs of the policy at the version's start, of the whole batch before the loss: the column proximal
+"""
+
+Gather = Callable[[Tensor], list[Tensor]]
+"""A tensor of this rank → those of all ranks in rank order; sizes of dimension 0 may differ. Every rank must call."""
+
+
+def alone(mine: Tensor) -> list[Tensor]:
+    """The `Gather` of a single rank."""
+    return [mine]
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What an algorithm may ask for beside its batch and its configuration.
+
+    gather           for statistics over the batch of all ranks
+    cost_multiplier  λ of safe_rlhf at this version
+    part_weights     `reward.weights`: of the reward's parts in its sum; what is not here: 1
+    seed             (run.seed, version): everything random is drawn by a counter (`draws.uniform`) from this and from
+                     the ordinal, the rollout's place in its group and the token's position: it depends on no batching
+                     and on no ranks
+    """
+
+    gather: Gather = alone
+    cost_multiplier: float = 1.0
+    part_weights: Mapping[str, float] = field(default_factory=dict)
+    seed: tuple[int, ...] = (0,)
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Entry(Generic[F]):
+    """An algorithm: the function, whose docstring opens with its definition in one sentence, where it comes from, and
+    what it needs."""
+
+    function: F
+    source: str
+    needs: frozenset[Need]
+
+
+Estimator = Callable[[MicroBatch, AlgorithmConfig, Context], Tensor]
+"""Whole groups → advantages_N, before `advantage_scale`; what it says outside the mask is ignored."""
+
+ADVANTAGES: Final[dict[str, Entry[Estimator]]] = {}
+LOSSES: Final[dict[str, Entry[Callable[..., Any]]]] = {}
+CORRECTIONS: Final[dict[str, Entry[Callable[..., Any]]]] = {}
+REJECTIONS: Final[dict[str, Entry[Callable[..., Any]]]] = {}
+
+
+def advantage(name: str, source: str, needs: Collection[Need] = ()) -> Callable[[F], F]:
+    """Note an `Estimator` under a literal of `algorithm.advantage`."""
+    return _note(ADVANTAGES, name, source, needs)
+
+
+def loss(name: str, source: str, needs: Collection[Need] = ()) -> Callable[[F], F]:
+    """Note a loss per token under a literal of `algorithm.loss`."""
+    return _note(LOSSES, name, source, needs)
+
+
+def correction(name: str, source: str, needs: Collection[Need] = ()) -> Callable[[F], F]:
+    """Note an off-policy weight under a literal of `algorithm.correction.kind`."""
+    return _note(CORRECTIONS, name, source, needs)
+
+
+def rejection(name: str, source: str, needs: Collection[Need] = ()) -> Callable[[F], F]:
+    """Note a rejection mask under a literal of `algorithm.correction.reject`."""
+    return _note(REJECTIONS, name, source, needs)
+
+
+def advantage_of(config: AlgorithmConfig) -> Entry[Estimator]:
+    """`algorithm.own_advantage` if there is one, else `algorithm.advantage`. Raises ConfigError if it cannot be had."""
+    return _own(config.own_advantage, "own_advantage", ADVANTAGES) or ADVANTAGES[config.advantage]
+
+
+def loss_of(config: AlgorithmConfig) -> Entry[Callable[..., Any]]:
+    """`algorithm.own_loss` if there is one, else `algorithm.loss`. Raises ConfigError if it cannot be had."""
+    return _own(config.own_loss, "own_loss", LOSSES) or LOSSES[config.loss]
+
+
+def needs(config: AlgorithmConfig) -> frozenset[Need]:
+    """All that the section `algorithm:` needs. How often the learner steps per version is none of its business."""
+    correction = config.correction
+    of_correction = CORRECTIONS[correction.kind].needs | REJECTIONS[correction.reject].needs
+    found = set(advantage_of(config).needs | loss_of(config).needs | of_correction)
+    if config.shaping.kl_coef > 0 or config.kl_loss.coef > 0:
+        found.add("reference")
+    if config.shaping.kl_target is not None or config.shaping.resample != "none" or config.lm_coef > 0:
+        found.add("batch")
+    if correction.normalise:
+        found.add("batch")
+    if config.proximal != "behaviour" and (correction.normalise or correction.reject != "none"):
+        found.add("proximal")
+    return frozenset(found)
+
+
+def _own(spec: str | None, key: str, entries: Mapping[str, Entry[F]]) -> Entry[F] | None:
+    """The entry of a user's function; one that no decorator noted needs nothing."""
+    if spec is None:
+        return None
+    function = load_function(spec, f"algorithm.{key}")
+    noted = (entry for entry in entries.values() if entry.function is function)
+    return next(noted, Entry(cast(F, function), "", frozenset()))
+
+
+def _note(
+    entries: dict[str, Entry[Any]], name: str, source: str, needs: Collection[Need]
+) -> Callable[[F], F]:
+    def note(function: F) -> F:
+        if name in entries and _origin(entries[name].function) != _origin(function):
+            raise ValueError(f"two algorithms are called {name!r}: {entries[name].function} and {function}")
+        entries[name] = Entry(function, source, frozenset(needs))
+        return function
+
+    return note
+
+
+def _origin(function: Callable[..., Any]) -> tuple[Path, str]:
+    """Its file and its name there. The script that starts a run is executed twice, as a script and as the file that
+    the configuration names: its functions are then the same ones."""
+    return Path(inspect.getfile(function)).resolve(), function.__qualname__

@@ -1,0 +1,92 @@
+"""What a configuration asks of the learner: which models, which way through a version, which extra pass.
+
+Functions of the configuration alone, so that every rank and every test answers alike.
+"""
+
+from __future__ import annotations
+
+from asyncrl.config.rules import require
+from asyncrl.config.schema import Config
+from asyncrl.learner.algorithms.registry import needs
+from asyncrl.learner.backend import MODELS
+from asyncrl.types import COLUMNS, Version
+
+
+def models(config: Config) -> frozenset[str]:
+    """The models beside the policy, by their names in `backend.MODELS`."""
+    return MODELS & needs(config.algorithm)
+
+
+def first_policy_version(config: Config) -> Version:
+    """From which on the policy learns; before, its critic warms up alone."""
+    return config.critic.warmup_versions if "critic" in models(config) else 0
+
+
+def columns(config: Config) -> tuple[str, ...]:
+    """Columns that groups of every version must come with; some of its groups may lack them."""
+    return tuple(COLUMNS) if "steps" in needs(config.algorithm) else ()
+
+
+def parts(config: Config) -> tuple[str, ...]:
+    """The same of the parts of the reward."""
+    return (config.algorithm.cost_part,) if "cost_critic" in models(config) else ()
+
+
+def steps_per_version(config: Config) -> int:
+    """Optimizer steps of a full version."""
+    return config.learner.mini_batches * config.learner.epochs
+
+
+def whole_batch(config: Config) -> bool:
+    """Whether training waits for the last group of a version: for statistics over all of them, or to split them over
+    several optimizer steps. The rest streams."""
+    return steps_per_version(config) > 1 or "batch" in needs(config.algorithm)
+
+
+def proximal_pass(config: Config) -> bool:
+    """Whether a forward pass of its own notes the log-probs of the policy at the version's start. Where each version is
+    one optimizer step the policy is still that one when its loss is computed, and most losses need no such pass."""
+    moves = config.algorithm.proximal == "frozen" and steps_per_version(config) > 1
+    return moves or "proximal" in needs(config.algorithm)
+
+
+def norm_tokens(config: Config) -> int:
+    """The denominator of the aggregation 'seq-mean-token-sum-norm', resolved."""
+    return config.algorithm.norm_tokens or config.generator.max_tokens
+
+
+def check(config: Config) -> None:
+    """The rules that depend on what the algorithm needs. Raises ConfigError for an own function that cannot be loaded
+    or does not get what it declares, and for a setting of a model that nothing asks for."""
+    needed = needs(config.algorithm)
+    require(
+        "group" not in needed or config.batch.group_size >= 2,
+        "batch.group_size",
+        config.batch.group_size,
+        "is too small: the algorithm compares the rollouts of a group and needs at least 2",
+        "set batch.group_size=8",
+    )
+    require(
+        "greedy" not in needed or config.greedy_rollout,
+        "algorithm.own_advantage",
+        config.algorithm.own_advantage,
+        "needs a greedy rollout of each task, which generators make for advantage remax alone",
+        "set algorithm.advantage=remax beside it",
+    )
+    of_models: dict[str, object] = {
+        "critic.path": config.critic.path,
+        "critic.warmup_versions": config.critic.warmup_versions,
+        "reference.path": config.reference.path,
+        "reference.update_every": config.reference.update_every,
+        "reward_model.path": config.reward_model.path,
+        "teacher.path": config.teacher.path,
+    }
+    for key, value in of_models.items():
+        model = key.partition(".")[0]
+        require(
+            model in needed or not value,
+            key,
+            value,
+            f"would do nothing: the algorithm has no {model}",
+            "leave it out, or see `asyncrl algorithms` for who needs that model",
+        )

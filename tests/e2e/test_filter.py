@@ -1,0 +1,30 @@
+"""Groups without spread end as DROPPED(filtered), and other tasks take their place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from processes import rows
+
+from asyncrl.config.load import load_config
+from asyncrl.launch.local import train
+from asyncrl.types import Task
+
+pytestmark = pytest.mark.slow
+
+
+def half_flat(task: Task, text: str) -> float:
+    """Every second task earns all its rollouts the same."""
+    return 0.0 if task.ordinal % 2 else sum(int(c) for c in text if c.isdigit()) / 9
+
+
+def test_a_run_trains_full_batches_of_groups_with_spread(config_file: Path) -> None:
+    overrides = ["algorithm.filter=no_spread", f"reward.function='{Path(__file__)}:half_flat'"]
+    summary = train(load_config(config_file, overrides))
+    assert (summary["versions"], summary["groups_trained"], summary["rollouts_trained"]) == (4, 16, 64)
+    assert summary["staleness"]["max"] <= 2
+    assert summary["heldout_accuracy_end"] is not None  # of half_flat: an evaluation is never filtered
+    last = rows(config_file.parent / "it")[-1]
+    # The task before the last one of each trained pair was flat, so about as many are dropped as are trained.
+    assert last["queue/dropped"] == last["queue/dropped/filtered"] >= 10

@@ -1,0 +1,54 @@
+"""Real ranks for tests: processes that meet over gloo on this machine, as torchrun would start them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from torch.distributed import TCPStore
+
+STUCK_S, DEADLINE_S = 80, 90
+"""After STUCK_S a rank writes down where it stands, and ends."""
+
+
+def run_ranks(target: str, folder: Path, world: int = 2) -> None:
+    """Call `target`, 'module:function' of this folder, with `folder` in each of `world` processes. It should end with
+    `fsdp.end_rank()`. Fails with the end of every rank's log unless all of them end well within DEADLINE_S."""
+    module, function = target.split(":")
+    code = (
+        "import faulthandler, pathlib, sys\n"
+        f"faulthandler.dump_traceback_later({STUCK_S}, exit=True)\n"
+        f"import {module}\n"
+        f"{module}.{function}(pathlib.Path(sys.argv[1]))\n"
+    )
+    # The meeting point is kept here, as torchrun keeps it: a port that were only looked up could be gone by then.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = os.environ | {
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
+    }
+    logs = [folder / f"{function}_{rank}.log" for rank in range(world)]
+    ranks = []
+    for rank, path in enumerate(logs):
+        with path.open("wb") as log:
+            ranks.append(
+                subprocess.Popen(
+                    [sys.executable, "-X", "faulthandler", "-c", code, str(folder)],
+                    env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdout=log,
+                    stderr=log,
+                )
+            )
+    try:
+        codes = [process.wait(DEADLINE_S) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert codes == [0] * world, "\n".join(path.read_text(errors="replace")[-4000:] for path in logs)

@@ -1,0 +1,67 @@
+"""What is told before any process is started, from the command line and from a script alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import asyncrl
+from asyncrl import cli
+from asyncrl.config.load import load_config
+from asyncrl.errors import ConfigError
+from asyncrl.launch import local
+from asyncrl.launch.preflight import preflight
+from asyncrl.tasks.addition import write_model_folder
+
+GOOD = """\
+run: {{dir: {folder}}}
+model: {{path: {folder}/model}}
+tasks: {{source: asyncrl.tasks.addition:train}}
+reward: {{function: "asyncrl.tasks.addition:reward"}}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    write_model_folder(tmp_path / "model", hidden_size=32, layers=1)
+    path = tmp_path / "config.yaml"
+    path.write_text(GOOD.format(folder=tmp_path))
+    return path
+
+
+BAD = [
+    ("tasks.source=asyncrl.tasks.addition:nothing",),
+    ("evaluation.source=asyncrl.tasks.addition:nothing",),
+    ("reward.function=asyncrl.tasks.addition:nothing",),
+    ("algorithm.own_loss=nowhere.py:loss",),
+    ("reference.path=nowhere", "algorithm.kl_loss.coef=0.1"),
+    ("critic.path=nowhere", "algorithm.advantage=gae"),
+    ("teacher.path=nowhere", "algorithm.advantage=distill"),
+    ("reference.update_every=2",),
+]
+
+
+@pytest.mark.parametrize("overrides", BAD, ids=[words[0].partition("=")[0] for words in BAD])
+def test_what_would_stop_a_process_starts_none(
+    config: Path,
+    overrides: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def start(*words: object) -> None:
+        raise AssertionError("the run was started")
+
+    monkeypatch.setattr(local, "train", start)
+    key = overrides[0].partition("=")[0]
+    with pytest.raises(ConfigError) as refusal:
+        asyncrl.train(config, overrides)
+    assert refusal.value.key == key
+    assert cli.main(["train", str(config), *overrides]) == 2
+    assert f"ConfigError: {key} = " in capsys.readouterr().err
+
+
+def test_a_good_configuration_passes(config: Path) -> None:
+    preflight(load_config(config))
+    beside = config.parent / "model"
+    preflight(load_config(config, ["algorithm.advantage=distill", f"teacher.path={beside}/../model"]))
