@@ -108,6 +108,7 @@ class Group:
 
     lengths [n] int64, sum N · token_ids, loss_mask, logprobs, versions [N] as in `Rollout` · rewards [n] float32
     reward_parts {name: [n] float32} · finish n literals · sampling: how the tokens were drawn
+    columns {name: [N]}: what other pools have added per token (values, reference log-probs)
     """
 
     task: Task
@@ -120,6 +121,7 @@ class Group:
     rewards: Array
     finish: tuple[Finish, ...]
     reward_parts: Mapping[str, Array] = field(default_factory=dict)
+    columns: Mapping[str, Array] = field(default_factory=dict)
 
     @staticmethod
     def from_rollouts(task: Task, sampling: Sampling, rollouts: Sequence[Rollout]) -> Group:

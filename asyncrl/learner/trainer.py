@@ -37,7 +37,7 @@ from asyncrl.learner.accumulator import Accumulator, StepReport
 from asyncrl.learner.backend import Backend
 from asyncrl.learner.evaluation import EVAL, PARK_S, Evaluation, Evaluations
 from asyncrl.learner.ports import LearnerClient, Trained, WeightPublisher
-from asyncrl.learner.stream import TRAIN, GroupStream, StopWaiting, StreamExhausted
+from asyncrl.learner.stream import TRAIN, GroupStream, StepBegunAnew, StopWaiting, StreamExhausted
 from asyncrl.queue.ledger import StreamSettings
 from asyncrl.telemetry.sinks import JsonlSink, read_rows
 from asyncrl.telemetry.spans import Spans
@@ -179,6 +179,10 @@ class Trainer:
         except StopWaiting:
             self._accumulator.abandon()
             return "stopped"
+        except StepBegunAnew:
+            self._accumulator.abandon()
+            log.warning("the queue took the step of version %d apart: it begins anew", self.version)
+            return ""
         except StreamExhausted:
             log.info("the task source has ended")
             return "exhausted"
@@ -219,7 +223,10 @@ class Trainer:
         trained = None
         if self._leads:
             with self._spans("wait/queue"):
-                trained = self._client.trained(TRAIN, learner_epoch=self._learner_epoch, step=self.version)
+                waited = self._spans.share("wait/groups")
+                trained = self._client.trained(
+                    TRAIN, learner_epoch=self._learner_epoch, step=self.version, waited=waited
+                )
         with self._spans("wait/ranks"):
             self._backend.exchange(None)
         return trained
@@ -260,6 +267,8 @@ class Trainer:
                 train = self._client.snapshot(TRAIN, learner_epoch=self._learner_epoch)
             meta = checkpoint.Meta(self.version, train, self._pristine_eval if self._leads else None)
             checkpoint.save(self._folder, self._backend, meta, self._config.checkpoint.keep)
+            if self._leads:
+                self._client.checkpointed(TRAIN, learner_epoch=self._learner_epoch, version=self.version)
         self._saved = self.version
 
     def _end(self, why: str) -> None:
@@ -306,6 +315,7 @@ def train_settings(config: Config, learners: int) -> StreamSettings:
         max_bytes=config.queue.max_bytes,
         lease_s=config.queue.lease_s,
         learners=learners,
+        wait_share=config.queue.wait_share,
     )
 
 
@@ -328,6 +338,7 @@ def run_learner(config: Config, heldout: int = 0) -> None:
     """
     from asyncrl.learner.fsdp import FsdpBackend, end_rank
     from asyncrl.queue.client import BlockingClient
+    from asyncrl.queue.keys import client_keys
     from asyncrl.sync.publisher import Publisher
 
     if config.learner.threads:
@@ -336,7 +347,11 @@ def run_learner(config: Config, heldout: int = 0) -> None:
     backend = FsdpBackend(config.model, config.learner.optimizer, config.run.seed)
     who = f"learner rank {backend.rank}"
     client: Any = BlockingClient(
-        config.queue.address, run=config.run.name, who=who, deadline_s=config.queue.deadline_s
+        config.queue.address,
+        run=config.run.name,
+        who=who,
+        deadline_s=config.queue.deadline_s,
+        keys=client_keys(config.queue.keys),
     )
 
     def make_publisher(lineage: int) -> WeightPublisher:
