@@ -1,4 +1,4 @@
-"""What several folders of tests share: a real Redis."""
+"""What several folders of tests share: a real Redis, and no deadline on any example that hypothesis tries."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from redis_server import RedisServer
+
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")
