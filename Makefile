@@ -6,7 +6,7 @@ READY  := $(VENV)/.installed
 MODEL  := runs/addition/model/config.json
 WARM   := runs/addition/warm/config.json
 
-.PHONY: help demo test quick check bench clean
+.PHONY: help demo test quick check bench clean redis
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -15,11 +15,22 @@ demo: $(WARM)  ## train the demo model on this machine, about 5 minutes; leaves 
 	rm -rf runs/demo
 	$(PY) -m asyncrl train configs/recipes/demo.yaml
 
-test: $(READY)  ## the whole test suite
+test: $(READY) redis  ## the whole test suite
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q
 
-quick: $(READY)  ## the tests that take no more than a few seconds each
+quick: $(READY) redis  ## the tests that take no more than a few seconds each
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -m "not slow"
+
+redis:
+	@command -v redis-server > /dev/null && exit 0; \
+	if command -v apt-get > /dev/null; then \
+	  sudo=$$(test $$(id -u) = 0 || echo sudo); \
+	  $$sudo apt-get update -qq && $$sudo apt-get install -y -qq redis-server; \
+	else \
+	  echo "The tests start a Redis of their own and redis-server is missing. Install version 7 or newer, e.g." >&2; \
+	  echo "with 'brew install redis', 'dnf install redis' or 'conda install redis-server', and try again." >&2; \
+	  exit 1; \
+	fi
 
 check: $(READY)  ## style, types, direction of imports
 	$(VENV)/bin/ruff check .

@@ -17,6 +17,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.errors import AsyncRLError, ConfigError, RunClosedError
@@ -35,9 +36,10 @@ On one machine, one command runs everything:
 
 On several machines each process is started by hand, with the same configuration and the broker's address:
 
-  asyncrl queue CONFIG queue.address=tcp://10.0.0.1:5555
-  torchrun --nproc-per-node 8 -m asyncrl learner CONFIG queue.address=tcp://10.0.0.1:5555
-  asyncrl generator CONFIG queue.address=tcp://10.0.0.1:5555 --name generator-0
+  asyncrl keys KEYS     # once; copy the folder to each machine
+  asyncrl queue CONFIG queue.keys=KEYS queue.address=tcp://10.0.0.1:5555
+  torchrun --nproc-per-node 8 -m asyncrl learner CONFIG queue.keys=KEYS queue.address=tcp://10.0.0.1:5555
+  asyncrl generator CONFIG queue.keys=KEYS queue.address=tcp://10.0.0.1:5555 --name generator-0
 """
 
 EXIT_CODES = """\
@@ -98,6 +100,8 @@ def main(words: Sequence[str] | None = None) -> int:
 def parse(words: Sequence[str]) -> Arguments:
     """key=value words may stand anywhere after CONFIG. Exits with 2 on words that mean nothing."""
     parser = build_parser()
+    if " ".join(words[:2]) in COMMANDS:  # 'queue status'
+        words = [" ".join(words[:2]), *words[2:]]
     arguments, rest = parser.parse_known_args(words)
     overrides = [word for word in rest if "=" in word and not word.startswith("-")]
     if len(overrides) < len(rest) or (rest and not COMMANDS[arguments.command].takes_config):
@@ -153,8 +157,10 @@ def _train(arguments: Arguments) -> int:
     from asyncrl.launch.local import train
     from asyncrl.launch.preflight import preflight
     from asyncrl.launch.run_folder import run_folder
+    from asyncrl.queue.keys import client_keys, server_keys
 
     preflight(config)
+    server_keys(config.queue.keys), client_keys(config.queue.keys)
     print_summary(train(config), run_folder(config))
     return 0
 
@@ -163,7 +169,49 @@ def _queue(arguments: Arguments) -> int:
     config = _config(arguments)
     from asyncrl.launch.queue_process import run_queue
 
-    run_queue(config, arguments.announce)
+    run_queue(config, arguments.announce, arguments.anew)
+    return 0
+
+
+def _queue_status(arguments: Arguments) -> int:
+    from asyncrl.launch import operate
+
+    target = operate.find(arguments.target, arguments.keys)
+    status = operate.status(target)
+    if arguments.json:
+        print(json.dumps(status, default=repr))
+    else:
+        operate.print_status(status, target.address)
+    return 0
+
+
+def _queue_inspect(arguments: Arguments) -> int:
+    from asyncrl.launch import operate
+
+    target = operate.find(arguments.target, arguments.keys)
+    peek = operate.peek(target, arguments.stream, arguments.ordinal)
+    decode = operate.decoder(target.config) if peek.group is not None else None
+    for line in operate.show(peek, arguments.ordinal, decode):
+        print(line)
+    return 0
+
+
+def _queue_drain(arguments: Arguments) -> int:
+    from asyncrl.launch import operate
+
+    dropped = operate.drain(operate.find(arguments.target, arguments.keys), arguments.stream)
+    print(f"{dropped} pending tasks dropped; what is under way will be finished, then the run ends")
+    return 0
+
+
+def _keys(arguments: Arguments) -> int:
+    from asyncrl.queue.keys import make_keys
+
+    make_keys(Path(arguments.folder))
+    print(
+        f"{arguments.folder}: server.key for the queue's machine alone, client.key for all machines of the run.\n"
+        f"Every process gets queue.keys={arguments.folder}"
+    )
     return 0
 
 
@@ -244,6 +292,33 @@ def _queue_options(parser: argparse.ArgumentParser) -> None:
         metavar="FD",
         help="write the address to this file descriptor once it is bound",
     )
+    parser.add_argument(
+        "--anew", action="store_true", help="forget what a queue of this run has left in its journal"
+    )
+
+
+def _target_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="RUN", help="folder of a run, its name under runs/, or an address")
+    parser.add_argument("--keys", metavar="DIR", help="queue.keys of the run, where its folder does not say")
+
+
+def _status_options(parser: argparse.ArgumentParser) -> None:
+    _target_options(parser)
+    parser.add_argument("--json", action="store_true", help="all that the queue tells, as JSON")
+
+
+def _stream_options(parser: argparse.ArgumentParser) -> None:
+    _target_options(parser)
+    parser.add_argument("--stream", default="train", help="'train' (as it is unless given) or 'eval'")
+
+
+def _inspect_options(parser: argparse.ArgumentParser) -> None:
+    _stream_options(parser)
+    parser.add_argument("ordinal", type=int, metavar="ORDINAL", help="of the task in the stream")
+
+
+def _keys_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="DIR", help="is made if it is not there")
 
 
 def _generator_options(parser: argparse.ArgumentParser) -> None:
@@ -292,9 +367,45 @@ COMMANDS: dict[str, Command] = {
         "the transfer queue of a run",
         "Serve tasks to generators and their groups to the learner, until SIGTERM. Start it first: "
         "everything else finds each other through its address, which it prints and writes to "
-        "<run.dir>/<run.name>/address.",
+        "<run.dir>/<run.name>/address. Started again after it died, it goes on from its journal "
+        "(queue.store).",
         "asyncrl queue configs/recipes/demo.yaml queue.address=tcp://127.0.0.1:5555",
         _queue_options,
+    ),
+    "queue status": Command(
+        _queue_status,
+        "how a queue stands",
+        "Tasks and groups in each state, ages, leases by generator, what was dropped and refused and why, bytes, "
+        "and how far generators work ahead, of a run that is going on.",
+        "asyncrl queue status demo",
+        _status_options,
+        takes_config=False,
+    ),
+    "queue inspect": Command(
+        _queue_inspect,
+        "one task of a queue",
+        "Show where a task stands, and what was made of it: prompt, texts (token ids if the run's tokenizer is not "
+        "at hand), rewards, versions. Nothing changes by it.",
+        "asyncrl queue inspect demo 117",
+        _inspect_options,
+        takes_config=False,
+    ),
+    "queue drain": Command(
+        _queue_drain,
+        "end a run early",
+        "Lease no more tasks, drop those that are pending, finish and train what is under way.",
+        "asyncrl queue drain demo",
+        _stream_options,
+        takes_config=False,
+    ),
+    "keys": Command(
+        _keys,
+        "make the keys of a queue",
+        "Make a key pair for the queue and one for everybody else, for runs over several machines: without "
+        "queue.keys a queue listens on loopback only.",
+        "asyncrl keys ~/.asyncrl/keys",
+        _keys_options,
+        takes_config=False,
     ),
     "generator": Command(
         _generator,

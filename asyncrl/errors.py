@@ -10,6 +10,7 @@
     ├── ProcessDiedError    a process of the run ended by itself                      exit code 5
     ├── RunClosedError      the run is over; not a failure, loops end on it
     ├── WeightSyncError     a version did not arrive whole, or arrived wrong          exit code 6
+    ├── JournalError        the queue's journal is damaged, in use or taken over      exit code 9
     └── TrainingError       a loss or gradient that must not be trained on            exit code 7
 
     OSError (not ours)      the disk is full, a folder cannot be written              exit code 9
@@ -97,6 +98,12 @@ class WeightSyncError(AsyncRLError):
     """A version that did not arrive whole, or whose live parameters do not hash to the learner's."""
 
     exit_code = 6
+
+
+class JournalError(AsyncRLError):
+    """The queue's journal or payload store cannot be used: damaged, of another run or format, in use, taken over."""
+
+    exit_code = 9
 
 
 class TrainingError(AsyncRLError):

@@ -152,7 +152,8 @@ class Group:
 
     lengths [n] int64, sum N · token_ids, loss_mask, logprobs, versions [N] as in `Rollout` · rewards [n] float32
     reward_parts {name: [n] float32} · finish n literals · sampling: how the tokens were drawn
-    columns {name: [N]}, see `COLUMNS` · greedy_reward: of one greedy rollout of the task, where one was made
+    columns {name: [N]}: `COLUMNS`, and what other pools have added per token (values, reference log-probs)
+    greedy_reward: of one greedy rollout of the task, where one was made
     """
 
     task: Task

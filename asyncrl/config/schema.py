@@ -128,6 +128,17 @@ class GeneratorConfig:
         )
 
 
+def _stays_here(address: str) -> bool:
+    """Whether only processes of this machine can reach a ZeroMQ address.
+
+    >>> [_stays_here(a) for a in ("tcp://127.0.0.1:*", "tcp://[::1]:5", "ipc:///tmp/q", "tcp://*:5", "tcp://node:5")]
+    [True, True, True, False, False]
+    """
+    scheme, _, rest = address.partition("://")
+    host = rest.rpartition(":")[0].strip("[]")
+    return scheme in ("ipc", "inproc") or host in ("localhost", "::1") or host.startswith("127.")
+
+
 @dataclass(frozen=True)
 class QueueConfig:
     address: str = "tcp://127.0.0.1:*"  # of the broker; * picks a free port (only for `asyncrl train`)
@@ -138,10 +149,37 @@ class QueueConfig:
     #                            none: 1 (strict order) up to η = 1, else batch.groups + 1
     depth: int | None = None  # groups leased or ready at once; none: (η + 1) * batch.groups
     max_bytes: int = 4 << 30  # payload bytes held by the queue
+    wait_share: float | None = (
+        None  # share of its time that the learner may wait for groups: generators work ahead
+    )
+    #                                  no more than that takes, so data is fresher than η; none: as far as η allows
+    retained_bytes: int = (
+        1 << 30
+    )  # payload bytes kept for a rewind only that stay in memory; more go to the disk
+    store: Literal["memory", "file", "redis"] = (
+        "file"  # what a queue that dies leaves to the next: nothing, or a
+    )
+    #                                                     journal in the run folder or in Redis, to go on from
+    durable: Literal["metadata", "payload"] = (
+        "metadata"  # metadata: ready groups are generated again; payload: kept
+    )
+    fsync: bool = False  # survive a power failure too, not only the end of the process (store: file)
+    redis_url: str | None = None  # redis://, rediss:// (TLS) or unix://, with user:password@ as needed
     lease_s: float = 30.0  # a lease not renewed for this long goes back to pending
     deadline_s: float = 60.0  # of every request to the queue
+    keys: str | None = (
+        None  # folder made by `asyncrl keys`: only its owners may talk to the broker, and encrypted;
+    )
+    #                          none: anybody may, so that the address must be on loopback
 
     def __post_init__(self) -> None:
+        require(
+            self.keys is not None or _stays_here(self.address),
+            "queue.address",
+            self.address,
+            "can be reached from other machines, and queue.keys is not set",
+            "make keys with `asyncrl keys DIR`, copy DIR to each machine of the run, and set queue.keys=DIR",
+        )
         require(
             self.max_staleness >= 0,
             "queue.max_staleness",
@@ -149,7 +187,39 @@ class QueueConfig:
             "cannot be negative",
             "set queue.max_staleness=0 for synchronous training",
         )
+        require(
+            self.wait_share is None or 0 < self.wait_share < 1,
+            "queue.wait_share",
+            self.wait_share,
+            "is a share of the learner's time, between 0 and 1",
+            "set queue.wait_share=0.05",
+        )
         positive("queue", max_bytes=self.max_bytes, lease_s=self.lease_s, deadline_s=self.deadline_s)
+        self._check_store()
+
+    def _check_store(self) -> None:
+        require(
+            (self.redis_url is not None) == (self.store == "redis"),
+            "queue.redis_url",
+            self.redis_url,
+            "goes with queue.store=redis, and only with that",
+            "set queue.store=redis queue.redis_url=redis://127.0.0.1:6379/0",
+        )
+        require(
+            self.store != "memory" or self.durable == "metadata",
+            "queue.durable",
+            self.durable,
+            "a queue that keeps nothing cannot keep payloads",
+            "set queue.store=file",
+        )
+        require(
+            not self.fsync or self.store == "file",
+            "queue.fsync",
+            self.fsync,
+            "is for files"
+            + ("; a Redis server decides by its own appendfsync" if self.store == "redis" else ""),
+            "set queue.store=file, or leave it out",
+        )
 
 
 @dataclass(frozen=True)
@@ -261,6 +331,7 @@ class LaunchConfig:
     """Only for `asyncrl train`, which starts the other processes."""
 
     generator_restarts: int = 3  # how often a generator that dies is started again, all of them together
+    queue_restarts: int = 3  # how often a queue that dies is started again, from its journal
     start_deadline_s: float = 120.0  # until the queue listens
     stop_deadline_s: float = (
         30.0  # for a clean end after Ctrl-C or the last version: longer than one version trains

@@ -19,6 +19,7 @@ from asyncrl.generator.weights import Learner, WeightFollower
 from asyncrl.generator.worker import Worker
 from asyncrl.models import load_causal_lm, load_tokenizer
 from asyncrl.queue.client import QueueClient
+from asyncrl.queue.keys import client_keys
 from asyncrl.sync.bucket import dtype_name
 from asyncrl.sync.digest import digest_layout
 from asyncrl.sync.layout import Layout, whole_layout
@@ -38,7 +39,11 @@ async def run_generator(config: Config, *, name: str, held_out: Sequence[Task] =
     tokenizer = load_tokenizer(config.model)
     engine = load_engine(config, tokenizer)
     client = QueueClient(
-        config.queue.address, run=config.run.name, who=name, deadline_s=config.queue.deadline_s
+        config.queue.address,
+        run=config.run.name,
+        who=name,
+        deadline_s=config.queue.deadline_s,
+        keys=client_keys(config.queue.keys),
     )
     try:
         await client.connect()

@@ -4,8 +4,9 @@
                                                    │
          waits for whichever comes first: ◂────────┘
            learner ends well       generators leave by themselves, the queue is stopped, the summary returned
-           learner or queue dies   everything is killed, ProcessDiedError
+           the learner dies        everything is killed, ProcessDiedError
            a generator dies        it is started again, `launch.generator_restarts` times; then as above
+           the queue dies          so is it, at the same address and from its journal, `launch.queue_restarts` times
            Ctrl-C                  the learner ends its step and writes a checkpoint, then all are stopped
            Ctrl-C again            everything is killed
 
@@ -49,7 +50,7 @@ class LocalRun:
         self._config, self._folder = config, folder
         self._supervisor, self._dashboard = supervisor, dashboard
         self._generators = [f"generator-{i}" for i in range(config.generator.count)]
-        self._restarts = 0
+        self._restarts = self._queue_restarts = 0
         self._address = ""
 
     def run(self) -> dict[str, Any]:
@@ -63,8 +64,9 @@ class LocalRun:
         return read_summary(self._folder)
 
     def _start_queue(self) -> str:
-        command = process_command(self._folder, "queue")
-        self._supervisor.start(QUEUE, command, process_env(threads=1), says=True)
+        # Without a checkpoint the learner begins at the beginning, and so must the queue.
+        goes_on = self._config.run.resume and any(self._folder.glob("checkpoints/v*"))
+        self._run_queue(*([] if goes_on else ["--anew"]))
         seconds = self._config.launch.start_deadline_s
         event = wait_line(self._supervisor, QUEUE, "the address it listens at", seconds)
         if isinstance(event, Said):
@@ -72,6 +74,10 @@ class LocalRun:
         if isinstance(event, Ended):
             raise self._died(event)
         raise self._interrupted()
+
+    def _run_queue(self, *words: str) -> None:
+        command = process_command(self._folder, "queue", *words)
+        self._supervisor.start(QUEUE, command, process_env(threads=1), says=True)
 
     def _start_learner(self) -> None:
         learner = self._config.learner
@@ -102,10 +108,25 @@ class LocalRun:
                 return
             if event == Ended(QUEUE, 0):
                 continue  # it ends by itself some seconds after the learner has closed the run
-            if event.name not in self._generators:
+            if event.name == QUEUE:
+                self._restart_queue(event)
+            elif event.name not in self._generators:
                 raise self._died(event)
-            if event.code != 0:
+            elif event.code != 0:
                 self._restart(event)
+
+    def _restart_queue(self, event: Ended) -> None:
+        """Its clients ask again until it answers. One that said why it ended would end again."""
+        most = self._config.launch.queue_restarts
+        said_why = event.code > 1
+        if said_why or self._config.queue.store == "memory" or self._queue_restarts >= most:
+            raise self._died(event)
+        self._queue_restarts += 1
+        self._dashboard.say(
+            f"{QUEUE} ended ({describe_exit(event.code)}) and is started again from its journal, "
+            f"{self._queue_restarts} of {most} restarts; its log: {self._supervisor.log(QUEUE)}"
+        )
+        self._run_queue(f"queue.address={self._address}")
 
     def _restart(self, event: Ended) -> None:
         """A generator holds nothing that cannot be made again: its tasks go back to the queue."""

@@ -1,6 +1,7 @@
 """`asyncrl queue`: the broker on the main thread, the task feeder as one of its clients on another.
 
-main thread     bind ──▸ announce the address ──▸ serve ······ until stopped: SIGTERM, Ctrl-C, or the feeder ends
+main thread     bind ──▸ take up what the journal holds ──▸ announce the address ──▸ serve ··· until stopped:
+                                                                            SIGTERM, Ctrl-C, or the feeder ends
 feeder thread            connect ──▸ wait for room ──▸ submit tasks ──▸ …   until the run is closed (or it fails),
                                                                             then as long as generators need to hear it
 """
@@ -11,36 +12,46 @@ import asyncio
 import os
 import signal
 import threading
+import time
 
 from asyncrl.config.schema import Config
 from asyncrl.launch.run_folder import run_folder, write_address
 from asyncrl.queue.broker import Broker
 from asyncrl.queue.client import QueueClient
+from asyncrl.queue.durability import open_keeper
 from asyncrl.queue.feeder import feed
+from asyncrl.queue.keys import client_keys, server_keys
 from asyncrl.tasks.source import TaskStream, train_stream
 
 LAST_HEARTBEATS = 3
 """The queue outlives the run by this many heartbeats of a generator."""
 
 
-def run_queue(config: Config, announce: int | None = None) -> None:
+def run_queue(config: Config, announce: int | None = None, anew: bool = False) -> None:
     """Serve until told to stop. `announce`: a file descriptor that gets the bound address as one line.
 
-    Raises ConfigError for a port in use, TaskError and ConfigError for a task source that is none.
+    anew: what a queue of this run has left is forgotten. Raises ConfigError for a port in use, TaskError and
+    ConfigError for a task source that is none; JournalError, DeadlineError (Redis) and OSError (a full disk) when what
+    is decided cannot be kept any more.
     """
     tasks = train_stream(config)
-    broker = Broker(config.queue.address, config.run.name)
+    broker = Broker(config.queue.address, config.run.name, keys=server_keys(config.queue.keys))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: broker.stop())
     address = broker.bound_address
-    write_address(run_folder(config), address)
+    folder = run_folder(config)
+    keeper = open_keeper(config.queue, config.run.name, folder / "queue", now=time.monotonic(), anew=anew)
+    broker.take_up(keeper.service, keeper.flush)
+    write_address(folder, address)
     if announce is not None:
         with open(announce, "w", encoding="utf-8") as pipe:
             pipe.write(address + "\n")
-    print(f"run {config.run.name}: queue at {address}, process {os.getpid()}", flush=True)
+    again = ", going on from its journal" if keeper.recovered else ""
+    print(f"run {config.run.name}: queue at {address}, process {os.getpid()}{again}", flush=True)
     feeder = Feeder(config, address, tasks, broker)
     feeder.start()
     broker.serve()
+    keeper.close()
     feeder.raise_failure()
 
 
@@ -66,7 +77,11 @@ class Feeder(threading.Thread):
     async def _feed(self) -> None:
         queue = self._config.queue
         client = QueueClient(
-            self._address, run=self._config.run.name, who="feeder", deadline_s=queue.deadline_s
+            self._address,
+            run=self._config.run.name,
+            who="feeder",
+            deadline_s=queue.deadline_s,
+            keys=client_keys(queue.keys),
         )
         await client.connect()
         try:

@@ -57,6 +57,19 @@ def write_address(folder: Path, address: str) -> None:
     os.replace(partial, folder / "address")
 
 
+def read_address(folder: Path) -> str:
+    """Where the broker of a run listens. ConfigError (key run) if the folder does not say."""
+    try:
+        return (folder / "address").read_text(encoding="utf-8").strip()
+    except OSError:
+        raise ConfigError(
+            "run",
+            str(folder),
+            "holds no address of a queue",
+            "give the folder of a run that has started, or an address",
+        ) from None
+
+
 def _take(lock: TextIO, config: Config) -> None:
     # The kernel frees the lock when the process ends, however it ends: there are no stale locks.
     try:

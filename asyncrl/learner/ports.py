@@ -14,13 +14,16 @@ from asyncrl.types import Group, Task, Version
 
 
 class Claim(Protocol):
-    """`last`: with this claim the step's groups are all handed out."""
+    """`last`: with this claim the step's groups are all handed out. attempt: goes with the step's further claims."""
 
     @property
     def groups(self) -> list[Group]: ...
 
     @property
     def last(self) -> bool: ...
+
+    @property
+    def attempt(self) -> int: ...
 
 
 class Opened(Protocol):
@@ -69,9 +72,12 @@ class LearnerClient(Protocol):
         max_tokens: int,
         whole: bool,
         wait_s: float,
+        attempt: int | None = None,
     ) -> Claim | None: ...
 
-    def trained(self, stream: str, *, learner_epoch: int, step: int) -> Trained: ...
+    def trained(
+        self, stream: str, *, learner_epoch: int, step: int, waited: float | None = None
+    ) -> Trained: ...
 
     def reject(self, stream: str, *, learner_epoch: int, step: int, reason: str) -> int: ...
 
@@ -80,6 +86,8 @@ class LearnerClient(Protocol):
     def snapshot(self, stream: str, *, learner_epoch: int) -> bytes: ...
 
     def status(self) -> Mapping[str, Any]: ...
+
+    def checkpointed(self, stream: str, *, learner_epoch: int, version: Version) -> None: ...
 
     def finish(self, reason: str) -> None: ...
 

@@ -47,7 +47,7 @@ class Pool:
             tokens += now.get("tokens", 0) - before.get("tokens", 0)
             self._flips += now.get("weights/flips", 0) - before.get("weights/flips", 0)
             spans.update(_difference(now.get("seconds", {}), before.get("seconds", {})))
-        self._before = dict(stats)
+        self._before |= stats  # a queue that was started again has not heard of everybody yet
         self._tokens += tokens
         row = {
             "tokens_generated": self._tokens,

@@ -6,7 +6,9 @@
                                         parks in the broker until a group is ready
 
 The trainer waits for the slower of compute and claim. All ranks go on together: each says whether it has its
-claim and whether it was asked to stop, and they take the claim only when every one of them has it.
+claim and whether it was asked to stop, and they take the claim only when every one of them has it. If the queue
+has taken the step apart meanwhile (it came back without some of its groups, or one cannot be read), all of them
+begin it anew.
 """
 
 from __future__ import annotations
@@ -35,6 +37,10 @@ TOO_FLAT = (
 
 class StopWaiting(Exception):  # noqa: N818  (a decision, not a failure)
     """Somebody wants to stop and the rest of this step is not there yet."""
+
+
+class StepBegunAnew(Exception):  # noqa: N818
+    """The queue has taken the step apart: what it has handed out of it counts no more."""
 
 
 class StreamExhausted(Exception):  # noqa: N818
@@ -69,22 +75,24 @@ class GroupStream:
     def step(self, step: int) -> Iterator[list[Group]]:
         """This rank's groups of step `step`, one list per claim (maybe empty: other ranks have some).
 
-        Raises StopWaiting, StreamExhausted, and NoGroups when none came for `deadline_s`: all ranks raise the same.
+        Raises StopWaiting, StepBegunAnew, StreamExhausted, and NoGroups when none came for `deadline_s`; all ranks
+        raise the same.
         """
         index, last = 0, False
-        asked = self._ask(step, index)
+        attempt: int | None = None
+        asked = self._ask(step, index, attempt)
         while not last:
             with self._spans("wait/groups"):
-                claim = self._agreed(asked, step, index)
-            last, index = claim.last, index + 1
+                claim = self._agreed(asked, step, index, attempt)
+            last, index, attempt = claim.last, index + 1, claim.attempt
             if not last:
-                asked = self._ask(step, index)
+                asked = self._ask(step, index, attempt)
             yield claim.groups
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _ask(self, step: int, index: int) -> Future[Claim | None]:
+    def _ask(self, step: int, index: int, attempt: int | None) -> Future[Claim | None]:
         return self._thread.submit(
             self._client.claim,
             TRAIN,
@@ -95,19 +103,23 @@ class GroupStream:
             max_tokens=self._max_tokens,
             whole=self._whole,
             wait_s=PARK_S,
+            attempt=attempt,
         )
 
-    def _agreed(self, asked: Future[Claim | None], step: int, index: int) -> Claim:
+    def _agreed(self, asked: Future[Claim | None], step: int, index: int, attempt: int | None) -> Claim:
         """The claim, once every rank has its own. A claim is the same whenever it is asked for again."""
         since = time.monotonic()
-        claim, exhausted = _answer(asked)
+        claim, why = _answer(asked)
         while True:
             late = claim is None and time.monotonic() - since > self._deadline_s
-            every = self._backend.exchange([claim is not None, self._stopping(), exhausted, late])
-            have, stop, over, too_late = zip(*every, strict=True)
-            if claim is not None and all(have):
+            have = None if claim is None else claim.attempt
+            every = self._backend.exchange([have, self._stopping(), why, late])
+            attempts, stop, refusals, too_late = zip(*every, strict=True)
+            if "abandoned" in refusals or len(set(attempts) - {None}) > 1:
+                raise StepBegunAnew
+            if claim is not None and None not in attempts:
                 return claim
-            if any(over):
+            if "exhausted" in refusals:
                 raise StreamExhausted
             if any(stop):
                 raise StopWaiting
@@ -117,7 +129,7 @@ class GroupStream:
                 raise NoGroups(who, "the generators", what, self._deadline_s, self._where_tasks_are())
             self._idle()
             if claim is None:
-                claim, exhausted = _answer(self._ask(step, index))
+                claim, why = _answer(self._ask(step, index, attempt))
 
     def _where_tasks_are(self) -> str:
         """For the end of a long wait: what the queue knows of the stream's tasks, and why some never come."""
@@ -135,11 +147,11 @@ def _told(counts: Mapping[str, Any]) -> str:
     return f"{told}; {TOO_FLAT}" if reasons and reasons[0][0] == "filtered" else told
 
 
-def _answer(asked: Future[Claim | None]) -> tuple[Claim | None, bool]:
-    """(the claim if there is one, whether there will be none)."""
+def _answer(asked: Future[Claim | None]) -> tuple[Claim | None, str]:
+    """(the claim if there is one, why there will be none)."""
     try:
-        return asked.result(), False
+        return asked.result(), ""
     except RefusedError as refusal:
-        if refusal.reason != "exhausted":
+        if refusal.reason not in ("exhausted", "abandoned"):
             raise
-        return None, True
+        return None, refusal.reason

@@ -36,7 +36,14 @@ from asyncrl.learner import checkpoint, report, requirements
 from asyncrl.learner.backend import Backend
 from asyncrl.learner.evaluation import EVAL, PARK_S, Evaluation, Evaluations
 from asyncrl.learner.ports import LearnerClient, Trained, WeightPublisher
-from asyncrl.learner.stream import TRAIN, GroupStream, NoGroups, StopWaiting, StreamExhausted
+from asyncrl.learner.stream import (
+    TRAIN,
+    GroupStream,
+    NoGroups,
+    StepBegunAnew,
+    StopWaiting,
+    StreamExhausted,
+)
 from asyncrl.learner.version_step import VersionReport, version_step
 from asyncrl.queue.ledger import StreamSettings
 from asyncrl.telemetry.sinks import JsonlSink, read_rows
@@ -181,6 +188,10 @@ class Trainer:
         except StopWaiting:
             self._version_step.abandon()
             return "stopped"
+        except StepBegunAnew:
+            self._version_step.abandon()
+            log.warning("the queue took the step of version %d apart: it begins anew", self.version)
+            return ""
         except StreamExhausted:
             log.info("the task source has ended")
             return "exhausted"
@@ -229,7 +240,10 @@ class Trainer:
         trained = None
         if self._leads:
             with self._spans("wait/queue"):
-                trained = self._client.trained(TRAIN, learner_epoch=self._learner_epoch, step=self.version)
+                waited = self._spans.share("wait/groups")
+                trained = self._client.trained(
+                    TRAIN, learner_epoch=self._learner_epoch, step=self.version, waited=waited
+                )
         with self._spans("wait/ranks"):
             self._backend.exchange(None)
         return trained
@@ -270,6 +284,8 @@ class Trainer:
             adapted = self._version_step.controls.adapted(self._config.algorithm)
             meta = checkpoint.Meta(self.version, train, evals, adapted)
             checkpoint.save(self._folder, self._backend, meta, self._config.checkpoint.keep)
+            if self._leads:
+                self._client.checkpointed(TRAIN, learner_epoch=self._learner_epoch, version=self.version)
         self._saved = self.version
 
     def _end(self, why: str) -> None:
@@ -316,6 +332,7 @@ def train_settings(config: Config, learners: int) -> StreamSettings:
         max_bytes=config.queue.max_bytes,
         lease_s=config.queue.lease_s,
         learners=learners,
+        wait_share=config.queue.wait_share,
     )
 
 
@@ -338,6 +355,7 @@ def run_learner(config: Config, heldout: int = 0) -> None:
     """
     from asyncrl.learner.fsdp import FsdpBackend, end_rank
     from asyncrl.queue.client import BlockingClient
+    from asyncrl.queue.keys import client_keys
     from asyncrl.sync.publisher import Publisher
 
     if config.learner.threads:
@@ -346,7 +364,11 @@ def run_learner(config: Config, heldout: int = 0) -> None:
     backend = FsdpBackend(config, requirements.models(config))
     who = f"learner rank {backend.rank}"
     client: Any = BlockingClient(
-        config.queue.address, run=config.run.name, who=who, deadline_s=config.queue.deadline_s
+        config.queue.address,
+        run=config.run.name,
+        who=who,
+        deadline_s=config.queue.deadline_s,
+        keys=client_keys(config.queue.keys),
     )
 
     def make_publisher(lineage: int) -> WeightPublisher:

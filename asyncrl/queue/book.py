@@ -1,107 +1,143 @@
-"""The state behind the ledger, and the effect of each event on it. No rules: what is applied was allowed.
+"""What the ledger knows: the state of one stream, and the moves that its changes are made of.
 
-Memory follows the live tasks: an ordinal that has ended is forgotten once all below it have ended too.
+No rules: what is applied was allowed (ledger.py), event by event (effects.py). Memory follows the live tasks and the
+steps that are kept for a rewind: an ordinal that has ended is forgotten once all below it have ended too.
 """
 
 from __future__ import annotations
 
-import enum
 import heapq
-import math
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from asyncrl.queue import events as ev
-from asyncrl.queue.events import Event, Frontier, StreamSettings
+from asyncrl.queue.bias import Bias
+from asyncrl.queue.item import Item, State
+from asyncrl.queue.lead import Lead, first_lead
+from asyncrl.queue.leases import Leases
 from asyncrl.queue.ranks import Ranks
-from asyncrl.types import NO_VERSION, Version
+from asyncrl.queue.retention import Retention, Step
+from asyncrl.queue.settings import Frontier, StreamSettings
+from asyncrl.queue.sizes import Sizes
+from asyncrl.queue.stages import Stages
+from asyncrl.types import Version
 
-END = "end"
-"""The reason of tasks that the end of the run cut off."""
+CORRUPT = "corrupt"
+"""The reason of groups that nobody who got them could read."""
+
+DRAINED = "drained"
+"""The reason of tasks that a drain kept from being leased."""
 
 MAX_REASONS = 64
 """Distinct drop reasons that are counted apart; reasons come from outside, and memory must stay bounded."""
 
-
-class State(enum.Enum):
-    """Where a task is. The last two are ends; a task that has ended is not kept."""
-
-    PENDING = "pending"
-    LEASED = "leased"
-    READY = "ready"
-    CLAIMED = "claimed"
-    TRAINED = "trained"
-    DROPPED = "dropped"
-
-
-@dataclass(slots=True)
-class Item:
-    """One task that has not ended. epoch -1: no lease stands."""
-
-    state: State
-    min_version: Version = 0
-    worker: str = ""
-    epoch: int = -1
-    held: Version = NO_VERSION
-    leased_at: float = 0.0
-    deadline: float = 0.0
-    tokens: int = 0
-    nbytes: int = 0
-    start_version: Version = NO_VERSION
-    digest: int = 0
+PLAIN = (
+    *(
+        "settings",
+        "learner_epoch",
+        "opener",
+        "closed",
+        "draining",
+        "attempt",
+        "next",
+        "head",
+        "leased",
+        "ready",
+        "partial",
+    ),
+    *("claims", "claimed", "recorded", "exhausted", "lead", "nbytes", "kept_bytes"),
+)
+"""Attributes of the book that compare as they are."""
 
 
 class Book:
+    """unmade, gone: ordinals whose bytes the last event made useless, for whoever keeps the bytes. Of an unmade one
+    the task stays, to be done again."""
+
     def __init__(self) -> None:
         self.settings: StreamSettings | None = None
         self.learner_epoch = 0
+        self.opener = ""  # who opened the stream last, and by which of its calls
         self.closed: str | None = None
-        self._earliest: float
-        self._reset(Frontier(), lineage=0)
-        self._effects: dict[type, Callable[[Any], None]] = {
-            ev.StreamOpened: self._opened,
-            ev.Rewound: self._rewound,
-            ev.Forked: self._forked,
-            ev.Submitted: self._submitted,
-            ev.Exhausted: self._exhausted,
-            ev.Leased: self._leased,
-            ev.Renewed: self._renewed,
-            ev.Requeued: self._requeued,
-            ev.Committed: self._committed,
-            ev.Dropped: self._dropped,
-            ev.StepClaimed: self._step_claimed,
-            ev.StepTrained: self._step_trained,
-            ev.StepRejected: self._step_rejected,
-            ev.Collected: self._collected,
-            ev.Finished: self._finished,
-        }
+        self.draining = False
+        self.attempt = 0  # how often claims of this stream were taken back
+        self.unmade: list[int] = []
+        self.gone: list[int] = []
+        self.reset(Frontier(), lineage=0)
 
-    def apply(self, event: Event) -> None:
-        self._effects[type(event)](event)
+    def reset(self, frontier: Frontier, lineage: int) -> None:
+        """Forget all tasks; what has ended is as `frontier` says."""
+        self.lineage = lineage
+        self.version = frontier.version
+        self.ranks = Ranks(frontier.frontier, frontier.kept, frontier.trained, frontier.dropped_ordinals)
+        self.dropped: Counter[str] = Counter(frontier.dropped)
+        self.published: dict[Version, int] = dict(frontier.published)
+        self.grants = frontier.grants
+        self.items: dict[int, Item] = {}
+        self.next = frontier.frontier  # the ordinal to be submitted next
+        self.head = frontier.frontier  # the lowest ordinal that nobody has claimed and that has not ended
+        self.pending: list[int] = []  # heap
+        self.leased: set[int] = set()
+        self.ready: list[int] = []  # sorted; those that a claim may take
+        self.ready_tokens = 0
+        self.partial: set[int] = set()  # ready, but for columns that a claim needs
+        self.leases = Leases()
+        self.stages = Stages(() if self.settings is None else self.settings.stages)
+        self.claims: list[ev.StepClaimed] = []  # of the running step, by index
+        self.claimed = 0
+        self.recorded = 0  # groups that steps to come will claim as they were recorded
+        self.replay: dict[Version, Step] = {}  # those steps, the running one among them
+        self.retention = Retention(frontier.version)
+        self.retention.fork(lineage, frontier.version)
+        self.exhausted = self.draining  # the feeder has no more tasks
+        self.lead: Lead | None = None  # None: as far as the bound allows
+        self.bias = Bias()
+        self.sizes = Sizes()
+        self.nbytes = 0  # of what is pending, leased, ready or claimed
+        self.kept_bytes = 0  # of what is kept for a rewind only
 
     # ------------------------------------------------------------------ reading
 
     @property
-    def drained(self) -> bool:
+    def dry(self) -> bool:
         """Nothing that could still be claimed."""
-        return not (self.pending or self.leased or self.ready)
+        return not (self.pending or self.leased or self.ready or self.partial or self.recorded)
+
+    @property
+    def in_stock(self) -> int:
+        """Groups leased or ready: what `depth` is about."""
+        return len(self.leased) + len(self.ready) + len(self.partial)
+
+    @property
+    def reserved(self) -> int:
+        """Bytes expected of what is leased, and of columns that ready groups will get."""
+        return self.sizes.reserved(len(self.leased), self.stages.lacking)
+
+    def trained_by(self, version: Version) -> int:
+        """F: groups trained when `version` is published. A step to come counts as it is recorded, or B groups."""
+        assert self.settings is not None
+        if version <= self.version:
+            # Forgotten versions were published at or before the frontier, where nothing is pending.
+            return self.published.get(version, 0)
+        groups, total = self.settings.groups_per_version, self.published[self.version]
+        if not self.replay:
+            return total + (version - self.version) * groups
+        for step in range(self.version, version):
+            recorded = self.replay.get(step)
+            total += recorded.size if recorded is not None and recorded.whole else groups
+        return total
 
     def admitted_below(self, held: Version) -> int | None:
         """F(held + S + 1): the rank below which a worker holding `held` may start. None: no bound.
 
-        A version that is still to come counts B groups; a worker ahead of the ledger counts as being level.
+        A worker ahead of the ledger counts as being level.
         """
         assert self.settings is not None
         if self.settings.max_staleness is None:
             return None
-        target = min(held, self.version) + self.settings.spare_versions + 1
-        if target <= self.version:
-            # Forgotten versions were published at or before the frontier, where nothing is pending.
-            return self.published.get(target, 0)
-        return self.published[self.version] + (target - self.version) * self.settings.groups_per_version
+        return self.trained_by(min(held, self.version) + self.settings.spare_versions + 1)
 
     def ready_prefix(self, most: int) -> list[int]:
         """Ready ordinals in strict order from the head, up to the first that is not ready."""
@@ -129,13 +165,26 @@ class Book:
                 head = self._unclaimed_from(ordinal + 1)
         return taken
 
-    def expired(self, now: float) -> list[int]:
-        """Leased ordinals past their deadline; the leases are looked at only when one may be."""
-        if now <= self._earliest:
-            return []
-        deadlines = {o: self.items[o].deadline for o in sorted(self.leased)}
-        self._earliest = min((d for d in deadlines.values() if d >= now), default=math.inf)
-        return [o for o, deadline in deadlines.items() if deadline < now]
+    def recorded_claim(self, index: int) -> ev.StepClaimed | None:
+        """The `index`-th claim of the running step, if a rewind has left it to be made again."""
+        step = self.replay.get(self.version)
+        return step.claims[index] if step is not None and index < len(step.claims) else None
+
+    @property
+    def repeated(self) -> int:
+        """Steps from the running one on that were trained before and are only repeated."""
+        return sum(step.whole for step in self.replay.values())
+
+    @property
+    def replayed(self) -> bool:
+        """Whether the running step is a recorded one and has been claimed as it was."""
+        step = self.replay.get(self.version)
+        return step is not None and step.whole and len(self.claims) == len(step.claims)
+
+    def holding(self) -> set[int]:
+        """Ordinals of which bytes beside the task are kept."""
+        kept = {ordinal for step in self.retention.steps.values() for ordinal in step.items}
+        return kept | {ordinal for ordinal, item in self.items.items() if item.nbytes}
 
     def as_frontier(self) -> Frontier:
         return Frontier(
@@ -153,153 +202,105 @@ class Book:
     def state(self) -> dict[str, Any]:
         """Everything, in a form that compares: two books that took the same events are equal."""
         return {
-            "settings": self.settings,
-            "learner_epoch": self.learner_epoch,
-            "closed": self.closed,
+            **{name: getattr(self, name) for name in PLAIN},
             "frontier": self.as_frontier(),
             "items": {o: asdict(item) for o, item in sorted(self.items.items())},
-            "next": self.next,
-            "head": self.head,
             "pending": sorted(self.pending),
-            "leased": sorted(self.leased),
-            "ready": list(self.ready),
-            "claims": list(self.claims),
-            "exhausted": self.exhausted,
-            "nbytes": self.nbytes,
+            "leases": sorted((asdict(lease) for lease in self.leases), key=lambda lease: lease["epoch"]),
+            "waiting": {name: waiting.members() for name, waiting in self.stages.waiting.items()},
+            "lacking": self.stages.lacking,
+            "replay": {version: asdict(step) for version, step in self.replay.items()},
+            "retained": {version: asdict(step) for version, step in self.retention.steps.items()},
+            "retained_from": self.retention.floor,
+            "sizes": self.sizes.means,
+            "bias": self.bias.to_wire(),
         }
 
-    # ------------------------------------------------------------------ effects
+    # ------------------------------------------------------------------ moves that effects are made of
 
-    def _reset(self, frontier: Frontier, lineage: int) -> None:
-        self.lineage = lineage
-        self.version = frontier.version
-        self.ranks = Ranks(frontier.frontier, frontier.kept, frontier.trained, frontier.dropped_ordinals)
-        self.dropped: Counter[str] = Counter(frontier.dropped)
-        self.published: dict[Version, int] = dict(frontier.published)
-        self.grants = frontier.grants
-        self.items: dict[int, Item] = {}
-        self.next = frontier.frontier  # the ordinal to be submitted next
-        self.head = frontier.frontier  # the lowest ordinal neither claimed nor ended
-        self.pending: list[int] = []  # heap
-        self.leased: set[int] = set()
-        self.ready: list[int] = []  # sorted
-        self.claims: list[ev.StepClaimed] = []  # of the running step, by index
-        self.claimed = 0
-        self.exhausted = False  # the feeder has no more tasks
-        self.nbytes = 0
-        self._earliest = math.inf  # no lease ends before
+    def open(self, settings: StreamSettings, learner_epoch: int, opener: str) -> None:
+        self.settings, self.learner_epoch, self.opener = settings, learner_epoch, opener
+        self.lead = None if settings.wait_share is None else first_lead(settings)
 
-    def _opened(self, e: ev.StreamOpened) -> None:
-        self.settings, self.learner_epoch = e.settings, e.learner_epoch
+    def enter_ready(self, ordinal: int, item: Item) -> None:
+        """READY, for claims or for the stages that it still has to pass."""
+        assert self.settings is not None
+        item.state = State.READY
+        if item.has(self.settings.columns):
+            insort(self.ready, ordinal)
+            self.ready_tokens += item.tokens
+        else:
+            self.partial.add(ordinal)
+        if self.stages.by_name:
+            self.stages.enter(ordinal, item)
 
-    def _rewound(self, e: ev.Rewound) -> None:
-        self.settings, self.learner_epoch = e.settings, e.learner_epoch
-        grants = self.grants
-        self._reset(e.frontier, e.lineage)
-        self.grants = max(grants, e.frontier.grants)
+    def leave_ready(self, ordinal: int, item: Item) -> None:
+        """Its stages' leases are over with it."""
+        for epoch in item.staging.values():
+            self.leases.end(epoch)
+        item.staging.clear()
+        self.remove_ready(ordinal, item)
 
-    def _forked(self, e: ev.Forked) -> None:
-        self.lineage = e.lineage
+    def remove_ready(self, ordinal: int, item: Item) -> None:
+        if ordinal in self.partial:
+            self.partial.remove(ordinal)
+        else:
+            del self.ready[bisect_left(self.ready, ordinal)]
+            self.ready_tokens -= item.tokens
+        if self.stages.by_name:
+            self.stages.leave(ordinal, item)
+
+    def return_leases(self) -> None:
+        """All of them: tasks go back to pending, groups wait for their stages again."""
         for ordinal in sorted(self.leased):
-            self._to_pending(ordinal)
+            self.to_pending(ordinal)
+        for lease in list(self.leases):
+            self.end_stage_lease(lease.ordinal, lease.stage)
+        self.move_head()
 
-    def _submitted(self, e: ev.Submitted) -> None:
-        self.next = e.first + e.count
-        for ordinal in range(e.first, self.next):
-            if not self.ranks.ended(ordinal):
-                self.items[ordinal] = Item(State.PENDING, e.min_version)
-                heapq.heappush(self.pending, ordinal)
-        self._move_head()
-
-    def _exhausted(self, e: ev.Exhausted) -> None:
-        self.exhausted = True
-
-    def _leased(self, e: ev.Leased) -> None:
-        heapq.heappop(self.pending)
-        item = self.items[e.ordinal]
-        item.state, item.worker, item.held = State.LEASED, e.worker, e.held
-        item.leased_at, item.deadline = e.at, e.deadline
-        # The lineage in the high bits: a lease of an abandoned lineage can never pass for a current one.
-        item.epoch = (self.lineage << 40) + e.grant
-        self.grants = e.grant
-        self.leased.add(e.ordinal)
-        self._earliest = min(self._earliest, e.deadline)
-
-    def _renewed(self, e: ev.Renewed) -> None:
-        for ordinal in e.ordinals:
-            self.items[ordinal].deadline = e.deadline
-
-    def _requeued(self, e: ev.Requeued) -> None:
-        self._to_pending(e.ordinal)
-
-    def _committed(self, e: ev.Committed) -> None:
-        item = self.items[e.ordinal]
-        item.state, item.tokens, item.nbytes = State.READY, e.tokens, e.nbytes
-        item.start_version, item.digest = e.start_version, e.digest
-        self.leased.remove(e.ordinal)
-        insort(self.ready, e.ordinal)
-        self.nbytes += e.nbytes
-
-    def _dropped(self, e: ev.Dropped) -> None:
-        self.leased.remove(e.ordinal)
-        self._end(e.ordinal, e.reason)
-        self._move_head()
-
-    def _step_claimed(self, e: ev.StepClaimed) -> None:
-        self.claims.append(e)
-        for share in e.shares:
-            self.claimed += len(share)
-            for ordinal in share:
-                self.items[ordinal].state = State.CLAIMED
-                self._unready(ordinal)
-        self._move_head()
-
-    def _step_trained(self, e: ev.StepTrained) -> None:
-        self._end_step(None)
-        self.version = e.step + 1
-        self.published[self.version] = self.ranks.trained_total
-        # F(v) admits ranks below it, and no pending rank is below the frontier's.
-        self.published = {
-            v: groups for v, groups in self.published.items() if groups > self.ranks.kept or v == self.version
-        }
-
-    def _step_rejected(self, e: ev.StepRejected) -> None:
-        self._end_step(e.reason)
-
-    def _collected(self, e: ev.Collected) -> None:
-        for ordinal in e.ordinals:
-            self._unready(ordinal)
-            self._end(ordinal, None)
-        self._move_head()
-
-    def _finished(self, e: ev.Finished) -> None:
-        self.closed = e.reason
-        for ordinal in sorted(self.items):
-            self._end(ordinal, END)
-        self.pending, self.leased, self.ready, self.claims, self.claimed = [], set(), [], [], 0
-        self._move_head()
-
-    # ------------------------------------------------------------------ moves that several effects share
-
-    def _to_pending(self, ordinal: int) -> None:
+    def unmake(self, ordinal: int) -> None:
+        """What was made of the task is void: it is pending as if it had never been leased."""
         item = self.items[ordinal]
-        item.state, item.worker, item.epoch = State.PENDING, "", -1
-        self.leased.remove(ordinal)
-        heapq.heappush(self.pending, ordinal)
+        self.weigh(item, 0)
+        self.bias.finished(item.tokens, -1)
+        self.items[ordinal] = Item(State.PENDING, item.min_version)
+        self.unmade.append(ordinal)
+        self.push_pending(ordinal)
 
-    def _unready(self, ordinal: int) -> None:
-        del self.ready[bisect_left(self.ready, ordinal)]
+    def forget_progress(self, ordinal: int) -> None:
+        item = self.items[ordinal]
+        if item.progress:
+            item.progress = False
+            self.weigh(item, 0)
+            self.unmade.append(ordinal)
 
-    def _end_step(self, dropped: str | None) -> None:
-        for claim in self.claims:
-            for share in claim.shares:
-                for ordinal in share:
-                    self._end(ordinal, dropped)
-        self.claims, self.claimed = [], 0
-        self._move_head()
+    def forget_steps(self, below: Version) -> None:
+        """Trained steps are not needed for a rewind any more."""
+        for ordinal, item in self.retention.release(below):
+            self.kept_bytes -= item.nbytes
+            self.gone.append(ordinal)
 
-    def _end(self, ordinal: int, dropped: str | None) -> None:
-        self.nbytes -= self.items.pop(ordinal).nbytes
+    def take_trained(self, ordinal: int) -> Item:
+        """It has ended; what was known of it is kept for a rewind."""
+        item = self.items.pop(ordinal)
+        self.nbytes -= item.nbytes
+        self.kept_bytes += item.nbytes
+        self.ranks.train(ordinal)
+        self.bias.trained(item.tokens)
+        return item
+
+    def count_again(self, item: Item) -> None:
+        """A recorded group is back in use: its bytes count."""
+        self.recorded -= 1
+        self.kept_bytes -= item.nbytes
+        self.nbytes += item.nbytes
+
+    def end(self, ordinal: int, dropped: str | None) -> None:
+        item = self.items.pop(ordinal)
+        if item.state is State.RECORDED:
+            self.count_again(item)
+        self.nbytes -= item.nbytes
+        self.gone.append(ordinal)
         if dropped is None:
             self.ranks.train(ordinal)
             return
@@ -307,14 +308,47 @@ class Book:
         known = dropped in self.dropped or len(self.dropped) < MAX_REASONS
         self.dropped[dropped if known else "other"] += 1
 
-    def _move_head(self) -> None:
+    def move_head(self) -> None:
         self.head = self._unclaimed_from(max(self.head, self.ranks.frontier))
 
+    def granted(self, grant: int) -> int:
+        """One more lease; returns its fencing epoch."""
+        # The lineage in the high bits: a lease of an abandoned lineage can never pass for a current one.
+        self.grants = grant
+        return (self.lineage << 40) + grant
+
+    def end_task_lease(self, ordinal: int, item: Item) -> None:
+        self.leases.end(item.epoch)
+        self.leased.remove(ordinal)
+
+    def end_stage_lease(self, ordinal: int, stage: str) -> None:
+        item = self.items[ordinal]
+        self.leases.end(item.staging.pop(stage))
+        self.stages.offer(ordinal, item)
+
+    def to_pending(self, ordinal: int) -> None:
+        item = self.items[ordinal]
+        self.end_task_lease(ordinal, item)
+        item.state, item.epoch = State.PENDING, -1
+        if self.draining:
+            self.bias.lost()
+        self.push_pending(ordinal)
+
+    def push_pending(self, ordinal: int) -> None:
+        if self.draining:
+            self.end(ordinal, DRAINED)
+        else:
+            heapq.heappush(self.pending, ordinal)
+
+    def weigh(self, item: Item, nbytes: int) -> None:
+        self.nbytes += nbytes - item.nbytes
+        item.nbytes = nbytes
+
     def _unclaimed_from(self, ordinal: int) -> int:
-        """The lowest ordinal from `ordinal` on that is neither claimed nor ended."""
+        """The lowest ordinal from `ordinal` on that is pending, leased or ready."""
         while ordinal < self.next:
             item = self.items.get(ordinal)
-            if item is not None and item.state is not State.CLAIMED:
+            if item is not None and item.state is not State.CLAIMED and item.state is not State.RECORDED:
                 break
             ordinal += 1
         return ordinal

@@ -1,79 +1,60 @@
-"""Requests to the broker and their replies, over one socket of an event loop.
+"""Requests to the broker and their replies, on an event loop: the shell around `session.py`.
 
-    caller ── ask(op, …) ──▸ send ──▸ wait for the reply with this request's id ──▸ value, or error raised
-                              ▴                    │ none for RESEND_S
-                              └────────────────────┘ until wait_s and the deadline are over: DeadlineError
+    caller ── ask(op, …) ──▸ session ──▸ link ──▸ broker
+       ▴                        ▴ ▴        │
+       └── value, or error ◂────┘ │        │ reply, (re)connected
+                       timer ─────┴────────┘
 
-The broker answers a request that comes twice only once, so that sending again is always safe; the socket
-reconnects by itself. Any number of requests may be under way at once.
+Any number of requests may be under way at once. Each ends with its reply or at its deadline; a link may lose
+messages, or be gone for a while.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import uuid
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
-import zmq
-import zmq.asyncio
-
-from asyncrl.errors import DeadlineError, RefusedError, RunClosedError, WireError
+from asyncrl.errors import AsyncRLError, RefusedError
 from asyncrl.queue import wire
-
-RESEND_S = 5.0
-"""After this long without an answer a request is sent again."""
+from asyncrl.queue.link import Link
+from asyncrl.queue.session import Answer, Outcome, Session, Undo
 
 GOODBYE_S = 2.0
 """Longest wait of `close` for the broker."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    value: Any
-    frames: list[zmq.Frame]
-
-
 class Channel:
     """`who` names this side in errors and in the queue's status; a session is one life of it."""
 
-    def __init__(self, address: str, run: str, who: str, deadline_s: float) -> None:
-        self.address, self.run, self.who, self.deadline_s = address, run, who, deadline_s
-        self._session = f"{who}/{uuid.uuid4().hex[:12]}"
-        self._ids = itertools.count(1)
+    def __init__(self, link: Link, run: str, who: str, deadline_s: float) -> None:
+        self.address, self.who, self.deadline_s = link.address, who, deadline_s
+        self._link = link
+        self._session = Session(run, f"{who}/{uuid.uuid4().hex[:12]}", link.address)
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
-        self._abandoned: dict[int, str] = {}  # lease requests that nobody waits for, and their stream
-        self._background: set[asyncio.Task[None]] = set()
-        self._context: zmq.asyncio.Context | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._turned_away: AsyncRLError | None = None
 
     def open(self) -> None:
-        """Connect in the background. Again: nothing."""
-        if self._context is not None:
-            return
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.set_hwm(0)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.IDENTITY, uuid.uuid4().bytes)
-        self._socket.connect(self.address)
-        self._spawn(self._receive())
+        """Connect in the background. Again: nothing. ConfigError for an address that is none."""
+        if self._loop is None:
+            self._link.open(self)
+            self._loop = asyncio.get_running_loop()
 
     async def close(self) -> None:
         """Say goodbye, which gives all leases back, and disconnect. Again: nothing."""
-        if self._context is None:
+        if self._loop is None:
             return
-        with suppress(DeadlineError, RefusedError, WireError):
+        with suppress(AsyncRLError):
             await self.ask("goodbye", deadline_s=min(GOODBYE_S, self.deadline_s))
-        running = list(self._background)
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-        self._socket.close()
-        self._context.term()
-        self._context = None
+        self._fail_all(self._disconnected())
+        if self._timer is not None:
+            self._timer.cancel()
+        self._link.close()
+        self._loop = self._timer = None
 
     async def ask(
         self,
@@ -82,82 +63,81 @@ class Channel:
         frames: Sequence[wire.Buffer] = (),
         wait_s: float = 0.0,
         deadline_s: float | None = None,
+        undo: Undo | None = None,
     ) -> Answer:
-        """One request. wait_s: how long the broker may park it before it must answer."""
-        if self._context is None:
-            raise RefusedError("disconnected", f"{self.who} is not connected to the queue")
-        request_id = next(self._ids)
-        args = {**(args or {}), "wait_s": wait_s} if wait_s else dict(args or {})
-        message = [self._envelope(request_id, op, args), *frames]
-        answer = self._waiting[request_id] = asyncio.get_running_loop().create_future()
+        """One request. wait_s: how long the broker may park it before it must answer.
+
+        undo: the request that gives back what this one was granted when its caller has gone by then.
+        """
+        if self._loop is None:
+            raise self._disconnected()
+        if self._turned_away is not None:
+            raise self._turned_away
+        seconds, now = deadline_s or self.deadline_s, self._loop.time()
+        request_id = self._session.ask(op, args or {}, frames, wait_s, seconds, now, undo)
+        answer = self._waiting[request_id] = self._loop.create_future()
+        self._flush()
         try:
-            return await self._answered(answer, message, op, wait_s + (deadline_s or self.deadline_s))
-        except (asyncio.CancelledError, DeadlineError):
-            if op == "lease":
-                self._abandoned[request_id] = args["stream"]
-                if answer.done() and not answer.cancelled() and answer.exception() is None:
-                    # Granted, but cancelled before the caller could resume.
-                    self._hand_back(request_id, answer.result().value)
-            self._socket.send(self._envelope(next(self._ids), "cancel", {"id": request_id}))
+            return await answer
+        except asyncio.CancelledError:
+            self._session.abandon(request_id)
+            granted = answer.done() and not answer.cancelled() and answer.exception() is None
+            if granted and undo is not None:  # but cancelled before the caller could resume
+                self._session.undo(undo, answer.result().value, self._loop.time())
+            self._flush()
             raise
         finally:
             del self._waiting[request_id]
 
-    async def _answered(
-        self, answer: asyncio.Future[Answer], message: list[Any], op: str, seconds: float
-    ) -> Answer:
-        loop = asyncio.get_running_loop()
-        end = loop.time() + seconds
-        while (left := end - loop.time()) > 0:
-            # Not awaited: without a high-water mark a send only queues.
-            self._socket.send_multipart(message, copy=False)
-            done, _ = await asyncio.wait([answer], timeout=min(RESEND_S, left))
-            if done:
-                return answer.result()
-        raise DeadlineError(self.who, f"the queue at {self.address}", f"an answer to '{op}'", seconds)
+    # ------------------------------------------------------------------ the link's side
 
-    def _envelope(self, request_id: int, op: str, args: Mapping[str, Any]) -> bytes:
-        message = {"id": request_id, "op": op, "run": self.run, "session": self._session, "args": args}
-        return wire.pack(message)
+    def heard(self, frames: Sequence[Any]) -> None:
+        if self._loop is not None:
+            self._settle(self._session.receive(frames, self._loop.time()))
 
-    async def _receive(self) -> None:
-        while True:
-            frames = await self._socket.recv_multipart(copy=False)
-            # What is no reply, and a second answer, finds nobody waiting.
-            with suppress(WireError):
-                self._hand_over(wire.unpack(frames[0].buffer), frames[1:])
+    def connected(self) -> None:
+        if self._loop is not None:
+            self._session.reconnected(self._loop.time())
+            self._flush()
 
-    def _hand_over(self, reply: Mapping[str, Any], frames: list[zmq.Frame]) -> None:
-        request_id = reply.get("id")
-        if not isinstance(request_id, int):
-            return
-        answer, error = self._waiting.get(request_id), reply.get("error")
-        if answer is not None and not answer.done():
-            if error is None:
-                answer.set_result(Answer(reply.get("value"), frames))
+    def turned_away(self, error: AsyncRLError) -> None:
+        self._turned_away = error
+        self._fail_all(error)
+
+    # ------------------------------------------------------------------ the session's side
+
+    def _on_time(self) -> None:
+        self._timer = None
+        if self._loop is not None:
+            self._settle(self._session.tick(self._loop.time()))
+
+    def _settle(self, outcomes: Sequence[Outcome]) -> None:
+        for outcome in outcomes:
+            answer = self._waiting.get(outcome.request_id)
+            if answer is None or answer.done():
+                continue
+            if isinstance(outcome.result, Exception):
+                answer.set_exception(outcome.result)
             else:
-                answer.set_exception(_raised(*error))
-        else:
-            self._hand_back(request_id, reply.get("value"))
+                answer.set_result(outcome.result)
+        self._flush()
 
-    def _hand_back(self, request_id: int, granted: Any) -> None:
-        """Leases that nobody waits for any more."""
-        stream = self._abandoned.pop(request_id, None)
-        if stream and granted:
-            self._spawn(self._return(stream, [[ordinal, epoch] for ordinal, epoch, _ in granted]))
+    def _flush(self) -> None:
+        assert self._loop is not None
+        for message in self._session.outgoing():
+            self._link.send(message)
+        due = self._session.next_time()
+        if due is None or (self._timer is not None and self._timer.when() <= due):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(due, self._on_time)
 
-    async def _return(self, stream: str, leases: list[list[int]]) -> None:
-        # If this fails too, the leases end by themselves, since nobody renews them.
-        with suppress(RefusedError, DeadlineError):
-            await self.ask("give_back", {"stream": stream, "leases": leases})
+    def _fail_all(self, error: AsyncRLError) -> None:
+        self._session.abandon_all()
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(error)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-
-
-def _raised(kind: str, reason: str, detail: str) -> Exception:
-    if kind == "closed":
-        return RunClosedError(detail)
-    return RefusedError(reason, detail) if kind == "refused" else WireError(detail)
+    def _disconnected(self) -> RefusedError:
+        return RefusedError("disconnected", f"{self.who} is not connected to the queue")

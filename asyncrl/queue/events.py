@@ -1,136 +1,48 @@
-"""What can happen to a stream: its settings, and one frozen record per transition of the ledger.
+"""What can happen to a stream: one frozen record of plain values per transition of the ledger.
 
 The event log is the state: `Ledger.apply` of the same events on a fresh ledger gives the same ledger.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
+from asyncrl.queue.lead import Lead
+from asyncrl.queue.settings import Frontier, Stage, StreamSettings
 from asyncrl.types import Version
 
+__all__ = ["Event", "Frontier", "Stage", "StreamSettings"]
 
-@dataclass(frozen=True, slots=True)
-class StreamSettings:
-    """How a stream is paced. The learner sends it when it opens the stream.
-
-    groups_per_version  B · max_staleness  η, None: unbounded · window  W, None: any order
-    depth               most groups leased or ready at once
-    max_bytes           payload bytes above which nothing new is leased
-    lease_s             a lease not renewed for this long goes back to pending
-    learners            learner ranks that share the groups of a step
-    """
-
-    groups_per_version: int
-    max_staleness: int | None
-    window: int | None
-    depth: int
-    max_bytes: int
-    lease_s: float
-    learners: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("groups_per_version", "depth", "max_bytes", "lease_s", "learners"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} = {getattr(self, name)!r} must be above 0")
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"window = {self.window} must be at least 1")
-        if self.max_staleness is None:
-            return
-        if self.window is None:
-            raise ValueError("a bounded stream needs a window")
-        if self.spare_versions < 0:
-            raise ValueError(
-                f"window = {self.window} leaves no room under max_staleness = {self.max_staleness}"
-            )
-        if self.depth < self.groups_per_version + self.window - 1:
-            raise ValueError(f"depth = {self.depth} does not hold one batch and the window")
-
-    @property
-    def spare_versions(self) -> int:
-        """S = η - ceil((W - 1) / B). Only for a bounded stream."""
-        assert self.max_staleness is not None
-        assert self.window is not None
-        return self.max_staleness - math.ceil((self.window - 1) / self.groups_per_version)
-
-    def to_wire(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def from_wire(wire: Mapping[str, Any]) -> StreamSettings:
-        """ValueError or TypeError unless every value is a number of the right kind."""
-        for name, value in wire.items():
-            numbers = (int, float) if name == "lease_s" else (int,)
-            unset = value is None and name in ("max_staleness", "window")
-            if type(value) not in numbers and not unset:
-                raise ValueError(f"{name} = {value!r} is not a number of the right kind")
-        return StreamSettings(**wire)
-
-
-FRONTIER_FORMAT = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Frontier:
-    """Which ordinals have ended and what admission still needs to know: all that a rewind goes back to.
-
-    frontier      lowest ordinal that has not ended · kept: how many below it were trained
-    trained, dropped_ordinals   ends above the frontier
-    published     F: groups consumed when a version was published, for the versions that still matter
-    """
-
-    lineage: int = 0
-    version: Version = 0
-    frontier: int = 0
-    kept: int = 0
-    trained: tuple[int, ...] = ()
-    dropped_ordinals: tuple[int, ...] = ()
-    dropped: Mapping[str, int] = field(default_factory=dict)
-    published: Mapping[Version, int] = field(default_factory=lambda: {0: 0})
-    grants: int = 0
-
-    def to_wire(self) -> dict[str, Any]:
-        return {"format": FRONTIER_FORMAT, **asdict(self)}
-
-    @staticmethod
-    def from_wire(wire: Mapping[str, Any]) -> Frontier:
-        """ValueError, TypeError or KeyError for anything that `to_wire` did not make."""
-        if wire["format"] != FRONTIER_FORMAT:
-            raise ValueError(f"snapshot format {wire['format']!r}, this side reads {FRONTIER_FORMAT}")
-        frontier = Frontier(
-            trained=tuple(sorted(wire["trained"])),
-            dropped_ordinals=tuple(sorted(wire["dropped_ordinals"])),
-            dropped=dict(wire["dropped"]),
-            published=dict(wire["published"]),
-            **{name: wire[name] for name in ("lineage", "version", "frontier", "kept", "grants")},
-        )
-        numbers = [frontier.lineage, frontier.version, frontier.frontier, frontier.kept, frontier.grants]
-        numbers += [*frontier.trained, *frontier.dropped_ordinals, *frontier.dropped.values()]
-        numbers += [*frontier.published, *frontier.published.values()]
-        if any(type(number) is not int or not 0 <= number < 1 << 40 for number in numbers) or (
-            frontier.version not in frontier.published
-        ):
-            raise ValueError("not a snapshot of a stream")
-        return frontier
+# ---------------------------------------------------------------------- opening, rewinding, ending
 
 
 @dataclass(frozen=True, slots=True)
 class StreamOpened:
     settings: StreamSettings
     learner_epoch: int
+    opener: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Rewound:
-    """A learner came back at a checkpoint: a new lineage forks at `frontier`."""
+    """A learner came back at a checkpoint and the steps since are not kept: the stream is reset to `frontier`."""
 
     settings: StreamSettings
     learner_epoch: int
     lineage: int
     frontier: Frontier
+    opener: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SteppedBack:
+    """A learner came back at a checkpoint and the steps since are kept: they are claimed again as they were."""
+
+    settings: StreamSettings
+    learner_epoch: int
+    lineage: int
+    frontier: Frontier
+    opener: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +50,28 @@ class Forked:
     """Another stream of the run was rewound: leases of the abandoned lineage are void here too."""
 
     lineage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """The broker came back: leases begin anew under its clock; the groups of `lost` have to be made again."""
+
+    at: float
+    deadline: float
+    lost: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """What is pending ends as DROPPED(drained), no task is leased any more; what is under way is finished."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    reason: str
+
+
+# ---------------------------------------------------------------------- the task feeder
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +84,9 @@ class Submitted:
 @dataclass(frozen=True, slots=True)
 class Exhausted:
     """The feeder has no more tasks: the stream ends with those it was given, the last version maybe short."""
+
+
+# ---------------------------------------------------------------------- generators
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +103,9 @@ class Leased:
 
 @dataclass(frozen=True, slots=True)
 class Renewed:
-    ordinals: tuple[int, ...]
+    """Of tasks and stages alike: `epochs` of the leases."""
+
+    epochs: tuple[int, ...]
     deadline: float
 
 
@@ -179,18 +118,69 @@ class Requeued:
 
 
 @dataclass(frozen=True, slots=True)
+class Progressed:
+    """What is finished of a leased task is kept for whoever leases it next. Replaces what was kept before."""
+
+    ordinal: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Committed:
+    """columns: what the group has beyond what every group has."""
+
     ordinal: int
     tokens: int
     nbytes: int
     start_version: Version
     digest: int
+    columns: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
+    """A leased task, or a ready group that a stage refused."""
+
     ordinal: int
     reason: str
+
+
+# ---------------------------------------------------------------------- stages
+
+
+@dataclass(frozen=True, slots=True)
+class StageLeased:
+    """`grant` as in `Leased`."""
+
+    stage: str
+    ordinal: int
+    worker: str
+    grant: int
+    at: float
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class StageReturned:
+    """The group waits for the stage again. why: 'expired', 'given_back'."""
+
+    stage: str
+    ordinal: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class StageCommitted:
+    """The group has the stage's columns. version: of the policy that they depend on."""
+
+    stage: str
+    ordinal: int
+    nbytes: int
+    version: Version
+    digest: int
+
+
+# ---------------------------------------------------------------------- the learner
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,31 +212,59 @@ class StepRejected:
 
 
 @dataclass(frozen=True, slots=True)
-class Collected:
-    """Groups of an unbounded stream, taken and ended at once."""
+class StepAbandoned:
+    """The step begins anew: `dropped` are DROPPED (a group that cannot be read), its other groups come back."""
 
-    ordinals: tuple[int, ...]
+    step: int
+    dropped: tuple[int, ...]
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
-    reason: str
+class Checkpointed:
+    """A checkpoint of `version` is committed: the steps that it holds need not be kept."""
+
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class LeadSet:
+    """How far ahead of the learner generators may work from now on."""
+
+    lead: Lead
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """Groups of an unbounded stream that the learner has got: they have ended."""
+
+    ordinals: tuple[int, ...]
 
 
 Event = (
     StreamOpened
     | Rewound
+    | SteppedBack
     | Forked
+    | Recovered
+    | Drained
+    | Finished
     | Submitted
     | Exhausted
     | Leased
     | Renewed
     | Requeued
+    | Progressed
     | Committed
     | Dropped
+    | StageLeased
+    | StageReturned
+    | StageCommitted
     | StepClaimed
     | StepTrained
     | StepRejected
+    | StepAbandoned
+    | Checkpointed
+    | LeadSet
     | Collected
-    | Finished
 )

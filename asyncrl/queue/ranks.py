@@ -43,6 +43,8 @@ class Ranks:
         self._advance()
 
     def _is_dropped(self, ordinal: int) -> bool:
+        if not self.dropped:
+            return False
         at = bisect_left(self.dropped, ordinal)
         return at < len(self.dropped) and self.dropped[at] == ordinal
 

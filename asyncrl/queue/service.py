@@ -1,26 +1,32 @@
-"""What the broker answers to each request. No sockets and no clock: the loop is in broker.py.
+"""What the broker answers to each request. No sockets and no clock.
 
-A request is answered at once, or parked: `answer` returns None, and the broker asks again when `changes` has
-moved or the request's wait is over (`late`).
+A request is answered at once, or parked: `answer` returns None, and the desk (desk.py) asks again when the `changes` of
+its stream (for a lookup: `posts`) have moved, or when the request's wait is over (`late`).
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from asyncrl.errors import RefusedError, RunClosedError, WireError
 from asyncrl.queue import wire
 from asyncrl.queue.events import Frontier, StreamSettings
-from asyncrl.queue.stream import Frames, Stream
+from asyncrl.queue.item import State
+from asyncrl.queue.records import Closed, Posted, Record
+from asyncrl.queue.settings import check_names
+from asyncrl.queue.store import Frames, PayloadStore
+from asyncrl.queue.stream import Content, Stream, ignore
 
 MAX_STREAMS = 16
 MAX_KEYS = 4096
 MAX_VALUE = 1 << 20
+MAX_TEXT = 4096
 MAX_WAIT_S = 3600.0
+MAX_REASON = 64
 """Limits on what clients can make the broker keep."""
 
 
@@ -41,8 +47,37 @@ class Request:
     def get(self, key: str, kind: type) -> Any:
         value = self.args.get(key)
         if type(value) is not kind:
-            raise WireError(f"{self.op}: {key} = {value!r} must be {kind.__name__}")
+            raise WireError(f"{self.op}: {key} = {value!r:.100} must be {kind.__name__}")
+        if isinstance(value, str) and len(value) > MAX_TEXT:
+            raise WireError(f"{self.op}: {key} has {len(value)} characters; {MAX_TEXT} are allowed")
         return value
+
+    def maybe(self, key: str, *kinds: type) -> Any:
+        """Of one of these kinds, or None if it is not there."""
+        value = self.args.get(key)
+        if value is not None and type(value) not in kinds:
+            raise WireError(f"{self.op}: {key} = {value!r} must be {' or '.join(k.__name__ for k in kinds)}")
+        return value
+
+    def numbers(self, *keys: str) -> Iterator[int]:
+        return (self.get(key, int) for key in keys)
+
+    def ordinals(self, key: str) -> list[int]:
+        """A list of them; none if it is not there."""
+        value = self.maybe(key, list) or []
+        if any(type(ordinal) is not int for ordinal in value):
+            raise WireError(f"{self.op}: {key} = {value!r:.100} must be ordinals")
+        return value
+
+    def reason(self) -> str:
+        return self.get("reason", str)[:MAX_REASON]
+
+    def payload(self) -> Frames:
+        """The frames behind the envelope, which must be as long as `nbytes` says."""
+        nbytes, received = self.get("nbytes", int), sum(len(frame) for frame in self.frames)
+        if nbytes != received:
+            raise WireError(f"{self.op}: {received} payload bytes, {nbytes} announced")
+        return self.frames
 
     @property
     def wait_s(self) -> float:
@@ -64,7 +99,11 @@ class Reply:
 
 @dataclass(slots=True)
 class QueueService:
+    """store: where the payloads are. note: told of everything that a broker which comes next must know."""
+
     run: str
+    store: PayloadStore = field(default_factory=PayloadStore)
+    note: Callable[[Record], None] = ignore
     started_at: float = field(default_factory=time.time)
     closed: str | None = None
     streams: dict[str, Stream] = field(default_factory=dict)
@@ -73,15 +112,10 @@ class QueueService:
     refused: Counter[str] = field(default_factory=Counter)
     posts: int = 0
 
-    @property
-    def changes(self) -> int:
-        """Moves whenever a parked request may have become answerable."""
-        return self.posts + sum(stream.changes for stream in self.streams.values())
-
     def answer(self, request: Request, now: float, late: bool = False) -> Reply | None:
         """The reply, or None to park the request (never when `late`). What is refused is counted."""
         try:
-            if request.run != self.run:
+            if request.run != self.run and request.op not in OF_ANY_RUN:
                 raise RefusedError("wrong_run", f"this queue serves run {self.run!r}, not {request.run!r}")
             handler = OPS.get(request.op)
             if handler is None:
@@ -104,10 +138,14 @@ class QueueService:
 
     def stream(self, request: Request) -> Stream:
         name = request.get("stream", str)
+        if name not in self.streams and len(self.streams) >= MAX_STREAMS:
+            raise RefusedError("full", f"no more than {MAX_STREAMS} streams")
+        return self.add_stream(name)
+
+    def add_stream(self, name: str) -> Stream:
+        """It is there from the first time that somebody names it."""
         if name not in self.streams:
-            if len(self.streams) >= MAX_STREAMS:
-                raise RefusedError("full", f"no more than {MAX_STREAMS} streams")
-            self.streams[name] = Stream()
+            self.streams[name] = Stream(name, self.store, lambda record: self.note(record))
         return self.streams[name]
 
     def _small(self, request: Request, key: str) -> bytes:
@@ -133,6 +171,7 @@ class QueueService:
         if key not in self.directory and len(self.directory) >= MAX_KEYS:
             raise RefusedError("full", f"the directory holds {MAX_KEYS} keys already")
         self.directory[key] = self._small(request, "value")
+        self.note(Posted(key, self.directory[key]))
         self.posts += 1
         return Reply()
 
@@ -145,6 +184,7 @@ class QueueService:
     def finish(self, request: Request, now: float, late: bool) -> Reply:
         if self.closed is None:
             self.closed = request.get("reason", str)
+            self.note(Closed(self.closed))
             self.posts += 1
             for stream in self.streams.values():
                 stream.ledger.finish(self.closed)
@@ -158,10 +198,30 @@ class QueueService:
                 "closed": self.closed,
                 "refused": dict(self.refused),
                 "workers": self.workers,
+                "store": asdict(self.store.sizes()),
                 "directory": sorted(self.directory),
                 "streams": {name: _stream_status(stream, now) for name, stream in self.streams.items()},
             }
         )
+
+    def peek(self, request: Request, now: float, late: bool) -> Reply:
+        """Where an ordinal stands, and its group if there is one. For people: nothing changes."""
+        name, ordinal = request.get("stream", str), request.get("ordinal", int)
+        stream = self.streams.get(name)
+        item = None if stream is None else stream.ledger.book.items.get(ordinal)
+        if stream is None or item is None:
+            raise RefusedError(
+                "unknown", f"stream {name!r} has no task {ordinal}: not submitted yet, or it has ended"
+            )
+        lease = stream.ledger.book.leases.get(ordinal, item.epoch)
+        value = {
+            "state": item.state.value,
+            "task": stream.tasks.get(ordinal),
+            "worker": lease.worker.rsplit("/", 1)[0] if lease else None,
+            "since_s": now - lease.at if lease else None,
+        }
+        made = item.state in (State.READY, State.CLAIMED, State.RECORDED) and not item.lost
+        return _groups(stream.contents([ordinal]) if made else [], value)
 
     # ------------------------------------------------------------------ the task feeder
 
@@ -190,13 +250,23 @@ class QueueService:
 
     def lease(self, request: Request, now: float, late: bool) -> Reply | None:
         stream = self.stream(request)
-        held, lineage, most = (request.get(key, int) for key in ("held", "lineage", "most"))
+        held, lineage, most = request.numbers("held", "lineage", "most")
         if stream.ledger.book.settings is None:
             return Reply([]) if late else None
         grants = stream.ledger.lease(request.session, held, lineage, most, now)
         if not grants and not late:
             return None
-        return Reply([[g.ordinal, g.epoch, stream.task(g.ordinal)] for g in grants])
+        finished = [stream.finished_of(grant.ordinal) for grant in grants]
+        value = [
+            [grant.ordinal, grant.epoch, stream.task(grant.ordinal), len(frames)]
+            for grant, frames in zip(grants, finished, strict=True)
+        ]
+        return Reply(value, [frame for frames in finished for frame in frames])
+
+    def progress(self, request: Request, now: float, late: bool) -> Reply:
+        ordinal, epoch = request.numbers("ordinal", "epoch")
+        self.stream(request).progress(ordinal, epoch, request.payload())
+        return Reply()
 
     def renew(self, request: Request, now: float, late: bool) -> Reply:
         lost: list[list[Any]] = []
@@ -211,11 +281,13 @@ class QueueService:
 
     def commit(self, request: Request, now: float, late: bool) -> Reply:
         keys = ("ordinal", "epoch", "tokens", "start_version", "digest")
-        ordinal, epoch, tokens, start_version, digest = (request.get(key, int) for key in keys)
-        nbytes, received = request.get("nbytes", int), sum(len(frame) for frame in request.frames)
-        if not request.frames or nbytes != received:
-            raise WireError(f"commit of ordinal {ordinal}: {received} payload bytes, {nbytes} announced")
-        self.stream(request).commit(ordinal, epoch, tokens, start_version, digest, request.frames)
+        ordinal, epoch, tokens, start_version, digest = request.numbers(*keys)
+        columns = _column_names(request.maybe("columns", list))
+        frames = request.payload()
+        if not frames:
+            raise WireError(f"commit of ordinal {ordinal}: no payload")
+        stream = self.stream(request)
+        stream.commit(ordinal, epoch, tokens, start_version, digest, columns, frames)
         return Reply()
 
     def give_back(self, request: Request, now: float, late: bool) -> Reply:
@@ -223,15 +295,46 @@ class QueueService:
         return Reply()
 
     def drop(self, request: Request, now: float, late: bool) -> Reply:
-        ordinal, epoch = request.get("ordinal", int), request.get("epoch", int)
-        self.stream(request).ledger.drop(ordinal, epoch, request.get("reason", str)[:64])
+        ordinal, epoch = request.numbers("ordinal", "epoch")
+        self.stream(request).ledger.drop(ordinal, epoch, request.reason())
+        return Reply()
+
+    # ------------------------------------------------------------------ stages
+
+    def stage_lease(self, request: Request, now: float, late: bool) -> Reply | None:
+        stream, stage = self.stream(request), request.get("stage", str)
+        if stream.ledger.book.settings is None:
+            return Reply([]) if late else None
+        grants = stream.ledger.stage_lease(stage, request.session, request.get("most", int), now)
+        if not grants and not late:
+            return None
+        contents = stream.contents([grant.ordinal for grant in grants])
+        value = [
+            [grant.ordinal, grant.epoch, len(content.group), content.columns]
+            for grant, content in zip(grants, contents, strict=True)
+        ]
+        return Reply(value, _flat(contents))
+
+    def stage_commit(self, request: Request, now: float, late: bool) -> Reply:
+        ordinal, epoch, version, digest = request.numbers("ordinal", "epoch", "version", "digest")
+        stream, stage = self.stream(request), request.get("stage", str)
+        stream.stage_commit(stage, ordinal, epoch, version, digest, request.payload())
+        return Reply()
+
+    def stage_drop(self, request: Request, now: float, late: bool) -> Reply:
+        ordinal, epoch = request.numbers("ordinal", "epoch")
+        ledger, stage = self.stream(request).ledger, request.get("stage", str)
+        ledger.stage_drop(stage, ordinal, epoch, request.reason())
         return Reply()
 
     # ------------------------------------------------------------------ the learner
 
+    def drain(self, request: Request, now: float, late: bool) -> Reply:
+        return Reply(self.stream(request).ledger.drain())
+
     def open(self, request: Request, now: float, late: bool) -> Reply:
         """All streams of a run share one lineage: a rewind of one forks the others."""
-        stream = self.stream(request)
+        stream, call = self.stream(request), request.maybe("call", int)
         try:
             settings = StreamSettings.from_wire(request.get("settings", dict))
             snapshot = request.args.get("snapshot")
@@ -239,7 +342,8 @@ class QueueService:
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise WireError(f"open: {error}") from error
         lineages = [s.ledger.book.lineage for s in self.streams.values()]
-        stream.ledger.open(settings, frontier, max(lineages))
+        opener = "" if call is None else f"{request.session} {call}"
+        stream.ledger.open(settings, frontier, max(lineages), opener)
         book = stream.ledger.book
         for other in self.streams.values():
             if other.ledger.book.settings is not None:
@@ -249,28 +353,38 @@ class QueueService:
     def claim(self, request: Request, now: float, late: bool) -> Reply | None:
         stream = self.stream(request)
         keys = ("learner_epoch", "step", "index", "rank", "max_tokens")
-        epoch, step, index, rank, max_tokens = (request.get(key, int) for key in keys)
-        claimed = stream.ledger.claim(epoch, step, index, rank, max_tokens, request.get("whole", bool))
+        epoch, step, index, rank, max_tokens = request.numbers(*keys)
+        whole, attempt = request.get("whole", bool), request.maybe("attempt", int)
+        claimed = stream.ledger.claim(epoch, step, index, rank, max_tokens, whole, attempt)
         if claimed is None:
             return Reply() if late else None
-        groups = stream.payloads(claimed.ordinals)
-        value = {"groups": [len(g) for g in groups], "last": claimed.last, "so_far": claimed.so_far}
-        return Reply(value, _flat(groups))
+        value = {"last": claimed.last, "so_far": claimed.so_far, "attempt": claimed.attempt}
+        return _groups(stream.contents(claimed.ordinals), value)
 
     def trained(self, request: Request, now: float, late: bool) -> Reply:
         ledger = self.stream(request).ledger
-        version = ledger.trained(request.get("learner_epoch", int), request.get("step", int))
+        epoch, step = request.numbers("learner_epoch", "step")
+        version = ledger.trained(epoch, step, request.maybe("waited", float))
         return Reply({"version": version, "stats": self.workers, "depth": ledger.counts(now)})
 
     def reject(self, request: Request, now: float, late: bool) -> Reply:
-        epoch, step = request.get("learner_epoch", int), request.get("step", int)
-        return Reply(self.stream(request).ledger.reject(epoch, step, request.get("reason", str)[:64]))
+        epoch, step = request.numbers("learner_epoch", "step")
+        return Reply(self.stream(request).ledger.reject(epoch, step, request.reason()))
+
+    def abandon(self, request: Request, now: float, late: bool) -> Reply:
+        epoch, step, attempt = request.numbers("learner_epoch", "step", "attempt")
+        ledger, dropped = self.stream(request).ledger, request.ordinals("dropped")
+        return Reply(ledger.abandon(epoch, step, attempt, dropped, request.reason()))
+
+    def checkpointed(self, request: Request, now: float, late: bool) -> Reply:
+        epoch, version = request.numbers("learner_epoch", "version")
+        self.stream(request).ledger.checkpointed(epoch, version)
+        return Reply()
 
     def collect(self, request: Request, now: float, late: bool) -> Reply | None:
-        groups = self.stream(request).collect(request.get("learner_epoch", int))
-        if not groups and not late:
-            return None
-        return Reply({"groups": [len(g) for g in groups]}, _flat(groups))
+        got, corrupt = (request.ordinals(key) for key in ("got", "corrupt"))
+        contents = self.stream(request).collect(request.get("learner_epoch", int), got, corrupt)
+        return _groups(contents, {}) if contents or late else None
 
     def snapshot(self, request: Request, now: float, late: bool) -> Reply:
         frontier = self.stream(request).ledger.frontier(request.get("learner_epoch", int))
@@ -279,11 +393,15 @@ class QueueService:
 
 Handler = Callable[[QueueService, Request, float, bool], "Reply | None"]
 
-RUN_OPS = ("hello", "goodbye", "post", "lookup", "finish", "status", "renew", "give_back")
+RUN_OPS = ("hello", "goodbye", "post", "lookup", "finish", "status", "peek", "renew", "give_back")
+OF_ANY_RUN = ("status", "goodbye")
+"""An operator may ask what runs here."""
+
 ENDS_WITH_RUN = frozenset(
     (
-        *("room", "submit", "exhaust", "lease", "commit", "drop"),
-        *("open", "claim", "trained", "reject", "collect", "snapshot"),
+        *("room", "submit", "exhaust", "drain"),
+        *("lease", "progress", "commit", "drop", "stage_lease", "stage_commit", "stage_drop"),
+        *("open", "claim", "trained", "reject", "abandon", "checkpointed", "collect", "snapshot"),
     )
 )
 OPS: dict[str, Handler] = {op: getattr(QueueService, op) for op in (*RUN_OPS, *sorted(ENDS_WITH_RUN))}
@@ -298,8 +416,25 @@ def _leases(pairs: Any) -> list[tuple[int, int]]:
     return [(ordinal, epoch) for ordinal, epoch in pairs]
 
 
-def _flat(groups: list[Frames]) -> list[Any]:
-    return [frame for group in groups for frame in group]
+def _column_names(names: list[Any] | None) -> tuple[str, ...]:
+    try:
+        check_names("columns", tuple(names or ()))
+    except (TypeError, ValueError) as error:
+        raise WireError(f"commit: {error}") from error
+    return tuple(names or ())
+
+
+def _groups(contents: list[Content], value: dict[str, Any]) -> Reply:
+    counts = {
+        "ordinals": [content.ordinal for content in contents],
+        "groups": [len(content.group) for content in contents],
+        "columns": [content.columns for content in contents],
+    }
+    return Reply({**counts, **value}, _flat(contents))
+
+
+def _flat(contents: list[Content]) -> list[Any]:
+    return [frame for content in contents for frame in content.frames]
 
 
 def _stream_status(stream: Stream, now: float) -> dict[str, Any]:

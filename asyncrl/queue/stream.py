@@ -1,67 +1,169 @@
 """One stream at the broker: its ledger, and the bytes that the ledger's entries stand for.
 
-Tasks are kept until they are committed, payloads until they are trained or handed over for good. The bytes
-follow the ledger's events, so that nothing is kept that the ledger has forgotten.
+Tasks are kept here. What is made of them is in the store, in parts: what is finished of a task, the group, and a
+column part for each stage. The ledger alone decides how long: after every event its book names the ordinals whose
+bytes are of no more use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.queue import events as ev
+from asyncrl.queue.effects import apply
 from asyncrl.queue.events import Event
+from asyncrl.queue.item import Item
 from asyncrl.queue.ledger import Ledger
+from asyncrl.queue.records import Happened, Record, TasksKept
+from asyncrl.queue.store import Frames, PayloadStore
 from asyncrl.types import Version
 
-Frames = Sequence[Any]
-"""Raw frames of one group (`zmq.Frame`s at a real broker), never looked into."""
+PROGRESS, GROUP = "progress", "group"
+COLUMN = "column/"
+
+NOT_COMPARED = 0
+"""The stamp of progress: whichever was kept last will do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """The group of an ordinal as it goes out: its frames, then those of each column part.
+
+    columns: (stage, version of the policy that they depend on, how many frames) in the order of the frames.
+    """
+
+    ordinal: int
+    group: Frames
+    columns: tuple[tuple[str, Version, int], ...]
+    added: tuple[Any, ...]
+
+    @property
+    def frames(self) -> list[Any]:
+        return [*self.group, *self.added]
+
+
+def ignore(record: Record) -> None:
+    """Of a queue without a journal."""
 
 
 class Stream:
-    def __init__(self) -> None:
+    """note: told of everything that a broker which comes next must know. tasks: packed, by ordinal."""
+
+    def __init__(
+        self, name: str, store: PayloadStore | None = None, note: Callable[[Record], None] = ignore
+    ) -> None:
         self.ledger = Ledger(self._follow)
         self.changes = 0  # events so far
-        self._tasks: dict[int, bytes] = {}
-        self._payloads: dict[int, Frames] = {}
-        self._claimed: list[int] = []
+        self.tasks: dict[int, bytes] = {}
+        self._name, self._store, self._note = name, store or PayloadStore(), note
+
+    # ------------------------------------------------------------------ in
 
     def submit(self, tasks: Sequence[tuple[int, bytes]], min_version: Version) -> None:
         """Tasks with consecutive ordinals, packed."""
         if not tasks:
             return
         self.ledger.submit(tasks[0][0], len(tasks), min_version)
-        for ordinal, packed in tasks:
-            if ordinal in self.ledger.book.items:
-                self._tasks.setdefault(ordinal, packed)
+        items = self.ledger.book.items
+        new = {ordinal: packed for ordinal, packed in tasks if ordinal in items and ordinal not in self.tasks}
+        if new:
+            self.tasks.update(new)
+            self._note(TasksKept(self._name, tuple(new.items())))
 
-    def task(self, ordinal: int) -> bytes:
-        return self._tasks[ordinal]
+    def progress(self, ordinal: int, epoch: int, frames: Frames) -> None:
+        self.ledger.progress(ordinal, epoch, _size(frames))
+        self._store.put(self._name, ordinal, PROGRESS, frames, NOT_COMPARED)
 
     def commit(
-        self, ordinal: int, epoch: int, tokens: int, start_version: Version, digest: int, frames: Frames
+        self,
+        ordinal: int,
+        epoch: int,
+        tokens: int,
+        start_version: Version,
+        digest: int,
+        columns: Collection[str],
+        frames: Frames,
     ) -> None:
-        nbytes = sum(len(frame) for frame in frames)
-        if self.ledger.commit(ordinal, epoch, tokens, nbytes, start_version, digest):
-            self._payloads[ordinal] = frames
+        size = _size(frames)
+        if self.ledger.commit(ordinal, epoch, tokens, size, start_version, digest, columns):
+            self._store.put(self._name, ordinal, GROUP, frames, digest)
 
-    def payloads(self, ordinals: Sequence[int]) -> list[Frames]:
-        return [self._payloads[ordinal] for ordinal in ordinals]
+    def stage_commit(
+        self, stage: str, ordinal: int, epoch: int, version: Version, digest: int, frames: Frames
+    ) -> None:
+        if self.ledger.stage_commit(stage, ordinal, epoch, _size(frames), version, digest):
+            self._store.put(self._name, ordinal, COLUMN + stage, frames, digest)
 
-    def collect(self, learner_epoch: int) -> list[Frames]:
-        return [self._payloads.pop(ordinal) for ordinal in self.ledger.collect(learner_epoch)]
+    # ------------------------------------------------------------------ out
+
+    def task(self, ordinal: int) -> bytes:
+        return self.tasks[ordinal]
+
+    def finished_of(self, ordinal: int) -> Frames:
+        """What earlier leases finished of a task."""
+        return self._store.get(self._name, ordinal, PROGRESS)
+
+    def contents(self, ordinals: Sequence[int]) -> list[Content]:
+        """Of groups that are ready or claimed."""
+        return [self._content(ordinal) for ordinal in ordinals]
+
+    def collect(self, learner_epoch: int, got: Collection[int], corrupt: Collection[int]) -> list[Content]:
+        return self.contents(self.ledger.collect(learner_epoch, got, corrupt))
+
+    def _content(self, ordinal: int) -> Content:
+        added = {
+            stage: (column.version, self._store.get(self._name, ordinal, COLUMN + stage))
+            for stage, column in self.ledger.book.items[ordinal].added.items()
+        }
+        return Content(
+            ordinal,
+            self._store.get(self._name, ordinal, GROUP),
+            tuple((stage, version, len(frames)) for stage, (version, frames) in added.items()),
+            tuple(frame for _, frames in added.values() for frame in frames),
+        )
+
+    # ------------------------------------------------------------------ keeping
+
+    def replay(self, event: Event) -> None:
+        """An event of the journal. The store has seen it already."""
+        apply(self.ledger.book, event)
+        for ordinal in self.ledger.book.gone:
+            self.tasks.pop(ordinal, None)
+
+    def needed(self) -> Iterator[tuple[int, str, int]]:
+        """(ordinal, part, stamp) of all that the ledger counts on."""
+        book = self.ledger.book
+        for ordinal, item in book.items.items():
+            if item.progress:
+                yield ordinal, PROGRESS, NOT_COMPARED
+            elif item.nbytes:
+                yield from _made(ordinal, item)
+        for step in book.retention.steps.values():
+            for ordinal, item in step.items.items():
+                yield from _made(ordinal, item)
 
     def _follow(self, event: Event) -> None:
         self.changes += 1
-        match event:
-            case ev.Committed(ordinal=ordinal) | ev.Dropped(ordinal=ordinal):
-                # A task that the feeder submits again after a rewind brings its bytes along.
-                self._tasks.pop(ordinal, None)
-            case ev.StepClaimed(shares=shares):
-                self._claimed += [ordinal for share in shares for ordinal in share]
-            case ev.StepTrained() | ev.StepRejected():
-                for ordinal in self._claimed:
-                    del self._payloads[ordinal]
-                self._claimed = []
-            case ev.Rewound() | ev.Finished():
-                self._tasks, self._payloads, self._claimed = {}, {}, []
+        self._note(Happened(self._name, event))
+        book = self.ledger.book
+        if isinstance(event, ev.Committed):
+            self._store.drop(self._name, event.ordinal, PROGRESS)
+        if isinstance(event, ev.StepTrained) and event.step in book.retention.steps:
+            for ordinal in book.retention.steps[event.step].items:
+                self._store.cool(self._name, ordinal)
+        for ordinal in (*book.unmade, *book.gone):
+            self._store.drop(self._name, ordinal)
+        for ordinal in book.gone:
+            self.tasks.pop(ordinal, None)
+
+
+def _made(ordinal: int, item: Item) -> Iterator[tuple[int, str, int]]:
+    yield ordinal, GROUP, item.digest
+    for stage, column in item.added.items():
+        yield ordinal, COLUMN + stage, column.digest
+
+
+def _size(frames: Frames) -> int:
+    return sum(len(frame) for frame in frames)

@@ -1,37 +1,45 @@
 """Bytes of the queue: versioned msgpack envelopes, groups as a header and raw tensor frames. No pickle.
 
     envelope frame   b"ARLQ" · version byte · msgpack map
-    group            frame 0: b"ARLG" · version byte · crc32 of all that follows · msgpack header
-                     frames 1…: the columns' bytes, one frame a column, or one frame for all of a small group
+    group            frame 0: b"ARLG" · version byte · xxh3-64 of all that follows · msgpack header
+                     frame 1: the bytes of all small columns, one after another · frames 2…: one large column each
 
-The broker reads envelopes only; a group's frames pass through it untouched.
+The broker reads envelopes only; a group's frames pass through it untouched. Nothing that a frame says of sizes
+is believed before it was compared with the bytes that are there.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
 import msgpack
 import numpy as np
+import xxhash
 
 from asyncrl.errors import WireError
 from asyncrl.types import COLUMNS, Finish, Group, Sampling, Task, Version
 
 Buffer = bytes | memoryview
 
-VERSION = 1
+VERSION = 2
 ENVELOPE_MAGIC = b"ARLQ" + bytes([VERSION])
 GROUP_MAGIC = b"ARLG" + bytes([VERSION])
-SEAL = struct.Struct("<I")
+SEAL = struct.Struct("<Q")
 GROUP_START = len(GROUP_MAGIC) + SEAL.size
 
-JOIN_BELOW = 1 << 16
-"""Columns of fewer bytes in all travel in one frame: frames cost more than copies there."""
+MAX_FRAME_BYTES = 1 << 30
+MAX_ENVELOPE_BYTES = 1 << 26
+MAX_FRAMES = 1024
+MAX_ITEMS = 1 << 17
+"""Limits on one message: bytes of a frame and of the envelope, frames, entries of one list or map of the envelope."""
+
+
+LARGE = 1 << 16
+"""Columns of so many bytes travel in a frame of their own. Smaller ones pyzmq would copy anyway."""
 
 DTYPES: dict[str, str] = {
     "lengths": "<i8",
@@ -45,11 +53,12 @@ DTYPES: dict[str, str] = {
 PART = "part/"
 PART_DTYPE = "<f4"
 FINISHES: tuple[Finish, ...] = get_args(Finish)
+BAD_MSGPACK = (ValueError, TypeError, msgpack.UnpackException, RecursionError, OverflowError, MemoryError)
 
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """A group to be sent: `frames` share memory with its arrays. digest: crc32 of header and columns."""
+    """A group to be sent: `frames` share memory with its arrays. digest: xxh3-64 of header and columns."""
 
     frames: list[Buffer]
     tokens: int
@@ -67,7 +76,9 @@ def unpack(frame: Buffer) -> dict[str, Any]:
     """The message of an envelope frame. WireError says what is wrong with it."""
     view = memoryview(frame)
     _check_magic(view, ENVELOPE_MAGIC)
-    return _unpack_map(view[len(ENVELOPE_MAGIC) :])
+    if len(view) > MAX_ENVELOPE_BYTES:
+        raise WireError(f"an envelope of {len(view)} bytes; {MAX_ENVELOPE_BYTES} are allowed")
+    return _unpack_map(view[len(ENVELOPE_MAGIC) :], MAX_ITEMS)
 
 
 def task_to_wire(task: Task) -> bytes:
@@ -79,7 +90,7 @@ def task_from_wire(packed: Buffer) -> Task:
 
 
 def encode_group(group: Group) -> Payload:
-    """Header and column frames. Columns are not copied unless the whole group is small.
+    """Header and column frames. Large columns are not copied.
 
     Raises WireError for a column in `group.columns` that is unknown, of another dtype or not of one value a token.
     """
@@ -91,9 +102,9 @@ def encode_group(group: Group) -> Payload:
         "columns": [[name, len(column)] for name, column in columns.items()],
         "greedy_reward": None if group.greedy_reward is None else float(group.greedy_reward),
     }
-    buffers: list[Buffer] = [column.data.cast("B") for column in columns.values() if column.size]
-    if sum(len(b) for b in buffers) < JOIN_BELOW:
-        buffers = [b"".join(buffers)]
+    views = [column.data.cast("B") for column in columns.values() if column.size]
+    small = b"".join(view for view in views if len(view) < LARGE)
+    buffers: list[Buffer] = [small, *(view for view in views if len(view) >= LARGE)]
     packed = msgpack.packb(header, use_bin_type=True)
     digest = _digest([packed, *buffers])
     frames = [GROUP_MAGIC + SEAL.pack(digest) + packed, *buffers]
@@ -112,7 +123,7 @@ def decode_group(frames: Sequence[Buffer]) -> Group:
     packed, buffers = views[0][GROUP_START:], views[1:]
     digest = _digest([packed, *buffers])
     if digest != sealed:
-        raise WireError(f"group digest {digest:08x}, sealed with {sealed:08x}")
+        raise WireError(f"group digest {digest:016x}, sealed with {sealed:016x}")
     header = _unpack_map(packed)
     try:
         return _group(header, _take_columns(header["columns"], buffers))
@@ -152,38 +163,37 @@ def _dtype(name: str) -> np.dtype:
 
 def _take_columns(declared: Sequence[Sequence[Any]], buffers: list[memoryview]) -> dict[str, np.ndarray]:
     """Views of the buffers, as declared; every byte must be accounted for."""
-    joined = len(buffers) == 1
     columns: dict[str, np.ndarray] = {}
-    at, offset = 0, 0
+    small, large = buffers[0], iter(buffers[1:])
+    taken = 0  # of `small`
     for name, count in declared:
         dtype = _dtype(name)
         if type(count) is not int or count < 0 or name in columns:
             raise WireError(f"column {name!r} of {count!r} values")
-        if count == 0:
-            columns[name] = np.empty(0, dtype)
-            continue
-        buffer, size = buffers[at], count * dtype.itemsize
-        if len(buffer) < offset + size or (not joined and len(buffer) != size):
+        size = count * dtype.itemsize
+        buffer, offset = (small, taken) if size < LARGE else (next(large, memoryview(b"")), 0)
+        if len(buffer) < offset + size or (size >= LARGE and len(buffer) != size):
             raise WireError(f"column {name!r} needs {size} bytes, its frame has {len(buffer) - offset}")
-        column = np.frombuffer(buffer, dtype, count, offset)
+        column = np.frombuffer(buffer[offset : offset + size], dtype)
         columns[name] = column if column.flags.aligned else column.copy()
-        at, offset = (at, offset + size) if joined else (at + 1, 0)
-    if (offset != len(buffers[0])) if joined else (at != len(buffers)):
+        taken += size if size < LARGE else 0
+    if taken != len(small) or next(large, None) is not None:
         raise WireError("frames hold more than the header declares")
     return columns
 
 
 def _group(header: Mapping[str, Any], columns: dict[str, np.ndarray]) -> Group:
     lengths, rewards = columns["lengths"], columns["rewards"]
-    n, total = len(lengths), int(lengths.sum())
+    n, tokens = len(lengths), len(columns["token_ids"])
     finish = tuple(FINISHES[f] if f >= 0 else _bad_finish(f) for f in header["finish"])
     parts = {name[len(PART) :]: column for name, column in columns.items() if name.startswith(PART)}
-    if n < 1 or (lengths < 0).any():
-        raise WireError(f"lengths {lengths.tolist()}")
+    # Each by itself too: a sum of large numbers may wrap around.
+    if n < 1 or (lengths < 0).any() or (lengths > tokens).any() or lengths.sum() != tokens:
+        raise WireError(f"{n} lengths that sum up to {int(lengths.sum())} for {tokens} tokens")
     extra = {name: column for name, column in columns.items() if name in COLUMNS}
-    for name in ("token_ids", "loss_mask", "logprobs", "versions", *extra):
-        if len(columns[name]) != total:
-            raise WireError(f"column {name!r} has {len(columns[name])} values for {total} tokens")
+    for name in ("loss_mask", "logprobs", "versions", *extra):
+        if len(columns[name]) != tokens:
+            raise WireError(f"column {name!r} has {len(columns[name])} values for {tokens} tokens")
     if not len(rewards) == len(finish) == n or any(len(part) != n for part in parts.values()):
         raise WireError(f"rewards, finish and reward parts must have {n} values each")
     return Group(
@@ -235,10 +245,11 @@ def _task(wire: Any) -> Task:
 
 
 def _digest(buffers: Sequence[Buffer]) -> int:
-    digest = 0
+    """XXH3 of the buffers one after another (https://xxhash.com): as fast as memory, which no CRC is."""
+    digest = xxhash.xxh3_64()
     for buffer in buffers:
-        digest = zlib.crc32(buffer, digest)
-    return digest
+        digest.update(buffer)
+    return digest.intdigest()
 
 
 def _check_magic(view: memoryview, magic: bytes) -> None:
@@ -250,15 +261,16 @@ def _check_magic(view: memoryview, magic: bytes) -> None:
     raise WireError(f"not a message of this protocol: begins with {start!r}")
 
 
-def _unpack_map(packed: Buffer) -> dict[str, Any]:
-    message = _unpack_any(packed)
+def _unpack_map(packed: Buffer, most: int = -1) -> dict[str, Any]:
+    message = _unpack_any(packed, most)
     if not isinstance(message, dict):
         raise WireError(f"expected a map, got {type(message).__name__}")
     return message
 
 
-def _unpack_any(packed: Buffer) -> Any:
+def _unpack_any(packed: Buffer, most: int = -1) -> Any:
+    """most: entries of one list or map, for which room is made before they are seen; -1: as many as bytes."""
     try:
-        return msgpack.unpackb(packed, raw=False, strict_map_key=False)
-    except (ValueError, TypeError, msgpack.UnpackException, RecursionError, OverflowError) as error:
-        raise WireError(f"not msgpack: {type(error).__name__}: {error}") from error
+        return msgpack.unpackb(packed, raw=False, strict_map_key=False, max_array_len=most, max_map_len=most)
+    except BAD_MSGPACK as error:
+        raise WireError(f"not msgpack: {type(error).__name__}: {str(error)[:200]}") from error

@@ -19,10 +19,12 @@ OTHER = "other"
 class Spans:
     """Not thread-safe: one instance per loop.
 
-    >>> ticks = iter([0.0, 1.0, 4.0, 5.0])
+    >>> ticks = iter([0.0, 1.0, 4.0, 4.0, 5.0])
     >>> spans = Spans(clock=lambda: next(ticks))
     >>> with spans("compute"):
     ...     pass
+    >>> spans.share("compute")
+    0.75
     >>> spans.take()
     {'other': 2.0, 'compute': 3.0}
     """
@@ -47,6 +49,12 @@ class Spans:
         taken = dict(self._seconds)
         self._seconds.clear()
         return taken
+
+    def share(self, name: str) -> float:
+        """Of the time since the last take, how much was `name`; 0 before any time has passed."""
+        self._switch(self._current)
+        total = sum(self._seconds.values())
+        return self._seconds.get(name, 0.0) / total if total > 0 else 0.0
 
     def _switch(self, name: str) -> str:
         now = self._clock()

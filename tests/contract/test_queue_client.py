@@ -1,15 +1,20 @@
-"""Real clients against a real broker on a loopback port. Only the leases' clock is turned by hand."""
+"""Real clients against a real broker on a loopback port, whatever it keeps where, and against a queue without sockets.
+
+Only the leases' clock is turned by hand.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Awaitable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import zmq
 
+from asyncrl.config.schema import QueueConfig
 from asyncrl.errors import (
     ConfigError,
     DeadlineError,
@@ -18,10 +23,14 @@ from asyncrl.errors import (
     SourceEndedError,
     WireError,
 )
+from asyncrl.queue import wire
 from asyncrl.queue.broker import Broker
 from asyncrl.queue.client import BlockingClient, Claim, Lease, Opened, QueueClient
+from asyncrl.queue.durability import open_keeper
 from asyncrl.queue.feeder import feed
+from asyncrl.queue.keeper import Keeper
 from asyncrl.queue.ledger import StreamSettings
+from asyncrl.queue.local import LocalQueue
 from asyncrl.types import Group, Rollout, Sampling, Task
 
 B = 4
@@ -45,36 +54,74 @@ class Clock:
         return self.now
 
 
-class Desk:
+class SocketQueue:
     """A running broker and the clients that a test has asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: str = "run", keeper: Keeper | None = None) -> None:
         self.clock = Clock()
-        self.broker = Broker("tcp://127.0.0.1:*", "run", clock=self.clock)
-        self.address = self.broker.bound_address
-        self._thread = threading.Thread(target=self.broker.serve)
+        self._broker = Broker("tcp://127.0.0.1:*", run, clock=self.clock)
+        self._keeper = keeper
+        if keeper is not None:
+            self._broker.take_up(keeper.service, keeper.flush)
+        self.address, self.desk = self._broker.bound_address, self._broker.desk
+        self._thread = threading.Thread(target=self._broker.serve)
         self._thread.start()
         self._clients: list[QueueClient] = []
 
-    async def client(self, who: str) -> QueueClient:
-        client = QueueClient(self.address, run="run", who=who, deadline_s=WAIT_S)
-        await client.connect()
-        self._clients.append(client)
-        return client
+    async def client(self, who: str, run: str = "run") -> QueueClient:
+        self._clients.append(QueueClient(self.address, run=run, who=who, deadline_s=WAIT_S))
+        await self._clients[-1].connect()
+        return self._clients[-1]
 
     async def close(self) -> None:
         for client in self._clients:
             await client.close()
-        self.broker.stop()
+        self._broker.stop()
         self._thread.join(WAIT_S)
         assert not self._thread.is_alive()
+        if self._keeper is not None:
+            self._keeper.close()
 
 
-@pytest.fixture
-async def desk() -> AsyncIterator[Desk]:
-    desk = Desk()
-    yield desk
-    await desk.close()
+class ProcessQueue:
+    """The same in this event loop, without sockets."""
+
+    def __init__(self, run: str = "run") -> None:
+        self.clock = Clock()
+        self._queue = LocalQueue(run, clock=self.clock)
+        self.desk = self._queue.desk
+        self._clients: list[QueueClient] = []
+
+    async def client(self, who: str, run: str = "run") -> QueueClient:
+        if not self._clients:
+            await self._queue.__aenter__()
+        self._clients.append(self._queue.client(who, deadline_s=WAIT_S, run=run))
+        await self._clients[-1].connect()
+        return self._clients[-1]
+
+    async def close(self) -> None:
+        for client in self._clients:
+            await client.close()
+        if self._clients:
+            await self._queue.__aexit__(None, None, None)
+
+
+AnyQueue = SocketQueue | ProcessQueue
+
+
+@pytest.fixture(params=["memory", "file", "redis", "local"])
+async def queue(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[AnyQueue]:
+    queue: AnyQueue
+    if request.param == "local":
+        queue = ProcessQueue()
+    elif request.param == "memory":
+        queue = SocketQueue()
+    else:
+        url = request.getfixturevalue("redis_server").url if request.param == "redis" else None
+        kept = QueueConfig(store=request.param, durable="payload", redis_url=url)
+        queue = SocketQueue(keeper=open_keeper(kept, "run", tmp_path, now=0.0))
+    yield queue
+    await queue.close()
 
 
 def tasks(first: int, count: int) -> list[Task]:
@@ -119,11 +166,11 @@ async def claim(learner: QueueClient, opened: Opened, step: int, index: int = 0,
     return claimed
 
 
-async def parked(desk: Desk, count: int) -> None:
+async def parked(queue: AnyQueue, count: int) -> None:
     """Until the broker has parked that many requests; every status is a round trip through its loop."""
-    watcher = await desk.client("watcher")
+    watcher = await queue.client("watcher")
     async with asyncio.timeout(WAIT_S):
-        while len(desk.broker._parked) < count:
+        while queue.desk.parked < count:
             await watcher.status()
 
 
@@ -133,8 +180,8 @@ async def refusal(request: Awaitable[object]) -> str:
     return refused.value.reason
 
 
-async def test_a_task_goes_round(desk: Desk) -> None:
-    learner, feeder, worker = [await desk.client(who) for who in ("learner", "feeder", "worker")]
+async def test_a_task_goes_round(queue: AnyQueue) -> None:
+    learner, feeder, worker = [await queue.client(who) for who in ("learner", "feeder", "worker")]
     opened = await learner.open("train", TRAIN)
     assert opened == Opened(learner_epoch=1, lineage=0, version=0)
     assert await feeder.room("train", WAIT_S) == (0, TRAIN.depth)
@@ -154,11 +201,11 @@ async def test_a_task_goes_round(desk: Desk) -> None:
     assert (trained.depth["trained"], trained.depth["bytes"]) == (B, 0)
 
 
-async def test_leases_park_until_the_stream_opens_and_admission_moves(desk: Desk) -> None:
-    learner, worker = await desk.client("learner"), await desk.client("worker")
+async def test_leases_park_until_the_stream_opens_and_admission_moves(queue: AnyQueue) -> None:
+    learner, worker = await queue.client("learner"), await queue.client("worker")
     early = asyncio.create_task(lease(worker, 2 * B))
     feeding = asyncio.create_task(learner.submit("train", tasks(0, 3 * B)))
-    await parked(desk, 2)
+    await parked(queue, 2)
     opened = await learner.open("train", TRAIN)
     await feeding
     leases = await early
@@ -167,22 +214,22 @@ async def test_leases_park_until_the_stream_opens_and_admission_moves(desk: Desk
     for one in leases[:B]:
         await worker.commit("train", one, group(one.task, 0))
     await claim(learner, opened, step=0)
-    await parked(desk, 1)
+    await parked(queue, 1)
     assert not later.done()
     await learner.trained("train", learner_epoch=1, step=0)
     assert ordinals(await later) == list(range(2 * B, 3 * B))
 
 
-async def test_a_wait_that_runs_out_is_answered_empty(desk: Desk) -> None:
-    learner, worker = await desk.client("learner"), await desk.client("worker")
+async def test_a_wait_that_runs_out_is_answered_empty(queue: AnyQueue) -> None:
+    learner, worker = await queue.client("learner"), await queue.client("worker")
     opened = await learner.open("train", TRAIN)
     waits = [
         asyncio.create_task(worker.lease("train", held=0, lineage=0, most=1, wait_s=5.0)),
         asyncio.create_task(claim_or_none(learner, opened)),
         asyncio.create_task(learner.lookup("weights/0", wait_s=5.0)),
     ]
-    await parked(desk, 3)
-    desk.clock.now = 6.0
+    await parked(queue, 3)
+    queue.clock.now = 6.0
     leases, claimed, found = await asyncio.gather(*waits, return_exceptions=True)
     assert (leases, claimed) == ([], None)
     assert isinstance(found, DeadlineError)
@@ -195,24 +242,24 @@ async def claim_or_none(learner: QueueClient, opened: Opened) -> Claim | None:
     )
 
 
-async def test_the_directory_parks_a_lookup_until_the_post(desk: Desk) -> None:
-    learner, worker = await desk.client("learner"), await desk.client("worker")
+async def test_the_directory_parks_a_lookup_until_the_post(queue: AnyQueue) -> None:
+    learner, worker = await queue.client("learner"), await queue.client("worker")
     looking = asyncio.create_task(worker.lookup("weights/0", wait_s=WAIT_S))
-    await parked(desk, 1)
+    await parked(queue, 1)
     await learner.post("weights/0", {"endpoint": "tcp://127.0.0.1:1", "world": 2, "lineage": 0})
     assert await looking == {"endpoint": "tcp://127.0.0.1:1", "world": 2, "lineage": 0}
 
 
-async def test_a_lease_that_is_not_renewed_goes_to_another_and_is_fenced(desk: Desk) -> None:
-    learner, dead, alive = [await desk.client(who) for who in ("learner", "dead", "alive")]
+async def test_a_lease_that_is_not_renewed_goes_to_another_and_is_fenced(queue: AnyQueue) -> None:
+    learner, dead, alive = [await queue.client(who) for who in ("learner", "dead", "alive")]
     await learner.open("train", TRAIN)
     await learner.submit("train", tasks(0, 2))
     lost, kept = await lease(dead, 1), await lease(alive, 1)
-    desk.clock.now = LEASE_S - 1
+    queue.clock.now = LEASE_S - 1
     assert (await alive.renew()).lost == []
     waiting = asyncio.create_task(lease(alive, 2))
-    await parked(desk, 1)
-    desk.clock.now = LEASE_S + 1
+    await parked(queue, 1)
+    queue.clock.now = LEASE_S + 1
     again = await waiting
     assert ordinals(again) == [0]
     assert await refusal(dead.commit("train", lost[0], group(lost[0].task, 0))) == "fenced"
@@ -222,21 +269,21 @@ async def test_a_lease_that_is_not_renewed_goes_to_another_and_is_fenced(desk: D
     assert (status["ready"], status["leased"], status["pending"]) == (2, 0, 0)
 
 
-async def test_a_worker_learns_which_leases_it_lost(desk: Desk) -> None:
-    learner, worker = await desk.client("learner"), await desk.client("worker")
+async def test_a_worker_learns_which_leases_it_lost(queue: AnyQueue) -> None:
+    learner, worker = await queue.client("learner"), await queue.client("worker")
     await learner.open("train", TRAIN)
     await learner.submit("train", tasks(0, 1))
     (one,) = await lease(worker, 1)
-    desk.clock.now = LEASE_S + 1
-    other = await lease(await desk.client("other"), 1)
+    queue.clock.now = LEASE_S + 1
+    other = await lease(await queue.client("other"), 1)
     renewal = await worker.renew()
     assert renewal.lost == [("train", 0, one.epoch)]
     assert other[0].epoch > one.epoch
     assert (await worker.renew()).lost == []
 
 
-async def test_goodbye_give_back_and_drop(desk: Desk) -> None:
-    learner, leaver, worker = [await desk.client(who) for who in ("learner", "leaver", "worker")]
+async def test_goodbye_give_back_and_drop(queue: AnyQueue) -> None:
+    learner, leaver, worker = [await queue.client(who) for who in ("learner", "leaver", "worker")]
     await learner.open("train", TRAIN)
     await learner.submit("train", tasks(0, 3))
     await lease(leaver, 1)
@@ -252,11 +299,11 @@ async def test_goodbye_give_back_and_drop(desk: Desk) -> None:
     assert (await learner.status())["streams"]["train"]["dropped_by_reason"] == {"reward": 1}
 
 
-async def test_a_cancelled_lease_request_leaves_nothing_behind(desk: Desk) -> None:
-    learner, fickle, worker = [await desk.client(who) for who in ("learner", "fickle", "worker")]
+async def test_a_cancelled_lease_request_leaves_nothing_behind(queue: AnyQueue) -> None:
+    learner, fickle, worker = [await queue.client(who) for who in ("learner", "fickle", "worker")]
     await learner.open("train", TRAIN)
     waiting = asyncio.create_task(lease(fickle, 1))
-    await parked(desk, 1)
+    await parked(queue, 1)
     waiting.cancel()
     await asyncio.wait([waiting])
     await fickle.renew()  # behind the cancellation on the same socket
@@ -264,8 +311,8 @@ async def test_a_cancelled_lease_request_leaves_nothing_behind(desk: Desk) -> No
     assert ordinals(await lease(worker, 1)) == [0]
 
 
-async def test_two_ranks_get_disjoint_shares_of_one_claim(desk: Desk) -> None:
-    learner, worker = await desk.client("learner"), await desk.client("worker")
+async def test_two_ranks_get_disjoint_shares_of_one_claim(queue: AnyQueue) -> None:
+    learner, worker = await queue.client("learner"), await queue.client("worker")
     settings = StreamSettings(B, 1, 1, 2 * B, 1 << 30, LEASE_S, learners=2)
     opened = await learner.open("train", settings)
     await learner.submit("train", tasks(0, B))
@@ -279,8 +326,8 @@ async def test_two_ranks_get_disjoint_shares_of_one_claim(desk: Desk) -> None:
     assert ordinals((await claim(learner, opened, step=0, rank=1)).groups) == [1, 2, 3]
 
 
-async def test_large_groups_travel_column_by_column(desk: Desk) -> None:
-    learner, worker = await desk.client("learner"), await desk.client("worker")
+async def test_large_groups_travel_column_by_column(queue: AnyQueue) -> None:
+    learner, worker = await queue.client("learner"), await queue.client("worker")
     opened = await learner.open("train", TRAIN)
     await learner.submit("train", tasks(0, B))
     for one in await lease(worker, B):
@@ -298,8 +345,8 @@ async def train_one_step(learner: QueueClient, worker: QueueClient, opened: Open
     return ordinals(claimed.groups)
 
 
-async def test_a_learner_that_comes_back_rewinds_to_its_snapshot(desk: Desk) -> None:
-    learner, worker = await desk.client("learner"), await desk.client("worker")
+async def test_a_learner_that_comes_back_rewinds_to_its_snapshot(queue: AnyQueue) -> None:
+    learner, worker = await queue.client("learner"), await queue.client("worker")
     opened = await learner.open("train", TRAIN)
     await learner.open("eval", EVAL)
     await learner.submit("train", tasks(0, 3 * B))
@@ -315,19 +362,36 @@ async def test_a_learner_that_comes_back_rewinds_to_its_snapshot(desk: Desk) -> 
     assert await refusal(worker.commit("train", stale, group(stale.task, 2))) == "fenced"
     assert await refusal(lease(worker, 1, held=1, lineage=0)) == "lineage"
     assert await refusal(lease(worker, 1, held=1, lineage=0, stream="eval")) == "lineage"
-    assert await refusal(learner.submit("train", tasks(9, 1))) == "gap"
+    assert await refusal(learner.submit("train", tasks(99, 1))) == "gap"
+    # The step since the snapshot comes again with its groups; then the next is made.
+    claimed = await claim(learner, again, 1)
+    assert [int(one.token_ids[0]) for one in claimed.groups] == [4, 5, 6, 7]
+    await learner.trained("train", learner_epoch=2, step=1)
+    assert await train_one_step(learner, worker, again, 2) == [8, 9, 10, 11]
+
+
+async def test_a_learner_that_comes_back_further_than_the_queue_keeps_does_it_again(queue: AnyQueue) -> None:
+    learner, worker = await queue.client("learner"), await queue.client("worker")
+    opened = await learner.open("train", TRAIN)
+    await learner.submit("train", tasks(0, 2 * B))
+    snapshot = await learner.snapshot("train", learner_epoch=1)
+    assert await train_one_step(learner, worker, opened, 0) == [0, 1, 2, 3]
+    assert (await learner.status())["streams"]["train"]["retained_steps"] == 1
+    await learner.checkpointed("train", learner_epoch=1, version=1)
+    assert (await learner.status())["streams"]["train"]["retained_bytes"] == 0
+    again = await learner.open("train", TRAIN, snapshot)
     first, _ = await learner.room("train", WAIT_S)
-    await learner.submit("train", tasks(first, 2 * B))
-    assert await train_one_step(learner, worker, again, 1) == [4, 5, 6, 7]
+    await learner.submit("train", tasks(first, B))
+    assert await train_one_step(learner, worker, again, 0) == [0, 1, 2, 3]
 
 
-async def test_a_snapshot_opens_a_new_broker(desk: Desk) -> None:
-    learner, worker = await desk.client("learner"), await desk.client("worker")
+async def test_a_snapshot_opens_a_new_broker(queue: AnyQueue) -> None:
+    learner, worker = await queue.client("learner"), await queue.client("worker")
     opened = await learner.open("train", TRAIN)
     await learner.submit("train", tasks(0, B))
     await train_one_step(learner, worker, opened, 0)
     snapshot = await learner.snapshot("train", learner_epoch=1)
-    fresh = Desk()
+    fresh = type(queue)()
     try:
         learner = await fresh.client("learner")
         await learner.open("eval", EVAL)
@@ -340,8 +404,8 @@ async def test_a_snapshot_opens_a_new_broker(desk: Desk) -> None:
         await fresh.close()
 
 
-async def test_a_rejected_step_is_made_of_other_groups(desk: Desk) -> None:
-    learner, worker = await desk.client("learner"), await desk.client("worker")
+async def test_a_rejected_step_is_made_of_other_groups(queue: AnyQueue) -> None:
+    learner, worker = await queue.client("learner"), await queue.client("worker")
     opened = await learner.open("train", TRAIN)
     await learner.submit("train", tasks(0, 2 * B))
     for one in await lease(worker, 2 * B):
@@ -353,8 +417,8 @@ async def test_a_rejected_step_is_made_of_other_groups(desk: Desk) -> None:
     assert (depth["trained"], depth["dropped_by_reason"], depth["bytes"]) == (B, {"loss": B}, 0)
 
 
-async def test_evaluation_waits_for_its_version_and_takes_any_order(desk: Desk) -> None:
-    learner, old, new = [await desk.client(who) for who in ("learner", "old", "new")]
+async def test_evaluation_waits_for_its_version_and_takes_any_order(queue: AnyQueue) -> None:
+    learner, old, new = [await queue.client(who) for who in ("learner", "old", "new")]
     opened = await learner.open("eval", EVAL)
     await learner.submit("eval", tasks(0, 2), min_version=3)
     waiting = asyncio.create_task(lease(old, 1, held=2, stream="eval"))
@@ -370,14 +434,14 @@ async def test_evaluation_waits_for_its_version_and_takes_any_order(desk: Desk) 
         await waiting
 
 
-async def test_finish_ends_every_ordinal_and_tells_everybody(desk: Desk) -> None:
-    learner, worker = await desk.client("learner"), await desk.client("worker")
+async def test_finish_ends_every_ordinal_and_tells_everybody(queue: AnyQueue) -> None:
+    learner, worker = await queue.client("learner"), await queue.client("worker")
     await learner.open("train", TRAIN)
-    feeder = await desk.client("feeder")
+    feeder = await queue.client("feeder")
     feeding = asyncio.create_task(feed(feeder, "train", lambda o: tasks(o, 1)[0]))
     (one,) = await lease(worker, 1)
     waiting = asyncio.create_task(lease(worker, 2 * B, held=-1))
-    await parked(desk, 2)
+    await parked(queue, 2)
     await learner.finish("done")
     await learner.finish("again")
     await feeding
@@ -391,8 +455,8 @@ async def test_finish_ends_every_ordinal_and_tells_everybody(desk: Desk) -> None
     assert (train["pending"], train["leased"], train["bytes"]) == (0, 0, 0)
 
 
-async def test_the_feeder_keeps_the_stream_supplied_and_says_when_its_source_ends(desk: Desk) -> None:
-    learner, feeder, worker = [await desk.client(who) for who in ("learner", "feeder", "worker")]
+async def test_the_feeder_keeps_the_stream_supplied_and_says_when_its_source_ends(queue: AnyQueue) -> None:
+    learner, feeder, worker = [await queue.client(who) for who in ("learner", "feeder", "worker")]
     opened = await learner.open("train", TRAIN)
 
     def source(ordinal: int) -> Task:
@@ -408,28 +472,25 @@ async def test_the_feeder_keeps_the_stream_supplied_and_says_when_its_source_end
     await feeding
 
 
-async def test_streams_that_are_rewound_one_after_another_end_in_one_lineage(desk: Desk) -> None:
+async def test_streams_that_are_rewound_one_after_another_end_in_one_lineage(queue: AnyQueue) -> None:
     """The one that is rewound last forks the others: its lineage is the run's."""
-    learner, worker = await desk.client("learner"), await desk.client("worker")
+    learner, worker = await queue.client("learner"), await queue.client("worker")
     evals, opened = await learner.open("eval", EVAL), await learner.open("train", TRAIN)
     before = [
         await learner.snapshot("eval", learner_epoch=evals.learner_epoch),
         await learner.snapshot("train", learner_epoch=opened.learner_epoch),
     ]
-    await learner.submit("train", tasks(0, B))
+    await learner.submit("train", tasks(0, 2 * B))
     await train_one_step(learner, worker, opened, 0)
     await learner.open("eval", EVAL, before[0])
     again = await learner.open("train", TRAIN, before[1])
     streams = (await learner.status())["streams"]
     assert {streams["train"]["lineage"], streams["eval"]["lineage"]} == {again.lineage}
-    await learner.submit("train", tasks(0, B))
     assert len(await lease(worker, B, lineage=again.lineage)) == B
 
 
-async def test_another_run_is_kept_out(desk: Desk) -> None:
-    stranger = QueueClient(desk.address, run="other", who="stranger", deadline_s=WAIT_S)
-    assert await refusal(stranger.connect()) == "wrong_run"
-    await stranger.close()
+async def test_another_run_is_kept_out(queue: AnyQueue) -> None:
+    assert await refusal(queue.client("stranger", run="other")) == "wrong_run"
 
 
 async def test_nobody_at_the_address_is_a_deadline() -> None:
@@ -439,6 +500,13 @@ async def test_nobody_at_the_address_is_a_deadline() -> None:
         with pytest.raises(DeadlineError, match=r"lonely waited 0\.2 s for the queue at tcp://127"):
             await lonely.connect()
         await lonely.close()
+
+
+async def test_an_address_that_is_none_is_bad_input() -> None:
+    lost = QueueClient("nonsense", run="run", who="lost", deadline_s=WAIT_S)
+    with pytest.raises(ConfigError, match=r"queue\.address = 'nonsense': cannot be used"):
+        await lost.connect()
+    await lost.close()
 
 
 def test_an_occupied_port_says_what_to_do() -> None:
@@ -469,3 +537,48 @@ def test_the_blocking_client_works_from_a_plain_thread() -> None:
     broker.stop()
     serving.join(WAIT_S)
     assert not serving.is_alive()
+
+
+async def commit_damaged(worker: QueueClient, one: Lease) -> None:
+    """Frames that are counted right and sealed wrong: what a bad memory or disk makes of a group."""
+    payload = wire.encode_group(group(one.task, 0))
+    damaged = bytearray(payload.frames[1])
+    damaged[5] ^= 1
+    numbers = {
+        "ordinal": one.task.ordinal,
+        "epoch": one.epoch,
+        "tokens": payload.tokens,
+        "digest": payload.digest,
+    }
+    numbers |= {"nbytes": payload.nbytes, "start_version": payload.start_version}
+    await worker._channel.ask("commit", {"stream": "train", **numbers}, [payload.frames[0], bytes(damaged)])
+
+
+async def test_a_group_that_cannot_be_read_is_dropped_and_its_step_begins_anew(queue: AnyQueue) -> None:
+    learner, worker = await queue.client("learner"), await queue.client("worker")
+    opened = await learner.open("train", TRAIN)
+    await learner.submit("train", tasks(0, 2 * B))
+    first, second, *others = await lease(worker, 2 * B)
+    await commit_damaged(worker, first)
+    await worker.commit("train", second, group(tasks(7, 1)[0], 0))  # it says that it is of another task
+    for one in others:
+        await worker.commit("train", one, group(one.task, 0))
+    assert await refusal(claim(learner, opened, 0)) == "abandoned"
+    assert ordinals((await claim(learner, opened, 0)).groups) == [2, 3, 4, 5]
+    depth = (await learner.trained("train", learner_epoch=1, step=0)).depth
+    assert (depth["trained"], depth["dropped_by_reason"]) == (B, {"corrupt": 2})
+
+
+async def test_a_group_that_cannot_be_read_is_not_collected(queue: AnyQueue) -> None:
+    learner, worker = await queue.client("learner"), await queue.client("worker")
+    opened = await learner.open("train", EVAL)
+    await learner.submit("train", tasks(0, 3))
+    leases = await lease(worker, 3)
+    await commit_damaged(worker, leases[1])
+    for one in (leases[0], leases[2]):
+        await worker.commit("train", one, group(one.task, 0))
+    collected = await learner.collect("train", learner_epoch=opened.learner_epoch, wait_s=WAIT_S)
+    assert ordinals(collected) == [0, 2]
+    assert await learner.collect("train", learner_epoch=opened.learner_epoch, wait_s=0.0) == []
+    status = (await learner.status())["streams"]["train"]
+    assert (status["trained"], status["dropped_by_reason"]) == (2, {"corrupt": 1})

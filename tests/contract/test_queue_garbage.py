@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import random
+import resource
+import socket as sockets
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +16,7 @@ import zmq
 
 from asyncrl.queue import wire
 from asyncrl.queue.broker import Broker
+from asyncrl.queue.callers import MAX_REQUESTS
 from asyncrl.queue.client import BlockingClient
 from asyncrl.queue.ledger import StreamSettings
 from asyncrl.types import Task
@@ -26,6 +31,7 @@ WAIT_S = 20.0
 class Visitor:
     """A bare socket beside a learner that has opened the stream."""
 
+    broker: Broker
     learner: BlockingClient
     socket: zmq.Socket
 
@@ -35,27 +41,34 @@ class Visitor:
         return wire.unpack(self.socket.recv_multipart()[0])
 
 
-@pytest.fixture
-def visitor() -> Iterator[Visitor]:
+@contextmanager
+def serving() -> Iterator[tuple[Broker, BlockingClient]]:
     broker = Broker("tcp://127.0.0.1:*", "run")
-    serving = threading.Thread(target=broker.serve)
-    serving.start()
+    thread = threading.Thread(target=broker.serve)
+    thread.start()
     learner = BlockingClient(broker.bound_address, run="run", who="learner", deadline_s=WAIT_S)
     learner.connect()
     learner.open("train", TRAIN)
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+    yield broker, learner
+    learner.close()
+    broker.stop()
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+
+
+@pytest.fixture
+def visitor() -> Iterator[Visitor]:
+    with serving() as (broker, learner), zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.connect(broker.bound_address)
         socket.setsockopt(zmq.RCVTIMEO, int(WAIT_S * 1000))
         socket.setsockopt(zmq.LINGER, 0)
-        yield Visitor(learner, socket)
-    learner.close()
-    broker.stop()
-    serving.join(WAIT_S)
-    assert not serving.is_alive()
+        yield Visitor(broker, learner, socket)
 
 
-def envelope(op: str, request_id: int = 1, **args: object) -> bytes:
-    return wire.pack({"id": request_id, "op": op, "run": "run", "session": "raw/1", "args": args})
+def envelope(op: str, request_id: int = 1, waiting: Sequence[int] | None = None, **args: object) -> bytes:
+    """Of a client that waits for this request alone, unless said otherwise."""
+    message = {"id": request_id, "newest": request_id, "waiting": list(waiting or [request_id]), "op": op}
+    return wire.pack({**message, "run": "run", "session": "raw/1", "args": args})
 
 
 GARBAGE = {
@@ -73,6 +86,10 @@ GARBAGE = {
     "strange tasks": envelope("submit", stream="train", tasks=[[0, 0]], min_version=0, wait_s=1),
     "strange leases": envelope("give_back", stream="train", leases=[["a", {}]]),
     "a key of a wrong kind": envelope("post", key=["list"], value=b""),
+    "a key without end": envelope("post", key="k" * 10_000, value=b""),
+    "requests that it cannot know of": envelope("hello", 5, waiting=[5, 6]),
+    "too much in a list": wire.ENVELOPE_MAGIC + b"\xdd\xff\xff\xff\xff",
+    "lists in lists": wire.ENVELOPE_MAGIC + b"\x91" * 100_000,
     "a payload that is missing": envelope(
         "commit", stream="train", ordinal=0, epoch=1, tokens=1, nbytes=9, start_version=0, digest=0
     ),
@@ -85,9 +102,8 @@ def test_garbage_is_answered_counted_and_survived(visitor: Visitor, message: byt
     assert sum(visitor.learner.status()["refused"].values()) == 1
 
 
-def test_garbage_with_a_payload_or_a_strange_cancellation_does_no_harm(visitor: Visitor) -> None:
+def test_garbage_with_a_payload_does_no_harm(visitor: Visitor) -> None:
     visitor.exchange(b"noise", b"payload")
-    visitor.socket.send(envelope("cancel", 2, id=[1]))
     assert visitor.exchange(envelope("hello", 3))["value"]["run"] == "run"
 
 
@@ -96,3 +112,103 @@ def test_a_request_that_comes_twice_is_done_once(visitor: Visitor) -> None:
     ask = envelope("lease", 7, stream="train", held=0, lineage=0, most=1)
     assert visitor.exchange(ask) == visitor.exchange(ask)
     assert visitor.learner.status()["streams"]["train"]["leased"] == 1
+
+
+def test_any_noise_on_the_socket_leaves_the_others_their_queue(visitor: Visitor) -> None:
+    """Cut, flipped and glued messages, some of them whole; the learner works meanwhile."""
+    rng = random.Random(0)
+    asks = [envelope("lease", i, stream="train", held=0, lineage=0, most=1) for i in range(1, 9)]
+    visitor.socket.setsockopt(zmq.SNDTIMEO, int(WAIT_S * 1000))
+    for at in range(400):
+        frames = [
+            bytearray(rng.choice(asks)),
+            *(bytearray(rng.randbytes(9)) for _ in range(rng.randrange(3))),
+        ]
+        frame = rng.choice(frames)
+        if rng.random() < 0.5:
+            frame[rng.randrange(len(frame))] ^= 1 << rng.randrange(8)
+        else:
+            del frame[rng.randrange(len(frame)) :]
+        visitor.socket.send_multipart(frames)
+        if at % 50 == 0:
+            visitor.learner.submit("train", [Task(at // 50, "x")])
+    status = visitor.learner.status()
+    assert status["streams"]["train"]["next_ordinal"] == 8
+    assert status["refused"]["malformed"] > 0
+    assert status["refused"].get("bug", 0) == 0
+
+
+def test_what_does_not_speak_the_protocol_at_all_is_disconnected(visitor: Visitor) -> None:
+    host, port = visitor.broker.bound_address.removeprefix("tcp://").split(":")
+    rng = random.Random(1)
+    for greeting in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" + bytes(8) + b"\x7f\x03", rng.randbytes(500), b""):
+        with sockets.create_connection((host, int(port)), WAIT_S) as raw, suppress(ConnectionError):
+            raw.sendall(greeting)
+            raw.shutdown(sockets.SHUT_WR)
+            while raw.recv(1 << 16):  # until the broker hangs up
+                pass
+    assert visitor.learner.status()["run"] == "run"
+
+
+def test_a_frame_that_is_too_large_ends_its_connection_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 1 << 16)
+    with serving() as (broker, learner), zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        monitor.setsockopt(zmq.RCVTIMEO, int(WAIT_S * 1000))
+        socket.connect(broker.bound_address)
+        socket.send_multipart([envelope("commit"), bytes((1 << 16) + 1)])
+        monitor.recv_multipart()
+        assert learner.status()["clients"] == 1
+        socket.disable_monitor()
+        monitor.close()
+
+
+def test_a_peer_that_sends_and_never_reads_does_not_make_the_broker_grow(visitor: Visitor) -> None:
+    """It says of nothing that it was read; then it lies that everything was, and the socket's own limit holds."""
+    visitor.socket.setsockopt(zmq.SNDTIMEO, int(WAIT_S * 1000))
+    visitor.socket.setsockopt(zmq.RCVHWM, 1)
+    visitor.learner.post("large", "x" * 500_000)
+    for i in range(1, 201):
+        visitor.socket.send(envelope("lookup", i, waiting=range(1, i + 1), key="large"))
+    for i in range(201, 401):
+        visitor.socket.send(envelope("lookup", i, key="large"))
+    visitor.socket.send(envelope("post", 401, key="done", value=wire.pack({"value": 1})))
+    assert visitor.learner.lookup("done", wait_s=WAIT_S) == 1
+    refused = visitor.learner.status()["refused"]
+    assert refused["busy"] == 200 - MAX_REQUESTS
+    assert refused["unread"] > 0
+    assert sum(len(caller.unread) for caller in visitor.broker.desk._callers.values()) < MAX_REQUESTS
+
+
+def test_a_broker_opens_more_files_than_a_shell_allows() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1024), hard))
+        Broker("tcp://127.0.0.1:*", "run").close()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(soft, 1 << 16)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_thousand_clients_at_once(visitor: Visitor) -> None:
+    """Each waits for a task of its own, and gets it."""
+    clients, settings = 1000, TRAIN.to_wire() | {"groups_per_version": 1000, "depth": 1000}
+    visitor.learner.open("many", StreamSettings.from_wire(settings))
+    with ExitStack() as stack:
+        peers = []
+        for at in range(clients):
+            if at % 250 == 0:
+                context = stack.enter_context(zmq.Context())
+            peer = stack.enter_context(context.socket(zmq.DEALER))
+            peer.setsockopt(zmq.LINGER, 0)
+            peer.setsockopt(zmq.RCVTIMEO, int(3 * WAIT_S * 1000))
+            peer.connect(visitor.broker.bound_address)
+            peer.send(envelope("lease", stream="many", held=0, lineage=0, most=1, wait_s=60.0))
+            peers.append(peer)
+        while visitor.learner.status()["parked"] < clients:
+            pass  # every status is a round trip through the broker's loop
+        visitor.learner.submit("many", [Task(o, "x") for o in range(clients)])
+        leased = [wire.unpack(peer.recv_multipart()[0])["value"][0][0] for peer in peers]
+        assert sorted(leased) == list(range(clients))

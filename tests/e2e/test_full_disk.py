@@ -24,6 +24,26 @@ def test_a_checkpoint_that_does_not_fit_ends_the_run_by_name(config_file: Path) 
     assert code == 5, printed
     assert "learner ended (exit code 9)" in printed
     assert "asyncrl learner: cannot write" in printed
+    assert_saved(run)
+
+
+@pytest.mark.slow
+def test_a_journal_that_does_not_fit_ends_the_run_by_name(config_file: Path) -> None:
+    run = config_file.parent / "it"
+    with started("asyncrl", "train", str(config_file), "run.versions=100000") as launcher:
+        until(trained(run, 3), "version 3", launcher)
+        queue = child(launcher, "asyncrl", "queue")
+        size = (run / "queue" / "journal").stat().st_size
+        resource.prlimit(queue.pid, resource.RLIMIT_FSIZE, (size + 2000, resource.RLIM_INFINITY))
+        code, printed = finished(launcher)
+    assert code == 5, printed
+    assert "queue ended (exit code 9)" in printed
+    assert "asyncrl queue: cannot write" in printed
+    assert "started again" not in printed
+    assert_saved(run)
+
+
+def assert_saved(run: Path) -> None:
     whole = checkpoint.newest(run)
     assert whole is not None
     assert checkpoint.read_meta(whole).version >= 2

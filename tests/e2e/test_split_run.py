@@ -11,6 +11,7 @@ from processes import child, finished, rows, started, trained, until
 
 from asyncrl.config.load import load_config
 from asyncrl.evaluate import run as evaluate
+from asyncrl.queue.keys import make_keys
 
 pytestmark = pytest.mark.slow
 
@@ -21,9 +22,15 @@ def address_of(run: Path) -> str | None:
 
 
 def test_generators_come_and_go_while_two_learner_ranks_train(config_file: Path) -> None:
+    """With keys: who has none does not get in."""
     run, config = config_file.parent / "it", str(config_file)
-    with started("asyncrl", "queue", config) as queue:
+    make_keys(config_file.parent / "keys")
+    keys = f"queue.keys={config_file.parent / 'keys'}"
+    with started("asyncrl", "queue", config, keys) as queue:
         address = until(lambda: address_of(run), "address", queue)
+        with started("asyncrl", "generator", config, address, "--name", "stranger") as stranger:
+            code, printed = finished(stranger)
+            assert (code, "did not accept a client without keys" in printed) == (2, True), printed
         torchrun = [
             "torch.distributed.run",
             "--standalone",
@@ -34,12 +41,12 @@ def test_generators_come_and_go_while_two_learner_ranks_train(config_file: Path)
             "learner",
         ]
         with (
-            started("asyncrl", "generator", config, address, "--name", "early") as early,
-            started(*torchrun, config, address, "run.versions=8") as learner,
+            started("asyncrl", "generator", config, keys, address, "--name", "early") as early,
+            started(*torchrun, config, keys, address, "run.versions=8") as learner,
         ):
             until(trained(run, 2), "version 2", queue, early, learner)
             early.send_signal(signal.SIGKILL)
-            with started("asyncrl", "generator", config, address, "--name", "late") as late:
+            with started("asyncrl", "generator", config, keys, address, "--name", "late") as late:
                 assert finished(learner)[0] == 0
                 code, printed = finished(late)
                 assert code == 0, printed
@@ -103,9 +110,10 @@ def test_nobody_at_the_address_is_a_deadline(config_file: Path) -> None:
     assert "lonely waited 0.5 s for the queue at tcp://127.0.0.1:9" in printed
 
 
-def test_a_killed_queue_ends_the_run_by_name(config_file: Path) -> None:
+def test_a_killed_queue_that_may_not_be_started_again_ends_the_run_by_name(config_file: Path) -> None:
     run = config_file.parent / "it"
-    with started("asyncrl", "train", str(config_file), "run.versions=100000") as launcher:
+    words = ("run.versions=100000", "launch.queue_restarts=0")
+    with started("asyncrl", "train", str(config_file), *words) as launcher:
         until(trained(run, 1), "version 1", launcher)
         child(launcher, "asyncrl", "queue").kill()
         code, printed = finished(launcher)

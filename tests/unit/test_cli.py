@@ -47,6 +47,28 @@ def test_bad_config_is_one_message_and_exit_2(config: str, capsys: pytest.Captur
     assert "did you mean batch.groups?" in error
 
 
+def test_a_second_word_makes_another_command(config: str) -> None:
+    assert cli.parse(["queue", config]).command == "queue"
+    status = cli.parse(["queue", "status", "demo", "--json"])
+    assert (status.command, status.target, status.json) == ("queue status", "demo", True)
+    inspect = cli.parse(["queue", "inspect", "demo", "7", "--stream", "eval"])
+    assert (inspect.command, inspect.ordinal, inspect.stream) == ("queue inspect", 7, "eval")
+
+
+def test_keys_are_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "keys"
+    assert cli.main(["keys", str(folder)]) == 0
+    assert sorted(path.name for path in folder.iterdir()) == ["client.key", "server.key"]
+    assert f"queue.keys={folder}" in capsys.readouterr().out
+    assert cli.main(["keys", str(folder)]) == 2
+
+
+def test_an_address_that_others_can_reach_needs_keys(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", config, "queue.address=tcp://10.0.0.1:5555"]) == 2
+    assert "queue.keys is not set. Remedy: make keys with `asyncrl keys DIR`" in capsys.readouterr().err
+    assert cli.main(["config", config, "queue.address=tcp://10.0.0.1:5555", "queue.keys=k"]) == 0
+
+
 @pytest.mark.parametrize("process", ["generator", "learner"])
 def test_a_process_of_a_split_run_needs_the_address(
     config: str, process: str, capsys: pytest.CaptureFixture[str]

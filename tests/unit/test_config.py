@@ -119,6 +119,21 @@ def test_rules_of_the_schema_come_through(base: Path) -> None:
     assert error_of(base, "run.versions=0").key == "run.versions"
 
 
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["queue.store=redis"], "queue.redis_url"),
+        (["queue.redis_url=redis://127.0.0.1"], "queue.redis_url"),
+        (["queue.store=memory", "queue.durable=payload"], "queue.durable"),
+        (["queue.store=memory", "queue.fsync=true"], "queue.fsync"),
+        (["queue.store=redis", "queue.redis_url=redis://127.0.0.1", "queue.fsync=true"], "queue.fsync"),
+        (["queue.store=disk"], "queue.store"),
+    ],
+)
+def test_what_a_queue_keeps_must_have_a_place(base: Path, words: list[str], key: str) -> None:
+    assert error_of(base, *words).key == key
+
+
 def test_a_required_key_without_a_value(base: Path) -> None:
     base.write_text("model: {path: x}\n")
     error = error_of(base)

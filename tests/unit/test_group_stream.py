@@ -83,7 +83,7 @@ def test_all_ranks_give_up_together() -> None:
             return Claim([], last=True, ordinals_all=0)
 
         def exchange(self, mine: Any) -> list[Any]:
-            return [[False, False, False, True], mine]
+            return [[None, False, "", True], mine]
 
     full = Full({})
     stream = GroupStream(

@@ -23,9 +23,11 @@ def opened(
     max_bytes: int = 1 << 30,
     learners: int = 1,
     tasks: int = 50,
+    retain: bool = True,
 ) -> Ledger:
     ledger = Ledger()
-    ledger.open(StreamSettings(groups, staleness, window, depth, max_bytes, 10.0, learners), None)
+    settings = StreamSettings(groups, staleness, window, depth, max_bytes, 10.0, learners, retain=retain)
+    ledger.open(settings, None)
     ledger.submit(0, tasks)
     return ledger
 
@@ -195,6 +197,33 @@ def test_bytes_stop_new_leases_but_not_what_the_learner_waits_for() -> None:
     assert ordinals(lease(ledger, held=0)) == [0]
 
 
+def test_room_for_what_is_leased_is_kept_free() -> None:
+    """Groups weigh 10 of 35 bytes: one ready and two leased leave no room for a fourth, which comes with the step."""
+    ledger = opened(groups=2, staleness=3, max_bytes=35)
+    commit(ledger, *lease(ledger, held=0, most=1))
+    assert ordinals(lease(ledger, held=0)) == [1, 2]
+    assert ledger.counts(0.0)["reserved_bytes"] == 20
+    commit(ledger, *[Grant(o, ledger.book.items[o].epoch) for o in (1, 2)])
+    assert lease(ledger, held=0) == []
+    train(ledger, 0)
+    counts = ledger.counts(0.0)
+    assert (counts["bytes"], counts["retained_bytes"], counts["retained_steps"]) == (10, 20, 1)
+    assert ordinals(lease(ledger, held=0)) == [3, 4]  # what is kept for a rewind does not count
+    ledger.checkpointed(LEARNER, 1)
+    ledger.checkpointed(LEARNER, 1)
+    assert ledger.counts(0.0)["retained_bytes"] == 0
+    with refused("step"):
+        ledger.checkpointed(LEARNER, 2)
+
+
+def test_a_stream_that_retains_nothing_forgets_at_once() -> None:
+    ledger = opened(groups=1, retain=False)
+    commit(ledger, *lease(ledger, held=0))
+    train(ledger, 0)
+    assert ledger.book.gone == [0]
+    assert (ledger.counts(0.0)["retained_steps"], ledger.book.retention.floor) == (0, 1)
+
+
 def test_the_feeder_is_asked_in_batches_and_refused_beyond_reason() -> None:
     ledger = opened(depth=8, staleness=3, tasks=8)
     assert ledger.room() == 0
@@ -240,6 +269,39 @@ def test_committing_twice_is_once_and_other_content_is_refused() -> None:
     assert ledger.counts(0.0)["bytes"] == 10
 
 
+def test_what_is_reused_of_a_lost_lease_keeps_its_age() -> None:
+    """B = 1, η = 2: ordinal 1 was begun under version 0 and is finished under 1; a token of version 0 is allowed."""
+    ledger = opened(groups=1, staleness=2)
+    first, lost, *_ = lease(ledger, held=0)
+    ledger.progress(lost.ordinal, lost.epoch, 7)
+    assert ledger.counts(0.0)["bytes"] == 7
+    commit(ledger, first)
+    train(ledger, 0)
+    ledger.give_back([(lost.ordinal, lost.epoch)])
+    with refused("fenced"):
+        ledger.progress(lost.ordinal, lost.epoch, 8)
+    (again,) = lease(ledger, held=1, most=1)
+    assert (again.ordinal, ledger.book.items[1].held, ledger.book.items[1].progress) == (1, 0, True)
+    with refused("full"):
+        ledger.progress(again.ordinal, again.epoch, 1 << 40)
+    commit(ledger, again, version=0)
+    assert ledger.counts(0.0)["bytes"] == 10
+    assert train(ledger, 1) == (1,)
+
+
+def test_a_lease_without_progress_keeps_nothing_of_the_one_before() -> None:
+    ledger = opened(groups=1, staleness=2)
+    first, lost, *_ = lease(ledger, held=0)
+    ledger.progress(lost.ordinal, lost.epoch, 7)
+    ledger.progress(lost.ordinal, lost.epoch, 0)
+    commit(ledger, first)
+    train(ledger, 0)
+    ledger.give_back([(lost.ordinal, lost.epoch)])
+    (again,) = lease(ledger, held=1, most=1)
+    with refused("stale"):
+        commit(ledger, again, version=0)
+
+
 def test_an_unbounded_stream_leases_by_version_alone_and_is_collected() -> None:
     ledger = opened(staleness=None, window=None, depth=4, tasks=0)
     ledger.submit(0, 3, min_version=2)
@@ -247,8 +309,10 @@ def test_an_unbounded_stream_leases_by_version_alone_and_is_collected() -> None:
     first, second, third = lease(ledger, held=2)
     commit(ledger, second, first)
     assert ledger.collect(LEARNER) == (0, 1)
+    assert ledger.collect(LEARNER, got=[]) == (0, 1)  # nobody has said that they arrived
     commit(ledger, third, version=0)
-    assert ledger.collect(LEARNER) == (2,)
+    assert ledger.collect(LEARNER, got=[0, 1, 7]) == (2,)
+    assert ledger.collect(LEARNER, got=[0, 1, 2]) == ()
     assert ledger.counts(0.0)["trained"] == 3
     with refused("bounded"):
         opened().collect(LEARNER)
@@ -336,7 +400,45 @@ def test_a_whole_claim_passes_over_dropped_tasks() -> None:
     assert claim(ledger, 0, whole=True) == Claimed((0, 2), True, 2)
 
 
+def test_a_step_begun_anew_leaves_some_groups_out_and_takes_others() -> None:
+    """B = 2: ordinal 1 cannot be read; it is dropped, 0 comes again, and 2 takes the free place."""
+    ledger = opened(groups=2, staleness=1)
+    commit(ledger, *lease(ledger, held=0))
+    claimed = claim(ledger, 0)
+    assert claimed == Claimed((0, 1), True, 2, attempt=0)
+    with refused("unknown"):
+        ledger.abandon(LEARNER, 0, 0, [2], "corrupt")
+    assert ledger.abandon(LEARNER, 0, 0, [1], "corrupt") == 1
+    assert ledger.abandon(LEARNER, 0, 0, [1], "corrupt") == 1
+    with refused("abandoned"):
+        ledger.claim(LEARNER, 0, 0, 0, 100, False, attempt=0)
+    with refused("abandoned"):
+        claim(ledger, 0, index=1)
+    assert claim(ledger, 0) == Claimed((0, 2), True, 2, attempt=1)
+    counts = ledger.counts(0.0)
+    assert (counts["dropped_by_reason"], counts["ready"]) == ({"corrupt": 1}, 1)
+
+
 # ---------------------------------------------------------------------- opening, rewinding, ending
+
+
+def test_a_drain_lets_nothing_begin() -> None:
+    """Of 50 tasks one is claimed, one ready, two leased: one of these is finished, the other lost."""
+    ledger = opened(groups=1, staleness=3)
+    first, second, third, fourth = lease(ledger, held=0)
+    commit(ledger, first, second)
+    claim(ledger, 0)
+    assert ledger.drain() == 46
+    assert ledger.drain() == 0
+    assert (ledger.room(), ledger.submit(50, 4)) == (0, 0)
+    ledger.give_back([(third.ordinal, third.epoch)])
+    assert lease(ledger, held=0) == []
+    commit(ledger, fourth)
+    ledger.trained(LEARNER, 0)
+    assert (train(ledger, 1), train(ledger, 2)) == ((1,), (3,))
+    with refused("exhausted"):
+        claim(ledger, 3)
+    assert ledger.counts(0.0)["dropped_by_reason"] == {"drained": 47}
 
 
 def test_a_used_stream_is_occupied_and_a_rewind_fences_the_learner_before() -> None:
@@ -414,10 +516,28 @@ def test_finished_ordinals_are_forgotten() -> None:
         grants = lease(ledger, held=step, most=2)
         commit(ledger, *grants)
         train(ledger, step)
+        ledger.checkpointed(LEARNER, step + 1)
     book = ledger.book
     kept = (len(book.items), len(book.ranks.trained), len(book.ranks.dropped), len(book.published))
     assert kept == (0, 0, 0, 1)
+    assert (len(book.retention.steps), len(list(book.leases)), book.holding()) == (0, 0, set())
     assert ledger.counts(0.0)["trained"] == 1000
+
+
+def test_the_bias_meter_compares_what_was_finished_with_what_was_trained() -> None:
+    """Groups of 4, 5 and 64 tokens are finished and one is given up; only the short ones have been trained."""
+    ledger = opened(groups=2, staleness=1)
+    one, two, three, four = lease(ledger, held=0)
+    for grant, tokens in ((one, 4), (two, 5), (three, 64)):
+        commit(ledger, grant, tokens=tokens)
+    ledger.drop(four.ordinal, four.epoch, "reward")
+    train(ledger, 0)
+    assert ledger.counts(0.0)["bias"] == {
+        "distance": 0.5,
+        "finished": {4: 2, 64: 1},
+        "trained": {4: 2},
+        "no_length": 1,
+    }
 
 
 def test_ranks_leave_the_dropped_out() -> None:

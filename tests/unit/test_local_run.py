@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.schema import Config, GeneratorConfig, LaunchConfig, RunConfig
+from asyncrl.config.schema import Config, GeneratorConfig, LaunchConfig, QueueConfig, RunConfig
 from asyncrl.errors import ConfigError, DeadlineError, ProcessDiedError
 from asyncrl.launch import local
 from asyncrl.launch.dashboard import QuietDashboard
@@ -26,7 +26,7 @@ def config(tmp_path: Path) -> Config:
     return Config(
         run=RunConfig(name="it", dir=str(tmp_path)),
         generator=GeneratorConfig(count=2),
-        launch=LaunchConfig(generator_restarts=2, stop_deadline_s=20.0, quiet=True),
+        launch=LaunchConfig(generator_restarts=2, queue_restarts=2, stop_deadline_s=20.0, quiet=True),
     )
 
 
@@ -112,6 +112,60 @@ def test_a_dead_learner_or_queue_ends_the_run(
     scripts[process] = script
     with pytest.raises(ProcessDiedError, match=rf"(?s){process} ended \(exit code 7\).*loss is nan"):
         local.train(config)
+
+
+def test_a_killed_queue_is_started_again_at_its_address(
+    config: Config, scripts: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Its first life is killed; its second, which is told where to listen, lets the learner end.
+    scripts["queue"] = (
+        "for fd; do :; done; echo tcp://127.0.0.1:1 >/dev/fd/$fd; cd $(dirname $1); "
+        '[ -e first ] && { echo "$2" > second; echo > pipe; exec sleep 600; }; touch first; kill -KILL $$'
+    )
+    scripts["learner"] = f"cd $(dirname $1); read line < pipe; {DONE}"
+    (tmp_path / "it").mkdir()
+    os.mkfifo(tmp_path / "it" / "pipe")
+    assert local.train(config) == {"versions": 3}
+    assert (tmp_path / "it" / "second").read_text() == "queue.address=tcp://127.0.0.1:1\n"
+    said = capsys.readouterr().err
+    assert "queue ended (killed by SIGKILL) and is started again from its journal, 1 of 2 restarts" in said
+
+
+DIES = "for fd; do :; done; echo tcp://127.0.0.1:1 >/dev/fd/$fd; kill -KILL $$"
+
+
+def test_a_queue_that_keeps_dying_ends_the_run(
+    config: Config, scripts: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripts |= {"queue": DIES, "learner": "exec sleep 600"}
+    with pytest.raises(ProcessDiedError, match=r"queue ended \(killed by SIGKILL\)"):
+        local.train(config)
+    assert capsys.readouterr().err.count("is started again") == 2
+
+
+def test_a_queue_that_keeps_nothing_is_not_started_again(
+    config: Config, scripts: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripts |= {"queue": DIES, "learner": "exec sleep 600"}
+    forgetful = dataclasses.replace(config, queue=QueueConfig(store="memory"))
+    with pytest.raises(ProcessDiedError, match=r"queue ended \(killed by SIGKILL\)"):
+        local.train(forgetful)
+    assert "is started again" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("resume", "checkpoint", "anew"),
+    [(False, False, True), (True, False, True), (True, True, False)],
+    ids=["new", "resumed at the beginning", "resumed at a checkpoint"],
+)
+def test_the_journal_is_for_a_learner_that_goes_on(
+    config: Config, scripts: dict[str, str], tmp_path: Path, resume: bool, checkpoint: bool, anew: bool
+) -> None:
+    scripts["queue"] = f'echo "$2" > $(dirname $1)/word; {QUEUE}'
+    if checkpoint:
+        (tmp_path / "it" / "checkpoints" / "v000050").mkdir(parents=True)
+    local.train(dataclasses.replace(config, run=dataclasses.replace(config.run, resume=resume)))
+    assert ((tmp_path / "it" / "word").read_text() == "--anew\n") == anew
 
 
 def test_a_queue_that_never_listens(config: Config, scripts: dict[str, str]) -> None:

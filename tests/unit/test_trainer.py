@@ -25,13 +25,15 @@ from asyncrl.config.schema import (
     RewardConfig,
     RunConfig,
 )
-from asyncrl.errors import DeadlineError, TrainingError
+from asyncrl.errors import DeadlineError, RefusedError, TrainingError
 from asyncrl.learner import checkpoint, requirements
 from asyncrl.learner.fsdp import FsdpBackend
+from asyncrl.learner.stream import GroupStream, StepBegunAnew
 from asyncrl.learner.trainer import Trainer
 from asyncrl.queue.client import Claim, Opened, Trained
 from asyncrl.queue.ledger import StreamSettings
 from asyncrl.telemetry.sinks import read_rows
+from asyncrl.telemetry.spans import Spans
 from asyncrl.types import Group, Sampling, Task
 
 HELDOUT = 3
@@ -74,7 +76,9 @@ class FakeQueue:
         group = self.make(ordinal)
         return Claim([group], index == self.batch - 1, index + 1)
 
-    def trained(self, stream: str, *, learner_epoch: int, step: int) -> Trained:
+    def trained(self, stream: str, *, learner_epoch: int, step: int, waited: float | None = None) -> Trained:
+        assert waited is not None
+        assert 0 <= waited <= 1
         self.calls.append(("trained", step))
         stats = {
             "g0": {
@@ -114,6 +118,9 @@ class FakeQueue:
     def status(self) -> Mapping[str, Any]:
         counts = {"pending": 3, "leased": 1, "ready": 0, "trained": 0}
         return {"streams": {"train": {**counts, "dropped_by_reason": {"reward": 2, "filtered": 40}}}}
+
+    def checkpointed(self, stream: str, *, learner_epoch: int, version: int) -> None:
+        self.calls.append(("checkpointed", (stream, version)))
 
     def finish(self, reason: str) -> None:
         self.calls.append(("finish", reason))
@@ -202,6 +209,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(tmp_path: Path) -> None
     second.trainer.run()
     assert second.queue.of("open") == [("eval", b"eval after 0"), ("train", b"train after 2")]
     assert second.queue.of("trained") == [2, 3]
+    assert second.queue.of("checkpointed") == [("train", 3), ("train", 4)]
     assert sorted(second.publisher.published) == [2, 3, 4]
     assert torch.equal(second.publisher.published[4], through.publisher.published[4])
     assert [row["version"] for row in second.rows if "step_s" in row] == [1, 2, 3, 4]
@@ -277,6 +285,58 @@ def test_a_stop_while_groups_are_missing_gives_the_step_up(tmp_path: Path) -> No
     assert newest is not None
     assert checkpoint.read_meta(newest) == checkpoint.Meta(1, b"train after 1", b"eval after 0")
     assert case.summary["versions"] == 1
+
+
+def test_a_step_that_the_queue_takes_apart_begins_anew(tmp_path: Path) -> None:
+    """What it had accumulated counts for nothing: the weights are those of a run that was not disturbed."""
+
+    def config(name: str) -> Config:
+        return small_config(tmp_path, run=RunConfig(name=name, dir=str(tmp_path), versions=3))
+
+    calm = Case(config("calm"), FakeQueue())
+    calm.trainer.run()
+    claims: list[tuple[int, int]] = []
+
+    def disturb(step: int, index: int) -> None:
+        claims.append((step, index))
+        if claims.count((1, 1)) == 1 and (step, index) == (1, 1):
+            raise RefusedError("abandoned", "groups of step 1 are lost")
+
+    disturbed = Case(config("disturbed"), FakeQueue(on_claim=disturb))
+    disturbed.trainer.run()
+    assert claims == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+    assert disturbed.queue.of("trained") == [0, 1, 2]
+    assert torch.equal(disturbed.publisher.published[3], calm.publisher.published[3])
+
+
+@pytest.mark.parametrize(
+    "other", [[None, False, "abandoned", False], [1, False, "", False]], ids=["refused", "another attempt"]
+)
+def test_all_ranks_begin_a_step_anew_together(other: list[Any]) -> None:
+    """This rank has its claim, of attempt 0."""
+
+    class TwoRanks:
+        rank = 0
+
+        def exchange(self, mine: Any) -> list[Any]:
+            assert mine == [0, False, "", False]
+            return [mine, other]
+
+    backend: Any = TwoRanks()
+    stream = GroupStream(
+        FakeQueue(),
+        backend,
+        Spans(),
+        learner_epoch=1,
+        max_tokens=8,
+        whole=False,
+        deadline_s=60.0,
+        stopping=lambda: False,
+        idle=lambda: None,
+    )
+    with pytest.raises(StepBegunAnew):
+        next(stream.step(0))
+    stream.close()
 
 
 def test_no_groups_for_too_long_is_named(tmp_path: Path) -> None:

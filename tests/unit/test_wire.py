@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import zlib
 from contextlib import suppress
 from typing import Any
 
 import msgpack
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -53,7 +53,7 @@ def raw(payload: wire.Payload) -> list[bytes]:
 def sealed(header: Any, *buffers: bytes) -> list[bytes]:
     """A group whose digest is right, whatever its header says."""
     packed = msgpack.packb(header)
-    digest = zlib.crc32(b"".join([packed, *buffers]))
+    digest = xxhash.xxh3_64_intdigest(b"".join([packed, *buffers]))
     return [wire.GROUP_MAGIC + wire.SEAL.pack(digest) + packed, *buffers]
 
 
@@ -101,14 +101,29 @@ def test_any_group_survives(
 
 
 def test_large_columns_are_not_copied_and_small_ones_share_a_frame() -> None:
-    large, small = group((6000,), (), tuple(EXTRA)), group((3,), ("exact",), tuple(EXTRA), 0.5)
+    large, small = group((9000, 8000), ()), group((3,), ("exact",), tuple(EXTRA), 0.5)
     frames = wire.encode_group(large).frames
-    assert any(np.shares_memory(np.frombuffer(f, np.uint8), large.token_ids) for f in frames[1:])
-    assert len(frames) == 1 + len(COLUMNS) + len(EXTRA)
+    own = ("token_ids", "logprobs", "versions")  # 17,000 of 8 and 4 bytes; the mask has 1 byte each
+    assert len(frames) == 2 + len(own)
+    for frame, name in zip(frames[2:], own, strict=True):
+        assert np.shares_memory(np.frombuffer(frame, np.uint8), getattr(large, name))
     assert len(wire.encode_group(small).frames) == 2
     decoded = wire.decode_group(frames)
     assert np.shares_memory(decoded.token_ids, large.token_ids)
-    assert all(np.shares_memory(decoded.columns[name], large.columns[name]) for name in EXTRA)
+    assert_same(decoded, large)
+
+
+def test_a_large_column_needs_its_own_frame_and_all_of_it() -> None:
+    frames = raw(wire.encode_group(group((9000, 8000), ())))
+    header, (small, *own) = opened(frames)
+    for damaged in (
+        [small, *own[:-1]],
+        [small, *own, b""],
+        [small, own[1], own[0], own[2]],
+        [small + own[0], *own],
+    ):
+        with pytest.raises(WireError):
+            wire.decode_group(sealed(header, *damaged))
 
 
 @pytest.mark.parametrize(
@@ -212,12 +227,16 @@ def test_errors_say_what_is_wrong(field: str, value: Any, says: str) -> None:
         wire.decode_group(change(**{field: value}))
 
 
-def test_a_token_column_of_another_length_is_refused() -> None:
+def test_lengths_that_are_not_those_of_the_columns_are_refused() -> None:
     lengths = np.array([5], "<i8").tobytes()
     header = {"task": wire.task_to_wire(Task(0, "x")), "sampling": [1.0, 1, 0], "finish": [0]}
     counts = [["lengths", 1], ["token_ids", 0], ["logprobs", 0], ["versions", 0], ["rewards", 0]]
-    with pytest.raises(WireError, match="column 'token_ids' has 0 values for 5 tokens"):
+    with pytest.raises(WireError, match="1 lengths that sum up to 5 for 0 tokens"):
         wire.decode_group(sealed({**header, "columns": [*counts, ["loss_mask", 0]]}, lengths))
+    wrapped = np.array([2**63 - 1, 2**63 - 1, 2], "<i8").tobytes()  # their sum is 0 in 64 bits
+    columns = [["lengths", 3], *counts[1:], ["loss_mask", 0]]
+    with pytest.raises(WireError, match="3 lengths"):
+        wire.decode_group(sealed({**header, "columns": columns}, wrapped))
 
 
 def test_a_further_column_of_another_length_is_refused() -> None:
@@ -232,7 +251,7 @@ def test_envelopes_are_versioned() -> None:
     assert wire.unpack(wire.pack(message)) == message
     later = bytearray(wire.pack(message))
     later[4] = 9
-    with pytest.raises(WireError, match="protocol version 9, this side speaks 1"):
+    with pytest.raises(WireError, match="protocol version 9, this side speaks 2"):
         wire.unpack(bytes(later))
     with pytest.raises(WireError, match="not a message of this protocol"):
         wire.unpack(b"GET / HTTP/1.1")

@@ -1,0 +1,190 @@
+"""What an operator asks a queue that is running, from outside: `asyncrl queue status | inspect | drain`.
+
+RUN, its folder ──▸ address, config.yaml ──┐
+ADDRESS, --keys ───────────────────────────┴──▸ a client like any other ──▸ what a person reads, or JSON
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from asyncrl.config.load import load_config
+from asyncrl.config.schema import Config
+from asyncrl.errors import ConfigError
+from asyncrl.launch.run_folder import read_address
+from asyncrl.queue.client import QueueClient
+from asyncrl.queue.keys import client_keys
+from asyncrl.queue.replies import Peek
+from asyncrl.types import Array, Group, Rollout
+
+DEADLINE_S = 10.0
+"""An operator does not wait as long as a process of the run."""
+
+SHOWN_IDS = 32
+RUNS = Path("runs")
+
+Result = TypeVar("Result")
+Decode = Callable[[Array], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A queue. run: None where only its address is known. keys: folder. config: of the run, if it is at hand."""
+
+    address: str
+    run: str | None
+    keys: str | None
+    config: Config | None = None
+
+
+def find(target: str, keys: str | None = None) -> Target:
+    """An address, the folder of a run, or its name under runs/. ConfigError (key run) for anything else."""
+    if "://" in target:
+        return Target(target, None, keys)
+    folder = next((path for path in (Path(target), RUNS / target) if path.is_dir()), Path(target))
+    address, config_file = read_address(folder), folder / "config.yaml"
+    if not config_file.exists():
+        return Target(address, None, keys)
+    config = load_config(config_file)
+    return Target(address, config.run.name, keys or config.queue.keys, config)
+
+
+def status(target: Target) -> dict[str, Any]:
+    """DeadlineError if nobody listens there any more."""
+    return asyncio.run(_ask(target, "", QueueClient.status))
+
+
+def peek(target: Target, stream: str, ordinal: int) -> Peek:
+    """RefusedError 'unknown' if there is no such task, not yet or not any more."""
+
+    async def look(client: QueueClient) -> Peek:
+        await client.connect()
+        return await client.peek(stream, ordinal)
+
+    return asyncio.run(_ask(target, _run_of(target), look))
+
+
+def drain(target: Target, stream: str) -> int:
+    """How many tasks were pending, which nobody will lease now."""
+
+    async def end(client: QueueClient) -> int:
+        await client.connect()
+        return await client.drain(stream)
+
+    return asyncio.run(_ask(target, _run_of(target), end))
+
+
+def _run_of(target: Target) -> str:
+    return target.run or str(status(target)["run"])
+
+
+async def _ask(target: Target, run: str, what: Callable[[QueueClient], Awaitable[Result]]) -> Result:
+    keys = client_keys(target.keys)
+    client = QueueClient(target.address, run=run, who="operator", deadline_s=DEADLINE_S, keys=keys)
+    try:
+        return await what(client)
+    finally:
+        await client.close()
+
+
+# ---------------------------------------------------------------------- for people
+
+
+def print_status(status: Mapping[str, Any], address: str, console: Console | None = None) -> None:
+    console = console or Console()
+    over = f", closed: {status['closed']}" if status["closed"] is not None else ""
+    title = f"run {status['run']} at {address}{over}"
+    table = Table("", *status["streams"], title=title, title_justify="left")
+    columns = [dict(_rows(stream)) for stream in status["streams"].values()]
+    for label in dict.fromkeys(label for column in columns for label in column):
+        table.add_row(label, *(column.get(label, "") for column in columns))
+    console.print(table)
+    console.print(f"clients: {status['clients']}, requests that wait: {status['parked']}", highlight=False)
+    console.print(f"refused: {_counted(status['refused'])}", highlight=False)
+
+
+def _rows(stream: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(label, text) of one stream."""
+    settings = stream["settings"] or {}
+    yield "version", f"{stream['version']} (lineage {stream['lineage']})" if settings else "not opened"
+    yield "tasks pending", str(stream["pending"]) + (", draining" if stream["draining"] else "")
+    oldest = f", the oldest for {stream['oldest_lease_s']:.1f} s" if stream["leased"] else ""
+    yield "tasks leased", f"{stream['leased']}{oldest}"
+    yield "leased by", _counted({name.rsplit("/", 1)[0]: n for name, n in stream["leases_by_worker"].items()})
+    yield "groups ready", f"{stream['ready']} of {settings.get('depth', '?')}"
+    for name, stage in stream["stages"].items():
+        yield f"stage {name}", f"{stage['waiting']} wait, {stage['leased']} leased"
+    yield "claimed", str(stream["claimed"])
+    yield "trained", str(stream["trained"])
+    yield "dropped", _counted(stream["dropped_by_reason"])
+    yield "bytes", f"{_mb(stream['bytes'])} of {_mb(settings.get('max_bytes', 0))}"
+    yield "reserved", _mb(stream["reserved_bytes"])
+    yield "kept for a rewind", f"{_mb(stream['retained_bytes'])} of {stream['retained_steps']} steps"
+    yield "lead", "as the bound allows" if stream["lead"] is None else f"{stream['lead']} groups"
+    yield "length bias", f"{stream['bias']['distance']:.3f}"
+
+
+def show(peek: Peek, ordinal: int, decode: Decode | None) -> Iterator[str]:
+    """Lines about one task. decode: from token ids to text, if a tokenizer is known."""
+    by = "" if peek.worker is None else f" by {peek.worker} for {peek.since_s:.1f} s"
+    yield f"task {ordinal}: {peek.state}{by}"
+    if peek.problem is not None:
+        yield f"  its group cannot be read: {peek.problem}"
+    task = peek.task or (peek.group and peek.group.task)
+    if task:
+        yield f"  prompt: {task.prompt!r}"
+        yield f"  data: {json.dumps(dict(task.data), default=repr, ensure_ascii=False)}"
+    if peek.group is not None:
+        yield f"  {len(peek.group.lengths)} rollouts, {peek.group.tokens} tokens, {_versions(peek.group.versions)}"
+        for index, rollout in enumerate(peek.group.rollouts()):
+            yield from _rollout(index, rollout, peek.group, decode)
+
+
+def _rollout(index: int, rollout: Rollout, group: Group, decode: Decode | None) -> Iterator[str]:
+    parts = "".join(f", {name} {value:.4g}" for name, value in rollout.reward_parts.items())
+    tokens, made = len(rollout.token_ids), rollout.token_ids[rollout.loss_mask != 0]
+    yield (
+        f"  rollout {index}: reward {rollout.reward:.4g}{parts} · {rollout.finish} · {tokens} tokens, "
+        f"{len(made)} of the policy · {_versions(rollout.versions)}"
+    )
+    if decode is not None:
+        yield f"    {decode(made)!r}"
+    else:
+        yield f"    {made[:SHOWN_IDS].tolist()}{' …' if len(made) > SHOWN_IDS else ''}"
+
+
+def decoder(config: Config | None) -> Decode | None:
+    """Of the run's tokenizer, if it can be had here."""
+    if config is None:
+        return None
+    from asyncrl.models import load_tokenizer  # torch and all
+
+    try:
+        tokenizer = load_tokenizer(config.model)
+    except ConfigError:
+        return None
+    return lambda ids: str(tokenizer.decode(ids))
+
+
+def _versions(versions: Array) -> str:
+    made = np.unique(versions[versions >= 0])
+    if not made.size:
+        return "of no version"
+    return f"version {made[0]}" if made.size == 1 else f"versions {made[0]} to {made[-1]}"
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in sorted(counts.items())) or "none"
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB"

@@ -1,0 +1,226 @@
+"""The broker without its socket: who is answered what, and when. Pure: messages and times in, messages out.
+
+    message ──▸ receive ──▸ its reply                           answered at once, or answered before
+                   │    ──▸ nothing                             over, or waiting already
+                   ▾
+               parked ◂── behind those that wait for the same
+                   │
+    time ──────▸ tick: expire leases ──▸ those whose subject moved ──▸ those whose wait is over ──▸ replies
+                                                ▴                                  │
+                                                └── one answer may make way ◂──────┘
+
+    parked request        unparked by
+    feeder     room       a lease that takes a pending task
+    generator  lease      submit, trained (admission moves), give_back or an expired lease, claim (room)
+    stage      lease      commit, or what the stages before it add; give_back or an expired lease
+    learner    claim      commit, or the last column;  trained, for a rank that is a step ahead
+    anyone     lookup     post
+    all of them           finish, or their own wait_s
+
+Nobody waits longer than the wait_s it asked for. Payload frames are passed on, never looked into.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.errors import AsyncRLError, WireError
+from asyncrl.queue import wire
+from asyncrl.queue.callers import MAX_REQUESTS, Caller, Message
+from asyncrl.queue.parking import Parking, Waiter
+from asyncrl.queue.service import QueueService, Reply, Request
+
+log = logging.getLogger(__name__)
+
+MAX_CALLERS = 4096
+"""Clients that are remembered; the one silent for longest is forgotten first. Live ones are heard every few seconds."""
+
+MAX_SESSION = 256
+MAX_DETAIL = 500
+"""Characters of a session's name, and of an error's text."""
+
+UNKNOWN = -1
+"""The number of a request that could not be read."""
+
+DIRECTORY = ""
+"""The subject of requests that wait for something other than a stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """A message for one client."""
+
+    identity: bytes
+    frames: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One message of a client: a request, and what the client knew when it sent it (callers.py)."""
+
+    request_id: int
+    newest: int
+    waiting: list[int]
+    request: Request
+
+
+class Desk:
+    def __init__(self, service: QueueService) -> None:
+        self.service = service
+        self._callers: OrderedDict[bytes, Caller] = OrderedDict()
+        self._parking = Parking()
+        self._tried: dict[str, int] = {}  # subject -> its moves when its lines were last tried
+
+    @property
+    def parked(self) -> int:
+        return len(self._parking)
+
+    def receive(self, identity: bytes, frames: Sequence[Any], now: float) -> list[Letter]:
+        """One message. frames: anything with the buffer protocol and a length."""
+        try:
+            call = parse(frames)
+        except WireError as error:
+            return [Letter(identity, _pack(UNKNOWN, self._malformed(error)))]
+        caller = self._caller(identity)
+        for over in caller.hear(call.newest, call.waiting):
+            self._parking.remove((identity, over))
+        key = identity, call.request_id
+        if call.request_id not in caller.waiting or key in self._parking:
+            return []
+        if call.request_id in caller.unread:
+            return [Letter(identity, caller.unread[call.request_id])]
+        if caller.busy:
+            self.service.refused["busy"] += 1
+            return [Letter(identity, _pack(call.request_id, _BUSY))]
+        return self._answer_or_park(*key, call.request, now)
+
+    def tick(self, now: float) -> list[Letter]:
+        """What time and the messages before have brought about. To be called after every burst of messages."""
+        self.service.expire(now)
+        letters: list[Letter] = []
+
+        def answer(waiter: Waiter, late: bool = False) -> bool:
+            reply = self._answer(waiter.request, now, late)
+            if reply is not None:
+                letters.append(self._reply(*waiter.key, waiter.request, reply))
+            return reply is not None
+
+        while sum([self._parking.offer(subject, answer) for subject in self._moved()]):
+            pass  # one answer may make way for another
+        for waiter in self._parking.late(now):
+            answer(waiter, late=True)
+            self._parking.remove(waiter.key)
+        return letters
+
+    # ------------------------------------------------------------------ one request
+
+    def _answer_or_park(self, identity: bytes, request_id: int, request: Request, now: float) -> list[Letter]:
+        try:
+            until = now + request.wait_s
+        except WireError as error:
+            return [self._reply(identity, request_id, request, self._malformed(error))]
+        subject = self._subject(request)
+        if not self._parking.somebody_asks(subject, request.op):
+            reply = self._answer(request, now)
+            if reply is not None:
+                return [self._reply(identity, request_id, request, reply)]
+            subject = self._subject(request)  # a stream comes to be when it is first asked for
+        else:
+            # Nobody overtakes those who came first, but the next tick must try this one too.
+            self._tried.pop(subject, None)
+        self._parking.add(Waiter(identity, request_id, request, subject, until))
+        return []
+
+    def _answer(self, request: Request, now: float, late: bool = False) -> Reply | None:
+        """The service's answer. A bug that one request uncovers must not take the others' queue away."""
+        try:
+            reply = self.service.answer(request, now, late)
+        except (AsyncRLError, OSError):
+            raise  # the journal cannot be written: nothing may be answered any more
+        except Exception as error:
+            return self._bug(request, error)
+        if reply is not None and request.op == "status" and reply.error is None:
+            return Reply({**reply.value, "clients": len(self._callers), "parked": self.parked})
+        return reply
+
+    def _reply(self, identity: bytes, request_id: int, request: Request, reply: Reply) -> Letter:
+        try:
+            message = _pack(request_id, reply)
+        except (TypeError, ValueError, OverflowError) as error:
+            message = _pack(request_id, self._bug(request, error))
+        if request.op == "goodbye":
+            self._forget(identity)
+        elif identity in self._callers:
+            self._callers[identity].keep(request_id, message)
+        return Letter(identity, message)
+
+    def _malformed(self, error: WireError) -> Reply:
+        self.service.refused["malformed"] += 1
+        return Reply(error=("wire", "", str(error)))
+
+    def _bug(self, request: Request, error: Exception) -> Reply:
+        log.error("request '%s' of %s", request.op, request.session, exc_info=error)
+        self.service.refused["bug"] += 1
+        return Reply(error=("refused", "bug", f"{type(error).__name__}: {error}"))
+
+    # ------------------------------------------------------------------ subjects
+
+    def _subject(self, request: Request) -> str:
+        stream = request.args.get("stream")
+        return stream if isinstance(stream, str) and stream in self.service.streams else DIRECTORY
+
+    def _moved(self) -> list[str]:
+        """The subjects whose lines may have become answerable since they were tried, which they are next."""
+        moves = {
+            subject: self.service.posts if subject == DIRECTORY else self.service.streams[subject].changes
+            for subject in self._parking.subjects
+        }
+        moved = [subject for subject, count in moves.items() if self._tried.get(subject) != count]
+        self._tried.update(moves)
+        return moved
+
+    # ------------------------------------------------------------------ callers
+
+    def _caller(self, identity: bytes) -> Caller:
+        caller = self._callers.setdefault(identity, Caller())
+        self._callers.move_to_end(identity)
+        if len(self._callers) > MAX_CALLERS:
+            self._forget(next(iter(self._callers)))
+        return caller
+
+    def _forget(self, identity: bytes) -> None:
+        caller = self._callers.pop(identity, None)
+        for request_id in caller.waiting if caller else ():
+            self._parking.remove((identity, request_id))
+
+
+def parse(frames: Sequence[Any]) -> Call:
+    """What the frames behind the identity say. WireError unless every field is of its kind."""
+    if not 0 < len(frames) <= wire.MAX_FRAMES:
+        raise WireError(f"a message of {len(frames)} frames; 1 to {wire.MAX_FRAMES} are allowed")
+    message = wire.unpack(frames[0])
+    fields = {"id": int, "newest": int, "waiting": list, "op": str, "run": str, "session": str, "args": dict}
+    for name, kind in fields.items():
+        if type(message.get(name)) is not kind:
+            raise WireError(f"envelope: {name} = {message.get(name)!r:.100} must be {kind.__name__}")
+    newest, waiting = message["newest"], message["waiting"]
+    if len(waiting) > 4 * MAX_REQUESTS or not all(type(i) is int and 0 < i <= newest for i in waiting):
+        raise WireError(f"envelope: waiting must be some of the numbers up to newest = {newest}")
+    if len(message["session"]) > MAX_SESSION:
+        raise WireError(f"envelope: a session of {len(message['session'])} characters")
+    request = Request(message["op"], message["run"], message["session"], message["args"], tuple(frames[1:]))
+    return Call(message["id"], newest, waiting, request)
+
+
+def _pack(request_id: int, reply: Reply) -> Message:
+    error = reply.error and [part[:MAX_DETAIL] for part in reply.error]
+    return [wire.pack({"id": request_id, "value": reply.value, "error": error}), *reply.frames]
+
+
+_BUSY = Reply(
+    error=("refused", "busy", "too many requests or unread replies of this client; it must read first")
+)

@@ -1,0 +1,163 @@
+"""The journal: what a broker must know to come back as it was. Records are bytes; what they mean is not known here.
+
+    append ─▸ buffer ── flush ─▸ one batch: one write, whole or not at all ── replay after a restart ─▸ records
+                                     │
+                       overgrown ─▸ compact: a snapshot takes the place of all batches at once
+
+One flush for a burst of requests: their answers are sent after it. A batch is kept entirely or not at all, so that
+the events of one request stand or fall together.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
+
+from asyncrl.errors import JournalError
+
+LENGTH = struct.Struct("<I")
+
+BATCH_BYTES = 1 << 20
+"""A snapshot is written in batches of about this size."""
+
+GROWTH = 4
+"""The journal is overgrown when it is this many times as large as its snapshot …"""
+
+LEAST_OVERGROWN = 4 << 20
+"""… and larger than this."""
+
+
+class Journal(Protocol):
+    """One broker writes at a time. JournalError if it is damaged or taken over, OSError if the disk is full."""
+
+    def replay(self) -> Iterator[bytes]:
+        """All records that were flushed, in order. To be read to the end, once, before anything is appended."""
+
+    def append(self, record: bytes) -> None:
+        """Buffered until `flush`."""
+
+    def flush(self) -> None:
+        """Everything appended so far is kept from now on, as well as the implementation promises."""
+
+    def compact(self, records: Iterable[bytes]) -> None:
+        """These records replace all that was written or appended before, at once."""
+
+    @property
+    def overgrown(self) -> bool:
+        """Whether it is time to compact."""
+
+    def close(self) -> None:
+        """Flush and let others have it. Again: nothing."""
+
+
+class NoJournal:
+    """Keeps nothing: the queue dies with its broker."""
+
+    overgrown = False
+
+    def replay(self) -> Iterator[bytes]:
+        return iter(())
+
+    def append(self, record: bytes) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def compact(self, records: Iterable[bytes]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MemoryJournal:
+    """For tests: `kept` outlives the broker that wrote it, as a file would."""
+
+    def __init__(self, kept: list[bytes] | None = None) -> None:
+        self.kept = [] if kept is None else kept
+        self._growth = Growth(LEAST_OVERGROWN)
+        self._buffer: list[bytes] = []
+
+    def replay(self) -> Iterator[bytes]:
+        for batch in self.kept:
+            self._growth.add(len(batch))
+            yield from split(batch)
+
+    def append(self, record: bytes) -> None:
+        self._buffer.append(record)
+
+    def flush(self) -> None:
+        if self._buffer:
+            self.kept.append(join(self._buffer))
+            self._growth.add(len(self.kept[-1]))
+            self._buffer = []
+
+    def compact(self, records: Iterable[bytes]) -> None:
+        self._buffer = []
+        self.kept[:] = batches(records)
+        self._growth.snapshot(sum(map(len, self.kept)))
+
+    @property
+    def overgrown(self) -> bool:
+        return self._growth.over
+
+    def close(self) -> None:
+        self.flush()
+
+
+class Growth:
+    """How large a journal is, and how large its last snapshot was, in bytes.
+
+    >>> growth = Growth(least=10)
+    >>> growth.snapshot(5); growth.add(16); growth.over
+    True
+    """
+
+    def __init__(self, least: int) -> None:
+        self.size, self._snapshot, self._least = 0, 0, least
+
+    def add(self, nbytes: int) -> None:
+        self.size += nbytes
+
+    def snapshot(self, nbytes: int) -> None:
+        self.size = self._snapshot = nbytes
+
+    @property
+    def over(self) -> bool:
+        return self.size > max(GROWTH * self._snapshot, self._least)
+
+
+# ---------------------------------------------------------------------- batches of records
+
+
+def join(records: Sequence[bytes]) -> bytes:
+    """One batch.
+
+    >>> list(split(join([b"one", b"", b"three"])))
+    [b'one', b'', b'three']
+    """
+    return b"".join(part for record in records for part in (LENGTH.pack(len(record)), record))
+
+
+def split(batch: bytes) -> Iterator[bytes]:
+    """The records of a batch. JournalError if it is none."""
+    at, view = 0, memoryview(batch)
+    while at < len(batch):
+        start = at + LENGTH.size
+        end = start + LENGTH.unpack_from(batch, at)[0] if start <= len(batch) else start
+        if end > len(batch):
+            raise JournalError(f"a batch of {len(batch)} bytes ends inside a record")
+        yield bytes(view[start:end])
+        at = end
+
+
+def batches(records: Iterable[bytes]) -> Iterator[bytes]:
+    """Many records as batches of about BATCH_BYTES."""
+    batch: list[bytes] = []
+    size = 0
+    for record in records:
+        batch.append(record)
+        size += len(record)
+        if size >= BATCH_BYTES:
+            yield join(batch)
+            batch, size = [], 0
+    if batch:
+        yield join(batch)

@@ -1,0 +1,127 @@
+"""CURVE keys of a run: who may talk to its broker. Without them the broker listens on loopback only.
+
+    DIR/server.key   for the broker     its key pair, and the public key of those it lets in
+    DIR/client.key   for everybody else their key pair, and the public key of the broker
+
+A file holds `name = key` lines, keys in Z85. Both sides prove that they know their secret key, and everything
+between them is encrypted (http://curvezmq.org). The broker lets in the one client key that it was given.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+from zmq.utils import z85
+
+from asyncrl.errors import ConfigError
+
+SERVER_FILE, CLIENT_FILE = "server.key", "client.key"
+PRIVATE = 0o600
+KEY_BYTES = 40
+"""Of a key in Z85."""
+
+ZAP_ADDRESS = "inproc://zeromq.zap.01"
+ZAP_VERSION = b"1.0"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerKeys:
+    """client: the public key of those who are let in."""
+
+    path: str
+    public: bytes
+    secret: bytes
+    client: bytes
+
+    def apply(self, socket: zmq.Socket) -> None:
+        """Before it is bound."""
+        socket.curve_server = True
+        socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
+
+
+@dataclass(frozen=True, slots=True)
+class ClientKeys:
+    """server: the public key of the broker."""
+
+    path: str
+    public: bytes
+    secret: bytes
+    server: bytes
+
+    def apply(self, socket: zmq.Socket) -> None:
+        """Before it is connected."""
+        socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
+        socket.curve_serverkey = self.server
+
+
+def make_keys(folder: Path) -> None:
+    """Write both files, readable by their owner only. ConfigError if there is one already."""
+    server_public, server_secret = zmq.curve_keypair()
+    client_public, client_secret = zmq.curve_keypair()
+    files = {
+        SERVER_FILE: {"public": server_public, "secret": server_secret, "client": client_public},
+        CLIENT_FILE: {"public": client_public, "secret": client_secret, "server": server_public},
+    }
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for name in files:
+        if (folder / name).exists():
+            raise ConfigError(
+                "keys", str(folder), f"{name} is there already", "remove both files, or name another folder"
+            )
+    for name, keys in files.items():
+        text = "".join(f"{key} = {value.decode()}\n" for key, value in keys.items())
+        with open(
+            os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE), "w", encoding="ascii"
+        ) as file:
+            file.write(text)
+
+
+def server_keys(folder: str | None) -> ServerKeys | None:
+    """None for None. ConfigError (key queue.keys) unless the file is one of `make_keys` and private."""
+    if folder is None:
+        return None
+    path = Path(folder).expanduser() / SERVER_FILE
+    return ServerKeys(str(path), *_read(path, "public", "secret", "client"))
+
+
+def client_keys(folder: str | None) -> ClientKeys | None:
+    """None for None. ConfigError (key queue.keys) unless the file is one of `make_keys` and private."""
+    if folder is None:
+        return None
+    path = Path(folder).expanduser() / CLIENT_FILE
+    return ClientKeys(str(path), *_read(path, "public", "secret", "server"))
+
+
+def zap_reply(request: Sequence[bytes], allowed: bytes) -> list[bytes]:
+    """The answer to libzmq, which asks about every client (ZAP, https://rfc.zeromq.org/spec/27)."""
+    request_id = request[1] if len(request) > 1 else b""
+    known = len(request) == 7 and request[5] == b"CURVE" and request[6] == z85.decode(allowed)
+    status, text = (b"200", b"OK") if known else (b"400", b"unknown key")
+    return [ZAP_VERSION, request_id, status, text, b"", b""]
+
+
+def _read(path: Path, *names: str) -> list[bytes]:
+    try:
+        mode, text = path.stat().st_mode, path.read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "is no key file"
+        raise _bad(
+            path, f"{path.name}: {reason}", f"make the folder with `asyncrl keys {path.parent}`"
+        ) from None
+    if mode & 0o077:
+        raise _bad(path, f"others may read {path.name}", f"chmod 600 {path}")
+    found = dict(line.split(" = ", 1) for line in text.splitlines() if " = " in line)
+    keys = [found.get(name, "").strip().encode() for name in names]
+    if any(len(key) != KEY_BYTES for key in keys):
+        raise _bad(
+            path, f"{path.name} is no key file", f"make the folder anew with `asyncrl keys {path.parent}`"
+        )
+    return keys
+
+
+def _bad(path: Path, rule: str, remedy: str) -> ConfigError:
+    return ConfigError("queue.keys", str(path.parent), rule, remedy)

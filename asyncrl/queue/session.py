@@ -1,0 +1,268 @@
+"""A client's side of the conversation with the broker, without its socket. Pure: messages and times in, messages out.
+
+    ask ──▸ line ── credit ──▸ sent ──┬── reply ─────▸ Outcome(value, or the error that it says)
+                                ▴     ├── deadline ──▸ Outcome(DeadlineError)
+                                └─────┴── no reply for RESEND_S, or the connection is new: sent again,
+                                          which is harmless, as the broker does a request once
+
+Every message says which requests are still waited for, which is all that the broker needs in order to forget the
+others (callers.py). Credit bounds what is under way; what is beyond it waits here, not at the broker.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.errors import DeadlineError, RefusedError, RunClosedError, WireError
+from asyncrl.queue import wire
+from asyncrl.queue.callers import MAX_REQUESTS
+
+RESEND_S = 5.0
+"""After this long without an answer a request is sent again."""
+
+BUSY_S = 0.2
+"""After this long a request that was refused as 'busy' is sent again."""
+
+CREDIT_REQUESTS = MAX_REQUESTS
+CREDIT_BYTES = 1 << 28
+"""Requests, and bytes of their payloads, that may be under way at once; one payload may be larger."""
+
+UNDO_S = 30.0
+"""How long it is tried to give something back."""
+
+HEAD_BYTES = 4096
+"""More than an envelope has besides its arguments."""
+
+NOTICE = 0
+"""The number of a message that asks for nothing. Nobody waits for it: the newest request may be lost, not done."""
+
+REMEMBERED = 256
+"""Abandoned requests whose late answer would still be undone."""
+
+Undo = Callable[[Any], "tuple[str, dict[str, Any]] | None"]
+"""From the value that a request was granted to the request (op, args) that takes it back; None: nothing to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A reply: its value, and the payload frames behind it."""
+
+    value: Any
+    frames: Sequence[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a request ended."""
+
+    request_id: int
+    result: Answer | Exception
+
+
+@dataclass(slots=True)
+class Asked:
+    """A request without an answer. resend_at: when it is sent again."""
+
+    request_id: int
+    op: str
+    args: Mapping[str, Any]
+    frames: Sequence[wire.Buffer]
+    nbytes: int
+    seconds: float
+    deadline: float
+    undo: Undo | None
+    resend_at: float = 0.0
+
+
+class Session:
+    """One life of a client. name: 'who/unique', to which the broker's leases belong."""
+
+    def __init__(self, run: str, name: str, address: str) -> None:
+        self.run, self.name, self.address = run, name, address
+        self._ids = itertools.count(1)
+        self._line: deque[Asked] = deque()  # without credit yet
+        self._asked: dict[int, Asked] = {}
+        self._bytes = 0  # of what is asked
+        self._newest = 0  # highest number that was sent
+        self._abandoned: OrderedDict[int, Undo] = OrderedDict()
+        self._due: deque[int] = deque()  # to be sent by `outgoing`
+        self._tell = False  # the broker should hear that something is not waited for any more
+        self._complaint = ""  # what the broker last said about a message that it could not read
+
+    # ------------------------------------------------------------------ the caller
+
+    def ask(
+        self,
+        op: str,
+        args: Mapping[str, Any],
+        frames: Sequence[wire.Buffer],
+        wait_s: float,
+        deadline_s: float,
+        now: float,
+        undo: Undo | None = None,
+    ) -> int:
+        """One request; its Outcome comes out of `receive` or `tick`. Returns its number.
+
+        wait_s: how long the broker may park it; the deadline begins after that. undo: for a grant that comes when
+        nobody waits for it any more. WireError if it is larger than a message may be.
+        """
+        args, seconds = ({**args, "wait_s": wait_s} if wait_s else args), wait_s + deadline_s
+        nbytes = _checked_size(op, args, frames)
+        asked = Asked(next(self._ids), op, args, frames, nbytes, seconds, now + seconds, undo)
+        self._line.append(asked)
+        self._give_credit(now)
+        return asked.request_id
+
+    def abandon(self, request_id: int) -> None:
+        """Nobody waits for this request any more. What it was granted meanwhile is given back when its reply comes."""
+        asked = self._asked.get(request_id)
+        if asked is None:
+            self._line = deque(waiting for waiting in self._line if waiting.request_id != request_id)
+            return
+        if asked.undo is not None:
+            self._abandoned[request_id] = asked.undo
+            if len(self._abandoned) > REMEMBERED:
+                self._abandoned.popitem(last=False)
+        self._end(asked)
+        self._tell = True
+
+    def abandon_all(self) -> None:
+        for request_id in [*(asked.request_id for asked in self._line), *self._asked]:
+            self.abandon(request_id)
+
+    # ------------------------------------------------------------------ the wire
+
+    def receive(self, frames: Sequence[Any], now: float) -> list[Outcome]:
+        """A message of the broker. What is no reply, and a second reply, finds nobody waiting."""
+        try:
+            reply = wire.unpack(frames[0])
+            request_id, value, error = reply["id"], reply["value"], reply["error"]
+            result = Answer(value, frames[1:]) if error is None else _raised(*error)
+        except (WireError, KeyError, TypeError, IndexError) as unreadable:
+            self._complaint = f"its last message could not be read: {unreadable}"
+            return []
+        asked = self._asked.get(request_id) if isinstance(request_id, int) else None
+        if asked is None:
+            self._unexpected(request_id, result, now)
+            return []
+        if isinstance(result, RefusedError) and result.reason == "busy":
+            asked.resend_at = now + BUSY_S
+            return []
+        self._end(asked)
+        self._give_credit(now)
+        return [Outcome(request_id, result)]
+
+    def tick(self, now: float) -> list[Outcome]:
+        """What time has brought: deadlines, and what is to be sent again."""
+        outcomes = []
+        for asked in [*self._asked.values(), *self._line]:
+            if asked.deadline <= now:
+                self.abandon(asked.request_id)
+                outcomes.append(Outcome(asked.request_id, self._late(asked)))
+            elif asked.request_id in self._asked and asked.resend_at <= now:
+                self._send(asked, now)
+        self._give_credit(now)
+        return outcomes
+
+    def reconnected(self, now: float) -> None:
+        """Whatever was under way may be lost: send it again."""
+        for asked in self._asked.values():
+            self._send(asked, now)
+
+    def outgoing(self) -> list[list[Any]]:
+        """The messages that are to be sent now."""
+        messages = []
+        while self._due:
+            asked = self._asked.get(self._due.popleft())
+            if asked is not None:
+                message = self._envelope(asked.request_id, asked.op, asked.args)
+                messages.append([message, *asked.frames])
+        if self._tell and not messages and self._newest:
+            messages.append([self._envelope(NOTICE, "notice", {})])
+        self._tell = False
+        return messages
+
+    def next_time(self) -> float | None:
+        """When `tick` has something to do."""
+        times = [min(asked.resend_at, asked.deadline) for asked in self._asked.values()]
+        return min([*times, *(asked.deadline for asked in self._line)], default=None)
+
+    # ------------------------------------------------------------------ credit
+
+    def _give_credit(self, now: float) -> None:
+        while self._line and len(self._asked) < CREDIT_REQUESTS:
+            asked = self._line[0]
+            if self._bytes and self._bytes + asked.nbytes > CREDIT_BYTES:
+                return
+            self._line.popleft()
+            self._asked[asked.request_id] = asked
+            self._bytes += asked.nbytes
+            self._newest = asked.request_id
+            self._send(asked, now)
+
+    def _send(self, asked: Asked, now: float) -> None:
+        asked.resend_at = now + RESEND_S
+        if asked.request_id not in self._due:
+            self._due.append(asked.request_id)
+
+    def _end(self, asked: Asked) -> None:
+        del self._asked[asked.request_id]
+        self._bytes -= asked.nbytes
+
+    # ------------------------------------------------------------------ messages
+
+    def _envelope(self, request_id: int, op: str, args: Mapping[str, Any]) -> bytes:
+        return wire.pack(
+            {
+                "id": request_id,
+                "newest": self._newest,
+                "waiting": list(self._asked),
+                "op": op,
+                "run": self.run,
+                "session": self.name,
+                "args": args,
+            }
+        )
+
+    def _unexpected(self, request_id: Any, result: Answer | Exception, now: float) -> None:
+        """A grant that nobody waits for, a second answer, or a complaint about a message that was not understood."""
+        undo = self._abandoned.pop(request_id, None) if isinstance(request_id, int) else None
+        if undo is not None and isinstance(result, Answer):
+            self.undo(undo, result.value, now)
+        elif isinstance(result, WireError):
+            self._complaint = f"it says: {result}"
+
+    def undo(self, undo: Undo, value: Any, now: float) -> None:
+        """Give back what was granted. If that is lost too, a lease ends by itself, since nobody renews it."""
+        with suppress(KeyError, TypeError, ValueError):
+            request = undo(value)
+            if request is not None:
+                self.ask(*request, (), 0.0, UNDO_S, now)
+
+    def _late(self, asked: Asked) -> DeadlineError:
+        who, what = self.name.rsplit("/", 1)[0], f"an answer to '{asked.op}'"
+        if self._complaint:
+            what += f" ({self._complaint})"
+        return DeadlineError(who, f"the queue at {self.address}", what, asked.seconds)
+
+
+def _checked_size(op: str, args: Mapping[str, Any], frames: Sequence[wire.Buffer]) -> int:
+    """Bytes of the payload. What the broker would not read is a WireError here, and a bug where it is asked."""
+    envelope, largest = len(wire.pack(args)) + HEAD_BYTES, max(map(len, frames), default=0)
+    if envelope > wire.MAX_ENVELOPE_BYTES or largest > wire.MAX_FRAME_BYTES or len(frames) >= wire.MAX_FRAMES:
+        raise WireError(
+            f"'{op}' is larger than a message may be: arguments of {envelope} bytes ({wire.MAX_ENVELOPE_BYTES} are "
+            f"allowed), {len(frames)} frames ({wire.MAX_FRAMES}) of up to {largest} bytes ({wire.MAX_FRAME_BYTES})"
+        )
+    return sum(map(len, frames))
+
+
+def _raised(kind: str, reason: str, detail: str) -> Exception:
+    if kind == "closed":
+        return RunClosedError(detail)
+    return RefusedError(reason, detail) if kind == "refused" else WireError(detail)

@@ -1,0 +1,25 @@
+"""A broker in a process of its own, for tests that kill it: python broker_process.py ADDRESS FOLDER key=value …"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from asyncrl.config.schema import QueueConfig
+from asyncrl.queue.broker import Broker
+from asyncrl.queue.durability import open_keeper
+
+
+def main(address: str, folder: str, *words: str) -> None:
+    """Prints its address once it listens. Words are keys of the section `queue`."""
+    config = QueueConfig(**dict(word.split("=", 1) for word in words))
+    broker = Broker(address, "run")
+    keeper = open_keeper(config, "run", Path(folder), now=time.monotonic())
+    broker.take_up(keeper.service, keeper.flush)
+    print(broker.bound_address, flush=True)
+    broker.serve()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

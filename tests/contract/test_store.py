@@ -1,0 +1,381 @@
+"""One contract for every payload store: what is put is there until it is dropped, wherever it lies meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from redis_server import RedisServer
+
+from asyncrl.errors import JournalError
+from asyncrl.queue.file_shelf import FileShelf
+from asyncrl.queue.redis_run import RedisRun
+from asyncrl.queue.redis_shelf import RedisShelf
+from asyncrl.queue.store import Key, PayloadStore, Shelf
+
+Open = Callable[..., PayloadStore]
+"""The store as the broker that comes next finds it; keywords go to PayloadStore."""
+
+KINDS = ("memory", "spilling", "file", "fsync", "redis")
+DURABLE = ("file", "fsync", "redis")
+FRAMES = [b"header", b"", b"x" * 1000]
+
+
+def opener(kind: str, request: pytest.FixtureRequest, folder: Path) -> Open:
+    def open_store(**options: Any) -> PayloadStore:
+        shelf: Shelf | None = None
+        if kind == "redis":
+            server: RedisServer = request.getfixturevalue("redis_server")
+            shelf = RedisShelf(RedisRun(server.url, "it"))
+        elif kind != "memory":
+            shelf = FileShelf(folder, lasting=kind != "spilling", fsync=kind == "fsync", segment_bytes=2000)
+        return PayloadStore(shelf, durable=kind in DURABLE, **options)
+
+    return open_store
+
+
+@pytest.fixture(params=KINDS)
+def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
+    return opener(request.param, request, tmp_path)
+
+
+@pytest.fixture(params=DURABLE)
+def open_durable(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
+    return opener(request.param, request, tmp_path)
+
+
+def found(store: PayloadStore, stream: str, ordinal: int, part: str) -> list[bytes]:
+    return [bytes(frame) for frame in store.get(stream, ordinal, part)]
+
+
+def test_parts_are_there_until_they_are_dropped(open_store: Open) -> None:
+    store = open_store()
+    store.put("train", 1, "group", FRAMES)
+    store.put("train", 1, "column/critic", [b"values"])
+    store.put("eval", 1, "group", [b"another"])
+    store.flush()
+    assert found(store, "train", 1, "group") == FRAMES
+    assert found(store, "train", 1, "column/critic") == [b"values"]
+    assert found(store, "train", 2, "group") == []
+    store.put("train", 1, "group", [b"instead"])
+    assert found(store, "train", 1, "group") == [b"instead"]
+    assert store.sizes().memory == 7 + 6 + 7
+    store.drop("train", 1, "group")
+    store.drop("train", 1, "group")
+    assert found(store, "train", 1, "group") == []
+    assert found(store, "train", 1, "column/critic") == [b"values"]
+    store.drop("train", 1)
+    assert found(store, "train", 1, "column/critic") == []
+    assert found(store, "eval", 1, "group") == [b"another"]
+    store.put("eval", 1, "progress", [b"something"])
+    store.put("eval", 1, "progress", [])
+    assert found(store, "eval", 1, "progress") == []
+    assert store.sizes().memory == 7
+    store.close()
+
+
+def test_frames_in_memory_are_those_that_came(open_store: Open) -> None:
+    """Never copied: the very objects."""
+    store = open_store()
+    frames = [zmq.Frame(b"header"), zmq.Frame(b"x" * 100)]
+    store.put("train", 1, "group", frames)
+    store.flush()
+    assert store.get("train", 1, "group") is frames
+    store.close()
+
+
+@pytest.mark.parametrize("kind", ["spilling", "file", "redis"])
+def test_beyond_the_limit_the_coolest_lie_on_the_shelf_only(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """1,006 bytes a group: of four that are cool one and a bit may stay in memory."""
+    store = opener(kind, request, tmp_path)(cool_bytes=1500, tidy_bytes=1)
+    for ordinal in range(5):
+        store.put("train", ordinal, "group", [*FRAMES[:2], bytes([ordinal]) * 1000])
+    store.flush()
+    for ordinal in (3, 0, 1, 2):
+        store.cool("train", ordinal)
+        store.cool("train", ordinal)
+    assert (store.sizes().memory, store.sizes().cool) == (5 * 1006, 4 * 1006)
+    store.tidy()  # no more than asked for at once
+    assert store.sizes().cool == 3 * 1006
+    for _ in range(5):
+        store.tidy()
+    assert (store.sizes().memory, store.sizes().cool) == (2 * 1006, 1006)
+    assert store.sizes().shelf == (3 if kind == "spilling" else 5) * 1006
+    for ordinal in range(5):
+        assert found(store, "train", ordinal, "group") == [*FRAMES[:2], bytes([ordinal]) * 1000]
+    for ordinal in range(5):
+        store.drop("train", ordinal)
+    store.flush()
+    store.flush()
+    assert store.sizes().memory == store.sizes().cool == store.sizes().shelf == 0
+    store.close()
+
+
+@pytest.mark.parametrize("kind", ["spilling", "file", "redis"])
+def test_what_is_put_again_replaces_what_lies_on_the_shelf(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    store = opener(kind, request, tmp_path)(cool_bytes=0)
+    for frames in ([b"old"], [b"new"]):
+        store.put("train", 1, "group", frames)
+        store.cool("train", 1)
+        store.tidy()
+        store.flush()
+        assert store.sizes().memory == 0
+        assert found(store, "train", 1, "group") == frames
+    store.close()
+
+
+def test_without_a_shelf_everything_stays_in_memory() -> None:
+    store = PayloadStore(cool_bytes=0)
+    store.put("train", 1, "group", FRAMES)
+    store.cool("train", 1)
+    store.tidy()
+    assert store.sizes().memory == 1006
+    assert store.recovered() == {}
+
+
+def test_what_was_flushed_is_found_again(open_durable: Open) -> None:
+    store = open_durable()
+    store.put("train", 1, "group", FRAMES, stamp=7)
+    store.put("train", 2, "group", [b"two"], stamp=8)
+    store.put("train", 2, "group", [b"two again"], stamp=9)
+    store.put("train", 3, "progress", [b""])
+    store.flush()
+    again = open_durable()
+    assert again.recovered() == {
+        Key("train", 1, "group"): 7,
+        Key("train", 2, "group"): 9,
+        Key("train", 3, "progress"): 0,
+    }
+    assert found(again, "train", 1, "group") == FRAMES
+    assert found(again, "train", 2, "group") == [b"two again"]
+    assert again.sizes().memory == 0
+    again.put("train", 2, "group", [b"three times"], stamp=10)
+    again.drop("train", 1)
+    again.flush()
+    again.flush()
+    again.close()
+    last = open_durable()
+    assert last.recovered()[Key("train", 2, "group")] == 10
+    assert found(last, "train", 2, "group") == [b"three times"]
+    last.close()
+
+
+def test_what_is_dropped_lies_there_until_the_journal_says_so_too(open_durable: Open) -> None:
+    """The journal is flushed after the store: a broker that dies in between finds a group that it still needs."""
+    store = open_durable()
+    store.put("train", 1, "group", FRAMES)
+    store.flush()
+    store.drop("train", 1)
+    store.flush()
+    assert found(store, "train", 1, "group") == []
+    assert found(open_durable(), "train", 1, "group") == FRAMES
+
+
+def test_a_spilling_store_begins_empty(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    open_store = opener("spilling", request, tmp_path)
+    store = open_store(cool_bytes=0)
+    store.put("train", 1, "group", FRAMES)
+    store.cool("train", 1)
+    store.tidy()
+    assert store.sizes().shelf == 1006
+    assert not list(tmp_path.iterdir())  # files without a name go with their process
+    assert open_store().recovered() == {}
+
+
+# ---------------------------------------------------------------------- against a dictionary
+
+PLACES = st.tuples(
+    st.sampled_from(["train", "eval"]), st.integers(0, 3), st.sampled_from(["group", "progress"])
+)
+STEPS = st.one_of(
+    st.tuples(st.just("put"), PLACES, st.lists(st.binary(max_size=600), max_size=3)),
+    st.tuples(st.just("drop"), PLACES, st.booleans()),
+    st.tuples(st.just("cool"), PLACES, st.none()),
+    st.tuples(st.just("flush"), st.none(), st.none()),
+    st.tuples(st.just("restart"), st.none(), st.none()),
+)
+
+
+@pytest.mark.parametrize("kind", ["memory", "spilling", "file", "redis"])
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=st.lists(STEPS, max_size=25))
+def test_it_is_a_dictionary_that_may_be_restarted(
+    kind: str,
+    steps: list[tuple[str, Any, Any]],
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = tmp_path_factory.mktemp("store")
+    if kind == "redis":
+        request.getfixturevalue("redis_server").client.flushall()
+    store = opener(kind, request, folder)(cool_bytes=500)
+    model: dict[tuple[str, int, str], list[bytes]] = {}
+    for action, place, more in steps:
+        if action == "put":
+            store.put(*place, more)
+            model[place] = more
+            model = {p: frames for p, frames in model.items() if frames}
+        elif action == "drop":
+            store.drop(*place[:2], None if more else place[2])
+            model = {p: f for p, f in model.items() if p[:2] != place[:2] or (not more and p != place)}
+        elif action == "cool":
+            store.cool(*place[:2])
+            store.tidy()
+        else:
+            store.flush()
+            store.flush()  # what was dropped goes with the second
+        if action == "restart" and kind in DURABLE:
+            store.close()
+            store = opener(kind, request, folder)(cool_bytes=500)
+        assert {place: found(store, *place) for place in model} == model
+    assert store.sizes().memory <= sum(len(frame) for frames in model.values() for frame in frames)
+    store.flush()
+    store.flush()
+    if kind in DURABLE:
+        # Files may bring back what was dropped in an earlier life.
+        assert store.recovered().keys() >= {Key(*place) for place in model}
+    store.close()
+
+
+# ---------------------------------------------------------------------- files
+
+
+def test_a_segment_of_which_nothing_is_wanted_is_deleted(tmp_path: Path) -> None:
+    shelf = FileShelf(tmp_path, segment_bytes=2000)
+    for ordinal in range(8):
+        shelf.write(Key("train", ordinal, "group"), FRAMES, 0)
+    assert len(list(tmp_path.iterdir())) == 4
+    for ordinal in (0, 2, 3, 1):
+        shelf.erase(Key("train", ordinal, "group"))
+    assert len(list(tmp_path.iterdir())) == 2
+    assert shelf.nbytes == 4 * 1006
+    shelf.close()
+
+
+@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_segment_cut_or_damaged_anywhere_gives_whole_payloads_or_none(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("shelf")
+    shelf = FileShelf(folder)
+    for ordinal in range(3):
+        shelf.write(Key("train", ordinal, "group"), [b"%d" % ordinal, b"xyz"], stamp=ordinal)
+    shelf.close()
+    (path,) = folder.iterdir()
+    packed = bytearray(path.read_bytes())
+    at = data.draw(st.integers(0, len(packed) - 1))
+    if data.draw(st.booleans()):
+        del packed[at:]
+    else:
+        packed[at] ^= data.draw(st.integers(1, 255))
+    path.write_bytes(packed)
+    again = FileShelf(folder)
+    stamps = again.stamps()
+    assert stamps == {Key("train", ordinal, "group"): ordinal for ordinal in range(len(stamps))}
+    for key in stamps:
+        frames = [bytes(frame) for frame in again.read(key)]
+        assert [len(frame) for frame in frames] == [
+            1,
+            3,
+        ]  # their own digest tells whether the bytes are right
+    again.close()
+
+
+@contextmanager
+def full_disk(room: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+
+
+def test_a_full_disk_is_an_error_and_leaves_what_was_there(tmp_path: Path) -> None:
+    shelf = FileShelf(tmp_path)
+    one, two = Key("train", 1, "group"), Key("train", 2, "group")
+    shelf.write(one, FRAMES, 1)
+    with full_disk(room=1500), pytest.raises(OSError, match="too large") as full:
+        shelf.write(two, FRAMES, 2)
+    assert full.value.errno == errno.EFBIG
+    assert list(shelf.stamps()) == [one]
+    shelf.write(two, [b"small"], 2)
+    shelf.close()
+    again = FileShelf(tmp_path)
+    assert [list(map(bytes, again.read(key))) for key in (one, two)] == [FRAMES, [b"small"]]
+    again.close()
+
+
+# ---------------------------------------------------------------------- Redis
+
+
+def test_what_an_old_broker_writes_is_in_no_index_and_expires(redis_server: RedisServer) -> None:
+    old = RedisShelf(RedisRun(redis_server.url, "it"))
+    key = Key("train", 1, "group")
+    old.write(key, [b"old"], 1)
+    old.flush()
+    new = RedisShelf(RedisRun(redis_server.url, "it"))
+    old.write(key, [b"too late"], 2)
+    with pytest.raises(JournalError, match="has taken run it over"):
+        old.flush()
+    assert new.read(key) == [b"old"]
+    assert RedisShelf(RedisRun(redis_server.url, "it")).stamps() == {key: 1}
+    lives = {name: redis_server.client.ttl(name) for name in redis_server.client.keys("*payload*")}
+    assert sorted(lives) == [b"asyncrl:{it}:payload:1-1", b"asyncrl:{it}:payload:1-2"]
+    assert lives[b"asyncrl:{it}:payload:1-1"] == -1
+    assert 0 < lives[b"asyncrl:{it}:payload:1-2"] <= 600
+
+
+def test_nothing_is_left_of_what_is_dropped(redis_server: RedisServer) -> None:
+    store = PayloadStore(RedisShelf(RedisRun(redis_server.url, "it")), durable=True)
+    for ordinal in range(200):
+        store.put("train", ordinal, "group", FRAMES)
+        store.put("train", ordinal, "group", FRAMES)
+    store.flush()
+    assert len(redis_server.client.keys("*payload*")) == 200
+    for ordinal in range(200):
+        store.drop("train", ordinal)
+    store.flush()
+    store.flush()
+    assert redis_server.client.keys("*payload*") == []
+    assert redis_server.client.hlen("asyncrl:{it}:index") == 0
+
+
+def test_a_payload_that_redis_has_lost_comes_back_empty(
+    redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is no group any more, which whoever gets it finds out."""
+    shelf = RedisShelf(RedisRun(redis_server.url, "it"))
+    shelf.write(Key("train", 1, "group"), FRAMES, 1)
+    shelf.flush()
+    redis_server.client.delete("asyncrl:{it}:payload:1-1")
+    assert shelf.read(Key("train", 1, "group")) == [b"", b"", b""]
+    assert "has lost the payload of" in caplog.text
+
+
+def test_a_flush_whose_answer_was_lost_is_sent_again(own_redis: RedisServer) -> None:
+    shelf = RedisShelf(RedisRun(own_redis.url, "it"))
+    shelf.write(Key("train", 1, "group"), FRAMES, 1)
+    shelf.flush()
+    own_redis.kill()
+    own_redis.start()
+    shelf.write(Key("train", 2, "group"), FRAMES, 2)
+    shelf.erase(Key("train", 1, "group"))
+    shelf.flush()
+    assert RedisShelf(RedisRun(own_redis.url, "it")).stamps() == {Key("train", 2, "group"): 2}

@@ -1,0 +1,74 @@
+"""`asyncrl train` when its queue is killed: it goes on from its journal, and every task still ends once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from processes import child, finished, rows, started, trained, until
+from redis_server import RedisServer
+
+pytestmark = pytest.mark.slow
+
+KEPT = {
+    "metadata": ("queue.durable=metadata",),
+    "payload": ("queue.durable=payload",),
+    "redis": ("queue.store=redis", "queue.durable=payload"),
+}
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_a_killed_queue_goes_on_and_every_task_ends_once(
+    config_file: Path, redis_server: RedisServer, kept: str
+) -> None:
+    run = config_file.parent / "it"
+    words = [*KEPT[kept], *([f"queue.redis_url={redis_server.url}"] if kept == "redis" else [])]
+    with started("asyncrl", "train", str(config_file), "run.versions=12", *words) as launcher:
+        for version in (2, 6):
+            until(trained(run, version), f"version {version}", launcher)
+            queue = child(launcher, "asyncrl", "queue")
+            queue.kill()
+            queue.wait()
+        code, printed = finished(launcher)
+    assert code == 0, printed
+    assert "queue ended (killed by SIGKILL) and is started again from its journal, 2 of 3 restarts" in printed
+    assert [row["version"] for row in rows(run)] == list(range(1, 13))
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["groups_trained"], summary["tasks_dropped"]) == (48, 0)
+    assert summary["staleness"]["max"] <= 2
+
+
+def test_a_queue_that_keeps_nothing_ends_the_run(config_file: Path) -> None:
+    run = config_file.parent / "it"
+    with started(
+        "asyncrl", "train", str(config_file), "run.versions=100000", "queue.store=memory"
+    ) as launcher:
+        until(trained(run, 2), "version 2", launcher)
+        child(launcher, "asyncrl", "queue").kill()
+        code, printed = finished(launcher)
+    assert code == 5
+    assert "queue ended (killed by SIGKILL)" in printed
+
+
+def test_a_resumed_run_repeats_the_steps_that_its_queue_has_kept(config_file: Path) -> None:
+    """The learner dies some versions after a checkpoint, and all with it; the next queue has the groups since."""
+    run = config_file.parent / "it"
+    words = ("queue.durable=payload", "checkpoint.every=4")
+    with started("asyncrl", "train", str(config_file), "run.versions=100000", *words) as launcher:
+        until(trained(run, 6), "version 6", launcher)
+        child(launcher, "asyncrl", "learner").kill()
+        assert finished(launcher)[0] == 5
+    before = {row["version"]: row for row in rows(run)}
+    saved = max(int(path.name[1:]) for path in (run / "checkpoints").glob("v*"))
+    words = (*words, "run.resume=true", f"run.versions={saved + 2}")
+    with started("asyncrl", "train", str(config_file), *words) as launcher:
+        code, printed = finished(launcher)
+    assert code == 0, printed
+    assert "going on from its journal" in (run / "logs" / "queue.log").read_text()
+    after = {row["version"]: row for row in rows(run)}
+    assert list(after) == list(range(1, saved + 3))
+    repeated = saved + 1
+    assert repeated in before
+    for name in ("reward/mean", "tokens", "staleness/mean"):
+        assert after[repeated][name] == before[repeated][name]  # of the very same groups
