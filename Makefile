@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV   := .venv
 PY     := $(VENV)/bin/python
 READY  := $(VENV)/.installed
+PEERS  := bench/peers/.venv
 MODEL  := runs/addition/model/config.json
 WARM   := runs/addition/warm/config.json
 
-.PHONY: help demo test quick check bench clean redis
+.PHONY: help demo test quick check bench bench-queue bench-peers clean redis
 
 help:  ## what can be made
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(WARM)  ## train the demo model on this machine, about 5 minutes; leaves runs/demo
 	rm -rf runs/demo
@@ -40,6 +41,16 @@ check: $(READY)  ## style, types, direction of imports
 
 bench: $(READY)  ## how busy both pools are, synchronous and asynchronous
 	$(PY) -m asyncrl bench utilization
+
+bench-queue: $(READY) bench-peers redis  ## the transfer queue beside others, with the bars it must clear; about 20 minutes
+	$(PY) -m bench.queue --json runs/bench/queue.json --table runs/bench/queue.md
+
+bench-peers: $(PEERS)/.installed  ## the others' environment, apart from this project's
+
+$(PEERS)/.installed: bench/peers/requirements-queue.txt
+	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	touch $@
 
 clean:  ## remove caches and the environment; runs/ stays
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

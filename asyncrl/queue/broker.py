@@ -22,7 +22,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from asyncrl.errors import ConfigError
-from asyncrl.queue import wire
+from asyncrl.queue import sockets, wire
 from asyncrl.queue.callers import MAX_REQUESTS
 from asyncrl.queue.desk import Desk, Letter
 from asyncrl.queue.keys import ZAP_ADDRESS, ServerKeys, zap_reply
@@ -119,7 +119,7 @@ class Broker:
         letters: list[Letter] = []
         for _ in range(BURST):
             try:
-                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                identity, *frames = sockets.receive(self._socket)
             except zmq.Again:
                 break
             letters += self.desk.receive(identity.bytes, frames, self._clock())
@@ -128,7 +128,7 @@ class Broker:
     def _send(self, letter: Letter) -> None:
         """Lost if the client has gone, or does not read; it will ask again."""
         try:
-            self._socket.send_multipart([letter.identity, *letter.frames], zmq.NOBLOCK, copy=False)
+            sockets.send(self._socket, [letter.identity, *letter.frames])
         except zmq.Again:
             self.service.refused["unread"] += 1
         except zmq.ZMQError as error:

@@ -16,6 +16,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.queue import sockets
 from asyncrl.queue.keys import ClientKeys
 
 BURST = 64
@@ -96,7 +97,7 @@ class SocketLink:
         if not self._up:
             return
         with suppress(zmq.Again):
-            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+            sockets.send(self._socket, frames)
         self._soon()
 
     def close(self) -> None:
@@ -125,7 +126,7 @@ class SocketLink:
             if self._socket.closed:
                 return
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                frames = sockets.receive(self._socket)
             except zmq.Again:
                 return
             self._listener.heard(frames)

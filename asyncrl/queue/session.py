@@ -12,6 +12,7 @@ others (callers.py). Credit bounds what is under way; what is beyond it waits he
 from __future__ import annotations
 
 import itertools
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -91,6 +92,7 @@ class Session:
         self._newest = 0  # highest number that was sent
         self._abandoned: OrderedDict[int, Undo] = OrderedDict()
         self._due: deque[int] = deque()  # to be sent by `outgoing`
+        self._next_time = math.inf  # nothing is due before
         self._tell = False  # the broker should hear that something is not waited for any more
         self._complaint = ""  # what the broker last said about a message that it could not read
 
@@ -115,6 +117,7 @@ class Session:
         nbytes = _checked_size(op, args, frames)
         asked = Asked(next(self._ids), op, args, frames, nbytes, seconds, now + seconds, undo)
         self._line.append(asked)
+        self._next_time = min(self._next_time, asked.deadline)
         self._give_credit(now)
         return asked.request_id
 
@@ -152,6 +155,7 @@ class Session:
             return []
         if isinstance(result, RefusedError) and result.reason == "busy":
             asked.resend_at = now + BUSY_S
+            self._next_time = min(self._next_time, asked.resend_at)
             return []
         self._end(asked)
         self._give_credit(now)
@@ -167,12 +171,14 @@ class Session:
             elif asked.request_id in self._asked and asked.resend_at <= now:
                 self._send(asked, now)
         self._give_credit(now)
+        self._find_next_time()
         return outcomes
 
     def reconnected(self, now: float) -> None:
         """Whatever was under way may be lost: send it again."""
         for asked in self._asked.values():
             self._send(asked, now)
+        self._find_next_time()
 
     def outgoing(self) -> list[list[Any]]:
         """The messages that are to be sent now."""
@@ -188,9 +194,13 @@ class Session:
         return messages
 
     def next_time(self) -> float | None:
-        """When `tick` has something to do."""
+        """When `tick` should be asked next: it finds something to do, or a later time."""
+        return self._next_time if self._asked or self._line else None
+
+    def _find_next_time(self) -> None:
+        """Exactly. Elsewhere the time only comes nearer: to look at all of them for every message is too slow."""
         times = [min(asked.resend_at, asked.deadline) for asked in self._asked.values()]
-        return min([*times, *(asked.deadline for asked in self._line)], default=None)
+        self._next_time = min([*times, *(asked.deadline for asked in self._line)], default=math.inf)
 
     # ------------------------------------------------------------------ credit
 
@@ -207,12 +217,15 @@ class Session:
 
     def _send(self, asked: Asked, now: float) -> None:
         asked.resend_at = now + RESEND_S
+        self._next_time = min(self._next_time, asked.resend_at, asked.deadline)
         if asked.request_id not in self._due:
             self._due.append(asked.request_id)
 
     def _end(self, asked: Asked) -> None:
         del self._asked[asked.request_id]
         self._bytes -= asked.nbytes
+        if not self._asked and not self._line:
+            self._next_time = math.inf
 
     # ------------------------------------------------------------------ messages
 

@@ -1,0 +1,30 @@
+"""Messages of several frames on a ZeroMQ socket, without waiting.
+
+As pyzmq's `send_multipart` and `recv_multipart` with NOBLOCK, in a good half of their time: those make an enum of every
+frame's flags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import zmq
+
+NOW = int(zmq.NOBLOCK)
+MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+
+
+def send(socket: zmq.Socket, frames: Sequence[Any]) -> None:
+    """Large frames are not copied. zmq.Again if there is no room for the message."""
+    for frame in frames[:-1]:
+        socket.send(frame, MORE, copy=False)
+    socket.send(frames[-1], NOW, copy=False)
+
+
+def receive(socket: zmq.Socket) -> list[zmq.Frame]:
+    """zmq.Again if no message is there."""
+    frames = [socket.recv(NOW, copy=False)]
+    while frames[-1].more:
+        frames.append(socket.recv(NOW, copy=False))
+    return frames

@@ -1,0 +1,176 @@
+"""This queue as a run uses it: lease ─▸ commit ─▸ claim ─▸ trained, all through `QueueClient`.
+
+options: keys of the configuration's section `queue`; redis: start one for it; curve: with keys
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from asyncrl.config.schema import QueueConfig
+from asyncrl.errors import SourceEndedError
+from asyncrl.queue.broker import Broker
+from asyncrl.queue.client import Lease, QueueClient
+from asyncrl.queue.durability import open_keeper
+from asyncrl.queue.events import StreamSettings
+from asyncrl.queue.feeder import feed
+from asyncrl.queue.keys import client_keys, make_keys, server_keys
+from asyncrl.types import Group, Sampling, Task
+from bench.queue.endpoint import Run
+from bench.queue.load import AHEAD, DEPTH, POOL, ROWS, Arrays, Columns, Load
+from bench.queue.redis_server import redis_server
+
+RUN, STREAM = "bench", "train"
+STEP = 32
+"""Groups of a version."""
+
+CHECKPOINT_EVERY = 4
+MICRO_BATCH = 8
+"""Groups that a claim may bring."""
+
+IN_FLIGHT = 32
+"""Commits under way, of a generator with so many groups at work."""
+
+WAIT_S = 30.0
+PROMPT = "What is the sum of all prime numbers below two thousand? Think step by step. " * 2
+
+
+def settings() -> StreamSettings:
+    """η = 2, window and depth as they are by default."""
+    return StreamSettings(
+        groups_per_version=STEP,
+        max_staleness=2,
+        window=STEP + 1,
+        depth=DEPTH,
+        max_bytes=4 << 30,
+        lease_s=30.0,
+    )
+
+
+@contextmanager
+def serve(folder: Path, options: Mapping[str, Any], load: Load) -> Iterator[list[str | None]]:
+    keys, words = None, dict(options)
+    with ExitStack() as stack:
+        if words.pop("curve", False):
+            keys = str(folder / "keys")
+            make_keys(Path(keys))
+        if words.pop("redis", False):
+            words["redis_url"] = "unix://" + stack.enter_context(redis_server(folder))
+        broker = Broker("tcp://127.0.0.1:*", RUN, keys=server_keys(keys))
+        keeper = open_keeper(QueueConfig(**words), RUN, folder / "queue", now=time.monotonic())
+        broker.take_up(keeper.service, keeper.flush)
+        address = [broker.bound_address, keys]
+        serving = threading.Thread(target=broker.serve)
+        serving.start()
+        threading.Thread(target=lambda: asyncio.run(_feed(address, load)), daemon=True).start()
+        yield address
+        broker.stop()
+        serving.join()
+        keeper.close()
+
+
+def produce(address: list[str | None], run: Run) -> None:
+    asyncio.run(_produce(address, run))
+
+
+def consume(address: list[str | None], run: Run) -> None:
+    asyncio.run(_consume(address, run))
+
+
+async def _produce(address: list[str | None], run: Run) -> None:
+    client = _client(address, "producer")
+    await client.connect()
+    made = [group_of(Task(i, ""), run.columns(i)) for i in range(POOL)]
+    run.start()
+    room, committing, leased = asyncio.Semaphore(IN_FLIGHT), set(), 0
+
+    async def commit(lease: Lease) -> None:
+        ordinal = lease.task.ordinal
+        group = replace(made[ordinal % POOL], task=lease.task)
+        run.sends(ordinal)
+        await client.commit(STREAM, lease, group)
+        room.release()
+
+    while leased < run.load.groups:
+        leases = await client.lease(STREAM, held=AHEAD, lineage=0, most=IN_FLIGHT, wait_s=WAIT_S)
+        for lease in leases:
+            await room.acquire()
+            if pause_s := run.pause_s(leased):
+                await asyncio.sleep(pause_s)
+            task = asyncio.create_task(commit(lease))
+            committing.add(task)
+            task.add_done_callback(committing.discard)
+            leased += 1
+    await asyncio.gather(*committing)
+    await client.close()
+
+
+async def _consume(address: list[str | None], run: Run) -> None:
+    client = _client(address, "consumer")
+    await client.connect()
+    opened = await client.open(STREAM, settings())
+    run.start()
+    epoch, step, index = opened.learner_epoch, 0, 0
+    while len(run.times) < run.load.groups:
+        claim = await client.claim(
+            STREAM,
+            learner_epoch=epoch,
+            step=step,
+            index=index,
+            rank=0,
+            max_tokens=MICRO_BATCH * ROWS * run.load.tokens,
+            whole=False,
+            wait_s=WAIT_S,
+        )
+        assert claim is not None, f"no group for {WAIT_S} s"
+        for group in claim.groups:
+            run.got(group.task.ordinal, columns_of(group))
+        index += 1
+        if claim.last:
+            await client.trained(STREAM, learner_epoch=epoch, step=step)
+            step, index = step + 1, 0
+            if step % CHECKPOINT_EVERY == 0:
+                await client.checkpointed(STREAM, learner_epoch=epoch, version=step)
+    await client.close()
+
+
+async def _feed(address: list[str | None], load: Load) -> None:
+    def task_at(ordinal: int) -> Task:
+        if ordinal >= load.groups:
+            raise SourceEndedError("that is all")
+        return Task(ordinal, PROMPT, {"answer": str(ordinal)})
+
+    client = _client(address, "feeder")
+    await client.connect()
+    await feed(client, STREAM, task_at)
+
+
+def _client(address: list[str | None], who: str) -> QueueClient:
+    place, keys = address
+    assert place is not None
+    return QueueClient(place, run=RUN, who=who, keys=client_keys(keys))
+
+
+def group_of(task: Task, columns: Arrays) -> Group:
+    return Group(
+        task=task,
+        sampling=Sampling(),
+        finish=("stop",) * ROWS,
+        lengths=np.full(ROWS, len(columns["token_ids"][0]), np.int64),
+        rewards=np.ones(ROWS, np.float32),
+        **{name: np.reshape(column, -1) for name, column in columns.items()},
+    )
+
+
+def columns_of(group: Group) -> Columns:
+    names = ("token_ids", "logprobs", "loss_mask", "versions")
+    return {name: getattr(group, name).reshape(len(group.lengths), -1) for name in names}

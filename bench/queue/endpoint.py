@@ -1,0 +1,83 @@
+"""One process of a measurement: python -m bench.queue.endpoint ROLE MODULE, and what else it must know on stdin.
+
+    serve      options ──▸             ◂── address           … until stdin ends
+    produce    address ──▸  ◂── ready   go ──▸   ◂── {group: when it was begun}
+    consume    address ──▸  ◂── ready   go ──▸   ◂── {group: when it was there}
+
+Lines of JSON on stdin and stdout; whatever a system prints goes to stderr. Runs in the peers' environment too:
+nothing here but numpy.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from bench.queue.load import Arrays, Columns, Load, Source, check
+
+
+class Run:
+    """What a producer or consumer is given. Times are of the machine's monotonic clock, which processes share."""
+
+    def __init__(self, load: Load, talk: IO[str]) -> None:
+        self.load = load
+        self.times: dict[int, float] = {}
+        self._talk, self._source = talk, Source(load)
+
+    def start(self) -> None:
+        """Connected: wait until the other side is too."""
+        tell(self._talk, "ready")
+        sys.stdin.readline()
+        self._started = time.monotonic()
+
+    def columns(self, i: int) -> Arrays:
+        return self._source.columns(i)
+
+    def pause_s(self, i: int) -> float:
+        """Seconds until group `i` is due."""
+        if not self.load.pace_s:
+            return 0.0
+        return max(0.0, self._started + (i + 1) * self.load.pace_s - time.monotonic())
+
+    def pause(self, i: int) -> None:
+        if pause_s := self.pause_s(i):
+            time.sleep(pause_s)
+
+    def sends(self, i: int) -> None:
+        self.times[i] = time.monotonic()
+
+    def got(self, i: int, columns: Columns) -> None:
+        assert i not in self.times, f"group {i} came twice"
+        self.times[i] = time.monotonic()
+        check(self.load, i, columns)
+
+
+def main(role: str, module: str) -> None:
+    talk = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    system = importlib.import_module(f"bench.queue.{module}")
+    said = json.loads(sys.stdin.readline())
+    load = Load(**said["load"])
+    if role == "serve":
+        with system.serve(Path(said["folder"]), said["options"], load) as address:
+            tell(talk, address)
+            sys.stdin.read()
+        return
+    run = Run(load, talk)
+    (system.produce if role == "produce" else system.consume)(said["address"], run)
+    tell(talk, run.times)
+    sys.stdin.read()  # what was sent may belong to this process until it has arrived
+
+
+def tell(talk: IO[str], value: Any) -> None:
+    talk.write(json.dumps(value) + "\n")
+    talk.flush()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,83 @@
+"""What no queue on this machine can pass: one thread's copy, the disk with fsync, the ledger alone."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from asyncrl.queue.ledger import Ledger, StreamSettings
+
+COPY_BYTES = 64 << 20
+"""More than a cache holds."""
+
+CHUNK_BYTES, CHUNKS = 32 << 20, 16
+"""Written and made durable at once, as large as a burst of groups; how often."""
+
+STEP, STEPS = 64, 200
+HELD = 1 << 20
+
+
+def memcpy_mb_per_s() -> float:
+    source = np.ones(COPY_BYTES, np.uint8)
+    target = np.empty_like(source)
+    np.copyto(target, source)
+    return COPY_BYTES / 1e6 / _seconds(lambda: np.copyto(target, source))
+
+
+def disk_mb_per_s(folder: Path) -> float:
+    """Written one after another to one file, each chunk followed by fsync."""
+    chunk = os.urandom(CHUNK_BYTES)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        started = time.perf_counter()
+        for _ in range(CHUNKS):
+            file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        return CHUNKS * CHUNK_BYTES / 1e6 / (time.perf_counter() - started)
+
+
+def ledger_transitions_per_s() -> float:
+    """PENDING ▸ LEASED ▸ READY ▸ CLAIMED ▸ TRAINED of each task: four transitions, of which two are events of its own.
+
+    η = 8: some 500 tasks are leased or ready at any time.
+    """
+    settings = StreamSettings(
+        groups_per_version=STEP,
+        max_staleness=8,
+        window=STEP + 1,
+        depth=9 * STEP,
+        max_bytes=1 << 40,
+        lease_s=30.0,
+    )
+    ledger = Ledger(lambda event: None)
+    ledger.open(settings, None)
+    ledger.submit(0, (STEPS + 16) * STEP)
+    epoch = ledger.book.learner_epoch
+    started = time.perf_counter()
+    for step in range(STEPS):
+        while grants := ledger.lease("worker", HELD, ledger.book.lineage, 8, 0.0):
+            for grant in grants:
+                ledger.commit(grant.ordinal, grant.epoch, 4096, 70_000, HELD, grant.ordinal, ("rewards",))
+        index, last = 0, False
+        while not last:
+            claimed = ledger.claim(epoch, step, index, 0, 8 * 4096, whole=False)
+            assert claimed is not None
+            index, last = index + 1, claimed.last
+        ledger.trained(epoch, step)
+        ledger.checkpointed(epoch, step + 1)
+    return 4 * STEPS * STEP / (time.perf_counter() - started)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """The best of a few."""
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started)
+    return min(times)

@@ -1,0 +1,114 @@
+"""What outlives a broker of the simulation: a journal and a shelf that may be cut off at any point.
+
+What was flushed stays. Of what was not, the journal keeps nothing, and the shelf any first part, as files do. What was
+erased from the shelf may be there again for the next broker.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping
+
+from asyncrl.queue.journal import Growth, MemoryJournal
+from asyncrl.queue.store import Frames, Key
+
+Reach = Callable[[str], None]
+"""Told of every point at which a broker may die; raises to kill it there."""
+
+LEAST_OVERGROWN = 2000
+"""Bytes: small, so that journals are compacted all the time."""
+
+Payload = tuple[tuple[bytes, ...], int]
+"""Frames, stamp."""
+
+
+class SimJournal(MemoryJournal):
+    """flushed: told of the records of a batch once they are kept. begun: told when all of it is forgotten."""
+
+    def __init__(
+        self,
+        kept: list[bytes],
+        reach: Reach,
+        flushed: Callable[[list[bytes]], None],
+        begun: Callable[[], None],
+    ) -> None:
+        super().__init__(kept)
+        self._reach, self._flushed, self._begun = reach, flushed, begun
+        self._growth = Growth(LEAST_OVERGROWN)
+
+    def flush(self) -> None:
+        self._reach("shelved")
+        records = self._buffer
+        super().flush()
+        self._flushed(records)
+        self._reach("written")
+
+    def compact(self, records: Iterable[bytes]) -> None:
+        snapshot = list(records)
+        super().compact(snapshot)
+        if not snapshot:
+            self._begun()
+        self._reach("compacted")
+
+
+class Disk:
+    """What the shelves of one broker after another leave."""
+
+    def __init__(self) -> None:
+        self.payloads: dict[Key, Payload] = {}
+        self.erased: dict[Key, Payload] = {}
+
+    def find_again(self, rng: random.Random) -> None:
+        """Some of what was erased."""
+        for key, payload in self.erased.items():
+            if rng.random() < 0.5:
+                self.payloads.setdefault(key, payload)
+        self.erased = {}
+
+
+class SimShelf:
+    """See `asyncrl.queue.store.Shelf`."""
+
+    def __init__(self, disk: Disk) -> None:
+        self._disk = disk
+        self._there = dict(disk.payloads)
+        self._pending: list[tuple[Key, Payload | None]] = []
+
+    def write(self, key: Key, frames: Frames, stamp: int) -> None:
+        payload = tuple(bytes(frame) for frame in frames), stamp
+        self._there[key] = payload
+        self._pending.append((key, payload))
+
+    def read(self, key: Key) -> Frames:
+        return self._there[key][0] if key in self._there else ()
+
+    def erase(self, key: Key) -> None:
+        if self._there.pop(key, None) is not None:
+            self._pending.append((key, None))
+
+    def flush(self) -> None:
+        self._keep(len(self._pending))
+
+    def die(self, rng: random.Random) -> None:
+        self._keep(rng.randint(0, len(self._pending)))
+
+    def stamps(self) -> Mapping[Key, int]:
+        return {key: stamp for key, (_, stamp) in self._there.items()}
+
+    @property
+    def keys(self) -> set[Key]:
+        return set(self._there)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(len(frame) for frames, _ in self._there.values() for frame in frames)
+
+    def close(self) -> None: ...
+
+    def _keep(self, count: int) -> None:
+        for key, payload in self._pending[:count]:
+            if payload is not None:
+                self._disk.payloads[key] = payload
+            elif key in self._disk.payloads:
+                self._disk.erased[key] = self._disk.payloads.pop(key)
+        self._pending = []

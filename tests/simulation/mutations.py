@@ -1,0 +1,115 @@
+"""Rules of the queue, broken on purpose: a simulation that does not find them out proves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+from asyncrl.queue import rewind, session
+from asyncrl.queue.book import Book
+from asyncrl.queue.keeper import Keeper
+from asyncrl.queue.leases import Leases
+from asyncrl.queue.ledger import Ledger
+
+Mutation = Callable[[], Any]
+"""Makes a context in which the rule is broken."""
+
+
+def bound_off_by_one() -> Any:
+    right = Book.admitted_below
+
+    def wrong(book: Book, held: int) -> int | None:
+        limit = right(book, held)
+        return None if limit is None else limit + 1
+
+    return patch.object(Book, "admitted_below", wrong)
+
+
+def window_off_by_one() -> Any:
+    right = Book.ready_in_window
+
+    def wrong(book: Book, most: int) -> list[int]:
+        before, settings = book.settings, book.settings
+        if settings is None or settings.window is None:
+            return right(book, most)
+        # Past the checks of the settings: S is not to change.
+        book.settings = _widened(settings)
+        try:
+            return right(book, most)
+        finally:
+            book.settings = before
+
+    return patch.object(Book, "ready_in_window", wrong)
+
+
+def _widened(settings: Any) -> Any:
+    return replace(settings, window=settings.window + 1, max_staleness=99, depth=99)
+
+
+def replies_before_the_flush() -> Any:
+    """What was decided is written down with the next burst."""
+    right, due = Keeper.flush, set[int]()
+
+    def wrong(keeper: Keeper) -> None:
+        if id(keeper) in due:
+            right(keeper)
+        due.symmetric_difference_update({id(keeper)})
+
+    return patch.object(Keeper, "flush", wrong)
+
+
+def no_fencing_of_workers() -> Any:
+    right = Ledger.commit
+
+    def wrong(ledger: Ledger, ordinal: int, epoch: int, *rest: Any) -> bool:
+        item = ledger.book.items.get(ordinal)
+        return right(ledger, ordinal, epoch if item is None else item.epoch, *rest)
+
+    return patch.object(Ledger, "commit", wrong)
+
+
+def abandoned_branches_count_as_fresh() -> Any:
+    def wrong(book: Book, version: int) -> None:
+        book.move_head()
+
+    return patch.object(rewind, "_count_as", wrong)
+
+
+def leases_that_never_end() -> Any:
+    return patch.object(Ledger, "expire", lambda ledger, now: [])
+
+
+def leases_of_the_clock_before() -> Any:
+    return patch.object(Leases, "renew_all", lambda leases, at, deadline: None)
+
+
+def lost_groups_are_handed_out() -> Any:
+    return patch.object(Ledger, "has_lost", lambda ledger, ordinals: False)
+
+
+@contextmanager
+def nothing_is_sent_again() -> Iterator[None]:
+    with (
+        patch.object(session, "RESEND_S", 1e9),
+        patch.object(session.Session, "reconnected", lambda self, now: None),
+    ):
+        yield
+
+
+MUTATIONS: dict[str, Mutation] = {
+    mutation.__name__: mutation
+    for mutation in (
+        bound_off_by_one,
+        window_off_by_one,
+        replies_before_the_flush,
+        no_fencing_of_workers,
+        abandoned_branches_count_as_fresh,
+        leases_that_never_end,
+        leases_of_the_clock_before,
+        lost_groups_are_handed_out,
+        nothing_is_sent_again,
+    )
+}
