@@ -204,6 +204,14 @@ def _queue_drain(arguments: Arguments) -> int:
     return 0
 
 
+def _sync_plan(arguments: Arguments) -> int:
+    config = _config(arguments)
+    from asyncrl.launch.sync_plan import show
+
+    show(config, arguments.model, arguments.learner, arguments.generators)
+    return 0
+
+
 def _keys(arguments: Arguments) -> int:
     from asyncrl.queue.keys import make_keys
 
@@ -317,6 +325,26 @@ def _inspect_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("ordinal", type=int, metavar="ORDINAL", help="of the task in the stream")
 
 
+def _sync_plan_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        metavar="PATH",
+        help="folder with a config.json, in place of model.path; weights are not read",
+    )
+    parser.add_argument(
+        "--learner",
+        metavar="WORDS",
+        help="its ranks, e.g. 'replicate 2 fsdp 64 tp 4 ep 16' (experts dealt out to 16 of the fsdp ranks); "
+        "unless given, learner.processes over fsdp",
+    )
+    parser.add_argument(
+        "--generators",
+        metavar="WORDS",
+        help="how many, and the ranks of one, e.g. '64 tp 8 ep 8 host 8' (host: ranks on one machine); "
+        "unless given, generator.count of one rank",
+    )
+
+
 def _keys_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", help="is made if it is not there")
 
@@ -397,6 +425,16 @@ COMMANDS: dict[str, Command] = {
         "asyncrl queue drain demo",
         _stream_options,
         takes_config=False,
+    ),
+    "sync plan": Command(
+        _sync_plan,
+        "what a weight update will cost",
+        "Plan one update of all generators from the shapes of a model alone, for pools of any size: who sends how "
+        "much, through how many streams and hops, how long it takes over links of sync.network_gb_s and "
+        "sync.local_gb_s, and the memory it needs. Nothing is started.",
+        "asyncrl sync plan configs/recipes/demo.yaml --model configs/models/deepseek_v3 model.dtype=bfloat16 "
+        "--learner 'fsdp 512 ep 64' --generators '64 tp 8'",
+        _sync_plan_options,
     ),
     "keys": Command(
         _keys,

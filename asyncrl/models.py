@@ -20,14 +20,24 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
 
 from asyncrl.config.schema import ModelConfig
 from asyncrl.errors import ConfigError
+from asyncrl.sync.bucket import dtype_name
+from asyncrl.sync.families import Heads, Shapes
+from asyncrl.sync.layout import whole_layout
+from asyncrl.sync.names import Fused, Names, checkpoint_layout
 from asyncrl.types import Array
 
 Loaded = TypeVar("Loaded")
 
 transformers.utils.logging.disable_progress_bar()  # the log of a process is lines
+
+STACKED = [(MergeModulelist, 0)]
+STACKED_ROWS = [(MergeModulelist, 0), (Concatenate, 1)]
+"""What transformers does to the experts of a checkpoint: stacks them, after it put gate and up together by rows."""
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 
@@ -72,6 +82,45 @@ def load_causal_lm(
 def load_config(model: ModelConfig, key: str = "model.path") -> PretrainedConfig:
     """The model's config.json alone. Raises ConfigError as `load_causal_lm` does."""
     return _read(model, lambda: AutoConfig.from_pretrained(model.path, **_where(model)), key)
+
+
+def checkpoint_names(config: PretrainedConfig) -> Names:
+    """How a model's parameters in memory are called in its checkpoint."""
+    fused, renamed = [], []
+    for rule in get_checkpoint_conversion_mapping(config.get_text_config().model_type) or ():
+        steps = [(type(step), getattr(step, "dim", None)) for step in getattr(rule, "operations", ())]
+        if isinstance(rule, WeightConverter) and steps in (STACKED, STACKED_ROWS):
+            fused.append(Fused(rule.target_patterns[0], tuple(rule.source_patterns)))
+        elif (
+            isinstance(rule, WeightRenaming) and rule.source_patterns[0].replace("_", "").strip(".").isalnum()
+        ):
+            renamed.append((rule.target_patterns[0], rule.source_patterns[0]))
+    return Names(tuple(fused), tuple(renamed))
+
+
+def checkpoint_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """A whole model's live parameters, tied ones once, in checkpoint names: views, where transformers fuses them."""
+    inside = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    layout = whole_layout({name: (t.shape, dtype_name(t.dtype)) for name, t in inside.items()})
+    _, views = checkpoint_layout(layout, checkpoint_names(model.config))
+    return {there: inside[name][view.index] for there, ((name, view),) in views.items()}
+
+
+def checkpoint_shapes(model: ModelConfig) -> tuple[Shapes, Heads]:
+    """Of the parameters in the checkpoint, tied ones once, in `model.dtype`: read off config.json alone.
+
+    Raises ConfigError as `load_causal_lm` does.
+    """
+    config = load_config(model)
+    text = config.get_text_config()
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
+    inside = whole_layout({name: (p.shape, model.dtype) for name, p in network.named_parameters()})
+    layout, _ = checkpoint_layout(inside, checkpoint_names(config))
+    key_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_rows = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    heads = Heads(text.num_attention_heads * head_rows, key_heads * head_rows, key_heads)
+    return {name: (param.shape, param.dtype) for name, param in layout.items()}, heads
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:

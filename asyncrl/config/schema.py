@@ -224,14 +224,99 @@ class QueueConfig:
 
 @dataclass(frozen=True)
 class SyncConfig:
-    backend: Literal["gloo", "nccl"] = "gloo"  # of the weight channels
+    backend: Literal["auto", "shm", "nccl", "gloo", "file", "redis"] = "auto"  # how weights travel; auto: shm
+    #                                    where both ends can map each other's memory, else nccl between GPUs, else gloo;
+    #                                    file and redis: the learner stores versions there, and generators read them
+    folder: str | None = None  # backend file: where versions are stored; every process of the run must see it
+    redis_url: str | None = None  # backend redis: as queue.redis_url; may be the same server
+    keep: int = 2  # backends file and redis: newest versions that stay stored; more help slow readers
+    fsync: bool = False  # backend file: a stored version survives a power failure
     host: str = "127.0.0.1"  # address of this machine, as the generators see it
     bucket_mb: float = 64.0  # size of one message of the weight stream
     verify: bool = True  # after every flip, hash the engine's live parameters against the learner's
     deadline_s: float = 120.0  # of one weight transfer
+    snapshots: int = (
+        2  # copies of its shards that a learner rank keeps; with 1, half the memory, a transfer that takes
+    )
+    #                     longer than a step is started over, and a generator that always does gets no versions
+    fanout: int | None = (
+        None  # most generators that one feeds with what it takes (0: the learner feeds all); none: by
+    )
+    #                            predicted time, and those on the learner's own host take directly from it
+    silence_s: float = (
+        300.0  # a generator that the learner has not heard of for so long is fenced: it must join anew
+    )
+    delta: Literal["never", "auto", "always"] = (
+        "auto"  # send generators what changed since the version that they have, if
+    )
+    #                                             that is less; auto: over links slower than 1 GB/s. Needs snapshots=2
+    delta_share: float = (
+        0.5  # memory for changes of past versions, which laggards replay: share of a rank's parameters
+    )
+    network_gb_s: float = 12.5  # what one rank sends to other machines, for predictions: 100 Gbit/s
+    local_gb_s: float = 9.0  # to ranks of its own machine: shared memory of two CPU cores; NVLink does 100
+    hop_ms: float = 2.0  # what each generator between the learner and the last one adds, beside its bucket
+
+    @property
+    def bucket_bytes(self) -> int:
+        return int(self.bucket_mb * 2**20)
+
+    @property
+    def stored(self) -> bool:
+        """Whether weights travel through a store, not over channels."""
+        return self.backend in ("file", "redis")
 
     def __post_init__(self) -> None:
-        positive("sync", bucket_mb=self.bucket_mb, deadline_s=self.deadline_s)
+        positive(
+            "sync",
+            bucket_mb=self.bucket_mb,
+            deadline_s=self.deadline_s,
+            keep=self.keep,
+            delta_share=self.delta_share,
+            silence_s=self.silence_s,
+            network_gb_s=self.network_gb_s,
+            local_gb_s=self.local_gb_s,
+            hop_ms=self.hop_ms,
+        )
+        require(
+            self.silence_s >= self.deadline_s,
+            "sync.silence_s",
+            self.silence_s,
+            f"a generator is silent during a transfer, for up to sync.deadline_s={self.deadline_s}",
+            "raise sync.silence_s",
+        )
+        require(
+            self.snapshots in (1, 2),
+            "sync.snapshots",
+            self.snapshots,
+            "a learner rank keeps 1 or 2 copies",
+            "set sync.snapshots=2, or 1 to save memory",
+        )
+        require(
+            self.delta != "always" or self.snapshots == 2,
+            "sync.delta",
+            self.delta,
+            "two versions are compared, but sync.snapshots=1 keeps one",
+            "set sync.snapshots=2 or sync.delta=never",
+        )
+        require(
+            self.fanout is None or self.fanout >= 0,
+            "sync.fanout",
+            self.fanout,
+            "a number of generators, or none",
+            "leave it out, or set sync.fanout=0 for no tree",
+        )
+        for key, value, backend, example in (
+            ("folder", self.folder, "file", "/shared/weights"),
+            ("redis_url", self.redis_url, "redis", "redis://127.0.0.1:6379/0"),
+        ):
+            require(
+                (value is not None) == (self.backend == backend),
+                f"sync.{key}",
+                value,
+                f"goes with sync.backend={backend}, and only with that",
+                f"set sync.backend={backend} sync.{key}={example}",
+            )
 
 
 @dataclass(frozen=True)

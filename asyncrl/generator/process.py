@@ -15,15 +15,15 @@ from asyncrl.generator.rewards import Scorer
 from asyncrl.generator.rollouts import Rollouts
 from asyncrl.generator.scripted_engine import ScriptedEngine, hashed_script
 from asyncrl.generator.transformers_engine import load_transformers_engine
-from asyncrl.generator.weights import Learner, WeightFollower
+from asyncrl.generator.weights import Learner, WeightFollower, WeightStream
 from asyncrl.generator.worker import Worker
-from asyncrl.models import load_causal_lm, load_tokenizer
+from asyncrl.models import checkpoint_tensors, load_causal_lm, load_tokenizer
 from asyncrl.queue.client import QueueClient
 from asyncrl.queue.keys import client_keys
 from asyncrl.sync.bucket import dtype_name
 from asyncrl.sync.digest import digest_layout
+from asyncrl.sync.ends import open_stream
 from asyncrl.sync.layout import Layout, whole_layout
-from asyncrl.sync.subscriber import Subscriber
 from asyncrl.types import Task
 
 
@@ -73,17 +73,26 @@ def load_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
         hashed_script(model.config.get_text_config().vocab_size, config.generator.max_tokens),
         slots=config.generator.slots,
         max_length=config.generator.max_length,
-        parameters={name: parameter.data for name, parameter in model.named_parameters()},
+        parameters=checkpoint_tensors(model),
     )
 
 
 def _follower(name: str, config: Config, engine: Engine, client: QueueClient) -> WeightFollower:
     layout = layout_of(engine.weight_targets())
 
-    def open_stream(learner: Learner, staging: Mapping[str, Tensor]) -> Subscriber:
-        return Subscriber(name, learner.endpoints, layout, config.sync, staging, learner.lineage)
+    def open_to(learner: Learner, staging: Mapping[str, Tensor]) -> WeightStream:
+        return open_stream(
+            config.run.name,
+            name,
+            learner.endpoints,
+            layout,
+            config.sync,
+            staging,
+            learner.lineage,
+            client_keys(config.queue.keys),
+        )
 
-    return WeightFollower(name, engine, client, open_stream, partial(digest_layout, layout), config.sync)
+    return WeightFollower(name, engine, client, open_to, partial(digest_layout, layout), config.sync)
 
 
 def layout_of(targets: Mapping[str, Tensor]) -> Layout:

@@ -138,8 +138,7 @@ class SlotBatch:
     @torch.inference_mode()
     def flip(self, staged: Mapping[str, Tensor], targets: Mapping[str, Tensor], version: Version) -> None:
         """Copy `staged` over the live parameters. KV of samples in flight is kept."""
-        for name, target in targets.items():
-            target.copy_(staged[name])
+        torch._foreach_copy_(list(targets.values()), [staged[name] for name in targets])
         self.version = version
 
     @torch.inference_mode()

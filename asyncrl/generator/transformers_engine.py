@@ -30,7 +30,7 @@ from asyncrl.errors import ConfigError, RunClosedError
 from asyncrl.generator.engine import SampleRequest
 from asyncrl.generator.kv_cache import ATTENTION, UnsupportedAttentionError
 from asyncrl.generator.slots import SlotBatch
-from asyncrl.models import load_causal_lm
+from asyncrl.models import checkpoint_tensors, load_causal_lm
 from asyncrl.telemetry.spans import Spans
 from asyncrl.types import NO_VERSION, Sampling, Turn, Version
 
@@ -53,7 +53,7 @@ class TransformersEngine:
         version: Version = NO_VERSION,
         fixed_shape: bool = False,
     ) -> None:
-        self._targets = {name: parameter.data for name, parameter in model.named_parameters()}
+        self._targets = checkpoint_tensors(model)
         check_attention(model, max_length)
         self._batch = SlotBatch(
             model,

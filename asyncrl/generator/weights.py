@@ -5,8 +5,9 @@
       │ lineage or endpoints changed     ▾
       └────────────────────────── flip between two decode steps ─▸ verify live parameters ─▸ held = version
                                          ▴                                                       │
-       evaluations pin the version: the flip waits for them                leases are asked for again
+       evaluations pin the version: the flip waits for them       the learner is told, leases are asked for again
 
+The engine stands still for the flip alone: a copy of memory to memory, however long the transfer took.
 A learner that is gone is no failure: the worker goes on with the version it holds until one appears.
 """
 
@@ -28,6 +29,9 @@ from torch import Tensor
 from asyncrl.config.schema import SyncConfig
 from asyncrl.errors import DeadlineError, RefusedError, WeightSyncError
 from asyncrl.generator.engine import Engine
+from asyncrl.sync.arena import Arena
+from asyncrl.sync.bucket import Shards, dtype_name
+from asyncrl.sync.layout import whole_layout
 from asyncrl.types import NO_VERSION, Version
 
 log = logging.getLogger(__name__)
@@ -56,12 +60,22 @@ class Staged(Protocol):
     def digest(self) -> int | None: ...
     @property
     def seconds(self) -> float: ...
+    @property
+    def bytes(self) -> int: ...
 
 
 class WeightStream(Protocol):
-    """Blocking, used from one thread."""
+    """Blocking, used from one thread. See `sync.subscriber.Subscriber`."""
 
-    def fetch(self, newer_than: Version, wait_s: float) -> Staged | None: ...
+    def newest(self, newer_than: Version, wait_s: float) -> Version | None: ...
+
+    def stage(self, version: Version) -> Staged: ...
+
+    def fetch(self, newer_than: Version, wait_s: float) -> Staged | None:
+        """`newest` and `stage`, until one succeeds."""
+
+    def held(self, version: Version) -> None:
+        """Tell the learner that this version is flipped and verified, or still is."""
 
     def close(self) -> None: ...
 
@@ -107,12 +121,12 @@ class WeightFollower:
         self._name, self._engine, self._directory = name, engine, directory
         self._open_stream, self._digest, self._config = open_stream, digest, config
         self._live = engine.weight_targets()
-        self._staging = {key: _staging_for(target, config) for key, target in self._live.items()}
+        self._staging, self._floor_s = _staging_for(self._live, config)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._state = asyncio.Condition()
         self._pins = 0
         self._flipping = False
-        self._counts = Counter({"flips": 0, "failures": 0})
+        self._counts = Counter({"flips": 0, "failures": 0, "bytes": 0})
         self._pauses_ms: deque[float] = deque(maxlen=RECENT_FLIPS)
         self._fetches_ms: deque[float] = deque(maxlen=RECENT_FLIPS)
 
@@ -148,9 +162,11 @@ class WeightFollower:
             await self._state.wait_for(lambda: (self.lineage, self.held) != (lineage, held))
 
     def stats(self) -> dict[str, Any]:
-        """weights/flips and weights/failures so far; weights/pauses_ms and weights/fetches_ms of the last flips."""
+        """weights/flips, weights/failures and weights/bytes (received) so far; weights/pauses_ms and
+        weights/fetches_ms of the last flips; weights/floor_ms: of a plain copy of the same bytes."""
         return {
             **{f"weights/{name}": value for name, value in self._counts.items()},
+            "weights/floor_ms": 1e3 * self._floor_s,
             "weights/pauses_ms": list(self._pauses_ms),
             "weights/fetches_ms": list(self._fetches_ms),
         }
@@ -186,26 +202,46 @@ class WeightFollower:
                     await self._failed(error)
                     return
                 if staged is not None:
-                    await self._install(staged, learner)
+                    await self._install(staged, learner, stream)
                     newer_than = staged.version
                 elif await self._find() != learner:
                     return
         finally:
             await self._in_thread(stream.close)
 
-    async def _install(self, staged: Staged, learner: Learner) -> None:
-        async with self._state:
-            await self._state.wait_for(lambda: self._pins == 0)
-            self._flipping = True
+    async def _install(self, staged: Staged, learner: Learner, stream: WeightStream) -> None:
+        while not await self._begin_flip():
+            if learner.lineage == self.lineage:
+                await self._tell(stream)  # an evaluation takes long, and whoever is silent gets fenced
         pause_s = await self._engine.flip(self._staging, staged.version)
         await self._verify(staged)
         async with self._state:
             self.held, self.lineage = staged.version, learner.lineage
             self._flipping = False
             self._state.notify_all()
+        await self._tell(stream)
         self._counts["flips"] += 1
+        self._counts["bytes"] += staged.bytes
         self._pauses_ms.append(1e3 * pause_s)
         self._fetches_ms.append(1e3 * staged.seconds)
+
+    async def _begin_flip(self) -> bool:
+        """Whether nothing pins the version any more, after some time."""
+        async with self._state:
+            try:
+                async with asyncio.timeout(POLL_S):
+                    await self._state.wait_for(lambda: self._pins == 0)
+            except TimeoutError:
+                return False
+            self._flipping = True
+            return True
+
+    async def _tell(self, stream: WeightStream) -> None:
+        """The learner counts who holds what; one that cannot be reached is found out by the next fetch."""
+        try:
+            await self._in_thread(partial(stream.held, self.held))
+        except TRANSFER_ERRORS as error:
+            log.warning("%s could not acknowledge version %d: %s", self._name, self.held, error)
 
     async def _verify(self, staged: Staged) -> None:
         """On a mismatch the follower stays in its flip: nothing is committed any more, the worker ends."""
@@ -227,6 +263,13 @@ class WeightFollower:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
-def _staging_for(target: Tensor, config: SyncConfig) -> Tensor:
-    device = torch.device("cpu") if config.backend == "gloo" else target.device
-    return torch.empty_like(target, device=device, requires_grad=False)
+def _staging_for(live: Mapping[str, Tensor], config: SyncConfig) -> tuple[dict[str, Tensor], float]:
+    """Memory for one version of the parameters, in one stretch, and the least seconds that a flip from it can take."""
+    layout = whole_layout({name: (target.shape, dtype_name(target.dtype)) for name, target in live.items()})
+    shards = Shards(layout, live)
+    on_host = config.backend == "gloo" or config.stored
+    arena = Arena(shards, torch.device("cpu") if on_host else None)
+    floor_s = min(arena.floor(shards.device) for _ in range(2))
+    # A parameter without elements takes no memory.
+    empty = {name: torch.empty_like(target) for name, target in live.items() if not target.numel()}
+    return empty | {name: parts[0] for name, parts in arena.shards.tensors.items()}, floor_s

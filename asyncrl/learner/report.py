@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from asyncrl.learner.ports import Published
 from asyncrl.telemetry.spans import busy_share
 from asyncrl.types import Version
 
@@ -22,7 +23,7 @@ EDGE_VERSIONS = 5
 
 WorkerStats = Mapping[str, Any]
 """What a worker says of itself (generator/worker.py): tokens, seconds {span: s} and weights/flips since its start,
-held, and weights/pauses_ms of its last flips."""
+held, weights/pauses_ms and weights/fetches_ms of its last flips, and weights/floor_ms, the least a pause can be."""
 
 
 class Pool:
@@ -58,13 +59,26 @@ class Pool:
             row["busy/generator"] = busy_share(spans)
             row["tokens_per_s"] = tokens * len(stats) / sum(spans.values())
             row |= {f"generator/time/{name}": s / len(stats) for name, s in spans.items()}
-        pauses = [pause for now in stats.values() for pause in now.get("weights/pauses_ms", ())]
-        if pauses:
-            row["pause_ms_p50"] = median(pauses)
+        for name, key in (("pause_ms_p50", "weights/pauses_ms"), ("fetch_ms_p50", "weights/fetches_ms")):
+            times = [ms for now in stats.values() for ms in now.get(key, ())]
+            if times:
+                row[name] = median(times)
+        floors = [now["weights/floor_ms"] for now in stats.values() if "weights/floor_ms" in now]
+        if floors:
+            row["pause_floor_ms"] = median(floors)
         held = [now["held"] for now in stats.values() if "held" in now]
         if held:
             row["held/min"] = min(held)
         return row
+
+
+def publish_values(published: Published, stats: Mapping[str, float]) -> dict[str, float]:
+    """What a version cost rank 0, and what its publisher counts (`Publisher.stats`), as sync/…"""
+    return {
+        **{f"sync/{name}": value for name, value in stats.items()},
+        "sync/pause_ms": 1e3 * published.pause_s,
+        "sync/floor_ms": 1e3 * published.floor_s,
+    }
 
 
 def step_row(
@@ -112,6 +126,7 @@ def summarise(rows: Sequence[Mapping[str, Any]], *, max_staleness: int, wall_s: 
         },
         "weight_updates": last.get("weight_updates", 0),
         "pause_ms_p50": _median(steps, "pause_ms_p50"),
+        "publish_ms_p50": _median(steps, "sync/pause_ms"),
         "tasks_dropped": last.get("queue/dropped", 0),
     }
 

@@ -22,14 +22,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from asyncrl.config.schema import OptimizerConfig
 from asyncrl.learner.attention import Documents
 from asyncrl.learner.batch import MicroBatch
+from asyncrl.learner.dtensor_layout import layout_of_dtensors
 from asyncrl.learner.networks import Critic, LanguageModel
 from asyncrl.learner.storage import ModelState
-from asyncrl.sync.layout import Box, Layout, ParamLayout
+from asyncrl.models import checkpoint_names
+from asyncrl.sync.bucket import BoxTensors
+from asyncrl.sync.layout import Layout
+from asyncrl.sync.names import Names
 
 WRAPPER: Final = "causal_lm."
 """Parameters of a language model go by the names that its checkpoint has for them."""
@@ -136,11 +139,17 @@ class ShardedModel:
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
     def layout(self) -> Layout:
-        return {name: _param_layout(parameter) for name, parameter in self._parameters.items()}
+        return self._in_checkpoint()[0]
 
     def local_tensors(self) -> Mapping[str, Tensor]:
         """This rank's live shards."""
-        return {name: _local(parameter) for name, parameter in self.parameters().items()}
+        # FSDP2 alone leaves one box of each parameter.
+        return cast(dict[str, Tensor], self._in_checkpoint()[1])
+
+    def _in_checkpoint(self) -> tuple[Layout, dict[str, BoxTensors]]:
+        network = self.network
+        names = checkpoint_names(network.causal_lm.config) if isinstance(network, LanguageModel) else Names()
+        return layout_of_dtensors(self._parameters, names)
 
 
 def _shard(network: nn.Module, mesh: DeviceMesh) -> None:
@@ -176,18 +185,3 @@ def _master(parameter: nn.Parameter) -> Tensor:
     if not parameter.requires_grad or parameter.dtype in (torch.float32, torch.float64):
         return parameter
     return parameter.detach().float().requires_grad_()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _param_layout(parameter: Tensor) -> ParamLayout:
-    shape, dtype = tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")
-    if not isinstance(parameter, DTensor):
-        return ParamLayout(shape, dtype, (Box.whole(shape),))
-    local, offsets = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
-    box = Box(tuple(offsets), tuple(local))
-    return ParamLayout(shape, dtype, (box,) if box.elements else ())

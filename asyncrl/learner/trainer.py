@@ -35,7 +35,7 @@ from asyncrl.errors import TrainingError
 from asyncrl.learner import checkpoint, report, requirements
 from asyncrl.learner.backend import Backend
 from asyncrl.learner.evaluation import EVAL, PARK_S, Evaluation, Evaluations
-from asyncrl.learner.ports import LearnerClient, Trained, WeightPublisher
+from asyncrl.learner.ports import LearnerClient, Published, Trained, WeightPublisher
 from asyncrl.learner.stream import (
     TRAIN,
     GroupStream,
@@ -207,11 +207,11 @@ class Trainer:
             return self._refuse(done)
         self._bad_steps = 0
         with self._spans("wait/publish"):
-            self._publisher.publish(self.version + 1)
+            published = self._publisher.publish(self.version + 1)
         trained = self._report_trained()
         self.version += 1
         if self._leads and trained:
-            self._write_row(done, trained)
+            self._write_row(done, trained, published)
         self._evaluate_if_due()
         if self.version % self._config.checkpoint.every == 0:
             self._checkpoint()
@@ -248,9 +248,10 @@ class Trainer:
             self._backend.exchange(None)
         return trained
 
-    def _write_row(self, done: VersionReport, trained: Trained) -> None:
+    def _write_row(self, done: VersionReport, trained: Trained, published: Published) -> None:
         spans, pool = self._spans.take(), self._pool.update(trained.stats)
-        self._rows.write(report.step_row(self.version, done.values, spans, trained.depth, pool))
+        values = {**done.values, **report.publish_values(published, self._publisher.stats())}
+        self._rows.write(report.step_row(self.version, values, spans, trained.depth, pool))
 
     # ------------------------------------------------------------------ beside the loop
 
@@ -356,7 +357,7 @@ def run_learner(config: Config, heldout: int = 0) -> None:
     from asyncrl.learner.fsdp import FsdpBackend, end_rank
     from asyncrl.queue.client import BlockingClient
     from asyncrl.queue.keys import client_keys
-    from asyncrl.sync.publisher import Publisher
+    from asyncrl.sync.ends import open_publisher
 
     if config.learner.threads:
         torch.set_num_threads(config.learner.threads)
@@ -373,7 +374,9 @@ def run_learner(config: Config, heldout: int = 0) -> None:
 
     def make_publisher(lineage: int) -> WeightPublisher:
         layout, tensors = backend.layout(), backend.local_tensors()
-        return Publisher(backend.rank, backend.world, layout, tensors, config.sync, lineage)
+        rank, world = backend.rank, backend.world
+        keys = client_keys(config.queue.keys)
+        return open_publisher(config.run.name, rank, world, layout, tensors, config.sync, lineage, keys)
 
     trainer = Trainer(
         config, backend, client, make_publisher, Path(config.run.dir) / config.run.name, heldout

@@ -45,7 +45,11 @@ class ServerKeys:
 
 @dataclass(frozen=True, slots=True)
 class ClientKeys:
-    """server: the public key of the broker."""
+    """server: the public key of the broker.
+
+    Learners and generators all hold these, so they also speak for them among each other: whoever serves the others
+    shows the same key pair, and lets in none but that.
+    """
 
     path: str
     public: bytes
@@ -56,6 +60,20 @@ class ClientKeys:
         """Before it is connected."""
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
         socket.curve_serverkey = self.server
+
+    def serve(self, socket: zmq.Socket) -> None:
+        """Let other holders of these keys in. Before it is bound."""
+        socket.curve_server = True
+        socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
+
+    def connect(self, socket: zmq.Socket) -> None:
+        """To one that `serve`s. Before it is connected."""
+        socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
+        socket.curve_serverkey = self.public
+
+    def admit(self, zap_request: Sequence[bytes]) -> list[bytes]:
+        """libzmq's question to one that `serve`s, answered."""
+        return zap_reply(zap_request, self.public)
 
 
 def make_keys(folder: Path) -> None:

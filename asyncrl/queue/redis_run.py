@@ -11,28 +11,16 @@ comes.
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
 import redis
-from redis.backoff import NoBackoff
 from redis.client import Pipeline
-from redis.retry import Retry
 
-from asyncrl.errors import ConfigError, DeadlineError, JournalError
+from asyncrl.errors import ConfigError, JournalError
+from asyncrl.redis_place import DEADLINE_S, open_redis, patiently, refused, without_password
 
-DEADLINE_S = 30.0
-"""How long a connection that is lost is tried again; less than a client waits for its answer."""
-
-PASSWORD = "ASYNCRL_REDIS_PASSWORD"
-"""Environment variable with the password, for a URL without one: config.yaml lies in the run folder for all to read."""
-
-PAUSE_S = 0.1
-ATTEMPT_S = 10.0
-"""Longest silence of one attempt."""
+KEY = "queue.redis_url"
 
 GUARD = """
 local epoch = redis.call('get', KEYS[1])
@@ -40,9 +28,6 @@ if not epoch then return redis.error_reply('LOST') end
 if epoch ~= ARGV[1] then return redis.error_reply('TAKEN ' .. epoch) end
 """
 """First lines of every script: KEYS[1] is the fence, ARGV[1] the writer's epoch."""
-
-UNREACHABLE = (redis.ConnectionError, redis.TimeoutError, redis.exceptions.ReadOnlyError)
-"""What may go over: not there, not there yet (loading), a replica that is about to be promoted."""
 
 
 class RedisRun:
@@ -54,18 +39,7 @@ class RedisRun:
 
     def __init__(self, url: str, run: str, *, deadline_s: float = DEADLINE_S) -> None:
         self.run, self.where, self._deadline_s = run, without_password(url), deadline_s
-        try:
-            self.client = redis.Redis.from_url(
-                url,
-                password=os.environ.get(PASSWORD),
-                socket_timeout=ATTEMPT_S,
-                socket_connect_timeout=ATTEMPT_S,
-                retry=Retry(NoBackoff(), 0),
-            )
-        except ValueError as error:
-            raise ConfigError(
-                "queue.redis_url", self.where, str(error), "e.g. queue.redis_url=redis://127.0.0.1:6379/0"
-            ) from error
+        self.client = open_redis(url, KEY)
         self._refuse_eviction()
         self.epoch: int = self.call(lambda: self.client.incr(self.key("broker")))
 
@@ -81,20 +55,11 @@ class RedisRun:
 
         DeadlineError after `deadline_s`; JournalError if another broker has the run, or the server has no memory.
         """
-        until = time.monotonic() + self._deadline_s
-        while True:
-            try:
-                return command()
-            except UNREACHABLE as error:
-                if isinstance(error, redis.AuthenticationError):
-                    raise self._refused(error) from error
-                if time.monotonic() >= until:
-                    who = f"the queue of run {self.run}"
-                    whom = f"Redis at {self.where} ({type(error).__name__}: {error})"
-                    raise DeadlineError(who, whom, "an answer", self._deadline_s) from error
-                time.sleep(PAUSE_S)
-            except redis.ResponseError as error:
-                raise self._named(error) from error
+        who = f"the queue of run {self.run}"
+        try:
+            return patiently(command, who=who, where=self.where, key=KEY, deadline_s=self._deadline_s)
+        except redis.ResponseError as error:
+            raise self._named(error) from error
 
     def pipeline(self, fill: Callable[[Pipeline], None]) -> list[Any]:
         """The answers to the commands that `fill` puts into a pipeline; it may be asked to do so again."""
@@ -114,19 +79,11 @@ class RedisRun:
         policy = self.call(lambda: self.client.info("memory")).get("maxmemory_policy", "noeviction")
         if policy != "noeviction":
             raise ConfigError(
-                "queue.redis_url",
+                KEY,
                 self.where,
                 f"this server may throw keys away (maxmemory-policy {policy})",
                 "CONFIG SET maxmemory-policy noeviction, or use another server",
             )
-
-    def _refused(self, error: redis.RedisError) -> ConfigError:
-        return ConfigError(
-            "queue.redis_url",
-            self.where,
-            f"the server refuses these credentials: {error}",
-            f"give name and password as in redis://name:password@host:6379/0, or the password in {PASSWORD}",
-        )
 
     def _named(self, error: redis.ResponseError) -> JournalError | ConfigError:
         text = str(error)
@@ -140,7 +97,7 @@ class RedisRun:
                 f"Redis at {self.where} has lost what this broker wrote; was it started again without appendonly?"
             )
         if isinstance(error, redis.exceptions.NoPermissionError) or "NOAUTH" in text:
-            return self._refused(error)
+            return refused(error, self.where, KEY)
         return JournalError(f"Redis at {self.where} will not write: {text}")
 
 
@@ -156,15 +113,3 @@ class Script:
         if pipeline is not None:
             return self._script(client=pipeline, **every)
         return self._run.call(lambda: self._script(**every))
-
-
-def without_password(url: str) -> str:
-    """
-    >>> without_password("rediss://me:secret@host:6380/2")
-    'rediss://me:***@host:6380/2'
-    """
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    name, _, place = parts.netloc.rpartition("@")
-    return urlunsplit(parts._replace(netloc=f"{name.partition(':')[0]}:***@{place}"))

@@ -1,4 +1,5 @@
-"""Memory for one snapshot of a rank's shards: one allocation, so that a plain copy of it is the floor."""
+"""Memory for one copy of a rank's shards, a snapshot or staging: one allocation, so that a plain copy of it is the
+floor of what a pause can be."""
 
 from __future__ import annotations
 
@@ -8,38 +9,55 @@ import torch
 
 from asyncrl.sync.bucket import Shards
 from asyncrl.sync.plan import ALIGN
+from asyncrl.sync.shared_memory import shared_memory
 
 
 class Arena:
-    """A copy of `live`, in one stretch of memory on the same device; `shards` addresses it by boxes."""
+    """Room for a copy of `live`, in one stretch of memory; `shards` addresses it by boxes.
 
-    def __init__(self, live: Shards) -> None:
-        self.bytes = sum(t.numel() * t.element_size() for t in live.tensors.values())
-        starts, end = [], 0
-        for tensor in live.tensors.values():
-            starts.append(end)
-            end += -(-tensor.numel() * tensor.element_size() // ALIGN) * ALIGN
-        self.memory = torch.zeros(end, dtype=torch.uint8, device=live.device)
-        copies = {
-            name: self.memory[start : start + t.numel() * t.element_size()].view(t.dtype).view(t.shape)
-            for start, (name, t) in zip(starts, live.tensors.items(), strict=True)
-        }
+    On the device of `live` if none is given.
+    """
+
+    def __init__(self, live: Shards, device: torch.device | None = None) -> None:
+        self.bytes = sum(part.numel() * part.element_size() for part in live.parts)
+        padded = sum(_padded(part) for part in live.parts)
+        self.memory = shared_memory(padded, device or live.device)
+        free = self.memory
+        copies: dict[str, list[torch.Tensor]] = {}
+        for name, parts in live.tensors.items():
+            copies[name] = []
+            for part in parts:
+                bytes_ = free[: part.numel() * part.element_size()]
+                copies[name].append(bytes_.view(part.dtype).view(part.shape))
+                free = free[_padded(part) :]
         self.shards = Shards(live.layout, copies)
 
     def take(self, live: Shards) -> float:
         """Copy everything; returns the seconds it took, the device's work included."""
         begun = time.perf_counter()
         if live.tensors:
-            torch._foreach_copy_(list(self.shards.tensors.values()), list(live.tensors.values()))
+            torch._foreach_copy_(self.shards.parts, live.parts)
         _finish(self.memory.device)
         return time.perf_counter() - begun
 
-    def floor(self, other: Arena) -> float:
-        """Seconds of one plain copy of the same bytes: what `take` cannot beat."""
+    def floor(self, to: torch.device | None = None) -> float:
+        """Seconds of one plain copy of the same bytes, here or to another device: no pause can beat it.
+
+        Destroys what is in it.
+        """
+        half = len(self.memory) // 2
+        low, high = self.memory[:half], self.memory[half : 2 * half]
+        there = low.to(to) if to is not None and to.type != low.device.type else low
         begun = time.perf_counter()
-        self.memory.copy_(other.memory)
-        _finish(self.memory.device)
+        there.copy_(high)
+        (high if there is low else there).copy_(low)
+        _finish(there.device)
         return time.perf_counter() - begun
+
+
+def _padded(tensor: torch.Tensor) -> int:
+    """Bytes that a tensor takes here, so that the next one starts aligned."""
+    return -(-tensor.numel() * tensor.element_size() // ALIGN) * ALIGN
 
 
 def _finish(device: torch.device) -> None:

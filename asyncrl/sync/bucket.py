@@ -9,13 +9,14 @@ and lies in one stretch of memory at an end is sent from, or received into, the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from asyncrl.errors import WeightSyncError
 from asyncrl.sync.layout import Box, Layout, ParamLayout
 from asyncrl.sync.plan import Bucket, SourcePlan
+from asyncrl.sync.shared_memory import shared_memory
 from asyncrl.sync.transport import Channel, Transfer
 
 
@@ -29,48 +30,56 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-class Shards:
-    """One rank's tensors, addressed by boxes in checkpoint coordinates (see `layout` for how boxes lie in
-    them).
+BoxTensors = torch.Tensor | Sequence[torch.Tensor]
+"""What a rank has of one parameter: one tensor of each box's shape, in the order of the layout's boxes. A single
+box's may stand alone. Any strides: views into a fused parameter will do."""
 
-    Raises WeightSyncError, naming the parameter, when a tensor is missing or does not fit its layout.
+
+class Shards:
+    """One rank's tensors, addressed by boxes in checkpoint coordinates.
+
+    Raises WeightSyncError, naming the parameter, when a tensor is missing or does not fit its box.
     """
 
-    def __init__(self, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, layout: Layout, tensors: Mapping[str, BoxTensors]) -> None:
         self.layout = layout
-        self.tensors: dict[str, torch.Tensor] = {}
+        self.tensors: dict[str, tuple[torch.Tensor, ...]] = {}
         for name, param in layout.items():
             if param.elements:
                 if name not in tensors:
                     raise WeightSyncError(f"parameter {name}: in the layout, but there is no tensor of it")
-                self.tensors[name] = _checked(name, param, tensors[name].detach())
+                given = tensors[name]
+                parts = (given,) if isinstance(given, torch.Tensor) else tuple(given)
+                _check(name, param, parts)
+                self.tensors[name] = tuple(part.detach() for part in parts)
+
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        """All tensors, one per box, in the order of the layout."""
+        return [part for parts in self.tensors.values() for part in parts]
 
     @property
     def device(self) -> torch.device:
-        return next((t.device for t in self.tensors.values()), torch.device("cpu"))
+        return next((part.device for part in self.parts), torch.device("cpu"))
 
     def view(self, name: str, box: Box) -> torch.Tensor:
         """The elements of `box`, which one held box must contain, as a view of shape `box.shape`."""
-        start = 0
-        boxes = self.layout[name].boxes
-        for held in boxes:
+        parts = self.tensors.get(name, ())
+        for held, part in zip(
+            self.layout[name].boxes, parts, strict=False
+        ):  # of an empty parameter: no parts
             if held.contains(box):
-                local = self.tensors[name]
-                if len(boxes) > 1:
-                    local = local[start : start + held.elements].view(held.shape)
-                return local[box.within(held).slices()]
-            start += held.elements
+                return part[box.within(held).slices()]
         raise WeightSyncError(f"parameter {name}: {box} is not held here")
 
 
-def _checked(name: str, param: ParamLayout, tensor: torch.Tensor) -> torch.Tensor:
-    shape = param.boxes[0].shape if len(param.boxes) == 1 else (param.elements,)
-    if tuple(tensor.shape) != shape or dtype_name(tensor.dtype) != param.dtype:
+def _check(name: str, param: ParamLayout, parts: Sequence[torch.Tensor]) -> None:
+    here = [f"{dtype_name(part.dtype)} {tuple(part.shape)}" for part in parts]
+    there = [f"{param.dtype} {box.shape}" for box in param.boxes]
+    if here != there:
         raise WeightSyncError(
-            f"parameter {name}: the tensor is {dtype_name(tensor.dtype)} {tuple(tensor.shape)}, "
-            f"its layout says {param.dtype} {shape}"
+            f"parameter {name}: the tensor is {' and '.join(here) or 'missing'}, its layout says {' and '.join(there)}"
         )
-    return tensor
 
 
 def pack(bucket: Bucket, shards: Shards, buffer: torch.Tensor) -> torch.Tensor:
@@ -106,11 +115,13 @@ class Buffers:
         self._size = max(packed, default=0)
         self._buffers: dict[int, torch.Tensor] = {}
 
-    def take(self, index: int) -> torch.Tensor:
-        """The buffer for bucket `index`: free again once bucket index - 2 is done."""
-        if index % 2 not in self._buffers:
-            self._buffers[index % 2] = torch.empty(self._size, dtype=torch.uint8, device=self._device)
-        return self._buffers[index % 2]
+    def take(self, index: int, bytes_: int = 0) -> torch.Tensor:
+        """The buffer for message `index`, of at least `bytes_`: free again once message index - 2 is done."""
+        buffer = self._buffers.get(index % 2)
+        if buffer is None or len(buffer) < bytes_:
+            size = max(self._size, bytes_)
+            buffer = self._buffers[index % 2] = shared_memory(size, self._device)
+        return buffer
 
 
 def send_buckets(
@@ -120,8 +131,10 @@ def send_buckets(
     buffers: Buffers,
     seconds_left: Callable[[], float],
     moved: Callable[[], None],
+    ready: Callable[[int], None] = lambda index: None,
 ) -> None:
-    """Send all of a plan. `moved()` is called after each bucket and may raise to end the transfer.
+    """Send all of a plan. `ready(index)` is called before a bucket is read and may wait, `moved()` after it has left;
+    both may raise to end the transfer.
 
     Raises DeadlineError and WeightSyncError of the channel.
     """
@@ -130,6 +143,7 @@ def send_buckets(
         if len(flying) == 2:
             flying.pop(0).wait(seconds_left())
             moved()
+        ready(index)
         data = in_place(bucket, shards, channel.device)
         if data is None:
             data = pack(bucket, shards, buffers.take(index))
@@ -145,8 +159,12 @@ def receive_buckets(
     channel: Channel,
     buffers: Buffers,
     seconds_left: Callable[[], float],
+    arrived: Callable[[int], None] = lambda index: None,
 ) -> None:
-    """Receive all of a plan into `shards`. Raises DeadlineError and WeightSyncError of the channel."""
+    """Receive all of a plan into `shards`; `arrived(index)` is called when a bucket lies there.
+
+    Raises DeadlineError and WeightSyncError of the channel.
+    """
 
     def begin(index: int) -> tuple[torch.Tensor | None, Transfer]:
         bucket = source.buckets[index]
@@ -162,5 +180,6 @@ def receive_buckets(
         transfer.wait(seconds_left())
         if packed is not None:
             unpack(bucket, shards, packed)
+        arrived(index)
         if index + 2 < len(source.buckets):
             flying.append(begin(index + 2))

@@ -1,35 +1,47 @@
 """A hash of parameters that does not care how they are cut into boxes, and does care about everything else.
 
-For an element with bits b (as an integer of its width) at row r and column c of the parameter p, where the
-columns are the last axis and the rows all others flattened,
+A parameter is a matrix of bytes: its last axis makes the columns, all others together the rows. With the byte b,
+read as signed, at row r and column c of the parameter p, and n elements in a row of the box,
 
-    digest = Σ (b + 1) · (A_p(r) · T(c) + C_p(r))   mod 2^64
+    row sum   H(r) = Σ_k B_k · Σ_c b(r, c) · T_k(c)              k = 0..7, exact integers
+    digest    P_p · Σ_r A(r) · (H(r) + n · N)   mod 2^64
 
-with T, A_p, C_p pseudo-random 64-bit numbers: multilinear hashing (Carter & Wegman 1979), keyed by parameter
-and position. It is a sum, so ranks add up their boxes in any order; the +1 makes a missing element differ
-from a zero. A swapped pair, a wrong offset, a transposed matrix or a value under another name changes it. Not
-cryptographic.
+with T_k in [-128, 127] without 0, and A, B_k, N and P_p 64 bits, all pseudo-random: multilinear hashing (Carter &
+Wegman 1979), keyed by parameter and position. It is a sum, so ranks add up their boxes in any order; n makes a
+missing element differ from a zero. A swapped pair, a wrong offset, a transposed matrix or a value under another name
+changes it. Not cryptographic.
 
-Two multiplications an element, in chunks: as fast as a few passes over the memory.
+The inner sum is one product of int8 matrices, for which CPUs and GPUs have instructions: about half the speed of a
+copy.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
+import operator
 from collections.abc import Mapping
 from functools import lru_cache
 
 import torch
+from torch.nn.functional import pad
 
-from asyncrl.sync.bucket import Shards, dtype_name
+from asyncrl.sync.bucket import BoxTensors, Shards, dtype_name
 from asyncrl.sync.layout import Box, Layout
 from asyncrl.sync.plan import SourcePlan
 
 MOD = 1 << 64
-CHUNK = 1 << 18
-"""Elements hashed at once: their 64-bit images stay in the cache."""
+CHUNK_BYTES = 1 << 21
+"""Hashed at once."""
 
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+COUNTED = 0xA0761D6478BD642F
+"""N: what an element counts besides its value."""
+
+LANES = 8
+"""Of the inner sum: T_0 to T_7."""
+
+MOST_COLUMNS = 1 << 16
+"""Bytes of a row in one product: their sum of |b · T| ≤ 2^14 each stays within int32."""
 
 
 def digest(tensor: torch.Tensor, box: Box, shape: tuple[int, ...], name: str) -> int:
@@ -40,21 +52,22 @@ def digest(tensor: torch.Tensor, box: Box, shape: tuple[int, ...], name: str) ->
     offsets, sizes, full = (
         ((0, *box.offsets), (1, *box.shape), (1, *shape)) if shape else ((0, 0), (1, 1), (1, 1))
     )
-    rows_R = _row_numbers(offsets[:-1], sizes[:-1], full[:-1], tensor.device)
-    row_keys_R, row_adds_R = _row_keys(rows_R, _key(name, shape, dtype_name(tensor.dtype)))
-    columns_C = _column_keys(full[-1], tensor.device)[offsets[-1] : offsets[-1] + sizes[-1]]
+    item = tensor.element_size()
+    row_keys_R = _box_rows(
+        _row_keys(math.prod(full[:-1]), tensor.device), offsets[:-1], sizes[:-1], full[:-1]
+    )
+    keys_CK = _column_keys(full[-1] * item, tensor.device)[offsets[-1] * item :][: sizes[-1] * item]
     values_RC = tensor.detach().reshape(-1, sizes[-1])
-    step = max(1, CHUNK // sizes[-1])
-    total = 0
-    for start in range(0, len(rows_R), step):
+    step = max(1, CHUNK_BYTES // (sizes[-1] * item))
+    total = int(row_keys_R.sum()) * sizes[-1] * COUNTED
+    for start in range(0, len(row_keys_R), step):
         at = slice(start, start + step)
-        bits_RC = values_RC[at].contiguous().view(BITS[tensor.element_size()]).to(torch.int64) + 1
-        sums_R = (bits_RC * columns_C).sum(1) * row_keys_R[at] + bits_RC.sum(1) * row_adds_R[at]
-        total += int(sums_R.sum())
-    return total % MOD
+        sums_R = _row_sums(values_RC[at].contiguous().view(torch.int8), keys_CK)
+        total += int(sums_R.dot(row_keys_R[at]))
+    return total * _name_key(name, shape, dtype_name(tensor.dtype)) % MOD
 
 
-def digest_layout(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> int:
+def digest_layout(layout: Layout, tensors: Mapping[str, BoxTensors]) -> int:
     """Of everything a layout holds, e.g. an engine's live parameters. WeightSyncError for a misfit."""
     shards = Shards(layout, tensors)
     return sum(_of(shards, name, box) for name, param in layout.items() for box in param.boxes) % MOD
@@ -69,32 +82,57 @@ def _of(shards: Shards, name: str, box: Box) -> int:
     return digest(shards.view(name, box), box, shards.layout[name].shape, name) if box.elements else 0
 
 
-def _key(name: str, shape: tuple[int, ...], dtype: str) -> int:
+def _name_key(name: str, shape: tuple[int, ...], dtype: str) -> int:
     text = f"{name}|{shape}|{dtype}".encode()
-    return _signed(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little"))
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") | 1
 
 
-def _row_numbers(
-    offsets: tuple[int, ...], sizes: tuple[int, ...], full: tuple[int, ...], device: torch.device
+def _box_rows(
+    keys_R: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...], full: tuple[int, ...]
 ) -> torch.Tensor:
-    """[R] int64: of each row of the box, its number in the whole parameter."""
-    rows = torch.zeros(1, dtype=torch.int64, device=device)
-    for offset, size, length in zip(offsets, sizes, full, strict=True):
-        along = torch.arange(offset, offset + size, dtype=torch.int64, device=device)
-        rows = (rows[:, None] * length + along).reshape(-1)
-    return rows
+    """Of the keys of all rows, those of the box's, in its order."""
+    return keys_R.view(full)[tuple(map(slice, offsets, map(operator.add, offsets, sizes)))].reshape(-1)
 
 
-def _row_keys(rows_R: torch.Tensor, key: int) -> tuple[torch.Tensor, torch.Tensor]:
-    keys_R = _mixed(rows_R * _signed(0x9E3779B97F4A7C15) + key)
-    return keys_R | 1, _mixed(keys_R + 1)
+def _row_sums(bytes_RC: torch.Tensor, keys_CK: torch.Tensor) -> torch.Tensor:
+    """[R] int64: H of each row."""
+    lanes_K = _row_keys(LANES, bytes_RC.device)
+    sums_R = torch.zeros(len(bytes_RC), dtype=torch.int64, device=bytes_RC.device)
+    for start in range(0, bytes_RC.shape[1], MOST_COLUMNS):
+        at = slice(start, start + MOST_COLUMNS)
+        sums_R += (_product(bytes_RC[:, at], keys_CK[at]).to(torch.int64) * lanes_K).sum(1)
+    return sums_R
+
+
+def _product(left_RC: torch.Tensor, right_CK: torch.Tensor) -> torch.Tensor:
+    """[R, K] int32 of int8 matrices, exact."""
+    rows = len(left_RC)
+    if left_RC.device.type == "cuda":  # wants more than 16 rows, and columns in eights
+        left_RC, right_CK = _padded(left_RC, right_CK)
+    return torch._int_mm(left_RC, right_CK)[:rows]
+
+
+def _padded(left_RC: torch.Tensor, right_CK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """With zeros, to 32 rows or more and to a multiple of eight columns."""
+    rows, columns = left_RC.shape
+    more = -columns % 8
+    return pad(left_RC, (0, more, 0, max(0, 32 - rows))), pad(right_CK, (0, 0, 0, more))
+
+
+@lru_cache(maxsize=64)
+def _row_keys(rows: int, device: torch.device) -> torch.Tensor:
+    """[rows] int64, odd."""
+    return _mixed(torch.arange(rows, dtype=torch.int64, device=device) * _signed(0x9E3779B97F4A7C15) + 1) | 1
 
 
 @lru_cache(maxsize=64)
 def _column_keys(columns: int, device: torch.device) -> torch.Tensor:
-    return (
-        _mixed(torch.arange(columns, dtype=torch.int64, device=device) * _signed(0xD1342543DE82EF95) + 1) | 1
+    """[columns, LANES] int8, none of them 0: one 64-bit number for each column."""
+    words_C = _mixed(
+        torch.arange(columns, dtype=torch.int64, device=device) * _signed(0xD1342543DE82EF95) + 1
     )
+    keys_CK = words_C.view(torch.int8).view(columns, LANES)
+    return torch.where(keys_CK == 0, 1, keys_CK)
 
 
 def _mixed(values: torch.Tensor) -> torch.Tensor:

@@ -6,15 +6,15 @@ A `Layout` says which boxes of which parameter one rank holds (a learner) or nee
     "model.embed_tokens.weight"  [10, 4] float32
         rank 0 holds Box((0, 0), (5, 4))      rank 1 holds Box((5, 0), (5, 4))
 
-A rank's tensor of a parameter with one box has the shape of that box. With several boxes (fused or strided
-shards) it is flat: the boxes' elements, each box row-major, one box after another. A parameter of which a
-rank holds nothing has no boxes; its tensor may be missing.
+A rank has one tensor of each box's shape, views into a fused or strided parameter if need be. A parameter of which
+it holds nothing has no boxes; its tensors may be missing.
 
 No torch here: a plan can be made and tested anywhere.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -164,6 +164,16 @@ def grid(shape: tuple[int, ...], parts: tuple[int, ...]) -> list[Box]:
 def layout_bytes(layout: Layout) -> int:
     """Bytes that a rank of this layout holds."""
     return sum(param.bytes for param in layout.values())
+
+
+def layout_key(layout: Layout) -> str:
+    """The same for two ranks that hold or need the same boxes, whatever the order of their parameters."""
+    text = hashlib.blake2b(digest_size=16)
+    for name in sorted(layout):
+        param = layout[name]
+        boxes = [(box.offsets, box.shape) for box in param.boxes]
+        text.update(repr((name, param.shape, param.dtype, boxes)).encode())
+    return text.hexdigest()
 
 
 def to_wire(layout: Layout) -> dict[str, Any]:

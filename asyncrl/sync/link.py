@@ -1,4 +1,4 @@
-"""A subscriber's line to one learner rank: control messages and, once attached, the channel of bytes.
+"""A subscriber's line to one learner rank, or to a relay: control messages and, once attached, the channel of bytes.
 
 hello ▸ attach (channel) ▸ ┌ pin v ▸ send v ▸ receive buckets ▸ acknowledged ┐
                            └─────────────── next version ────────────────────┘
@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import zmq
 
-from asyncrl.errors import AsyncRLError, DeadlineError, RefusedError, WeightSyncError
+from asyncrl.errors import AsyncRLError, DeadlineError, RefusedError, WeightSyncError, WireError
 from asyncrl.sync.bucket import Buffers, Shards, receive_buckets
-from asyncrl.sync.control import ControlClient
+from asyncrl.sync.channels import open_channel, place_of
+from asyncrl.sync.control import ControlClient, SocketKeys
+from asyncrl.sync.delta_stream import announced, receive_deltas
+from asyncrl.sync.digest import digest_source
 from asyncrl.sync.layout import ParamLayout, from_wire
 from asyncrl.sync.plan import SourcePlan, source_to_wire
 from asyncrl.sync.snapshot import TakenBackError
-from asyncrl.sync.torch_transport import TARGET, join_store, make_channel, own_address
+from asyncrl.sync.torch_transport import TARGET, join_store, own_address
 from asyncrl.sync.transport import Channel
 from asyncrl.types import Version
 
@@ -36,6 +40,13 @@ class Hello:
     layout: dict[str, ParamLayout]
 
 
+class Parent(NamedTuple):
+    """A member that hands versions on."""
+
+    who: str
+    endpoint: str
+
+
 @dataclass(slots=True)
 class _Session:
     number: int
@@ -47,12 +58,24 @@ class Link:
     """Not thread-safe: one thread at a time. After an error `drop` it; the next `attach` makes it new."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, who: str, lineage: int | None
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        who: str,
+        lineage: int | None,
+        keys: SocketKeys | None = None,
+        whom: str | None = None,
     ) -> None:
-        self.who, self.whom = who, endpoint
+        self.who, self.whom = who, whom or endpoint
         self.lineage = lineage
-        self._control = ControlClient(context, endpoint, who)
+        self._control = ControlClient(context, endpoint, who, keys)
         self._session: _Session | None = None
+        self.received_bytes = 0
+        """Of the last version: what went over the channel."""
+
+    @property
+    def endpoint(self) -> str:
+        return self._control.endpoint
 
     def hello(self, seconds: float) -> Hello:
         """Fixes the lineage if it was not given. Raises DeadlineError, RefusedError("lineage")."""
@@ -70,14 +93,41 @@ class Link:
         )["version"]
         return version
 
+    # To rank 0 alone.
+
+    def join(self, host: str, layout: str, bytes_: int, endpoint: str | None) -> None:
+        """Become a member. `layout`: its key · bytes of a version · endpoint of our relay."""
+        fields = {"host": host, "layout": layout, "bytes": bytes_, "endpoint": endpoint}
+        self._ask("join", fields, "its membership", GRACE_S)
+
+    def route(self, failed: str | None) -> Parent | None:
+        """From whom to take the next version; None: the learner's ranks. `failed`: the parent that did not deliver.
+
+        Raises RefusedError("member") for one that must join again.
+        """
+        parent = self._ask("route", {"failed": failed}, "a route", GRACE_S)["parent"]
+        return None if parent is None else Parent(*parent)
+
+    def held(self, version: Version) -> None:
+        """Acknowledge a version: flipped and verified. Raises RefusedError("member")."""
+        self._ask("held", {"version": version}, f"word that it may hold version {version}", GRACE_S)
+
+    def leave(self) -> None:
+        """Best effort: who just ends is fenced later."""
+        with contextlib.suppress(AsyncRLError):
+            self._control.begin("leave", {"who": self.who, "lineage": self.lineage})
+
+    # To whoever hands a version on.
+
     def attach(self, source: SourcePlan, staging: Shards, deadline_s: float) -> None:
         """Make the channel, unless there is one."""
         if self._session is not None:
             return
         deadline = time.monotonic() + deadline_s
-        offer = self._ask("attach", {"plan": source_to_wire(source)}, "a channel", deadline_s)
+        wanted = {"plan": source_to_wire(source), "place": place_of(staging.device).to_wire()}
+        offer = self._ask("attach", wanted, "a channel", deadline_s)
         store = join_store(offer["host"], offer["port"], deadline_s)
-        channel = make_channel(
+        channel = open_channel(
             offer["backend"],
             store,
             offer["channel"],
@@ -91,34 +141,66 @@ class Link:
         self._session = _Session(offer["session"], channel, Buffers(source, staging, channel.device))
 
     def pin(self, version: Version, wait_s: float) -> bool:
-        """Whether this rank now holds the version for us; waits when the rank has not published it yet."""
+        """Whether this one now holds the version for us; False: it is gone.
+
+        Waits when it has not got that far yet; DeadlineError when it does not in `wait_s`.
+        """
         request = {"version": version, "wait_s": wait_s, "session": self._attached.number}
         fields = self._ask("pin", request, f"a hold on version {version}", wait_s + GRACE_S)
+        if fields.get("late"):
+            raise DeadlineError(self.who, self.whom, f"version {version}", wait_s)
         return bool(fields["pinned"])
 
-    def receive(self, version: Version, source: SourcePlan, staging: Shards, deadline_s: float) -> int | None:
-        """Fill the staging memory with this rank's part of a pinned version; returns the hash of what was
-        sent.
+    def receive(
+        self,
+        version: Version,
+        source: SourcePlan,
+        staging: Shards,
+        deadline_s: float,
+        arrived: Callable[[int], None] = lambda index: None,
+        base: Version | None = None,
+    ) -> int | None:
+        """Fill the staging memory with this one's part of a pinned version; returns the hash of what was sent.
 
-        Raises TakenBackError when the learner wanted its snapshot back, WeightSyncError and DeadlineError.
+        `base` is the version that lies whole in the staging memory: the sender may answer with what changed since.
+        Calls `arrived` for each bucket that lies there. Raises TakenBackError when the learner wanted its snapshot
+        back, WeightSyncError (also when the changes do not give what the sender has) and DeadlineError.
         """
         session, deadline = self._attached, time.monotonic() + deadline_s
         if staging.device.type == "cuda":
             torch.cuda.set_device(staging.device)
-        request = {"version": version, "session": session.number, "who": self.who, "lineage": self.lineage}
+        request = {
+            "version": version,
+            "base": base,
+            "session": session.number,
+            "who": self.who,
+            "lineage": self.lineage,
+        }
         number = self._control.begin("send", request)
         what = f"version {version}"
+
+        def seconds_left() -> float:
+            return deadline - time.monotonic()
+
+        channel, buffers = session.channel, session.buffers
         try:
-            receive_buckets(
-                source, staging, session.channel, session.buffers, lambda: deadline - time.monotonic()
-            )
+            sizes = announced(source, channel, seconds_left)
+            if sizes is None:
+                receive_buckets(source, staging, channel, buffers, seconds_left, arrived)
+            else:
+                receive_deltas(sizes, source, staging, channel, buffers, seconds_left, arrived)
+        except WireError as error:
+            raise WeightSyncError(f"{self.who}: {what} from {self.whom} cannot be read: {error}") from error
         except (DeadlineError, WeightSyncError) as error:
             self._explain(number, what, error)
-        fields = self._control.finish(
-            number, f"acknowledgement of {what}", max(deadline - time.monotonic(), 0.0)
-        )
+        fields = self._control.finish(number, f"acknowledgement of {what}", max(seconds_left(), 0.0))
         self._check(fields, what)
+        self.received_bytes = fields["bytes"]
         digest: int | None = fields["digest"]
+        if sizes is not None and digest is not None and digest_source(source, staging) != digest:
+            raise WeightSyncError(
+                f"{self.who}: version {base} with the changes from {self.whom} is not its version {version}"
+            )
         return digest
 
     def unpin(self) -> None:

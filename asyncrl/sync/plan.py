@@ -1,31 +1,36 @@
 """Who sends what: from the layouts of the learner's ranks and of one generator to ordered buckets per rank.
 
-    destination boxes ▸ cut to at most a bucket ▸ each to the least loaded rank that holds it ▸ packed
+    destination boxes ▸ cut where their holders change, and to a bucket ▸ each to its least loaded holder ▸ packed
 
 Every byte that the destination needs is sent exactly once. Both ends work through a rank's buckets in the
 same order, so the stream carries bytes alone. Boxes are in checkpoint coordinates, which both ends share: one
 box names the source and the target of a piece. Pure, no torch; the same layouts give the same plan
 everywhere.
+
+Thousands of parameters are cut alike (the experts of a mixture), so each way of cutting is worked out once.
 """
 
 from __future__ import annotations
 
+import gc
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncrl.errors import WeightSyncError, WireError
-from asyncrl.sync.layout import ITEM_BYTES, Box, Layout, ParamLayout
+from asyncrl.sync.holders import Cell, Holders, HoldersOf, are_disjoint
+from asyncrl.sync.layout import ITEM_BYTES, Box, Layout, layout_key
 
 ALIGN = 16
 """Bytes: where a piece may start in a bucket, so that it can be viewed in its dtype."""
 
-ALONE = 8
+ALONE = 16
 """A piece of at least 1/ALONE of a bucket travels alone: both ends then move it without a copy."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """`box` of the parameter `name`, at bytes [at, at + bytes) of its bucket. One source and one destination
     box contain it whole."""
 
@@ -75,7 +80,7 @@ class Plan:
         return sum(source.bytes for source in self.sources)
 
 
-def plan(sources: Sequence[Layout], destination: Layout, bucket_bytes: int) -> Plan:
+def plan(sources: Sequence[Layout] | Holders, destination: Layout, bucket_bytes: int) -> Plan:
     """Cover `destination` from `sources` (by rank), replicas sharing the load, in buckets of at most
     `bucket_bytes`.
 
@@ -84,24 +89,140 @@ def plan(sources: Sequence[Layout], destination: Layout, bucket_bytes: int) -> P
     """
     if bucket_bytes < ALIGN:
         raise ValueError(f"a bucket of {bucket_bytes} bytes is below the least of {ALIGN}")
-    load = [0] * len(sources)
-    parts: list[list[tuple[str, Box]]] = [[] for _ in sources]
+    holders = HoldersOf(sources) if isinstance(sources, Sequence) else sources
+    with _collector_at_rest():
+        return _planned(holders, destination, bucket_bytes)
+
+
+def _planned(holders: Holders, destination: Layout, bucket_bytes: int) -> Plan:
+    cut = _Cutter(bucket_bytes)
+    load: dict[int, int] = defaultdict(int)
+    by_rank: dict[int, list[Part]] = defaultdict(list)
+    choices: list[tuple[Part, list[int]]] = []
     # Large parameters first: what is left to even out the ranks' loads is then small.
     for name in sorted(destination, key=lambda name: (-destination[name].bytes, name)):
         needed = destination[name]
-        item = ITEM_BYTES[needed.dtype]
-        held = _holders(name, needed, sources)
-        for box in needed.boxes:
-            for region in split(box, bucket_bytes // item):
-                for rank, part in _cover(name, region, held, load, item):
-                    parts[rank].append((name, part))
+        held = holders.held(name, needed)
+        first = held.first
+        for box, size, ranks in cut(name, needed.boxes, held.cells, ITEM_BYTES[needed.dtype]):
+            if len(ranks) > 1:
+                choices.append(((name, box, size), [first + rank for rank in ranks]))
+            else:
+                load[first + ranks[0]] += size
+                by_rank[first + ranks[0]].append((name, box, size))
+    for part, able in choices:
+        rank = min(able, key=load.__getitem__)
+        load[rank] += part[2]
+        by_rank[rank].append(part)
     return Plan(
-        tuple(
-            SourcePlan(rank, _pack(sorted(ranked), destination, bucket_bytes))
-            for rank, ranked in enumerate(parts)
-            if ranked
-        )
+        tuple(SourcePlan(rank, _pack(sorted(by_rank[rank]), bucket_bytes)) for rank in sorted(by_rank))
     )
+
+
+@contextmanager
+def _collector_at_rest() -> Iterator[None]:
+    """A plan is many small objects and no cycles: searching them for garbage takes longer than making them."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+Part = tuple[str, Box, int]
+"""A parameter's name, a box of it, the bytes of that box."""
+
+
+class Plans:
+    """Remembers the last plans by the layouts of both ends: who comes back, or joins beside a replica, has its plan at
+    once. Threads may share it."""
+
+    def __init__(self, most: int = 8) -> None:
+        self.made = 0
+        self._most = most
+        self._plans: dict[tuple[str, str, int], Plan] = {}
+
+    def __call__(self, sources: Sequence[Layout], destination: Layout, bucket_bytes: int) -> Plan:
+        """See `plan`."""
+        holders = HoldersOf(sources)
+        key = (holders.key, layout_key(destination), bucket_bytes)
+        found = self._plans.pop(key, None)
+        if found is None:
+            self.made += 1
+            found = plan(holders, destination, bucket_bytes)
+        self._plans[key] = found  # the newest last
+        for old in list(self._plans)[: -self._most]:
+            self._plans.pop(old, None)
+        return found
+
+
+class _Share(NamedTuple):
+    """A box with the same holders everywhere, at most a bucket. ranks: less the `first` of the parameter."""
+
+    box: Box
+    bytes: int
+    ranks: tuple[int, ...]
+
+
+class _Cutter:
+    """Cuts needed boxes where their holders change, and to the size of a bucket; each combination once."""
+
+    def __init__(self, bucket_bytes: int) -> None:
+        self._bucket_bytes = bucket_bytes
+        # By the identity of the cells, which are kept, since parameters that are cut alike share them.
+        self._known: dict[tuple[int, tuple[Box, ...], int], tuple[tuple[Cell, ...], list[_Share]]] = {}
+
+    def __call__(
+        self, name: str, needed: tuple[Box, ...], cells: tuple[Cell, ...], item: int
+    ) -> list[_Share]:
+        key = (id(cells), needed, item)
+        if key not in self._known:
+            disjoint = are_disjoint([cell.box for cell in cells])
+            shares = [
+                _Share(small, small.elements * item, ranks)
+                for box in needed
+                for part, ranks in _regions(name, box, cells, disjoint)
+                for small in split(part, self._bucket_bytes // item)
+            ]
+            self._known[key] = (cells, shares)
+        return self._known[key][1]
+
+
+_Region = tuple[Box, tuple[int, ...]]
+"""A box and the ranks that hold all of it."""
+
+
+def _regions(name: str, needed: Box, cells: Sequence[Cell], disjoint: bool) -> list[_Region]:
+    """Disjoint boxes that cover `needed`, each with everyone who holds it."""
+    common = [(both, cell.ranks) for cell in cells if (both := cell.box.intersection(needed))]
+    regions = common if disjoint else _overlaid(common)
+    if sum(box.elements for box, _ in regions) < needed.elements:
+        missing = [needed]
+        for box, _ in regions:
+            missing = [rest for part in missing for rest in part.minus(box)]
+        raise WeightSyncError(
+            f"parameter {name}: no learner rank holds offsets {missing[0].offsets}, shape {missing[0].shape}"
+        )
+    return regions
+
+
+def _overlaid(held: Sequence[_Region]) -> list[_Region]:
+    """Boxes that may overlap → disjoint ones, the ranks of all that lie there joined."""
+    regions: list[_Region] = []
+    for box, ranks in held:
+        new = [box]
+        kept = []
+        for other, others in regions:
+            if (both := other.intersection(box)) is None:
+                kept.append((other, others))
+                continue
+            kept += [(rest, others) for rest in other.minus(box)]
+            kept.append((both, tuple(sorted({*others, *ranks}))))
+            new = [rest for part in new for rest in part.minus(both)]
+        regions = kept + [(part, ranks) for part in new]
+    return regions
 
 
 def split(box: Box, most: int) -> Iterator[Box]:
@@ -119,49 +240,11 @@ def split(box: Box, most: int) -> Iterator[Box]:
         yield from split(Box(tuple(offsets), tuple(shape)), most)
 
 
-def _holders(name: str, needed: ParamLayout, sources: Sequence[Layout]) -> list[tuple[int, Box]]:
-    """(rank, box) of everything that is held of a parameter."""
-    held = []
-    for rank, source in enumerate(sources):
-        param = source.get(name)
-        if param is None or not param.boxes:
-            continue
-        for what, here, there in (
-            ("shape", needed.shape, param.shape),
-            ("dtype", needed.dtype, param.dtype),
-        ):
-            if here != there:
-                raise WeightSyncError(
-                    f"parameter {name}: the generator needs {what} {here}, learner rank {rank} has {there}"
-                )
-        held += [(rank, box) for box in param.boxes]
-    return held
-
-
-def _cover(
-    name: str, region: Box, held: Sequence[tuple[int, Box]], load: list[int], item: int
-) -> Iterator[tuple[int, Box]]:
-    """Parts of `region`, each with the least loaded rank that holds it; counts them into `load`."""
-    missing = [region]
-    while missing:
-        part = missing.pop()
-        common = [(rank, both) for rank, box in held if (both := box.intersection(part))]
-        if not common:
-            raise WeightSyncError(
-                f"parameter {name}: no learner rank holds offsets {part.offsets}, shape {part.shape}"
-            )
-        rank, best = min(common, key=lambda c: (load[c[0]], -c[1].elements, c[0], c[1]))
-        load[rank] += best.elements * item
-        missing += part.minus(best)
-        yield rank, best
-
-
-def _pack(parts: Sequence[tuple[str, Box]], layout: Layout, bucket_bytes: int) -> tuple[Bucket, ...]:
+def _pack(parts: Sequence[Part], bucket_bytes: int) -> tuple[Bucket, ...]:
     buckets: list[Bucket] = []
     filling: list[Piece] = []
     at = 0
-    for name, box in parts:
-        size = box.elements * ITEM_BYTES[layout[name].dtype]
+    for name, box, size in parts:
         if size * ALONE >= bucket_bytes:
             buckets.append(Bucket((Piece(name, box, 0, size),)))
             continue

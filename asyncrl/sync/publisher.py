@@ -5,18 +5,17 @@
       control thread ◂── newest? pin v, send v ──  generators      never blocks
       sender threads ── buckets ──▸ one generator each             wait for that generator alone
 
-Generators pull. Rank 0 is asked for the newest version; each rank that the generator's plan needs pins it,
-sends its part and acknowledges with a hash of what it sent. Nobody gathers the model, and the trainer waits
-for no generator.
+Generators pull. Rank 0 is asked for the newest version and for whom to take it from; each rank that the generator's
+plan needs pins it, sends its part and acknowledges with a hash of what it sent. Once flipped and verified, the
+generator says what it holds. Nobody gathers the model, and the trainer waits for no generator.
 """
 
 from __future__ import annotations
 
 import atexit
 import hashlib
+import logging
 import threading
-import time
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,19 +25,24 @@ import torch
 from asyncrl.config.schema import SyncConfig
 from asyncrl.errors import RefusedError
 from asyncrl.sync.arena import Arena
-from asyncrl.sync.bucket import Shards
-from asyncrl.sync.control import ControlServer, Fields, Request
+from asyncrl.sync.bucket import BoxTensors, Shards
+from asyncrl.sync.channels import place_of
+from asyncrl.sync.control import Fields, Request, SocketKeys
+from asyncrl.sync.delta_chain import DeltaChain
+from asyncrl.sync.delta_stream import Deltas
 from asyncrl.sync.digest import digest_source
 from asyncrl.sync.layout import Layout, to_wire
+from asyncrl.sync.membership import Joined, Membership
 from asyncrl.sync.plan import SourcePlan, source_from_wire
-from asyncrl.sync.sender import Sender
+from asyncrl.sync.serving import Handler, Outlet
 from asyncrl.sync.snapshot import Pin, Snapshots
-from asyncrl.sync.torch_transport import SOURCE, host_store, make_channel
-from asyncrl.sync.transport import Channel
+from asyncrl.sync.tree import Member
 from asyncrl.types import Version
 
-CLOSE_S = 1.0
-"""How long `close` waits for senders stuck on their generators; their threads die with the process."""
+log = logging.getLogger(__name__)
+
+REMEASURE = 50
+"""Publishes between two measurements of the copy that is the floor of the learner's pause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +57,8 @@ class PublishReport:
 class Publisher:
     """Serves `tensors`, this rank's live shards as `layout` says, to any number of subscribers.
 
-    `lineage` is the learner's: a subscriber of another one is refused by name. Raises WeightSyncError when
-    tensors and layout do not match.
+    `lineage` is the learner's: a subscriber of another one is refused by name. `keys`: of a run that has some. Raises
+    WeightSyncError when tensors and layout do not match.
     """
 
     def __init__(
@@ -62,63 +66,112 @@ class Publisher:
         rank: int,
         world: int,
         layout: Layout,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, BoxTensors],
         config: SyncConfig,
         lineage: int,
+        keys: SocketKeys | None = None,
     ) -> None:
         self.rank, self.world, self.lineage = rank, world, lineage
         self.name = f"learner rank {rank}"
         self._config = config
         self._live = Shards(layout, tensors)
-        self._arenas = (Arena(self._live), Arena(self._live))
-        self._floor_s = min(self._arenas[0].floor(self._arenas[1]) for _ in range(2))
-        self._snapshots = Snapshots()
+        self._arenas = [Arena(self._live) for _ in range(config.snapshots)]
+        # Twice each: the first time also gets the memory from the system.
+        self._floor_s = min(arena.floor() for arena in self._arenas for _ in range(2))
+        self._snapshots = Snapshots(config.snapshots)
+        self._published = 0
+        self._chain: DeltaChain | None = None
+        if config.delta != "never" and config.snapshots == 2:
+            most_bytes = int(config.delta_share * self._arenas[0].bytes)
+            self._chain = DeltaChain(self.name, layout, most_bytes, self._holding)
         self._digests: dict[tuple[Version, bytes], int] = {}
         self._digest_lock = threading.Lock()
-        self._senders: dict[int, Sender] = {}  # by session
-        self._retired: list[Sender] = []
-        self._sessions = 0
-        self._counts: dict[str, float] = defaultdict(float)
-        self._count_lock = threading.Lock()
-        self._store = host_store(config.host, config.deadline_s)
-        self._server = ControlServer(config.host, self.name, self._handle)
-        self.endpoint = self._server.endpoint
+        self._members = Membership(
+            place_of(self._live.device).host, config.bucket_bytes, config.fanout, config.silence_s
+        )
+        at_rank_0: dict[str, Handler] = {
+            "newest": self._newest,
+            "join": self._join,
+            "route": self._route,
+            "held": self._held,
+            "leave": self._leave,
+        }
+        self._outlet = Outlet(
+            self.name,
+            self,
+            config,
+            lineage=lineage,
+            host=config.host,
+            handlers={"hello": self._hello, **(at_rank_0 if rank == 0 else {})},
+            keys=keys,
+            on_wake=self._fence,
+        )
+        self.endpoint = self._outlet.endpoint
         # A thread that is inside torch while the interpreter is taken down aborts the process.
         atexit.register(self.close)
 
     def publish(self, version: Version) -> PublishReport:
         """Copy the live shards and return; generators take the copy from then on. Versions must rise."""
         slot = self._snapshots.begin(version)
-        pause_s = self._arenas[slot].take(self._live)
+        arena = self._arenas[slot]
+        self._published += 1
+        if self._published % REMEASURE == 0:
+            self._floor_s = min(arena.floor() for _ in range(2))
+        pause_s = arena.take(self._live)
         self._snapshots.commit(slot)
-        self._server.wake()
-        return PublishReport(pause_s, self._arenas[slot].bytes, self._floor_s)
+        if self._chain is not None:
+            self._chain.published(version)
+        self._outlet.server.wake()
+        return PublishReport(pause_s, arena.bytes, self._floor_s)
 
     def stats(self) -> dict[str, float]:
-        """Since the start: transfers, bytes, failures, taken_back, malformed. Now: subscribers attached."""
-        with self._count_lock:
-            counts = {name: self._counts[name] for name in ("transfers", "bytes", "failures", "taken_back")}
-        attached = sum(not sender.ended for sender in list(self._senders.values()))
-        return {**counts, "malformed": self._server.malformed, "subscribers": attached}
+        """Since the start: transfers, bytes, failures, taken_back, malformed, refused, fenced, reports. Now:
+        subscribers, members, snapshot_bytes, and over the members that hold any version: held (the lowest) and lag.
+        """
+        held = [version for version in self._members.versions().values() if version >= 0]
+        newest = self._snapshots.newest
+        behind = {} if not held or newest is None else {"held": min(held), "lag": newest - min(held)}
+        allocated = sum(len(arena.memory) for arena in self._arenas)
+        return {**self._outlet.stats(), **self._members.stats(), "snapshot_bytes": allocated, **behind}
+
+    def held(self) -> dict[str, Version]:
+        """At rank 0: what each member has acknowledged; NO_VERSION before the first."""
+        return self._members.versions()
 
     def close(self, wait_s: float = 0.0) -> None:
         """Let transfers in flight end, at most `wait_s`, then stop answering. May be called again."""
         atexit.unregister(self.close)
         self._snapshots.wait_idle(wait_s)
-        self._server.close()
-        for session in list(self._senders):
-            self._drop(session)
-        deadline = time.monotonic() + CLOSE_S
-        for sender in self._retired:
-            sender.join(deadline - time.monotonic())
+        self._outlet.close()
+        if self._chain is not None:
+            self._chain.close()
 
-    # What senders need (`sender.Shelf`).
+    # What is handed on (`serving.Holdings`).
+
+    @property
+    def device(self) -> torch.device:
+        return self._live.device
+
+    def source(self, wire: Any) -> SourcePlan:
+        return source_from_wire(wire, self.rank, self._live.layout)
+
+    def pin(self, version: Version, who: str) -> Pin | None:
+        return self._snapshots.pin(version, who)
+
+    def moved(self, pin: Pin) -> None:
+        self._snapshots.moved(pin)
+
+    def release(self, pin: Pin) -> None:
+        self._snapshots.release(pin)
 
     def shards(self, pin: Pin) -> Shards:
         return self._arenas[pin.slot].shards
 
-    def digest(self, pin: Pin, source: SourcePlan) -> int | None:
-        """Hash of what `source` sends of the pinned version; once for all generators of the same plan."""
+    def ready(self, pin: Pin, bucket: int, seconds: float) -> None:
+        """A snapshot is whole before anybody can pin it."""
+
+    def digest(self, pin: Pin, source: SourcePlan, seconds: float = 0.0) -> int | None:
+        """Once for all generators of the same plan."""
         if not self._config.verify:
             return None
         key = (pin.version, hashlib.blake2b(repr(source).encode(), digest_size=16).digest())
@@ -128,40 +181,18 @@ class Publisher:
                 self._digests[key] = digest_source(source, self.shards(pin))
             return self._digests[key]
 
-    def moved(self, pin: Pin) -> None:
-        self._snapshots.moved(pin)
+    def deltas(
+        self, pin: Pin, base: Version | None, source: SourcePlan, slow: bool, seconds: float
+    ) -> Deltas | None:
+        if self._chain is None or not (slow or self._config.delta == "always"):
+            return None
+        return self._chain.find(base, pin.version, source, seconds)
 
-    def release(self, pin: Pin) -> None:
-        self._snapshots.release(pin)
-
-    def answer(self, request: Request, fields: Fields) -> None:
-        self._server.answer(request, fields)
-
-    def count(self, event: str, amount: float = 1) -> None:
-        with self._count_lock:
-            self._counts[event] += amount
+    def _holding(self, version: Version) -> Shards | None:
+        slot = self._snapshots.slot_of(version)
+        return None if slot is None else self._arenas[slot].shards
 
     # Requests, in the control thread.
-
-    def _handle(self, request: Request) -> Fields | None:
-        handlers = {
-            "hello": self._hello,
-            "attach": self._attach,
-            "newest": self._newest,
-            "pin": self._pin,
-            "send": self._send,
-            "unpin": self._unpin,
-            "bye": self._bye,
-        }
-        if request.kind not in handlers:
-            raise RefusedError("unknown", f"{self.name} knows no request {request.kind!r}")
-        lineage = request.fields["lineage"]
-        if lineage != self.lineage and not (lineage is None and request.kind == "hello"):
-            who = request.fields.get("who", "a subscriber")
-            raise RefusedError(
-                "lineage", f"{who} follows lineage {lineage}, {self.name} publishes lineage {self.lineage}"
-            )
-        return handlers[request.kind](request)
 
     def _hello(self, request: Request) -> Fields:
         return {
@@ -171,27 +202,8 @@ class Publisher:
             "layout": to_wire(self._live.layout),
         }
 
-    def _attach(self, request: Request) -> Fields:
-        """A new session with a channel of its own; an earlier one of the same subscriber ends."""
-        who = str(request.fields["who"])
-        source = source_from_wire(request.fields["plan"], self.rank, self._live.layout)
-        for session, sender in list(self._senders.items()):
-            if sender.who == who or sender.ended:
-                self._drop(session)
-        self._sessions += 1
-        name = f"{who}/{self._sessions}"
-        self._senders[self._sessions] = Sender(
-            who, source, self, lambda: self._open_channel(name, who), self._config.deadline_s
-        )
-        return {
-            "session": self._sessions,
-            "channel": name,
-            "host": self._config.host,
-            "port": self._store.port,
-            "backend": self._config.backend,
-        }
-
     def _newest(self, request: Request) -> Fields | None:
+        self._heard(request)
         newer_than = int(request.fields["newer_than"])
 
         def look() -> Fields | None:
@@ -200,69 +212,44 @@ class Publisher:
 
         if (found := look()) is not None:
             return found
-        self._server.park(request, look, float(request.fields["wait_s"]), {"version": None})
+        self._outlet.server.park(request, look, float(request.fields["wait_s"]), {"version": None})
         return None
 
-    def _pin(self, request: Request) -> Fields | None:
-        sender = self._sender(request)
-        version = int(request.fields["version"])
-        self._release_of(sender)
-
-        def look() -> Fields | None:
-            try:
-                sender.pin = self._snapshots.pin(version, sender.who)
-            except LookupError:
-                return None  # this rank is a little behind the one that named the version
-            return {"pinned": sender.pin is not None}
-
-        if (found := look()) is not None:
-            return found
-        self._server.park(request, look, float(request.fields["wait_s"]), {"pinned": False})
-        return None
-
-    def _send(self, request: Request) -> None:
-        sender = self._sender(request)
-        if sender.pin is None or sender.pin.version != request.fields["version"]:
-            raise RefusedError("unpinned", f"{sender.who} did not pin version {request.fields['version']}")
-        if not sender.submit(request, sender.pin):
-            raise RefusedError("session", f"{sender.who} must attach to {self.name} again")
-
-    def _unpin(self, request: Request) -> Fields:
-        self._release_of(self._sender(request))
-        return {}
-
-    def _bye(self, request: Request) -> Fields:
-        self._drop(int(request.fields["session"]))
-        return {}
-
-    def _sender(self, request: Request) -> Sender:
-        sender = self._senders.get(request.fields["session"])
-        if sender is None or sender.ended:
-            raise RefusedError("session", f"{request.fields.get('who')} must attach to {self.name} again")
-        return sender
-
-    def _release_of(self, sender: Sender) -> None:
-        if sender.pin is not None:
-            self._snapshots.release(sender.pin)
-            sender.pin = None
-
-    def _drop(self, session: int) -> None:
-        sender = self._senders.pop(session, None)
-        if sender is not None:
-            self._release_of(sender)
-            sender.close()
-            self._retired = [old for old in self._retired if not old.join(0)] + [sender]
-
-    def _open_channel(self, name: str, who: str) -> Channel:
-        config: Any = self._config
-        return make_channel(
-            config.backend,
-            self._store,
-            name,
-            SOURCE,
-            who=self.name,
-            whom=who,
-            own_host=config.host,
-            device=self._live.device,
-            deadline_s=config.deadline_s,
+    def _join(self, request: Request) -> Fields:
+        fields = request.fields
+        endpoint = fields["endpoint"]
+        joined = Joined(
+            Member(str(fields["who"]), str(fields["host"]), str(fields["layout"])),
+            int(fields["bytes"]),
+            None if endpoint is None else str(endpoint),
         )
+        self._members.join(joined)
+        return {}
+
+    def _route(self, request: Request) -> Fields:
+        """From whom to take the next version: a member, or None for the learner's ranks."""
+        failed = request.fields.get("failed")
+        if failed is not None:
+            self._members.report(str(failed))
+        parent = self._members.parent(self._heard(request))
+        return {"parent": None if parent is None else [parent.member.who, parent.endpoint]}
+
+    def _held(self, request: Request) -> Fields:
+        self._members.held(self._heard(request), int(request.fields["version"]))
+        return {}
+
+    def _leave(self, request: Request) -> Fields:
+        self._members.leave(str(request.fields["who"]))
+        return {}
+
+    def _fence(self) -> None:
+        for silent in self._members.fence():
+            log.warning("%s: %s is silent for more than %.0f s", self.name, silent, self._config.silence_s)
+            self._outlet.drop(silent)
+
+    def _heard(self, request: Request) -> str:
+        """Who asks. RefusedError("member") for one that was fenced."""
+        who = str(request.fields["who"])
+        if not self._members.heard(who):
+            raise RefusedError("member", f"{who} must join the generators of {self.name} again")
+        return who

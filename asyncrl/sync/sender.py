@@ -1,10 +1,11 @@
-"""One generator's share of a publisher: its channel and the thread that sends on it.
+"""One generator's share of a publisher or a relay: its channel and the thread that sends on it.
 
-      submit(request, pin) ──▸ jobs ──▸ send buckets ▸ hash what was sent ▸ still pinned? ──▸ answer "sent"
+      submit(request, pin) ──▸ jobs ──▸ send ▸ hash what there is now ▸ still pinned? ──▸ answer "sent"
                                              └── broken, late, taken back: answer, drop the channel, end
 
-Waits only for its own generator, each time with the transfer's deadline. When it ends, the generator attaches
-anew; the publisher and the other senders do not notice.
+What is sent are the version's buckets, or, where that is less and the link is slow, deltas to the version that the
+generator says it has. Waits only for its own generator, each time with the transfer's deadline. When it ends, the
+generator attaches anew; the publisher and the other senders do not notice.
 """
 
 from __future__ import annotations
@@ -22,19 +23,33 @@ import torch
 from asyncrl.errors import DeadlineError, WeightSyncError
 from asyncrl.sync.bucket import Buffers, Shards, send_buckets
 from asyncrl.sync.control import Fields, Request
+from asyncrl.sync.delta_stream import Deltas, announce, deltas_bytes, send_deltas
 from asyncrl.sync.plan import SourcePlan
 from asyncrl.sync.snapshot import Pin, TakenBackError
 from asyncrl.sync.transport import Channel
+from asyncrl.types import Version
 
 log = logging.getLogger(__name__)
 
 
+FAST_BYTES_S, LATENCY_S = 1e9, 0.05
+"""A link that takes longer for a full stream is slow. Deltas are made at about that speed by one core."""
+
+
 class Shelf(Protocol):
-    """What a sender needs of its publisher."""
+    """What a sender needs of its publisher or relay."""
+
+    name: str
 
     def shards(self, pin: Pin) -> Shards: ...
 
-    def digest(self, pin: Pin, source: SourcePlan) -> int | None: ...
+    def ready(self, pin: Pin, bucket: int, seconds: float) -> None: ...
+
+    def digest(self, pin: Pin, source: SourcePlan, seconds: float) -> int | None: ...
+
+    def deltas(
+        self, pin: Pin, base: Version | None, source: SourcePlan, slow: bool, seconds: float
+    ) -> Deltas | None: ...
 
     def moved(self, pin: Pin) -> None: ...
 
@@ -64,6 +79,7 @@ class Sender:
         self.pin: Pin | None = None  # the publisher's field: what this generator asked to hold
         self._source, self._shelf, self._open_channel = source, shelf, open_channel
         self._deadline_s = deadline_s
+        self._slow = False  # by the last full stream
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards _ended: no job may slip in after the last look at the queue
         self._ended = False
@@ -115,25 +131,30 @@ class Sender:
         """Answers in any case; raises what must end this sender."""
         begun = time.monotonic()
         pin, shelf = job.pin, self._shelf
-        fields: Fields = {"status": "failed", "detail": f"learner rank {self._source.rank} failed"}
+        fields: Fields = {"status": "failed", "detail": f"{shelf.name} failed"}
+
+        def seconds_left() -> float:
+            return begun + self._deadline_s - time.monotonic()
+
         try:
             shards = shelf.shards(pin)
             if shards.device.type == "cuda":
                 torch.cuda.set_device(shards.device)
-            send_buckets(
-                self._source,
-                shards,
-                channel,
-                buffers,
-                lambda: begun + self._deadline_s - time.monotonic(),
-                lambda: shelf.moved(pin),
-            )
-            digest = shelf.digest(pin, self._source)
+            base = job.request.fields.get("base")
+            deltas = shelf.deltas(pin, base, self._source, self._slow, seconds_left())
+            if deltas is not None and deltas_bytes(deltas) >= self._source.bytes:
+                deltas = None
+            announce(deltas, channel, seconds_left)
+            if deltas is None:
+                sent = self._send_full(pin, shards, channel, buffers, seconds_left)
+            else:
+                sent = self._send_deltas(pin, deltas, channel, seconds_left)
+            digest = shelf.digest(pin, self._source, seconds_left())
             # Only a version that was whole to the very end is acknowledged.
             shelf.moved(pin)
-            fields = {"status": "sent", "digest": digest, "bytes": self._source.bytes}
+            fields = {"status": "sent", "digest": digest, "bytes": sent}
             shelf.count("transfers")
-            shelf.count("bytes", self._source.bytes)
+            shelf.count("bytes", sent)
         except TakenBackError as error:
             fields = {"status": "gone", "detail": str(error)}
             raise
@@ -143,6 +164,32 @@ class Sender:
         finally:
             shelf.release(pin)
             shelf.answer(job.request, fields)
+
+    def _send_full(
+        self, pin: Pin, shards: Shards, channel: Channel, buffers: Buffers, seconds_left: Callable[[], float]
+    ) -> int:
+        """Returns the bytes that were sent."""
+        begun, shelf, source = time.monotonic(), self._shelf, self._source
+        send_buckets(
+            source,
+            shards,
+            channel,
+            buffers,
+            seconds_left,
+            lambda: shelf.moved(pin),
+            lambda index: shelf.ready(pin, index, seconds_left()),
+        )
+        self._slow = time.monotonic() - begun > LATENCY_S + source.bytes / FAST_BYTES_S
+        return source.bytes
+
+    def _send_deltas(
+        self, pin: Pin, deltas: Deltas, channel: Channel, seconds_left: Callable[[], float]
+    ) -> int:
+        """Returns the bytes that were sent."""
+        send_deltas(deltas, channel, seconds_left, lambda: self._shelf.moved(pin))
+        self._shelf.count("delta_bytes", deltas_bytes(deltas))
+        self._shelf.count("delta_instead_of", self._source.bytes)
+        return deltas_bytes(deltas)
 
     def _end(self, failure: str) -> None:
         with self._lock:

@@ -1,4 +1,4 @@
-"""Two copies of a learner rank's shards, so that generators read version v while the learner trains v + 1.
+"""Copies of a learner rank's shards, so that generators read version v while the learner trains v + 1.
 
     live shards ──copy──▸ [ slot: version v+1 ]   newest: what generators are told of
                           [ slot: version v   ] ◂── pinned by a transfer that is still running
@@ -7,8 +7,10 @@ A new version overwrites the slot that nobody reads. When both are being read, t
 cancels the transfers of one slot and overwrites it at once. What those still send is torn, which harms
 nobody, because a cancelled transfer never ends in an acknowledgement and a generator flips to nothing else.
 
-The younger slot's transfers are cancelled, so that the oldest transfer always gets to its end and no set of
-slow generators can starve each other for ever; unless the older one's have all stalled.
+Of two slots the younger one's transfers are cancelled, so that the oldest transfer always gets to its end and no
+set of slow generators can starve each other for ever; unless the older one's have all stalled. With one slot, half
+the memory, every transfer that outlasts a version is cancelled. A generator that is slower than the learner's steps
+then gets none, until the learner itself must wait for groups.
 """
 
 from __future__ import annotations
@@ -49,10 +51,10 @@ class _Slot:
 class Snapshots:
     """Which slot holds what, and who reads it. Thread-safe bookkeeping; the bytes are the publisher's."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, slots: int = 2, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._idle = threading.Condition()
-        self._slots = (_Slot(), _Slot())
+        self._slots = tuple(_Slot() for _ in range(slots))
         self._published: Version = -1
         self.cancelled = 0
 
@@ -82,6 +84,11 @@ class Snapshots:
         """The newest version that can be pinned now."""
         with self._idle:
             return max((s.version for s in self._slots if s.version is not None), default=None)
+
+    def slot_of(self, version: Version) -> int | None:
+        """Where a version lies now; unlike `pin` this holds nothing: it may be overwritten at any moment."""
+        with self._idle:
+            return next((i for i, slot in enumerate(self._slots) if slot.version == version), None)
 
     def pin(self, version: Version, who: str) -> Pin | None:
         """Hold a version for reading; None: it is gone. Raises LookupError while it is still to come."""
@@ -117,11 +124,12 @@ class Snapshots:
             return self._idle.wait_for(lambda: not any(slot.pins for slot in self._slots), seconds)
 
     def _to_overwrite(self) -> int:
-        by_age = sorted((0, 1), key=lambda i: -1 if (v := self._slots[i].version) is None else v)
+        slots = self._slots
+        by_age = sorted(range(len(slots)), key=lambda i: -1 if (v := slots[i].version) is None else v)
         for index in by_age:
-            if not self._slots[index].pins:
+            if not slots[index].pins:
                 return index
-        older, younger = by_age
+        older, younger = by_age[0], by_age[-1]
         alive_since = self._clock() - STALLED_S
-        alive = any(pin.moved_at > alive_since for pin in self._slots[older].pins)
+        alive = any(pin.moved_at > alive_since for pin in slots[older].pins)
         return younger if alive else older

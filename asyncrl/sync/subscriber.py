@@ -1,16 +1,20 @@
 """The generator's end of the weight stream: pulls the newest version into staging memory, all or nothing.
 
-      fetch(newer_than)
-        ask rank 0 for the newest ──▸ pin it on every rank of the plan ──▸ receive from all at once ──▸ Staged
-              ▲                            │ gone                                │ taken back, broken
-              └────────────────────────────┴─────────────────────────────────────┘ at most ATTEMPTS breaks
+      newest ── ask rank 0 ──▸ version                                     ┌──────── the learner's ranks, all at once
+      stage(version) ── ask rank 0 for the route ──▸ pin ▸ receive from ───┤ or: failed, too late
+              │                                                            └──────── a relay that has it, or soon will
+              ├──▸ Staged: whole, with the learner's hash
+              └──▸ TakenBackError: whoever sent wanted the memory for a newer version
+      held(version): flipped and verified
 
-Waits for the learner's ranks alone, never for another generator. Whoever calls flips the engine from the
-staging memory before it calls again.
+`fetch` is newest and stage, again when a version was taken back or a transfer broke. Waits for whom it takes from
+alone; what it stages it hands on (`relay`). Whoever calls flips the engine from the staging memory before it stages
+again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,22 +22,38 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
+from urllib.parse import urlsplit
 
-import torch
 import zmq
 
 from asyncrl.config.schema import SyncConfig
-from asyncrl.errors import DeadlineError, RefusedError, WeightSyncError
-from asyncrl.sync.bucket import Shards
+from asyncrl.errors import AsyncRLError, DeadlineError, RefusedError, WeightSyncError
+from asyncrl.sync.bucket import BoxTensors, Shards
+from asyncrl.sync.channels import place_of
+from asyncrl.sync.control import SocketKeys
 from asyncrl.sync.digest import MOD
-from asyncrl.sync.layout import Layout
-from asyncrl.sync.link import GRACE_S, Hello, Link
-from asyncrl.sync.plan import Plan, SourcePlan, plan
+from asyncrl.sync.layout import Layout, layout_key
+from asyncrl.sync.link import GRACE_S, Hello, Link, Parent
+from asyncrl.sync.plan import Plan, Plans, SourcePlan
+from asyncrl.sync.relay import Relay
 from asyncrl.sync.snapshot import TakenBackError
+from asyncrl.sync.torch_transport import own_address
 from asyncrl.types import Version
 
 ATTEMPTS = 3
 """Transfers that may break in one fetch before it gives up; each comes with new channels."""
+
+PARENT_S = 2.0
+"""How long a parent may take to begin with a version before the learner is asked for it."""
+
+IMPATIENT = 2
+"""After so many versions in a row that the parent took back, the next comes from the learner."""
+
+LEAST_BUCKET = 1 << 20
+"""Bytes. The two buckets that a generator may fill are shared out among its sources, down to this."""
+
+PLANS = Plans()
+"""Of this process: a learner that was started again, cut as before, needs no new one."""
 
 T = TypeVar("T")
 
@@ -45,29 +65,31 @@ class Staged:
     """A whole version in the staging memory.
 
     digest: the learner's hash of it, None without sync.verify · seconds from pin to acknowledgement · bytes
-    received
+    received · source: the member it was taken from, None for the learner
     """
 
     version: Version
     digest: int | None
     seconds: float
     bytes: int
+    source: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A rank of the plan."""
+    """Somebody to receive from. rank: of the learner; None for a relay."""
 
     link: Link
     plan: SourcePlan
+    rank: int | None
 
 
 class Subscriber:
     """Fills `staging`, tensors as `layout` says, from the publishers at `endpoints` (any order, all ranks).
 
-    Blocking; one thread at a time. `who` must be unique among the generators. `lineage` (None: whatever the
-    first publisher says) must be the publishers'. Raises WeightSyncError when staging and layout do not
-    match.
+    Blocking; one thread at a time. `who` must be unique among the subscribers: each rank of an engine has one of its
+    own. `lineage` (None: whatever the first publisher says) must be the publishers'. Raises WeightSyncError when
+    staging and layout do not match.
     """
 
     def __init__(
@@ -76,36 +98,76 @@ class Subscriber:
         endpoints: Sequence[str],
         layout: Layout,
         config: SyncConfig,
-        staging: Mapping[str, torch.Tensor],
+        staging: Mapping[str, BoxTensors],
         lineage: int | None = None,
+        keys: SocketKeys | None = None,
     ) -> None:
         self.who, self.lineage = who, lineage
         self._endpoints = list(endpoints)
         self._layout = layout
         self._staging = Shards(layout, staging)
-        self._config = config
+        self._config, self._keys = config, keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._links: list[Link] = []  # by rank
-        self._sources: list[_Source] = []
+        self._sources: list[_Source] = []  # the learner's ranks of the plan
+        self._plan = Plan(())
+        self._relay: Relay | None = None
+        self._staged: Version | None = None  # what lies whole in the staging memory
+        self._parent: tuple[Parent, _Source] | None = None  # whom it took from last
+        self._failed: str | None = None  # a parent that rank 0 is still to be told of
+        self._taken_back = 0  # versions in a row, by the parent
         self._threads = ThreadPoolExecutor(len(self._endpoints), thread_name_prefix=f"weights of {who}")
+
+    def newest(self, newer_than: Version, wait_s: float) -> Version | None:
+        """The learner's newest version if it is above `newer_than`; None when there was none in `wait_s`.
+
+        Raises DeadlineError when a publisher does not answer, RefusedError("lineage") when it has another lineage,
+        WeightSyncError when it is gone.
+        """
+        deadline = time.monotonic() + wait_s
+        self._connect(max(wait_s, GRACE_S))
+        return self._as_member(
+            lambda: self._links[0].newest(newer_than, max(0.0, deadline - time.monotonic()))
+        )
+
+    def stage(self, version: Version) -> Staged:
+        """Exactly this version, within sync.deadline_s, or TakenBackError: ask for the newest and stage that.
+
+        Raises DeadlineError, WeightSyncError and RefusedError when the transfer breaks; the staging memory then
+        holds no version, and the next call makes new channels.
+        """
+        self._connect(GRACE_S)
+        parent = self._as_member(lambda: self._links[0].route(self._failed))
+        self._failed = None
+        if parent is not None and self._relay is not None and self._taken_back < IMPATIENT:
+            try:
+                staged = self._stage_from(version, [self._at(parent)], PARENT_S, parent.who)
+                self._taken_back = 0
+                return staged
+            except TakenBackError:
+                self._taken_back += 1
+                raise
+            except AsyncRLError as error:
+                log.warning("%s takes version %d from the learner: %s", self.who, version, error)
+                self._failed = parent.who
+        self._taken_back = 0
+        return self._stage_from(version, self._sources, self._config.deadline_s, None)
 
     def fetch(self, newer_than: Version, wait_s: float) -> Staged | None:
         """Stage the newest version above `newer_than`; None when none came, or none stayed long enough, in
         `wait_s`.
 
-        A transfer that has begun may take sync.deadline_s longer. Raises DeadlineError when a publisher does
-        not answer, RefusedError("lineage") when it has another lineage, WeightSyncError when transfers keep
-        breaking.
+        A transfer that has begun may take sync.deadline_s longer. Raises as `newest`, and WeightSyncError or
+        DeadlineError when transfers keep breaking.
         """
         deadline = time.monotonic() + wait_s
-        self._connect(max(wait_s, GRACE_S))
         broken = 0
         while True:
-            version = self._links[0].newest(newer_than, max(0.0, deadline - time.monotonic()))
+            version = self.newest(newer_than, max(0.0, deadline - time.monotonic()))
             if version is None:
                 return None
             try:
-                return self._stage(version)
+                return self.stage(version)
             except TakenBackError as error:
                 log.info("%s: %s", self.who, error)
                 if time.monotonic() >= deadline:
@@ -116,33 +178,56 @@ class Subscriber:
                     raise
                 log.warning("%s: version %d: %s; trying again", self.who, version, error)
 
+    def held(self, version: Version) -> None:
+        """Tell rank 0 that this version is flipped and verified, or still is. Raises as `newest`."""
+        self._connect(GRACE_S)
+        self._as_member(lambda: self._links[0].held(version))
+
+    def stats(self) -> dict[str, float]:
+        """Of what was handed on to others: transfers, bytes, failures, taken_back, … as `Outlet.stats`."""
+        return {} if self._relay is None else self._relay.stats()
+
     def close(self) -> None:
         """Not while a fetch runs."""
         self._threads.shutdown()
+        if self._relay is not None:
+            self._relay.close()
+        if self._links:
+            self._links[0].leave()
+        self._leave_parent()
         for link in self._links:
             link.close()
         self._context.term()
 
+    # Getting to know the learner.
+
     def _connect(self, seconds: float) -> None:
-        """Say hello to every rank and make the plan; once."""
+        """Say hello to every rank, make the plan and join; once."""
         if self._links:
             return
-        links = [Link(self._context, endpoint, self.who, self.lineage) for endpoint in self._endpoints]
+        links = [self._link(endpoint) for endpoint in self._endpoints]
         try:
             hellos = self._all([partial(link.hello, seconds) for link in links])
             by_rank = sorted(zip(hellos, links, strict=True), key=lambda pair: pair[0].rank)
             _check_one_learner(self.who, [hello for hello, _ in by_rank])
-            made = plan([hello.layout for hello, _ in by_rank], self._layout, self._bucket_bytes)
+            bucket = max(LEAST_BUCKET, self._config.bucket_bytes // len(links))
+            made = PLANS(
+                [hello.layout for hello, _ in by_rank], self._layout, min(bucket, self._config.bucket_bytes)
+            )
+            self._adopt(made, [link for _, link in by_rank])
         except Exception:
             for link in links:
                 link.close()
+            self._links = []
             raise
-        self._adopt(made, [link for _, link in by_rank])
 
     def _adopt(self, made: Plan, links: list[Link]) -> None:
-        self._links = links
+        self._links, self._plan = links, made
         self.lineage = links[0].lineage
-        self._sources = [_Source(links[source.rank], source) for source in made.sources]
+        self._sources = [_Source(links[source.rank], source, source.rank) for source in made.sources]
+        if self._config.fanout != 0 and self._relay is None:
+            self._relay = self._open_relay()
+        self._join()
         log.info(
             "%s: weights of lineage %s from %d learner rank(s): %.1f MB in %d buckets",
             self.who,
@@ -152,33 +237,110 @@ class Subscriber:
             sum(len(source.buckets) for source in made.sources),
         )
 
-    @property
-    def _bucket_bytes(self) -> int:
-        return int(self._config.bucket_mb * 2**20)
+    def _open_relay(self) -> Relay:
+        learner = urlsplit(self._links[0].endpoint)
+        host = own_address(str(learner.hostname), int(learner.port or 0))
+        assert self.lineage is not None
+        return Relay(
+            self.who,
+            self._staging,
+            self._plan,
+            self._config,
+            lineage=self.lineage,
+            host=host,
+            keys=self._keys,
+        )
 
-    def _stage(self, version: Version) -> Staged:
+    def _join(self) -> None:
+        host = place_of(self._staging.device).host
+        endpoint = None if self._relay is None else self._relay.endpoint
+        self._links[0].join(host, layout_key(self._layout), self._plan.bytes, endpoint)
+
+    def _as_member(self, ask: Callable[[], T]) -> T:
+        """Ask rank 0; once more after joining again, if this one was fenced meanwhile."""
+        try:
+            return ask()
+        except RefusedError as error:
+            if error.reason != "member":
+                raise
+        log.warning("%s was fenced, and joins again", self.who)
+        self._join()
+        return ask()
+
+    def _link(self, endpoint: str, whom: str | None = None) -> Link:
+        return Link(self._context, endpoint, self.who, self.lineage, self._keys, whom)
+
+    # One transfer.
+
+    def _at(self, parent: Parent) -> _Source:
+        """The parent as a source; the line to it is kept while it stays the same."""
+        if self._parent is None or self._parent[0] != parent:
+            self._leave_parent()
+            assert self._relay is not None
+            link = self._link(parent.endpoint, f"{parent.who} at {parent.endpoint}")
+            self._parent = (parent, _Source(link, self._relay.plan, None))
+        return self._parent[1]
+
+    def _leave_parent(self) -> None:
+        if self._parent is not None:
+            self._parent[1].link.close()
+            self._parent = None
+
+    def _stage_from(
+        self, version: Version, sources: Sequence[_Source], pin_s: float, parent: str | None
+    ) -> Staged:
         """Pin on all, receive from all. A failure drops all channels: some are in the middle of a stream."""
         begun = time.monotonic()
-        deadline_s = self._config.deadline_s
-        sources, staging = self._sources, self._staging
+        relay = self._relay
         try:
-            self._each(lambda s: s.link.attach(s.plan, staging, deadline_s))
-            if not all(self._each(lambda s: s.link.pin(version, deadline_s))):
-                for source in sources:
-                    source.link.unpin()
-                raise _gone(self.who, version)
-            digests = self._each(lambda s: s.link.receive(version, s.plan, staging, deadline_s))
-        except _GoneError:
+            self._pin(version, sources, pin_s)
+            if relay is not None:
+                relay.begin(version)
+            base, self._staged = self._staged, None
+            digests = self._each(sources, lambda s: self._receive(version, s, base))
+            self._staged = version
+        except _NotBegunError:
             raise
         except Exception:
-            for source in sources:
-                source.link.drop()
+            self._give_up(sources)
             raise
         digest = None if any(d is None for d in digests) else sum(d or 0 for d in digests) % MOD
-        return Staged(version, digest, time.monotonic() - begun, sum(s.plan.bytes for s in sources))
+        if relay is not None:
+            relay.progress.complete(digest)
+        total = sum(source.link.received_bytes for source in sources)
+        return Staged(version, digest, time.monotonic() - begun, total, parent)
 
-    def _each(self, work: Callable[[_Source], T]) -> list[T]:
-        return self._all([partial(work, source) for source in self._sources])
+    def _pin(self, version: Version, sources: Sequence[_Source], pin_s: float) -> None:
+        deadline_s = self._config.deadline_s
+        self._each(sources, lambda s: s.link.attach(s.plan, self._staging, deadline_s))
+        if all(self._each(sources, lambda s: s.link.pin(version, pin_s))):
+            return
+        for source in sources:
+            source.link.unpin()
+        raise _NotBegunError(f"version {version} was gone before {self.who} could pin it")
+
+    def _receive(self, version: Version, source: _Source, base: Version | None) -> int | None:
+        relay = self._relay
+
+        def arrived(bucket: int) -> None:
+            if relay is not None:
+                relay.arrived(source.rank, bucket)
+
+        deadline_s = self._config.deadline_s
+        return source.link.receive(version, source.plan, self._staging, deadline_s, arrived, base)
+
+    def _give_up(self, sources: Sequence[_Source]) -> None:
+        """What is staged is torn; nobody may take it from here."""
+        if self._relay is not None:
+            self._relay.progress.withdraw()
+        for source in sources:
+            with contextlib.suppress(AsyncRLError):
+                source.link.drop()
+        if self._parent is not None and self._parent[1] in sources:
+            self._leave_parent()
+
+    def _each(self, sources: Sequence[_Source], work: Callable[[_Source], T]) -> list[T]:
+        return self._all([partial(work, source) for source in sources])
 
     def _all(self, calls: Sequence[Callable[[], T]]) -> list[T]:
         """All at once; returns when all have ended, and raises the first error among them."""
@@ -197,9 +359,5 @@ def _check_one_learner(who: str, hellos: Sequence[Hello]) -> None:
         raise WeightSyncError(f"{who}: learner ranks of several lineages: {sorted(lineages)}")
 
 
-class _GoneError(TakenBackError):
-    """The version was gone before anything was sent: the channels are good."""
-
-
-def _gone(who: str, version: Version) -> _GoneError:
-    return _GoneError(f"version {version} was gone before {who} could pin it")
+class _NotBegunError(TakenBackError):
+    """The version was gone before anything was sent: the channels are good, and so is what was staged before."""

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.errors import DeadlineError, WeightSyncError
-from asyncrl.sync.transport import Transfer
+from asyncrl.sync.transport import ChannelEnd, Transfer, named
 
 SOURCE, TARGET = 0, 1
 """Members of a channel's group: the learner rank, the generator."""
@@ -104,18 +104,16 @@ class _TorchTransfer:
         try:
             self.work.wait(timedelta(seconds=max(seconds, 0.001)))
         except RuntimeError as error:
-            channel = self.channel
             if time.monotonic() - begun >= seconds:
-                raise DeadlineError(channel.who, channel.whom, self.what, seconds) from error
-            raise WeightSyncError(f"{channel.who}: the channel to {channel.whom} broke: {error}") from error
+                raise self.channel.late(self.what, seconds) from error
+            raise self.channel.breaks(error) from error
 
 
-class TorchChannel:
+class TorchChannel(ChannelEnd):
     """A `transport.Channel` over a raw process group of two."""
 
     def __init__(self, group: Any, peer: int, who: str, whom: str, device: torch.device) -> None:
-        self.device = device
-        self.who, self.whom = who, whom
+        super().__init__(who, whom, device)
         self._group: Any = group
         self._peer = peer
         self._sent = self._received = 0
@@ -129,15 +127,14 @@ class TorchChannel:
         return self._begin("recv", into, self._received)
 
     def close(self) -> None:
+        self.ends()
         # The group's destructor closes its connections once the last transfer lets go of it.
         self._group = None
 
     def _begin(self, verb: Literal["send", "recv"], data: torch.Tensor, tag: int) -> Transfer:
-        group = self._group
-        if group is None:
-            raise WeightSyncError(f"{self.who}: the channel to {self.whom} is closed")
+        self.check()
         try:
-            work = getattr(group, verb)([data], self._peer, tag)
+            work = getattr(self._group, verb)([data], self._peer, tag)
         except RuntimeError as error:
-            raise WeightSyncError(f"{self.who}: the channel to {self.whom} broke: {error}") from error
-        return _TorchTransfer(self, work, f"{verb} of {data.numel()} bytes of weights")
+            raise self.breaks(error) from error
+        return _TorchTransfer(self, work, named(verb, data))

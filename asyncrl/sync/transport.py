@@ -1,10 +1,9 @@
 """The seam between the weight stream and what carries its bytes.
 
-A `Channel` joins one learner rank and one generator. Bytes arrive in the order they were sent; sizes are
-known to both ends beforehand. A channel that raised is dead: close it and make another.
+A `Channel` joins two processes, mostly a learner rank and a generator. Bytes arrive in the order they were sent; sizes
+are known to both ends beforehand. A channel that raised is dead: close it and make another.
 
-`local_channels` is the golden implementation: slow, in one process, and the one that the others are compared
-with.
+`local_channels` is the golden implementation: slow, in one process, and the one that the others are compared with.
 """
 
 from __future__ import annotations
@@ -22,10 +21,15 @@ class Transfer(Protocol):
     """One buffer on its way. The buffer must stay as it is until `wait` returns."""
 
     def wait(self, seconds: float) -> None:
-        """Raises DeadlineError after `seconds`, WeightSyncError for a broken channel; both name both ends."""
+        """Raises DeadlineError after `seconds`, WeightSyncError for a broken channel; both name both ends.
+
+        A send may wait until the other end waits for its receive.
+        """
 
 
 class Channel(Protocol):
+    """Used by one thread at a time, `close` apart."""
+
     device: torch.device  # where the bytes must lie
 
     def send(self, data: torch.Tensor) -> Transfer:
@@ -35,7 +39,39 @@ class Channel(Protocol):
         """Begin to fill [bytes] uint8, contiguous. Raises WeightSyncError when the channel is broken."""
 
     def close(self) -> None:
-        """Free it; the other end's transfers then fail. May be called again, and from another thread."""
+        """Free it; transfers at both ends then fail. May be called again, and from another thread."""
+
+
+class ChannelEnd:
+    """What every channel has: the names of both ends, and a memory of what broke it."""
+
+    def __init__(self, who: str, whom: str, device: torch.device) -> None:
+        self.who, self.whom, self.device = who, whom, device
+        self._broken = ""
+
+    def check(self) -> None:
+        """WeightSyncError if this channel has raised before, or is closed."""
+        if self._broken:
+            raise WeightSyncError(f"{self.who}: the channel to {self.whom} {self._broken}")
+
+    def breaks(self, why: object) -> WeightSyncError:
+        """The error to raise; from now on the channel is dead. What ended it first stays the reason."""
+        self._broken = self._broken or f"broke: {why}"
+        return WeightSyncError(f"{self.who}: the channel to {self.whom} {self._broken}")
+
+    def late(self, what: str, seconds: float) -> DeadlineError:
+        """Like `breaks`, for a wait that ran out."""
+        self._broken = self._broken or f"broke: {what} came too late"
+        return DeadlineError(self.who, self.whom, what, seconds)
+
+    def ends(self) -> None:
+        """It is closed here."""
+        self._broken = self._broken or "is closed"
+
+
+def named(verb: str, data: torch.Tensor) -> str:
+    """A transfer in an error's words."""
+    return f"{verb} of {data.numel()} bytes of weights"
 
 
 class _Pipe:
@@ -60,11 +96,12 @@ class _LocalRecv:
         try:
             message = channel.inward.messages.get(timeout=max(0.0, seconds))
         except queue.Empty:
-            what = f"recv of {self.into.numel()} bytes of weights"
-            raise DeadlineError(channel.who, channel.whom, what, seconds) from None
+            raise channel.late(named("recv", self.into), seconds) from None
         if message is None:
             channel.inward.close()  # for the transfers after this one
-            raise WeightSyncError(f"{channel.who}: {channel.whom} closed the channel")
+            raise channel.breaks(f"{channel.whom} closed it")
+        if message.numel() != self.into.numel():
+            raise channel.breaks(f"{message.numel()} bytes came where {self.into.numel()} were expected")
         self.into.copy_(message)
 
 
@@ -73,24 +110,26 @@ class _Done:
         """A local send copies at once."""
 
 
-class LocalChannel:
+class LocalChannel(ChannelEnd):
     """One end of a pair in one process; `send` copies, so it never waits."""
 
     def __init__(self, who: str, whom: str, inward: _Pipe, outward: _Pipe) -> None:
-        self.device = torch.device("cpu")
-        self.who, self.whom = who, whom
+        super().__init__(who, whom, torch.device("cpu"))
         self.inward, self.outward = inward, outward
 
     def send(self, data: torch.Tensor) -> Transfer:
+        self.check()
         if self.outward.closed:
-            raise WeightSyncError(f"{self.who}: the channel to {self.whom} is closed")
+            raise self.breaks(f"{self.whom} closed it")
         self.outward.messages.put(data.clone())
         return _Done()
 
     def recv(self, into: torch.Tensor) -> Transfer:
+        self.check()
         return _LocalRecv(self, into)
 
     def close(self) -> None:
+        self.ends()
         self.inward.close()
         self.outward.close()
 

@@ -141,6 +141,7 @@ class FakeStaged:
     version: int
     digest: int | None
     seconds: float = 0.0
+    bytes: int = 12
 
 
 class FakeLearner:
@@ -151,6 +152,7 @@ class FakeLearner:
         self.version = -1
         self.gone = self.lies = False
         self.fetched: list[int] = []
+        self.acknowledged: list[int] = []
         self.changed = threading.Condition()
 
     async def publish(self, version: int) -> None:
@@ -184,6 +186,15 @@ class FakeStream:
             digest = sum_of(self.staging) + (1 if learner.lies else 0)
             learner.fetched.append(learner.version)
             return FakeStaged(learner.version, digest)
+
+    def newest(self, newer_than: int, wait_s: float) -> int | None:
+        raise NotImplementedError
+
+    def stage(self, version: int) -> FakeStaged:
+        raise NotImplementedError
+
+    def held(self, version: int) -> None:
+        self.learner.acknowledged.append(version)
 
     def close(self) -> None: ...
 

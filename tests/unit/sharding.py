@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from asyncrl.sync.layout import Box, Layout, ParamLayout, grid
+from asyncrl.sync.layout import ITEM_BYTES, Box, Layout, ParamLayout, grid
 
-DTYPES = ("float32", "bfloat16", "int64", "uint8")
+DTYPES = tuple(ITEM_BYTES)
 
 
 @st.composite
@@ -39,26 +41,33 @@ def full_tensors(layout: Layout, seed: int = 0) -> dict[str, torch.Tensor]:
     random = np.random.default_rng(seed)
     tensors = {}
     for name, param in layout.items():
-        dtype = getattr(torch, param.dtype)
-        count = int(np.prod(param.shape)) * dtype.itemsize
-        tensors[name] = (
-            torch.from_numpy(random.integers(0, 256, count, np.uint8)).view(dtype).view(param.shape)
-        )
+        tensor = torch.zeros(param.shape, dtype=getattr(torch, param.dtype))
+        bits = random.integers(0, 2 if param.dtype == "bool" else 256, tensor.nbytes, np.uint8)
+        if tensor.numel():
+            tensor.view(-1).view(torch.uint8).copy_(torch.from_numpy(bits))
+        tensors[name] = tensor
     return tensors
 
 
-def local_tensors(layout: Layout, full: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """One rank's shards of whole parameters: a box's shape, or flat for several boxes."""
-    local = {}
-    for name, param in layout.items():
-        parts = [full[name][box.slices()] for box in param.boxes]
-        if len(parts) == 1:
-            local[name] = parts[0].clone()
-        elif parts:
-            local[name] = torch.cat([part.reshape(-1) for part in parts])
-    return local
+def local_tensors(
+    layout: Layout, full: Mapping[str, torch.Tensor], *, strided: bool = False
+) -> dict[str, list[torch.Tensor]]:
+    """One rank's shards of whole parameters, a tensor per box. strided: as views into a larger tensor each."""
+    return {
+        name: [_shard(full[name][box.slices()], strided) for box in param.boxes]
+        for name, param in layout.items()
+    }
+
+
+def _shard(part: torch.Tensor, strided: bool) -> torch.Tensor:
+    if not strided or not part.dim():
+        return part.clone()
+    *most, last = part.shape
+    return torch.zeros(*most, last + 1, dtype=part.dtype)[..., 1:].copy_(part)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """NaNs of equal bits are equal."""
-    return bool(torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)))
+    return bool(
+        torch.equal(a.flatten().contiguous().view(torch.uint8), b.flatten().contiguous().view(torch.uint8))
+    )

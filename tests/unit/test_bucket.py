@@ -7,7 +7,17 @@ from hypothesis import strategies as st
 from sharding import full_tensors, local_tensors, same_bits, sharded_models
 
 from asyncrl.errors import DeadlineError, WeightSyncError
-from asyncrl.sync.bucket import Buffers, Shards, in_place, pack, receive_buckets, send_buckets, unpack
+from asyncrl.sync.arena import Arena
+from asyncrl.sync.bucket import (
+    BoxTensors,
+    Buffers,
+    Shards,
+    in_place,
+    pack,
+    receive_buckets,
+    send_buckets,
+    unpack,
+)
 from asyncrl.sync.digest import MOD, digest_layout, digest_source
 from asyncrl.sync.layout import Box, ParamLayout, whole_layout
 from asyncrl.sync.plan import plan
@@ -16,13 +26,17 @@ from asyncrl.sync.transport import local_channels
 CPU = torch.device("cpu")
 
 
-@given(sharded_models(), st.integers(16, 300))
-def test_a_destination_gets_its_bits_and_their_digest_from_any_sharding(model: tuple, size: int) -> None:
+@given(sharded_models(), st.integers(16, 300), st.booleans())
+def test_a_destination_gets_its_bits_and_their_digest_from_any_sharding(
+    model: tuple, size: int, strided: bool
+) -> None:
     sources, destination = model
     full = full_tensors(destination)
-    ranks = [Shards(layout, local_tensors(layout, full)) for layout in sources]
-    staging = {name: torch.zeros_like(t) for name, t in local_tensors(destination, full).items()}
+    ranks = [Shards(layout, local_tensors(layout, full, strided=strided)) for layout in sources]
+    staging = local_tensors(destination, full, strided=strided)
     target = Shards(destination, staging)
+    for part in target.parts:
+        part.zero_()
     sent = 0
     for source in plan(sources, destination, size).sources:
         there, here = local_channels(f"rank {source.rank}", "generator")
@@ -31,7 +45,7 @@ def test_a_destination_gets_its_bits_and_their_digest_from_any_sharding(model: t
         receive_buckets(source, target, here, Buffers(source, target, CPU), lambda: 1.0)
         sent += digest_source(source, shards)
     for name, expected in local_tensors(destination, full).items():
-        assert same_bits(staging[name], expected)
+        assert all(map(same_bits, staging[name], expected))
     assert sent % MOD == digest_layout(destination, staging)
 
 
@@ -59,19 +73,34 @@ def test_a_contiguous_piece_alone_is_sent_from_the_tensor_itself() -> None:
     assert in_place(bucket, Shards(layout, {"w": torch.randn(4, 8).t()}), CPU) is None
 
 
-def test_several_boxes_lie_flat_one_after_another() -> None:
+def test_every_box_has_a_tensor_of_its_own_and_may_be_a_view() -> None:
     layout = {"w": ParamLayout((4, 2), "float32", (Box((3, 0), (1, 2)), Box((0, 0), (2, 2))))}
-    shards = Shards(layout, {"w": torch.arange(6.0)})
-    assert shards.view("w", Box((3, 0), (1, 2))).tolist() == [[0, 1]]
-    assert shards.view("w", Box((1, 1), (1, 1))).tolist() == [[5]]
+    fused = torch.arange(12.0).view(3, 4)
+    shards = Shards(layout, {"w": [fused[:1, 2:], fused[1:, :2]]})
+    assert shards.view("w", Box((3, 0), (1, 2))).tolist() == [[2, 3]]
+    assert shards.view("w", Box((1, 1), (1, 1))).tolist() == [[9]]
+    assert [part.data_ptr() for part in shards.parts] == [fused[0, 2].data_ptr(), fused[1, 0].data_ptr()]
     with pytest.raises(WeightSyncError, match="parameter w"):
         shards.view("w", Box((2, 0), (1, 2)))
 
 
-@pytest.mark.parametrize("tensor", [torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.float64)])
-def test_a_tensor_that_does_not_fit_its_layout_is_named(tensor: torch.Tensor) -> None:
+def test_an_arena_copies_every_box_of_a_strided_parameter() -> None:
+    layout = {"w": ParamLayout((4, 2), "float32", (Box((3, 0), (1, 2)), Box((0, 0), (2, 2))))}
+    fused = torch.arange(12.0).view(3, 4)
+    live = Shards(layout, {"w": [fused[:1, 2:], fused[1:, :2]]})
+    arena = Arena(live)
+    arena.take(live)
+    assert arena.bytes == 24
+    assert arena.shards.view("w", Box((0, 0), (2, 2))).tolist() == [[4, 5], [8, 9]]
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.float64), [], [torch.zeros(2, 3), torch.zeros(2, 3)]],
+)
+def test_tensors_that_do_not_fit_their_layout_are_named(tensors: BoxTensors) -> None:
     with pytest.raises(WeightSyncError, match="parameter w: the tensor is"):
-        Shards(whole_layout({"w": ((2, 3), "float32")}), {"w": tensor})
+        Shards(whole_layout({"w": ((2, 3), "float32")}), {"w": tensors})
 
 
 def test_a_stream_that_stops_ends_at_its_deadline() -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from sharding import DTYPES, full_tensors
 
 from asyncrl.errors import WeightSyncError
-from asyncrl.sync.digest import CHUNK, MOD, digest, digest_layout
+from asyncrl.sync.digest import CHUNK_BYTES, MOD, MOST_COLUMNS, _padded, digest, digest_layout
 from asyncrl.sync.layout import Box, grid, whole_layout
 
 
@@ -25,7 +25,7 @@ def test_shares_of_a_partition_add_up_to_the_whole(axes: list, dtype: str) -> No
 
 
 def test_a_tensor_of_many_chunks_adds_up_too() -> None:
-    tensor = torch.arange(3 * CHUNK, dtype=torch.int32).view(-1, 96)
+    tensor = torch.arange(CHUNK_BYTES, dtype=torch.int32).view(-1, 128)
     boxes = grid(tuple(tensor.shape), (5, 1))
     shares = [digest(tensor[box.slices()], box, tuple(tensor.shape), "w") for box in boxes]
     assert sum(shares) % MOD == of_whole(tensor)
@@ -74,3 +74,32 @@ def test_a_layout_is_the_sum_of_its_parameters_and_names_what_is_missing() -> No
     assert digest_layout(layout, tensors) == total
     with pytest.raises(WeightSyncError, match="parameter b"):
         digest_layout(layout, {"a": tensors["a"]})
+
+
+def test_rows_longer_than_one_product_are_exact() -> None:
+    """The worst sums: every byte -128. In one product they would leave int32."""
+    columns = 3 * MOST_COLUMNS
+    tensor = torch.full((2, columns), -128, dtype=torch.int8)
+    boxes = grid((2, columns), (1, 48))
+    assert sum(digest(tensor[b.slices()], b, (2, columns), "w") for b in boxes) % MOD == of_whole(tensor)
+
+
+@given(st.integers(1, 40), st.integers(1, 20))
+def test_padding_for_a_gpu_changes_no_sum(rows: int, columns: int) -> None:
+    left = torch.randint(-128, 128, (rows, columns), dtype=torch.int8)
+    right = torch.randint(-128, 128, (columns, 8), dtype=torch.int8)
+    wide, tall = _padded(left, right)
+    assert wide.shape[0] > 16
+    assert wide.shape[1] % 8 == 0
+    assert wide.shape[1] == tall.shape[0]
+    assert torch.equal(torch._int_mm(wide, tall)[:rows].long(), left.long() @ right.long())
+
+
+def test_sign_bits_alone_are_seen_wherever_they_move() -> None:
+    tensor = torch.ones(4, 8, dtype=torch.bfloat16)
+    hashes = set()
+    for i in range(32):
+        moved = tensor.clone().view(-1)
+        moved[i] = -1
+        hashes.add(of_whole(moved.view(4, 8)))
+    assert len(hashes) == 32

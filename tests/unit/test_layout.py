@@ -86,5 +86,5 @@ def test_what_is_no_layout_is_a_wire_error(value: object) -> None:
 
 
 def test_the_planner_imports_without_torch() -> None:
-    code = "import sys; import asyncrl.sync.plan; sys.exit('torch' in sys.modules)"
+    code = "import sys; import asyncrl.sync.forecast, asyncrl.sync.megatron; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

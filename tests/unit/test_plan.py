@@ -59,6 +59,22 @@ def test_a_plan_is_deterministic_and_survives_the_wire(model: tuple, bucket_byte
         assert source_from_wire(wire, source.rank, sources[source.rank]) == source
 
 
+@given(st.data(), buckets)
+def test_holders_may_overlap_in_any_way(data: st.DataObject, bucket_bytes: int) -> None:
+    cuts = st.tuples(st.integers(0, 5), st.integers(1, 6), st.integers(0, 3), st.integers(1, 4))
+    whole = whole_layout({"w": ((6, 4), "int16")})
+    sources = [whole]
+    for a, b, c, d in data.draw(st.lists(cuts, max_size=5)):
+        box = Box((a, c), (6 - a, 4 - c)).intersection(Box((0, 0), (b, d)))
+        sources.append({"w": ParamLayout((6, 4), "int16", (box,) if box else ())})
+    made = plan(data.draw(st.permutations(sources)), whole, bucket_bytes)
+    sent = np.zeros((6, 4), int)
+    for source in made.sources:
+        for piece in source.pieces:
+            sent[piece.box.slices()] += 1
+    assert (sent == 1).all()
+
+
 def test_replicas_share_the_load_also_of_one_large_parameter() -> None:
     whole = whole_layout({"large": ((100, 10), "float32"), "small": ((40,), "float32")})
     made = plan([whole] * 4, whole, 400)

@@ -73,7 +73,7 @@ def test_with_both_read_the_younger_transfers_are_cancelled() -> None:
 
 def test_but_an_older_transfer_that_stalled_gives_way() -> None:
     clock = Clock()
-    snapshots = Snapshots(clock)
+    snapshots = Snapshots(clock=clock)
     publish(snapshots, 0)
     stopped = pinned(snapshots, 0, "stopped")
     publish(snapshots, 1)
@@ -83,6 +83,18 @@ def test_but_an_older_transfer_that_stalled_gives_way() -> None:
     snapshots.moved(alive)
     with pytest.raises(TakenBackError):
         snapshots.moved(stopped)
+
+
+def test_with_one_slot_every_version_takes_it_back_and_the_newest_is_always_there() -> None:
+    snapshots = Snapshots(slots=1)
+    assert publish(snapshots, 0) == 0
+    slow = pinned(snapshots, 0, "slow")
+    assert publish(snapshots, 1) == 0
+    with pytest.raises(TakenBackError, match="version 0 was taken back from slow"):
+        snapshots.moved(slow)
+    assert snapshots.pin(0, "slow") is None
+    assert pinned(snapshots, 1).slot == 0
+    assert (snapshots.newest, snapshots.cancelled) == (1, 1)
 
 
 def test_a_released_pin_is_no_good_any_more() -> None:

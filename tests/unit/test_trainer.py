@@ -87,6 +87,8 @@ class FakeQueue:
                 "weights/flips": step,
                 "held": step,
                 "weights/pauses_ms": [2.0],
+                "weights/fetches_ms": [30.0],
+                "weights/floor_ms": 1.5,
             }
         }
         return Trained(step + 1, stats, {"ready": 5, "dropped": 1, "dropped_by_reason": {"reward": 1}})
@@ -129,6 +131,12 @@ class FakeQueue:
         return [value for called, value in self.calls if called == name]
 
 
+@dataclass(frozen=True)
+class FakePublished:
+    pause_s: float
+    floor_s: float
+
+
 @dataclass
 class FakePublisher:
     """Remembers what was published, weights and all."""
@@ -138,9 +146,13 @@ class FakePublisher:
     published: dict[int, torch.Tensor] = field(default_factory=dict)
     closed: bool = False
 
-    def publish(self, version: int) -> None:
+    def publish(self, version: int) -> FakePublished:
         assert version not in self.published
         self.published[version] = torch.cat([t.flatten().clone() for t in self.live.values()])
+        return FakePublished(pause_s=0.003, floor_s=0.001)
+
+    def stats(self) -> dict[str, float]:
+        return {"lag": 1}
 
     def close(self, wait_s: float) -> None:
         self.closed = True
@@ -184,6 +196,12 @@ def test_a_run_from_the_first_to_the_last_version(tmp_path: Path) -> None:
     assert [row["staleness/max"] for row in steps] == [0, 1, 2]
     assert [row["busy/generator"] for row in steps] == [0.75] * 3
     assert [row["tokens_per_s"] for row in steps] == [25.0] * 3
+    assert [(row["sync/pause_ms"], row["sync/floor_ms"], row["sync/lag"]) for row in steps] == [
+        (3.0, 1.0, 1)
+    ] * 3
+    assert [(row["pause_ms_p50"], row["pause_floor_ms"], row["fetch_ms_p50"]) for row in steps] == [
+        (2.0, 1.5, 30.0)
+    ] * 3
     accuracy = {row["version"]: row["heldout/accuracy"] for row in case.rows if "heldout/accuracy" in row}
     assert accuracy == {0: 0.25, 2: 0.5, 3: 0.75}
 

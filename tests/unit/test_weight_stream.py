@@ -8,96 +8,22 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 
 import msgpack
 import pytest
 import torch
 import zmq
-from sharding import full_tensors, local_tensors, same_bits
+from stream_cases import CONFIG, LARGE, LARGE_CONFIG, SMALL, Generator, Learner, closing_all
 
 import asyncrl.sync.link as link_module
 from asyncrl.config.schema import SyncConfig
 from asyncrl.errors import DeadlineError, RefusedError, WeightSyncError
 from asyncrl.sync.control import ControlServer
 from asyncrl.sync.digest import digest_layout
-from asyncrl.sync.layout import Box, Layout, ParamLayout, grid, whole_layout
-from asyncrl.sync.publisher import Publisher, PublishReport
-from asyncrl.sync.subscriber import Staged, Subscriber
+from asyncrl.sync.layout import Box, ParamLayout
+from asyncrl.sync.subscriber import Subscriber
 
-SMALL = {"embed": ((30, 8), "float32"), "norm": ((8,), "float32"), "head": ((12, 8), "bfloat16")}
-LARGE = {"w": ((4096, 1024), "float32")}  # more than any socket buffer: a send waits for its receiver
-CONFIG = SyncConfig(bucket_mb=0.0005, deadline_s=20.0)
-LARGE_CONFIG = SyncConfig(bucket_mb=1.0, deadline_s=20.0)
-
-
-def by_rows(shapes: dict, rank: int, world: int) -> Layout:
-    """The shards of one FSDP rank; vectors are replicated."""
-    return {
-        name: ParamLayout(
-            shape,
-            dtype,
-            (grid(shape, (world, 1))[rank] if len(shape) == 2 else Box.whole(shape),),
-        )
-        for name, (shape, dtype) in shapes.items()
-    }
-
-
-class Learner:
-    """`world` publishers over one model, whose parameters hold other random bits at each version."""
-
-    def __init__(self, shapes: dict, world: int, config: SyncConfig, lineage: int = 1) -> None:
-        self.whole = whole_layout(shapes)
-        self.layouts = [by_rows(shapes, rank, world) for rank in range(world)]
-        self.live = [local_tensors(layout, full_tensors(self.whole)) for layout in self.layouts]
-        self.publishers = [
-            Publisher(rank, world, layout, live, config, lineage)
-            for rank, (layout, live) in enumerate(zip(self.layouts, self.live, strict=True))
-        ]
-        self.endpoints = [publisher.endpoint for publisher in self.publishers]
-
-    def train(self, version: int) -> None:
-        full = self.at(version)
-        for layout, live in zip(self.layouts, self.live, strict=True):
-            for name, tensor in local_tensors(layout, full).items():
-                live[name].copy_(tensor)
-
-    def publish(self, version: int) -> list[PublishReport]:
-        self.train(version)
-        return [publisher.publish(version) for publisher in self.publishers]
-
-    def at(self, version: int) -> dict[str, torch.Tensor]:
-        return full_tensors(self.whole, seed=version)
-
-    def close(self) -> None:
-        for publisher in self.publishers:
-            publisher.close(10.0)
-
-
-class Generator:
-    def __init__(self, who: str, learner: Learner, layout: Layout, config: SyncConfig, **more: int) -> None:
-        self.learner, self.layout = learner, layout
-        self.staging = {n: torch.zeros_like(t) for n, t in local_tensors(layout, learner.at(0)).items()}
-        self.subscriber = Subscriber(who, learner.endpoints[::-1], layout, config, self.staging, **more)
-
-    def check(self, staged: Staged | None, version: int) -> None:
-        """The staging memory holds that version bit for bit, and hashes to the learner's digest."""
-        assert staged is not None
-        assert staged.version == version
-        for name, expected in local_tensors(self.layout, self.learner.at(version)).items():
-            assert same_bits(self.staging[name], expected), name
-        assert staged.digest == digest_layout(self.layout, self.staging)
-
-
-@pytest.fixture
-def closing() -> Iterator[Callable]:
-    with ExitStack() as stack:
-
-        def add(thing: Learner | Generator) -> Learner | Generator:
-            stack.callback(thing.close if isinstance(thing, Learner) else thing.subscriber.close)
-            return thing
-
-        yield add
+closing = pytest.fixture(closing_all)
 
 
 @pytest.fixture
@@ -152,12 +78,12 @@ def test_a_waiting_generator_is_woken_and_waits_for_the_slower_rank(
     for publisher, event in zip(learner.publishers, parked, strict=True):
 
         def park(
-            *request: object, server: ControlServer = publisher._server, event: threading.Event = event
+            *request: object, server: ControlServer = publisher._outlet.server, event: threading.Event = event
         ) -> None:
             ControlServer.park(server, *request)  # type: ignore[arg-type]
             event.set()
 
-        monkeypatch.setattr(publisher._server, "park", park)
+        monkeypatch.setattr(publisher._outlet.server, "park", park)
     learner.train(0)
     fetched = threads.submit(generator.subscriber.fetch, -1, 20.0)
     for event, publisher in zip(parked, learner.publishers, strict=True):
@@ -190,13 +116,13 @@ class Gate:
         self._receive = link_module.receive_buckets
         monkeypatch.setattr(link_module, "receive_buckets", self)
 
-    def __call__(self, source, shards, channel, buffers, seconds_left) -> None:  # type: ignore[no-untyped-def]
+    def __call__(self, source, shards, channel, *more) -> None:  # type: ignore[no-untyped-def]
         with self._lock:
             first = not self.entered[channel.who].is_set()
             self.entered[channel.who].set()
         if first:
             assert self.open.wait(20.0)
-        self._receive(source, shards, channel, buffers, seconds_left)
+        self._receive(source, shards, channel, *more)
 
 
 def test_publish_waits_for_no_generator_and_takes_the_younger_snapshot_back(
@@ -225,7 +151,7 @@ from asyncrl.config.schema import SyncConfig
 from asyncrl.sync.layout import from_wire
 from asyncrl.sync.subscriber import Subscriber
 
-def receive_one_bucket_and_hang(source, shards, channel, buffers, seconds_left):
+def receive_one_bucket_and_hang(source, shards, channel, *more):
     channel.recv(torch.zeros(source.buckets[0].length, dtype=torch.uint8)).wait(20.0)
     print("mid-transfer", flush=True)
     sys.stdin.read()
@@ -238,6 +164,7 @@ Subscriber("victim", endpoints, layout, SyncConfig(bucket_mb=bucket_mb), staging
 """
 
 
+@pytest.mark.slow
 def test_a_generator_killed_in_the_middle_disturbs_nobody_and_may_join_again(closing: Callable) -> None:
     learner = closing(Learner(LARGE, 2, LARGE_CONFIG))
     other = closing(Generator("other", learner, learner.whole, LARGE_CONFIG))
@@ -251,7 +178,7 @@ def test_a_generator_killed_in_the_middle_disturbs_nobody_and_may_join_again(clo
     ) as victim:
         try:
             assert victim.stdout is not None
-            assert victim.stdout.readline() == "mid-transfer\n"
+            assert victim.stdout.readline().startswith("mid-transfer")
             learner.publish(1)
             other.check(other.subscriber.fetch(-1, 20.0), 1)
         finally:
@@ -272,7 +199,7 @@ def test_a_wrong_byte_in_live_parameters_is_found(closing: Callable) -> None:
     staged = generator.subscriber.fetch(-1, 10.0)
     generator.check(staged, 0)
     assert staged is not None
-    generator.staging["head"].view(torch.uint8)[7, 3] += 1
+    generator.staging["head"][0].view(torch.uint8)[7, 3] += 1
     assert digest_layout(generator.layout, generator.staging) != staged.digest
 
 

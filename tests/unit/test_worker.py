@@ -81,6 +81,7 @@ async def test_a_flip_asks_again_with_the_newer_version() -> None:
         await h.learner.publish(1)
         await h.queue.until(lambda: len(h.queue.committed) == 1)
         assert h.queue.committed["train", 0].start_version == 1
+        await h.queue.until(lambda: h.learner.acknowledged == [0, 1])
 
 
 async def test_weights_that_hash_wrong_end_the_worker_and_nothing_made_with_them_is_committed() -> None:
@@ -239,7 +240,10 @@ async def test_a_fenced_commit_is_counted_and_the_worker_goes_on() -> None:
         await h.queue.until(lambda: h.queue.stats.get("refused/fenced") == 1 and len(h.queue.committed) == 1)
 
 
-async def test_an_evaluation_is_greedy_over_its_chunk_and_pins_the_version() -> None:
+async def test_an_evaluation_is_greedy_over_its_chunk_and_pins_the_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("asyncrl.generator.weights.POLL_S", 0.01)
     gate = asyncio.Event()
 
     async def gated(task: Task, text: str) -> float:
@@ -258,6 +262,7 @@ async def test_an_evaluation_is_greedy_over_its_chunk_and_pins_the_version() -> 
             seen = h.queue.stats
             await h.queue.until(lambda: h.queue.stats is not seen)  # noqa: B023
             assert h.queue.stats["held"] == h.engine.version == 0
+        await h.queue.until(lambda: h.queue.stats is not None and h.learner.acknowledged.count(0) > 2)
         gate.set()
         await h.queue.until(lambda: len(h.queue.committed) == 2)
         evaluation = h.queue.committed["eval", 0]

@@ -1,0 +1,87 @@
+"""python -m bench.sync: see the package."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from bench.bars import Measured, figures
+from bench.sync.model import SHAPES
+from bench.sync.report import BARS, table
+from bench.sync.runner import BACKENDS, Others, Ours, memcpy_gb_per_s
+
+OTHERS = {
+    "raw_gloo": ("raw", 1),
+    "gloo_per_tensor": ("per_tensor", 2),
+    "gloo_per_tensor_1": ("per_tensor", 1),
+    "gloo_packed": ("packed", 1),
+    "shm_file": ("shm_file", 1),
+}
+
+
+def main() -> None:
+    args = _parser().parse_args()
+    sizes = {
+        millions: figures(_repetitions(millions, args.repetitions), BARS) for millions in args.parameters
+    }
+    found = dict(sizes[max(sizes)])
+    machine = (
+        f"{os.cpu_count()} × {platform.machine()}, {platform.system()}, Python {platform.python_version()}."
+    )
+    text = table(found, sizes, machine, args.repetitions)
+    print(text)
+    measured = {"figures": found, "machine": machine, "by_million_parameters": sizes}
+    for path, written in ((args.json, json.dumps(measured, indent=1) + "\n"), (args.table, text)):
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(written, encoding="utf-8")
+
+
+def _repetitions(millions: int, count: int) -> list[Measured]:
+    """The first round of everything warms up and is not kept."""
+    with tempfile.TemporaryDirectory(prefix="sync-") as folder, ExitStack() as stack:
+        others, ours = Others(millions, Path(folder), stack), Ours(millions, Path(folder), stack)
+        return [_repetition(millions, others, ours) for _ in range(count + 1)][1:]
+
+
+def _repetition(millions: int, others: Others, ours: Ours) -> dict[str, float]:
+    found: dict[str, Any] = {"gb_per_s.memcpy": memcpy_gb_per_s(millions)}
+    for name, (method, sinks) in OTHERS.items():
+        found[f"gb_per_s.{name}"] = others.gb_per_s(method, sinks)
+    for backend in reversed(BACKENDS):  # the fastest last: its details stay
+        for world in (1, 2):
+            measured = ours.round(backend, world)
+            name = f"asyncrl_tp{world}" + ("" if backend == BACKENDS[0] else f"_{backend}")
+            found[f"gb_per_s.{name}"] = measured.pop("gb_per_s")
+            if world == 1:
+                found |= measured
+    print("  ".join(f"{name} {value:,.3g}" for name, value in found.items()), flush=True)
+    return found
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.sync", description="The weight stream beside other ways."
+    )
+    parser.add_argument("--json", type=Path, help="figures and every size")
+    parser.add_argument("--table", type=Path, help="Markdown")
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument(
+        "--parameters",
+        type=int,
+        nargs="+",
+        default=[100, 500],
+        choices=list(SHAPES),
+        help="millions (default: both)",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""One generator rank of asyncrl: python -m bench.sync.generator. Stages a version, flips its live parameters to it and
+verifies them, as a generator does."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from asyncrl.config.schema import SyncConfig
+from asyncrl.sync.arena import Arena
+from asyncrl.sync.bucket import Shards
+from asyncrl.sync.digest import digest_layout
+from asyncrl.sync.layout import layout_bytes
+from asyncrl.sync.subscriber import Subscriber
+from bench.process import Talk
+from bench.sync.model import generator_layout
+from bench.sync.tensors import check, empty_shards
+
+WAIT_S = 60.0
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    talk = Talk()
+    said = talk.hears()
+    backend, rank, world = said["backend"], said["rank"], said["world"]
+    layout = generator_layout(said["millions"], rank, world)
+    live = empty_shards(layout)
+    staging = Arena(Shards(layout, live)).shards
+    config = SyncConfig(backend=backend, delta="never")
+    subscriber = Subscriber(f"tp{world}-{rank}-{backend}", said["endpoints"], layout, config, staging.tensors)
+    talk.tell({"bytes": layout_bytes(layout), "flip_floor_ms": 1e3 * min(_copy_s(live) for _ in range(3))})
+    while (version := talk.hears()) is not None:
+        staged = subscriber.fetch(version - 1, WAIT_S)
+        if staged is None or staged.version != version:
+            raise RuntimeError(f"version {version} did not come, but {staged}")
+        arrived = time.monotonic()
+        torch._foreach_copy_(list(live.values()), staging.parts)
+        flipped = time.monotonic()
+        if digest_layout(layout, live) != staged.digest:
+            raise RuntimeError(f"version {version}: the live parameters are not the learner's")
+        ended = time.monotonic()
+        check(layout, live)
+        for tensor in (*live.values(), *staging.parts):
+            tensor.zero_()
+        talk.tell(
+            {
+                "ended": ended,
+                "stage_ms": 1e3 * staged.seconds,
+                "flip_ms": 1e3 * (flipped - arrived),
+                "verify_ms": 1e3 * (ended - flipped),
+            }
+        )
+    subscriber.close()
+
+
+def _copy_s(live: dict[str, torch.Tensor]) -> float:
+    """One plain copy of as many bytes."""
+    source = torch.ones(sum(t.numel() for t in live.values()), dtype=torch.bfloat16)
+    target = torch.ones_like(source)
+    begun = time.perf_counter()
+    target.copy_(source)
+    return time.perf_counter() - begun
+
+
+if __name__ == "__main__":
+    main()

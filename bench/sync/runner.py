@@ -1,0 +1,130 @@
+"""The processes of a comparison, all alive for all repetitions so that systems can take turns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.process import Process
+from bench.sync.gloo import RAW_BYTES
+from bench.sync.model import LEARNERS, total_bytes
+
+BACKENDS = ("auto", "gloo")
+SINKS = 2
+"""Generator ranks, at most."""
+
+
+@contextmanager
+def process(words: Sequence[str], said: Mapping[str, Any], log: Path) -> Iterator[Process]:
+    made = Process(words, log)
+    try:
+        made.tell(said)
+        yield made
+    finally:
+        made.end()
+
+
+class Others:
+    """What others do, in one gloo group of a learner and two generator ranks."""
+
+    def __init__(self, millions: int, folder: Path, stack: ExitStack) -> None:
+        self._bytes = total_bytes(millions)
+        said = {
+            "world": SINKS + 1,
+            "millions": millions,
+            "folder": "/dev/shm",
+            "rendezvous": f"file://{folder}/meet",
+        }
+        self._ranks = [
+            stack.enter_context(
+                process(["bench.sync.gloo"], {**said, "rank": rank}, folder / f"gloo{rank}.log")
+            )
+            for rank in range(SINKS + 1)
+        ]
+        for rank in self._ranks:
+            rank.hears()
+
+    def gb_per_s(self, method: str, sinks: int) -> float:
+        ranks = self._ranks[: sinks + 1]
+        for rank in ranks:
+            rank.tell({"method": method, "sinks": sinks})
+        said = [rank.hears() for rank in ranks]
+        seconds = max(s["ended"] for s in said) - max(s["begun"] for s in said)
+        return (RAW_BYTES if method == "raw" else self._bytes) / seconds / 1e9
+
+
+class Ours:
+    """Two learner ranks and, for each kind of channel, a generator of one rank and one of two."""
+
+    def __init__(self, millions: int, folder: Path, stack: ExitStack) -> None:
+        self._bytes, self._version = total_bytes(millions), 0
+        said = {"millions": millions, "backends": BACKENDS}
+        self._learners = [
+            stack.enter_context(
+                process(["bench.sync.learner"], {**said, "rank": rank}, folder / f"learner{rank}.log")
+            )
+            for rank in range(LEARNERS)
+        ]
+        endpoints = [learner.hears() for learner in self._learners]
+        self._generators: dict[tuple[str, int], list[Process]] = {}
+        self.flip_floor_ms: dict[int, float] = {}
+        self._needed: dict[int, int] = {}
+        self._sent = dict.fromkeys(BACKENDS, 0.0)
+        for backend in BACKENDS:
+            for world in (1, 2):
+                told = {
+                    "millions": millions,
+                    "backend": backend,
+                    "world": world,
+                    "endpoints": [e[backend] for e in endpoints],
+                }
+                ranks = [
+                    stack.enter_context(
+                        process(
+                            ["bench.sync.generator"],
+                            {**told, "rank": rank},
+                            folder / f"generator-{backend}-{world}-{rank}.log",
+                        )
+                    )
+                    for rank in range(world)
+                ]
+                heard = [rank.hears() for rank in ranks]
+                self._generators[backend, world] = ranks
+                self.flip_floor_ms[world] = max(h["flip_floor_ms"] for h in heard)
+                self._needed[world] = sum(h["bytes"] for h in heard)
+
+    def round(self, backend: str, world: int) -> dict[str, float]:
+        """Publish a version, and have one generator take it."""
+        self._version += 1
+        ranks = self._generators[backend, world]
+        for rank in ranks:
+            rank.tell(self._version)
+        for learner in self._learners:
+            learner.tell({"backend": backend, "version": self._version})
+        published = [learner.hears() for learner in self._learners]
+        taken = [rank.hears() for rank in ranks]
+        seconds = max(t["ended"] for t in taken) - min(p["begun"] for p in published)
+        return {
+            "gb_per_s": self._bytes / seconds / 1e9,
+            "transfer_ms": max(t["stage_ms"] for t in taken),
+            "flip_ms": max(t["flip_ms"] for t in taken),
+            "verify_ms": max(t["verify_ms"] for t in taken),
+            "learner_pause_ms": max(p["pause_ms"] for p in published),
+            "learner_floor_ms": max(p["floor_ms"] for p in published),
+        }
+
+
+def memcpy_gb_per_s(millions: int) -> float:
+    source = torch.ones(total_bytes(millions) // 2, dtype=torch.bfloat16)
+    target = torch.ones_like(source)
+    times = []
+    for _ in range(3):
+        begun = time.perf_counter()
+        target.copy_(source)
+        times.append(time.perf_counter() - begun)
+    return total_bytes(millions) / min(times) / 1e9

@@ -1,0 +1,46 @@
+"""Runs whose versions differ by a few bits from each other: generators get the changes alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from processes import finished, rows, started
+
+from asyncrl.types import Task
+
+pytestmark = pytest.mark.slow
+
+SMALL_STEPS = "learner.optimizer.lr=1e-7"  # moves fp32 weights of 0.02 by some units in their last place
+
+
+def length(task: Task, text: str) -> float:
+    """Of a model that can do nothing yet, answers differ in this."""
+    return float(len(text))
+
+
+def trained(config_file: Path, *words: str) -> Path:
+    words = (*words, "sync.delta=always", SMALL_STEPS, f"reward.function='{Path(__file__)}:length'")
+    with started("asyncrl", "train", str(config_file), *words) as launcher:
+        code, printed = finished(launcher)
+    assert code == 0, printed
+    run = config_file.parent / "it"
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["versions"], summary["groups_trained"], summary["tasks_dropped"]) == (4, 16, 0)
+    return run
+
+
+def test_changes_go_over_the_channels_of_a_run(config_file: Path) -> None:
+    run = trained(config_file, "learner.processes=2", "queue.max_staleness=0")  # every version is waited for
+    last = [row for row in rows(run) if "sync/bytes" in row][-1]
+    assert last["sync/delta_bytes"] > 0
+    assert 0 < last["sync/delta_bytes_ratio"] < 0.5
+
+
+def test_changes_go_through_a_folder(config_file: Path) -> None:
+    stored = config_file.parent / "stored"
+    trained(config_file, "sync.backend=file", f"sync.folder={stored}")
+    (series,) = (stored / "it" / "rank-00000").iterdir()
+    kinds = {file.suffix for file in series.iterdir()}
+    assert kinds == {".manifest", ".safetensors", ".delta"}

@@ -1,0 +1,36 @@
+"""A model that changes as one under training does: a few of its bits, mostly the lowest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sharding import full_tensors
+from stream_cases import Learner
+
+DRIFTING = {"embed": ((128, 64), "bfloat16"), "norm": ((64,), "float32"), "head": ((96, 64), "bfloat16")}
+
+
+def stepped(full: dict[str, torch.Tensor], share: float, seed: int) -> dict[str, torch.Tensor]:
+    """The next version: of this share of the bytes the lowest bit is another."""
+    random = torch.Generator().manual_seed(seed)
+    new = {}
+    for name, tensor in full.items():
+        bits = tensor.clone().view(-1).view(torch.uint8)
+        bits ^= (torch.rand(len(bits), generator=random) < share).to(torch.uint8)
+        new[name] = bits.view(tensor.dtype).view(tensor.shape)
+    return new
+
+
+class DriftingLearner(Learner):
+    """Each version differs a little from the one before."""
+
+    def __init__(self, world: int, config: Any, share: float = 0.02) -> None:
+        self.share = share
+        super().__init__(DRIFTING, world, config)
+
+    def at(self, version: int) -> dict[str, torch.Tensor]:
+        full = full_tensors(self.whole)
+        for step in range(version):
+            full = stepped(full, self.share, step)
+        return full
