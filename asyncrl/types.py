@@ -222,7 +222,7 @@ class Group:
     def start_version(self) -> Version:
         """The oldest version that made a token of this group: what the staleness bound is about."""
         made = np.asarray(self.versions, np.int32).view(np.uint32)  # where NO_VERSION, -1, is the largest number
-        return int(made.min(initial=np.iinfo(np.uint32).max).astype(np.int32))
+        return int(made.min(initial=0xFFFFFFFF).astype(np.int32))
 
 
 def _joined_columns(task: Task, rollouts: Sequence[Rollout]) -> dict[str, Array]:
