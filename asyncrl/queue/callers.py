@@ -35,9 +35,9 @@ class Caller:
         (set(), {1}, set(), {2, 3})
         """
         said, known = set(waiting), self.waiting
-        self.waiting = {i for i in known if i in said or i > newest} | {i for i in said if i > self.newest}
+        over = {i for i in known - said if i <= newest}
+        self.waiting = known - over | {i for i in said - known if i > self.newest}
         self.newest = max(self.newest, newest)
-        over = known - self.waiting
         for request_id in over:
             self.unread_bytes -= _size(self.unread.pop(request_id, ()))
         return over
@@ -54,4 +54,4 @@ class Caller:
 
 
 def _size(message: Iterable[Any]) -> int:
-    return sum(len(frame) for frame in message)
+    return sum(map(len, message))

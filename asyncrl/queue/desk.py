@@ -46,6 +46,9 @@ MAX_DETAIL = 500
 UNKNOWN = -1
 """The number of a request that could not be read."""
 
+FIELDS = {"id": int, "newest": int, "waiting": list, "op": str, "run": str, "session": str, "args": dict}
+"""Of an envelope."""
+
 DIRECTORY = ""
 """The subject of requests that wait for something other than a stream."""
 
@@ -203,12 +206,16 @@ def parse(frames: Sequence[Any]) -> Call:
     if not 0 < len(frames) <= wire.MAX_FRAMES:
         raise WireError(f"a message of {len(frames)} frames; 1 to {wire.MAX_FRAMES} are allowed")
     message = wire.unpack(frames[0])
-    fields = {"id": int, "newest": int, "waiting": list, "op": str, "run": str, "session": str, "args": dict}
-    for name, kind in fields.items():
+    for name, kind in FIELDS.items():
         if type(message.get(name)) is not kind:
             raise WireError(f"envelope: {name} = {message.get(name)!r:.100} must be {kind.__name__}")
     newest, waiting = message["newest"], message["waiting"]
-    if len(waiting) > 4 * MAX_REQUESTS or not all(type(i) is int and 0 < i <= newest for i in waiting):
+    numbers = {*map(type, waiting)} <= {int}
+    if (
+        len(waiting) > 4 * MAX_REQUESTS
+        or not numbers
+        or (waiting and not 0 < min(waiting) <= max(waiting) <= newest)
+    ):
         raise WireError(f"envelope: waiting must be some of the numbers up to newest = {newest}")
     if len(message["session"]) > MAX_SESSION:
         raise WireError(f"envelope: a session of {len(message['session'])} characters")

@@ -16,7 +16,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from asyncrl.errors import AsyncRLError, ConfigError
-from asyncrl.queue import sockets
+from asyncrl.queue import bundle, sockets
 from asyncrl.queue.keys import ClientKeys
 
 BURST = 64
@@ -73,6 +73,7 @@ class SocketLink:
         self._keys = keys
         self._up = self._was_up = self._scheduled = False
         self._failures = 0
+        self._outgoing: list[Sequence[Any]] = []
 
     def open(self, listener: Listener) -> None:
         self._listener, self._loop = listener, asyncio.get_running_loop()
@@ -99,11 +100,10 @@ class SocketLink:
         self._soon()
 
     def send(self, frames: Sequence[Any]) -> None:
-        if not self._up:
-            return
-        with suppress(zmq.Again):
-            sockets.send(self._socket, frames)
-        self._soon()
+        """With what else the loop's tasks send in this turn."""
+        if self._up:
+            self._outgoing.append(frames)
+            self._soon()
 
     def close(self) -> None:
         for socket in (self._socket, self._monitor):
@@ -122,6 +122,10 @@ class SocketLink:
 
     def _look(self) -> None:
         self._scheduled = False
+        outgoing, self._outgoing = self._outgoing, []
+        for message in bundle.bundled(outgoing) if self._up else ():
+            with suppress(zmq.Again):
+                sockets.send(self._socket, message)
         self._take()
 
     def _take(self) -> None:
@@ -132,7 +136,8 @@ class SocketLink:
                 frames = sockets.receive(self._socket)
             except zmq.Again:
                 return
-            self._listener.heard(frames)
+            for message in bundle.messages_of(frames):
+                self._listener.heard(message)
         self._soon()
 
     def _watch(self) -> None:
