@@ -221,7 +221,9 @@ class Group:
     @property
     def start_version(self) -> Version:
         """The oldest version that made a token of this group: what the staleness bound is about."""
-        made = np.asarray(self.versions, np.int32).view(np.uint32)  # where NO_VERSION, -1, is the largest number
+        made = np.asarray(self.versions, np.int32).view(
+            np.uint32
+        )  # where NO_VERSION, -1, is the largest number
         return int(made.min(initial=0xFFFFFFFF).astype(np.int32))
 
 
