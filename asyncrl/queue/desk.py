@@ -30,7 +30,7 @@ from typing import Any
 
 from asyncrl.errors import AsyncRLError, WireError
 from asyncrl.queue import wire
-from asyncrl.queue.callers import MAX_REQUESTS, Caller, Message
+from asyncrl.queue.callers import MAX_REQUESTS, UNKNOWN, Caller, Message
 from asyncrl.queue.parking import Parking, Waiter
 from asyncrl.queue.service import QueueService, Reply, Request
 
@@ -42,9 +42,6 @@ MAX_CALLERS = 4096
 MAX_SESSION = 256
 MAX_DETAIL = 500
 """Characters of a session's name, and of an error's text."""
-
-UNKNOWN = -1
-"""The number of a request that could not be read."""
 
 DIRECTORY = ""
 """The subject of requests that wait for something other than a stream."""

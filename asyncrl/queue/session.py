@@ -21,7 +21,7 @@ from typing import Any
 
 from asyncrl.errors import DeadlineError, RefusedError, RunClosedError, WireError
 from asyncrl.queue import wire
-from asyncrl.queue.callers import MAX_REQUESTS
+from asyncrl.queue.callers import MAX_REQUESTS, NOTICE, UNKNOWN
 
 RESEND_S = 5.0
 """After this long without an answer a request is sent again."""
@@ -38,9 +38,6 @@ UNDO_S = 30.0
 
 HEAD_BYTES = 4096
 """More than an envelope has besides its arguments."""
-
-NOTICE = 0
-"""The number of a message that asks for nothing. Nobody waits for it: the newest request may be lost, not done."""
 
 REMEMBERED = 256
 """Abandoned requests whose late answer would still be undone."""
@@ -59,10 +56,11 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a request ended."""
+    """How a request ended. undo: for a grant, whose caller has left by then."""
 
     request_id: int
     result: Answer | Exception
+    undo: Undo | None = None
 
 
 @dataclass(slots=True)
@@ -159,7 +157,7 @@ class Session:
             return []
         self._end(asked)
         self._give_credit(now)
-        return [Outcome(request_id, result)]
+        return [Outcome(request_id, result, asked.undo)]
 
     def tick(self, now: float) -> list[Outcome]:
         """What time has brought: deadlines, and what is to be sent again."""
@@ -244,10 +242,11 @@ class Session:
 
     def _unexpected(self, request_id: Any, result: Answer | Exception, now: float) -> None:
         """A grant that nobody waits for, a second answer, or a complaint about a message that was not understood."""
-        undo = self._abandoned.pop(request_id, None) if isinstance(request_id, int) else None
+        # Kept: a request that was sent twice may be refused as busy and then granted, or granted by two brokers.
+        undo = self._abandoned.get(request_id) if isinstance(request_id, int) else None
         if undo is not None and isinstance(result, Answer):
             self.undo(undo, result.value, now)
-        elif isinstance(result, WireError):
+        elif request_id == UNKNOWN and isinstance(result, WireError):
             self._complaint = f"it says: {result}"
 
     def undo(self, undo: Undo, value: Any, now: float) -> None:

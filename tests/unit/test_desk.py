@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from asyncrl.errors import AsyncRLError, DeadlineError, RefusedError, WireError
 from asyncrl.queue import service as service_module
 from asyncrl.queue import wire
-from asyncrl.queue.callers import MAX_REQUESTS
-from asyncrl.queue.desk import MAX_CALLERS, UNKNOWN, Desk, Letter
+from asyncrl.queue.callers import MAX_REQUESTS, UNKNOWN
+from asyncrl.queue.desk import MAX_CALLERS, Desk, Letter
 from asyncrl.queue.service import OPS, QueueService
 from asyncrl.queue.session import BUSY_S, CREDIT_BYTES, CREDIT_REQUESTS, RESEND_S, Answer, Session
 
