@@ -32,6 +32,7 @@ class Caller:
     waiting: set[int] = field(default_factory=set)
     unread: dict[int, Message] = field(default_factory=dict)
     unread_bytes: int = 0
+    heard_at: float = 0.0
 
     def hear(self, newest: int, waiting: Iterable[int]) -> set[int]:
         """Take in what a message says. Returns the requests that are over since.

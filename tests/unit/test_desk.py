@@ -16,7 +16,7 @@ from asyncrl.errors import AsyncRLError, DeadlineError, RefusedError, WireError
 from asyncrl.queue import service as service_module
 from asyncrl.queue import wire
 from asyncrl.queue.callers import MAX_REQUESTS, UNKNOWN
-from asyncrl.queue.desk import MAX_CALLERS, Desk, Letter
+from asyncrl.queue.desk import MAX_CALLERS, SILENT_S, Desk, Letter
 from asyncrl.queue.service import OPS, QueueService
 from asyncrl.queue.session import BUSY_S, CREDIT_BYTES, CREDIT_REQUESTS, RESEND_S, Answer, Session
 
@@ -312,6 +312,18 @@ def test_clients_beyond_the_limit_are_forgotten_oldest_first() -> None:
     for i in range(MAX_CALLERS):
         desk.receive(str(i).encode(), [envelope("hello")], 0.0)
     assert (len(desk._callers), desk.parked) == (MAX_CALLERS, 0)
+
+
+def test_what_a_client_that_has_gone_did_not_read_is_let_go() -> None:
+    desk = opened_desk()
+    desk.receive(b"gone", [envelope("status", 1)], 0.0)
+    desk.receive(b"gone", [envelope("lookup", 2, waiting=[1, 2], key="x", wait_s=1e3)], 0.0)
+    desk.receive(b"alive", [envelope("lookup", 1, key="x", wait_s=1e3)], 0.0)
+    desk.receive(b"alive", [envelope("lookup", 1, key="x", wait_s=1e3)], SILENT_S)  # sent again
+    desk.tick(SILENT_S)
+    assert desk._callers.keys() >= {b"gone", b"alive"}
+    desk.tick(SILENT_S + 1.0)
+    assert (desk._callers.keys(), desk.parked) == ({b"alive"}, 1)
 
 
 # ---------------------------------------------------------------------- a session's time
