@@ -65,7 +65,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class Asked:
-    """A request without an answer. resend_at: when it is sent again."""
+    """A request without an answer. park_until: when the broker must answer; resend_at: when it is sent again."""
 
     request_id: int
     op: str
@@ -75,6 +75,7 @@ class Asked:
     seconds: float
     deadline: float
     undo: Undo | None
+    park_until: float | None = None
     resend_at: float = 0.0
 
 
@@ -111,9 +112,10 @@ class Session:
         wait_s: how long the broker may park it; the deadline begins after that. undo: for a grant that comes when
         nobody waits for it any more. WireError if it is larger than a message may be.
         """
-        args, seconds = ({**args, "wait_s": wait_s} if wait_s else args), wait_s + deadline_s
+        args, park_until = ({**args, "wait_s": wait_s}, now + wait_s) if wait_s else (args, None)
+        seconds = wait_s + deadline_s
         nbytes = _checked_size(op, args, frames)
-        asked = Asked(next(self._ids), op, args, frames, nbytes, seconds, now + seconds, undo)
+        asked = Asked(next(self._ids), op, args, frames, nbytes, seconds, now + seconds, undo, park_until)
         self._line.append(asked)
         self._next_time = min(self._next_time, asked.deadline)
         self._give_credit(now)
@@ -215,6 +217,9 @@ class Session:
 
     def _send(self, asked: Asked, now: float) -> None:
         asked.resend_at = now + RESEND_S
+        if asked.park_until is not None:  # a broker that is new to it must not begin to wait from the start
+            left = max(0.0, asked.park_until - now)
+            asked.args = {**asked.args, "wait_s": min(asked.args["wait_s"], left)}
         self._next_time = min(self._next_time, asked.resend_at, asked.deadline)
         if asked.request_id not in self._due:
             self._due.append(asked.request_id)

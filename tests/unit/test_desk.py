@@ -351,6 +351,21 @@ def test_a_request_is_sent_again_until_its_deadline_which_names_everybody() -> N
     assert session.next_time() is None
 
 
+def test_a_request_that_is_sent_again_waits_no_longer_for_that() -> None:
+    """Else a broker that is new to it would answer after the client's deadline."""
+    net = Network(opened_desk())
+    key = net.ask("patient", "lookup", {"key": "x"}, wait_s=50.0, deadline_s=10.0)
+    net.deliver()
+    net.deliver(30.0)
+    net.desk = Desk(net.desk.service)
+    net.session("patient").reconnected(net.now)
+    net.deliver()
+    net.deliver(19.0)
+    assert key not in net.results
+    net.deliver(1.0)
+    assert net.value(key) == {"found": False}
+
+
 def test_a_notice_is_not_taken_for_the_request_that_was_sent_before_it() -> None:
     """The newest request is lost, and then an older one is given up: the broker hears of the newest by the notice."""
     desk, session = opened_desk(tasks=1), Session("run", "w/1", "here")
