@@ -179,6 +179,7 @@ class World:
     def _begin_anew(self, seconds: float) -> None:
         """Without a checkpoint there is nothing to go back to: the run begins again, from nothing."""
         self.say("the run begins anew")
+        self._disturbed = True  # what the killed have asked for is under way, and granted to nobody
         names = [name for name in self._alive if name != "feeder"]
         for name in names:
             self.kill(name)
