@@ -12,6 +12,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+NOTICE = 0
+UNKNOWN = -1
+"""No request has these numbers, as requests count from 1: of a client's message that asks for nothing, and of the
+broker's complaint about a message that it could not read. Whoever got such a one under the number of a request that
+somebody waits for would take it for that request, or for its answer."""
+
 MAX_REQUESTS = 64
 MAX_UNREAD_BYTES = 1 << 28
 """Of one client: requests that it waits for at once, and bytes of replies it has not read, before it is 'busy'."""
@@ -26,6 +32,7 @@ class Caller:
     waiting: set[int] = field(default_factory=set)
     unread: dict[int, Message] = field(default_factory=dict)
     unread_bytes: int = 0
+    heard_at: float = 0.0
 
     def hear(self, newest: int, waiting: Iterable[int]) -> set[int]:
         """Take in what a message says. Returns the requests that are over since.
