@@ -221,8 +221,10 @@ class Group:
     @property
     def start_version(self) -> Version:
         """The oldest version that made a token of this group: what the staleness bound is about."""
-        made = self.versions[self.loss_mask != 0]
-        return int(made.min()) if made.size else NO_VERSION
+        made = np.asarray(self.versions, np.int32).view(
+            np.uint32
+        )  # where NO_VERSION, -1, is the largest number
+        return int(made.min(initial=0xFFFFFFFF).astype(np.int32))
 
 
 def _joined_columns(task: Task, rollouts: Sequence[Rollout]) -> dict[str, Array]:

@@ -9,6 +9,7 @@ feeder thread            connect ──▸ wait for room ──▸ submit tasks 
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import threading
@@ -50,6 +51,7 @@ def run_queue(config: Config, announce: int | None = None, anew: bool = False) -
     print(f"run {config.run.name}: queue at {address}, process {os.getpid()}{again}", flush=True)
     feeder = Feeder(config, address, tasks, broker)
     feeder.start()
+    gc.freeze()  # what is here by now stays: looking for garbage in it would make everybody wait
     broker.serve()
     keeper.close()
     feeder.raise_failure()

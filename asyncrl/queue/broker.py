@@ -15,15 +15,16 @@ from __future__ import annotations
 import resource
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from asyncrl.errors import ConfigError
-from asyncrl.queue import sockets, wire
-from asyncrl.queue.callers import MAX_REQUESTS
+from asyncrl.queue import bundle, sockets, wire
+from asyncrl.queue.callers import MAX_REQUESTS, Message
 from asyncrl.queue.desk import Desk, Letter
 from asyncrl.queue.keys import ZAP_ADDRESS, ServerKeys, zap_reply
 from asyncrl.queue.service import QueueService
@@ -108,8 +109,7 @@ class Broker:
                 letters = self._take() if self._socket in ready else []
                 letters += self.desk.tick(self._clock())
                 self._before_send()
-                for letter in letters:
-                    self._send(letter)
+                self._send(letters)
         finally:
             self.close()
 
@@ -122,13 +122,22 @@ class Broker:
                 identity, *frames = sockets.receive(self._socket)
             except zmq.Again:
                 break
-            letters += self.desk.receive(identity.bytes, frames, self._clock())
+            for message in bundle.messages_of(frames):
+                letters += self.desk.receive(identity.bytes, message, self._clock())
         return letters
 
-    def _send(self, letter: Letter) -> None:
+    def _send(self, letters: Sequence[Letter]) -> None:
+        by_client: dict[bytes, list[Message]] = {}
+        for letter in letters:
+            by_client.setdefault(letter.identity, []).append(letter.frames)
+        for identity, messages in by_client.items():
+            for message in bundle.bundled(messages):
+                self._send_to(identity, message)
+
+    def _send_to(self, identity: bytes, message: Sequence[Any]) -> None:
         """Lost if the client has gone, or does not read; it will ask again."""
         try:
-            sockets.send(self._socket, [letter.identity, *letter.frames])
+            sockets.send(self._socket, [identity, *message])
         except zmq.Again:
             self.service.refused["unread"] += 1
         except zmq.ZMQError as error:

@@ -12,6 +12,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+NOTICE = 0
+UNKNOWN = -1
+"""No request has these numbers, as requests count from 1: of a client's message that asks for nothing, and of the
+broker's complaint about a message that it could not read. Whoever got such a one under the number of a request that
+somebody waits for would take it for that request, or for its answer."""
+
 MAX_REQUESTS = 64
 MAX_UNREAD_BYTES = 1 << 28
 """Of one client: requests that it waits for at once, and bytes of replies it has not read, before it is 'busy'."""
@@ -26,6 +32,7 @@ class Caller:
     waiting: set[int] = field(default_factory=set)
     unread: dict[int, Message] = field(default_factory=dict)
     unread_bytes: int = 0
+    heard_at: float = 0.0
 
     def hear(self, newest: int, waiting: Iterable[int]) -> set[int]:
         """Take in what a message says. Returns the requests that are over since.
@@ -35,9 +42,9 @@ class Caller:
         (set(), {1}, set(), {2, 3})
         """
         said, known = set(waiting), self.waiting
-        self.waiting = {i for i in known if i in said or i > newest} | {i for i in said if i > self.newest}
+        over = {i for i in known - said if i <= newest}
+        self.waiting = known - over | {i for i in said - known if i > self.newest}
         self.newest = max(self.newest, newest)
-        over = known - self.waiting
         for request_id in over:
             self.unread_bytes -= _size(self.unread.pop(request_id, ()))
         return over
@@ -54,4 +61,4 @@ class Caller:
 
 
 def _size(message: Iterable[Any]) -> int:
-    return sum(len(frame) for frame in message)
+    return sum(map(len, message))

@@ -115,12 +115,18 @@ class Channel:
         for outcome in outcomes:
             answer = self._waiting.get(outcome.request_id)
             if answer is None or answer.done():
-                continue
-            if isinstance(outcome.result, Exception):
+                self._give_back(outcome)
+            elif isinstance(outcome.result, Exception):
                 answer.set_exception(outcome.result)
             else:
                 answer.set_result(outcome.result)
         self._flush()
+
+    def _give_back(self, outcome: Outcome) -> None:
+        """The caller was cancelled, but has not resumed yet."""
+        if outcome.undo is not None and isinstance(outcome.result, Answer):
+            assert self._loop is not None
+            self._session.undo(outcome.undo, outcome.result.value, self._loop.time())
 
     def _flush(self) -> None:
         assert self._loop is not None

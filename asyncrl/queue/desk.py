@@ -30,7 +30,7 @@ from typing import Any
 
 from asyncrl.errors import AsyncRLError, WireError
 from asyncrl.queue import wire
-from asyncrl.queue.callers import MAX_REQUESTS, Caller, Message
+from asyncrl.queue.callers import MAX_REQUESTS, UNKNOWN, Caller, Message
 from asyncrl.queue.parking import Parking, Waiter
 from asyncrl.queue.service import QueueService, Reply, Request
 
@@ -39,12 +39,16 @@ log = logging.getLogger(__name__)
 MAX_CALLERS = 4096
 """Clients that are remembered; the one silent for longest is forgotten first. Live ones are heard every few seconds."""
 
+SILENT_S = 120.0
+"""A client that is silent for longer is forgotten, with the replies that it has not read: it has gone, waits for
+nothing, or is cut off, and then asks again as it would ask a new broker."""
+
 MAX_SESSION = 256
 MAX_DETAIL = 500
 """Characters of a session's name, and of an error's text."""
 
-UNKNOWN = -1
-"""The number of a request that could not be read."""
+FIELDS = {"id": int, "newest": int, "waiting": list, "op": str, "run": str, "session": str, "args": dict}
+"""Of an envelope."""
 
 DIRECTORY = ""
 """The subject of requests that wait for something other than a stream."""
@@ -85,7 +89,7 @@ class Desk:
             call = parse(frames)
         except WireError as error:
             return [Letter(identity, _pack(UNKNOWN, self._malformed(error)))]
-        caller = self._caller(identity)
+        caller = self._caller(identity, now)
         for over in caller.hear(call.newest, call.waiting):
             self._parking.remove((identity, over))
         key = identity, call.request_id
@@ -114,6 +118,7 @@ class Desk:
         for waiter in self._parking.late(now):
             answer(waiter, late=True)
             self._parking.remove(waiter.key)
+        self._forget_silent(now)
         return letters
 
     # ------------------------------------------------------------------ one request
@@ -185,12 +190,20 @@ class Desk:
 
     # ------------------------------------------------------------------ callers
 
-    def _caller(self, identity: bytes) -> Caller:
+    def _caller(self, identity: bytes, now: float) -> Caller:
         caller = self._callers.setdefault(identity, Caller())
+        caller.heard_at = now
         self._callers.move_to_end(identity)
         if len(self._callers) > MAX_CALLERS:
             self._forget(next(iter(self._callers)))
         return caller
+
+    def _forget_silent(self, now: float) -> None:
+        while self._callers:
+            identity, caller = next(iter(self._callers.items()))
+            if caller.heard_at + SILENT_S >= now:
+                return
+            self._forget(identity)
 
     def _forget(self, identity: bytes) -> None:
         caller = self._callers.pop(identity, None)
@@ -203,12 +216,16 @@ def parse(frames: Sequence[Any]) -> Call:
     if not 0 < len(frames) <= wire.MAX_FRAMES:
         raise WireError(f"a message of {len(frames)} frames; 1 to {wire.MAX_FRAMES} are allowed")
     message = wire.unpack(frames[0])
-    fields = {"id": int, "newest": int, "waiting": list, "op": str, "run": str, "session": str, "args": dict}
-    for name, kind in fields.items():
+    for name, kind in FIELDS.items():
         if type(message.get(name)) is not kind:
             raise WireError(f"envelope: {name} = {message.get(name)!r:.100} must be {kind.__name__}")
     newest, waiting = message["newest"], message["waiting"]
-    if len(waiting) > 4 * MAX_REQUESTS or not all(type(i) is int and 0 < i <= newest for i in waiting):
+    numbers = {*map(type, waiting)} <= {int}
+    if (
+        len(waiting) > 4 * MAX_REQUESTS
+        or not numbers
+        or (waiting and not 0 < min(waiting) <= max(waiting) <= newest)
+    ):
         raise WireError(f"envelope: waiting must be some of the numbers up to newest = {newest}")
     if len(message["session"]) > MAX_SESSION:
         raise WireError(f"envelope: a session of {len(message['session'])} characters")

@@ -1,7 +1,7 @@
 """How a client's messages travel: a `Link` may lose them, but says when it is connected (again).
 
 `SocketLink` is a ZeroMQ DEALER on an event loop. The loop watches the sockets' descriptors, which tell of news
-only once: after every send and every wake-up all that has come must be taken.
+only once: at first, after every send and every wake-up all that has come must be taken.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from asyncrl.errors import AsyncRLError, ConfigError
-from asyncrl.queue import sockets
+from asyncrl.queue import bundle, sockets
 from asyncrl.queue.keys import ClientKeys
 
 BURST = 64
@@ -24,6 +24,9 @@ BURST = 64
 
 FAILED_HANDSHAKES = 5
 """So many without a reason, before the first that succeeds, mean that the keys do not fit."""
+
+COPIED = 1 << 17
+"""Smaller frames are copied: to hear from ZeroMQ when one is not needed any more takes longer."""
 
 MAX_RECONNECT_MS = 1000
 HEARTBEAT_MS = 10_000
@@ -70,12 +73,14 @@ class SocketLink:
         self._keys = keys
         self._up = self._was_up = self._scheduled = False
         self._failures = 0
+        self._outgoing: list[Sequence[Any]] = []
 
     def open(self, listener: Listener) -> None:
         self._listener, self._loop = listener, asyncio.get_running_loop()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set_hwm(0)  # the session's credit bounds what is under way
+        self._socket.copy_threshold = COPIED
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IDENTITY, uuid.uuid4().bytes)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
@@ -91,14 +96,14 @@ class SocketLink:
             self.close()
             remedy = "give it as tcp://HOST:PORT, e.g. queue.address=tcp://127.0.0.1:5555"
             raise ConfigError("queue.address", self.address, f"cannot be used: {error}", remedy) from error
+        self._watch()
         self._soon()
 
     def send(self, frames: Sequence[Any]) -> None:
-        if not self._up:
-            return
-        with suppress(zmq.Again):
-            sockets.send(self._socket, frames)
-        self._soon()
+        """With what else the loop's tasks send in this turn."""
+        if self._up:
+            self._outgoing.append(frames)
+            self._soon()
 
     def close(self) -> None:
         for socket in (self._socket, self._monitor):
@@ -117,9 +122,11 @@ class SocketLink:
 
     def _look(self) -> None:
         self._scheduled = False
-        if not self._socket.closed:
-            self._watch()
-            self._take()
+        outgoing, self._outgoing = self._outgoing, []
+        for message in bundle.bundled(outgoing) if self._up else ():
+            with suppress(zmq.Again):
+                sockets.send(self._socket, message)
+        self._take()
 
     def _take(self) -> None:
         for _ in range(BURST):
@@ -129,7 +136,8 @@ class SocketLink:
                 frames = sockets.receive(self._socket)
             except zmq.Again:
                 return
-            self._listener.heard(frames)
+            for message in bundle.messages_of(frames):
+                self._listener.heard(message)
         self._soon()
 
     def _watch(self) -> None:

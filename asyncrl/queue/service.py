@@ -74,7 +74,7 @@ class Request:
 
     def payload(self) -> Frames:
         """The frames behind the envelope, which must be as long as `nbytes` says."""
-        nbytes, received = self.get("nbytes", int), sum(len(frame) for frame in self.frames)
+        nbytes, received = self.get("nbytes", int), sum(map(len, self.frames))
         if nbytes != received:
             raise WireError(f"{self.op}: {received} payload bytes, {nbytes} announced")
         return self.frames

@@ -21,7 +21,7 @@ from typing import Any
 
 from asyncrl.errors import DeadlineError, RefusedError, RunClosedError, WireError
 from asyncrl.queue import wire
-from asyncrl.queue.callers import MAX_REQUESTS
+from asyncrl.queue.callers import MAX_REQUESTS, NOTICE, UNKNOWN
 
 RESEND_S = 5.0
 """After this long without an answer a request is sent again."""
@@ -38,9 +38,6 @@ UNDO_S = 30.0
 
 HEAD_BYTES = 4096
 """More than an envelope has besides its arguments."""
-
-NOTICE = 0
-"""The number of a message that asks for nothing. Nobody waits for it: the newest request may be lost, not done."""
 
 REMEMBERED = 256
 """Abandoned requests whose late answer would still be undone."""
@@ -59,15 +56,16 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a request ended."""
+    """How a request ended. undo: for a grant, whose caller has left by then."""
 
     request_id: int
     result: Answer | Exception
+    undo: Undo | None = None
 
 
 @dataclass(slots=True)
 class Asked:
-    """A request without an answer. resend_at: when it is sent again."""
+    """A request without an answer. park_until: when the broker must answer; resend_at: when it is sent again."""
 
     request_id: int
     op: str
@@ -77,6 +75,7 @@ class Asked:
     seconds: float
     deadline: float
     undo: Undo | None
+    park_until: float | None = None
     resend_at: float = 0.0
 
 
@@ -113,9 +112,10 @@ class Session:
         wait_s: how long the broker may park it; the deadline begins after that. undo: for a grant that comes when
         nobody waits for it any more. WireError if it is larger than a message may be.
         """
-        args, seconds = ({**args, "wait_s": wait_s} if wait_s else args), wait_s + deadline_s
+        args, park_until = ({**args, "wait_s": wait_s}, now + wait_s) if wait_s else (args, None)
+        seconds = wait_s + deadline_s
         nbytes = _checked_size(op, args, frames)
-        asked = Asked(next(self._ids), op, args, frames, nbytes, seconds, now + seconds, undo)
+        asked = Asked(next(self._ids), op, args, frames, nbytes, seconds, now + seconds, undo, park_until)
         self._line.append(asked)
         self._next_time = min(self._next_time, asked.deadline)
         self._give_credit(now)
@@ -159,7 +159,7 @@ class Session:
             return []
         self._end(asked)
         self._give_credit(now)
-        return [Outcome(request_id, result)]
+        return [Outcome(request_id, result, asked.undo)]
 
     def tick(self, now: float) -> list[Outcome]:
         """What time has brought: deadlines, and what is to be sent again."""
@@ -217,6 +217,9 @@ class Session:
 
     def _send(self, asked: Asked, now: float) -> None:
         asked.resend_at = now + RESEND_S
+        if asked.park_until is not None:  # a broker that is new to it must not begin to wait from the start
+            left = max(0.0, asked.park_until - now)
+            asked.args = {**asked.args, "wait_s": min(asked.args["wait_s"], left)}
         self._next_time = min(self._next_time, asked.resend_at, asked.deadline)
         if asked.request_id not in self._due:
             self._due.append(asked.request_id)
@@ -244,10 +247,11 @@ class Session:
 
     def _unexpected(self, request_id: Any, result: Answer | Exception, now: float) -> None:
         """A grant that nobody waits for, a second answer, or a complaint about a message that was not understood."""
-        undo = self._abandoned.pop(request_id, None) if isinstance(request_id, int) else None
+        # Kept: a request that was sent twice may be refused as busy and then granted, or granted by two brokers.
+        undo = self._abandoned.get(request_id) if isinstance(request_id, int) else None
         if undo is not None and isinstance(result, Answer):
             self.undo(undo, result.value, now)
-        elif isinstance(result, WireError):
+        elif request_id == UNKNOWN and isinstance(result, WireError):
             self._complaint = f"it says: {result}"
 
     def undo(self, undo: Undo, value: Any, now: float) -> None:

@@ -113,7 +113,7 @@ class PayloadStore:
             self.drop(stream, ordinal, part)
             return
         self._forget(stream, ordinal, part)
-        held = Held(frames, sum(len(frame) for frame in frames), stamp)
+        held = Held(frames, sum(map(len, frames)), stamp)
         self._held.setdefault((stream, ordinal), {})[part] = held
         self._memory += held.nbytes
         if self._durable:

@@ -166,4 +166,4 @@ def _made(ordinal: int, item: Item) -> Iterator[tuple[int, str, int]]:
 
 
 def _size(frames: Frames) -> int:
-    return sum(len(frame) for frame in frames)
+    return sum(map(len, frames))

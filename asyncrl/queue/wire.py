@@ -1,8 +1,9 @@
 """Bytes of the queue: versioned msgpack envelopes, groups as a header and raw tensor frames. No pickle.
 
     envelope frame   b"ARLQ" · version byte · msgpack map
-    group            frame 0: b"ARLG" · version byte · xxh3-64 of all that follows · msgpack header
-                     frame 1: the bytes of all small columns, one after another · frames 2…: one large column each
+    group            frame 0: b"ARLG" · version byte · xxh3-64 of all that follows · bytes of the header, 4 ·
+                              msgpack header, padded to 8 · the bytes of all small columns, one after another
+                     frames 1…: one large column each
 
 The broker reads envelopes only; a group's frames pass through it untouched. Nothing that a frame says of sizes
 is believed before it was compared with the bytes that are there.
@@ -25,11 +26,17 @@ from asyncrl.types import COLUMNS, Finish, Group, Sampling, Task, Version
 
 Buffer = bytes | memoryview
 
-VERSION = 2
+VERSION = 3
 ENVELOPE_MAGIC = b"ARLQ" + bytes([VERSION])
 GROUP_MAGIC = b"ARLG" + bytes([VERSION])
-SEAL = struct.Struct("<Q")
-GROUP_START = len(GROUP_MAGIC) + SEAL.size
+SEAL, LENGTH = struct.Struct("<Q"), struct.Struct("<I")
+GROUP_SEALED = len(GROUP_MAGIC) + SEAL.size
+GROUP_HEADER = GROUP_SEALED + LENGTH.size
+"""Where in a group's first frame begins what its digest is of, and its header."""
+
+ALIGNED = 8
+"""Columns begin at a multiple of this."""
+
 
 MAX_FRAME_BYTES = 1 << 30
 MAX_ENVELOPE_BYTES = 1 << 26
@@ -39,19 +46,23 @@ MAX_ITEMS = 1 << 17
 
 
 LARGE = 1 << 16
-"""Columns of so many bytes travel in a frame of their own. Smaller ones pyzmq would copy anyway."""
+"""Columns of so many bytes travel in a frame of their own, uncopied."""
 
-DTYPES: dict[str, str] = {
-    "lengths": "<i8",
-    "token_ids": "<i8",
-    "loss_mask": "|i1",
-    "logprobs": "<f4",
-    "versions": "<i4",
-    "rewards": "<f4",
+EVERY = {
+    name: np.dtype(dtype)
+    for name, dtype in {
+        "lengths": "<i8",
+        "token_ids": "<i8",
+        "loss_mask": "|i1",
+        "logprobs": "<f4",
+        "versions": "<i4",
+        "rewards": "<f4",
+    }.items()
 }
 """Columns that every group has. Further ones are those of `types.COLUMNS`, and a column for each part of the reward."""
+DTYPES = EVERY | {name: np.dtype(dtype).newbyteorder("<") for name, dtype in COLUMNS.items()}
 PART = "part/"
-PART_DTYPE = "<f4"
+PART_DTYPE = np.dtype("<f4")
 FINISHES: tuple[Finish, ...] = get_args(Finish)
 BAD_MSGPACK = (ValueError, TypeError, msgpack.UnpackException, RecursionError, OverflowError, MemoryError)
 
@@ -102,31 +113,34 @@ def encode_group(group: Group) -> Payload:
         "columns": [[name, len(column)] for name, column in columns.items()],
         "greedy_reward": None if group.greedy_reward is None else float(group.greedy_reward),
     }
-    views = [column.data.cast("B") for column in columns.values() if column.size]
-    small = b"".join(view for view in views if len(view) < LARGE)
-    buffers: list[Buffer] = [small, *(view for view in views if len(view) >= LARGE)]
     packed = msgpack.packb(header, use_bin_type=True)
-    digest = _digest([packed, *buffers])
-    frames = [GROUP_MAGIC + SEAL.pack(digest) + packed, *buffers]
-    return Payload(frames, group.tokens, sum(len(f) for f in frames), group.start_version, digest)
+    padding = bytes(-(GROUP_HEADER + len(packed)) % ALIGNED)
+    views = [column.data.cast("B") for column in columns.values() if column.size]
+    small = [LENGTH.pack(len(packed)), packed, padding, *(view for view in views if len(view) < LARGE)]
+    large = [view for view in views if len(view) >= LARGE]
+    digest = _digest([*small, *large])
+    frames: list[Buffer] = [b"".join([GROUP_MAGIC, SEAL.pack(digest), *small]), *large]
+    tokens, nbytes = len(columns["token_ids"]), sum(map(len, frames))
+    return Payload(frames, tokens, nbytes, group.start_version, digest)
 
 
 def decode_group(frames: Sequence[Buffer]) -> Group:
     """The group of `encode_group`'s frames; its arrays are read-only views. Anything else is a WireError."""
     if not frames:
         raise WireError("a group needs at least its header frame")
-    views = [memoryview(f) for f in frames]
-    _check_magic(views[0], GROUP_MAGIC)
-    if len(views[0]) < GROUP_START:
-        raise WireError(f"a group header of {len(views[0])} bytes")
-    (sealed,) = SEAL.unpack(views[0][len(GROUP_MAGIC) : GROUP_START])
-    packed, buffers = views[0][GROUP_START:], views[1:]
-    digest = _digest([packed, *buffers])
+    first, *large = [memoryview(f) for f in frames]
+    _check_magic(first, GROUP_MAGIC)
+    if len(first) < GROUP_HEADER:
+        raise WireError(f"a group's first frame of {len(first)} bytes")
+    (sealed,) = SEAL.unpack_from(first, len(GROUP_MAGIC))
+    digest = _digest([first[GROUP_SEALED:], *large])
     if digest != sealed:
         raise WireError(f"group digest {digest:016x}, sealed with {sealed:016x}")
-    header = _unpack_map(packed)
+    (length,) = LENGTH.unpack_from(first, GROUP_SEALED)
+    end = GROUP_HEADER + length
+    header = _unpack_map(first[GROUP_HEADER:end])
     try:
-        return _group(header, _take_columns(header["columns"], buffers))
+        return _group(header, _take_columns(header["columns"], first[end + -end % ALIGNED :], large))
     except WireError:
         raise
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -138,46 +152,49 @@ def decode_group(frames: Sequence[Buffer]) -> Group:
 
 def _columns(group: Group) -> dict[str, np.ndarray]:
     """The widest first, so that columns joined in one frame stay aligned."""
-    columns = {
-        name: np.ascontiguousarray(getattr(group, name), dtype=dtype) for name, dtype in DTYPES.items()
-    }
+    columns = {name: np.ascontiguousarray(getattr(group, name), dtype) for name, dtype in EVERY.items()}
     for name, part in group.reward_parts.items():
-        columns[PART + name] = np.ascontiguousarray(part, dtype=PART_DTYPE)
+        columns[PART + name] = np.ascontiguousarray(part, PART_DTYPE)
     for name, column in group.columns.items():
         if name not in COLUMNS or column.dtype != COLUMNS[name] or column.shape != (group.tokens,):
             known = ", ".join(f"{known} {dtype}" for known, dtype in COLUMNS.items())
             raise WireError(
                 f"column {name!r} of {column.dtype} {column.shape}; known are {known}, of {group.tokens} values"
             )
-        columns[name] = np.ascontiguousarray(column, dtype=_dtype(name))
+        columns[name] = np.ascontiguousarray(column, DTYPES[name])
     return dict(sorted(columns.items(), key=lambda entry: -entry[1].itemsize))
 
 
 def _dtype(name: str) -> np.dtype:
     """What the column of this name holds, in the byte order of the wire."""
-    dtype = PART_DTYPE if name.startswith(PART) else DTYPES.get(name) or COLUMNS.get(name)
+    dtype = DTYPES.get(name) or (PART_DTYPE if name.startswith(PART) else None)
     if dtype is None:
         raise WireError(f"unknown column {name!r}")
-    return np.dtype(dtype).newbyteorder("<")
+    return dtype
 
 
-def _take_columns(declared: Sequence[Sequence[Any]], buffers: list[memoryview]) -> dict[str, np.ndarray]:
-    """Views of the buffers, as declared; every byte must be accounted for."""
+def _take_columns(
+    declared: Sequence[Sequence[Any]], small: memoryview, large: Sequence[memoryview]
+) -> dict[str, np.ndarray]:
+    """Views of the bytes, as declared; every byte must be accounted for."""
     columns: dict[str, np.ndarray] = {}
-    small, large = buffers[0], iter(buffers[1:])
-    taken = 0  # of `small`
+    taken, own = 0, iter(large)  # bytes of `small`, frames of `large`
     for name, count in declared:
         dtype = _dtype(name)
         if type(count) is not int or count < 0 or name in columns:
             raise WireError(f"column {name!r} of {count!r} values")
         size = count * dtype.itemsize
-        buffer, offset = (small, taken) if size < LARGE else (next(large, memoryview(b"")), 0)
-        if len(buffer) < offset + size or (size >= LARGE and len(buffer) != size):
-            raise WireError(f"column {name!r} needs {size} bytes, its frame has {len(buffer) - offset}")
-        column = np.frombuffer(buffer[offset : offset + size], dtype)
+        if size < LARGE:
+            frame, at, fits = small, taken, taken + size <= len(small)
+            taken += size
+        else:
+            frame, at = next(own, memoryview(b"")), 0
+            fits = len(frame) == size
+        if not fits:
+            raise WireError(f"column {name!r} needs {size} bytes, its frame has {len(frame) - at}")
+        column = np.frombuffer(frame, dtype, count, at) if count else np.empty(0, dtype)
         columns[name] = column if column.flags.aligned else column.copy()
-        taken += size if size < LARGE else 0
-    if taken != len(small) or next(large, None) is not None:
+    if taken != len(small) or next(own, None) is not None:
         raise WireError("frames hold more than the header declares")
     return columns
 
@@ -187,9 +204,9 @@ def _group(header: Mapping[str, Any], columns: dict[str, np.ndarray]) -> Group:
     n, tokens = len(lengths), len(columns["token_ids"])
     finish = tuple(FINISHES[f] if f >= 0 else _bad_finish(f) for f in header["finish"])
     parts = {name[len(PART) :]: column for name, column in columns.items() if name.startswith(PART)}
-    # Each by itself too: a sum of large numbers may wrap around.
-    if n < 1 or (lengths < 0).any() or (lengths > tokens).any() or lengths.sum() != tokens:
-        raise WireError(f"{n} lengths that sum up to {int(lengths.sum())} for {tokens} tokens")
+    numbers = lengths.tolist()  # whose sum does not wrap around
+    if n < 1 or min(numbers) < 0 or sum(numbers) != tokens:
+        raise WireError(f"{n} lengths that sum up to {sum(numbers)} for {tokens} tokens")
     extra = {name: column for name, column in columns.items() if name in COLUMNS}
     for name in ("loss_mask", "logprobs", "versions", *extra):
         if len(columns[name]) != tokens:

@@ -542,8 +542,8 @@ def test_the_blocking_client_works_from_a_plain_thread() -> None:
 async def commit_damaged(worker: QueueClient, one: Lease) -> None:
     """Frames that are counted right and sealed wrong: what a bad memory or disk makes of a group."""
     payload = wire.encode_group(group(one.task, 0))
-    damaged = bytearray(payload.frames[1])
-    damaged[5] ^= 1
+    damaged = bytearray(payload.frames[0])
+    damaged[-1] ^= 1
     numbers = {
         "ordinal": one.task.ordinal,
         "epoch": one.epoch,
@@ -551,7 +551,7 @@ async def commit_damaged(worker: QueueClient, one: Lease) -> None:
         "digest": payload.digest,
     }
     numbers |= {"nbytes": payload.nbytes, "start_version": payload.start_version}
-    await worker._channel.ask("commit", {"stream": "train", **numbers}, [payload.frames[0], bytes(damaged)])
+    await worker._channel.ask("commit", {"stream": "train", **numbers}, [bytes(damaged)])
 
 
 async def test_a_group_that_cannot_be_read_is_dropped_and_its_step_begins_anew(queue: AnyQueue) -> None:

@@ -11,7 +11,8 @@ from asyncrl.queue.desk import Desk
 from asyncrl.queue.keeper import Keeper
 from asyncrl.queue.store import Key, PayloadStore
 
-from .kept import Disk, SimJournal, SimShelf
+from .files import FileDisk
+from .kept import Disk, MortalShelf, SimJournal
 from .network import Frames
 
 if TYPE_CHECKING:
@@ -36,11 +37,11 @@ class BrokerHost:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._journal: list[bytes] = []
-        self._disk = Disk()
+        self._disk = FileDisk() if world.plan.files else Disk()
+        self._journal: SimJournal | None = None
         self._life = 0
         self._desk: Desk | None = None
-        self._shelf: SimShelf | None = None
+        self._shelf: MortalShelf | None = None
         self._clock_ahead = 0.0
         self._inbox: list[tuple[bytes, Frames]] = []
         self._due = False
@@ -61,12 +62,12 @@ class BrokerHost:
         world.say(f"broker {self._life} starts{' anew' if anew else ''}")
         self._disk.find_again(world.rng)
         self._clock_ahead = world.rng.uniform(0.0, 1e6)  # every machine has its own
-        self._shelf = SimShelf(self._disk if plan.durable else Disk()) if plan.durable or plan.spill else None
-        journal = SimJournal(self._journal, self._reach, world.flushed, world.forgotten)
+        self._shelf = self._disk.shelf(plan.durable) if plan.durable or plan.spill else None
+        self._journal = SimJournal(self._disk.journal(), self._reach, world.flushed, world.forgotten)
         self._store = PayloadStore(self._shelf, durable=plan.durable, cool_bytes=COOL_BYTES)
         self._stale = {}
         try:
-            self._keeper = Keeper(world.run, journal, self._store, now=self._now(), anew=anew)
+            self._keeper = Keeper(world.run, self._journal, self._store, now=self._now(), anew=anew)
         except Crash:
             self._die(anew)
             return
@@ -98,13 +99,23 @@ class BrokerHost:
     def _die(self, anew: bool = False) -> None:
         world = self._world
         world.say(f"broker {self._life} dies")
-        if self._shelf is not None:
-            self._shelf.die(world.rng)
+        self._let_go()
         self._desk, self._inbox, self._crash_at = None, [], ""
         self._life += 1
         world.kill("feeder")
         world.network.break_all()
         world.loop.call_later(self._down_s, self._restart, self._life, anew)
+
+    def _let_go(self) -> None:
+        for kept in (self._shelf, self._journal):
+            if kept is not None:
+                kept.die(self._world.rng)
+        self._shelf = self._journal = None
+
+    def clear(self) -> None:
+        """The world ends."""
+        self._let_go()
+        self._disk.clear()
 
     def _restart(self, life: int, anew: bool) -> None:
         if life == self._life:  # else it was killed meanwhile, and waits for a later one

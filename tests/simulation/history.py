@@ -8,6 +8,7 @@ since its lineage went back to.
 from __future__ import annotations
 
 from asyncrl.queue import events as ev
+from asyncrl.queue.client import Lease
 from asyncrl.queue.settings import StreamSettings
 from asyncrl.types import Group
 from tests.unit.ledger_cases import Observer, of
@@ -32,6 +33,8 @@ class History(Observer):
         self._lineage = 0
         self._forks: list[Policy] = []
         self._epochs: dict[int, int] = {}
+        self._progress: dict[int, int] = {}  # ordinal -> bytes of what is finished of it
+        self._handed_on: dict[tuple[int, int], int] = {}  # (ordinal, epoch) -> the same, when it was leased
 
     def effective(self, policy: Policy) -> int:
         lineage, version = policy
@@ -43,11 +46,19 @@ class History(Observer):
             case ev.Leased(ordinal=ordinal, grant=grant):
                 assert ordinal not in self.ends
                 self._epochs[ordinal] = (self._lineage << LINEAGE_BITS) + grant
+                if ordinal in self._progress:
+                    self._handed_on[ordinal, self._epochs[ordinal]] = self._progress[ordinal]
+            case ev.Progressed(ordinal=ordinal, nbytes=nbytes):
+                self._progress[ordinal] = nbytes
             case ev.Committed(ordinal=ordinal, start_version=version):
                 assert ordinal not in self.ends
+                self._progress.pop(ordinal, None)
                 said = [(self._lineage, version)]
                 self.content[ordinal] = self.made.get((ordinal, self._epochs[ordinal]), said)
                 self.start[ordinal] = min(map(self.effective, self.content[ordinal]))
+            case ev.Recovered(lost=lost):
+                for ordinal in lost:
+                    self._progress.pop(ordinal, None)
             case ev.Forked(lineage=lineage):
                 self._lineage = lineage
             case ev.SteppedBack(lineage=lineage, frontier=frontier):
@@ -64,6 +75,7 @@ class History(Observer):
         assert lineage > self._lineage
         self._lineage = lineage
         self._forks.append((lineage, version))
+        self._progress = {}  # it may be too old now, and done again
 
     def _reset(self, event: ev.Rewound) -> None:
         """All that came after the frontier is done again; what it says has ended must have ended that way."""
@@ -90,6 +102,12 @@ class History(Observer):
             for ordinal in of([event]):
                 assert event.step - self.start[ordinal] <= self.stream.max_staleness
         self.claims.append(event)
+
+    def check_handed_on(self, lease: Lease) -> None:
+        """Whoever leases a task gets what is finished of it."""
+        nbytes = sum(map(len, lease.progress))
+        expected = self._handed_on.get((lease.task.ordinal, lease.epoch), nbytes)
+        assert nbytes == expected, f"{lease} without what was finished"
 
     def check_received(self, group: Group) -> None:
         """The learner has got what was handed in."""

@@ -1,16 +1,17 @@
 """What outlives a broker of the simulation: a journal and a shelf that may be cut off at any point.
 
 What was flushed stays. Of what was not, the journal keeps nothing, and the shelf any first part, as files do. What was
-erased from the shelf may be there again for the next broker.
+erased from the shelf may be there again for the next broker. In memory; the same with real files is in files.py.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
 
-from asyncrl.queue.journal import Growth, MemoryJournal
-from asyncrl.queue.store import Frames, Key
+from asyncrl.queue.journal import Growth, Journal, MemoryJournal
+from asyncrl.queue.store import Frames, Key, Shelf
 
 Reach = Callable[[str], None]
 """Told of every point at which a broker may die; raises to kill it there."""
@@ -22,41 +23,85 @@ Payload = tuple[tuple[bytes, ...], int]
 """Frames, stamp."""
 
 
-class SimJournal(MemoryJournal):
-    """flushed: told of the records of a batch once they are kept. begun: told when all of it is forgotten."""
+class Mortal(Journal, Protocol):
+    def die(self, rng: random.Random) -> None:
+        """In the middle of what it does."""
+
+
+class SimJournal:
+    """A journal, and what is told of it.
+
+    flushed: told of the records of a batch once they are kept. begun: told when all of it is forgotten.
+    """
 
     def __init__(
         self,
-        kept: list[bytes],
+        journal: Mortal,
         reach: Reach,
         flushed: Callable[[list[bytes]], None],
         begun: Callable[[], None],
     ) -> None:
-        super().__init__(kept)
+        self._journal = journal
         self._reach, self._flushed, self._begun = reach, flushed, begun
-        self._growth = Growth(LEAST_OVERGROWN)
+        self._records: list[bytes] = []
+        self.replay, self.close, self.die = journal.replay, journal.close, journal.die
+
+    def append(self, record: bytes) -> None:
+        self._records.append(record)
+        self._journal.append(record)
 
     def flush(self) -> None:
+        if not self._records:
+            return
         self._reach("shelved")
-        records = self._buffer
-        super().flush()
+        self._journal.flush()
+        records, self._records = self._records, []
         self._flushed(records)
         self._reach("written")
 
     def compact(self, records: Iterable[bytes]) -> None:
-        snapshot = list(records)
-        super().compact(snapshot)
+        snapshot, self._records = list(records), []
+        self._journal.compact(snapshot)
         if not snapshot:
             self._begun()
         self._reach("compacted")
 
+    @property
+    def overgrown(self) -> bool:
+        return self._journal.overgrown
+
+
+class MortalShelf(Shelf, Protocol):
+    @property
+    def keys(self) -> set[Key]: ...
+
+    def die(self, rng: random.Random) -> None:
+        """Some of what was not flushed is lost."""
+
+
+class MortalMemoryJournal(MemoryJournal):
+    def __init__(self, kept: list[bytes]) -> None:
+        super().__init__(kept)
+        self._growth = Growth(LEAST_OVERGROWN)
+
+    def die(self, rng: random.Random) -> None: ...
+
 
 class Disk:
-    """What the shelves of one broker after another leave."""
+    """What one broker after another leaves."""
 
     def __init__(self) -> None:
+        self.batches: list[bytes] = []
         self.payloads: dict[Key, Payload] = {}
         self.erased: dict[Key, Payload] = {}
+
+    def journal(self) -> Mortal:
+        return MortalMemoryJournal(self.batches)
+
+    def shelf(self, lasting: bool) -> MortalShelf:
+        return SimShelf(self if lasting else Disk())
+
+    def clear(self) -> None: ...
 
     def find_again(self, rng: random.Random) -> None:
         """Some of what was erased."""

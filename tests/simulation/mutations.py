@@ -13,6 +13,8 @@ from asyncrl.queue.book import Book
 from asyncrl.queue.keeper import Keeper
 from asyncrl.queue.leases import Leases
 from asyncrl.queue.ledger import Ledger
+from asyncrl.queue.records import CODEC
+from asyncrl.queue.stream import Stream
 
 Mutation = Callable[[], Any]
 """Makes a context in which the rule is broken."""
@@ -90,6 +92,25 @@ def lost_groups_are_handed_out() -> Any:
     return patch.object(Ledger, "has_lost", lambda ledger, ordinals: False)
 
 
+def progress_is_forgotten() -> Any:
+    return patch.object(Stream, "finished_of", lambda stream, ordinal: ())
+
+
+def payloads_are_kept_after_the_journal() -> Any:
+    def wrong(keeper: Keeper) -> None:
+        keeper._journal.flush()
+        keeper._store.tidy()
+        keeper._store.flush()
+        if keeper._journal.overgrown:
+            keeper._journal.compact(CODEC.encode(record) for record in keeper._snapshot())
+
+    return patch.object(Keeper, "flush", wrong)
+
+
+def grants_that_nobody_takes() -> Any:
+    return patch.object(session.Session, "undo", lambda *_: None)
+
+
 @contextmanager
 def nothing_is_sent_again() -> Iterator[None]:
     with (
@@ -110,6 +131,9 @@ MUTATIONS: dict[str, Mutation] = {
         leases_that_never_end,
         leases_of_the_clock_before,
         lost_groups_are_handed_out,
+        progress_is_forgotten,
+        payloads_are_kept_after_the_journal,
+        grants_that_nobody_takes,
         nothing_is_sent_again,
     )
 }

@@ -141,6 +141,8 @@ class Worker(Process):
 
     async def _work(self, stream: str, lease: Lease) -> None:
         ordinal, plan, rng = lease.task.ordinal, self.world.plan, self.world.rng
+        if stream == TRAIN:
+            self.world.history.check_handed_on(lease)
         tokens: list[Policy] = [tuple(pair) for frame in lease.progress for pair in msgpack.unpackb(frame)]
         try:
             if stream == TRAIN and ordinal in plan.bad:
@@ -183,19 +185,22 @@ class Worker(Process):
 class Scorer(Process):
     async def run(self) -> None:
         client, rng = self.client(self.name), self.world.rng
+        stages = self.world.plan.stream.stages
+        stage = stages[int(self.name[-1]) % len(stages)]
         await client.connect()
         self.start(self._renew(client))
         while True:
             try:
-                for lease in await client.stage_lease(TRAIN, "scorer", most=2, wait_s=PARK_S):
+                for lease in await client.stage_lease(TRAIN, stage.name, most=2, wait_s=PARK_S):
                     await asyncio.sleep(rng.expovariate(2.0))
                     if rng.random() < 0.03:
                         await client.stage_drop(TRAIN, lease, "unscored")
                     elif rng.random() < 0.03:
                         await client.give_back(TRAIN, [lease])
                     else:
+                        assert set(lease.group.columns) >= set(stage.needs)
                         score = np.full(lease.group.tokens, lease.group.task.ordinal, np.float32)
-                        await client.stage_commit(TRAIN, lease, {"score": score})
+                        await client.stage_commit(TRAIN, lease, dict.fromkeys(stage.adds, score))
             except RefusedError as refusal:
                 if refusal.reason not in ("fenced", "unopened"):
                     raise

