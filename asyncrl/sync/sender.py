@@ -1,6 +1,6 @@
 """One generator's share of a publisher or a relay: its channel and the thread that sends on it.
 
-      submit(request, pin) ──▸ jobs ──▸ send ▸ hash what there is now ▸ still pinned? ──▸ answer "sent"
+      submit(request, pin) ──▸ jobs ──▸ send ║ hash what is pinned ▸ still pinned? ──▸ answer "sent"
                                              └── broken, late, taken back: answer, drop the channel, end
 
 What is sent are the version's buckets, or, where that is less and the link is slow, deltas to the version that the
@@ -15,6 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -109,13 +110,14 @@ class Sender:
     def _run(self) -> None:
         channel = None
         failure = f"the channel to {self.who} is closed"
+        hasher = ThreadPoolExecutor(1, thread_name_prefix=f"hash for {self.who}")
         try:
             channel = self._open_channel()
             buffers: Buffers | None = None
             while (job := self._jobs.get()) is not None:
                 if buffers is None:
                     buffers = Buffers(self._source, self._shelf.shards(job.pin), channel.device)
-                self._transfer(job, channel, buffers)
+                self._transfer(job, channel, buffers, hasher)
         except TakenBackError:
             self._shelf.count("taken_back")
         except (DeadlineError, WeightSyncError) as error:
@@ -124,10 +126,11 @@ class Sender:
             log.warning("weights to %s: %s", self.who, error)
         finally:
             self._end(failure)
+            hasher.shutdown(wait=False)
             if channel is not None:
                 channel.close()
 
-    def _transfer(self, job: _Job, channel: Channel, buffers: Buffers) -> None:
+    def _transfer(self, job: _Job, channel: Channel, buffers: Buffers, hasher: Executor) -> None:
         """Answers in any case; raises what must end this sender."""
         begun = time.monotonic()
         pin, shelf = job.pin, self._shelf
@@ -140,6 +143,7 @@ class Sender:
             shards = shelf.shards(pin)
             if shards.device.type == "cuda":
                 torch.cuda.set_device(shards.device)
+            hashing = hasher.submit(shelf.digest, pin, self._source, seconds_left())
             base = job.request.fields.get("base")
             deltas = shelf.deltas(pin, base, self._source, self._slow, seconds_left())
             if deltas is not None and deltas_bytes(deltas) >= self._source.bytes:
@@ -149,7 +153,7 @@ class Sender:
                 sent = self._send_full(pin, shards, channel, buffers, seconds_left)
             else:
                 sent = self._send_deltas(pin, deltas, channel, seconds_left)
-            digest = shelf.digest(pin, self._source, seconds_left())
+            digest = hashing.result()
             # Only a version that was whole to the very end is acknowledged.
             shelf.moved(pin)
             fields = {"status": "sent", "digest": digest, "bytes": sent}
