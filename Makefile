@@ -5,6 +5,7 @@ PY     := $(VENV)/bin/python
 READY  := $(VENV)/.installed
 PEERS  := bench/peers/.venv
 MODEL  := runs/addition/model/config.json
+ENGINE ?= transformers
 WARM   := runs/addition/warm/config.json
 # vLLM is tested for real where it has a build for the CPU; `make VLLM=` leaves it out.
 # It wants a build of torch that PyPI does not have: a wheel at hand (pip's find-links), else from PyTorch's own index.
@@ -18,9 +19,9 @@ VLLM   := $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),-r packaging
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(WARM)  ## train the demo model on this machine, about 5 minutes; leaves runs/demo
+demo: $(WARM)  ## train the demo model on this machine, about 5 minutes; leaves runs/demo; ENGINE=vllm: with vLLM
 	rm -rf runs/demo
-	$(PY) -m asyncrl train configs/recipes/demo.yaml
+	$(PY) -m asyncrl train configs/recipes/demo.yaml generator.engine=$(ENGINE)
 
 test: $(READY) redis  ## the whole test suite
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q

@@ -16,9 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from asyncrl.config.schema import SyncConfig
 from asyncrl.draws import stream_key
 from asyncrl.errors import RunClosedError
 from asyncrl.generator.engine import SampleRequest, check_fits
+from asyncrl.generator.receiver import WeightReceiver, local_receiver
 from asyncrl.telemetry.spans import Spans
 from asyncrl.types import NO_VERSION, Finish, Turn, Version
 
@@ -123,6 +125,9 @@ class ScriptedEngine:
             target.data.copy_(staged[name])
         self._version = version
         return time.perf_counter() - start
+
+    def receiver(self, who: str, config: SyncConfig) -> WeightReceiver:
+        return local_receiver(self, who, config)
 
     def stats(self) -> dict[str, float]:
         running = sum(flight.request.n for flight in self._in_flight.values())

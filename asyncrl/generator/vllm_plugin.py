@@ -11,7 +11,7 @@ BACKEND = "asyncrl"
 
 def register() -> None:
     """Nothing of ours is imported before somebody asks for the backend."""
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory  # noqa: PLC0415
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
 
     if BACKEND not in Factory._registry:
         Factory.register_engine(BACKEND, "asyncrl.generator.vllm_worker", "AsyncRLWeightTransfer")

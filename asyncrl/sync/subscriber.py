@@ -98,23 +98,36 @@ class Subscriber:
         breaking.
         """
         deadline = time.monotonic() + wait_s
-        self._connect(max(wait_s, GRACE_S))
-        broken = 0
         while True:
-            version = self._links[0].newest(newer_than, max(0.0, deadline - time.monotonic()))
+            version = self.newest(newer_than, max(0.0, deadline - time.monotonic()))
             if version is None:
                 return None
             try:
-                return self._stage(version)
+                return self.stage(version)
             except TakenBackError as error:
                 log.info("%s: %s", self.who, error)
                 if time.monotonic() >= deadline:
                     return None
+
+    def newest(self, newer_than: Version, wait_s: float) -> Version | None:
+        """The newest version above `newer_than`; None when none came in `wait_s`."""
+        self._connect(max(wait_s, GRACE_S))
+        return self._links[0].newest(newer_than, wait_s)
+
+    def stage(self, version: Version) -> Staged:
+        """Stage exactly this version. Raises TakenBackError when it is gone, else as `fetch`."""
+        self._connect(GRACE_S)
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return self._stage(version)
+            except TakenBackError:
+                raise
             except (DeadlineError, WeightSyncError, RefusedError) as error:
-                broken += 1
-                if broken == ATTEMPTS or (isinstance(error, RefusedError) and error.reason != "session"):
+                lasting = isinstance(error, RefusedError) and error.reason != "session"
+                if lasting or attempt == ATTEMPTS:
                     raise
                 log.warning("%s: version %d: %s; trying again", self.who, version, error)
+        raise AssertionError("unreachable")
 
     def close(self) -> None:
         """Not while a fetch runs."""
