@@ -33,7 +33,8 @@ def start_vllm(config: Config, loggers: list[Callable[..., Any]], load_weights: 
     from vllm.v1.engine.async_llm import AsyncLLM
 
     arguments = engine_arguments(config, load_weights)
-    if _forks(config):
+    on_cpu = not torch.cuda.is_available()
+    if on_cpu:
         _import_model(load_config(config.model))
     try:
         vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
@@ -44,7 +45,7 @@ def start_vllm(config: Config, loggers: list[Callable[..., Any]], load_weights: 
             f"vLLM refuses it: {str(error).strip().splitlines()[0]}",
             "correct generator.vllm and its extra arguments",
         ) from error
-    if _forks(config):  # vLLM has just chosen to spawn, which imports everything once more
+    if on_cpu:  # vLLM has just chosen to spawn, which imports everything once more
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=loggers, disable_log_stats=True)
 
@@ -133,7 +134,3 @@ def _kv_numbers(model: PretrainedConfig, ranks: int) -> int:
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return 2 * int(text.num_hidden_layers) * math.ceil(heads / ranks) * int(width)
-
-
-def _forks(config: Config) -> bool:
-    return not torch.cuda.is_available() and config.generator.vllm.tensor_parallel == 1

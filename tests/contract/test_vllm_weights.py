@@ -30,7 +30,12 @@ from transformers import PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Co
 from asyncrl.config.schema import VllmConfig
 from asyncrl.generator.vllm_engine import VllmEngine
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow, needs_vllm]
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.slow,
+    pytest.mark.timeout(400),  # an engine starts in seconds, or in minutes where many share the cores
+    needs_vllm,
+]
 
 SIZES = {
     "vocab_size": 96,
@@ -57,7 +62,9 @@ class Case:
 CASES = {
     "qwen3, a small cache, recompute": Case(Qwen3Config(**SIZES), kv="recompute", kv_cache_mb=1),
     "qwen3 moe, drain": Case(Qwen3MoeConfig(**SIZES, **EXPERTS), kv="drain"),
-    "qwen2 tied, two ranks": Case(Qwen2Config(**{**SIZES, "head_dim": 16}, tie_word_embeddings=True), ranks=2),
+    "qwen2 tied, two ranks": Case(
+        Qwen2Config(**{**SIZES, "hidden_size": 128}, tie_word_embeddings=True), ranks=2
+    ),
     "qwen3 moe, two ranks": Case(Qwen3MoeConfig(**SIZES, **EXPERTS), ranks=2),
 }
 
