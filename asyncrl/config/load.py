@@ -29,7 +29,7 @@ from asyncrl.errors import ConfigError
 CONFIGS = Path(__file__).parents[2] / "configs"
 """The configurations of the project; an `include` that is not next to its file is looked up here."""
 
-FREE = ("tasks.options.", "evaluation.options.", "reward.weights.")
+FREE = ("tasks.options.", "evaluation.options.", "reward.weights.", "generator.vllm.extra.")
 """Below these, a user's own keys."""
 
 

@@ -98,8 +98,36 @@ class BatchConfig:
 
 
 @dataclass(frozen=True)
+class VllmConfig:
+    """Only for generator.engine=vllm; what is not here is set by `extra`."""
+
+    tensor_parallel: int = 1  # ranks that one generator's model is split over
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None  # of the model there; none: model.dtype
+    kv_cache_mb: int | None = (
+        None  # KV cache of one rank; none: gpu_memory_share, on a CPU what all slots may need
+    )
+    gpu_memory_share: float = 0.9  # of each GPU, for weights and KV cache together
+    enforce_eager: bool = False  # no CUDA graphs; never any on a CPU
+    extra: dict[str, Any] = field(default_factory=dict)  # further arguments of vllm.AsyncEngineArgs
+
+    def __post_init__(self) -> None:
+        positive(
+            "generator.vllm", tensor_parallel=self.tensor_parallel, gpu_memory_share=self.gpu_memory_share
+        )
+        if self.kv_cache_mb is not None:
+            positive("generator.vllm", kv_cache_mb=self.kv_cache_mb)
+        require(
+            self.gpu_memory_share <= 1,
+            "generator.vllm.gpu_memory_share",
+            self.gpu_memory_share,
+            "is a share of the memory",
+            "set generator.vllm.gpu_memory_share=0.9",
+        )
+
+
+@dataclass(frozen=True)
 class GeneratorConfig:
-    engine: Literal["transformers", "scripted"] = "transformers"
+    engine: Literal["transformers", "vllm", "scripted"] = "transformers"
     count: int = 1  # generator processes that `asyncrl train` starts
     slots: int = 256  # sequences decoded at once (rows of the static KV cache)
     max_length: int = 1024  # prompt + output tokens of one sequence (columns of the static KV cache)
@@ -109,6 +137,11 @@ class GeneratorConfig:
     #                                  its neighbours (bit-reproducible, slower); none: only at max_staleness 0
     threads: int | None = None  # CPU threads of one process; none: cores shared out over the run's processes
     devices: str | None = None  # CUDA_VISIBLE_DEVICES of the generator pool; none: as the shell has it
+    kv: Literal["keep", "recompute", "drain"] = (
+        "keep"  # samples in flight when new weights come: go on with the KV
+    )
+    #                  cache of the old ones, have it made again by the new ones, or are finished first by the old ones
+    vllm: VllmConfig = field(default_factory=VllmConfig)
     heartbeat_s: float = 2.0  # between two renewals of all leases of a worker
 
     def __post_init__(self) -> None:
@@ -125,6 +158,13 @@ class GeneratorConfig:
             self.temperature,
             "training samples need a temperature above 0",
             "set generator.temperature=1.0",
+        )
+        require(
+            self.kv == "keep" or self.engine == "vllm",
+            "generator.kv",
+            self.kv,
+            f"is not what generator.engine={self.engine} can do: it keeps the KV cache",
+            "set generator.kv=keep, or generator.engine=vllm",
         )
 
 

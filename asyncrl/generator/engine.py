@@ -3,7 +3,7 @@
 A worker holds one engine, asks it for many samples at once, and now and then flips it to a newer version:
 
     sample(request) ──▸ n turns          any number of calls at the same time; the engine batches them
-    flip(staged, v)                      waits for the decode step in progress; samples in flight go on
+    receiver ──▸ stage(v), flip(v)       waits for the decode step in progress; samples in flight go on
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from asyncrl.types import Array, Sampling, Turn, Version
 
 if TYPE_CHECKING:
     import torch
+
+    from asyncrl.generator.receiver import Reader, WeightReceiver
 
 
 class PromptTooLongError(ValueError):
@@ -70,6 +72,24 @@ class Engine(Protocol):
         """`sample` of that request returns soon: partial tokens and finish "abort" where it was not done."""
         ...
 
+    def receiver(self, reader: Reader) -> WeightReceiver:
+        """What brings the learner's versions into this engine."""
+        ...
+
+    def stats(self) -> dict[str, float]:
+        """tokens (output tokens so far), running (samples being decoded), waiting (samples with no slot yet),
+        and seconds/<span> since the last call; some engines add kv_usage (share of the KV cache in use) and
+        preemptions (samples that lost their KV and were computed again, so far)."""
+        ...
+
+    async def close(self) -> None:
+        """Samples in flight raise RunClosedError."""
+        ...
+
+
+class LocalEngine(Engine, Protocol):
+    """An engine whose parameters are tensors of this process."""
+
     def weight_targets(self) -> dict[str, torch.Tensor]:
         """The live parameters under their checkpoint names; of tied ones, the first name only."""
         ...
@@ -79,13 +99,4 @@ class Engine(Protocol):
 
         The KV cache is kept: samples in flight go on, with the new version from their next token.
         """
-        ...
-
-    def stats(self) -> dict[str, float]:
-        """tokens (output tokens so far), running (samples being decoded), waiting (samples with no slot yet),
-        and seconds/<span> since the last call."""
-        ...
-
-    async def close(self) -> None:
-        """Samples in flight raise RunClosedError."""
         ...

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from asyncrl.config.schema import Config
 from asyncrl.generator.engine import Engine
+from asyncrl.generator.receiver import Reader
 from asyncrl.generator.rewards import Scorer
 from asyncrl.generator.rollouts import Rollouts
 from asyncrl.generator.scripted_engine import ScriptedEngine, hashed_script
 from asyncrl.generator.transformers_engine import load_transformers_engine
-from asyncrl.generator.weights import Learner, WeightFollower, WeightStream
+from asyncrl.generator.vllm_engine import load_vllm_engine
+from asyncrl.generator.weights import WeightFollower
 from asyncrl.generator.worker import Worker
 from asyncrl.models import checkpoint_tensors, load_causal_lm, load_tokenizer
 from asyncrl.queue.client import QueueClient
 from asyncrl.queue.keys import client_keys
-from asyncrl.sync.bucket import dtype_name
-from asyncrl.sync.digest import digest_layout
-from asyncrl.sync.ends import open_stream
-from asyncrl.sync.layout import Layout, whole_layout
 from asyncrl.types import Task
 
 
@@ -37,7 +33,7 @@ async def run_generator(config: Config, *, name: str, held_out: Sequence[Task] =
         torch.set_num_threads(config.generator.threads)
     scorer = Scorer.from_config(config.reward)
     tokenizer = load_tokenizer(config.model)
-    engine = load_engine(config, tokenizer)
+    engine = load_engine(config, tokenizer, name)
     client = QueueClient(
         config.queue.address,
         run=config.run.name,
@@ -46,14 +42,14 @@ async def run_generator(config: Config, *, name: str, held_out: Sequence[Task] =
         keys=client_keys(config.queue.keys),
     )
     try:
+        await engine.start()  # it may start processes: before the client has threads
         await client.connect()
-        await engine.start()
         worker = Worker(
             name,
             config,
             client=client,
             engine=engine,
-            follower=_follower(name, config, engine, client),
+            follower=WeightFollower(name, engine.receiver(Reader.of(name, config)), client),
             rollouts=Rollouts(engine, tokenizer, scorer, config),
             held_out=held_out,
         )
@@ -64,10 +60,12 @@ async def run_generator(config: Config, *, name: str, held_out: Sequence[Task] =
         scorer.close()
 
 
-def load_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
-    """The engine that generator.engine names."""
+def load_engine(config: Config, tokenizer: PreTrainedTokenizerBase, name: str) -> Engine:
+    """The engine that generator.engine names. name: of this generator, for errors."""
     if config.generator.engine == "transformers":
         return load_transformers_engine(config, tokenizer)
+    if config.generator.engine == "vllm":
+        return load_vllm_engine(config, tokenizer, name)
     model = load_causal_lm(config.model, config.run.seed)
     return ScriptedEngine(
         hashed_script(model.config.get_text_config().vocab_size, config.generator.max_tokens),
@@ -75,26 +73,3 @@ def load_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
         max_length=config.generator.max_length,
         parameters=checkpoint_tensors(model),
     )
-
-
-def _follower(name: str, config: Config, engine: Engine, client: QueueClient) -> WeightFollower:
-    layout = layout_of(engine.weight_targets())
-
-    def open_to(learner: Learner, staging: Mapping[str, Tensor]) -> WeightStream:
-        return open_stream(
-            config.run.name,
-            name,
-            learner.endpoints,
-            layout,
-            config.sync,
-            staging,
-            learner.lineage,
-            client_keys(config.queue.keys),
-        )
-
-    return WeightFollower(name, engine, client, open_to, partial(digest_layout, layout), config.sync)
-
-
-def layout_of(targets: Mapping[str, Tensor]) -> Layout:
-    """Every parameter whole: this engine is one rank."""
-    return whole_layout({name: (target.shape, dtype_name(target.dtype)) for name, target in targets.items()})

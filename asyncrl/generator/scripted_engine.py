@@ -19,6 +19,7 @@ from torch import Tensor
 from asyncrl.draws import stream_key
 from asyncrl.errors import RunClosedError
 from asyncrl.generator.engine import SampleRequest, check_fits
+from asyncrl.generator.receiver import Reader, WeightReceiver, local_receiver
 from asyncrl.telemetry.spans import Spans
 from asyncrl.types import NO_VERSION, Finish, Turn, Version
 
@@ -123,6 +124,9 @@ class ScriptedEngine:
             target.data.copy_(staged[name])
         self._version = version
         return time.perf_counter() - start
+
+    def receiver(self, reader: Reader) -> WeightReceiver:
+        return local_receiver(self, reader)
 
     def stats(self) -> dict[str, float]:
         running = sum(flight.request.n for flight in self._in_flight.values())

@@ -29,6 +29,7 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, RunClosedError
 from asyncrl.generator.engine import SampleRequest
 from asyncrl.generator.kv_cache import ATTENTION, UnsupportedAttentionError
+from asyncrl.generator.receiver import Reader, WeightReceiver, local_receiver
 from asyncrl.generator.slots import SlotBatch
 from asyncrl.models import checkpoint_tensors, load_causal_lm
 from asyncrl.telemetry.spans import Spans
@@ -106,6 +107,9 @@ class TransformersEngine:
         self._flips.append((staged, version, done))
         self._wake.set()
         return await done
+
+    def receiver(self, reader: Reader) -> WeightReceiver:
+        return local_receiver(self, reader)
 
     def stats(self) -> dict[str, float]:
         seconds = {f"seconds/{name}": value for name, value in self._spans.take().items()}
@@ -236,11 +240,10 @@ def check_attention(model: PreTrainedModel, max_length: int) -> None:
         ) from error
 
 
-def end_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Every token id that the generation config, the model config or the tokenizer calls the end."""
-    named = [model.generation_config, model.config, tokenizer]
+def end_ids_of(*sources: object) -> list[int]:
+    """Every token id that the generation config, the model's config or the tokenizer calls the end."""
     found: set[int] = set()
-    for source in named:
+    for source in sources:
         ids = getattr(source, "eos_token_id", None)
         found.update(ids if isinstance(ids, list | tuple) else [] if ids is None else [ids])
     return sorted(found)
@@ -253,6 +256,6 @@ def load_transformers_engine(config: Config, tokenizer: PreTrainedTokenizerBase)
         model.to("cuda" if torch.cuda.is_available() else "cpu"),  # type: ignore[arg-type]
         slots=config.generator.slots,
         max_length=config.generator.max_length,
-        end_ids=end_ids_of(model, tokenizer),
+        end_ids=end_ids_of(model.generation_config, model.config, tokenizer),
         fixed_shape=config.fixed_shape,
     )

@@ -1,6 +1,6 @@
 """Following the learner's versions: find it, fetch into staging, flip, verify.
 
-  directory ─▸ endpoints ─▸ stream ─▸ fetch (thread; the engine keeps generating)
+  directory ─▸ endpoints ─▸ open ─▸ newest, stage (the engine keeps generating; see receiver.py)
       ▴                                  │ a version is staged whole
       │ lineage or endpoints changed     ▾
       └────────────────────────── flip between two decode steps ─▸ verify live parameters ─▸ held = version
@@ -16,22 +16,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-import torch
-from torch import Tensor
-
-from asyncrl.config.schema import SyncConfig
 from asyncrl.errors import DeadlineError, RefusedError, WeightSyncError
-from asyncrl.generator.engine import Engine
-from asyncrl.sync.arena import Arena
-from asyncrl.sync.bucket import Shards, dtype_name
-from asyncrl.sync.layout import whole_layout
+from asyncrl.generator.receiver import Learner, Staged, WeightReceiver
+from asyncrl.sync.snapshot import TakenBackError
 from asyncrl.types import NO_VERSION, Version
 
 log = logging.getLogger(__name__)
@@ -48,56 +39,11 @@ RECENT_FLIPS = 32
 TRANSFER_ERRORS = (DeadlineError, WeightSyncError, RefusedError)
 """What a stream raises when the learner is gone, or was replaced: worth another try."""
 
-Result = TypeVar("Result")
-
-
-class Staged(Protocol):
-    """A version that lies whole in the staging tensors. digest: of the learner's parameters, or None."""
-
-    @property
-    def version(self) -> Version: ...
-    @property
-    def digest(self) -> int | None: ...
-    @property
-    def seconds(self) -> float: ...
-    @property
-    def bytes(self) -> int: ...
-
-
-class WeightStream(Protocol):
-    """Blocking, used from one thread. See `sync.subscriber.Subscriber`."""
-
-    def newest(self, newer_than: Version, wait_s: float) -> Version | None: ...
-
-    def stage(self, version: Version) -> Staged: ...
-
-    def fetch(self, newer_than: Version, wait_s: float) -> Staged | None:
-        """`newest` and `stage`, until one succeeds."""
-
-    def held(self, version: Version) -> None:
-        """Tell the learner that this version is flipped and verified, or still is."""
-
-    def close(self) -> None: ...
-
 
 class Directory(Protocol):
     """The broker's directory. Rank r of the learner posts {"endpoint", "world", "lineage"} as weights/<r>."""
 
     async def lookup(self, key: str, wait_s: float) -> Any: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Learner:
-    """Where the weights come from: one endpoint for each rank, and the lineage of their versions."""
-
-    endpoints: tuple[str, ...]
-    lineage: int
-
-
-OpenStream = Callable[[Learner, Mapping[str, Tensor]], WeightStream]
-"""(learner, staging) -> its weight stream into these tensors. Called in the stream's thread."""
-
-Digest = Callable[[Mapping[str, Tensor]], int]
 
 
 class WeightFollower:
@@ -107,22 +53,10 @@ class WeightFollower:
     lineage  of `held`
     """
 
-    def __init__(
-        self,
-        name: str,
-        engine: Engine,
-        directory: Directory,
-        open_stream: OpenStream,
-        digest: Digest,
-        config: SyncConfig,
-    ) -> None:
+    def __init__(self, name: str, receiver: WeightReceiver, directory: Directory) -> None:
         self.held: Version = NO_VERSION
         self.lineage = -1
-        self._name, self._engine, self._directory = name, engine, directory
-        self._open_stream, self._digest, self._config = open_stream, digest, config
-        self._live = engine.weight_targets()
-        self._staging, self._floor_s = _staging_for(self._live, config)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        self._name, self._receiver, self._directory = name, receiver, directory
         self._state = asyncio.Condition()
         self._pins = 0
         self._flipping = False
@@ -136,7 +70,7 @@ class WeightFollower:
             while True:
                 await self._follow(await self._find())
         finally:
-            self._thread.shutdown(wait=False)
+            await self._receiver.close()
 
     @asynccontextmanager
     async def pinned(self) -> AsyncIterator[Version]:
@@ -166,7 +100,7 @@ class WeightFollower:
         weights/fetches_ms of the last flips; weights/floor_ms: of a plain copy of the same bytes."""
         return {
             **{f"weights/{name}": value for name, value in self._counts.items()},
-            "weights/floor_ms": 1e3 * self._floor_s,
+            "weights/floor_ms": 1e3 * self._receiver.floor_s,
             "weights/pauses_ms": list(self._pauses_ms),
             "weights/fetches_ms": list(self._fetches_ms),
         }
@@ -188,38 +122,50 @@ class WeightFollower:
 
     async def _follow(self, learner: Learner) -> None:
         """Take this learner's versions until the directory names another, or a transfer fails."""
+        newer_than = self.held if learner.lineage == self.lineage else NO_VERSION
         try:
-            stream = await self._in_thread(lambda: self._open_stream(learner, self._staging))
+            await self._receiver.open(learner)
         except TRANSFER_ERRORS as error:
             await self._failed(error)
             return
-        newer_than = self.held if learner.lineage == self.lineage else NO_VERSION
-        try:
-            while True:
-                try:
-                    staged = await self._in_thread(partial(stream.fetch, newer_than, POLL_S))
-                except TRANSFER_ERRORS as error:
-                    await self._failed(error)
-                    return
-                if staged is not None:
-                    await self._install(staged, learner, stream)
-                    newer_than = staged.version
-                elif await self._find() != learner:
-                    return
-        finally:
-            await self._in_thread(stream.close)
+        while True:
+            try:
+                staged = await self._stage_newest(newer_than)
+            except TRANSFER_ERRORS as error:
+                await self._failed(error)
+                return
+            if staged is not None:
+                await self._install(staged, learner)
+                newer_than = staged.version
+            elif await self._find() != learner:
+                return
 
-    async def _install(self, staged: Staged, learner: Learner, stream: WeightStream) -> None:
+    async def _stage_newest(self, newer_than: Version) -> Staged | None:
+        """None when there is no newer version, or when it was gone before it had arrived."""
+        version = await self._receiver.newest(newer_than, POLL_S)
+        if version is None:
+            return None
+        try:
+            return await self._receiver.stage(version)
+        except TakenBackError as error:
+            log.info("%s: %s", self._name, error)
+            return None
+
+    async def _install(self, staged: Staged, learner: Learner) -> None:
+        """On a mismatch the follower stays in its flip: nothing is committed any more, the worker ends."""
         while not await self._begin_flip():
             if learner.lineage == self.lineage:
-                await self._tell(stream)  # an evaluation takes long, and whoever is silent gets fenced
-        pause_s = await self._engine.flip(self._staging, staged.version)
-        await self._verify(staged)
+                await self._tell()  # an evaluation takes long, and whoever is silent gets fenced
+        try:
+            pause_s = await self._receiver.flip(staged.version)
+            await self._receiver.verify()
+        except WeightSyncError as error:
+            raise WeightSyncError(f"{self._name}: {error}") from error
         async with self._state:
             self.held, self.lineage = staged.version, learner.lineage
             self._flipping = False
             self._state.notify_all()
-        await self._tell(stream)
+        await self._tell()
         self._counts["flips"] += 1
         self._counts["bytes"] += staged.bytes
         self._pauses_ms.append(1e3 * pause_s)
@@ -236,40 +182,14 @@ class WeightFollower:
             self._flipping = True
             return True
 
-    async def _tell(self, stream: WeightStream) -> None:
+    async def _tell(self) -> None:
         """The learner counts who holds what; one that cannot be reached is found out by the next fetch."""
         try:
-            await self._in_thread(partial(stream.held, self.held))
+            await self._receiver.held(self.held)
         except TRANSFER_ERRORS as error:
             log.warning("%s could not acknowledge version %d: %s", self._name, self.held, error)
-
-    async def _verify(self, staged: Staged) -> None:
-        """On a mismatch the follower stays in its flip: nothing is committed any more, the worker ends."""
-        if not self._config.verify or staged.digest is None:
-            return
-        live = await self._in_thread(lambda: self._digest(self._live))
-        if live != staged.digest:
-            raise WeightSyncError(
-                f"{self._name}: after the flip to version {staged.version} the engine's parameters hash to "
-                f"{live:016x}, the learner's to {staged.digest:016x}"
-            )
 
     async def _failed(self, error: Exception) -> None:
         self._counts["failures"] += 1
         log.warning("%s stays at version %d: %s", self._name, self.held, error)
         await asyncio.sleep(RETRY_S)
-
-    async def _in_thread(self, work: Callable[[], Result]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-
-def _staging_for(live: Mapping[str, Tensor], config: SyncConfig) -> tuple[dict[str, Tensor], float]:
-    """Memory for one version of the parameters, in one stretch, and the least seconds that a flip from it can take."""
-    layout = whole_layout({name: (target.shape, dtype_name(target.dtype)) for name, target in live.items()})
-    shards = Shards(layout, live)
-    on_host = config.backend == "gloo" or config.stored
-    arena = Arena(shards, torch.device("cpu") if on_host else None)
-    floor_s = min(arena.floor(shards.device) for _ in range(2))
-    # A parameter without elements takes no memory.
-    empty = {name: torch.empty_like(target) for name, target in live.items() if not target.numel()}
-    return empty | {name: parts[0] for name, parts in arena.shards.tensors.items()}, floor_s

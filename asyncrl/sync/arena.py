@@ -8,6 +8,7 @@ import time
 import torch
 
 from asyncrl.sync.bucket import Shards
+from asyncrl.sync.layout import Layout
 from asyncrl.sync.plan import ALIGN
 from asyncrl.sync.shared_memory import shared_memory
 
@@ -31,6 +32,18 @@ class Arena:
                 copies[name].append(bytes_.view(part.dtype).view(part.shape))
                 free = free[_padded(part) :]
         self.shards = Shards(live.layout, copies)
+
+    @staticmethod
+    def for_layout(layout: Layout, device: torch.device) -> Arena:
+        """Room for what a rank of this layout holds, whatever it keeps that in."""
+        like = {
+            name: [
+                torch.empty(box.shape, dtype=getattr(torch, param.dtype), device="meta")
+                for box in param.boxes
+            ]
+            for name, param in layout.items()
+        }
+        return Arena(Shards(layout, like), device)
 
     def take(self, live: Shards) -> float:
         """Copy everything; returns the seconds it took, the device's work included."""

@@ -225,7 +225,7 @@ class Subscriber:
         self._links, self._plan = links, made
         self.lineage = links[0].lineage
         self._sources = [_Source(links[source.rank], source, source.rank) for source in made.sources]
-        if self._config.fanout != 0 and self._relay is None:
+        if self._config.fanout != 0 and made.sources and self._relay is None:
             self._relay = self._open_relay()
         self._join()
         log.info(

@@ -1,77 +1,57 @@
-"""What a worker may expect of every engine."""
+"""What a worker may expect of every engine. Each engine is started once: the tests are in no engine's way."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
+from engine_cases import (
+    END,
+    MAKERS,
+    MAX_LENGTH,
+    SLOTS,
+    SYNC,
+    House,
+    always_stops,
+    learner,
+    log_probs,
+    needs_vllm,
+    nudged,
+    request,
+    staged,
+    tiny_qwen2,
+    until_tokens,
+    update,
+    with_weights,
+)
 
-from asyncrl.errors import RunClosedError
-from asyncrl.generator.engine import Engine, PromptTooLongError, SampleRequest
-from asyncrl.generator.kv_cache import ATTENTION
-from asyncrl.generator.scripted_engine import ScriptedEngine
-from asyncrl.generator.transformers_engine import TransformersEngine
-from asyncrl.types import Sampling
+from asyncrl.errors import RunClosedError, WeightSyncError
+from asyncrl.generator.engine import Engine, PromptTooLongError
+from asyncrl.generator.receiver import Reader
 
-SLOTS, MAX_LENGTH, VOCABULARY = 8, 400, 16
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-
-def scripted() -> Engine:
-    def script(ordinal: int, sample: int) -> list[int]:
-        return [(ordinal + sample + i) % VOCABULARY for i in range(10_000)]
-
-    return ScriptedEngine(script, slots=SLOTS, max_length=MAX_LENGTH, version=0)
-
-
-def transformers(fixed_shape: bool) -> Engine:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=True,
-    )
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION).eval()
-    return TransformersEngine(
-        model, slots=SLOTS, max_length=MAX_LENGTH, end_ids=(), version=0, fixed_shape=fixed_shape
-    )
+ENGINES = [
+    pytest.param(maker, id=name, marks=[needs_vllm] if name == "vllm" else [])
+    for name, maker in MAKERS.items()
+]
 
 
-MAKERS: dict[str, Callable[[], Engine]] = {
-    "scripted": scripted,
-    "transformers": lambda: transformers(fixed_shape=False),
-    "transformers at fixed shape": lambda: transformers(fixed_shape=True),
-}
+@pytest.fixture(params=ENGINES, scope="module")
+def house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> House:
+    maker: Callable[[Path], House] = request.param
+    return maker(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(params=MAKERS.values(), ids=MAKERS.keys())
-async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
-    made: Engine = request.param()
-    await made.start()
-    yield made
-    await made.close()
-
-
-def request(
-    name: str, *, ordinal: int = 0, n: int = 1, max_tokens: int = 5, prompt: int = 3
-) -> SampleRequest:
-    prompt_ids = np.arange(prompt, dtype=np.int64) % VOCABULARY
-    return SampleRequest(name, prompt_ids, Sampling(max_tokens=max_tokens, seed=1), ordinal, n)
-
-
-async def until_tokens(engine: Engine, at_least: int) -> None:
-    """The engine has made so many more tokens than now."""
-    start = engine.stats()["tokens"]
-    async with asyncio.timeout(30):
-        while engine.stats()["tokens"] < start + at_least:
-            await asyncio.sleep(0)
+@pytest.fixture(scope="module")
+async def engine(house: House) -> AsyncIterator[Engine]:
+    await house.engine.start()
+    yield house.engine
+    await house.engine.close()
 
 
 async def test_turns_have_the_promised_shapes(engine: Engine) -> None:
@@ -87,16 +67,17 @@ async def test_turns_have_the_promised_shapes(engine: Engine) -> None:
         )
         assert turn.finish == "length"
         assert (turn.logprobs < 0).all()
-        assert (turn.versions == 0).all()
+        assert (turn.versions == engine.version).all()
 
 
 async def test_more_requests_than_slots_all_finish(engine: Engine) -> None:
+    before = engine.stats()["tokens"]
     requests = [request(f"r{i}", ordinal=i, n=3, max_tokens=2 + i % 3) for i in range(12)]
     answers = await asyncio.gather(*(engine.sample(r) for r in requests))
     assert [len(turns[0].output_ids) for turns in answers] == [2 + i % 3 for i in range(12)]
     stats = engine.stats()
     assert (stats["running"], stats["waiting"]) == (0, 0)
-    assert stats["tokens"] == sum(3 * (2 + i % 3) for i in range(12))
+    assert stats["tokens"] - before == sum(3 * (2 + i % 3) for i in range(12))
 
 
 async def test_the_same_request_gives_the_same_tokens_again(engine: Engine) -> None:
@@ -146,41 +127,95 @@ async def test_a_cancelled_request_leaves_its_slots(engine: Engine) -> None:
     assert len(turns) == SLOTS
 
 
-async def test_a_flip_moves_samples_in_flight_to_the_new_version(engine: Engine) -> None:
-    sampling = asyncio.ensure_future(engine.sample(request("a", n=2, max_tokens=300)))
-    await until_tokens(engine, 10)
-    staged = {name: torch.full_like(live, 0.5) for name, live in engine.weight_targets().items()}
-    pause_s = await engine.flip(staged, 7)
-    assert pause_s >= 0
-    assert engine.version == 7
+async def test_log_probs_are_those_of_a_forward_pass(house: House, engine: Engine) -> None:
+    if house.model is None:
+        return  # a script has no log-probs
+    model = with_weights(house.model, house.weights)
+    version = await update(engine, house.weights)
+    for temperature in (1.0, 0.7):
+        turns = await engine.sample(request("a", n=3, max_tokens=40, prompt=20, temperature=temperature))
+        for turn in turns:
+            np.testing.assert_allclose(turn.logprobs, log_probs(model, turn, temperature), atol=2e-5)
+            assert (turn.versions == version).all()
+
+
+async def test_greedy_samples_take_the_likeliest_token(house: House, engine: Engine) -> None:
+    if house.model is None:
+        return  # a script takes what it takes
+    turns = await engine.sample(request("a", n=2, max_tokens=20, temperature=0.0))
+    assert turns[0].output_ids.tolist() == turns[1].output_ids.tolist()
+    likeliest = log_probs(with_weights(house.model, house.weights), turns[0])
+    assert (likeliest > np.log(1 / END)).all()
+    np.testing.assert_allclose(turns[0].logprobs, likeliest, atol=2e-5)
+
+
+async def test_an_update_moves_samples_in_flight_to_the_new_version(house: House, engine: Engine) -> None:
+    old = engine.version
+    async with staged(engine, nudged(house.weights)) as flip:
+        sampling = asyncio.ensure_future(engine.sample(request("a", n=2, max_tokens=380)))
+        await until_tokens(engine, 10)
+        new = await flip()
     for turn in await sampling:
-        assert turn.versions[0] == 0
-        assert turn.versions[-1] == 7
+        assert turn.versions[0] == old
+        assert turn.versions[-1] == new
         assert (np.diff(turn.versions) >= 0).all()
-    for name, live in engine.weight_targets().items():
-        assert torch.equal(live, staged[name])
+    (fresh,) = await engine.sample(request("b", max_tokens=30))
+    assert (fresh.versions == new).all()
+    if house.model is not None:
+        model = with_weights(tiny_qwen2(), nudged(house.weights))
+        np.testing.assert_allclose(fresh.logprobs, log_probs(model, fresh), atol=2e-5)
 
 
-async def test_a_flip_that_lacks_a_parameter_is_refused_and_changes_nothing(engine: Engine) -> None:
-    before = {name: live.clone() for name, live in engine.weight_targets().items()}
-    staged = {name: torch.full_like(live, 9.0) for name, live in before.items()}
-    staged.pop(sorted(staged)[-1])
-    with pytest.raises(ValueError, match="lacks 1 parameters"):
-        await engine.flip(staged, 7)
-    assert engine.version == 0
-    assert all(torch.equal(live, before[name]) for name, live in engine.weight_targets().items())
+async def test_the_first_token_of_new_weights_has_their_version(house: House, engine: Engine) -> None:
+    """The new weights stop at once: the end token is the only one that they make."""
+    if house.model is None:
+        return
+    old = await update(engine, house.weights)
+    async with staged(engine, always_stops(house.weights)) as flip:
+        sampling = asyncio.ensure_future(engine.sample(request("a", n=SLOTS, max_tokens=390)))
+        await until_tokens(engine, 10)
+        new = await flip()
+    for turn in await sampling:
+        assert turn.finish == "stop"
+        assert turn.output_ids[-1] == END
+        assert turn.versions.tolist() == [old] * (len(turn.versions) - 1) + [new]
+    await update(engine, house.weights)
 
 
-async def test_closing_ends_what_is_in_flight(engine: Engine) -> None:
-    sampling = asyncio.ensure_future(engine.sample(request("a", max_tokens=390)))
-    await until_tokens(engine, 3)
-    await engine.close()
-    with pytest.raises(RunClosedError):
-        await sampling
+async def test_weights_that_lack_a_parameter_are_refused_and_change_nothing(
+    house: House, engine: Engine
+) -> None:
+    await update(engine, house.weights)
+    version, (before,) = engine.version, await engine.sample(request("a", max_tokens=20))
+    lacking = nudged(house.weights)
+    lacking.pop(sorted(lacking)[-1])
+    receiver = engine.receiver(Reader("run", "generator-0", SYNC))
+    with learner(lacking, version + 1) as source:
+        await receiver.open(source)
+        with pytest.raises(WeightSyncError, match=r"no rank of the learner|holds"):
+            await receiver.stage(version + 1)
+        await receiver.close()
+    (after,) = await engine.sample(request("a", max_tokens=20))
+    assert engine.version == version
+    assert after.output_ids.tolist() == before.output_ids.tolist()
+    assert (after.versions == version).all()
 
 
 async def test_all_time_is_accounted_for_and_idle_time_is_a_wait(engine: Engine) -> None:
     engine.stats()
     await engine.sample(request("a"))
+    await asyncio.sleep(0)
     spans = {name for name in engine.stats() if name.startswith("seconds/")}
     assert {"seconds/compute", "seconds/wait/tasks"} <= spans
+
+
+async def test_closing_ends_what_is_in_flight_and_leaves_no_process(engine: Engine) -> None:
+    """The last test of an engine."""
+    sampling = asyncio.ensure_future(engine.sample(request("a", max_tokens=390)))
+    await until_tokens(engine, 3)
+    mine = psutil.Process()
+    await engine.close()
+    with pytest.raises(RunClosedError):
+        await sampling
+    left = [child for child in mine.children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+    assert not left

@@ -13,10 +13,11 @@ import torch
 
 from asyncrl.config.schema import BatchConfig, Config, EvaluationConfig, GeneratorConfig, RewardConfig
 from asyncrl.errors import DeadlineError, RefusedError, RunClosedError
+from asyncrl.generator.receiver import Learner, LocalReceiver
 from asyncrl.generator.rewards import Scorer
 from asyncrl.generator.rollouts import Rollouts
 from asyncrl.generator.scripted_engine import ScriptedEngine
-from asyncrl.generator.weights import Learner, WeightFollower
+from asyncrl.generator.weights import WeightFollower
 from asyncrl.generator.worker import Worker
 from asyncrl.types import Group, Task
 
@@ -173,25 +174,22 @@ class FakeStream:
     learner: FakeLearner
     staging: Mapping[str, torch.Tensor]
 
-    def fetch(self, newer_than: int, wait_s: float) -> FakeStaged | None:
+    def newest(self, newer_than: int, wait_s: float) -> int | None:
         learner = self.learner
         with learner.changed:
             learner.changed.wait_for(lambda: learner.gone or learner.version > newer_than, wait_s)
             if learner.gone:
                 raise DeadlineError("worker", "the learner", "weights", wait_s)
-            if learner.version <= newer_than:
-                return None
-            for tensor in self.staging.values():
-                tensor.fill_(learner.version + 1)
-            digest = sum_of(self.staging) + (1 if learner.lies else 0)
-            learner.fetched.append(learner.version)
-            return FakeStaged(learner.version, digest)
-
-    def newest(self, newer_than: int, wait_s: float) -> int | None:
-        raise NotImplementedError
+            return learner.version if learner.version > newer_than else None
 
     def stage(self, version: int) -> FakeStaged:
-        raise NotImplementedError
+        learner = self.learner
+        with learner.changed:
+            for tensor in self.staging.values():
+                tensor.fill_(version + 1)
+            digest = sum_of(self.staging) + (1 if learner.lies else 0)
+            learner.fetched.append(version)
+            return FakeStaged(version, digest)
 
     def held(self, version: int) -> None:
         self.learner.acknowledged.append(version)
@@ -244,9 +242,9 @@ async def house(
         assert may_verify.wait(PATIENCE_S)
         return sum_of(live)
 
-    follower = WeightFollower(
-        "worker", engine, queue, lambda *of: made.learner.open(*of), digest, config.sync
-    )
+    staging = {"w": torch.zeros(3)}
+    receiver = LocalReceiver(engine, staging, lambda *of: made.learner.open(*of), digest, config.sync)
+    follower = WeightFollower("worker", receiver, queue)
     scorer = Scorer(reward, RewardConfig(function="unused:unused", retries=0))
     rollouts = Rollouts(engine, Letters(), scorer, config)  # type: ignore[arg-type]
     worker = Worker(

@@ -14,13 +14,12 @@ from stream_cases import LARGE, LARGE_CONFIG, SMALL, Generator, Learner, closing
 
 import asyncrl.sync.link as link_module
 from asyncrl.generator.engine import SampleRequest
+from asyncrl.generator.receiver import Reader
 from asyncrl.generator.scripted_engine import ScriptedEngine
 from asyncrl.generator.weights import WeightFollower
 from asyncrl.sync.arena import Arena
 from asyncrl.sync.bucket import Shards
-from asyncrl.sync.digest import digest_layout
 from asyncrl.sync.layout import layout_bytes, whole_layout
-from asyncrl.sync.subscriber import Subscriber
 from asyncrl.sync.transport import Channel, Transfer
 from asyncrl.types import Sampling
 
@@ -146,14 +145,8 @@ async def test_decoding_goes_on_while_a_version_crosses_a_slow_link(
     monkeypatch.setattr(
         link_module, "open_channel", lambda *of, **more: SlowChannel(opened(*of, **more), engine, arrived)
     )
-    follower = WeightFollower(
-        "g",
-        engine,
-        OneLearner(learner.endpoints[0]),
-        lambda of, staging: Subscriber("g", of.endpoints, learner.whole, config, staging, of.lineage),
-        lambda parameters: digest_layout(learner.whole, parameters),
-        config,
-    )
+    receiver = engine.receiver(Reader("run", "g", config))
+    follower = WeightFollower("g", receiver, OneLearner(learner.endpoints[0]))
     learner.publish(0)
     await engine.start()
     request = SampleRequest("r", torch.zeros(1, dtype=torch.int64).numpy(), Sampling(max_tokens=9_000), 0)

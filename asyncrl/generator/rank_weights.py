@@ -1,0 +1,112 @@
+"""One rank of an engine whose parameters live in another process: stage a version there, flip it, hash what is live.
+
+    open ─▸ stage(v) in a thread, while the rank decodes ─▸ staged()? ─▸ flip(v) between steps ─▸ verify() ─▸ held(v)
+
+The calls come as messages from the generator process (`vllm_engine.py`), one at a time, and return at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from asyncrl.errors import WeightSyncError
+from asyncrl.generator.receiver import Learner, Reader, Staged, WeightStream
+from asyncrl.sync.digest import MOD, digest
+from asyncrl.sync.layout import Box, Layout
+from asyncrl.types import Version
+
+TAKEN_BACK, BROKEN = "taken back", "broken"
+"""How a rank's report names the errors that the generator process tells apart."""
+
+Places = Mapping[str, Sequence[tuple[Box, Tensor]]]
+"""Of each checkpoint parameter the boxes that are here, each with the live view of its shape."""
+
+
+class RankWeights:
+    """See above. after_flip: what an engine must do once its parameters have changed."""
+
+    def __init__(
+        self, places: Places, layout: Layout, reader: Reader, after_flip: Callable[[], None] = lambda: None
+    ) -> None:
+        self._places, self._layout, self._reader = places, layout, reader
+        self._after_flip = after_flip
+        self._live_views = [view for name in layout for _, view in places.get(name, ())]
+        self._device = next((view.device for view in self._live_views), torch.device("cpu"))
+        arena = reader.staging(layout, self._device)
+        self.floor_s = min(arena.floor(self._device) for _ in range(2))
+        self._staging = arena.shards
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        self._stream: WeightStream | None = None
+        self._staged: Future[Staged] | None = None
+        self._digest: int | None = None
+        self._live: Version | None = None
+
+    def open(self, learner: Learner) -> None:
+        """Take versions from this learner from now on."""
+        self.close()
+        self._stream = self._reader.open(learner, self._layout, self._staging.tensors)
+
+    def stage(self, version: Version) -> None:
+        """Begin to fetch exactly this version."""
+        if self._stream is None:
+            raise WeightSyncError(f"version {version} was asked for before a learner was named")
+        self._staged = self._thread.submit(self._stream.stage, version)
+
+    def staged(self) -> Staged | None:
+        """What the last `stage` came to; None while it runs. Raises what it raised."""
+        if self._staged is None:
+            raise WeightSyncError("no version was asked for")
+        return self._staged.result() if self._staged.done() else None
+
+    @torch.no_grad()
+    def flip(self, version: Version) -> float:
+        """Copy the staged version over the live parameters. Seconds. The engine must be between two steps."""
+        staged = self.staged()
+        if staged is None or staged.version != version:
+            raise WeightSyncError(f"version {version} is not what lies in the staging memory: {staged}")
+        begun = time.perf_counter()
+        torch._foreach_copy_(self._live_views, self._staging.parts)
+        self._after_flip()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._live, self._digest = version, staged.digest
+        return time.perf_counter() - begun
+
+    def verify(self) -> None:
+        """Compare what is live with what the learner sent. Raises WeightSyncError on a difference."""
+        if self._digest is None:
+            return
+        found = sum(self._digest_of(name) for name in self._staging.tensors) % MOD
+        if found != self._digest:
+            raise WeightSyncError(
+                f"after the flip to version {self._live} the engine's parameters hash to {found:016x}, "
+                f"the learner's to {self._digest:016x}"
+            )
+
+    def held(self, version: Version) -> None:
+        """Tell the learner, in the thread; one that is gone is found out by the next `stage`."""
+        if self._stream is not None:
+            self._thread.submit(self._stream.held, version)
+
+    def close(self) -> None:
+        """Leave the learner, after a transfer that may still run; the engine does not wait for that."""
+        if self._stream is not None:
+            self._thread.submit(self._stream.close)
+            self._stream = self._staged = None
+
+    def _digest_of(self, name: str) -> int:
+        """In the checkpoint's dtype: a parameter that the engine keeps in another must equal the staged one, cast."""
+        total, param = 0, self._layout[name]
+        for (box, live), staged in zip(self._places[name], self._staging.tensors[name], strict=True):
+            if live.dtype == staged.dtype:
+                total += digest(live, box, param.shape, name)
+            elif torch.equal(live, staged.to(live.device, live.dtype)):
+                total += digest(staged, box, param.shape, name)
+            else:
+                raise WeightSyncError(f"{name} is not live as it was staged for version {self._live}")
+        return total

@@ -1,0 +1,233 @@
+"""The seam between the follower of the learner's versions and wherever an engine keeps its parameters.
+
+    open(learner) ─▸ newest ─▸ stage(v) ─▸ flip(v) ─▸ verify ─▸ held(v) ─▸ newest …
+
+`LocalReceiver` is for an engine whose parameters are tensors of this process; one whose ranks are elsewhere brings its
+own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from asyncrl.config.schema import Config, SyncConfig
+from asyncrl.errors import WeightSyncError
+from asyncrl.generator.engine import LocalEngine
+from asyncrl.queue.keys import client_keys
+from asyncrl.sync.arena import Arena
+from asyncrl.sync.bucket import BoxTensors, dtype_name
+from asyncrl.sync.digest import digest_layout
+from asyncrl.sync.ends import open_stream
+from asyncrl.sync.layout import Layout, whole_layout
+from asyncrl.types import Version
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Learner:
+    """Where the weights come from: one endpoint for each rank, and the lineage of their versions."""
+
+    endpoints: tuple[str, ...]
+    lineage: int
+
+
+class Staged(Protocol):
+    """A version that lies whole in the staging memory. digest: of the learner's parameters, or None."""
+
+    @property
+    def version(self) -> Version: ...
+    @property
+    def digest(self) -> int | None: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def bytes(self) -> int: ...
+
+
+class WeightReceiver(Protocol):
+    """Brings versions into one engine. One call at a time."""
+
+    @property
+    def floor_s(self) -> float:
+        """Seconds of one plain copy of a version: no flip can be shorter."""
+        ...
+
+    async def open(self, learner: Learner) -> None:
+        """Take versions from this learner from now on; a former one is left."""
+        ...
+
+    async def newest(self, newer_than: Version, wait_s: float) -> Version | None:
+        """The newest version above `newer_than`; None when none came in `wait_s`.
+
+        Here and in `stage`: raises DeadlineError, WeightSyncError or RefusedError when the learner is gone, or
+        was replaced.
+        """
+        ...
+
+    async def stage(self, version: Version) -> Staged:
+        """Bring this version beside the live parameters while the engine decodes. TakenBackError: it is gone."""
+        ...
+
+    async def flip(self, version: Version) -> float:
+        """Make the staged version live between two decode steps. The pause in seconds."""
+        ...
+
+    async def verify(self) -> None:
+        """Compare the live parameters with the learner's. Raises WeightSyncError on a difference."""
+        ...
+
+    async def held(self, version: Version) -> None:
+        """Tell the learner that this version is flipped and verified, or still is. Raises as `newest`."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class WeightStream(Protocol):
+    """Blocking, used from one thread. See `sync.subscriber.Subscriber`."""
+
+    def newest(self, newer_than: Version, wait_s: float) -> Version | None: ...
+
+    def stage(self, version: Version) -> Staged: ...
+
+    def held(self, version: Version) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Who takes weights, and by which settings: plain values, which reach an engine's other processes too.
+
+    run: its name · who: unique among the generators · keys: the folder of queue.keys
+    """
+
+    run: str
+    who: str
+    sync: SyncConfig
+    keys: str | None = None
+
+    @staticmethod
+    def of(who: str, config: Config) -> Reader:
+        return Reader(config.run.name, who, config.sync, config.queue.keys)
+
+    def open(self, learner: Learner, layout: Layout, staging: Mapping[str, BoxTensors]) -> WeightStream:
+        """Its stream into these tensors, as `layout` says."""
+        return open_stream(
+            self.run,
+            self.who,
+            learner.endpoints,
+            layout,
+            self.sync,
+            staging,
+            learner.lineage,
+            client_keys(self.keys),
+        )
+
+    def staging(self, layout: Layout, live: torch.device) -> Arena:
+        """Memory for one version, where the parameters live or on the host, as sync.backend says."""
+        on_host = self.sync.backend == "gloo" or self.sync.stored
+        return Arena.for_layout(layout, torch.device("cpu") if on_host else live)
+
+
+OpenStream = Callable[[Learner, Mapping[str, Tensor]], WeightStream]
+"""(learner, staging) -> its weight stream into these tensors. Called in the stream's thread."""
+
+Digest = Callable[[Mapping[str, Tensor]], int]
+
+
+class LocalReceiver:
+    """See `WeightReceiver`: for an engine in this process. The stream and the digest run in a thread."""
+
+    def __init__(
+        self,
+        engine: LocalEngine,
+        staging: Mapping[str, Tensor],
+        open_stream: OpenStream,
+        digest: Digest,
+        config: SyncConfig,
+        floor_s: float = 0.0,
+    ) -> None:
+        self._engine, self._open_stream, self._digest = engine, open_stream, digest
+        self._verify = config.verify
+        self._live = engine.weight_targets()
+        self._staging, self.floor_s = staging, floor_s
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        self._stream: WeightStream | None = None
+        self._staged: Staged | None = None
+
+    async def open(self, learner: Learner) -> None:
+        await self._leave()
+        self._stream = await self._in_thread(lambda: self._open_stream(learner, self._staging))
+
+    async def newest(self, newer_than: Version, wait_s: float) -> Version | None:
+        return await self._in_thread(partial(self._opened.newest, newer_than, wait_s))
+
+    async def stage(self, version: Version) -> Staged:
+        self._staged = await self._in_thread(partial(self._opened.stage, version))
+        return self._staged
+
+    async def flip(self, version: Version) -> float:
+        return await self._engine.flip(self._staging, version)
+
+    async def verify(self) -> None:
+        staged = self._staged
+        if not self._verify or staged is None or staged.digest is None:
+            return
+        live = await self._in_thread(lambda: self._digest(self._live))
+        if live != staged.digest:
+            raise WeightSyncError(
+                f"after the flip to version {staged.version} the engine's parameters hash to "
+                f"{live:016x}, the learner's to {staged.digest:016x}"
+            )
+
+    async def held(self, version: Version) -> None:
+        await self._in_thread(partial(self._opened.held, version))
+
+    async def close(self) -> None:
+        await self._leave()
+        self._thread.shutdown(wait=False)
+
+    @property
+    def _opened(self) -> WeightStream:
+        assert self._stream is not None, "open comes first"
+        return self._stream
+
+    async def _leave(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            await self._in_thread(stream.close)
+
+    async def _in_thread(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def local_receiver(engine: LocalEngine, reader: Reader) -> LocalReceiver:
+    """The receiver of an engine that is one rank with every parameter whole."""
+    live = engine.weight_targets()
+    layout = layout_of(live)
+    device = next((target.device for target in live.values()), torch.device("cpu"))
+    arena = reader.staging(layout, device)
+    floor_s = min(arena.floor(device) for _ in range(2))
+    # A parameter without elements takes no memory.
+    staging = {name: torch.empty_like(target) for name, target in live.items() if not target.numel()}
+    staging |= {name: parts[0] for name, parts in arena.shards.tensors.items()}
+
+    def open_to(learner: Learner, into: Mapping[str, Tensor]) -> WeightStream:
+        return reader.open(learner, layout, into)
+
+    return LocalReceiver(engine, staging, open_to, partial(digest_layout, layout), reader.sync, floor_s)
+
+
+def layout_of(targets: Mapping[str, Tensor]) -> Layout:
+    """Every parameter whole."""
+    return whole_layout({name: (target.shape, dtype_name(target.dtype)) for name, target in targets.items()})

@@ -1,0 +1,171 @@
+"""Real vLLM on the CPU: after each update it computes with the learner's weights, dense and experts, on one rank and two."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from engine_cases import (
+    from_config,
+    log_probs,
+    needs_vllm,
+    nudged,
+    request,
+    staged,
+    until_tokens,
+    update,
+    vllm_config,
+    weights_of,
+    with_weights,
+)
+from transformers import PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
+from asyncrl.config.schema import VllmConfig
+from asyncrl.generator.vllm_engine import VllmEngine
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.slow,
+    pytest.mark.timeout(400),  # an engine starts in seconds, or in minutes where many share the cores
+    needs_vllm,
+]
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+CLOSE = {"atol": 2e-4, "rtol": 0}
+
+
+@dataclass(frozen=True)
+class Case:
+    config: PretrainedConfig
+    ranks: int = 1
+    kv: str = "keep"
+    kv_cache_mb: int | None = None
+
+
+CASES = {
+    "qwen3, a small cache, recompute": Case(Qwen3Config(**SIZES), kv="recompute", kv_cache_mb=1),
+    "qwen3 moe, drain": Case(Qwen3MoeConfig(**SIZES, **EXPERTS), kv="drain"),
+    "qwen2 tied, two ranks": Case(
+        Qwen2Config(**{**SIZES, "hidden_size": 128}, tie_word_embeddings=True), ranks=2
+    ),
+    "qwen3 moe, two ranks": Case(Qwen3MoeConfig(**SIZES, **EXPERTS), ranks=2),
+}
+
+
+@dataclass
+class House:
+    case: Case
+    engine: VllmEngine
+    model: PreTrainedModel
+
+
+@pytest.fixture(params=CASES.values(), ids=CASES.keys(), scope="module")
+async def house(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[House]:
+    case, folder = request.param, tmp_path_factory.mktemp("model")
+    model = from_config(case.config, folder)
+    ours = VllmConfig(tensor_parallel=case.ranks, kv_cache_mb=case.kv_cache_mb)
+    config = vllm_config(folder, kv=case.kv, vllm=ours)
+    engine = VllmEngine(config, "generator-0", (), load_weights=True, version=0)
+    await engine.start()
+    yield House(case, engine, model)
+    await engine.close()
+
+
+async def test_log_probs_are_those_of_transformers_before_and_after_each_update(house: House) -> None:
+    model, engine = house.model, house.engine
+    weights = weights_of(model)
+    for seed in (None, 1, 2):
+        if seed is not None:
+            weights = nudged(weights, seed)
+            await update(engine, weights)
+            with_weights(model, weights)
+        for turn in await engine.sample(request("a", n=3, max_tokens=40, prompt=40)):
+            np.testing.assert_allclose(turn.logprobs, log_probs(model, turn), **CLOSE)
+            assert (turn.versions == engine.version).all()
+
+
+async def test_samples_in_flight_at_an_update(house: House) -> None:
+    """keep: they go on. recompute: as if the new weights had read the old tokens. drain: the old weights finish them."""
+    engine, old = house.engine, house.engine.version
+    before = with_weights(house.model, weights_of(house.model))
+    weights = nudged(weights_of(before), 3)
+    async with staged(engine, weights) as flip:
+        sampling = asyncio.ensure_future(engine.sample(request("a", n=4, max_tokens=300)))
+        await until_tokens(engine, 40)
+        late = asyncio.ensure_future(flip())
+        turns = await sampling
+        new = await late
+    expected_old = [log_probs(before, turn) for turn in turns]
+    after = with_weights(house.model, weights)
+    for turn, of_old in zip(turns, expected_old, strict=True):
+        by_new = turn.versions == new
+        np.testing.assert_allclose(turn.logprobs[~by_new], of_old[~by_new], **CLOSE)
+        assert (turn.versions[~by_new] == old).all()
+        assert (np.diff(turn.versions) >= 0).all()
+        assert by_new.any() == (house.case.kv != "drain")
+        if house.case.kv == "recompute":
+            np.testing.assert_allclose(turn.logprobs[by_new], log_probs(after, turn)[by_new], **CLOSE)
+    (fresh,) = await engine.sample(request("a", max_tokens=30, prompt=40))
+    np.testing.assert_allclose(fresh.logprobs, log_probs(after, fresh), **CLOSE)
+
+
+async def test_samples_that_lose_their_cache_are_none_the_worse(house: House) -> None:
+    engine, before = house.engine, house.engine.stats()["preemptions"]
+    turns = await engine.sample(request("a", n=8, max_tokens=340, prompt=40))
+    for turn in turns:
+        np.testing.assert_allclose(turn.logprobs, log_probs(house.model, turn), **CLOSE)
+        assert len(turn.output_ids) == 340
+        assert (turn.versions == engine.version).all()
+    assert (engine.stats()["preemptions"] > before) == (house.case.kv_cache_mb is not None)
+
+
+ORPHANS = """
+import asyncio, sys
+sys.path.insert(0, "tests/contract")
+from pathlib import Path
+import psutil
+from engine_cases import vllm_config
+from asyncrl.generator.vllm_engine import VllmEngine
+
+async def main():
+    engine = VllmEngine(vllm_config(Path(sys.argv[1])), "generator-0", ())
+    await engine.start()
+    print("children", *[child.pid for child in psutil.Process().children(recursive=True)], flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_generator_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
+    from_config(CASES["qwen3 moe, drain"].config, tmp_path)
+    generator = subprocess.Popen(
+        [sys.executable, "-c", ORPHANS, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert generator.stdout is not None
+    line = next(line for line in generator.stdout if line.startswith("children"))
+    children = [psutil.Process(int(pid)) for pid in line.split()[1:]]
+    assert children
+    generator.kill()
+    generator.wait()
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert not alive
