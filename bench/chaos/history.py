@@ -121,12 +121,13 @@ class JournalReader:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._read = 0
+        self._first: list[bytes] = []
 
     def new_records(self) -> Iterator[Record]:
         """Those that were not there the last time."""
         packed = self._redis_records() if self._config.queue.store == "redis" else self._file_records()
-        if len(packed) < self._read:
-            self._read = 0
+        if packed[:1] != self._first:  # a snapshot has taken the place of what was read
+            self._read, self._first = 0, packed[:1]
         for record in islice(packed, self._read, None):
             self._read += 1
             yield CODEC.decode(record)
