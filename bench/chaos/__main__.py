@@ -1,9 +1,9 @@
 """python -m bench.chaos: see the package.
 
-    make demo && python -m bench.chaos --json runs/bench/chaos.json --every 10
+    make demo && python -m bench.chaos --json runs/bench/chaos.json
 
-Trains the recipe twice, undisturbed and with a SIGKILL to a random one of its processes every few seconds. What the
-launcher starts again is killed again. The kills must cost time only: the run reaches the bar, and every task ends once.
+Trains the recipe twice, undisturbed and with a SIGKILL to a random one of its processes some seconds after the run has
+come back from the one before. The kills must cost time only: the run reaches the bar, and every task ends once.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def figures(outcome: Outcome) -> dict[str, Any]:
 
 def table(report: dict[str, Any]) -> str:
     """For people."""
-    lines = [f"{report['machine']}; a kill every {report['every_s']:g} s on average"]
+    lines = [f"{report['machine']}; killed again after {report['every_s']:g} s of new versions, on average"]
     lines += [f"{'':20}{'undisturbed':>16}{'killed':>16}"]
     rows = {
         "seconds": lambda run: f"{run['seconds']:.0f}",
@@ -93,7 +93,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", default="configs/recipes/demo.yaml")
     parser.add_argument("--dir", default="runs", help="where the run folders go")
     parser.add_argument(
-        "--every", type=float, default=10.0, help="seconds from one kill to the next (%(default)s)"
+        "--every",
+        type=float,
+        default=10.0,
+        help="seconds from the first new version after a kill to the next kill, on average (%(default)s)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the kills")
     parser.add_argument(

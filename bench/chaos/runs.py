@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import shutil
@@ -17,6 +18,7 @@ from typing import Any
 from asyncrl.config.load import load_config
 from asyncrl.errors import DeadlineError, ProcessDiedError
 from asyncrl.launch.run_folder import read_summary, run_folder
+from asyncrl.launch.supervise import die_with_parent
 from asyncrl.telemetry.sinks import read_rows
 from bench.chaos.history import History, JournalReader
 from bench.chaos.kills import PARTIES, kill
@@ -24,7 +26,7 @@ from bench.chaos.kills import PARTIES, kill
 DEADLINE_S = 3600.0
 LOOK_S = 0.1
 SPREAD = 0.5
-"""The time from one kill to the next is drawn from `every` give or take this share of it."""
+"""The pause before a kill is drawn from `every` give or take this share of it."""
 
 HARDY = (
     "launch.quiet=true",
@@ -48,17 +50,24 @@ class Outcome:
 
 
 class KilledRun:
-    """every: seconds between two kills, on average; None: no kills. overrides: "key=value" texts, run.name among them.
+    """every: seconds from the first new version after a kill to the next kill, on average; None: no kills.
 
-    The run's folder is made anew.
+    The run's folder is made anew. overrides: "key=value" texts. most: no kills beyond so many.
     """
 
-    def __init__(self, config: str, overrides: Sequence[str], every: float | None, seed: int = 0) -> None:
+    def __init__(
+        self,
+        config: str,
+        overrides: Sequence[str],
+        every: float | None,
+        seed: int = 0,
+        most: int | None = None,
+    ) -> None:
         words = [*HARDY, *overrides]
         loaded = load_config(config, words)
         self._folder = run_folder(loaded)
         self._command = [sys.executable, "-m", "asyncrl", "train", config, *words]
-        self._every, self._rng = every, random.Random(seed)
+        self._every, self._most, self._rng = every, most, random.Random(seed)
         self._journal, self._history = JournalReader(loaded), History()
         self._kills: Counter[str] = Counter()
 
@@ -68,7 +77,9 @@ class KilledRun:
         self._folder.mkdir(parents=True)
         log, started = self._folder.with_suffix(".log"), time.monotonic()
         with log.open("w", encoding="utf-8") as file:
-            launcher = subprocess.Popen(self._command, stdout=file, stderr=subprocess.STDOUT)
+            launcher = subprocess.Popen(
+                self._command, stdout=file, stderr=subprocess.STDOUT, preexec_fn=die_with_parent
+            )
             try:
                 self._disturb(launcher, started)
             finally:
@@ -81,27 +92,30 @@ class KilledRun:
         return Outcome(seconds, self._kills, restarts, read_summary(self._folder), self._history)
 
     def _disturb(self, launcher: subprocess.Popen[bytes], started: float) -> None:
-        """Until it has ended. Nobody is killed before the first version is trained."""
-        due: float | None = None
+        """Until it has ended. The pause before a kill begins with a version that was never trained before."""
+        reached, due = 0, math.inf
         while launcher.poll() is None:
             now = time.monotonic()
             if now - started > DEADLINE_S:
                 raise DeadlineError("bench.chaos", "the run", "its end", DEADLINE_S)
-            if (
-                self._every is not None
-                and due is None
-                and next(read_rows(self._folder / "metrics.jsonl"), None)
-            ):
-                due = now + self._pause(self._every)
-            if self._every is not None and due is not None and now > due:
-                self._history.read(self._journal.new_records())
-                party = self._rng.choice(PARTIES)
-                self._kills[party] += kill(launcher.pid, party, self._rng)
-                due = now + self._pause(self._every)
+            if now > due:
+                self._kill(launcher.pid)
+                reached, due = self._newest(), math.inf
+            elif due == math.inf and self._every is not None and self._newest() > reached:
+                due = now + self._every * self._rng.uniform(1 - SPREAD, 1 + SPREAD)
             time.sleep(LOOK_S)
 
-    def _pause(self, every: float) -> float:
-        return every * self._rng.uniform(1 - SPREAD, 1 + SPREAD)
+    def _kill(self, launcher: int) -> None:
+        self._history.read(self._journal.new_records())
+        party = self._rng.choice(PARTIES)
+        self._kills[party] += kill(launcher, party, self._rng)
+        if self._kills.total() == self._most:
+            self._every = None
+
+    def _newest(self) -> int:
+        """The highest version that was trained so far."""
+        path = self._folder / "metrics.jsonl"
+        return max((row["version"] for row in read_rows(path) if "step_s" in row), default=0)
 
 
 def _end(launcher: subprocess.Popen[bytes]) -> None:

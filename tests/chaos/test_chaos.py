@@ -26,7 +26,7 @@ from asyncrl.queue.events import Committed, Leased, Rewound, SteppedBack, StepTr
 from bench.chaos.history import History, JournalReader
 from bench.chaos.kills import kill
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 GOOD = sorted(set(range(TASKS)) - set(BAD))
 VERSIONS = -(-len(GOOD) // BATCH)
