@@ -11,6 +11,7 @@ comes.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -23,6 +24,8 @@ from redis.client import Pipeline
 from redis.retry import Retry
 
 from asyncrl.errors import ConfigError, DeadlineError, JournalError
+
+log = logging.getLogger(__name__)
 
 DEADLINE_S = 30.0
 """How long a connection that is lost is tried again; less than a client waits for its answer."""
@@ -82,9 +85,10 @@ class RedisRun:
         DeadlineError after `deadline_s`; JournalError if another broker has the run, or the server has no memory.
         """
         until = time.monotonic() + self._deadline_s
+        waits = False
         while True:
             try:
-                return command()
+                found = command()
             except UNREACHABLE as error:
                 if isinstance(error, redis.AuthenticationError):
                     raise self._refused(error) from error
@@ -92,9 +96,18 @@ class RedisRun:
                     who = f"the queue of run {self.run}"
                     whom = f"Redis at {self.where} ({type(error).__name__}: {error})"
                     raise DeadlineError(who, whom, "an answer", self._deadline_s) from error
+                if not waits:
+                    log.warning(
+                        "waiting for Redis at %s, %.0f s at most: %s", self.where, self._deadline_s, error
+                    )
+                    waits = True
                 time.sleep(PAUSE_S)
             except redis.ResponseError as error:
                 raise self._named(error) from error
+            else:
+                if waits:
+                    log.warning("Redis at %s answers again", self.where)
+                return found
 
     def pipeline(self, fill: Callable[[Pipeline], None]) -> list[Any]:
         """The answers to the commands that `fill` puts into a pipeline; it may be asked to do so again."""
