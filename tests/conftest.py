@@ -1,4 +1,4 @@
-"""What several folders of tests share: a real Redis, and no deadline on any example that hypothesis tries."""
+"""What several folders of tests share: a tiny model, a real Redis, and examples of hypothesis that have no deadline."""
 
 from __future__ import annotations
 
@@ -11,6 +11,16 @@ from redis_server import RedisServer
 
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of some thousand parameters."""
+    from asyncrl.tasks.addition import write_model_folder
+
+    folder = tmp_path_factory.mktemp("model")
+    write_model_folder(folder, hidden_size=32, layers=2)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -457,6 +457,7 @@ class LaunchConfig:
 
     generator_restarts: int = 3  # how often a generator that dies is started again, all of them together
     queue_restarts: int = 3  # how often a queue that dies is started again, from its journal
+    learner_restarts: int = 3  # how often a learner that dies is started again, from the newest checkpoint
     start_deadline_s: float = 120.0  # until the queue listens
     stop_deadline_s: float = (
         30.0  # for a clean end after Ctrl-C or the last version: longer than one version trains

@@ -4,9 +4,10 @@
                                                    │
          waits for whichever comes first: ◂────────┘
            learner ends well       generators leave by themselves, the queue is stopped, the summary returned
-           the learner dies        everything is killed, ProcessDiedError
-           a generator dies        it is started again, `launch.generator_restarts` times; then as above
+           a generator dies        it is started again, `launch.generator_restarts` times
            the queue dies          so is it, at the same address and from its journal, `launch.queue_restarts` times
+           the learner dies        so is it, from the newest checkpoint, `launch.learner_restarts` times
+           one dies too often      everything is killed, ProcessDiedError
            Ctrl-C                  the learner ends its step and writes a checkpoint, then all are stopped
            Ctrl-C again            everything is killed
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +52,9 @@ class LocalRun:
         self._config, self._folder = config, folder
         self._supervisor, self._dashboard = supervisor, dashboard
         self._generators = [f"generator-{i}" for i in range(config.generator.count)]
-        self._restarts = self._queue_restarts = 0
+        self._restarts: Counter[str] = Counter()
         self._address = ""
+        self._closed = False  # the queue has left, as it does once the learner has closed the run
 
     def run(self) -> dict[str, Any]:
         self._address = self._start_queue()
@@ -79,9 +82,9 @@ class LocalRun:
         command = process_command(self._folder, "queue", *words)
         self._supervisor.start(QUEUE, command, process_env(threads=1), says=True)
 
-    def _start_learner(self) -> None:
+    def _start_learner(self, *more: str) -> None:
         learner = self._config.learner
-        words = process_command(self._folder, "learner", f"queue.address={self._address}")
+        words = process_command(self._folder, "learner", f"queue.address={self._address}", *more)
         if learner.processes > 1:
             torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(learner.processes)]
             words = [sys.executable, "-m", *torchrun, *words[1:]]
@@ -107,44 +110,55 @@ class LocalRun:
             if event == Ended(LEARNER, 0):
                 return
             if event == Ended(QUEUE, 0):
-                continue  # it ends by itself some seconds after the learner has closed the run
-            if event.name == QUEUE:
+                self._closed = True
+            elif event.name == QUEUE:
                 self._restart_queue(event)
-            elif event.name not in self._generators:
-                raise self._died(event)
+            elif event.name == LEARNER:
+                if self._closed and read_summary(self._folder):
+                    return  # it was killed on its way out
+                self._restart_learner(event)
             elif event.code != 0:
-                self._restart(event)
+                self._restart_generator(event)
 
     def _restart_queue(self, event: Ended) -> None:
         """Its clients ask again until it answers. One that said why it ended would end again."""
-        most = self._config.launch.queue_restarts
         said_why = event.code > 1
-        if said_why or self._config.queue.store == "memory" or self._queue_restarts >= most:
+        if said_why or self._config.queue.store == "memory":
             raise self._died(event)
-        self._queue_restarts += 1
-        self._dashboard.say(
-            f"{QUEUE} ended ({describe_exit(event.code)}) and is started again from its journal, "
-            f"{self._queue_restarts} of {most} restarts; its log: {self._supervisor.log(QUEUE)}"
-        )
+        self._count_restart(event, QUEUE, self._config.launch.queue_restarts, " from its journal")
         self._run_queue(f"queue.address={self._address}")
 
-    def _restart(self, event: Ended) -> None:
-        """A generator holds nothing that cannot be made again: its tasks go back to the queue."""
-        most = self._config.launch.generator_restarts
-        bad_config = event.code == ConfigError.exit_code
-        if bad_config or self._restarts >= most:
+    def _restart_learner(self, event: Ended) -> None:
+        """The steps since the newest checkpoint are made again. One that said why it ended would end again."""
+        if event.code > 1:
             raise self._died(event)
-        self._restarts += 1
-        self._dashboard.say(
-            f"{event.name} ended ({describe_exit(event.code)}) and is started again, "
-            f"{self._restarts} of {most} restarts; its log: {self._supervisor.log(event.name)}"
-        )
+        most = self._config.launch.learner_restarts
+        self._count_restart(event, LEARNER, most, " from the newest checkpoint")
+        self._start_learner("run.resume=true")
+
+    def _restart_generator(self, event: Ended) -> None:
+        """A generator holds nothing that cannot be made again: its tasks go back to the queue."""
+        if event.code == ConfigError.exit_code:
+            raise self._died(event)
+        self._count_restart(event, "generators", self._config.launch.generator_restarts)
         self._start_generator(event.name)
 
+    def _count_restart(self, event: Ended, kind: str, most: int, whence: str = "") -> None:
+        """ProcessDiedError if there were as many as there may be of this kind."""
+        if self._restarts[kind] >= most:
+            raise self._died(event)
+        self._restarts[kind] += 1
+        self._dashboard.say(
+            f"{event.name} ended ({describe_exit(event.code)}) and is started again{whence}, "
+            f"{self._restarts[kind]} of {most} restarts; its log: {self._supervisor.log(event.name)}"
+        )
+
     def _wind_down(self) -> None:
-        """The run is closed: generators notice it at their next heartbeat, the queue waits to be told."""
+        """The run is closed: generators notice it at their next heartbeat. Those that do not know of it when the queue
+        leaves were still starting, and will not hear of it."""
         deadline_s = self._config.launch.stop_deadline_s
-        late = self._supervisor.wait_ended(self._generators, deadline_s)
+        left = self._supervisor.wait_ended(self._generators, deadline_s, beside=QUEUE)
+        late = left if QUEUE in self._supervisor.running() else []
         late += [name for name in self._supervisor.stop_all(deadline_s) if name not in late]
         if late:
             self._dashboard.say(f"did not end within {deadline_s:.0f} s and were stopped: {', '.join(late)}")

@@ -118,14 +118,16 @@ class Supervisor:
         if child.poll() is None:
             child.send_signal(number)
 
-    def wait_ended(self, names: Sequence[str], seconds: float) -> list[str]:
+    def wait_ended(self, names: Sequence[str], seconds: float, beside: str | None = None) -> list[str]:
         """Wait until these children have ended, and return those that have not after `seconds`.
 
-        A further Ctrl-C cuts the wait short.
+        beside: a child without which they are not waited for. A further Ctrl-C cuts the wait short, too.
         """
         deadline = time.monotonic() + seconds
         while left := [name for name in names if name in self.running()]:
             remaining = deadline - time.monotonic()
+            if beside is not None and beside not in self.running():
+                return left
             if remaining <= 0 or isinstance(self.next_event(remaining), Interrupted):
                 return left
         return []

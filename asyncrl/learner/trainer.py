@@ -45,7 +45,8 @@ from asyncrl.learner.stream import (
     StreamExhausted,
 )
 from asyncrl.learner.version_step import VersionReport, version_step
-from asyncrl.queue.ledger import StreamSettings
+from asyncrl.queue import wire
+from asyncrl.queue.ledger import Frontier, StreamSettings
 from asyncrl.telemetry.sinks import JsonlSink, read_rows
 from asyncrl.telemetry.spans import Spans
 from asyncrl.types import Version
@@ -137,14 +138,20 @@ class Trainer:
         )
         self._publisher.publish(self.version)
         if self._leads:
-            self._open_rows(resumed=meta is not None)
+            self._open_rows()
+
+    @property
+    def _beginning(self) -> bytes | None:
+        """Where a stream stands without a checkpoint. A learner that goes on may find its streams in use, by the one
+        before it, and takes them back to where they began."""
+        return wire.pack(Frontier().to_wire()) if self._config.run.resume else None
 
     def _open_streams(self, meta: checkpoint.Meta | None) -> tuple[int, int, int]:
         """(learner epoch and lineage of the train stream, learner epoch of the eval stream)."""
         settings = train_settings(self._config, self._backend.world)
         # Rewinding a stream forks the others: the lineage of the one that is opened last is that of both.
-        evals = self._client.open(EVAL, eval_settings(self._config), meta.eval if meta else None)
-        train = self._client.open(TRAIN, settings, meta.train if meta else None)
+        evals = self._client.open(EVAL, eval_settings(self._config), meta.eval if meta else self._beginning)
+        train = self._client.open(TRAIN, settings, meta.train if meta else self._beginning)
         # Evaluations under way do not outlive the learner: a rewind goes back to a stream without any.
         self._pristine_eval = self._client.snapshot(EVAL, learner_epoch=evals.learner_epoch)
         if self._heldout:
@@ -153,10 +160,10 @@ class Trainer:
             )
         return train.learner_epoch, train.lineage, evals.learner_epoch
 
-    def _open_rows(self, resumed: bool) -> None:
+    def _open_rows(self) -> None:
         path = self._folder / report.ROWS
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._rows = JsonlSink(path, resume_at=self.version if resumed else None)
+        self._rows = JsonlSink(path, resume_at=self.version if self._config.run.resume else None)
         self._evaluated = {row["version"] for row in read_rows(path) if "heldout/accuracy" in row}
 
     def _group_stream(self) -> GroupStream:

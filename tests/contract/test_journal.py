@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import re
 import resource
 import signal
 import subprocess
@@ -290,6 +292,23 @@ def test_a_server_that_comes_back_with_its_data_is_waited_for(own_redis: RedisSe
     own_redis.start()
     write(journal, [b"after"])
     assert read(RedisJournal(RedisRun(own_redis.url, "it"))) == [b"before", b"after"]
+
+
+async def test_a_broker_says_that_it_waits_for_its_server(
+    own_redis: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal = RedisJournal(RedisRun(own_redis.url, "it"))
+    read(journal)
+    own_redis.kill()
+    writing = asyncio.create_task(asyncio.to_thread(write, journal, [b"after"]))
+    async with asyncio.timeout(20):
+        while not caplog.messages:
+            await asyncio.sleep(0.01)
+    assert re.match(r"waiting for Redis at redis://127.*, 30 s at most: .*refused", caplog.messages[0])
+    assert not writing.done()
+    await asyncio.to_thread(own_redis.start)
+    await writing
+    assert caplog.messages[1:] == [f"Redis at {own_redis.url} answers again"]
 
 
 def test_a_server_that_comes_back_empty_is_an_error(redis_server: RedisServer) -> None:

@@ -1,4 +1,4 @@
-"""A model of some thousand parameters, and configs small enough that a whole run takes seconds."""
+"""Configs small enough that a whole run takes seconds."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from asyncrl.tasks.addition import write_model_folder
 
 CONFIG = """
 run: {{name: it, dir: {folder}, versions: 4, seed: 3}}
@@ -22,13 +20,6 @@ learner: {{threads: 1, micro_batch_tokens: 128, groups_deadline_s: 60, optimizer
 checkpoint: {{every: 2}}
 launch: {{quiet: true}}
 """
-
-
-@pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_model_folder(folder, hidden_size=32, layers=2)
-    return folder
 
 
 @pytest.fixture

@@ -40,9 +40,11 @@ def test_a_killed_generator_is_replaced_and_nothing_is_lost(config_file: Path) -
     assert (summary["groups_trained"], summary["tasks_dropped"]) == (48, 0)
 
 
-def test_a_killed_learner_ends_the_run_by_name_and_the_run_can_be_resumed(config_file: Path) -> None:
+def test_a_killed_learner_that_may_not_be_started_again_ends_the_run_by_name_and_it_can_be_resumed(
+    config_file: Path,
+) -> None:
     run = config_file.parent / "it"
-    with started(*launched(config_file, FOR_EVER)) as launcher:
+    with started(*launched(config_file, FOR_EVER, "launch.learner_restarts=0")) as launcher:
         until(trained(run, 5), "version 5", launcher)
         others = family(launcher.pid)
         child(launcher, "asyncrl", "learner").kill()

@@ -26,7 +26,9 @@ def config(tmp_path: Path) -> Config:
     return Config(
         run=RunConfig(name="it", dir=str(tmp_path)),
         generator=GeneratorConfig(count=2),
-        launch=LaunchConfig(generator_restarts=2, queue_restarts=2, stop_deadline_s=20.0, quiet=True),
+        launch=LaunchConfig(
+            generator_restarts=2, queue_restarts=2, learner_restarts=2, stop_deadline_s=20.0, quiet=True
+        ),
     )
 
 
@@ -55,6 +57,19 @@ def test_generators_that_do_not_notice_the_end_are_stopped(
     impatient = dataclasses.replace(config.launch, stop_deadline_s=0.2)
     assert local.train(dataclasses.replace(config, launch=impatient)) == {"versions": 3}
     assert "did not end within 0 s and were stopped: generator-0, generator-1" in capsys.readouterr().err
+
+
+def test_who_is_left_when_the_queue_has_gone_is_not_waited_for(
+    config: Config, scripts: dict[str, str]
+) -> None:
+    # A generator that was being started when the run ended hears of it from nobody.
+    scripts["generator"] = "exec sleep 600"
+    scripts["queue"] = (
+        "for fd; do :; done; echo tcp://127.0.0.1:1 >/dev/fd/$fd; cd $(dirname $1); "
+        "while [ ! -e summary.json ]; do sleep 0.05; done"
+    )
+    patient = dataclasses.replace(config.launch, stop_deadline_s=1000)
+    assert local.train(dataclasses.replace(config, launch=patient)) == {"versions": 3}
 
 
 def test_processes_get_the_address_and_their_names(
@@ -105,7 +120,7 @@ def test_a_generator_with_a_bad_config_is_not_started_again(
     ("process", "script"),
     [("learner", "echo loss is nan; exit 7"), ("queue", "echo loss is nan; exit 7")],
 )
-def test_a_dead_learner_or_queue_ends_the_run(
+def test_a_learner_or_queue_that_says_why_it_ended_ends_the_run(
     config: Config, scripts: dict[str, str], process: str, script: str
 ) -> None:
     scripts["learner"] = "exec sleep 600"
@@ -129,6 +144,44 @@ def test_a_killed_queue_is_started_again_at_its_address(
     assert (tmp_path / "it" / "second").read_text() == "queue.address=tcp://127.0.0.1:1\n"
     said = capsys.readouterr().err
     assert "queue ended (killed by SIGKILL) and is started again from its journal, 1 of 2 restarts" in said
+
+
+def test_a_killed_learner_is_started_again_from_its_checkpoint(
+    config: Config, scripts: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripts["learner"] = f'cd $(dirname $1); echo "$3" >> words; [ -n "$3" ] || kill -KILL $$; {DONE}'
+    assert local.train(config) == {"versions": 3}
+    assert (tmp_path / "it" / "words").read_text() == "\nrun.resume=true\n"
+    said = capsys.readouterr().err
+    assert (
+        "learner ended (killed by SIGKILL) and is started again from the newest checkpoint, 1 of 2 restarts"
+        in said
+    )
+
+
+def test_a_learner_that_keeps_dying_ends_the_run(
+    config: Config, scripts: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripts["learner"] = "echo no luck; kill -KILL $$"
+    with pytest.raises(ProcessDiedError, match=r"(?s)learner ended \(killed by SIGKILL\).*no luck"):
+        local.train(config)
+    assert capsys.readouterr().err.count("is started again") == 2
+
+
+def test_a_learner_that_is_killed_on_its_way_out_has_ended_well(
+    config: Config, scripts: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The queue leaves once the run is closed; the learner, which closed it, is still there then.
+    scripts["queue"] = (
+        "for fd; do :; done; echo tcp://127.0.0.1:1 >/dev/fd/$fd; cd $(dirname $1); "
+        "while [ ! -e summary.json ]; do sleep 0.05; done; echo $$ > left"
+    )
+    scripts["learner"] = (
+        f"{DONE}; cd $(dirname $1); while [ ! -s left ] || kill -0 $(cat left) 2>/dev/null; do sleep 0.05; done; "
+        "kill -KILL $$"
+    )
+    assert local.train(config) == {"versions": 3}
+    assert "started again" not in capsys.readouterr().err
 
 
 DIES = "for fd; do :; done; echo tcp://127.0.0.1:1 >/dev/fd/$fd; kill -KILL $$"

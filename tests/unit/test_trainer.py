@@ -26,12 +26,13 @@ from asyncrl.config.schema import (
     RunConfig,
 )
 from asyncrl.errors import DeadlineError, RefusedError, TrainingError
-from asyncrl.learner import checkpoint, requirements
+from asyncrl.learner import checkpoint, report, requirements
 from asyncrl.learner.fsdp import FsdpBackend
 from asyncrl.learner.stream import GroupStream, StepBegunAnew
 from asyncrl.learner.trainer import Trainer
+from asyncrl.queue import wire
 from asyncrl.queue.client import Claim, Opened, Trained
-from asyncrl.queue.ledger import StreamSettings
+from asyncrl.queue.ledger import Frontier, StreamSettings
 from asyncrl.telemetry.sinks import read_rows
 from asyncrl.telemetry.spans import Spans
 from asyncrl.types import Group, Sampling, Task
@@ -234,6 +235,19 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(tmp_path: Path) -> None
     assert second.summary["groups_trained"] == 8
     kept = sorted(path.name for path in (second.folder / "checkpoints").iterdir())
     assert kept == ["v000003", "v000004"]
+
+
+def test_a_learner_that_died_before_its_first_checkpoint_begins_at_the_beginning(tmp_path: Path) -> None:
+    """Its streams are in use, by the one that died: they are taken back."""
+    config = small_config(tmp_path, run=RunConfig(name="it", dir=str(tmp_path), versions=2, resume=True))
+    (tmp_path / "it").mkdir()
+    (tmp_path / "it" / report.ROWS).write_text('{"version": 1, "step_s": 1, "old": true}\n', encoding="utf-8")
+    case = Case(config, FakeQueue())
+    case.trainer.run()
+    snapshots = [Frontier.from_wire(wire.unpack(snapshot)) for _, snapshot in case.queue.of("open")]
+    assert snapshots == [Frontier(), Frontier()]
+    assert [row["version"] for row in case.rows if "step_s" in row] == [1, 2]
+    assert not any("old" in row for row in case.rows)
 
 
 def with_cost(ordinal: int) -> Group:
