@@ -22,6 +22,7 @@ from asyncrl.generator.receiver import Learner, Reader, layout_of
 from asyncrl.generator.scripted_engine import ScriptedEngine
 from asyncrl.generator.transformers_engine import TransformersEngine
 from asyncrl.generator.vllm_engine import VllmEngine
+from asyncrl.models import checkpoint_tensors
 from asyncrl.sync.publisher import Publisher
 from asyncrl.types import Sampling, Turn
 
@@ -87,7 +88,7 @@ def nudged(weights: Mapping[str, Tensor], seed: int = 1) -> dict[str, Tensor]:
 
 
 def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
-    return {name: parameter.data.clone() for name, parameter in model.named_parameters()}
+    return {name: tensor.clone() for name, tensor in checkpoint_tensors(model).items()}
 
 
 def vllm_config(
@@ -205,8 +206,8 @@ def log_probs(model: PreTrainedModel, turn: Turn, temperature: float = 1.0) -> n
 
 def with_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> PreTrainedModel:
     """The model, changed."""
-    for name, parameter in model.named_parameters():
-        parameter.data.copy_(weights[name])
+    for name, tensor in checkpoint_tensors(model).items():
+        tensor.copy_(weights[name])
     return model
 
 

@@ -1,4 +1,4 @@
-"""Real vLLM on the CPU: after each update it computes with the learner's weights, dense and experts, on one rank and two."""
+"""Real vLLM on the CPU computes with the learner's weights after each update: dense and experts, one rank and two."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ async def test_log_probs_are_those_of_transformers_before_and_after_each_update(
 
 
 async def test_samples_in_flight_at_an_update(house: House) -> None:
-    """keep: they go on. recompute: as if the new weights had read the old tokens. drain: the old weights finish them."""
+    """keep: they go on. recompute: as if the new weights had read the old tokens. drain: the old ones finish them."""
     engine, old = house.engine, house.engine.version
     before = with_weights(house.model, weights_of(house.model))
     weights = nudged(weights_of(before), 3)
