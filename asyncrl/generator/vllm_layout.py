@@ -7,8 +7,8 @@ into a twin is noted and none is made. No byte moves and nothing live is touched
     copy   q_proj[64:128, :] ──▸ qkv_proj[0:64, :]       a view of the one, a view of the other
     place  Box((64, 0), (64, 512)) of q_proj  ◂──▸  a view of the live qkv_proj
 
-What cannot be said so (a part of a parameter that is no box, a value that is computed, a parameter that vLLM has packed)
-is refused by name.
+What cannot be said so is refused by name: a part of a parameter that is no box, a value that is computed, a parameter
+that vLLM has packed.
 """
 
 from __future__ import annotations
