@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib.util
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +18,9 @@ from asyncrl.errors import ConfigError
 from asyncrl.models import has_weights, load_config
 
 EXTENSION = "asyncrl.generator.vllm_worker.WeightsExtension"
+
+GENERATOR = "ASYNCRL_GENERATOR"
+"""Environment variable with the pid of the generator that vLLM's processes are to end with."""
 
 BLOCK = 32
 """Tokens of one KV block on a CPU: vLLM's own 128 would leave shorter prompts unshared."""
@@ -47,7 +52,19 @@ def start_vllm(config: Config, loggers: list[Callable[..., Any]], load_weights: 
         ) from error
     if on_cpu:  # vLLM has just chosen to spawn, which imports everything once more
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-    return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=loggers, disable_log_stats=True)
+    with _out_of_reach_of_children():
+        return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=loggers, disable_log_stats=True)
+
+
+@contextlib.contextmanager
+def _out_of_reach_of_children() -> Iterator[None]:
+    """A forked child must not collect this process's garbage: what owns a thread crashes where there is none."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _import_model(model: PretrainedConfig) -> None:
@@ -71,18 +88,19 @@ def check_installed() -> None:
 
 
 def prepare_environment(config: Config) -> None:
-    """What vLLM and its workers read when they are imported. What the user has set stays."""
+    """What vLLM and its workers read when they are imported. What the user has set stays, but for what must be so."""
     settings = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
+    needed = {GENERATOR: str(os.getpid())}
     if not torch.cuda.is_available():
-        settings |= {
-            "TORCHDYNAMO_DISABLE": "1",  # nothing is worth a minute of compilation here
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the learner runs on the same cores
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if config.generator.vllm.tensor_parallel > 1 else "0",
-        }
+        settings["TORCHDYNAMO_DISABLE"] = "1"  # nothing is worth a minute of compilation here
+        settings["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # the learner runs on the same cores
+        one_rank = config.generator.vllm.tensor_parallel == 1
+        needed["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if one_rank else "1"  # the rank within the engine core
+    if config.generator.threads is not None:
+        needed["OMP_NUM_THREADS"] = str(config.generator.threads)
     for key, value in settings.items():
         os.environ.setdefault(key, value)
-    if config.generator.threads is not None:
-        os.environ["OMP_NUM_THREADS"] = str(config.generator.threads)
+    os.environ.update(needed)
 
 
 def engine_arguments(config: Config, load_weights: bool = False) -> dict[str, Any]:

@@ -12,13 +12,16 @@ Two ways in: `WeightsExtension` for this project's engine, `AsyncRLWeightTransfe
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
 import torch
 import vllm._custom_ops
 from torch import Tensor, nn
@@ -37,6 +40,7 @@ from asyncrl.errors import AsyncRLError, WeightSyncError
 from asyncrl.generator.rank_weights import BROKEN, TAKEN_BACK, RankWeights
 from asyncrl.generator.receiver import Learner, Reader
 from asyncrl.generator.vllm_layout import find_places, layout_of_places
+from asyncrl.generator.vllm_start import GENERATOR
 from asyncrl.models import checkpoint_shapes
 from asyncrl.sync.snapshot import TakenBackError
 from asyncrl.types import Version
@@ -55,20 +59,30 @@ def _keep_weights_live() -> None:
         torch._dynamo.config.disable = True
 
 
-def _end_with_parent() -> None:
-    """A worker whose parent was killed is told by nobody: end too, within a second."""
-    parent = os.getppid()
+def _end_with_generator() -> None:
+    """A generator that is killed tells nobody: end too, and take vLLM's engine core along, within a second.
+
+    The core is this process on one rank, else its parent. Not for a server that somebody else has started.
+    """
+    pid = int(os.environ.get(GENERATOR, "0"))
+    if not pid:
+        return
+    core = os.getpid() if os.getppid() == pid else os.getppid()
 
     def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            generator = psutil.Process(pid)
+            while generator.is_running() and generator.status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.5)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(core, signal.SIGKILL)
         os._exit(1)
 
-    threading.Thread(target=watch, name="parent", daemon=True).start()
+    threading.Thread(target=watch, name="generator", daemon=True).start()
 
 
 _keep_weights_live()
-_end_with_parent()
+_end_with_generator()
 
 
 class PackedExperts:

@@ -192,7 +192,7 @@ async def test_weights_that_lack_a_parameter_are_refused_and_change_nothing(
     receiver = engine.receiver(Reader("run", "generator-0", SYNC))
     with learner(lacking, version + 1) as source:
         await receiver.open(source)
-        with pytest.raises(WeightSyncError, match=r"no rank of the learner|holds"):
+        with pytest.raises(WeightSyncError, match="parameter"):
             await receiver.stage(version + 1)
         await receiver.close()
     (after,) = await engine.sample(request("a", max_tokens=20))

@@ -14,6 +14,7 @@ import psutil
 import pytest
 from engine_cases import (
     from_config,
+    learner,
     log_probs,
     needs_vllm,
     nudged,
@@ -29,6 +30,7 @@ from transformers import PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Co
 
 from asyncrl.config.schema import VllmConfig
 from asyncrl.generator.vllm_engine import VllmEngine
+from asyncrl.generator.vllm_plugin import BACKEND
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -82,7 +84,8 @@ async def house(
 ) -> AsyncIterator[House]:
     case, folder = request.param, tmp_path_factory.mktemp("model")
     model = from_config(case.config, folder)
-    ours = VllmConfig(tensor_parallel=case.ranks, kv_cache_mb=case.kv_cache_mb)
+    extra = {"weight_transfer_config": {"backend": BACKEND}}
+    ours = VllmConfig(tensor_parallel=case.ranks, kv_cache_mb=case.kv_cache_mb, extra=extra)
     config = vllm_config(folder, kv=case.kv, vllm=ours)
     engine = VllmEngine(config, "generator-0", (), load_weights=True, version=0)
     await engine.start()
@@ -138,16 +141,50 @@ async def test_samples_that_lose_their_cache_are_none_the_worse(house: House) ->
     assert (engine.stats()["preemptions"] > before) == (house.case.kv_cache_mb is not None)
 
 
+async def test_the_stream_is_there_behind_the_verbs_of_vllm(house: House) -> None:
+    """As another program would use a vLLM server that it has started."""
+    from vllm.distributed.weight_transfer.base import (
+        WeightTransferInitRequest,
+        WeightTransferUpdateRequest,
+    )
+
+    llm, weights = house.engine._llm, nudged(weights_of(house.model), 4)
+    with learner(weights, version=900, lineage=7) as source:
+        await llm.init_weight_transfer_engine(
+            WeightTransferInitRequest(
+                {
+                    "run": "run",
+                    "who": "server",
+                    "endpoints": list(source.endpoints),
+                    "lineage": 7,
+                    "dtype": "float32",
+                }
+            )
+        )
+        await llm.pause_generation(mode="keep", clear_cache=True)
+        await llm.start_weight_update()
+        await llm.update_weights(WeightTransferUpdateRequest({"version": 900}))
+        await llm.finish_weight_update("900")
+        await llm.resume_generation()
+        await llm.shutdown_weight_transfer_engine()
+    model = with_weights(house.model, weights)
+    (turn,) = await house.engine.sample(request("a", max_tokens=30, prompt=40))
+    np.testing.assert_allclose(turn.logprobs, log_probs(model, turn), **CLOSE)
+    assert (turn.versions == 900).all()
+
+
 ORPHANS = """
 import asyncio, sys
 sys.path.insert(0, "tests/contract")
 from pathlib import Path
 import psutil
 from engine_cases import vllm_config
+from asyncrl.config.schema import VllmConfig
 from asyncrl.generator.vllm_engine import VllmEngine
 
 async def main():
-    engine = VllmEngine(vllm_config(Path(sys.argv[1])), "generator-0", ())
+    ours = VllmConfig(tensor_parallel=int(sys.argv[2]))
+    engine = VllmEngine(vllm_config(Path(sys.argv[1]), vllm=ours), "generator-0", ())
     await engine.start()
     print("children", *[child.pid for child in psutil.Process().children(recursive=True)], flush=True)
     await asyncio.sleep(600)
@@ -156,15 +193,16 @@ asyncio.run(main())
 """
 
 
-async def test_a_generator_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_a_generator_that_is_killed_leaves_no_process(ranks: int, tmp_path: Path) -> None:
     from_config(CASES["qwen3 moe, drain"].config, tmp_path)
     generator = subprocess.Popen(
-        [sys.executable, "-c", ORPHANS, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", ORPHANS, str(tmp_path), str(ranks)], stdout=subprocess.PIPE, text=True
     )
     assert generator.stdout is not None
     line = next(line for line in generator.stdout if line.startswith("children"))
     children = [psutil.Process(int(pid)) for pid in line.split()[1:]]
-    assert children
+    assert len(children) >= ranks
     generator.kill()
     generator.wait()
     _, alive = psutil.wait_procs(children, timeout=30)
