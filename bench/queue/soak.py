@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from bench.queue.load import Load
-from bench.queue.runner import Process
+from bench.process import Process
 from bench.queue.soak_side import CHECKPOINT_EVERY, STEP, settings
 
 TOKENS = 2048

@@ -12,9 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from bench.bars import Measured, figures
-from bench.sync.model import SHAPES
+from bench.sync.delta import delta_bytes_ratio
+from bench.sync.model import SHAPES, total_bytes
+from bench.sync.planning import plan_671b_s
 from bench.sync.report import BARS, table
 from bench.sync.runner import BACKENDS, Others, Ours, memcpy_gb_per_s
+
+SLOW_S = 3.0
+"""What a version takes over the slowed link."""
 
 OTHERS = {
     "raw_gloo": ("raw", 1),
@@ -30,7 +35,7 @@ def main() -> None:
     sizes = {
         millions: figures(_repetitions(millions, args.repetitions), BARS) for millions in args.parameters
     }
-    found = dict(sizes[max(sizes)])
+    found = dict(sizes[max(sizes)]) | {"plan_671b_s": plan_671b_s()}
     machine = (
         f"{os.cpu_count()} × {platform.machine()}, {platform.system()}, Python {platform.python_version()}."
     )
@@ -47,7 +52,16 @@ def _repetitions(millions: int, count: int) -> list[Measured]:
     """The first round of everything warms up and is not kept."""
     with tempfile.TemporaryDirectory(prefix="sync-") as folder, ExitStack() as stack:
         others, ours = Others(millions, Path(folder), stack), Ours(millions, Path(folder), stack)
-        return [_repetition(millions, others, ours) for _ in range(count + 1)][1:]
+        measured = [_repetition(millions, others, ours) for _ in range(count + 1)][1:]
+        return [found | _once(millions, ours) for found in measured]
+
+
+def _once(millions: int, ours: Ours) -> dict[str, float]:
+    return {
+        **ours.pauses("generator_pause", None),
+        **ours.pauses("generator_pause_slow_link", total_bytes(millions) / SLOW_S),
+        "delta_bytes_ratio": delta_bytes_ratio(millions),
+    }
 
 
 def _repetition(millions: int, others: Others, ours: Ours) -> dict[str, float]:

@@ -12,6 +12,7 @@ from asyncrl.sync.arena import Arena
 from asyncrl.sync.bucket import Shards
 from asyncrl.sync.digest import digest_layout
 from asyncrl.sync.layout import layout_bytes
+from asyncrl.sync.shared_memory import allocated_bytes
 from asyncrl.sync.subscriber import Subscriber
 from bench.process import Talk
 from bench.sync.model import generator_layout
@@ -50,6 +51,9 @@ def main() -> None:
                 "stage_ms": 1e3 * staged.seconds,
                 "flip_ms": 1e3 * (flipped - arrived),
                 "verify_ms": 1e3 * (ended - flipped),
+                "received": staged.bytes,
+                "extra": allocated_bytes(),
+                "shard": layout_bytes(layout),
             }
         )
     subscriber.close()

@@ -1,5 +1,4 @@
-"""One learner rank of asyncrl: python -m bench.sync.learner. Serves its shards, as FSDP2 cuts them, by a publisher for
-each kind of channel."""
+"""One learner rank of asyncrl: python -m bench.sync.learner. Serves its shards, as FSDP2 cuts them."""
 
 from __future__ import annotations
 
@@ -8,7 +7,9 @@ import time
 import torch
 
 from asyncrl.config.schema import SyncConfig
+from asyncrl.sync.layout import layout_bytes
 from asyncrl.sync.publisher import Publisher
+from asyncrl.sync.shared_memory import allocated_bytes
 from bench.process import Talk
 from bench.sync.model import LEARNERS, learner_layout
 from bench.sync.tensors import shards_of
@@ -21,29 +22,23 @@ def main() -> None:
     rank = said["rank"]
     layout = learner_layout(said["millions"], rank)
     live = shards_of(layout)
-    publishers = {
-        backend: Publisher(
-            rank, LEARNERS, layout, live, SyncConfig(backend=backend, delta="never"), lineage=1
-        )
-        for backend in said["backends"]
-    }
-    talk.tell({backend: publisher.endpoint for backend, publisher in publishers.items()})
-    while (order := talk.hears()) is not None:
-        publisher = publishers[order["backend"]]
+    # One snapshot: every version is taken before the next.
+    config = SyncConfig(backend=said["backend"], snapshots=1, delta="never")
+    publisher = Publisher(rank, LEARNERS, layout, live, config, lineage=1)
+    talk.tell(publisher.endpoint)
+    while (version := talk.hears()) is not None:
         begun = time.monotonic()
-        report = publisher.publish(order["version"])
-        ended = time.monotonic()
+        report = publisher.publish(version)
         talk.tell(
             {
                 "begun": begun,
-                "ended": ended,
                 "pause_ms": 1e3 * report.pause_s,
                 "floor_ms": 1e3 * report.floor_s,
-                "sent": publisher.stats()["bytes"],
+                "extra": allocated_bytes(),
+                "shard": layout_bytes(layout),
             }
         )
-    for publisher in publishers.values():
-        publisher.close()
+    publisher.close()
 
 
 if __name__ == "__main__":

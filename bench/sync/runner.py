@@ -6,15 +6,19 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
+from asyncrl.config.schema import SyncConfig
 from bench.process import Process
 from bench.sync.gloo import RAW_BYTES
 from bench.sync.model import LEARNERS, total_bytes
 
 BACKENDS = ("auto", "gloo")
+BUCKET = SyncConfig().bucket_bytes
+FLIPS = 5
 SINKS = 2
 """Generator ranks, at most."""
 
@@ -63,25 +67,30 @@ class Ours:
 
     def __init__(self, millions: int, folder: Path, stack: ExitStack) -> None:
         self._bytes, self._version = total_bytes(millions), 0
-        said = {"millions": millions, "backends": BACKENDS}
-        self._learners = [
-            stack.enter_context(
-                process(["bench.sync.learner"], {**said, "rank": rank}, folder / f"learner{rank}.log")
-            )
-            for rank in range(LEARNERS)
-        ]
-        endpoints = [learner.hears() for learner in self._learners]
+        self._learners = {
+            backend: [
+                stack.enter_context(
+                    process(
+                        ["bench.sync.learner"],
+                        {"millions": millions, "backend": backend, "rank": rank},
+                        folder / f"learner-{backend}-{rank}.log",
+                    )
+                )
+                for rank in range(LEARNERS)
+            ]
+            for backend in BACKENDS
+        }
+        endpoints = {b: [learner.hears() for learner in self._learners[b]] for b in BACKENDS}
         self._generators: dict[tuple[str, int], list[Process]] = {}
         self.flip_floor_ms: dict[int, float] = {}
         self._needed: dict[int, int] = {}
-        self._sent = dict.fromkeys(BACKENDS, 0.0)
         for backend in BACKENDS:
             for world in (1, 2):
                 told = {
                     "millions": millions,
                     "backend": backend,
                     "world": world,
-                    "endpoints": [e[backend] for e in endpoints],
+                    "endpoints": endpoints[backend],
                 }
                 ranks = [
                     stack.enter_context(
@@ -97,6 +106,7 @@ class Ours:
                 self._generators[backend, world] = ranks
                 self.flip_floor_ms[world] = max(h["flip_floor_ms"] for h in heard)
                 self._needed[world] = sum(h["bytes"] for h in heard)
+        self._millions, self._folder, self._endpoints = millions, folder, endpoints
 
     def round(self, backend: str, world: int) -> dict[str, float]:
         """Publish a version, and have one generator take it."""
@@ -104,9 +114,7 @@ class Ours:
         ranks = self._generators[backend, world]
         for rank in ranks:
             rank.tell(self._version)
-        for learner in self._learners:
-            learner.tell({"backend": backend, "version": self._version})
-        published = [learner.hears() for learner in self._learners]
+        published = self._publish(backend)
         taken = [rank.hears() for rank in ranks]
         seconds = max(t["ended"] for t in taken) - min(p["begun"] for p in published)
         return {
@@ -116,6 +124,38 @@ class Ours:
             "verify_ms": max(t["verify_ms"] for t in taken),
             "learner_pause_ms": max(p["pause_ms"] for p in published),
             "learner_floor_ms": max(p["floor_ms"] for p in published),
+            "flip_floor_ms": self.flip_floor_ms[world],
+            "wire_bytes_ratio": sum(t["received"] for t in taken) / self._needed[world],
+            "peak_extra_bytes": max(p["extra"] for p in published) + max(t["extra"] for t in taken),
+            "peak_extra_bar_bytes": max(p["shard"] for p in published)
+            + max(t["shard"] for t in taken)
+            + 2 * BUCKET,
+        }
+
+    def _publish(self, backend: str) -> list[dict[str, float]]:
+        for learner in self._learners[backend]:
+            learner.tell(self._version)
+        return [learner.hears() for learner in self._learners[backend]]
+
+    def pauses(self, name: str, link_bytes_per_s: float | None) -> dict[str, float]:
+        """Of an engine that decodes all the while, over a link of that speed."""
+        told = {
+            "millions": self._millions,
+            "who": name,
+            "link_bytes_per_s": link_bytes_per_s,
+            "endpoints": self._endpoints[BACKENDS[0]],
+        }
+        with process(["bench.sync.engine"], told, self._folder / f"{name}.log") as engine:
+            floor_ms, heard = engine.hears()["floor_ms"], []
+            for _ in range(1 + FLIPS):
+                self._version += 1
+                engine.tell("next")
+                self._publish(BACKENDS[0])
+                heard.append(engine.hears())
+        return {
+            f"{name}_ms": median(h["pause_ms"] for h in heard[1:]),
+            f"{name}_transfer_ms": median(h["fetch_ms"] for h in heard[1:]),
+            f"{name}_floor_ms": floor_ms,
         }
 
 

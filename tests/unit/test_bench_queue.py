@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from asyncrl.types import Task
+from bench.bars import figures, verdicts
 from bench.queue import pyzmq_bare, redis_list, report
 from bench.queue.asyncrl_queue import columns_of, group_of
 from bench.queue.load import AHEAD, Load, Source, check
@@ -17,19 +18,17 @@ def test_ratios_are_medians_of_each_repetition_not_ratios_of_medians() -> None:
     ours, theirs = report.BARS[2].figure, report.BARS[2].over
     assert theirs == "rows_per_s.pyzmq_bare.512"
     repetitions = [{ours: 6.0, theirs: 10.0}, {ours: 70.0, theirs: 100.0}, {ours: 1.0, theirs: 2.0}]
-    found = report.figures(repetitions)
+    found = figures(repetitions, report.BARS)
     assert found[ours] == 6.0
     assert found[f"{ours} / {theirs}"] == pytest.approx(0.6)
 
 
 def test_what_is_absent_is_neither_zero_nor_a_pass() -> None:
-    found = report.figures([{"rows_per_s.asyncrl_memory.512": 5.0, "ledger_transitions_per_s": 1e5}])
+    found = figures([{"rows_per_s.asyncrl_memory.512": 5.0, "ledger_transitions_per_s": 1e5}], report.BARS)
     assert not any("transferqueue" in name for name in found)
-    verdicts = report.verdicts(found)
-    assert (
-        "absent  rows_per_s.asyncrl_memory.512 / rows_per_s.transferqueue.512 ≥ 10: not measured" in verdicts
-    )
-    assert "pass  ledger_transitions_per_s ≥ 100,000: 1e+05" in verdicts
+    said = dict(verdicts(found, report.BARS))
+    assert said["rows_per_s.asyncrl_memory.512 / rows_per_s.transferqueue.512 ≥ 10"] == "absent: not measured"
+    assert said["ledger_transitions_per_s ≥ 100,000"] == "pass: 1e+05"
     names = {"asyncrl_memory": "ours", "transferqueue": "theirs"}
     text = report.table(names, found, {"transferqueue": "not installed"}, "1 core.", 1)
     assert "| transferqueue | theirs: absent, not installed |" in text

@@ -1,0 +1,133 @@
+"""A generator as it runs: python -m bench.sync.engine. The embedded engine decodes while versions arrive, over a link
+that can be slowed, and says how long it stood still for each flip."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from asyncrl.config.schema import SyncConfig
+from asyncrl.generator.engine import SampleRequest
+from asyncrl.generator.kv_cache import ATTENTION
+from asyncrl.generator.receiver import Reader
+from asyncrl.generator.transformers_engine import TransformersEngine
+from asyncrl.generator.weights import WeightFollower
+from asyncrl.sync import link
+from asyncrl.sync.transport import Channel, Transfer
+from asyncrl.types import Sampling
+from bench.process import Talk
+from bench.sync.model import HEAD, SHAPES
+
+SLOTS, LENGTH = 4, 2048
+
+
+@dataclass
+class SlowChannel:
+    """Bytes arrive no faster than `bytes_per_s`."""
+
+    channel: Channel
+    bytes_per_s: float
+
+    @property
+    def device(self) -> torch.device:
+        return self.channel.device
+
+    def send(self, data: torch.Tensor) -> Transfer:
+        return self.channel.send(data)
+
+    def recv(self, into: torch.Tensor) -> Transfer:
+        return SlowTransfer(self.channel.recv(into), into.numel() / self.bytes_per_s)
+
+    def close(self) -> None:
+        self.channel.close()
+
+
+@dataclass
+class SlowTransfer:
+    transfer: Transfer
+    seconds: float
+
+    def wait(self, seconds: float) -> None:
+        self.transfer.wait(seconds)
+        time.sleep(self.seconds)
+
+
+@dataclass
+class OneLearner:
+    """A directory that knows one learner."""
+
+    endpoints: list[str]
+
+    async def lookup(self, key: str, wait_s: float) -> Any:
+        rank = int(key.removeprefix("weights/"))
+        return {"endpoint": self.endpoints[rank], "world": len(self.endpoints), "lineage": 1}
+
+
+def model_of(millions: int) -> torch.nn.Module:
+    hidden, inner, layers, heads, kv_heads, vocabulary = SHAPES[millions]
+    config = Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=HEAD,
+        tie_word_embeddings=True,
+    )
+    return AutoModelForCausalLM.from_config(
+        config, dtype=torch.bfloat16, attn_implementation=ATTENTION
+    ).eval()
+
+
+async def run(talk: Talk, said: dict[str, Any]) -> None:
+    if said["link_bytes_per_s"]:
+        opened = link.open_channel
+        link.open_channel = lambda *of, **more: SlowChannel(opened(*of, **more), said["link_bytes_per_s"])  # type: ignore[assignment]
+    engine = TransformersEngine(
+        model_of(said["millions"]), slots=SLOTS, max_length=LENGTH, end_ids=(), version=0, fixed_shape=False
+    )
+    reader = Reader("bench", said["who"], SyncConfig(delta="never"))
+    follower = WeightFollower(said["who"], engine.receiver(reader), OneLearner(said["endpoints"]))
+    await engine.start()
+    tasks = [asyncio.create_task(follower.run()), asyncio.create_task(_decode(engine))]
+    talk.tell({"floor_ms": follower.stats()["weights/floor_ms"]})
+    loop = asyncio.get_running_loop()
+    while await loop.run_in_executor(None, talk.hears) is not None:
+        flips = follower.stats()["weights/flips"]
+        while (stats := follower.stats())["weights/flips"] == flips:
+            await asyncio.sleep(0.01)
+        talk.tell({"pause_ms": stats["weights/pauses_ms"][-1], "fetch_ms": stats["weights/fetches_ms"][-1]})
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await engine.close()
+
+
+async def _decode(engine: TransformersEngine) -> None:
+    """All slots, for ever."""
+
+    async def one(slot: int) -> None:
+        for number in range(1 << 30):
+            request = SampleRequest(
+                f"{slot}.{number}", np.ones(8, np.int64), Sampling(max_tokens=LENGTH - 16), slot
+            )
+            await engine.sample(request)
+
+    await asyncio.gather(*(one(slot) for slot in range(SLOTS)))
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    talk = Talk()
+    asyncio.run(run(talk, talk.hears()))
+
+
+if __name__ == "__main__":
+    main()
