@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,8 +16,8 @@ from typing import Any
 
 import psutil
 
-from bench.queue.load import Load
 from bench.process import Process
+from bench.queue.load import Load
 from bench.queue.soak_side import CHECKPOINT_EVERY, STEP, settings
 
 TOKENS = 2048
@@ -35,7 +34,7 @@ def soak(clients: int, nbytes: int, folder: Path) -> dict[str, Any]:
     with ExitStack() as stack:
 
         def start(name: str, *words: str) -> Process:
-            process = Process([sys.executable, "-m", *words], folder / f"{name}.log")
+            process = Process(words, folder / f"{name}.log")
             stack.callback(process.end)
             return process
 
