@@ -127,6 +127,9 @@ class Subscriber:
                 if lasting or attempt == ATTEMPTS:
                     raise
                 log.warning("%s: version %d: %s; trying again", self.who, version, error)
+                self._links[0].newest(
+                    version - 1, 0.0
+                )  # raises soon if the learner is gone; an attach would wait
         raise AssertionError("unreachable")
 
     def close(self) -> None:
