@@ -76,7 +76,6 @@ class FileShelf:
             self._find(path)
 
     def write(self, key: Key, frames: Frames, stamp: int) -> None:
-        self.erase(key)
         views = [memoryview(frame).cast("B") for frame in frames]
         lengths = tuple(map(len, views))
         label = msgpack.packb([*key, stamp, lengths])
@@ -84,6 +83,7 @@ class FileShelf:
         _write_all(segment, [HEAD.pack(MARK, len(label), zlib.crc32(label)), label, *views])
         start = segment.size + HEAD.size + len(label)
         segment.size = start + sum(lengths)
+        self.erase(key)  # only now: whoever dies in between leaves the one before
         self._note(key, Record(segment, start, lengths, stamp))
         if self._fsync and segment not in self._unsynced:
             self._unsynced.append(segment)

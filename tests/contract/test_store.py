@@ -307,6 +307,16 @@ def full_disk(room: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, before)
 
 
+def test_a_payload_that_cannot_be_replaced_is_still_there_for_whoever_comes_next(tmp_path: Path) -> None:
+    key = Key("train", 0, "group")
+    shelf = FileShelf(tmp_path, segment_bytes=1000)
+    shelf.write(key, [b"a" * 1000], 1)  # a segment of its own
+    with full_disk(room=1500), pytest.raises(OSError, match="too large"):
+        shelf.write(key, [b"b" * 2000], 2)
+    assert [bytes(frame) for frame in shelf.read(key)] == [b"a" * 1000]
+    assert [bytes(frame) for frame in FileShelf(tmp_path).read(key)] == [b"a" * 1000]
+
+
 def test_a_full_disk_is_an_error_and_leaves_what_was_there(tmp_path: Path) -> None:
     shelf = FileShelf(tmp_path)
     one, two = Key("train", 1, "group"), Key("train", 2, "group")
