@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,14 @@ def train(
     overrides: Sequence[str] = (),
     *,
     tasks: Callable[[], Any] | None = None,
-    reward: Callable[..., Any] | None = None,
+    reward: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None,
 ) -> dict[str, Any]:
     """Run everything on this machine until the last version and return the summary (also in summary.json).
 
     config     a YAML file, as for the command line; `overrides`: "key=value" texts on top of it
     tasks      a function without arguments that returns or yields rows {"prompt": …, **data}; replaces `tasks.source`
     reward     (task, text) or (task, text, rollout) -> a number, {part: number} or `asyncrl.Scored`, plain or async;
-               replaces `reward.function`
+               replaces `reward.function`. Several by name: each replaces `reward.functions.<name>.function`
 
     The run's processes import both functions again, so each must stand at the top level of a module or script,
     and a script must start its work under `if __name__ == "__main__"`. Raises ConfigError for functions that
@@ -38,7 +38,11 @@ def train(
         named.append(f"tasks.source='{name_function(tasks, 'tasks')}'")
         if inspect.isgeneratorfunction(tasks):
             named.append("tasks.shuffle=false")  # rows that come one by one have no order to change
-    if reward is not None:
+    if isinstance(reward, Mapping):
+        for name, function in reward.items():
+            spec = name_function(function, f"reward[{name!r}]")
+            named.append(f"reward.functions.{name}.function='{spec}'")
+    elif reward is not None:
         named.append(f"reward.function='{name_function(reward, 'reward')}'")
     loaded = load_config(config, [*named, *overrides])
     if tasks is not None:  # options in the file are those of the source that `tasks` replaces

@@ -243,7 +243,7 @@ def _learner(arguments: Arguments) -> int:
     from asyncrl.tasks.source import held_out
 
     requirements.check(config)
-    run_learner(config, heldout=len(held_out(config)))
+    run_learner(config, heldout={name: len(tasks) for name, tasks in held_out(config).items()})
     return 0
 
 
@@ -487,8 +487,8 @@ COMMANDS: dict[str, Command] = {
     "eval": Command(
         _eval,
         "score a model on the held-out tasks",
-        "Answer the tasks of evaluation.source with a model, greedily unless evaluation.temperature says "
-        "otherwise, and print the mean reward as JSON.",
+        "Answer the held-out tasks of evaluation.source and evaluation.sets with a model, sampled as these say, and "
+        "print the scores as JSON.",
         "asyncrl eval configs/recipes/demo.yaml --model runs/demo/final",
         _model_options,
     ),

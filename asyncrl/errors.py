@@ -8,10 +8,12 @@
     ├── RefusedError        the queue said no, and says why (fenced, unknown, full)   exit code 8
     ├── DeadlineError       who waited for whom, for what, how long                   exit code 4
     ├── ProcessDiedError    a process of the run ended by itself                      exit code 5
+    ├── EngineFailedError   an engine that cannot go on; its generator ends           exit code 5
     ├── RunClosedError      the run is over; not a failure, loops end on it
     ├── WeightSyncError     a version did not arrive whole, or arrived wrong          exit code 6
     ├── JournalError        the queue's journal is damaged, in use or taken over      exit code 9
     └── TrainingError       a loss or gradient that must not be trained on            exit code 7
+        └── BehaviourMismatchError    an engine's log-probs are not the learner's     exit code 7
 
     OSError (not ours)      the disk is full, a folder cannot be written              exit code 9
 
@@ -88,6 +90,12 @@ class ProcessDiedError(AsyncRLError):
     exit_code = 5
 
 
+class EngineFailedError(AsyncRLError):
+    """An engine that cannot go on: what it fails at is not the fault of single requests. Its generator ends."""
+
+    exit_code = 5
+
+
 class RunClosedError(AsyncRLError):
     """The run is over. Loops of workers end on it; the process exits 0."""
 
@@ -110,3 +118,8 @@ class TrainingError(AsyncRLError):
     """A step that must not be trained on, under the policy `learner.on_bad_step: stop`."""
 
     exit_code = 7
+
+
+class BehaviourMismatchError(TrainingError):
+    """What an engine recorded of its tokens is not what the learner finds with the same weights; the text says which
+    engine, which version, how far they are apart and what is allowed."""

@@ -1,5 +1,7 @@
 """Supervised warm-up: teach a model the 'target' texts of the training tasks before reinforcement learning.
 
+Of rollouts of several turns, 'target' is a list: what to say in each turn, in the environment of the run.
+
     tasks ─▸ prompt + target + end token ─▸ accumulate ─▸ optimizer step
                                                            every `sft.every` steps: held-out accuracy
 
@@ -9,10 +11,12 @@ target, averaged over its tokens.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,8 @@ from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.schema import Config, CriticConfig, OptimizerConfig
 from asyncrl.errors import ConfigError, TaskError, TrainingError
 from asyncrl.evaluate import Evaluator
+from asyncrl.generator.calls import all_of
+from asyncrl.generator.recital import Recital
 from asyncrl.learner.accumulator import Accumulator
 from asyncrl.learner.backend import POLICY
 from asyncrl.learner.batch import MicroBatch
@@ -53,7 +59,7 @@ def run(config: Config) -> dict[str, Any]:
     supervised = as_supervised(config)
     backend = FsdpBackend(supervised)
     accumulator = Accumulator(backend, supervised)
-    batches = supervised_batches(train_stream(config), load_tokenizer(config.model), sft.batch_size)
+    batches = supervised_batches(train_stream(config), load_tokenizer(config.model), config)
     started, accuracy, steps = time.monotonic(), None, 0
     with Evaluator(config) as evaluator:
         while steps < sft.steps:
@@ -64,7 +70,7 @@ def run(config: Config) -> dict[str, Any]:
                     f"sft step {steps}: gradient norm {step.norms[POLICY]}; try a smaller sft.lr"
                 )
             steps += 1
-            if evaluator.tasks and (steps % sft.every == 0 or steps == sft.steps):
+            if config.evaluation.source is not None and (steps % sft.every == 0 or steps == sft.steps):
                 accuracy = float(evaluator.held_out(backend.local_tensors()).rewards.mean())
                 print(
                     f"sft step {steps}: loss {step.losses[POLICY]:.3f}, held-out accuracy {accuracy:.3f}",
@@ -93,19 +99,31 @@ def as_supervised(config: Config) -> Config:
 
 
 def supervised_batches(
-    stream: TaskStream, tokenizer: PreTrainedTokenizerBase, size: int
+    stream: TaskStream, tokenizer: PreTrainedTokenizerBase, config: Config
 ) -> Iterator[MicroBatch]:
-    """`size` examples a batch, every advantage 1, in the stream's order, for as long as it lasts."""
-    ordinal = 0
+    """`sft.batch_size` examples each, every advantage 1, in the stream's order, for as long as it lasts."""
+    size, ordinal = config.sft.batch_size, 0
+    examples = _recited(tokenizer, config) if config.agent.several_turns else partial(_examples, tokenizer)
     while True:
         tasks = [stream.task_at(ordinal + i) for i in range(size)]
-        batch = MicroBatch.of([_example(task, tokenizer) for task in tasks])
+        rollouts = zip(tasks, examples(tasks), strict=True)
+        batch = MicroBatch.of([Group.from_rollouts(task, Sampling(), [one]) for task, one in rollouts])
         yield batch.with_advantages(batch.loss_mask_N)
         ordinal += size
 
 
-def _example(task: Task, tokenizer: PreTrainedTokenizerBase) -> Group:
-    """The task's target as if the policy had said it: a group of one."""
+def _recited(tokenizer: PreTrainedTokenizerBase, config: Config) -> Callable[[Sequence[Task]], list[Rollout]]:
+    """Of several turns."""
+    recital, loop = Recital(tokenizer, config), asyncio.Runner()
+    return lambda tasks: loop.run(all_of(map(recital.rollout, tasks)))
+
+
+def _examples(tokenizer: PreTrainedTokenizerBase, tasks: Sequence[Task]) -> list[Rollout]:
+    return [_example(task, tokenizer) for task in tasks]
+
+
+def _example(task: Task, tokenizer: PreTrainedTokenizerBase) -> Rollout:
+    """The task's target as if the policy had said it."""
     target = task.data.get("target")
     if not isinstance(target, str):
         raise TaskError(f"task {task.ordinal} has no 'target' text, which supervised training needs")
@@ -117,4 +135,4 @@ def _example(task: Task, tokenizer: PreTrainedTokenizerBase) -> Group:
         versions=np.zeros(len(target_ids), np.int32),
         finish="stop",
     )
-    return Group.from_rollouts(task, Sampling(), [Rollout.from_turn(turn)])
+    return Rollout.from_turn(turn)

@@ -43,6 +43,9 @@ step_rewards  a step's own reward on its last policy token, else 0. `Rollout.rew
 WITHOUT_STEPS: Mapping[str, int] = {"step": -1, "anchor": 0, "step_rewards": 0}
 """What these columns say throughout a group that came without them."""
 
+ANSWER = "#answer"
+"""A reward part of rollouts of an evaluation: the number of its answer among its task's, from 1; 0: it has none."""
+
 
 @dataclass(frozen=True, slots=True)
 class Task:
@@ -65,11 +68,22 @@ class Sampling:
     temperature  0 means greedy
     max_tokens   most output tokens of one turn
     seed         with the ordinal, the sample's index and the token's position it fixes every draw
+    top_p, top_k, min_p      the support is cut, in the order min_p, top_k, top_p: to tokens at least min_p times as
+                 likely as the likeliest, to the top_k likeliest (0: all), to the fewest that have the mass top_p.
+                 Log-probs are of what is left, which has the mass 1 again. Greedy sampling knows none of it
     """
 
     temperature: float = 1.0
     max_tokens: int = 256
     seed: int = 0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+    @property
+    def truncated(self) -> bool:
+        """Whether some tokens cannot be drawn although the policy gives them a probability."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +106,14 @@ class Step:
 class Scored:
     """What a reward function may return in place of a number or of parts by name.
 
-    parts  the reward of the whole answer: a number, or its parts by name
-    steps  in the text's order, without overlap; what lies between two steps belongs to none. None: no steps at all
+    parts   the reward of the whole answer: a number, or its parts by name
+    steps   in the text's order, without overlap; what lies between two steps belongs to none. None: no steps at all
+    answer  what the text comes to, by which rollouts of a task are told to agree. None: the function found none
     """
 
     parts: float | Mapping[str, float]
     steps: Sequence[Step] | None = None
+    answer: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,13 @@ GROUP_ADVANTAGES = (
 """Advantages that compare the rollouts of a task: those that need 'group' in `learner/algorithms/registry.py`."""
 
 
+OWN_WEIGHTS = ("decoupled_ppo", "aipo", "dppo_tv", "dppo_kl")
+"""Losses that weigh a token against μ themselves."""
+
+WITHOUT_RATIO = ("reinforce", "sppo", "gspo", "gmpo", "sapo")
+"""Losses in which a token's own ρ = π/π_p is no factor of its gradient."""
+
+
 UNSHAPED = ("gdpo", "distill")
 """Advantages that are not made of the reward itself, but of its parts or of no reward at all."""
 
@@ -207,6 +214,10 @@ class AlgorithmConfig:
     lm_coef: float = (
         0.0  # weight of the mean −log π of rollouts whose reward before shaping is above 0.5 (VAPO: 0.1)
     )
+    truncated: Literal["refuse", "weigh"] = (
+        "refuse"  # samples of generator.top_p, top_k or min_p: refuse, or train on
+    )
+    #              them by the weight π/μ, which is exact for what could be drawn and blind to the rest
     entropy_bonus: float = 0.0  # weight of the policy's entropy, which the loss then rewards
 
     # around both
@@ -270,6 +281,13 @@ class AlgorithmConfig:
             "the best of one is the reward itself",
             "set algorithm.pass_k=2 or more, or algorithm.advantage=rloo",
         )
+
+    @property
+    def weighs_behaviour(self) -> bool:
+        """Whether π/μ, μ as recorded, is a factor of each token's gradient. What an own loss does is its business."""
+        if self.own_loss or self.loss in OWN_WEIGHTS or self.correction.kind != "none":
+            return True
+        return self.proximal == "behaviour" and self.loss not in WITHOUT_RATIO
 
     @property
     def built_in_advantage(self) -> str | None:

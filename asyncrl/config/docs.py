@@ -1,4 +1,4 @@
-"""The comments of `schema.py` as documentation: `asyncrl config --print` explains each key that it shows."""
+"""The comments of the schema as documentation: `asyncrl config --print` explains each key that it shows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from asyncrl.config import algorithm, schema
+from asyncrl.config import agent, algorithm, reward, schema, tasks
 from asyncrl.config.schema import Config
 
 COMMENT_COLUMN = 36
@@ -23,7 +23,9 @@ COMMENT_COLUMN = 36
 @functools.cache
 def key_comments() -> dict[str, str]:
     """{'batch.groups': 'B: groups that one version is trained on', …}, read from the source."""
-    classes = _comments_of_classes(algorithm) | _comments_of_classes(schema)
+    classes: dict[str, dict[str, str]] = {}
+    for module in (agent, algorithm, reward, schema, tasks):
+        classes |= _comments_of_classes(module)
     return {key: text for key, text in _walk(Config(), classes, "") if text}
 
 
@@ -81,7 +83,8 @@ def _walk(section: Any, classes: dict[str, dict[str, str]], prefix: str) -> Iter
         if dataclasses.is_dataclass(value):
             yield from _walk(value, classes, f"{prefix}{field.name}.")
         else:
-            yield f"{prefix}{field.name}", classes[type(section).__name__].get(field.name, "")
+            found = (classes.get(made.__name__, {}).get(field.name) for made in type(section).__mro__)
+            yield f"{prefix}{field.name}", next(filter(None, found), "")
 
 
 def _comments_by_line(source: str) -> dict[int, tuple[bool, str]]:
@@ -90,7 +93,7 @@ def _comments_by_line(source: str) -> dict[int, tuple[bool, str]]:
     return {
         token.start[0]: (not token.line[: token.start[1]].strip(), token.string.lstrip("# ").strip())
         for token in tokens
-        if token.type == tokenize.COMMENT
+        if token.type == tokenize.COMMENT and not token.string.startswith("# fmt:")
     }
 
 

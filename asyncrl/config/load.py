@@ -29,8 +29,23 @@ from asyncrl.errors import ConfigError
 CONFIGS = Path(__file__).parents[2] / "configs"
 """The configurations of the project; an `include` that is not next to its file is looked up here."""
 
-FREE = ("tasks.options.", "evaluation.options.", "reward.weights.", "generator.vllm.extra.")
+FREE = (
+    "tasks.options.",
+    "agent.options.",
+    "evaluation.options.",
+    "tasks.fields.",
+    "tasks.mixture.",
+    "evaluation.fields.",
+    "evaluation.sets.",
+    "reward.options.",
+    "reward.weights.",
+    "reward.functions.",
+    "generator.vllm.extra.",
+)
 """Below these, a user's own keys."""
+
+INSTEAD = {"reward.function": "reward.functions"}
+"""Required keys that are none where another one is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +72,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         _apply(tree, setting)
     try:
         for key in sorted(OmegaConf.missing_keys(tree)):
+            if key in INSTEAD and OmegaConf.select(tree, INSTEAD[key]):
+                OmegaConf.update(tree, key, None)
+                continue
             about = key_comments().get(key, "it has no default")
             remedy = f"set {key}, in the file or on the command line ({about})"
             raise ConfigError(key, "???", "must be set", remedy)

@@ -10,8 +10,11 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from asyncrl.config.algorithm import GROUP_ADVANTAGES, AlgorithmConfig
-from asyncrl.config.rules import at_least_0, positive, require
+from asyncrl.config.agent import AgentConfig
+from asyncrl.config.algorithm import GROUP_ADVANTAGES, OWN_WEIGHTS, AlgorithmConfig
+from asyncrl.config.reward import RewardConfig
+from asyncrl.config.rules import at_least_0, check_support, positive, require
+from asyncrl.config.tasks import EvaluationConfig, TasksConfig
 
 
 @dataclass(frozen=True)
@@ -41,51 +44,6 @@ class ModelConfig:
     )
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the policy, in both pools
     trust_remote_code: bool = False  # run model code that comes with the checkpoint
-
-
-@dataclass(frozen=True)
-class TasksConfig:
-    source: str = "???"  # 'package.module:function', 'file.py:function' or a .jsonl file
-    options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the source function
-    prompt_key: str = (
-        "prompt"  # in a .jsonl file: the field that holds the prompt; the others become task.data
-    )
-    shuffle: bool = True  # a new order each epoch, fixed by run.seed
-
-
-@dataclass(frozen=True)
-class EvaluationConfig:
-    source: str | None = None  # held-out tasks, as tasks.source; none: no evaluation
-    options: dict[str, Any] = field(default_factory=dict)
-    prompt_key: str = "prompt"
-    every: int = 10  # versions between evaluations; the first and the last version are always evaluated
-    chunk: int = 250  # tasks of one evaluation lease
-    temperature: float = 0.0  # 0: greedy
-    max_tokens: int | None = None  # none: as generator.max_tokens
-
-    def __post_init__(self) -> None:
-        positive("evaluation", every=self.every, chunk=self.chunk)
-
-
-@dataclass(frozen=True)
-class RewardConfig:
-    function: str = "???"  # 'package.module:function' or 'file.py:function', plain or async: (task, text) ->
-    #                        a number, {part: number}, or asyncrl.Scored, which speaks of steps too
-    weights: dict[str, float] = field(default_factory=dict)  # of parts in the reward's sum; of others: 1
-    deadline_s: float = 60.0  # of one call
-    retries: int = 1  # calls after a failed one, then the task is dropped with reason 'reward'
-    workers: int = 4  # threads for plain functions
-
-    def __post_init__(self) -> None:
-        positive("reward", deadline_s=self.deadline_s, workers=self.workers)
-        for part, weight in self.weights.items():
-            require(
-                math.isfinite(weight),
-                f"reward.weights.{part}",
-                weight,
-                "must be a finite number",
-                f"set reward.weights.{part}=0 for a part that is only logged",
-            )
 
 
 @dataclass(frozen=True)
@@ -133,6 +91,15 @@ class GeneratorConfig:
     max_length: int = 1024  # prompt + output tokens of one sequence (columns of the static KV cache)
     max_tokens: int = 256  # output tokens of one turn
     temperature: float = 1.0
+    top_p: float = 1.0  # draw from the fewest tokens that have this mass; below 1 see algorithm.truncated
+    top_k: int = 0  # draw from so many of the likeliest tokens; 0: all; above 0 see algorithm.truncated
+    min_p: float = (
+        0.0  # draw from tokens at least so likely, as a share of the likeliest; see algorithm.truncated
+    )
+    on_failure: Literal["retry", "drop", "stop"] = (
+        "retry"  # of the engine at one request: retry twice and then drop
+    )
+    #                                  the task with reason 'engine', drop it at once, or end the generator
     fixed_shape: bool | None = None  # always decode all slots at full length, so that a row never depends on
     #                                  its neighbours (bit-reproducible, slower); none: only at max_staleness 0
     threads: int | None = None  # CPU threads of one process; none: cores shared out over the run's processes
@@ -159,6 +126,7 @@ class GeneratorConfig:
             "training samples need a temperature above 0",
             "set generator.temperature=1.0",
         )
+        check_support("generator", self.top_p, self.top_k, self.min_p)
         require(
             self.kv == "keep" or self.engine == "vllm",
             "generator.kv",
@@ -375,6 +343,30 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
+class LogprobGateConfig:
+    """Engine against learner: log-probs of tokens made by the very weights that the learner has."""
+
+    max: float | None = None  # most that one token may differ; none: 0.01 in float32, 10 in bfloat16
+    mean: float | None = (
+        None  # most that tokens may differ on average; none: 0.001 in float32, 0.1 in bfloat16
+    )
+    probe: bool = (
+        True  # after each flip generators draw a few tokens for comparison, whatever is being trained on
+    )
+    on_mismatch: Literal["stop", "warn"] = "stop"  # warn: log it, and train on
+
+    def __post_init__(self) -> None:
+        for key, value in (("max", self.max), ("mean", self.mean)):
+            if value is not None:
+                positive("learner.logprob_gate", **{key: value})
+
+    def bounds(self, dtype: str) -> tuple[float, float]:
+        """(of one token, of the mean), resolved for a model of this dtype."""
+        largest, mean = (0.01, 0.001) if dtype == "float32" else (10.0, 0.1)
+        return self.max or largest, self.mean or mean
+
+
+@dataclass(frozen=True)
 class LearnerConfig:
     processes: int = 1  # ranks that `asyncrl train` starts (torchrun does it in a split run)
     micro_batch_tokens: int = 16384  # most tokens of one forward/backward of one rank
@@ -386,6 +378,7 @@ class LearnerConfig:
     )
     #                                exactly 0 (a version of such groups alone leaves the optimizer alone)
     on_bad_step: Literal["stop", "skip"] = "stop"  # a loss or gradient that is not finite
+    logprob_gate: LogprobGateConfig = field(default_factory=LogprobGateConfig)
     threads: int | None = None  # CPU threads of one process; none: cores shared out over the run's processes
     devices: str | None = None  # CUDA_VISIBLE_DEVICES of the learner pool; none: as the shell has it
     groups_deadline_s: float = 600.0  # longest wait for the next group before the run is called stuck
@@ -481,8 +474,26 @@ class SftConfig:
         positive("sft", steps=self.steps, batch_size=self.batch_size, lr=self.lr, every=self.every)
 
 
-OWN_WEIGHTS = ("decoupled_ppo", "aipo", "dppo_tv", "dppo_kl")
-"""Losses that weigh a token against μ themselves."""
+def _check_truncated(algorithm: AlgorithmConfig, generator: GeneratorConfig) -> None:
+    """Samples of a cut support are trained on only if that was asked for, and each token is weighed by π/μ."""
+    cuts = {"top_p": generator.top_p < 1, "top_k": generator.top_k > 0, "min_p": generator.min_p > 0}
+    for key in (key for key, cut in cuts.items() if cut):
+        require(
+            algorithm.truncated == "weigh",
+            f"generator.{key}",
+            getattr(generator, key),
+            "cuts tokens off that the learner's policy gives a probability: the samples are not that policy's, and "
+            "recorded and recomputed log-probs are of two distributions",
+            f"unset it (evaluation.{key} is free), or accept what algorithm.truncated=weigh says",
+        )
+        require(
+            algorithm.weighs_behaviour,
+            "algorithm.truncated",
+            algorithm.truncated,
+            f"needs tokens weighed against what they were drawn from, and loss {algorithm.loss!r} with proximal "
+            f"{algorithm.proximal!r} and algorithm.correction.kind=none leaves that out",
+            "set algorithm.proximal=frozen algorithm.correction.kind=tis",
+        )
 
 
 def _check_policies(algorithm: AlgorithmConfig, learner: LearnerConfig) -> None:
@@ -564,6 +575,7 @@ class Config:
     tasks: TasksConfig = field(default_factory=TasksConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     queue: QueueConfig = field(default_factory=QueueConfig)
@@ -588,6 +600,7 @@ class Config:
                 f"advantage '{advantage}' compares the rollouts of a group and needs at least 2",
                 "set batch.group_size=8",
             )
+        self._check_evaluation()
         require(
             self.algorithm.filter == "none" or self.batch.group_size >= 2,
             "algorithm.filter",
@@ -596,6 +609,7 @@ class Config:
             "set algorithm.filter=none, or batch.group_size=8",
         )
         _check_policies(self.algorithm, self.learner)
+        _check_truncated(self.algorithm, self.generator)
         self._check_models()
         require(
             self.learner.mini_batches <= self.batch.groups,
@@ -641,6 +655,34 @@ class Config:
             f"must leave room for a prompt under generator.max_length={self.generator.max_length}",
             f"set generator.max_length above {self.generator.max_tokens}",
         )
+        require(
+            (self.agent.max_tokens or 1) <= self.generator.max_length,
+            "agent.max_tokens",
+            self.agent.max_tokens,
+            f"is more than the engine holds of one sequence, generator.max_length={self.generator.max_length}",
+            "set generator.max_length higher, or leave agent.max_tokens out",
+        )
+
+    def _check_evaluation(self) -> None:
+        """What held-out tasks ask of the engine, and the run of them."""
+        for name, chosen in self.evaluation.named_sets.items():
+            key = f"evaluation.sets.{name}" if name else "evaluation"
+            require(
+                chosen.samples <= self.generator.slots,
+                f"{key}.samples",
+                chosen.samples,
+                f"is more than the engine decodes at once, generator.slots={self.generator.slots}",
+                f"set {key}.samples={self.generator.slots}, or more slots",
+            )
+        require(
+            self.run.target_accuracy is None
+            or not self.evaluation.sets
+            or self.evaluation.source is not None,
+            "run.target_accuracy",
+            self.run.target_accuracy,
+            "is of the tasks of evaluation.source, which is not set",
+            "set it to the source of one of evaluation.sets",
+        )
 
     def _check_models(self) -> None:
         """What an algorithm asks of the models beside the policy, and of the reward."""
@@ -658,6 +700,13 @@ class Config:
             self.reward.weights,
             f"must say what the cost, the part {cost!r}, counts in the reward: unless told, as much as any other part",
             f"set reward.weights.{cost}=0",
+        )
+        require(
+            not self.greedy_rollout or all(reward.per == "rollout" for reward in self.reward.each),
+            "algorithm.advantage",
+            advantage,
+            "adds a greedy rollout to a group, which would change what a reward of 'per: group' says of the others",
+            "set algorithm.advantage=rloo, or per=rollout",
         )
         require(
             self.critic.warmup_versions < self.run.versions,
@@ -691,6 +740,12 @@ class Config:
         """Whether generators add one greedy rollout to each group, whose reward the others are compared with. They load
         no `own_advantage`; one that needs the greedy rollout has `advantage: remax` beside it."""
         return self.algorithm.advantage == "remax"
+
+    @property
+    def probing(self) -> bool:
+        """Whether generators draw the probes of `learner.logprob_gate`. At η = 0 every token is compared anyway."""
+        real = self.generator.engine != "scripted"
+        return real and self.learner.logprob_gate.probe and self.queue.max_staleness > 0
 
     @property
     def fixed_shape(self) -> bool:

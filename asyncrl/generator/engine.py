@@ -31,6 +31,7 @@ class SampleRequest:
     request_id  unique among the requests in flight
     prompt_ids  [P] int64
     ordinal     with `sampling.seed`, the sample's index 0..n-1 and the token's position it fixes every draw
+    place       fixes the first sample's row where rows are fixed; none: ordinal * n
     """
 
     request_id: str
@@ -38,6 +39,7 @@ class SampleRequest:
     sampling: Sampling
     ordinal: int
     n: int = 1
+    place: int | None = None
 
 
 def check_fits(request: SampleRequest, slots: int, max_length: int) -> None:
@@ -51,15 +53,8 @@ def check_fits(request: SampleRequest, slots: int, max_length: int) -> None:
         raise ValueError(f"request {request.request_id}: {request.n} samples need 1 to {slots} slots")
 
 
-class Engine(Protocol):
-    """Makes tokens with the newest version it was flipped to. All methods run on one event loop."""
-
-    @property
-    def version(self) -> Version:
-        """What the next token is made with; NO_VERSION until the first flip of a worker's engine."""
-        ...
-
-    async def start(self) -> None: ...
+class Sampler(Protocol):
+    """What makes rollouts of tasks needs no more of an engine."""
 
     async def sample(self, request: SampleRequest) -> list[Turn]:
         """n turns, in sample order. Cancelling the call aborts the request.
@@ -67,6 +62,20 @@ class Engine(Protocol):
         Raises PromptTooLongError, and ValueError if n is more than the engine can hold.
         """
         ...
+
+
+class Engine(Sampler, Protocol):
+    """Makes tokens with the newest version it was flipped to. All methods run on one event loop.
+
+    Of waiting requests, those with the lowest ordinal go first.
+    """
+
+    @property
+    def version(self) -> Version:
+        """What the next token is made with; NO_VERSION until the first flip of a worker's engine."""
+        ...
+
+    async def start(self) -> None: ...
 
     async def abort(self, request_id: str) -> None:
         """`sample` of that request returns soon: partial tokens and finish "abort" where it was not done."""

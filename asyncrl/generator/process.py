@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from asyncrl.config.schema import Config
-from asyncrl.generator.engine import Engine
+from asyncrl.generator.engine import Engine, Sampler
+from asyncrl.generator.patience import PatientSampler
+from asyncrl.generator.prober import Prober
 from asyncrl.generator.receiver import Reader
 from asyncrl.generator.rewards import Scorer
 from asyncrl.generator.rollouts import Rollouts
@@ -17,14 +19,17 @@ from asyncrl.generator.transformers_engine import load_transformers_engine
 from asyncrl.generator.vllm_engine import load_vllm_engine
 from asyncrl.generator.weights import WeightFollower
 from asyncrl.generator.worker import Worker
-from asyncrl.models import checkpoint_tensors, load_causal_lm, load_tokenizer
+from asyncrl.models import checkpoint_tensors, load_causal_lm, load_config, load_tokenizer
+from asyncrl.probes import prompts
 from asyncrl.queue.client import QueueClient
 from asyncrl.queue.keys import client_keys
 from asyncrl.types import Task
 
 
-async def run_generator(config: Config, *, name: str, held_out: Sequence[Task] = ()) -> None:
-    """Generate until the run is closed. held_out: the tasks of `evaluation`, in their order.
+async def run_generator(
+    config: Config, *, name: str, held_out: Mapping[str, Sequence[Task]] | None = None
+) -> None:
+    """Generate until the run is closed. held_out: the tasks of each set of `evaluation`, in their order.
 
     Raises ConfigError for what the config asks in vain, DeadlineError if the queue does not answer, and
     WeightSyncError if the engine ends up with other weights than the learner's.
@@ -44,14 +49,18 @@ async def run_generator(config: Config, *, name: str, held_out: Sequence[Task] =
     try:
         await engine.start()  # it may start processes: before the client has threads
         await client.connect()
+        sampler = PatientSampler(engine, config.generator.on_failure)
+        rollouts = Rollouts(sampler, tokenizer, scorer, config)
+        follower = WeightFollower(name, engine.receiver(Reader.of(name, config)), client)
         worker = Worker(
             name,
             config,
             client=client,
             engine=engine,
-            follower=WeightFollower(name, engine.receiver(Reader.of(name, config)), client),
-            rollouts=Rollouts(engine, tokenizer, scorer, config),
+            follower=follower,
+            rollouts=rollouts,
             held_out=held_out,
+            prober=_prober(config, sampler, follower, rollouts),
         )
         await worker.run()
     finally:
@@ -73,3 +82,10 @@ def load_engine(config: Config, tokenizer: PreTrainedTokenizerBase, name: str) -
         max_length=config.generator.max_length,
         parameters=checkpoint_tensors(model),
     )
+
+
+def _prober(config: Config, sampler: Sampler, follower: WeightFollower, rollouts: Rollouts) -> Prober | None:
+    if not config.probing:
+        return None
+    vocabulary = load_config(config.model).get_text_config().vocab_size
+    return Prober(sampler, follower, prompts(vocabulary, config.generator.max_length), rollouts.training)

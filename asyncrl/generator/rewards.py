@@ -1,82 +1,106 @@
-"""Calling the user's reward function so that one bad call never stalls the others.
+"""What the rollouts of a task earned, by the user's reward functions: one, or several at once.
 
-score ──▸ plain function: a thread of the pool ─┐ deadline_s ──▸ value
-          async function: this event loop ──────┘ failed or late: again, `retries` times, then RewardError
+    texts of a task ─┬▸ function "right" ── of each text, or of all at once ──▸ parts ─┐ joined ──▸ a Score each
+                     └▸ function "style" ─────────────────────────────────────▸ parts ─┘
+
+Each function has a deadline, retries and threads of its own (`calls.py`); none waits for another.
 """
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
-import inspect
 import logging
-import queue
-import threading
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
-from asyncrl.config.dotted import load_function
 from asyncrl.config.schema import RewardConfig
-from asyncrl.generator.scores import Score, score_of
+from asyncrl.generator.calls import Call, Reward, RewardError, all_of, load_reward
+from asyncrl.generator.scores import NOTHING, Score, joined, score_of
 from asyncrl.types import Rollout, Task
 
-log = logging.getLogger(__name__)
+__all__ = ["Reward", "RewardError", "Scorer"]
 
-Reward = Callable[..., Any]
-"""reward(task, text) or reward(task, text, rollout), plain or async -> float, its parts by name, or `Scored`."""
+log = logging.getLogger(__name__)
 
 MISSED_AFTER = 100
 """Answers scored before a weight whose part has never come is called a mistake."""
 
 
-class RewardError(Exception):
-    """A reward that failed every time it was tried. The task is dropped with reason 'reward'."""
-
-
 class Scorer:
-    """One reward function with its deadline, retries and threads."""
+    """The reward functions of a run. function: one for `reward.function`, or those of `reward.functions` by name."""
 
-    def __init__(self, function: Reward, config: RewardConfig) -> None:
-        self._function, self._config = function, config
-        self._async = inspect.iscoroutinefunction(function)
-        self._takes_rollout = _takes_rollout(function)
-        self._free = asyncio.Semaphore(config.workers)
-        self._idle: list[_Caller] = []
+    def __init__(self, function: Reward | Mapping[str, Reward], config: RewardConfig) -> None:
+        functions = function if isinstance(function, Mapping) else {"": function}
+        self._calls = [Call(each, config.of(name), name) for name, each in functions.items()]
+        self._weights = config.weights
         self._missed = set(config.weights)
-        self._scored = 0
-        self._failures = 0
+        self._scored = self._zeroed = 0
 
     @staticmethod
     def from_config(config: RewardConfig) -> Scorer:
-        """Raises ConfigError if reward.function names none."""
-        return Scorer(load_function(config.function, "reward.function"), config)
+        """Raises ConfigError for a function that is not there, options that it does not take, and what a class among
+        them cannot do on this machine."""
+        if not config.functions:
+            return Scorer(load_reward(config, "reward"), config)
+        keys = {name: f"reward.functions.{name}" for name in config.functions}
+        return Scorer({name: load_reward(config.of(name), key) for name, key in keys.items()}, config)
 
     async def score(self, task: Task, text: str, rollout: Rollout) -> Score:
-        """What one rollout earned. Raises RewardError after 1 + retries failures."""
-        arguments = (task, text, rollout) if self._takes_rollout else (task, text)
-        call = self._call_async if self._async else self._call_in_thread
-        why = ""
-        for _ in range(1 + self._config.retries):
-            try:
-                score = score_of(await call(*arguments), text, self._config.weights)
-            except TimeoutError:
-                why = f"took longer than reward.deadline_s={self._config.deadline_s}"
-            except Exception as error:
-                why = f"raised {type(error).__name__}: {error}"
-            else:
-                self._note_parts(score)
-                return score
-            self._failures += 1
-        raise RewardError(f"the reward of task {task.ordinal} {why}")
+        """What one rollout earned, as a group of its own. Raises RewardError."""
+        (score,) = await self.score_group(task, [text], [rollout])
+        return score
+
+    async def score_group(self, task: Task, texts: Sequence[str], rollouts: Sequence[Rollout]) -> list[Score]:
+        """What each rollout of a task earned. Raises RewardError if one cannot be had and `on_failure` is 'drop'."""
+        by_function = await all_of(self._of_call(call, task, texts, rollouts) for call in self._calls)
+        try:
+            scores = [joined(of_rollout) for of_rollout in zip(*by_function, strict=True)]
+        except ValueError as error:
+            raise RewardError(f"the rewards of task {task.ordinal}: {error}") from None
+        for score, rollout in zip(scores, rollouts, strict=True):
+            self._missed -= rollout.reward_parts.keys()  # those of an environment
+            self._note_parts(score)
+        return scores
 
     def stats(self) -> dict[str, float]:
-        """reward/failures: failed calls · reward/missed_weights: weights of parts that no answer had so far."""
-        return {"reward/failures": self._failures, "reward/missed_weights": len(self._missed)}
+        """reward/failures: failed calls, also by name where there are several functions · reward/zeroed: answers that
+        a failed function gave 0 · reward/missed_weights: weights of parts that no answer had so far."""
+        return {
+            "reward/failures": sum(call.failures for call in self._calls),
+            **{f"reward/failures/{call.name}": call.failures for call in self._calls if call.name},
+            "reward/zeroed": self._zeroed,
+            "reward/missed_weights": len(self._missed),
+        }
 
     def close(self) -> None:
         """Does not wait for calls that hang."""
-        for caller in self._idle:
-            caller.dismiss()
+        with ExitStack() as closing:
+            for call in self._calls:
+                closing.callback(call.close)
+
+    async def _of_call(
+        self, call: Call, task: Task, texts: Sequence[str], rollouts: Sequence[Rollout]
+    ) -> Sequence[Score]:
+        read = partial(score_of, weights=self._weights, name=call.name)
+        if call.config.per == "group":
+            whole = call(task, list(texts), list(rollouts), lambda values: list(_each(values, texts, read)))
+            return await self._or_zero(call, whole, [NOTHING] * len(texts))
+        return await all_of(
+            self._or_zero(call, call(task, text, rollout, partial(read, text=text)), NOTHING)
+            for text, rollout in zip(texts, rollouts, strict=True)
+        )
+
+    async def _or_zero(self, call: Call, scoring: Any, zero: Any) -> Any:
+        """What `scoring` gives; if it fails and the function's `on_failure` is 'zero', `zero`."""
+        try:
+            return await scoring
+        except RewardError as error:
+            if call.config.on_failure != "zero":
+                raise
+            log.warning("%s; it counts as 0", error)
+            self._zeroed += len(zero) if isinstance(zero, list) else 1
+            return zero
 
     def _note_parts(self, score: Score) -> None:
         self._missed -= score.parts.keys()
@@ -89,62 +113,10 @@ class Scorer:
                 ", ".join(sorted(score.parts)),
             )
 
-    async def _call_async(self, *arguments: Any) -> Any:
-        async with asyncio.timeout(self._config.deadline_s):
-            return await self._function(*arguments)
 
-    async def _call_in_thread(self, *arguments: Any) -> Any:
-        # The deadline is that of the call: it does not count the wait for a free thread.
-        async with self._free:
-            caller = self._idle.pop() if self._idle else _Caller()
-            try:
-                async with asyncio.timeout(self._config.deadline_s):
-                    value = await caller.call(self._function, arguments)
-            except (TimeoutError, asyncio.CancelledError):
-                caller.dismiss()  # it may hang for ever; the next call gets another thread
-                raise
-            except Exception:
-                self._idle.append(caller)
-                raise
-            self._idle.append(caller)
-            return value
-
-
-class _Caller:
-    """A thread that calls one function at a time. A daemon: one that hangs does not keep the process."""
-
-    def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._serve, name="reward", daemon=True).start()
-
-    def call(self, function: Reward, arguments: tuple[Any, ...]) -> asyncio.Future[Any]:
-        called: concurrent.futures.Future[Any] = concurrent.futures.Future()
-
-        def run() -> None:
-            try:
-                called.set_result(function(*arguments))
-            except concurrent.futures.InvalidStateError:
-                pass  # cancelled meanwhile: nobody waits for the value
-            except BaseException as error:
-                if not called.cancelled():
-                    called.set_exception(error)
-
-        self._calls.put(run)
-        return asyncio.wrap_future(called)
-
-    def dismiss(self) -> None:
-        """The thread ends once it is free."""
-        self._calls.put(None)
-
-    def _serve(self) -> None:
-        while (run := self._calls.get()) is not None:
-            run()
-
-
-def _takes_rollout(function: Reward) -> bool:
-    """Whether a third positional argument fits."""
-    try:
-        inspect.signature(function).bind(None, None, None)
-    except TypeError:
-        return False
-    return True
+def _each(values: Any, texts: Sequence[str], read: Any) -> Iterator[Score]:
+    """Raises ValueError unless there is a value for each text."""
+    if len(values) != len(texts):
+        raise ValueError(f"{len(values)} values for {len(texts)} texts")
+    for value, text in zip(values, texts, strict=True):
+        yield read(value, text=text)

@@ -1,140 +1,249 @@
 """From a task to a scored group: prompt to ids, ids to samples, samples to text, text to reward.
 
-    sample   task ──▸ engine ──▸ n turns, and a greedy one where the algorithm compares with it
-    score    turns ──▸ text ──▸ reward function ──▸ Group: rewards, their parts, what the function says of steps
+    sample   task ──▸ engine ──▸ n rollouts, and a greedy one where the algorithm compares with it
+    score    rollouts ──▸ text ──▸ reward function ──▸ Group: rewards, their parts, what the function says of steps
 
 One sample that cannot be had fails its whole task; in an evaluation it counts as 0.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from asyncrl.config.schema import Config
-from asyncrl.generator.engine import Engine, PromptTooLongError, SampleRequest
+from asyncrl.config.tasks import MAIN
+from asyncrl.generator.agent import Agent, EnvironmentFailedError
+from asyncrl.generator.calls import all_of
+from asyncrl.generator.engine import PromptTooLongError, Sampler, SampleRequest
+from asyncrl.generator.patience import RequestFailedError
+from asyncrl.generator.progress import Progress, Send
 from asyncrl.generator.rewards import RewardError, Scorer
+from asyncrl.generator.scores import Score
 from asyncrl.generator.steps import step_columns, token_ends
+from asyncrl.generator.trajectory import Trajectory
 from asyncrl.models import encode_prompt
-from asyncrl.types import Array, Group, Rollout, Sampling, Task, Turn
+from asyncrl.types import ANSWER, Array, Group, Rollout, Sampling, Task, Turn
 
 log = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 NONE_I64, NONE_F32, NONE_I32 = np.empty(0, np.int64), np.empty(0, np.float32), np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
-class Samples:
-    """What the engine made of one task. greedy: not trained on, its reward is what the others are compared with."""
+class Played:
+    """A rollout before it is scored. text: what the reward function sees, the policy's last turn.
 
-    turns: list[Turn]
-    greedy: Turn | None = None
+    Of several turns, `rollout` has a step for each, and the rewards of its environment.
+    """
+
+    rollout: Rollout
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """What was made of one task. greedy: not trained on, its reward is what the others are compared with."""
+
+    played: list[Played]
+    greedy: Played | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Exam:
+    """How the tasks of an evaluation set are answered. samples: of each task."""
+
+    samples: int
+    sampling: Sampling
 
 
 class Rollouts:
-    """What one worker does with a task, apart from leases and weights."""
+    """What one worker does with a task, apart from leases and weights. training: how training samples are drawn"""
 
     def __init__(
-        self, engine: Engine, tokenizer: PreTrainedTokenizerBase, scorer: Scorer, config: Config
+        self, engine: Sampler, tokenizer: PreTrainedTokenizerBase, scorer: Scorer, config: Config
     ) -> None:
         self._engine, self._tokenizer, self._scorer = engine, tokenizer, scorer
+        self._agent = Agent.from_config(engine, tokenizer, config)
+        self._keeps, self._weights = config.agent.keep, config.reward.weights
         self._group_size, self._with_greedy = config.batch.group_size, config.greedy_rollout
-        self._training = Sampling(
+        self.training = Sampling(
             temperature=config.generator.temperature,
             max_tokens=config.generator.max_tokens,
             seed=config.run.seed,
+            top_p=config.generator.top_p,
+            top_k=config.generator.top_k,
+            min_p=config.generator.min_p,
         )
-        self._evaluation = Sampling(
-            temperature=config.evaluation.temperature,
-            max_tokens=config.evaluation.max_tokens or config.generator.max_tokens,
-            seed=config.run.seed,
-        )
+        self._evaluations = {
+            name: Exam(
+                chosen.samples,
+                Sampling(
+                    temperature=chosen.temperature,
+                    max_tokens=chosen.max_tokens or config.generator.max_tokens,
+                    seed=config.run.seed,
+                    top_p=chosen.top_p,
+                    top_k=chosen.top_k,
+                    min_p=chosen.min_p,
+                ),
+            )
+            for name, chosen in {MAIN: config.evaluation, **config.evaluation.named_sets}.items()
+        }
+        self._max_prompt_tokens = config.tasks.max_prompt_tokens
 
-    async def sample(self, task: Task, request_id: str) -> Samples:
-        """batch.group_size turns, and a greedy one if `config.greedy_rollout`. Raises PromptTooLongError."""
-        requests = [self._ask(task, request_id, self._training, self._group_size)]
-        if self._with_greedy:
-            greedy = replace(self._training, temperature=0.0)
-            requests.append(self._ask(task, f"{request_id}/greedy", greedy))
-        turns, *rest = await _all(requests)
-        return Samples(turns, rest[0][0] if rest else None)
+    async def sample(
+        self, task: Task, request_id: str, kept: Sequence[bytes] = (), keep: Send | None = None
+    ) -> Samples:
+        """batch.group_size rollouts, and a greedy one if `config.greedy_rollout`.
+
+        kept: finished turns of an earlier lease · keep: called with those of this one, if rollouts have several.
+        Raises PromptTooLongError, EnvironmentFailedError.
+        """
+        self._check_prompt(task)
+        greedy = replace(self.training, temperature=0.0)
+        if self._agent is not None:
+            samplings = [self.training] * self._group_size + [greedy] * self._with_greedy
+            played = await self._play(task, request_id, samplings, kept, keep if self._keeps else None)
+        else:
+            requests = [self._ask(task, request_id, self.training, self._group_size)]
+            if self._with_greedy:
+                requests.append(self._ask(task, f"{request_id}/greedy", greedy))
+            played = [one for several in await all_of(requests) for one in several]
+        return Samples(played, played.pop() if self._with_greedy else None)
 
     async def score(self, task: Task, samples: Samples) -> Group:
         """The group of these samples.
 
         Raises RewardError if the reward of one cannot be had, or if only some of them have steps.
         """
-        jobs = [self._rewarded(task, turn, steps=True) for turn in samples.turns]
-        if samples.greedy is not None:
-            jobs.append(self._rewarded(task, samples.greedy))
-        rollouts = await _all(jobs)
+        every = [*samples.played] if samples.greedy is None else [*samples.played, samples.greedy]
+        scores = await self._scorer.score_group(
+            task, [played.text for played in every], [played.rollout for played in every]
+        )
+        rollouts = [self._scored(task, *of) for of in zip(every, scores, strict=True)]
         greedy_reward = None if samples.greedy is None else rollouts.pop().reward
         if len({bool(rollout.columns) for rollout in rollouts}) > 1:
             raise RewardError(
                 f"the reward of task {task.ordinal} gave steps for some rollouts and not for others"
             )
-        return Group.from_rollouts(task, self._training, rollouts, greedy_reward)
+        return Group.from_rollouts(task, self.training, rollouts, greedy_reward)
 
-    async def evaluate(self, task: Task, held_out: Sequence[Task], request_id: str) -> Group:
-        """One sample of each of these held-out tasks, as the group of `task`. What cannot be answered or scored
-        counts as 0, with a warning: an accuracy over fewer tasks would be another number."""
-        rollouts = await _all(self._evaluated(one, f"{request_id}/{one.ordinal}") for one in held_out)
-        return Group.from_rollouts(task, self._evaluation, rollouts)
+    async def evaluate(
+        self, task: Task, held_out: Sequence[Task], request_id: str, name: str = MAIN
+    ) -> Group:
+        """The samples of each of these held-out tasks, task by task, as the group of `task`. name: of their set.
+
+        What cannot be answered or scored counts as 0, with a warning: an accuracy over fewer tasks would be another
+        number. The part ANSWER says which samples of a task agree, if the reward function names answers.
+        """
+        exam = self._evaluations[name]
+        several = await all_of(self._evaluated(one, f"{request_id}/{one.ordinal}", exam) for one in held_out)
+        return Group.from_rollouts(task, exam.sampling, [one for rollouts in several for one in rollouts])
 
     async def answer(self, task: Task, request_id: str) -> str:
         """The text of one sample as in training. Raises PromptTooLongError."""
-        (turn,) = await self._ask(task, request_id, self._training)
-        return self._text(turn.output_ids)
+        (played,) = await self._several(task, request_id, self.training, 1)
+        return played.text
 
     def stats(self) -> dict[str, float]:
-        """What the worker reports of the reward function, see `Scorer.stats`."""
-        return self._scorer.stats()
+        """What the worker reports of the reward function and of turns, see `Scorer.stats` and `Agent.stats`."""
+        return {**self._scorer.stats(), **(self._agent.stats() if self._agent is not None else {})}
 
-    def _ask(self, task: Task, request_id: str, sampling: Sampling, n: int = 1) -> Awaitable[list[Turn]]:
+    def _check_prompt(self, task: Task) -> None:
+        most = self._max_prompt_tokens
+        if most is not None and (length := len(encode_prompt(self._tokenizer, task.prompt))) > most:
+            raise PromptTooLongError(
+                f"a prompt of {length} tokens is longer than tasks.max_prompt_tokens={most}"
+            )
+
+    async def _several(self, task: Task, request_id: str, sampling: Sampling, n: int) -> list[Played]:
+        if self._agent is not None:
+            return await self._play(task, request_id, [sampling] * n)
+        return await self._ask(task, request_id, sampling, n)
+
+    async def _ask(self, task: Task, request_id: str, sampling: Sampling, n: int = 1) -> list[Played]:
+        """Of one turn."""
         prompt_ids = encode_prompt(self._tokenizer, task.prompt)
-        return self._engine.sample(SampleRequest(request_id, prompt_ids, sampling, task.ordinal, n))
+        turns = await self._engine.sample(SampleRequest(request_id, prompt_ids, sampling, task.ordinal, n))
+        return [Played(Rollout.from_turn(turn), self._text(turn.output_ids)) for turn in turns]
 
-    async def _evaluated(self, task: Task, request_id: str) -> Rollout:
+    async def _play(
+        self,
+        task: Task,
+        request_id: str,
+        samplings: Sequence[Sampling],
+        kept: Sequence[bytes] = (),
+        keep: Send | None = None,
+    ) -> list[Played]:
+        """Of several turns: one for each of `samplings`."""
+        assert self._agent is not None
+        play, count = self._agent.play, len(samplings)
+        progress = Progress(count, kept, keep)
         try:
-            (turn,) = await self._ask(task, request_id, self._evaluation)
-        except PromptTooLongError as error:
+            made: list[Trajectory] = await all_of(
+                play(task, request_id, sampling, sample=i, of=count, trajectory=one, note=progress.note)
+                for i, (sampling, one) in enumerate(zip(samplings, progress.trajectories, strict=True))
+            )
+        finally:
+            progress.close()
+        return [Played(one.rollout(self._weights), self._text(one.last_words)) for one in made]
+
+    async def _evaluated(self, task: Task, request_id: str, exam: Exam) -> list[Rollout]:
+        try:
+            played = await self._several(task, request_id, exam.sampling, exam.samples)
+        except (PromptTooLongError, EnvironmentFailedError, RequestFailedError) as error:
             log.warning("held-out task %d counts as 0: %s", task.ordinal, error)
             prompt_ids = encode_prompt(self._tokenizer, task.prompt)
-            return Rollout.from_turn(Turn(prompt_ids, NONE_I64, NONE_F32, NONE_I32, "length"))
+            empty = Rollout.from_turn(Turn(prompt_ids, NONE_I64, NONE_F32, NONE_I32, "length"))
+            return [empty] * exam.samples
         try:
-            return await self._rewarded(task, turn)
+            scores = await self._scorer.score_group(
+                task, [one.text for one in played], [one.rollout for one in played]
+            )
+            rollouts = [
+                replace(self._scored(task, one, replace(score, steps=None)), columns={})
+                for one, score in zip(played, scores, strict=True)
+            ]
         except RewardError as error:
             log.warning("held-out task %d counts as 0: %s", task.ordinal, error)
-            return Rollout.from_turn(turn)
+            return [replace(one.rollout, reward=0.0, reward_parts={}, columns={}) for one in played]
+        return _with_answers(rollouts, [score.answer for score in scores])
 
-    async def _rewarded(self, task: Task, turn: Turn, steps: bool = False) -> Rollout:
-        """steps: with the columns of the steps that the reward function tells of, if it does."""
-        rollout = Rollout.from_turn(turn)
-        text = self._text(turn.output_ids)
-        score = await self._scorer.score(task, text, rollout)
-        columns = {}
-        if steps and score.steps is not None:
-            ends_T = token_ends(self._text, turn.output_ids, text)
-            columns = step_columns(score.steps, text, ends_T, len(rollout.token_ids))
-        return replace(rollout, reward=score.reward, reward_parts=score.parts, columns=columns)
+    def _scored(self, task: Task, played: Played, score: Score) -> Rollout:
+        """With the columns of the steps that the reward function tells of, if it does."""
+        rollout, columns = played.rollout, played.rollout.columns
+        if twice := rollout.reward_parts.keys() & score.parts.keys():
+            raise RewardError(
+                f"task {task.ordinal}: reward function and environment both give {sorted(twice)}"
+            )
+        if score.steps is not None:
+            if columns:
+                raise RewardError(
+                    f"task {task.ordinal}: the steps of a rollout of several turns are its turns"
+                )
+            ends_T = token_ends(self._text, rollout.token_ids[rollout.loss_mask != 0], played.text)
+            columns = step_columns(score.steps, played.text, ends_T, len(rollout.token_ids))
+        return replace(
+            rollout,
+            reward=rollout.reward + score.reward,
+            reward_parts={**rollout.reward_parts, **score.parts},
+            columns=columns,
+        )
 
     def _text(self, ids: Array) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
 
-async def _all(jobs: Iterable[Awaitable[Result]]) -> list[Result]:
-    """Their results in order; the first failure ends the others."""
-    tasks = [asyncio.ensure_future(job) for job in jobs]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
+def _with_answers(rollouts: list[Rollout], answers: Sequence[str | None]) -> list[Rollout]:
+    """With the part ANSWER, if there is an answer."""
+    numbers = {answer: number for number, answer in enumerate(dict.fromkeys(filter(None, answers)), start=1)}
+    if not numbers:
+        return rollouts
+    return [
+        replace(rollout, reward_parts={**rollout.reward_parts, ANSWER: float(numbers.get(answer or "", 0))})
+        for rollout, answer in zip(rollouts, answers, strict=True)
+    ]

@@ -4,12 +4,13 @@
     {"right": 1, "cost": 3}                  reward 4       parts as they are; with reward.weights {cost: 0}: reward 1
     Scored({"right": 1}, [Step(0, 3, .2)])   reward 1.2     parts {right: 1, steps: 0.2}
 
+Of several functions each names its parts: 0.5 of "style" is part "style", {"short": 1} of it "style/short".
 The parts are logged as they came; the reward is their weighted sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,34 +31,64 @@ class Score:
     reward  the sum of its parts times their weights
     parts   as the function gave them, and the sum of the steps' rewards as part "steps"
     steps   their rewards times the weight of that part; none: the function speaks of no steps
+    answer  what the text comes to, by the first function that says so
     """
 
     reward: float
     parts: Mapping[str, float]
     steps: tuple[Step, ...] | None = None
+    answer: str | None = None
 
 
-def score_of(value: Any, text: str, weights: Mapping[str, float]) -> Score:
+NOTHING = Score(0.0, {})
+
+
+def score_of(value: Any, text: str, weights: Mapping[str, float], name: str = "") -> Score:
     """value: what the function returned for `text`. weights: of the parts, 1 where there is none.
+    name: of the function, where there are several.
 
     Raises ValueError or TypeError, with what is wrong, for anything that is no reward.
     """
     scored = value if isinstance(value, Scored) else Scored(value)
-    parts, steps = _numbers(scored.parts), None
+    parts, steps = _numbers(scored.parts, name), None
     if scored.steps is not None:
-        told, weight = tuple(scored.steps), weights.get(STEPS, 1.0)
+        of_steps = _part(name, STEPS)
+        told, weight = tuple(scored.steps), weights.get(of_steps, 1.0)
         check_steps(told, text)
-        if STEPS in parts:
+        if of_steps in parts:
             raise ValueError(f"a part may not be called {STEPS!r} beside steps: their rewards add up to it")
-        parts[STEPS] = float(sum(step.reward for step in told))
+        parts[of_steps] = float(sum(step.reward for step in told))
         steps = tuple(replace(step, reward=weight * step.reward) for step in told)
-    reward = sum(weights.get(name, 1.0) * part for name, part in parts.items())
-    for name, number in {**parts, "the weighted sum": reward}.items():
+    reward = sum(weights.get(part, 1.0) * number for part, number in parts.items())
+    _check_finite({**parts, "the weighted sum": reward})
+    return Score(reward, parts, steps, scored.answer)
+
+
+def joined(scores: Sequence[Score]) -> Score:
+    """What one answer earned by several functions. Raises ValueError if two of them speak of steps."""
+    if len(scores) == 1:
+        return scores[0]
+    stepwise = [score.steps for score in scores if score.steps is not None]
+    if len(stepwise) > 1:
+        raise ValueError("two functions speak of steps, and an answer has only one division into steps")
+    reward = sum(score.reward for score in scores)
+    _check_finite({"the sum of all functions": reward})
+    parts = {name: part for score in scores for name, part in score.parts.items()}
+    answers = [score.answer for score in scores if score.answer is not None]
+    return Score(reward, parts, next(iter(stepwise), None), next(iter(answers), None))
+
+
+def _numbers(parts: Any, name: str) -> dict[str, float]:
+    if isinstance(parts, Mapping):
+        return {_part(name, str(part)): float(number) for part, number in parts.items()}
+    return {name or ALONE: float(parts)}
+
+
+def _part(function: str, part: str) -> str:
+    return f"{function}/{part}" if function else part
+
+
+def _check_finite(numbers: Mapping[str, float]) -> None:
+    for name, number in numbers.items():
         if not abs(number) <= LARGEST:
             raise ValueError(f"{name} is not a finite number")
-    return Score(reward, parts, steps)
-
-
-def _numbers(parts: Any) -> dict[str, float]:
-    named = parts if isinstance(parts, Mapping) else {ALONE: parts}
-    return {str(name): float(part) for name, part in named.items()}

@@ -53,6 +53,10 @@ class _InFlight:
     def longest(self) -> int:
         return min(max(len(script) for script in self.scripts), self.request.sampling.max_tokens)
 
+    @property
+    def unfinished(self) -> int:
+        return sum(len(script) > len(self.versions) for script in self.scripts)
+
     def turns(self, aborted: bool) -> list[Turn]:
         return [self._turn(script, aborted) for script in self.scripts]
 
@@ -129,7 +133,7 @@ class ScriptedEngine:
         return local_receiver(self, reader)
 
     def stats(self) -> dict[str, float]:
-        running = sum(flight.request.n for flight in self._in_flight.values())
+        running = sum(flight.unfinished for flight in self._in_flight.values())
         seconds = {f"seconds/{name}": value for name, value in self._spans.take().items()}
         return {"tokens": float(self._tokens), "running": float(running), "waiting": 0.0, **seconds}
 

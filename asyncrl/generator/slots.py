@@ -1,9 +1,13 @@
 """Continuous batching on a static KV cache: requests join and leave the batch between decode steps.
 
             add                 step                                        step
-  request ──────▸ waiting ──┬──────────▸ prefill: its prompt once, ───────┬───────▸ one token for every row
-                            │            then n rows, one token each      │         finished rows leave
-              waits for n free rows                                 flip between two steps
+  request ──────▸ waiting ──┬──────────▸ prefill: its prompt once, for ───┬───────▸ one token for every row
+                            │            the rows it gets, one token each │         finished rows leave
+              waits for free rows,                                  flip between two steps
+              lowest ordinal first
+
+A request takes the rows that are free; its other samples follow one by one. They find the prompt's keys and values in
+a sibling's row, unless weights have changed since: then the prompt is run again.
 
 Rows are kept compact (the last rows move into the holes), so that a step costs what is running and no more.
 At fixed shape no row ever moves and every forward is [all rows] x [all columns]: prompts go in token by token
@@ -15,7 +19,7 @@ Axes:  R rows of the cache · A rows in use (all R at fixed shape) · C columns,
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -28,7 +32,7 @@ from asyncrl.draws import stream_key, uniform_at
 from asyncrl.errors import WeightSyncError
 from asyncrl.generator.engine import SampleRequest, check_fits
 from asyncrl.generator.kv_cache import Decode, KVCache, Prefill, attending
-from asyncrl.generator.sampling import draw
+from asyncrl.generator.sampling import Support, draw
 from asyncrl.types import Array, Finish, Turn, Version
 
 PREFILL_TOKENS = 8192
@@ -40,7 +44,12 @@ class _Running:
     """A request in the batch, and what it has so far."""
 
     request: SampleRequest
+    joined: int = 0  # samples that have or had a row
     turns: dict[int, Turn] = field(default_factory=dict)
+
+    @property
+    def left(self) -> int:
+        return self.request.n - self.joined
 
     @property
     def finished(self) -> bool:
@@ -75,7 +84,7 @@ class SlotBatch:
         self._cache = KVCache(slots, max_length)
         self._columns = torch.arange(max_length, device=self._device)
         self._rows = torch.arange(slots, device=self._device)
-        self._waiting: deque[SampleRequest] = deque()
+        self._waiting: list[_Running] = []  # by ordinal
         self._owner: list[tuple[_Running, int] | None] = [None] * slots
         self._used = 0
         self._used_R = np.zeros(slots, bool)
@@ -83,13 +92,14 @@ class SlotBatch:
         self._prompt_R = np.zeros(slots, np.int64)  # prompt tokens
         self._limit_R = np.zeros(slots, np.int64)  # columns at which the sample has its last token
         self._temperature_R = np.ones(slots)
+        self._support = Support(np.ones(slots), np.zeros(slots, np.int64), np.zeros(slots))
         self._key_R = np.zeros(slots, np.uint64)
         self._token_RC = np.zeros((slots, max_length), np.int64)
         self._logp_RC = np.zeros((slots, max_length), np.float32)
         self._version_RC = np.zeros((slots, max_length), np.int32)
         self._of_row = (
             self._cached_R, self._prompt_R, self._limit_R, self._temperature_R, self._key_R,
-            self._token_RC, self._logp_RC, self._version_RC,
+            *self._support, self._token_RC, self._logp_RC, self._version_RC,
         )  # fmt: skip
 
     @property
@@ -100,7 +110,7 @@ class SlotBatch:
     @property
     def waiting(self) -> int:
         """Samples that have no row yet."""
-        return sum(request.n for request in self._waiting)
+        return sum(running.left for running in self._waiting)
 
     @property
     def layers(self) -> int:
@@ -114,26 +124,23 @@ class SlotBatch:
     def add(self, request: SampleRequest) -> None:
         """Queue a request. Raises as `check_fits` does."""
         check_fits(request, self.slots, self.max_length)
-        self._waiting.append(request)
+        insort(self._waiting, _Running(request), key=lambda running: running.request.ordinal)
 
     @torch.inference_mode()
     def remove(self, request_id: str) -> list[Turn] | None:
         """Take a request out: its turns, unfinished ones with finish "abort". None if it is not here."""
-        for at, request in enumerate(self._waiting):
-            if request.request_id == request_id:
-                del self._waiting[at]
-                empty = np.zeros(0)
-                return [self._turn(request.prompt_ids, empty, empty, empty, "abort")] * request.n
-        rows = [
-            row
-            for row in self._used_rows()
-            if self._owner[row][0].request.request_id == request_id  # type: ignore[index]
-        ]
-        if not rows:
+        rows = {row: self._running_in(row) for row in self._used_rows()}
+        everybody = [*self._waiting, *rows.values()]
+        running = next((one for one in everybody if one.request.request_id == request_id), None)
+        if running is None:
             return None
-        running = self._owner[rows[0]][0]  # type: ignore[index]
-        self._leave(np.array(rows), ["abort"] * len(rows))
-        return running.in_order()
+        if running.left:
+            self._waiting.remove(running)
+        its_rows = [row for row, of in rows.items() if of is running]
+        self._leave(np.array(its_rows, np.int64), ["abort"] * len(its_rows))
+        empty = np.zeros(0)
+        nothing = self._turn(running.request.prompt_ids, empty, empty, empty, "abort")
+        return [running.turns.get(sample, nothing) for sample in range(running.request.n)]
 
     @torch.inference_mode()
     def flip(self, staged: Mapping[str, Tensor], targets: Mapping[str, Tensor], version: Version) -> None:
@@ -155,59 +162,85 @@ class SlotBatch:
 
     # ---- joining
 
-    def _admit(self) -> list[SampleRequest]:
-        admitted: list[SampleRequest] = []
-        free, tokens = self.slots - self._used, 0
-        while self._waiting and self._waiting[0].n <= free:
-            tokens += len(self._waiting[0].prompt_ids)
-            if admitted and tokens > PREFILL_TOKENS:
-                break
-            admitted.append(self._waiting.popleft())
-            free -= admitted[-1].n
-        return admitted
+    def _admit(self) -> list[tuple[_Running, Array]]:
+        """Fill the free rows. Returns the requests whose prompt has to be run, and for which rows."""
+        to_run: list[tuple[_Running, Array]] = []
+        tokens = 0
+        while self._waiting and self._used < self.slots:
+            running = self._waiting[0]
+            prompt = len(running.request.prompt_ids)
+            rows = np.arange(self._used, min(self.slots, self._used + running.left))
+            sibling = self._sibling(running)
+            if sibling is None:
+                tokens += prompt
+                if to_run and tokens > PREFILL_TOKENS:
+                    break
+                self._join(running, rows, cached=prompt)
+                to_run.append((running, rows))
+            else:
+                # All but the prompt's last token, which the row feeds as it feeds any other.
+                source = self._tensor(np.full(len(rows), sibling))
+                self._cache.move_rows(source, self._tensor(rows), prompt - 1)
+                self._join(running, rows, cached=prompt - 1)
+            if not running.left:
+                self._waiting.pop(0)
+        return to_run
+
+    def _sibling(self, running: _Running) -> int | None:
+        """A row with the prompt of this request, its keys and values made by the weights of now."""
+        prompt = len(running.request.prompt_ids)
+        for row in self._used_rows() if running.joined else ():
+            begun = self._running_in(row) is running and self._cached_R[row] >= prompt
+            if begun and self._version_RC[row, prompt] == self.version:
+                return row
+        return None
 
     def _admit_fixed(self) -> None:
         """Each request whose own rows are free; others wait for exactly theirs."""
-        still_waiting: deque[SampleRequest] = deque()
-        for request in self._waiting:
-            rows = (request.ordinal * request.n + np.arange(request.n)) % self.slots
+        still_waiting: list[_Running] = []
+        for running in self._waiting:
+            request = running.request
+            first = request.ordinal * request.n if request.place is None else request.place
+            rows = (first + np.arange(request.n)) % self.slots
             if self._used_R[rows].any():
-                still_waiting.append(request)
+                still_waiting.append(running)
             else:
-                self._join(request, rows, cached=0)
+                self._join(running, rows, cached=0)
         self._waiting = still_waiting
 
-    def _join(self, request: SampleRequest, rows: Array, cached: int) -> None:
-        running = _Running(request)
+    def _join(self, running: _Running, rows: Array, cached: int) -> None:
+        """The next samples of a request, one a row."""
+        request, sample_A = running.request, running.joined + np.arange(len(rows))
         prompt = len(request.prompt_ids)
-        for sample, row in enumerate(rows):
-            self._owner[row] = (running, sample)
+        for sample, row in zip(sample_A, rows, strict=True):
+            self._owner[row] = (running, int(sample))
+        running.joined += len(rows)
         self._used_R[rows] = True
         self._used += len(rows)
         self._cached_R[rows] = cached
         self._prompt_R[rows] = prompt
         self._limit_R[rows] = min(prompt + request.sampling.max_tokens, self.max_length)
         self._temperature_R[rows] = request.sampling.temperature
-        self._key_R[rows] = stream_key(request.sampling.seed, request.ordinal, np.arange(request.n))
+        self._support.top_p_R[rows] = request.sampling.top_p
+        self._support.top_k_R[rows] = request.sampling.top_k
+        self._support.min_p_R[rows] = request.sampling.min_p
+        self._key_R[rows] = stream_key(request.sampling.seed, request.ordinal, sample_A)
         self._token_RC[rows, :prompt] = request.prompt_ids
 
-    def _prefill(self, admitted: list[SampleRequest]) -> list[tuple[str, list[Turn]]]:
-        if not admitted:
+    def _prefill(self, to_run: list[tuple[_Running, Array]]) -> list[tuple[str, list[Turn]]]:
+        if not to_run:
             return []
-        first = self._used
-        for request in admitted:
-            rows = np.arange(self._used, self._used + request.n)
-            self._join(request, rows, cached=len(request.prompt_ids))
-        lengths_P = np.array([len(request.prompt_ids) for request in admitted])
-        prompt_S = np.repeat(np.arange(len(admitted)), [request.n for request in admitted])
+        prompts = [running.request.prompt_ids for running, _ in to_run]
+        lengths_P = np.array([len(prompt) for prompt in prompts])
+        prompt_S = np.repeat(np.arange(len(prompts)), [len(rows) for _, rows in to_run])
         ends_P = np.cumsum(lengths_P)
         columns_T = np.arange(lengths_P.max())
         index_PT = (ends_P - lengths_P)[:, None] + np.minimum(columns_T, lengths_P[:, None] - 1)
-        prompt_N = np.repeat(np.arange(len(admitted)), lengths_P)
+        prompt_N = np.repeat(np.arange(len(prompts)), lengths_P)
         column_N = np.arange(ends_P[-1]) - (ends_P - lengths_P)[prompt_N]
-        row_S = np.arange(first, self._used)
+        row_S = np.concatenate([rows for _, rows in to_run])
         of = Prefill(*(self._tensor(x) for x in (index_PT, prompt_N, column_N, row_S, prompt_S)))
-        token_N = np.concatenate([request.prompt_ids for request in admitted])
+        token_N = np.concatenate(prompts)
         logits_PV = self._forward(token_N, column_N, of, keep=self._tensor(ends_P - 1))
         return self._accept(row_S, logits_PV[of.prompt_S])
 
@@ -246,7 +279,8 @@ class SlotBatch:
         column_A = self._cached_R[row_A]
         uniform_A = uniform_at(self._key_R[row_A], column_A - self._prompt_R[row_A])
         try:
-            token_A, logp_A = draw(logits_AV, self._temperature_R[row_A], uniform_A)
+            support = Support(*(of_R[row_A] for of_R in self._support))
+            token_A, logp_A = draw(logits_AV, self._temperature_R[row_A], uniform_A, support)
         except FloatingPointError as error:
             raise WeightSyncError(f"version {self.version} cannot be sampled from: {error}") from error
         self._token_RC[row_A, column_A] = token_A
@@ -302,6 +336,11 @@ class SlotBatch:
         for hole, row in zip(holes, last, strict=True):
             self._owner[hole], self._owner[row] = self._owner[row], None
         self._used_R[holes], self._used_R[last] = True, False
+
+    def _running_in(self, row: int) -> _Running:
+        owner = self._owner[row]
+        assert owner is not None, "a row in use has an owner"
+        return owner[0]
 
     def _used_rows(self) -> list[int]:
         return [int(row) for row in np.flatnonzero(self._used_R)]

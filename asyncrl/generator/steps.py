@@ -70,13 +70,17 @@ def step_columns(steps: Sequence[Step], text: str, ends_T: Array, length: int) -
 
 
 def anchor_hash(step: Step, text: str) -> int:
-    """A signed 64-bit number, the same in every process, for the state that the step begins in."""
-    anchor = text[: step.start] if step.anchor is None else step.anchor
-    if isinstance(anchor, bytes):
-        kind, raw = b"bytes", anchor
+    """`state_hash` of the state that the step begins in."""
+    return state_hash(text[: step.start] if step.anchor is None else step.anchor)
+
+
+def state_hash(state: str | bytes | int) -> int:
+    """A signed 64-bit number, the same in every process."""
+    if isinstance(state, bytes):
+        kind, raw = b"bytes", state
     else:  # 1 and "1" are two states
-        kind = b"text" if isinstance(anchor, str) else b"integer"
-        raw = str(anchor).encode("utf-8", "surrogatepass")
+        kind = b"text" if isinstance(state, str) else b"integer"
+        raw = str(state).encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(raw, digest_size=8, person=kind).digest(), "little", signed=True)
 
 

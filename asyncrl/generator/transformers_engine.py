@@ -117,6 +117,8 @@ class TransformersEngine:
             "tokens": float(self._batch.tokens_made),
             "running": float(self._batch.running),
             "waiting": float(self._batch.waiting),
+            "kv_usage": self._batch.running / self._batch.slots,
+            "preemptions": 0.0,
             **seconds,
         }
 

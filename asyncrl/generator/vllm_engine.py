@@ -200,6 +200,9 @@ class VllmEngine:
         return SamplingParams(
             n=1 if greedy else request.n,  # n greedy samples are one, n times
             temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
             max_tokens=min(sampling.max_tokens, self._max_length - len(request.prompt_ids)),
             seed=None if greedy else key,
             logprobs=0,  # of the sampled token alone

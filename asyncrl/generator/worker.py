@@ -9,7 +9,8 @@
    └───────────────────────┘      │
                                  held ◂── weights (weights.py) ◂─────────────────── weight stream
 
-  intake waits for  the first weights; room in the engine; the queue's answer, or a newer `held` to ask with
+  intake waits for  the first weights; room in the engine (admission.py), sample by sample, so that the longest one of
+                    a group keeps no slot empty; the queue's answer, or a newer `held` to ask with
   _work waits for   the engine, the reward, the queue
   Evaluation leases come through an intake of their own; while one is under way, no training lease is taken
   and no version is flipped to.
@@ -21,17 +22,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal, Protocol
 
 from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError, RefusedError, RunClosedError
+from asyncrl.generator.admission import Admission
+from asyncrl.generator.agent import EnvironmentFailedError
 from asyncrl.generator.engine import Engine, PromptTooLongError
 from asyncrl.generator.group_filter import passes_filter
+from asyncrl.generator.patience import RequestFailedError
+from asyncrl.generator.prober import Prober
 from asyncrl.generator.rewards import RewardError
 from asyncrl.generator.rollouts import Rollouts
 from asyncrl.generator.weights import WeightFollower
@@ -46,8 +51,9 @@ Key = tuple[str, int, int]
 LEASE_S = 10.0
 """How long a lease request may park at the queue before it is made again."""
 
-LEAD = 0.25
-"""Groups leased beyond what the engine's slots hold, as a share: prompts at hand when slots fall free."""
+LOOK_S = 0.05
+"""Between two looks at how many samples the engine has left, while it has enough. Also how long a new lease counts
+with all of its samples: by then the engine knows of them."""
 
 SECONDS = "seconds/"
 """What an engine's stats call the time since they were last asked for."""
@@ -64,6 +70,8 @@ class Lease(Protocol):
     def task(self) -> Task: ...
     @property
     def epoch(self) -> int: ...
+    @property
+    def progress(self) -> Sequence[bytes]: ...
 
 
 class Renewal(Protocol):
@@ -82,6 +90,8 @@ class WorkerClient(Protocol):
         self, stream: str, *, held: Version, lineage: int, most: int, wait_s: float
     ) -> Sequence[Lease]: ...
 
+    async def progress(self, stream: str, lease: Any, frames: Sequence[bytes]) -> None: ...
+
     async def renew(self, stats: Mapping[str, Any]) -> Renewal: ...
 
     async def commit(self, stream: str, lease: Any, group: Group) -> None: ...
@@ -94,7 +104,8 @@ class WorkerClient(Protocol):
 class Worker:
     """One generator's loops over parts that are made elsewhere (see process.py).
 
-    held_out  the tasks that evaluation leases point into; none: no evaluation leases are asked for
+    held_out  the sets of tasks that evaluation leases point into; none: no evaluation leases are asked for
+    prober    draws a few tokens of each version for the learner to compare; none: nobody does
     """
 
     def __init__(
@@ -106,7 +117,8 @@ class Worker:
         engine: Engine,
         follower: WeightFollower,
         rollouts: Rollouts,
-        held_out: Sequence[Task] = (),
+        held_out: Mapping[str, Sequence[Task]] | None = None,
+        prober: Prober | None = None,
     ) -> None:
         slots, samples = config.generator.slots, config.batch.group_size + config.greedy_rollout
         greedy = " and a greedy rollout" if config.greedy_rollout else ""
@@ -119,11 +131,11 @@ class Worker:
         )
         self.name = name
         self._client, self._engine, self._follower, self._rollouts = client, engine, follower, rollouts
-        self._held_out, self._heartbeat_s = held_out, config.generator.heartbeat_s
+        self._held_out, self._heartbeat_s = held_out or {}, config.generator.heartbeat_s
+        self._prober = prober
         self._passes = partial(passes_filter, config=config)
-        at_once = max(1, slots // samples)
-        self._most_sampling = at_once + math.ceil(LEAD * at_once)
-        self._sampling: set[Key] = set()
+        self._samples, self._admission = samples, Admission(slots, samples)
+        self._sampling: dict[Key, float] = {}  # since when
         self._evaluating: set[Key] = set()
         self._leases: dict[Key, tuple[Stream, Lease]] = {}
         self._working: dict[Key, asyncio.Task[None]] = {}
@@ -139,6 +151,8 @@ class Worker:
                 self._loops.create_task(self._heartbeat())
                 self._loops.create_task(self._follower.run())
                 self._loops.create_task(self._intake("train", self._train_room))
+                if self._prober is not None:
+                    self._loops.create_task(self._prober.run())
                 if self._held_out:
                     self._loops.create_task(self._intake("eval", self._eval_room))
         except* RunClosedError:
@@ -156,7 +170,9 @@ class Worker:
             most = room()
             if most <= 0:
                 self._room.clear()
-                await self._room.wait()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_S):
+                        await self._room.wait()
                 continue
             lineage, held = self._follower.lineage, self._follower.held
             asked = self._loops.create_task(self._ask(stream, most, held, lineage))
@@ -183,19 +199,29 @@ class Worker:
         if key in self._leases:
             return
         self._leases[key] = (stream, lease)
-        (self._evaluating if stream == "eval" else self._sampling).add(key)
+        if stream == "eval":
+            self._evaluating.add(key)
+        else:
+            self._sampling[key] = asyncio.get_running_loop().time()
         self._working[key] = self._loops.create_task(self._work(key, stream, lease))
         self._working[key].add_done_callback(lambda _: self._ended(key))
 
     def _ended(self, key: Key) -> None:
         """However it ended: done, failed, or cancelled before it began."""
         self._working.pop(key, None)
-        self._sampling.discard(key)
+        self._sampling.pop(key, None)
         self._evaluating.discard(key)
         self._room.set()
 
     def _train_room(self) -> int:
-        return 0 if self._evaluating else self._most_sampling - len(self._sampling)
+        return 0 if self._evaluating else self._admission.room(self._under_way())
+
+    def _under_way(self) -> int:
+        """Samples of training leases that the engine has not finished."""
+        now, engine = asyncio.get_running_loop().time(), self._look()
+        new = sum(now - since < LOOK_S for since in self._sampling.values())
+        in_engine = int(engine["running"] + engine["waiting"])
+        return min(self._samples * len(self._sampling), self._samples * new + in_engine)
 
     def _eval_room(self) -> int:
         return 1 - len(self._evaluating)
@@ -205,7 +231,7 @@ class Worker:
     async def _work(self, key: Key, stream: Stream, lease: Lease) -> None:
         try:
             make = self._evaluate if stream == "eval" else self._generate
-            group = await make(key, lease.task)
+            group = await make(key, lease)
             await self._follower.settled()
             if stream == "train" and not self._passes(group):
                 await self._drop(stream, lease, FILTERED)
@@ -216,21 +242,32 @@ class Worker:
             await self._drop(stream, lease, "too_long", error)
         except RewardError as error:
             await self._drop(stream, lease, "reward", error)
+        except RequestFailedError as error:
+            await self._drop(stream, lease, "engine", error)
+        except EnvironmentFailedError as error:
+            await self._drop(stream, lease, "environment", error)
         except RefusedError as refusal:
             self._counts[f"refused/{refusal.reason}"] += 1
         self._leases.pop(key, None)
 
-    async def _generate(self, key: Key, task: Task) -> Group:
-        samples = await self._rollouts.sample(task, "/".join(map(str, key)))
+    async def _generate(self, key: Key, lease: Lease) -> Group:
+        task, keep = lease.task, partial(self._keep, lease)
+        samples = await self._rollouts.sample(task, "/".join(map(str, key)), lease.progress, keep)
         # Scoring takes no room: a slow reward must not starve the engine.
-        self._sampling.discard(key)
+        self._sampling.pop(key, None)
         self._room.set()
         return await self._rollouts.score(task, samples)
 
-    async def _evaluate(self, key: Key, task: Task) -> Group:
-        chunk = self._held_out[int(task.data["start"]) : int(task.data["stop"])]
+    async def _keep(self, lease: Lease, frames: Sequence[bytes]) -> None:
+        """Finished turns go on with whoever has the task next. As with a commit, not those of unverified weights."""
+        await self._follower.settled()
+        await self._client.progress("train", lease, frames)
+
+    async def _evaluate(self, key: Key, lease: Lease) -> Group:
+        task, name = lease.task, str(lease.task.data["set"])
+        chunk = self._held_out[name][int(task.data["start"]) : int(task.data["stop"])]
         async with self._follower.pinned():
-            return await self._rollouts.evaluate(task, chunk, "/".join(map(str, key)))
+            return await self._rollouts.evaluate(task, chunk, "/".join(map(str, key)), name)
 
     async def _drop(self, stream: Stream, lease: Lease, reason: str, error: Exception | None = None) -> None:
         if error is not None:
@@ -245,7 +282,11 @@ class Worker:
 
     async def _heartbeat(self) -> None:
         while True:
-            renewal = await self._client.renew(self.stats())
+            stats = self.stats()
+            self._admission.observe(
+                self._under_way(), stats.get("kv_usage", 0.0), stats.get("preemptions", 0.0)
+            )
+            renewal = await self._client.renew(stats)
             if renewal.closed:
                 raise RunClosedError("the queue closed the run")
             for stream, ordinal, epoch in renewal.lost:
@@ -263,16 +304,13 @@ class Worker:
     def stats(self) -> dict[str, Any]:
         """Telemetry for the queue to keep, totals of this process unless said otherwise.
 
-        tokens · running, waiting samples now · held, lineage · leases now · weights/… of the follower
+        tokens · running, waiting samples now · kv_usage, preemptions of engines that tell · admitted: samples that
+        may be under way · held, lineage · leases now · weights/… of the follower · probes: the prober's reports
         reward/… of the reward function · seconds {span of the engine: seconds}
         groups/<stream>, dropped/<reason>, refused/<reason>, lost
         """
-        engine = self._engine.stats()
-        for name, seconds in engine.items():
-            if name.startswith(SECONDS):
-                self._seconds[name.removeprefix(SECONDS)] += seconds
         return {
-            **{name: value for name, value in engine.items() if not name.startswith(SECONDS)},
+            **self._look(),
             **self._follower.stats(),
             **self._rollouts.stats(),
             **self._counts,
@@ -280,7 +318,17 @@ class Worker:
             "lineage": self._follower.lineage,
             "leases": len(self._leases),
             "seconds": dict(self._seconds),
+            "admitted": self._admission.limit,
+            **({"probes": self._prober.reports()} if self._prober is not None else {}),
         }
+
+    def _look(self) -> dict[str, float]:
+        """The engine's stats of now; its seconds are added to the totals."""
+        engine = self._engine.stats()
+        for name, seconds in engine.items():
+            if name.startswith(SECONDS):
+                self._seconds[name.removeprefix(SECONDS)] += seconds
+        return {name: value for name, value in engine.items() if not name.startswith(SECONDS)}
 
     async def _give_back(self) -> None:
         for stream in ("train", "eval"):

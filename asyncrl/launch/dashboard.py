@@ -82,7 +82,7 @@ class Progress:
         for row in rows:
             self.latest.update(row)
             # An evaluation arrives later than the version that it is of.
-            if "heldout/accuracy" not in row:
+            if not any(key.startswith("heldout/") for key in row):
                 self.version = int(row.get("version", self.version))
             # Counted from version 1 on: what comes before it is loading.
             if self._first is None and self.version >= 1:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from asyncrl.config.dotted import load_function
 from asyncrl.config.schema import Config
+from asyncrl.generator.rewards import Scorer
 from asyncrl.learner import requirements
 from asyncrl.tasks.source import held_out, train_stream
 
@@ -14,7 +14,12 @@ def preflight(config: Config) -> None:
     requirements.check(config)
     train_stream(config)
     held_out(config)
-    load_function(config.reward.function, "reward.function")
+    Scorer.from_config(config.reward).close()
+    if config.agent.several_turns:
+        from asyncrl.generator import agent  # takes seconds, for transformers
+        from asyncrl.models import load_tokenizer
+
+        agent.check(load_tokenizer(config.model), config.agent)
     if models := requirements.models(config):
         from asyncrl.learner.networks import check_vocabularies  # takes seconds, for transformers
 

@@ -76,6 +76,11 @@ class Backend(Protocol):
         """∀ The policy's log-probs [N] float32 on the CPU, without gradient. Not between `forward` and `backward`."""
         ...
 
+    def predict_next(self, batch: MicroBatch) -> Tensor:
+        """∀ The policy's log-probs of every token that may follow each rollout, [R, vocabulary] float32 on the CPU, as
+        `predict`."""
+        ...
+
     def backward(self, loss: Tensor) -> None:
         """∀ Add the gradient of `loss`, summed over ranks, to what has accumulated."""
         ...

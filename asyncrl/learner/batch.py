@@ -37,7 +37,8 @@ class MicroBatch:
     lengths_R      tokens of each rollout · group_R int64, the number of its group, from 0
     rewards_R      float32 · parts_R its parts by name · greedy_R of a greedy rollout of the task, NaN: none was made
     ordinals_R     int64, the task's ordinal · copies_R float32, how often the rollout counts (1, but for resampling)
-    temperature    of the sampling distribution, which the learner applies to its own log-probs
+    temperature_R  float32, of the distribution that the rollout was sampled from; the learner applies it to its own
+                   log-probs
     columns        further values per token by name, all [N]: those of `types.COLUMNS` that came with the groups;
                    what other models say: values, cost_values (critics), reference, proximal, reward_model, teacher
                    (log-probs of the token); and what `Experience` makes of it all
@@ -56,20 +57,21 @@ class MicroBatch:
     greedy_R: Tensor
     ordinals_R: Tensor
     copies_R: Tensor
-    temperature: float
+    temperature_R: Tensor
     parts_R: Mapping[str, Tensor] = field(default_factory=dict)
     columns: Mapping[str, Tensor] = field(default_factory=dict)
 
     @staticmethod
     def of(groups: Sequence[Group]) -> MicroBatch:
-        """All rollouts of `groups`, which must have been sampled at one temperature above 0.
+        """All rollouts of `groups`, which must have been sampled at temperatures above 0.
 
-        Raises ValueError for no groups, for mixed or zero temperatures, and for a mask on a rollout's first
-        token.
+        Raises ValueError for no groups, for greedy ones, and for a mask on a rollout's first token.
         """
-        temperatures = {group.sampling.temperature for group in groups}
-        if len(temperatures) != 1 or min(temperatures) <= 0:
-            raise ValueError(f"one micro-batch needs one temperature above 0, got {sorted(temperatures)}")
+        if not groups:
+            raise ValueError("a micro-batch needs at least one group")
+        greedy = [group.task.ordinal for group in groups if group.sampling.temperature <= 0]
+        if greedy:
+            raise ValueError(f"tasks {greedy} were answered greedily: no temperature above 0 to apply")
         sizes = [len(group.lengths) for group in groups]
         parts = sorted({name for group in groups for name in group.reward_parts})
         columns = sorted({name for group in groups for name in group.columns})
@@ -94,7 +96,9 @@ class MicroBatch:
             ),
             ordinals_R=_each(np.array([group.task.ordinal for group in groups], np.int64), sizes),
             copies_R=torch.ones(len(lengths)),
-            temperature=temperatures.pop(),
+            temperature_R=_each(
+                np.array([group.sampling.temperature for group in groups], np.float32), sizes
+            ),
             parts_R={
                 name: torch.from_numpy(np.concatenate([_part(group, name) for group in groups]))
                 for name in parts
@@ -126,7 +130,7 @@ class MicroBatch:
             greedy_R=torch.full((1,), torch.nan),
             ordinals_R=zero_1,
             copies_R=torch.ones(1),
-            temperature=1.0,
+            temperature_R=torch.ones(1),
         )
 
     @staticmethod
@@ -148,7 +152,7 @@ class MicroBatch:
         joined["group_R"] = torch.cat([b.group_R + g for b, g in zip(batches, groups, strict=False)])
         joined["seq_N"] = torch.cat([b.seq_N + r for b, r in zip(batches, rollouts, strict=False)])
         joined["lengths_R"] = tuple(length for batch in batches for length in batch.lengths_R)
-        every = MicroBatch(**joined, temperature=batches[0].temperature)
+        every = MicroBatch(**joined)
         return every.select(torch.argsort(every.ordinals_R, stable=True).tolist())
 
     def completed(self, columns: Iterable[str], parts: Iterable[str]) -> MicroBatch:
@@ -194,7 +198,7 @@ class MicroBatch:
             greedy_R=self.greedy_R[picked_R],
             ordinals_R=self.ordinals_R[picked_R],
             copies_R=self.copies_R[picked_R],
-            temperature=self.temperature,
+            temperature_R=self.temperature_R[picked_R],
             parts_R={name: part_R[picked_R] for name, part_R in self.parts_R.items()},
             columns={name: column_N[token_N] for name, column_N in self.columns.items()},
         )

@@ -1,8 +1,8 @@
 """Evaluation beside the stream: held-out tasks of a pinned version, in chunks, answered whenever generators
 get to it.
 
-    start(v) ─▸ chunks [0, 250) [250, 500) with min_version v ─▸ queue, stream "eval" ─▸ generators
-    poll()   ◂─ finished chunks; an evaluation is whole when every held-out task has its reward
+    start(v) ─▸ chunks [0, 250) [250, 500) of each set with min_version v ─▸ queue, stream "eval" ─▸ generators
+    poll()   ◂─ finished chunks; an evaluation is whole when every task of every set has its rewards
 
 The learner never waits for one, except for the last.
 """
@@ -10,48 +10,58 @@ The learner never waits for one, except for the last.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from asyncrl.config.tasks import EvaluationConfig
+from asyncrl.learner.heldout import of_group, scores
 from asyncrl.learner.ports import LearnerClient
-from asyncrl.types import Group, Task, Version
+from asyncrl.types import Array, Group, Task, Version
 
 EVAL = "eval"
 PARK_S = 0.5
 """Of one poll, where the learner has nothing else to do."""
 
+PREFIX = "heldout/"
+"""What metrics of an evaluation begin with."""
+
+ACCURACY = f"{PREFIX}accuracy"
+"""The mean reward of the tasks of `evaluation.source`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """accuracy: the mean reward of the held-out tasks, greedy, under the policy of `version` (or a newer one,
-    if the generators had moved on before they began)."""
+    """scores: heldout/accuracy, heldout/pass@8, … (`heldout.scores`), of a set with a name heldout/<name>/accuracy, …;
+    under the policy of `version` (or a newer one, if the generators had moved on before they began)."""
 
     version: Version
-    accuracy: float
+    scores: Mapping[str, float]
+
+
+Chunk = tuple[str, int, int]
+"""(name of the set, first task, task after the last)"""
 
 
 @dataclass(slots=True)
 class _Open:
-    """An evaluation under way: the chunks that are in, by their start, as (sum of rewards, tasks)."""
+    """An evaluation under way: the chunks that are missing, and (rewards, answers) of those that are in."""
 
-    chunks: dict[int, tuple[float, int]] = field(default_factory=dict)
-
-    @property
-    def tasks(self) -> int:
-        return sum(count for _, count in self.chunks.values())
-
-    @property
-    def reward(self) -> float:
-        return sum(total for total, _ in self.chunks.values())
+    missing: set[Chunk]
+    done: dict[Chunk, tuple[Array, Array]] = field(default_factory=dict)
 
 
 class Evaluations:
-    """All evaluations of a run, on learner rank 0. heldout: number of held-out tasks."""
+    """All evaluations of a run, on learner rank 0. sizes: number of held-out tasks of each set."""
 
-    def __init__(self, client: LearnerClient, learner_epoch: int, heldout: int, chunk: int) -> None:
+    def __init__(
+        self, client: LearnerClient, learner_epoch: int, sizes: Mapping[str, int], config: EvaluationConfig
+    ) -> None:
         self._client, self._learner_epoch = client, learner_epoch
-        self._heldout, self._chunk = heldout, chunk
+        self._sets, self._chunks = config.named_sets, list(_chunks(sizes, config))
         self._open: dict[Version, _Open] = {}
-        self._unsent: deque[tuple[Version, int, int]] = deque()
+        self._unsent: deque[tuple[Version, Chunk]] = deque()
 
     @property
     def pending(self) -> list[Version]:
@@ -60,9 +70,8 @@ class Evaluations:
 
     def start(self, version: Version) -> None:
         """Ask for an evaluation of `version`, which must have been published."""
-        self._open[version] = _Open()
-        for start in range(0, self._heldout, self._chunk):
-            self._unsent.append((version, start, min(start + self._chunk, self._heldout)))
+        self._open[version] = _Open(set(self._chunks))
+        self._unsent.extend((version, chunk) for chunk in self._chunks)
         self._send()
 
     def poll(self, wait_s: float = 0.0) -> list[Evaluation]:
@@ -78,17 +87,35 @@ class Evaluations:
             ordinal, room = self._client.room(EVAL, wait_s=0.0)
             if room <= 0:
                 return
-            version, start, stop = self._unsent.popleft()
-            data = {"version": version, "start": start, "stop": stop}
+            version, (name, start, stop) = self._unsent.popleft()
+            data = {"version": version, "set": name, "start": start, "stop": stop}
             self._client.submit(EVAL, [Task(ordinal, "", data)], min_version=version)
 
     def _take(self, group: Group) -> Evaluation | None:
-        version, start = int(group.task.data["version"]), int(group.task.data["start"])
+        data = group.task.data
+        version, chunk = int(data["version"]), (str(data["set"]), int(data["start"]), int(data["stop"]))
         evaluation = self._open.get(version)
-        if evaluation is None:
+        if evaluation is None or chunk not in evaluation.missing:
             return None
-        evaluation.chunks[start] = (float(group.rewards.sum()), len(group.rewards))
-        if evaluation.tasks < self._heldout:
+        evaluation.missing.remove(chunk)
+        evaluation.done[chunk] = of_group(group, self._sets[chunk[0]].samples)
+        if evaluation.missing:
             return None
         del self._open[version]
-        return Evaluation(version, evaluation.reward / evaluation.tasks)
+        return Evaluation(
+            version, {key: value for name in self._sets for key, value in self._of_set(name, evaluation)}
+        )
+
+    def _of_set(self, name: str, evaluation: _Open) -> Iterator[tuple[str, float]]:
+        of_set = [evaluation.done[chunk] for chunk in self._chunks if chunk[0] == name]
+        rewards_TK, answers_TK = (np.concatenate(parts) for parts in zip(*of_set, strict=True))
+        prefix = f"{PREFIX}{name}/" if name else PREFIX
+        for key, value in scores(rewards_TK, answers_TK, self._sets[name].pass_reward).items():
+            yield prefix + key, value
+
+
+def _chunks(sizes: Mapping[str, int], config: EvaluationConfig) -> Iterator[Chunk]:
+    for name, chosen in config.named_sets.items():
+        step = max(1, config.chunk // chosen.samples)
+        for start in range(0, sizes[name], step):
+            yield name, start, min(start + step, sizes[name])

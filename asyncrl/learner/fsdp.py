@@ -67,6 +67,9 @@ class FsdpBackend:
     def predict(self, batch: MicroBatch) -> Tensor:
         return self._policy.predict(batch)
 
+    def predict_next(self, batch: MicroBatch) -> Tensor:
+        return self._policy.predict_next(batch)
+
     def backward(self, loss: Tensor) -> None:
         self._policy.backward(loss)
 

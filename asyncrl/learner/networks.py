@@ -42,12 +42,17 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.causal_lm = causal_lm
 
-    def forward(self, batch: MicroBatch, documents: Documents) -> tuple[Tensor, ...]:
-        """(logp_N, entropy_N), 0 outside the loss mask."""
-        at_T, hidden_TD = _seen_before(self.causal_lm.base_model, batch, documents)
+    def forward(self, batch: MicroBatch, documents: Documents, following: bool = False) -> tuple[Tensor, ...]:
+        """(logp_N, entropy_N), 0 outside the loss mask. following: (logp_RV,), of what may come after each rollout."""
         weight_VD = self.causal_lm.get_output_embeddings().weight
+        if following:
+            hidden_ND = _hidden(self.causal_lm.base_model, batch, documents)
+            ends_R = torch.tensor(batch.lengths_R, device=hidden_ND.device).cumsum(0) - 1
+            logits_RV = (hidden_ND[ends_R] @ weight_VD.t()).float()
+            return ((logits_RV / batch.temperature_R[:, None]).log_softmax(-1),)
+        at_T, hidden_TD = _seen_before(self.causal_lm.base_model, batch, documents)
         logp_T, entropy_T = token_logprobs(
-            hidden_TD, weight_VD, batch.token_ids_N[at_T], temperature=batch.temperature
+            hidden_TD, weight_VD, batch.token_ids_N[at_T], batch.temperature_R[batch.seq_N[at_T]]
         )
         return _spread(logp_T, at_T, batch.tokens), _spread(entropy_T, at_T, batch.tokens)
 
@@ -171,14 +176,19 @@ def _seen_before(body: nn.Module, batch: MicroBatch, documents: Documents) -> tu
             f"token {largest} is beyond the {rows} of {config.name_or_path or type(body).__name__}, which stands "
             "beside a policy with a larger vocabulary; use a model with as large a one"
         )
+    at_T = torch.nonzero(batch.loss_mask_N)[:, 0]
+    return at_T, _hidden(body, batch, documents).index_select(0, at_T - 1)
+
+
+def _hidden(body: nn.Module, batch: MicroBatch, documents: Documents) -> Tensor:
+    """[N, D], the state after each token."""
     output = body(
         input_ids=batch.token_ids_N[None],
         position_ids=batch.position_ids_N[None],
         documents=documents,
         use_cache=False,
     )
-    at_T = torch.nonzero(batch.loss_mask_N)[:, 0]
-    return at_T, output.last_hidden_state[0].index_select(0, at_T - 1)
+    return cast(Tensor, output.last_hidden_state[0])
 
 
 def _spread(values_T: Tensor, at_T: Tensor, tokens: int) -> Tensor:

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from asyncrl.learner.evaluation import ACCURACY, PREFIX
 from asyncrl.learner.ports import Published
 from asyncrl.telemetry.spans import busy_share
 from asyncrl.types import Version
@@ -37,7 +38,7 @@ class Pool:
         """One step later. Workers report at their heartbeats, so a row may show none or several of those at once.
 
         busy/generator and generator/time/<span> are means over workers, tokens_per_s is the sum of theirs;
-        tokens_generated and weight_updates are totals. A worker whose totals fell was started anew: they count
+        tokens_generated, weight_updates and agent/… are totals. A worker whose totals fell was started anew: they count
         from 0.
         """
         tokens, spans = 0.0, Counter[str]()
@@ -66,6 +67,7 @@ class Pool:
         floors = [now["weights/floor_ms"] for now in stats.values() if "weights/floor_ms" in now]
         if floors:
             row["pause_floor_ms"] = median(floors)
+        row |= _totals(stats, "agent/")
         held = [now["held"] for now in stats.values() if "held" in now]
         if held:
             row["held/min"] = min(held)
@@ -100,13 +102,15 @@ def step_row(
 def summarise(rows: Sequence[Mapping[str, Any]], *, max_staleness: int, wall_s: float) -> dict[str, Any]:
     """The run in one record. wall_s: of this process; everything else is of the whole run."""
     steps = [row for row in rows if "step_s" in row]
-    accuracy = [row["heldout/accuracy"] for row in rows if "heldout/accuracy" in row]
+    accuracy = [row[ACCURACY] for row in rows if ACCURACY in row]
+    heldout = {k.removeprefix(PREFIX): v for row in rows for k, v in row.items() if k.startswith(PREFIX)}
     rewards = [row["reward/mean"] for row in steps if "reward/mean" in row]
     train_s = sum(row["step_s"] for row in steps)
     last = steps[-1] if steps else {}
     return {
         "heldout_accuracy_start": accuracy[0] if accuracy else None,
         "heldout_accuracy_end": accuracy[-1] if accuracy else None,
+        "heldout": heldout,
         "reward_start": mean(rewards[:EDGE_VERSIONS]) if rewards else None,
         "reward_end": mean(rewards[-EDGE_VERSIONS:]) if rewards else None,
         "wall_s": wall_s,
@@ -140,6 +144,14 @@ def write_summary(run_folder: Path, summary: Mapping[str, Any]) -> None:
 
 def _difference(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
     return {name: max(0.0, seconds - before.get(name, 0.0)) for name, seconds in now.items()}
+
+
+def _totals(stats: Mapping[str, WorkerStats], prefix: str) -> dict[str, float]:
+    """Of the processes that there are now."""
+    totals = Counter[str]()
+    for now in stats.values():
+        totals.update({name: count for name, count in now.items() if name.startswith(prefix)})
+    return dict(totals)
 
 
 def _busy_over(rows: Sequence[Mapping[str, Any]], prefix: str) -> float | None:

@@ -75,10 +75,21 @@ class ShardedModel:
     @torch.no_grad()
     def predict(self, batch: MicroBatch) -> Tensor:
         _, (first_N, *_) = self.outputs(batch)
-        if isinstance(self.network, FSDPModule):
-            # The root stays whole until its backward. None comes, and the next forward would find old weights.
-            self.network.reshard()
+        self._reshard()
         return first_N.float().cpu()
+
+    @torch.no_grad()
+    def predict_next(self, batch: MicroBatch) -> Tensor:
+        """Of a language model, see `Backend.predict_next`."""
+        here = batch.to(self._device)
+        (logp_RV,) = self.network(here, Documents(here.lengths_R, self._device), following=True)
+        self._reshard()
+        return cast(Tensor, logp_RV).float().cpu()
+
+    def _reshard(self) -> None:
+        """The root stays whole until its backward. Where none comes, the next forward would find old weights."""
+        if isinstance(self.network, FSDPModule):
+            self.network.reshard()
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()

@@ -24,7 +24,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,9 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import TrainingError
 from asyncrl.learner import checkpoint, report, requirements
 from asyncrl.learner.backend import Backend
-from asyncrl.learner.evaluation import EVAL, PARK_S, Evaluation, Evaluations
+from asyncrl.learner.evaluation import ACCURACY, EVAL, PARK_S, PREFIX, Evaluation, Evaluations
 from asyncrl.learner.ports import LearnerClient, Published, Trained, WeightPublisher
+from asyncrl.learner.probing import Probes
 from asyncrl.learner.stream import (
     TRAIN,
     GroupStream,
@@ -67,7 +68,7 @@ EVAL_DEPTH = 64
 
 
 class Trainer:
-    """One rank of the learner. heldout: number of held-out tasks, 0 for no evaluation."""
+    """One rank of the learner. heldout: number of tasks of each evaluation set, by its name."""
 
     def __init__(
         self,
@@ -76,10 +77,10 @@ class Trainer:
         client: LearnerClient,
         make_publisher: MakePublisher,
         run_folder: Path,
-        heldout: int = 0,
+        heldout: Mapping[str, int] | None = None,
     ) -> None:
         self._config, self._backend, self._client = config, backend, client
-        self._make_publisher, self._folder, self._heldout = make_publisher, run_folder, heldout
+        self._make_publisher, self._folder, self._heldout = make_publisher, run_folder, heldout or {}
         self._leads = backend.rank == 0
         self._spans = Spans()
         self._version_step = version_step(backend, config, self._spans)
@@ -88,6 +89,7 @@ class Trainer:
         self._reached = False
         self._bad_steps = 0
         self._evaluations: Evaluations | None = None
+        self._probes: Probes | None = None
         self._evaluated: set[Version] = set()
         self._started = time.monotonic()
         self.version: Version = 0
@@ -136,7 +138,9 @@ class Trainer:
             f"weights/{self._backend.rank}",
             {"endpoint": self._publisher.endpoint, "world": self._backend.world, "lineage": lineage},
         )
+        self._open_gate(lineage, resumed=meta is not None)
         self._publisher.publish(self.version)
+        self._note_probes()
         if self._leads:
             self._open_rows()
 
@@ -156,15 +160,34 @@ class Trainer:
         self._pristine_eval = self._client.snapshot(EVAL, learner_epoch=evals.learner_epoch)
         if self._heldout:
             self._evaluations = Evaluations(
-                self._client, evals.learner_epoch, self._heldout, self._config.evaluation.chunk
+                self._client, evals.learner_epoch, self._heldout, self._config.evaluation
             )
         return train.learner_epoch, train.lineage, evals.learner_epoch
+
+    def _open_gate(self, lineage: int, resumed: bool) -> None:
+        """∀ What a former learner published beyond the version that this one resumes at is not this one's."""
+        gate = self._version_step.gate
+        if gate is not None and resumed:
+            rows = read_rows(self._folder / report.ROWS) if self._leads else ()
+            # A version is published before its row is written.
+            last = max((row["version"] for row in rows), default=self.version) + 1
+            gate.abandoned = range(self.version + 1, self._backend.exchange(last)[0] + 1)
+        if gate is not None and self._config.probing:
+            self._probes = Probes(self._config, self._backend, gate, lineage)
+
+    def _note_probes(self) -> None:
+        """∀ The version was just published, and the policy is still it."""
+        if self._probes is not None:
+            with self._spans("compute/predict"):
+                self._probes.note(self.version)
 
     def _open_rows(self) -> None:
         path = self._folder / report.ROWS
         path.parent.mkdir(parents=True, exist_ok=True)
         self._rows = JsonlSink(path, resume_at=self.version if self._config.run.resume else None)
-        self._evaluated = {row["version"] for row in read_rows(path) if "heldout/accuracy" in row}
+        self._evaluated = {
+            row["version"] for row in read_rows(path) if any(key.startswith(PREFIX) for key in row)
+        }
 
     def _group_stream(self) -> GroupStream:
         return GroupStream(
@@ -217,6 +240,7 @@ class Trainer:
             published = self._publisher.publish(self.version + 1)
         trained = self._report_trained()
         self.version += 1
+        self._note_probes()
         if self._leads and trained:
             self._write_row(done, trained, published)
         self._evaluate_if_due()
@@ -257,7 +281,9 @@ class Trainer:
 
     def _write_row(self, done: VersionReport, trained: Trained, published: Published) -> None:
         spans, pool = self._spans.take(), self._pool.update(trained.stats)
-        values = {**done.values, **report.publish_values(published, self._publisher.stats())}
+        probed = self._probes.judge(trained.stats) if self._probes is not None else {}
+        sent = report.publish_values(published, self._publisher.stats())
+        values = {**done.values, **probed, **sent}
         self._rows.write(report.step_row(self.version, values, spans, trained.depth, pool))
 
     # ------------------------------------------------------------------ beside the loop
@@ -278,8 +304,8 @@ class Trainer:
     def _note(self, evaluations: list[Evaluation]) -> None:
         target = self._config.run.target_accuracy
         for whole in evaluations:
-            self._rows.write({"version": whole.version, "heldout/accuracy": whole.accuracy})
-            self._reached = self._reached or (target is not None and whole.accuracy >= target)
+            self._rows.write({"version": whole.version, **whole.scores})
+            self._reached = self._reached or (target is not None and whole.scores[ACCURACY] >= target)
 
     def _checkpoint(self) -> None:
         if self._saved == self.version:
@@ -356,7 +382,7 @@ def eval_settings(config: Config) -> StreamSettings:
     )
 
 
-def run_learner(config: Config, heldout: int = 0) -> None:
+def run_learner(config: Config, heldout: Mapping[str, int] | None = None) -> None:
     """The process: one rank as torchrun's RANK and WORLD_SIZE say, or the only one. heldout: as in `Trainer`.
 
     SIGTERM and SIGINT ask for a clean end. A rank of several leaves the process here when all went well.

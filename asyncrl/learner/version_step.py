@@ -26,6 +26,7 @@ from asyncrl.learner import requirements
 from asyncrl.learner.accumulator import Accumulator, Step
 from asyncrl.learner.backend import POLICY, Backend
 from asyncrl.learner.batch import MicroBatch
+from asyncrl.learner.behaviour import BehaviourGate, Gap, values
 from asyncrl.learner.controls import Controls
 from asyncrl.learner.experience import Experience
 from asyncrl.learner.measures import version_values
@@ -55,13 +56,17 @@ class VersionStep(ABC):
         spans = spans or Spans()
         self._backend, self._config = backend, config
         self._experience = Experience(backend, config, spans)
-        self._accumulator = Accumulator(backend, config, spans)
+        # Scripted log-probs are made up.
+        self.gate = BehaviourGate(config) if config.generator.engine != "scripted" else None
+        self._accumulator = Accumulator(backend, config, spans, self.gate)
         self._spans = spans
         self.controls = Controls.start(config.algorithm)
         self._begin()
 
     def add(self, groups: Sequence[Group], version: Version) -> None:
         """∀ Take in one claim's groups, none where this rank has none, for the policy of `version`."""
+        if self.gate is not None:
+            self.gate.admit(groups)
         for group in groups:
             self._columns |= set(group.columns)
             self._parts |= set(group.reward_parts)
@@ -118,16 +123,17 @@ class VersionStep(ABC):
             every = self._backend.exchange(self._metrics.to_wire())
         merged = Metrics()
         merged.merge(Metrics.from_wire(metrics) for metrics in every)
-        values = version_values(merged) | self.controls.adapted(self._config.algorithm)
-        values["optimizer_steps"] = float(len(steps))
+        told = version_values(merged) | self.controls.adapted(self._config.algorithm)
+        told |= values("train", Gap.of(step.gap for step in steps))
+        told["optimizer_steps"] = float(len(steps))
         for name in steps[-1].losses:
             prefix = "" if name == POLICY else f"{name}/"
-            values[f"{prefix}loss"] = mean(step.losses[name] for step in steps)
-            values[f"{prefix}grad_norm"] = mean(step.norms[name] for step in steps)
-            values[f"{prefix}lr"] = mean(step.rates[name] for step in steps)
+            told[f"{prefix}loss"] = mean(step.losses[name] for step in steps)
+            told[f"{prefix}grad_norm"] = mean(step.norms[name] for step in steps)
+            told[f"{prefix}lr"] = mean(step.rates[name] for step in steps)
         refused = [f"gradient norm {steps[-1].norms[name]} of the {name}" for name in steps[-1].refused]
         where = f" in optimizer step {len(steps)}" if len(steps) > 1 else ""
-        return VersionReport(values, ", ".join(refused) + where if refused else "")
+        return VersionReport(told, ", ".join(refused) + where if refused else "")
 
     def _move_on(self, version: Version, report: VersionReport) -> None:
         if version >= requirements.first_policy_version(self._config):

@@ -11,6 +11,7 @@ is believed before it was compared with the bytes that are there.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import struct
 from collections.abc import Mapping, Sequence
@@ -63,6 +64,8 @@ EVERY = {
 DTYPES = EVERY | {name: np.dtype(dtype).newbyteorder("<") for name, dtype in COLUMNS.items()}
 PART = "part/"
 PART_DTYPE = np.dtype("<f4")
+SAMPLING = (float, int, int, float, int, float)
+"""What the fields of a `Sampling` are."""
 FINISHES: tuple[Finish, ...] = get_args(Finish)
 BAD_MSGPACK = (ValueError, TypeError, msgpack.UnpackException, RecursionError, OverflowError, MemoryError)
 
@@ -108,7 +111,9 @@ def encode_group(group: Group) -> Payload:
     columns = _columns(group)
     header = {
         "task": task_to_wire(group.task),
-        "sampling": [group.sampling.temperature, group.sampling.max_tokens, group.sampling.seed],
+        "sampling": [
+            kind(value) for kind, value in zip(SAMPLING, dataclasses.astuple(group.sampling), strict=True)
+        ],
         "finish": [FINISHES.index(f) for f in group.finish],
         "columns": [[name, len(column)] for name, column in columns.items()],
         "greedy_reward": None if group.greedy_reward is None else float(group.greedy_reward),
@@ -240,10 +245,9 @@ def _bad_finish(code: object) -> Any:
 
 
 def _sampling(wire: Any) -> Sampling:
-    temperature, max_tokens, seed = wire
-    if type(temperature) not in (int, float) or type(max_tokens) is not int or type(seed) is not int:
+    if not isinstance(wire, list) or tuple(map(type, wire)) != SAMPLING:
         raise WireError(f"sampling {wire!r}")
-    return Sampling(float(temperature), max_tokens, seed)
+    return Sampling(*wire)
 
 
 def _task(wire: Any) -> Task:

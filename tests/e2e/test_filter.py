@@ -9,18 +9,14 @@ from processes import rows
 
 from asyncrl.config.load import load_config
 from asyncrl.launch.local import train
-from asyncrl.types import Task
 
 pytestmark = pytest.mark.slow
 
-
-def half_flat(task: Task, text: str) -> float:
-    """Every second task earns all its rollouts the same."""
-    return 0.0 if task.ordinal % 2 else sum(int(c) for c in text if c.isdigit()) / 9
+OWN_REWARDS = Path(__file__).with_name("own_rewards.py")
 
 
 def test_a_run_trains_full_batches_of_groups_with_spread(config_file: Path) -> None:
-    overrides = ["algorithm.filter=no_spread", f"reward.function='{Path(__file__)}:half_flat'"]
+    overrides = ["algorithm.filter=no_spread", f"reward.function='{OWN_REWARDS}:half_flat'"]
     summary = train(load_config(config_file, overrides))
     assert (summary["versions"], summary["groups_trained"], summary["rollouts_trained"]) == (4, 16, 64)
     assert summary["staleness"]["max"] <= 2

@@ -47,7 +47,7 @@ def tokens_batch(
         greedy_R=torch.tensor(greedy if greedy is not None else [torch.nan] * len(masks)),
         ordinals_R=group_R.clone(),
         copies_R=torch.ones(len(masks)),
-        temperature=1.0,
+        temperature_R=torch.ones(len(masks)),
         parts_R={name: torch.tensor(part) for name, part in (parts or {}).items()},
         columns=given,
     )

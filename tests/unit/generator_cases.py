@@ -49,6 +49,7 @@ class Letters:
 class FakeLease:
     task: Task
     epoch: int
+    progress: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -228,7 +229,7 @@ async def right(task: Task, text: str) -> float:
 async def house(
     reward: Callable[..., Any] = right,
     script: Callable[[int, int], list[int]] = letter_of,
-    held_out: Sequence[Task] = (),
+    held_out: Mapping[str, Sequence[Task]] | None = None,
     config: Config = CONFIG,
 ) -> AsyncIterator[House]:
     queue = FakeQueue()

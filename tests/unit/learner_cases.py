@@ -53,7 +53,7 @@ def oracle_batch() -> MicroBatch:
         greedy_R=torch.full((rollouts,), torch.nan),
         ordinals_R=torch.tensor([names.index(name) for name in ORACLE["group"]]),
         copies_R=torch.ones(rollouts),
-        temperature=1.0,
+        temperature_R=torch.ones(rollouts),
     )
 
 
@@ -124,9 +124,10 @@ def small_config(tmp_path: Path, **sections: Any) -> Config:
         "run": RunConfig(name="case", dir=str(tmp_path), versions=3),
         "model": ModelConfig(path=str(tmp_path / "model")),
         "batch": BatchConfig(groups=2, group_size=4),
-        "generator": GeneratorConfig(max_length=32, max_tokens=8),
+        # Log-probs that a test makes up are no engine's: nothing compares them with the learner's.
+        "generator": GeneratorConfig(engine="scripted", max_length=32, max_tokens=8),
         "queue": QueueConfig(max_staleness=1),
-        "evaluation": EvaluationConfig(every=2, chunk=2),
+        "evaluation": EvaluationConfig(source="heldout.jsonl", every=2, chunk=2),
         "learner": LearnerConfig(
             micro_batch_tokens=64, optimizer=OptimizerConfig(lr=1e-2, warmup_steps=1), groups_deadline_s=5.0
         ),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from learner_cases import random_group, small_config, tiny_model
+from learner_cases import random_group, rollout, small_config, tiny_model
 from rank_processes import run_ranks
 from transformers import AutoModelForCausalLM
 
@@ -16,8 +16,11 @@ from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.schema import Config, LearnerConfig, OptimizerConfig
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.fsdp import FsdpBackend, end_rank
+from asyncrl.learner.probing import probe_batch
 from asyncrl.learner.version_step import VersionReport, version_step
+from asyncrl.probes import prompts
 from asyncrl.sync.layout import Box, from_wire, to_wire
+from asyncrl.types import Group, Sampling, Task
 
 
 def train(backend: FsdpBackend, config: Config, first: int, steps: int) -> list[VersionReport]:
@@ -70,6 +73,7 @@ def rank_main(folder: Path) -> None:
         "values": [r.values for r in reports],
         "layout": to_wire(backend.layout()),
         "shapes": {name: list(t.shape) for name, t in backend.local_tensors().items()},
+        "following": backend.predict_next(probe_batch(prompts(33, 32))).tolist(),
         "exchange": backend.exchange({"rank": backend.rank, "text": "x" * backend.rank}),
     }
     (folder / f"rank{backend.rank}.json").write_text(json.dumps(says))
@@ -83,6 +87,20 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict
     tiny_model(folder / "model")
     run_ranks("test_fsdp_backend:rank_main", folder)
     return folder, [json.loads((folder / f"rank{r}.json").read_text()) for r in range(2)]
+
+
+def test_what_may_follow_a_prompt_is_what_predict_says_of_each_token(
+    two_ranks: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    alone, _ = trained(config_in(tmp_path), 0, 3)
+    asked = prompts(33, 32)
+    following_PV = alone.predict_next(probe_batch(asked))
+    for prompt, row_V in zip(asked, following_PV, strict=True):
+        goes_on = [rollout([*prompt.tolist(), token], len(prompt)) for token in range(33)]
+        batch = MicroBatch.of([Group.from_rollouts(Task(0, ""), Sampling(), goes_on)])
+        torch.testing.assert_close(alone.predict(batch)[batch.loss_mask_N], row_V, atol=1e-5, rtol=0)
+    for says in two_ranks[1]:
+        torch.testing.assert_close(torch.tensor(says["following"]), following_PV, atol=1e-4, rtol=0)
 
 
 def test_two_ranks_train_like_one(two_ranks: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from torch import Tensor
 from asyncrl.learner.logprobs import token_logprobs
 
 
-def naive(hidden: Tensor, weight: Tensor, target: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    logp = ((hidden @ weight.t()) / temperature).log_softmax(-1)
+def naive(hidden: Tensor, weight: Tensor, target: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    logp = ((hidden @ weight.t()) / temperature[:, None]).log_softmax(-1)
     return logp.gather(1, target[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
@@ -20,9 +20,10 @@ def case(rows: int = 7, size: int = 5, vocabulary: int = 11) -> tuple[Tensor, Te
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, None])
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_equals_the_naive_way(chunk: int | None, temperature: float) -> None:
+@pytest.mark.parametrize("temperatures", [[1.0] * 7, [0.6, 1.0, 1.5, 0.6, 0.2, 1.0, 3.0]])
+def test_equals_the_naive_way(chunk: int | None, temperatures: list[float]) -> None:
     hidden, weight, target = case()
+    temperature = torch.tensor(temperatures, dtype=torch.float64)
     pull_logp, pull_entropy = torch.randn(7, dtype=torch.float64), torch.randn(7, dtype=torch.float64)
 
     def run(logp: Tensor, entropy: Tensor) -> tuple[Tensor, ...]:
@@ -38,21 +39,22 @@ def test_equals_the_naive_way(chunk: int | None, temperature: float) -> None:
 @pytest.mark.parametrize("output", [0, 1])
 def test_gradients_against_finite_differences(output: int) -> None:
     hidden, weight, target = case(rows=4)
+    temperature = torch.tensor([0.8, 1.0, 2.0, 0.8], dtype=torch.float64)
     assert torch.autograd.gradcheck(
-        lambda h, w: token_logprobs(h, w, target, 0.8, chunk=3)[output], (hidden, weight)
+        lambda h, w: token_logprobs(h, w, target, temperature, chunk=3)[output], (hidden, weight)
     )
 
 
 def test_no_rows_still_reach_both_inputs() -> None:
     hidden, weight, _ = case(rows=0)
-    logp, _ = token_logprobs(hidden, weight, torch.zeros(0, dtype=torch.int64), 1.0)
+    logp, _ = token_logprobs(hidden, weight, torch.zeros(0, dtype=torch.int64), torch.ones(0))
     _, grad_weight = torch.autograd.grad(logp.sum(), (hidden, weight))
     assert (grad_weight == 0).all()
 
 
 def test_half_precision_inputs_give_float32_results() -> None:
     hidden, weight, target = case()
-    ours, _ = token_logprobs(hidden.bfloat16(), weight.bfloat16(), target, 1.0)
-    theirs, _ = naive(hidden, weight, target, 1.0)
+    ours, _ = token_logprobs(hidden.bfloat16(), weight.bfloat16(), target, torch.ones(7))
+    theirs, _ = naive(hidden, weight, target, torch.ones(7))
     assert ours.dtype == torch.float32
     torch.testing.assert_close(ours.double(), theirs, atol=0.1, rtol=0)

@@ -34,6 +34,7 @@ BAD = [
     ("tasks.source=asyncrl.tasks.addition:nothing",),
     ("evaluation.source=asyncrl.tasks.addition:nothing",),
     ("reward.function=asyncrl.tasks.addition:nothing",),
+    ("reward.options={digits: 2}",),
     ("algorithm.own_loss=nowhere.py:loss",),
     ("reference.path=nowhere", "algorithm.kl_loss.coef=0.1"),
     ("critic.path=nowhere", "algorithm.advantage=gae"),

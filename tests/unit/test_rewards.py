@@ -135,7 +135,7 @@ async def test_a_weight_whose_part_never_comes_is_counted_and_named_once(
     assert record.getMessage() == (
         "reward.weights names rihgt, but 100 answers had no such part; the last one had right"
     )
-    assert scorer.stats() == {"reward/failures": 0, "reward/missed_weights": 1}
+    assert scorer.stats() == {"reward/failures": 0, "reward/zeroed": 0, "reward/missed_weights": 1}
 
 
 def test_a_function_of_a_file_is_loaded_without_its_main_part(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from asyncrl.config.schema import (
     EvaluationConfig,
     GeneratorConfig,
     RewardConfig,
+    RunConfig,
+    TasksConfig,
     TeacherConfig,
 )
 from asyncrl.errors import ConfigError
@@ -24,7 +26,7 @@ from asyncrl.generator.engine import PromptTooLongError, SampleRequest
 from asyncrl.generator.rewards import RewardError, Scorer
 from asyncrl.generator.rollouts import Rollouts
 from asyncrl.learner.algorithms.registry import ADVANTAGES
-from asyncrl.types import Scored, Step, Task, Turn
+from asyncrl.types import ANSWER, Sampling, Scored, Step, Task, Turn
 
 TASK = Task(4, "1+1=", {"answer": "2"})
 LETTERS = "abcdefgh"
@@ -87,6 +89,17 @@ async def test_remax_gets_the_reward_of_one_greedy_rollout_and_nothing_else_of_i
     assert (group.tokens, group.sampling.temperature) == (3 * 5, 0.7)
 
 
+async def test_a_reward_of_the_group_sees_all_answers_of_a_task() -> None:
+    def order(task: Task, texts: list[str]) -> list[float]:
+        return [float("abc".index(text) * len(texts)) for text in texts]
+
+    config = Config(
+        batch=BatchConfig(group_size=3), reward=RewardConfig(function="unused:unused", per="group")
+    )
+    made = Rollouts(Spy(), Letters(), Scorer(order, config.reward), config)  # type: ignore[arg-type]
+    assert (await made.score(TASK, await made.sample(TASK, "r"))).rewards.tolist() == [0.0, 3.0, 6.0]
+
+
 async def test_a_greedy_rollout_that_cannot_be_scored_drops_the_task() -> None:
     async def picky(task: Task, text: str) -> float:
         if text == "G":
@@ -138,6 +151,75 @@ async def test_held_out_tasks_that_cannot_be_scored_or_asked_count_as_0() -> Non
     group = await rollouts(Narrow(), picky, advantage="remax").evaluate(TASK, held_out, "e")
     assert group.rewards.tolist() == [1.0, 0.0, 0.0]
     assert group.lengths.tolist() == [5, 5, 6]
+
+
+def exams(spy: Any, reward: Callable[..., Any], **reward_keys: Any) -> Rollouts:
+    """Three samples of each task of the set 'hard', greedy ones of the others."""
+    hard = {"source": "hard.jsonl", "samples": 3, "temperature": 0.6, "top_p": 0.9, "max_tokens": 4}
+    config = Config(
+        evaluation=EvaluationConfig(source="main.jsonl", max_tokens=2, sets={"hard": hard}),
+        reward=RewardConfig(function="unused:unused", retries=0, **reward_keys),
+        run=RunConfig(seed=5),
+    )
+    return Rollouts(spy, Letters(), Scorer(reward, config.reward), config)  # type: ignore[arg-type]
+
+
+async def test_each_evaluation_set_is_sampled_its_own_way() -> None:
+    async def constant(task: Task, text: str) -> float:
+        return 1.0
+
+    spy = Spy()
+    made = exams(spy, constant)
+    hard = await made.evaluate(TASK, [Task(0, "1+1="), Task(1, "1+2=")], "e", "hard")
+    main = await made.evaluate(TASK, [Task(0, "1+1=")], "f")
+    assert [(r.request_id, r.n, r.ordinal) for r in spy.asked] == [
+        ("e/0", 3, 0),
+        ("e/1", 3, 1),
+        ("f/0", 1, 0),
+    ]
+    assert hard.sampling == Sampling(temperature=0.6, max_tokens=4, seed=5, top_p=0.9)
+    assert main.sampling == Sampling(temperature=0.0, max_tokens=2, seed=5)
+    assert (hard.rewards.tolist(), main.rewards.tolist()) == ([1.0] * 6, [1.0])
+    assert ANSWER not in hard.reward_parts
+
+
+async def test_answers_of_a_task_that_agree_have_one_number() -> None:
+    async def reads(task: Task, text: str) -> Scored:
+        answer = None if text == "c" else "same" if task.ordinal == 0 else text
+        return Scored(float(text == "a"), answer=answer)
+
+    held_out = [Task(0, "1+1="), Task(1, "1+2=")]
+    group = await exams(Spy(), reads).evaluate(TASK, held_out, "e", "hard")
+    assert group.rewards.tolist() == [1.0, 0.0, 0.0] * 2
+    assert group.reward_parts[ANSWER].tolist() == [1.0, 1.0, 0.0, 1.0, 2.0, 0.0]
+
+
+async def test_a_reward_of_the_group_sees_all_samples_of_a_held_out_task() -> None:
+    async def count(task: Task, texts: list[str]) -> list[float]:
+        return [float(len(texts))] * len(texts)
+
+    group = await exams(Spy(), count, per="group").evaluate(TASK, [TASK, TASK], "e", "hard")
+    assert group.rewards.tolist() == [3.0] * 6
+
+
+async def test_a_held_out_task_that_cannot_be_scored_counts_as_0_with_all_its_samples() -> None:
+    async def picky(task: Task, text: str) -> float:
+        if (task.ordinal, text) == (0, "b"):
+            raise KeyError("b")
+        return 1.0
+
+    group = await exams(Spy(), picky).evaluate(TASK, [Task(0, "1+1="), Task(1, "1+2=")], "e", "hard")
+    assert group.rewards.tolist() == [0.0] * 3 + [1.0] * 3
+
+
+async def test_a_prompt_longer_than_the_setting_is_not_asked() -> None:
+    config = Config(tasks=TasksConfig(max_prompt_tokens=4), evaluation=EvaluationConfig(source="main.jsonl"))
+    spy = Spy()
+    made = Rollouts(spy, Letters(), Scorer(by_letter, config.reward), config)  # type: ignore[arg-type]
+    with pytest.raises(PromptTooLongError, match=r"5 tokens is longer than tasks\.max_prompt_tokens=4"):
+        await made.sample(Task(0, "1+12="), "r")
+    assert spy.asked == []
+    assert len((await made.sample(TASK, "r")).played) == 8
 
 
 async def test_an_answer_is_sampled_as_in_training_without_a_greedy_one() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.draws import stream_key, uniform, uniform_at
-from asyncrl.generator.sampling import draw
+from asyncrl.generator.sampling import Support, draw
 
 LOGITS = torch.tensor([0.0, math.log(2.0), math.log(5.0), -math.inf])  # probabilities 1/8, 2/8, 5/8, 0
 
@@ -89,6 +89,50 @@ def test_the_extremes_of_the_uniform_number_hit_tokens_that_have_probability() -
     logits_RV = torch.tensor([[-math.inf, 0.0, 0.1, -math.inf]] * 2)
     tokens, _ = draw(logits_RV, np.ones(2), np.array([lowest, highest]))
     assert list(tokens) == [1, 2]
+
+
+def of_all_rows(rows: int, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> Support:
+    return Support(np.full(rows, top_p), np.full(rows, top_k), np.full(rows, min_p))
+
+
+# Probabilities 1/8, 2/8, 5/8: what is left, and what it has.
+CUTS = {
+    "top_k": ({"top_k": 2}, [0, 2 / 7, 5 / 7]),
+    "top_k beyond the vocabulary": ({"top_k": 9}, [1 / 8, 2 / 8, 5 / 8]),
+    "top_p just met by the likeliest": ({"top_p": 0.625}, [0, 0, 1]),
+    "top_p not quite met": ({"top_p": 0.63}, [0, 2 / 7, 5 / 7]),
+    "top_p of next to nothing": ({"top_p": 1e-9}, [0, 0, 1]),
+    "min_p": ({"min_p": 0.39}, [0, 2 / 7, 5 / 7]),
+    "min_p that the rarest still meets": ({"min_p": 0.19}, [1 / 8, 2 / 8, 5 / 8]),
+    "top_p of what top_k left": ({"top_p": 0.7, "top_k": 2}, [0, 0, 1]),
+    "top_p of what min_p left": ({"top_p": 0.72, "min_p": 0.39}, [0, 2 / 7, 5 / 7]),
+}
+
+
+@pytest.mark.parametrize(("cut", "left"), CUTS.values(), ids=CUTS.keys())
+def test_a_cut_support_is_drawn_from_and_its_log_probs_are_of_what_is_left(
+    cut: dict[str, float], left: list[float]
+) -> None:
+    rows = 20_000
+    uniform_R = uniform(0, np.arange(rows), 0, 0)
+    support = of_all_rows(rows, **cut)  # type: ignore[arg-type]
+    tokens, logp = draw(LOGITS.expand(rows, -1), np.ones(rows), uniform_R, support)
+    assert np.bincount(tokens, minlength=4) / rows == pytest.approx([*left, 0.0], abs=0.015)
+    assert np.exp(logp) == pytest.approx(np.array([*left, 0.0])[tokens])
+
+
+def test_a_cut_comes_after_the_temperature() -> None:
+    # At temperature 0.5 the probabilities are 1/30, 4/30, 25/30: the likeliest alone has the mass 0.8.
+    tokens, logp = draw(LOGITS[None], np.array([0.5]), np.array([0.01]), of_all_rows(1, top_p=0.8))
+    assert (tokens.tolist(), logp.tolist()) == ([2], [0.0])
+
+
+def test_each_row_is_cut_by_its_own_rule_and_a_greedy_one_by_none() -> None:
+    support = Support(np.array([1.0, 0.1, 1.0, 0.1]), np.array([0, 0, 1, 1]), np.zeros(4))
+    temperature_R, uniform_R = np.array([1.0, 1.0, 1.0, 0.0]), np.full(4, 1e-6)
+    tokens, logp = draw(LOGITS.expand(4, -1), temperature_R, uniform_R, support)
+    assert tokens.tolist() == [0, 2, 2, 2]
+    assert np.exp(logp) == pytest.approx([1 / 8, 1, 1, 5 / 8])
 
 
 def test_logits_that_are_not_finite_are_refused() -> None:

@@ -25,6 +25,7 @@ from asyncrl.config.schema import (
     RewardConfig,
     RunConfig,
 )
+from asyncrl.config.tasks import MAIN, EvaluationConfig
 from asyncrl.errors import DeadlineError, RefusedError, TrainingError
 from asyncrl.learner import checkpoint, report, requirements
 from asyncrl.learner.fsdp import FsdpBackend
@@ -37,7 +38,7 @@ from asyncrl.telemetry.sinks import read_rows
 from asyncrl.telemetry.spans import Spans
 from asyncrl.types import Group, Sampling, Task
 
-HELDOUT = 3
+HELDOUT = {MAIN: 3}
 Make = Callable[[int], Group]
 
 
@@ -162,7 +163,7 @@ class FakePublisher:
 class Case:
     """One trainer and its neighbours."""
 
-    def __init__(self, config: Config, queue: FakeQueue, heldout: int = HELDOUT) -> None:
+    def __init__(self, config: Config, queue: FakeQueue, heldout: Mapping[str, int] = HELDOUT) -> None:
         tiny_model(Path(config.model.path))
         self.folder = Path(config.run.dir) / config.run.name
         self.queue, self.backend = queue, FsdpBackend(config, requirements.models(config))
@@ -214,6 +215,22 @@ def test_a_run_from_the_first_to_the_last_version(tmp_path: Path) -> None:
     assert summary["utilization"]["generator"] == pytest.approx(0.75)
     assert checkpoint.newest(case.folder) == case.folder / "checkpoints" / "v000003"
     assert (case.folder / "final" / "config.json").exists()
+
+
+def test_sets_with_names_have_metrics_of_their_own(tmp_path: Path) -> None:
+    entry = {"source": "x.jsonl"}
+    config = small_config(tmp_path, evaluation=EvaluationConfig(sets={"math": entry, "code": entry}, every=3))
+    case = Case(config, FakeQueue(accuracy={0: 0.25, 3: 0.75}), {"math": 2, "code": 3})
+    case.trainer.run()
+    evaluated = [row for row in case.rows if "step_s" not in row]
+    assert [
+        (row["version"], row["heldout/math/accuracy"], row["heldout/code/accuracy"]) for row in evaluated
+    ] == [
+        (0, 0.25, 0.25),
+        (3, 0.75, 0.75),
+    ]
+    assert case.summary["heldout_accuracy_end"] is None
+    assert case.summary["heldout"] == {"math/accuracy": 0.75, "code/accuracy": 0.75}
 
 
 def test_a_resumed_run_is_the_run_that_was_never_stopped(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -147,6 +149,17 @@ def test_at_fixed_shape_a_sample_is_the_same_to_the_last_bit_whatever_else_runs(
                 assert mine.logprobs.tobytes() == theirs.logprobs.tobytes()
 
 
+def test_at_fixed_shape_single_samples_of_one_task_share_the_batch_where_their_places_differ() -> None:
+    model = build(CONFIGS["qwen2"])
+    (asked,) = requests(1, n=1, max_tokens=2)
+    for places, running in (((4, 5, 17), 2), ((4, 5, 6), 3)):  # 17 is row 5 of 12
+        slots = batch(model, fixed_shape=True)
+        for place in places:
+            slots.add(dataclasses.replace(asked, request_id=f"r{place}", place=place))
+        slots.step()
+        assert (slots.running, slots.waiting) == (running, 3 - running)
+
+
 def test_the_tokens_of_a_sample_do_not_depend_on_rows_or_neighbours() -> None:
     """Compact mode shares the draws: the same tokens, log-probs within rounding."""
     model = build(CONFIGS["llama"])
@@ -251,3 +264,64 @@ async def test_one_request_id_twice_is_refused() -> None:
         await engine.sample(one)
     assert len(await first) == 3
     await engine.close()
+
+
+def test_free_rows_are_filled_sample_by_sample_and_siblings_share_the_prompt() -> None:
+    """5 rows, groups of 3: no row stays empty while something waits, and no prompt is run twice."""
+    model, prompts_run = build(CONFIGS["qwen2"]), 0
+    slots = batch(model, slots=5, end=-1)
+    plain = slots._forward
+
+    def counting(token_N: Any, position_N: Any, of: Any, keep: Any) -> torch.Tensor:
+        nonlocal prompts_run
+        prompts_run += 0 if keep is None else len(keep)
+        assert keep is not None or len(token_N) == 5 or not slots.waiting
+        return plain(token_N, position_N, of, keep)
+
+    slots._forward = counting  # type: ignore[method-assign]
+    asked = [
+        dataclasses.replace(one, sampling=Sampling(max_tokens=8 + 4 * i, seed=5))
+        for i, one in enumerate(requests(6))
+    ]
+    for one in asked:
+        slots.add(one)
+    assert slots.waiting == 18
+    finished = run(slots, [])
+    assert prompts_run == 6
+    reference = build(CONFIGS["qwen2"], "sdpa")
+    for one in asked:
+        alone = run(batch(model, end=-1), [one])[one.request_id]
+        for mine, theirs in zip(finished[one.request_id], alone, strict=True):
+            assert mine.output_ids.tolist() == theirs.output_ids.tolist()
+            np.testing.assert_allclose(mine.logprobs, forward_logp(reference, mine), atol=2e-5)
+
+
+def test_a_sample_that_joins_after_a_flip_has_nothing_of_the_old_weights_behind_it() -> None:
+    model, other = build(CONFIGS["qwen2"]), build(CONFIGS["qwen2"], "sdpa", seed=9)
+    targets = {name: parameter.data for name, parameter in model.named_parameters()}
+    slots = batch(model, slots=4, end=-1)
+    for one in requests(5)[3:]:
+        slots.add(one)
+    slots.step()
+    assert (slots.running, slots.waiting) == (4, 2)
+    slots.flip({name: p.data for name, p in other.named_parameters()}, targets, version=1)
+    turns = run(slots, [])["r4"]
+    assert [turn.versions[0] for turn in turns] == [0, 1, 1]
+    for turn in turns[1:]:
+        np.testing.assert_allclose(turn.logprobs, forward_logp(other, turn), atol=2e-5)
+
+
+def test_the_oldest_task_is_begun_first_and_an_abort_takes_what_has_not_begun_too() -> None:
+    slots = batch(build(CONFIGS["qwen2"]), slots=4, end=-1)
+    for one in reversed(requests(4)):
+        slots.add(one)
+    slots.step()
+    assert (slots.running, slots.waiting) == (4, 8)
+    removed = slots.remove("r1")
+    assert removed is not None
+    assert [(len(turn.output_ids), turn.finish) for turn in removed] == [(2, "abort")] + [(0, "abort")] * 2
+    assert (slots.running, slots.waiting) == (3, 6)
+    waiting = slots.remove("r3")
+    assert waiting is not None
+    assert [len(turn.output_ids) for turn in waiting] == [0, 0, 0]
+    assert sorted(run(slots, [])) == ["r0", "r2"]

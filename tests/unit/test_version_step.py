@@ -21,7 +21,6 @@ from asyncrl.config.schema import (
     BatchConfig,
     Config,
     CriticConfig,
-    GeneratorConfig,
     LearnerConfig,
     OptimizerConfig,
     ReferenceConfig,
@@ -458,7 +457,7 @@ def test_the_reward_model_learns_the_outcomes_from_before_any_shaping() -> None:
     """Every answer is longer than allowed and loses 10; those with a reward of 1 or 2 are successes nevertheless."""
     shaping = ShapingConfig(overlong_buffer=1, overlong_penalty=10.0)
     config = config_of(AlgorithmConfig(advantage="prime", prm_beta=0.7, shaping=shaping))
-    config = dataclasses.replace(config, generator=GeneratorConfig(max_length=32, max_tokens=1))
+    config = dataclasses.replace(config, generator=dataclasses.replace(config.generator, max_tokens=1))
     found, report = run(config, ONE_CLAIM)
     assert report.values["reward/overlong_penalty"] == 10
     backend = FakeBackend(["reference", "reward_model"])

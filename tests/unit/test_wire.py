@@ -32,7 +32,7 @@ def group(
     rng = np.random.default_rng(total)
     return Group(
         task=Task(7, [{"role": "user", "content": "2+2=é"}], {"answer": "4", "weights": [1, 2.5, None]}),
-        sampling=Sampling(0.7, 12, 99),
+        sampling=Sampling(0.7, 12, 99, top_p=0.9, top_k=40, min_p=0.01),
         lengths=np.array(lengths, np.int64),
         token_ids=rng.integers(0, 1 << 40, total),
         loss_mask=rng.integers(0, 2, total).astype(np.int8),
@@ -221,7 +221,8 @@ WRONG = {
     "greedy nan": ("greedy_reward", float("nan"), "greedy reward nan"),
     "finish code": ("finish", [0, -1], "finish code -1"),
     "one finish": ("finish", [0], "must have 2 values each"),
-    "sampling": ("sampling", ["hot", 1, 1], "sampling"),
+    "sampling": ("sampling", ["hot", 1, 1, 1.0, 0, 0.0], "sampling"),
+    "sampling of too few": ("sampling", [1.0, 1, 1], "sampling"),
     "task": ("task", msgpack.packb([-1, "x", {}]), "a task with ordinal -1"),
     "task data": ("task", msgpack.packb([1, "x", 5]), "task 1: data of type int"),
 }
@@ -235,7 +236,7 @@ def test_errors_say_what_is_wrong(field: str, value: Any, says: str) -> None:
 
 def test_lengths_that_are_not_those_of_the_columns_are_refused() -> None:
     lengths = np.array([5], "<i8").tobytes()
-    header = {"task": wire.task_to_wire(Task(0, "x")), "sampling": [1.0, 1, 0], "finish": [0]}
+    header = {"task": wire.task_to_wire(Task(0, "x")), "sampling": [1.0, 1, 0, 1.0, 0, 0.0], "finish": [0]}
     counts = [["lengths", 1], ["token_ids", 0], ["logprobs", 0], ["versions", 0], ["rewards", 0]]
     with pytest.raises(WireError, match="1 lengths that sum up to 5 for 0 tokens"):
         wire.decode_group(sealed({**header, "columns": [*counts, ["loss_mask", 0]]}, lengths))

@@ -20,11 +20,14 @@ from generator_cases import (
 )
 
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.schema import BatchConfig, Config, GeneratorConfig
+from asyncrl.config.schema import BatchConfig, Config, EvaluationConfig, GeneratorConfig
+from asyncrl.config.tasks import MAIN
 from asyncrl.errors import ConfigError, DeadlineError, WeightSyncError
 from asyncrl.generator import weights
+from asyncrl.generator.engine import SampleRequest
+from asyncrl.generator.patience import RequestFailedError
 from asyncrl.generator.worker import Worker
-from asyncrl.types import Scored, Step, Task
+from asyncrl.types import Scored, Step, Task, Turn
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +74,59 @@ async def test_no_more_is_leased_than_the_engine_can_hold_and_a_lead() -> None:
         await h.queue.submit("train", *tasks(30))
         await h.queue.until(lambda: len(h.queue.committed) == 30)
         assert max(most for _, _, most in h.queue.asked) == 5  # 8 slots / 2 samples, and a quarter
+
+
+async def test_the_longest_sample_of_a_group_keeps_no_slot_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each group one sample of two goes on for ever."""
+    begun: list[int] = []
+
+    async def endless(request: SampleRequest) -> list[Turn]:
+        begun.append(request.ordinal)
+        return await asyncio.get_running_loop().create_future()
+
+    async with house() as h:
+        monkeypatch.setattr(h.engine, "sample", endless)
+        monkeypatch.setattr(h.engine, "stats", lambda: {"tokens": 0.0, "running": len(begun), "waiting": 0.0})
+        await h.learner.publish(0)
+        await h.queue.submit("train", *tasks(30))
+        await h.queue.until(
+            lambda: len(begun) == 9
+        )  # 9 samples go on; with a 10th group there would be 11 at first
+        for _ in range(3):
+            seen = h.queue.stats
+            await h.queue.until(lambda: h.queue.stats is not seen)  # noqa: B023
+        assert begun == list(range(9))
+
+
+async def test_an_engine_that_takes_memory_away_is_given_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    pressed = {"tokens": 0.0, "running": 8.0, "waiting": 2.0, "kv_usage": 1.0, "preemptions": 4.0}
+
+    async def endless(request: SampleRequest) -> list[Turn]:
+        return await asyncio.get_running_loop().create_future()
+
+    async with house() as h:
+        await h.queue.until(lambda: h.queue.stats.get("admitted") == 10)
+        monkeypatch.setattr(h.engine, "sample", endless)
+        monkeypatch.setattr(h.engine, "stats", lambda: pressed)
+        await h.learner.publish(0)
+        await h.queue.submit("train", *tasks(30))
+        await h.queue.until(lambda: h.queue.stats.get("admitted", 10) < 10)
+
+
+async def test_a_request_that_fails_for_good_is_dropped_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with house() as h:
+        plain = h.engine.sample
+
+        async def sample(request: SampleRequest) -> list[Turn]:
+            if request.ordinal == 1:
+                raise RequestFailedError("no")
+            return await plain(request)
+
+        monkeypatch.setattr(h.engine, "sample", sample)
+        await h.learner.publish(0)
+        await h.queue.submit("train", *tasks(3))
+        await h.queue.until(lambda: len(h.queue.committed) + len(h.queue.dropped) == 3)
+        assert h.queue.dropped == {1: "engine"}
 
 
 async def test_a_flip_asks_again_with_the_newer_version() -> None:
@@ -148,9 +204,9 @@ async def test_groups_without_spread_are_dropped_before_they_travel_if_the_confi
 
 async def test_an_evaluation_is_never_filtered() -> None:
     held_out = [Task(ordinal, "?", {"answer": "A"}) for ordinal in range(3)]
-    async with house(held_out=held_out, config=FILTERING) as h:
+    async with house(held_out={MAIN: held_out}, config=FILTERING) as h:
         await h.learner.publish(0)
-        await h.queue.submit("eval", Task(0, "", {"version": 0, "start": 0, "stop": 3}))
+        await h.queue.submit("eval", Task(0, "", {"version": 0, "set": "", "start": 0, "stop": 3}))
         await h.queue.until(lambda: len(h.queue.committed) == 1)
         assert h.queue.committed["eval", 0].rewards.tolist() == [1.0, 1.0, 1.0]
 
@@ -251,9 +307,9 @@ async def test_an_evaluation_is_greedy_over_its_chunk_and_pins_the_version(
         return float(task.ordinal)
 
     held_out = [Task(ordinal, f"h{ordinal}") for ordinal in range(6)]
-    async with house(reward=gated, held_out=held_out) as h:
+    async with house(reward=gated, held_out={MAIN: held_out}) as h:
         await h.learner.publish(0)
-        await h.queue.submit("eval", Task(0, "", {"version": 0, "start": 2, "stop": 5}))
+        await h.queue.submit("eval", Task(0, "", {"version": 0, "set": "", "start": 2, "stop": 5}))
         await h.queue.until(lambda: h.queue.stats.get("leases") == 1)
         await h.learner.publish(1)
         await h.queue.submit("train", *tasks(1))
@@ -270,6 +326,20 @@ async def test_an_evaluation_is_greedy_over_its_chunk_and_pins_the_version(
         assert evaluation.sampling.temperature == 0.0
         assert set(evaluation.versions.tolist()) == {-1, 0}
         await h.queue.until(lambda: h.queue.stats["held"] == 1)
+
+
+async def test_an_evaluation_lease_names_its_set() -> None:
+    async def ordinal_of(task: Task, text: str) -> float:
+        return float(task.ordinal)
+
+    hard = {"source": "hard.jsonl", "samples": 2, "temperature": 1.0, "max_tokens": 3}
+    config = replace(CONFIG, evaluation=EvaluationConfig(sets={"hard": hard}))
+    sets = {"": [Task(0, "m")], "hard": [Task(ordinal, f"h{ordinal}") for ordinal in range(3)]}
+    async with house(reward=ordinal_of, held_out=sets, config=config) as h:
+        await h.learner.publish(0)
+        await h.queue.submit("eval", Task(0, "", {"version": 0, "set": "hard", "start": 1, "stop": 3}))
+        await h.queue.until(lambda: bool(h.queue.committed))
+        assert h.queue.committed["eval", 0].rewards.tolist() == [1.0, 1.0, 2.0, 2.0]
 
 
 async def test_a_rewound_learner_is_followed_to_its_lower_version() -> None:

@@ -1,0 +1,43 @@
+"""How many samples one engine is given: enough that a free slot finds its next prompt, no more than its memory takes.
+
+    limit = slots + a lead        as long as the engine keeps everybody's KV
+            · ¾ of what it had    when it took KV away from samples to make room (a pre-emption: all of it is redone)
+            + one group           at each look at an engine that has memory to spare again
+
+The queue's staleness bound stands above it: this says only how many leases are worth asking for. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+
+LEAD = 0.25
+"""Samples waiting beyond the slots, as a share of them: prompts at hand when slots fall free."""
+
+CUT = 0.75
+"""What is left of the samples under way after a pre-emption."""
+
+CALM = 0.9
+"""Share of the KV memory in use below which more is taken."""
+
+
+class Admission:
+    """slots: samples that the engine decodes at once · group: samples of one lease · limit: samples to be under way"""
+
+    def __init__(self, slots: int, group: int) -> None:
+        self._group = group
+        self._most = float(slots + max(group, math.ceil(LEAD * slots)))
+        self.limit = self._most
+        self._preemptions = 0.0
+
+    def observe(self, under_way: int, kv_usage: float, preemptions: float) -> None:
+        """One look at the engine, at a steady pace. preemptions: since its start."""
+        if preemptions > self._preemptions:
+            self.limit = max(float(self._group), CUT * min(self.limit, under_way))
+        elif kv_usage < CALM:
+            self.limit = min(self._most, self.limit + self._group)
+        self._preemptions = preemptions
+
+    def room(self, under_way: int) -> int:
+        """Groups to ask for while so many samples are decoded or wait for it."""
+        return max(0, math.floor((self.limit - under_way) / self._group))

@@ -1,0 +1,124 @@
+"""Calling one reward function so that one bad call never stalls the others.
+
+value ──▸ plain function: one of `workers` ─────┐ deadline_s ──▸ read
+          async function: this event loop ──────┘ failed or late: again, `retries` times, then RewardError
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
+from typing import Any, TypeVar
+
+from asyncrl.config.dotted import load_function
+from asyncrl.config.schema import RewardConfig
+from asyncrl.errors import ConfigError
+from asyncrl.generator.threads import in_thread
+from asyncrl.types import Task
+
+Reward = Callable[..., Any]
+"""reward(task, text) or reward(task, text, rollout), plain or async -> float, its parts by name, or `Scored`;
+`per: group`: reward(task, texts) or reward(task, texts, rollouts) -> a list of these."""
+
+Result = TypeVar("Result")
+
+
+class RewardError(Exception):
+    """A reward that failed every time it was tried. The task is dropped with reason 'reward'."""
+
+
+class Call:
+    """One reward function with its deadline, retries and threads. name: of several; one alone has none.
+
+    failures  calls that failed so far
+    """
+
+    def __init__(self, function: Reward, config: RewardConfig, name: str = "") -> None:
+        self.config, self.name, self.failures = config, name, 0
+        self._function = function
+        self._async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            type(function).__call__
+        )
+        self._takes_rollout = _takes_rollout(function)
+        self._free = asyncio.Semaphore(config.workers)
+
+    async def __call__(self, task: Task, text: Any, rollout: Any, read: Callable[[Any], Result]) -> Result:
+        """What `read` makes of the function's value. Raises RewardError after 1 + retries failures of either."""
+        arguments = (task, text, rollout) if self._takes_rollout else (task, text)
+        call = self._in_loop if self._async else self._in_thread
+        why = ""
+        for _ in range(1 + self.config.retries):
+            try:
+                return read(await call(*arguments))
+            except TimeoutError:
+                why = f"took longer than reward.deadline_s={self.config.deadline_s}"
+            except Exception as error:
+                why = f"raised {type(error).__name__}: {error}"
+            self.failures += 1
+        which = f"reward {self.name!r}" if self.name else "reward"
+        raise RewardError(f"the {which} of task {task.ordinal} {why}")
+
+    def close(self) -> None:
+        """Closes the function, if it has something to close. Does not wait for calls that hang."""
+        if close := getattr(self._function, "close", None):
+            close()
+
+    async def _in_loop(self, *arguments: Any) -> Any:
+        async with asyncio.timeout(self.config.deadline_s):
+            return await self._function(*arguments)
+
+    async def _in_thread(self, *arguments: Any) -> Any:
+        # The deadline is that of the call: it does not count the wait for a free worker. A call that hangs for ever
+        # keeps its thread, and no place among the workers.
+        async with self._free, asyncio.timeout(self.config.deadline_s):
+            return await in_thread(self._function, *arguments)
+
+
+def load_reward(config: RewardConfig, key: str) -> Reward:
+    """The function that `config.function` names, with its options; of a class, an instance.
+
+    Raises ConfigError under `key`, the section or the entry of `reward.functions`, and what the class raises, under
+    `key`.options.
+    """
+    if config.function is None:
+        raise ConfigError(f"{key}.function", None, "names no reward function", "set it")
+    found, options = load_function(config.function, f"{key}.function"), config.options
+    try:
+        signature = inspect.signature(found)
+        # A function gets its task and text later, a class gets all it needs now.
+        (signature.bind if inspect.isclass(found) else signature.bind_partial)(**options)
+    except (TypeError, ValueError) as error:
+        remedy = f"give the keywords that {config.function} takes"
+        raise ConfigError(f"{key}.options", options, str(error), remedy) from None
+    if not inspect.isclass(found):
+        return partial(found, **options) if options else found
+    try:
+        made = found(**options)
+    except ConfigError as error:
+        raise ConfigError(f"{key}.options.{error.key}", error.value, error.rule, error.remedy) from None
+    if not callable(made):
+        raise ConfigError(
+            f"{key}.function", config.function, "its instances cannot be called", "give it __call__"
+        )
+    return made
+
+
+async def all_of(jobs: Iterable[Awaitable[Result]]) -> list[Result]:
+    """Their results in order; the first failure ends the others."""
+    tasks = [asyncio.ensure_future(job) for job in jobs]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _takes_rollout(function: Reward) -> bool:
+    """Whether a third positional argument fits."""
+    try:
+        inspect.signature(function).bind(None, None, None)
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,66 @@
+"""After each flip, a few tokens for the learner to compare with what it would have said: see `probes.py`.
+
+held rises ──▸ one token after each of the prompts ──▸ reports, which travel with the worker's telemetry
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from asyncrl.generator.engine import Sampler, SampleRequest
+from asyncrl.generator.patience import RequestFailedError
+from asyncrl.generator.weights import WeightFollower
+from asyncrl.types import NO_VERSION, Array, Sampling, Turn
+
+log = logging.getLogger(__name__)
+
+RECENT = 8
+"""Reports that stay: more than flips between two heartbeats."""
+
+
+class Prober:
+    """sampling: that of training; prompts: the same in the learner."""
+
+    def __init__(
+        self, engine: Sampler, follower: WeightFollower, prompts: Sequence[Array], sampling: Sampling
+    ) -> None:
+        self._engine, self._follower, self._prompts = engine, follower, prompts
+        self._sampling = replace(sampling, max_tokens=1)
+        self._reports: deque[dict[str, Any]] = deque(maxlen=RECENT)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        lineage, held = -1, NO_VERSION
+        while True:
+            await self._follower.past(lineage, held)
+            lineage, held = self._follower.lineage, self._follower.held
+            asked = (self._ask(f"probe/{lineage}/{held}/{p}", p) for p in range(len(self._prompts)))
+            try:
+                turns = await asyncio.gather(*asked)
+            except RequestFailedError as error:
+                log.warning("version %d goes without a probe: %s", held, error)
+                continue
+            # A token of a later version has a report of its own.
+            if all(turn.versions.tolist() == [held] for turn in turns) and self._follower.lineage == lineage:
+                self._reports.append(
+                    {
+                        "lineage": lineage,
+                        "version": held,
+                        "temperature": self._sampling.temperature,
+                        "tokens": [int(turn.output_ids[0]) for turn in turns],
+                        "logprobs": [float(turn.logprobs[0]) for turn in turns],
+                    }
+                )
+
+    def reports(self) -> list[dict[str, Any]]:
+        """The last few."""
+        return list(self._reports)
+
+    async def _ask(self, name: str, prompt: int) -> Turn:
+        request = SampleRequest(name, self._prompts[prompt], self._sampling, ordinal=prompt)
+        return (await self._engine.sample(request))[0]

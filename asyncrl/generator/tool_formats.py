@@ -1,0 +1,141 @@
+"""Tool calls in what a model writes. Pure.
+
+    hermes   <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>           Hermes, Qwen2.5, Qwen3
+    llama3   <|python_tag|>{"name": "add", "parameters": {"a": 1}}; {…}              Llama 3.1 and later
+             <|python_tag|>add.call(a=1)                                             its form for built-in tools
+    json     {"name": "add", "arguments": {"a": 1}}                                  alone, a list, or in a ``` block
+
+"arguments" and "parameters" are both taken in every format, as an object or as a string that holds one. A call that
+cannot be read becomes a `BadCall`, whose problem is told to the model. Thoughts, up to </think>, hold no calls.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+ToolFormat = Literal["hermes", "llama3", "json"]
+
+HERMES_OPEN, HERMES_CLOSE = "<tool_call>", "</tool_call>"
+PYTHON_TAG = "<|python_tag|>"
+NAMED = re.compile(r'"name"\s*:')
+FENCED = re.compile(r"```(?:json)?\s*\n?(.*?)```", re.DOTALL)
+BUILT_IN = re.compile(r"[A-Za-z_]\w*\.call\(")
+
+# Models put newlines into JSON strings as they are.
+DECODER = json.JSONDecoder(strict=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A tool by name, and what to call it with."""
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class BadCall:
+    """Something that was meant as a call. problem: a sentence for the model."""
+
+    problem: str
+
+
+AnyCall = ToolCall | BadCall
+
+
+def calls_in(text: str, tool_format: ToolFormat) -> tuple[AnyCall, ...]:
+    """In the order of the text. None: the text is an answer.
+
+    >>> calls_in('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "hermes")
+    (ToolCall(name='add', arguments={'a': 1}),)
+    """
+    return tuple(FORMATS[tool_format](_after_thoughts(text)))
+
+
+def _hermes(text: str) -> Iterator[AnyCall]:
+    for piece in text.split(HERMES_OPEN)[1:]:
+        yield from _calls(piece.partition(HERMES_CLOSE)[0])
+
+
+def _llama3(text: str) -> Iterator[AnyCall]:
+    _, tag, after = text.partition(PYTHON_TAG)
+    body = (after if tag else text).strip()
+    if tag and BUILT_IN.match(body):
+        yield _built_in(body)
+    elif tag or _looks_like_a_call(body):
+        yield from _calls(body)
+
+
+def _plain(text: str) -> Iterator[AnyCall]:
+    for body in FENCED.findall(text) or [text]:
+        if _looks_like_a_call(body.strip()):
+            yield from _calls(body)
+
+
+FORMATS: Mapping[ToolFormat, Callable[[str], Iterator[AnyCall]]] = {
+    "hermes": _hermes,
+    "llama3": _llama3,
+    "json": _plain,
+}
+
+
+def _after_thoughts(text: str) -> str:
+    """The prompt may have opened the thoughts; those that are not closed go on to the end."""
+    return text.rpartition("</think>")[2].partition("<think>")[0]
+
+
+def _looks_like_a_call(body: str) -> bool:
+    return body[:1] in ("{", "[") and NAMED.search(body) is not None
+
+
+def _calls(body: str) -> Iterator[AnyCall]:
+    """JSON objects, one after another or in a list; ';' and ',' may stand between them."""
+    body = body.strip().removeprefix("```json").removeprefix("```").removesuffix("```").strip()
+    if not body:
+        yield BadCall("The tool call is empty.")
+    while body:
+        try:
+            value, end = DECODER.raw_decode(body)
+        except json.JSONDecodeError as error:
+            yield BadCall(f"The tool call is not valid JSON: {error.msg} at character {error.pos}.")
+            return
+        yield from map(_call, value if isinstance(value, list) else [value])
+        body = body[end:].lstrip(" \t\r\n;,")
+
+
+def _call(value: Any) -> AnyCall:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return BadCall('A tool call is a JSON object with the keys "name" and "arguments".')
+    arguments = value.get("arguments", value.get("parameters"))
+    if isinstance(arguments, str):
+        try:
+            arguments = DECODER.decode(arguments)
+        except json.JSONDecodeError:
+            return BadCall(f'The "arguments" of {value["name"]} are a text, not a JSON object.')
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        return BadCall(f'The "arguments" of {value["name"]} are not a JSON object.')
+    return ToolCall(value["name"], arguments)
+
+
+def _built_in(body: str) -> AnyCall:
+    """
+    >>> _built_in('brave_search.call(query="asyncrl")')
+    ToolCall(name='brave_search', arguments={'query': 'asyncrl'})
+    """
+    try:
+        call = ast.parse(body.strip(), mode="eval").body
+        assert isinstance(call, ast.Call)
+        assert isinstance(call.func, ast.Attribute)
+        assert isinstance(call.func.value, ast.Name)
+        assert not call.args
+        arguments = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+    except (SyntaxError, ValueError, AssertionError, RecursionError, MemoryError):
+        return BadCall("The tool call is not of the form name.call(key=value).")
+    return ToolCall(call.func.value.id, arguments)

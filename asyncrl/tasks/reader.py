@@ -1,0 +1,86 @@
+"""From a row to a `Task`: which fields make it up, and what goes around the prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgpack
+
+from asyncrl.config.tasks import SourceConfig
+from asyncrl.errors import TaskError
+from asyncrl.types import Task
+
+Row = Task | Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RowReader:
+    """(ordinal, index of the row in its source, row) → Task. Raises TaskError for a row that is none.
+
+    config: what the section `section` says · place: where the row of an index was written, for the error
+    """
+
+    config: SourceConfig
+    section: str
+    place: Callable[[int], str]
+
+    def __call__(self, ordinal: int, index: int, row: Row) -> Task:
+        try:
+            if isinstance(row, Task):
+                task = replace(row, ordinal=ordinal)
+            elif isinstance(row, Mapping):
+                task = Task(ordinal, self._field(row, self.config.prompt_key), self._data(row))
+            else:
+                key = self.config.prompt_key
+                raise TaskError(f"is a {type(row).__name__}, not a mapping with the key {key!r}")
+            if not _is_prompt(task.prompt):
+                raise TaskError("the prompt must be a text or a list of messages with role and content")
+            self._check_travels(task.data)
+        except TaskError as error:
+            raise TaskError(f"{self.place(index)}: {error}") from None
+        return replace(task, prompt=self._framed(task.prompt))
+
+    def _data(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        if self.config.fields:
+            return {name: self._field(row, field) for name, field in self.config.fields.items()}
+        return {name: value for name, value in row.items() if name != self.config.prompt_key}
+
+    def _field(self, row: Mapping[str, Any], name: str) -> Any:
+        if name in row:
+            return row[name]
+        outer, dot, inner = name.partition(".")
+        if dot and isinstance(row.get(outer), Mapping):
+            return self._field(row[outer], inner)
+        raise TaskError(f"has no {name!r}, only {', '.join(map(repr, row)) or 'nothing'}")
+
+    def _check_travels(self, data: Mapping[str, Any]) -> None:
+        try:
+            msgpack.packb(dict(data))
+        except (TypeError, ValueError, OverflowError) as error:
+            what = f"its data cannot travel to another process: {error}"
+            raise TaskError(f"{what}; choose what can with {self.section}.fields") from None
+
+    def _framed(self, prompt: str | list[dict[str, str]]) -> str | list[dict[str, str]]:
+        """Messages where the chat template is to be used. A system prompt of the row's own stays."""
+        system = self.config.system
+        if isinstance(prompt, str):
+            if system is None and not self.config.chat:
+                return prompt
+            prompt = [{"role": "user", "content": prompt}]
+        # A table has all fields in all messages, empty ones too, which would confuse a chat template.
+        messages = [{name: value for name, value in m.items() if value is not None} for m in prompt]
+        if system is not None and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": system})
+        return messages
+
+
+def _is_prompt(prompt: object) -> bool:
+    if isinstance(prompt, str):
+        return bool(prompt)
+    return (
+        isinstance(prompt, list)
+        and bool(prompt)
+        and all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in prompt)
+    )

@@ -1,0 +1,131 @@
+"""Tasks of the package reasoning-gym: a hundred kinds of puzzles, made on demand and scored by their own rules.
+
+    tasks:
+      source: asyncrl.tasks.reasoning_gym:tasks
+      options: {datasets: {chain_sum: 2, leg_counting: 1}}
+      system: Think step by step and give the final answer between <answer> and </answer>.
+    evaluation:
+      source: asyncrl.tasks.reasoning_gym:heldout
+      options: {datasets: [chain_sum, leg_counting], size: 200}
+    reward:
+      function: asyncrl.tasks.reasoning_gym:reward
+
+Needs the extra `reasoning-gym`. A few of its data sets (isomorphic_strings, polynomial_multiplication, ransom_note)
+make other puzzles in a process with another PYTHONHASHSEED: set it, if a run is to be repeated exactly.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from asyncrl.errors import ConfigError
+from asyncrl.types import Scored, Task
+
+HELD_OUT_SEED = 1_000_000_000
+
+Datasets = Mapping[str, float] | Sequence[str]
+Configs = Mapping[str, Mapping[str, Any]]
+
+ENTRY = "metadata"
+"""Where `task.data` has what the scorer needs, as a Python literal: tuples and numbers as keys stay what they are."""
+
+
+def tasks(datasets: Datasets, seed: int = 0, size: int = 1_000_000, configs: Configs | None = None) -> Rows:
+    """Rows {prompt, answer, metadata} of these data sets, in proportion to their weights; `size` of them are an epoch.
+
+    datasets  names with weights, or names alone
+    seed      row i of seed s is mostly row i − 1 of seed s + 1, so other tasks need a seed that is `size` away
+    configs   settings of a data set by its name, e.g. {"chain_sum": {"min_terms": 2}}
+
+    Raises ConfigError for names that reasoning-gym does not know and settings that it refuses.
+    """
+    weights = dict(datasets) if isinstance(datasets, Mapping) else dict.fromkeys(datasets, 1.0)
+    gym = _gym()
+    from reasoning_gym.composite import DatasetSpec
+
+    known = gym.factory.DATASETS
+    for name in [*weights, *(configs or {})]:
+        if name not in known or name not in weights:
+            rule = f"{name} is none of " + (
+                "reasoning-gym's data sets" if name in weights else "the datasets"
+            )
+            raise ConfigError("options.datasets", list(weights), rule, "see reasoning_gym.factory.DATASETS")
+    specs = [
+        DatasetSpec(name, weight, dict((configs or {}).get(name, {}))) for name, weight in weights.items()
+    ]
+    try:
+        return Rows(gym.create_dataset("composite", seed=seed, size=size, datasets=specs))
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ConfigError("options.configs", configs, str(error), "see the data set's config class") from None
+
+
+def heldout(
+    datasets: Datasets, seed: int = HELD_OUT_SEED, size: int = 500, configs: Configs | None = None
+) -> Rows:
+    """As `tasks`, and none of theirs (unless a data set has so few that they repeat)."""
+    return tasks(datasets, seed, size, configs)
+
+
+class Rows:
+    """A `reasoning_gym` data set as rows with a length."""
+
+    def __init__(self, made: Any) -> None:
+        self._made = made
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        entry = self._made[index]
+        return {
+            "prompt": entry["question"],
+            "answer": None if entry["answer"] is None else str(entry["answer"]),
+            ENTRY: repr(_plain(entry["metadata"])),
+        }
+
+
+def reward(task: Task, text: str) -> Scored:
+    """What the data set's own scorer gives the text's last <answer>…</answer>, 0 to 1; 0 without one."""
+    from reasoning_gym.utils import extract_answer
+
+    answer = extract_answer(text)
+    metadata = ast.literal_eval(task.data[ENTRY])
+    # Of messages the last one is the question.
+    question = task.prompt if isinstance(task.prompt, str) else task.prompt[-1]["content"]
+    entry = {"question": question, "answer": task.data["answer"], ENTRY: metadata}
+    score = _scorer(metadata["source_dataset"])(answer, entry) if answer is not None else 0.0
+    return Scored(float(score), answer=answer)
+
+
+@cache
+def _scorer(name: str) -> Any:
+    return _gym().get_score_answer_fn(name)
+
+
+def _gym() -> Any:
+    try:
+        import reasoning_gym
+    except ImportError:
+        raise ConfigError(
+            "tasks.source",
+            "asyncrl.tasks.reasoning_gym:tasks",
+            "needs the package reasoning-gym, which is not here",
+            "pip install 'asyncrl[reasoning-gym]'",
+        ) from None
+    return reasoning_gym
+
+
+def _plain(value: Any) -> Any:
+    """Without numpy's own numbers and texts, so that `repr` writes a literal."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(held) for key, held in value.items()}
+    if isinstance(value, list | tuple | set):
+        return type(value)(map(_plain, value))
+    return value

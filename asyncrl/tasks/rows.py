@@ -1,0 +1,121 @@
+"""Rows with a length that stay where they are: a JSONL file, and whatever the package `datasets` reads.
+
+Both give any row by its number in constant time and memory: a JSONL file is read at the row's offset, a data set is a
+memory-mapped Arrow table.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from array import array
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+from asyncrl.errors import ConfigError, TaskError
+
+HUB = "hf:"
+"""'hf:openai/gsm8k' is a data set of the Hugging Face hub."""
+
+TRAIN = "train"
+"""The split of a data set that names none."""
+
+FOLDER_OPTIONS = ("split", "subset", "revision")
+
+
+class JsonlRows(Sequence[Any]):
+    """One row a line; empty lines are none. 16 bytes of memory a row.
+
+    Raises ConfigError (key `section`.source) for a file that cannot be read, TaskError for one without rows and, by
+    file and line, for a row that is not JSON.
+    """
+
+    def __init__(self, path: Path, section: str) -> None:
+        self._path, self._starts, self._lines = path, array("q"), array("q")
+        start = 0
+        try:
+            self._file = path.open("rb")
+            for number, line in enumerate(self._file, start=1):
+                if line.strip():
+                    self._starts.append(start)
+                    self._lines.append(number)
+                start += len(line)
+        except OSError as error:
+            rule = error.strerror or "cannot be read"
+            raise ConfigError(
+                f"{section}.source", str(path), rule, "give the path of a .jsonl file"
+            ) from None
+        if not self._lines:
+            raise TaskError(f"{path}: holds no tasks")
+        self._starts.append(start)
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Any]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self[one] for one in range(*index.indices(len(self)))]
+        at = range(len(self))[index]
+        start, end = self._starts[at], self._starts[at + 1]
+        try:
+            return json.loads(os.pread(self._file.fileno(), end - start, start).decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise TaskError(f"{self.place(at)}: not UTF-8: {error.reason}") from None
+        except json.JSONDecodeError as error:
+            raise TaskError(f"{self.place(at)}: not JSON: {error.msg} at column {error.colno}") from None
+
+    def place(self, index: int) -> str:
+        """'file:line'"""
+        return f"{self._path}:{self._lines[index]}"
+
+
+def data_set(source: str, options: Mapping[str, Any], section: str) -> Any:
+    """A .parquet file, a folder or a hub name as a `datasets.Dataset`, which has a length and rows by their number.
+
+    A folder is one that `save_to_disk` made, or holds .parquet, .jsonl, .csv, … files. options: split (train), and of
+    a folder of files or a hub name subset and revision. Raises ConfigError for what cannot be loaded.
+    """
+    for name in options:
+        if name not in FOLDER_OPTIONS:
+            rule = f"is no option of {source}"
+            remedy = f"the options are {', '.join(FOLDER_OPTIONS)}"
+            raise ConfigError(f"{section}.options.{name}", options[name], rule, remedy)
+    try:
+        import datasets
+    except ImportError:
+        rule, remedy = "is read by the package datasets, which is not here", "pip install 'asyncrl[data]'"
+        raise ConfigError(f"{section}.source", source, rule, remedy) from None
+    datasets.disable_progress_bars()
+    try:
+        return _load(datasets, source, **options)
+    except Exception as error:
+        rule = f"cannot be loaded ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+        remedy = f"check the path or name, and {section}.options.split and .subset"
+        raise ConfigError(f"{section}.source", source, rule, remedy) from error
+
+
+def _load(
+    datasets: Any,
+    source: str,
+    split: str | None = None,
+    subset: str | None = None,
+    revision: str | None = None,
+) -> Any:
+    if source.startswith(HUB):
+        name = source.removeprefix(HUB)
+        return datasets.load_dataset(name, subset, split=split or TRAIN, revision=revision)
+    path = Path(source)
+    if path.is_file():
+        return datasets.load_dataset("parquet", data_files={TRAIN: source}, split=split or TRAIN)
+    if (path / "dataset_dict.json").exists():
+        return datasets.load_from_disk(source)[split or TRAIN]
+    if (path / "state.json").exists():
+        if split or subset or revision:
+            raise ValueError("a single data set made by save_to_disk has no split, subset or revision")
+        return datasets.load_from_disk(source)
+    return datasets.load_dataset(source, subset, split=split or TRAIN)

@@ -1,0 +1,13 @@
+"""What a generator makes of its engine: how much is lost on the way through worker and queue, and to long answers.
+
+    python -m bench.generator --json FILE --table FILE
+
+    __main__.py ──┬─▸ learner.py    queue, tasks, weights; takes groups as fast as they come, η = 4
+                  └─▸ pool.py       one generator, as a run has it; in turns with it, its engine alone
+    model.py: the model and the configuration    watched.py: lengths of answers, and what the engine did
+    report.py: the bars, and a table
+
+The model is random and has 28M parameters. Answers have as many tokens as the bench says: all the same, or lognormal
+with σ = 1 and the same mean. The engine alone gets the same requests again and again, as many at once as the worker
+gives it.
+"""

@@ -1,0 +1,81 @@
+"""The generator of the bench: python -m bench.generator.pool. A worker, as a run starts it; now and then it is held
+back, and its engine measured alone, with as many requests at once."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from asyncrl.generator import process
+from asyncrl.generator.admission import Admission
+from asyncrl.generator.engine import SampleRequest
+from asyncrl.types import Sampling
+from bench.generator.model import GROUP, PROMPT, SLOTS, config_of
+from bench.generator.watched import MEAN, SHORT, Measured, Watched
+from bench.process import Talk
+
+WARM_S = 5.0
+
+
+async def main() -> None:
+    talk = Talk()
+    said = talk.hears()
+    config = config_of(Path(said["folder"]), said["engine"], said["address"])
+    watched: list[Watched] = []
+    load = process.load_engine
+
+    def load_watched(*args: Any) -> Any:
+        watched.append(Watched(load(*args), SLOTS))
+        return watched[0]
+
+    process.load_engine = load_watched
+    worker = asyncio.create_task(process.run_generator(config, name="pool"))
+    orders = asyncio.create_task(_obey(talk, watched))
+    done, _ = await asyncio.wait({worker, orders}, return_when=asyncio.FIRST_COMPLETED)
+    for task in done:
+        task.result()
+    await worker
+    await watched[0].engine.close()
+
+
+async def _obey(talk: Talk, watched: list[Watched]) -> None:
+    numbers = itertools.count()
+    while (order := await asyncio.to_thread(talk.hears)) is not None:
+        (engine,) = watched
+        engine.long_tail = order["do"] == "long_tail"
+        engine.tokens = SHORT if order["do"] == "shorten" else MEAN
+        if order["do"] == "bare":
+            talk.tell(asdict(await _alone(engine, order["seconds"], numbers)))
+        elif order["do"] != "shorten":
+            await asyncio.sleep(WARM_S)
+            talk.tell(asdict(await engine.measure(order["seconds"])))
+
+
+async def _alone(watched: Watched, seconds: float, numbers: itertools.count[int]) -> Measured:
+    """Requests without end, all alike, each group replaced at once."""
+    await watched.hold_back()
+    at_once = Admission(SLOTS, GROUP).room(0)
+    asking = [asyncio.create_task(_endless(watched, numbers)) for _ in range(at_once)]
+    await asyncio.sleep(WARM_S)
+    measured = await watched.measure(seconds)
+    for task in asking:
+        task.cancel()
+    await asyncio.gather(*asking, return_exceptions=True)
+    watched.go_on()
+    return measured
+
+
+async def _endless(watched: Watched, numbers: itertools.count[int]) -> None:
+    for number in numbers:
+        prompt = np.full(PROMPT, 1 + number % 9, np.int64)
+        sampling = Sampling(max_tokens=MEAN)
+        await watched.engine.sample(SampleRequest(f"alone/{number}", prompt, sampling, number, GROUP))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
