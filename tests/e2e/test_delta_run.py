@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 from processes import finished, rows, started
+from redis_server import RedisServer
+
+from asyncrl.sync.redis_blobs import RedisBlobs
 
 pytestmark = pytest.mark.slow
 
@@ -39,3 +42,10 @@ def test_changes_go_through_a_folder(config_file: Path) -> None:
     (series,) = (stored / "it" / "rank-00000").iterdir()
     kinds = {file.suffix for file in series.iterdir()}
     assert kinds == {".manifest", ".safetensors", ".delta"}
+
+
+def test_changes_go_through_redis(config_file: Path, redis_server: RedisServer) -> None:
+    trained(config_file, "sync.backend=redis", f"sync.redis_url={redis_server.url}")
+    blobs = RedisBlobs(redis_server.url, "it")
+    assert {Path(key).suffix for key in blobs.list("rank-00000")} == {".manifest", ".safetensors", ".delta"}
+    blobs.close()
