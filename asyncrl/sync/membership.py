@@ -17,10 +17,6 @@ from dataclasses import dataclass
 from asyncrl.sync.tree import Links, Member, assign, leave
 from asyncrl.types import NO_VERSION, Version
 
-LINKS = Links(learner=12.5e9, member=12.5e9, local=12.5e9)
-"""100 Gbit/s everywhere: with equal speeds the shape depends on their ratios and on sizes alone."""
-
-
 @dataclass(frozen=True, slots=True)
 class Joined:
     """bytes: of one version · endpoint: where it hands versions on; None: nowhere"""
@@ -49,11 +45,12 @@ class Membership:
         self,
         host: str,
         bucket_bytes: int,
+        links: Links,
         fanout: int | None,
         silence_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._host, self._bucket_bytes, self._fanout = host, bucket_bytes, fanout
+        self._host, self._bucket_bytes, self._links, self._fanout = host, bucket_bytes, links, fanout
         self._silence_s, self._clock = silence_s, clock
         self._entries: dict[str, _Entry] = {}
         self._order: list[Member] = []  # places in the tree
@@ -123,7 +120,7 @@ class Membership:
             return {}
         in_tree = [member for member in self._order if self._relayed(self._entries[member.who])]
         sizes = {member.layout: self._entries[member.who].joined.bytes for member in in_tree}
-        return assign(in_tree, sizes, self._bucket_bytes, LINKS, self._fanout)
+        return assign(in_tree, sizes, self._bucket_bytes, self._links, self._fanout)
 
     def _relayed(self, entry: _Entry) -> bool:
         joined = entry.joined

@@ -36,7 +36,7 @@ from asyncrl.sync.membership import Joined, Membership
 from asyncrl.sync.plan import SourcePlan, source_from_wire
 from asyncrl.sync.serving import Handler, Outlet
 from asyncrl.sync.snapshot import Pin, Snapshots
-from asyncrl.sync.tree import Member
+from asyncrl.sync.tree import Links, Member
 from asyncrl.types import Version
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,16 @@ class Publisher:
         self._digests: dict[tuple[Version, bytes], int] = {}
         self._digest_lock = threading.Lock()
         self._members = Membership(
-            place_of(self._live.device).host, config.bucket_bytes, config.fanout, config.silence_s
+            place_of(self._live.device).host,
+            config.bucket_bytes,
+            Links(
+                learner=1e9 * world * config.network_gb_s,
+                member=1e9 * config.network_gb_s,
+                local=1e9 * config.local_gb_s,
+                hop_s=config.hop_ms / 1e3,
+            ),
+            config.fanout,
+            config.silence_s,
         )
         at_rank_0: dict[str, Handler] = {
             "newest": self._newest,

@@ -15,11 +15,12 @@ from asyncrl.sync.layout import layout_bytes
 from asyncrl.sync.membership import Joined, Membership
 from asyncrl.sync.relay import Progress, Relay
 from asyncrl.sync.snapshot import TakenBackError
-from asyncrl.sync.tree import Member
+from asyncrl.sync.tree import Links, Member
 
 closing = pytest.fixture(closing_all)
 
 CHAIN = replace(LARGE_CONFIG, fanout=1)
+LINKS = Links(learner=12.5e9, member=12.5e9, local=12.5e9)
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def member(who: str, host: str = "far", layout: str = "whole", bytes_: int = 100
 
 
 def chain(*names: str, **more: object) -> Membership:
-    members = Membership("here", 100, 1, 30.0, **more)  # type: ignore[arg-type]
+    members = Membership("here", 100, LINKS, 1, 30.0, **more)  # type: ignore[arg-type]
     for name in names:
         members.join(member(name))
     return members
@@ -90,7 +91,7 @@ def test_a_parent_that_failed_feeds_nobody_until_it_holds_a_later_version() -> N
 
 
 def test_by_default_what_is_near_or_small_takes_from_the_learner() -> None:
-    members = Membership("here", 100, None, 30.0)
+    members = Membership("here", 100, LINKS, None, 30.0)
     for joined in (member("near", "here"), member("near-2", "here"), member("small", bytes_=100, layout="s")):
         members.join(joined)
     members.join(member("small-2", bytes_=100, layout="s"))
@@ -98,7 +99,7 @@ def test_by_default_what_is_near_or_small_takes_from_the_learner() -> None:
     members.join(member("far-1"))
     members.join(member("far-2"))  # on one host: the wire to it is crossed once
     assert parents(members)["far-2"] == "far-1"
-    none = Membership("here", 100, 0, 30.0)
+    none = Membership("here", 100, LINKS, 0, 30.0)
     none.join(member("a"))
     none.join(member("b"))
     assert parents(none) == {"a": None, "b": None}
