@@ -261,7 +261,9 @@ class SyncConfig:
     delta_share: float = (
         0.5  # memory for changes of past versions, which laggards replay: share of a rank's parameters
     )
-    network_gb_s: float = 12.5  # what one rank sends to other machines, by which the tree is chosen: 100 Gbit/s
+    network_gb_s: float = (
+        12.5  # what one rank sends to other machines, by which the tree is chosen: 100 Gbit/s
+    )
     local_gb_s: float = 9.0  # to ranks of its own machine: shared memory of two CPU cores; NVLink does 100
     hop_ms: float = 2.0  # what each generator between the learner and the last one adds, beside its bucket
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from asyncrl.sync.tree import Links, Member, assign, leave
 from asyncrl.types import NO_VERSION, Version
 
+
 @dataclass(frozen=True, slots=True)
 class Joined:
     """bytes: of one version · endpoint: where it hands versions on; None: nowhere"""
