@@ -13,13 +13,13 @@ from asyncrl.sync.redis_blobs import RedisBlobs
 
 pytestmark = pytest.mark.slow
 
-OWN_REWARDS = Path(__file__).with_name("own_rewards.py")
+OWN = Path(__file__).with_name("own_functions.py")
 
 SMALL_STEPS = "learner.optimizer.lr=1e-7"  # moves fp32 weights of 0.02 by some units in their last place
 
 
 def trained(config_file: Path, *words: str) -> Path:
-    words = (*words, "sync.delta=always", SMALL_STEPS, f"reward.function='{OWN_REWARDS}:length'")
+    words = (*words, "sync.delta=always", SMALL_STEPS, f"reward.function='{OWN}:length'")
     with started("asyncrl", "train", str(config_file), *words) as launcher:
         code, printed = finished(launcher)
     assert code == 0, printed

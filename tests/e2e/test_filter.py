@@ -12,11 +12,11 @@ from asyncrl.launch.local import train
 
 pytestmark = pytest.mark.slow
 
-OWN_REWARDS = Path(__file__).with_name("own_rewards.py")
+OWN = Path(__file__).with_name("own_functions.py")
 
 
 def test_a_run_trains_full_batches_of_groups_with_spread(config_file: Path) -> None:
-    overrides = ["algorithm.filter=no_spread", f"reward.function='{OWN_REWARDS}:half_flat'"]
+    overrides = ["algorithm.filter=no_spread", f"reward.function='{OWN}:half_flat'"]
     summary = train(load_config(config_file, overrides))
     assert (summary["versions"], summary["groups_trained"], summary["rollouts_trained"]) == (4, 16, 64)
     assert summary["staleness"]["max"] <= 2

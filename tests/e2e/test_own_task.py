@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from own_functions import four_tasks, half_right
 from processes import finished, started
 
 import asyncrl
@@ -26,16 +27,6 @@ def test_the_example_trains(model_folder: Path, tmp_path: Path, monkeypatch: pyt
     assert "reward 0." in printed
     summary = json.loads((tmp_path / "own-task" / "summary.json").read_text())
     assert summary["groups_trained"] == 24
-
-
-def four_tasks() -> object:
-    """Yields; the run ends with its last task."""
-    for digit in range(6):
-        yield {"prompt": f"{digit}+0=", "answer": str(digit)}
-
-
-def half_right(task: asyncrl.Task, text: str) -> dict[str, float]:
-    return {"length": len(text) / 100, "answer": float(text == task.data["answer"])}
 
 
 def test_a_source_that_ends_ends_the_run(config_file: Path) -> None:
