@@ -17,6 +17,8 @@ from bench.sync.gloo import RAW_BYTES
 from bench.sync.model import LEARNERS, total_bytes
 
 BACKENDS = ("auto", "gloo")
+LARGE = 200
+"""Millions of parameters: above that the processes of one backend are what fits into 24 GB."""
 BUCKET = SyncConfig().bucket_bytes
 FLIPS = 5
 SINKS = 2
@@ -67,6 +69,7 @@ class Ours:
 
     def __init__(self, millions: int, folder: Path, stack: ExitStack) -> None:
         self._bytes, self._version = total_bytes(millions), 0
+        self.backends = BACKENDS if millions < LARGE else BACKENDS[:1]
         self._learners = {
             backend: [
                 stack.enter_context(
@@ -78,13 +81,13 @@ class Ours:
                 )
                 for rank in range(LEARNERS)
             ]
-            for backend in BACKENDS
+            for backend in self.backends
         }
-        endpoints = {b: [learner.hears() for learner in self._learners[b]] for b in BACKENDS}
+        endpoints = {b: [learner.hears() for learner in self._learners[b]] for b in self.backends}
         self._generators: dict[tuple[str, int], list[Process]] = {}
         self.flip_floor_ms: dict[int, float] = {}
         self._needed: dict[int, int] = {}
-        for backend in BACKENDS:
+        for backend in self.backends:
             for world in (1, 2):
                 told = {
                     "millions": millions,
