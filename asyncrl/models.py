@@ -25,7 +25,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 
 from asyncrl.config.schema import ModelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.sync.bucket import dtype_name
+from asyncrl.sync.bucket import layout_of
 from asyncrl.sync.families import Heads, Shapes
 from asyncrl.sync.layout import whole_layout
 from asyncrl.sync.names import Fused, Names, checkpoint_layout
@@ -101,8 +101,7 @@ def checkpoint_names(config: PretrainedConfig) -> Names:
 def checkpoint_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """A whole model's live parameters, tied ones once, in checkpoint names: views, where transformers fuses them."""
     inside = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    layout = whole_layout({name: (t.shape, dtype_name(t.dtype)) for name, t in inside.items()})
-    _, views = checkpoint_layout(layout, checkpoint_names(model.config))
+    _, views = checkpoint_layout(layout_of(inside), checkpoint_names(model.config))
     return {there: inside[name][view.index] for there, ((name, view),) in views.items()}
 
 

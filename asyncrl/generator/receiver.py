@@ -8,12 +8,10 @@ own.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,15 +19,14 @@ from torch import Tensor
 from asyncrl.config.schema import Config, SyncConfig
 from asyncrl.errors import WeightSyncError
 from asyncrl.generator.engine import LocalEngine
+from asyncrl.generator.threads import OneThread
 from asyncrl.queue.keys import client_keys
 from asyncrl.sync.arena import Arena
-from asyncrl.sync.bucket import BoxTensors, dtype_name
+from asyncrl.sync.bucket import BoxTensors, layout_of
 from asyncrl.sync.digest import digest_layout
 from asyncrl.sync.ends import open_stream
-from asyncrl.sync.layout import Layout, whole_layout
+from asyncrl.sync.layout import Layout
 from asyncrl.types import Version
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,19 +158,19 @@ class LocalReceiver:
         self._verify = config.verify
         self._live = engine.weight_targets()
         self._staging, self.floor_s = staging, floor_s
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        self._thread = OneThread("weights")
         self._stream: WeightStream | None = None
         self._staged: Staged | None = None
 
     async def open(self, learner: Learner) -> None:
         await self._leave()
-        self._stream = await self._in_thread(lambda: self._open_stream(learner, self._staging))
+        self._stream = await self._thread(self._open_stream, learner, self._staging)
 
     async def newest(self, newer_than: Version, wait_s: float) -> Version | None:
-        return await self._in_thread(partial(self._opened.newest, newer_than, wait_s))
+        return await self._thread(self._opened.newest, newer_than, wait_s)
 
     async def stage(self, version: Version) -> Staged:
-        self._staged = await self._in_thread(partial(self._opened.stage, version))
+        self._staged = await self._thread(self._opened.stage, version)
         return self._staged
 
     async def flip(self, version: Version) -> float:
@@ -183,7 +180,7 @@ class LocalReceiver:
         staged = self._staged
         if not self._verify or staged is None or staged.digest is None:
             return
-        live = await self._in_thread(lambda: self._digest(self._live))
+        live = await self._thread(self._digest, self._live)
         if live != staged.digest:
             raise WeightSyncError(
                 f"after the flip to version {staged.version} the engine's parameters hash to "
@@ -191,11 +188,11 @@ class LocalReceiver:
             )
 
     async def held(self, version: Version) -> None:
-        await self._in_thread(partial(self._opened.held, version))
+        await self._thread(self._opened.held, version)
 
     async def close(self) -> None:
         await self._leave()
-        self._thread.shutdown(wait=False)
+        self._thread.close()
 
     @property
     def _opened(self) -> WeightStream:
@@ -205,10 +202,7 @@ class LocalReceiver:
     async def _leave(self) -> None:
         stream, self._stream = self._stream, None
         if stream is not None:
-            await self._in_thread(stream.close)
-
-    async def _in_thread(self, work: Callable[[], Result]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            await self._thread(stream.close)
 
 
 def local_receiver(engine: LocalEngine, reader: Reader) -> LocalReceiver:
@@ -226,8 +220,3 @@ def local_receiver(engine: LocalEngine, reader: Reader) -> LocalReceiver:
         return reader.open(learner, layout, into)
 
     return LocalReceiver(engine, staging, open_to, partial(digest_layout, layout), reader.sync, floor_s)
-
-
-def layout_of(targets: Mapping[str, Tensor]) -> Layout:
-    """Every parameter whole."""
-    return whole_layout({name: (target.shape, dtype_name(target.dtype)) for name, target in targets.items()})

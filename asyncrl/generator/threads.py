@@ -1,15 +1,33 @@
-"""Plain functions off the event loop. One that hangs holds up neither the other calls nor the end of the process."""
+"""Blocking functions off the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+class OneThread:
+    """Calls in one thread, in their order."""
+
+    def __init__(self, name: str) -> None:
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)
+
+    async def __call__(self, function: Callable[..., Result], *args: Any) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
+
+    def close(self) -> None:
+        """Does not wait for the call under way."""
+        self._executor.shutdown(wait=False)
 
 
 async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Its result, from a daemon thread of its own. A caller that gives up leaves the thread to itself."""
+    """Its result, from a daemon thread of its own. A caller that gives up leaves the thread to itself: one that hangs
+    holds up neither other calls nor the end of the process."""
     loop = asyncio.get_running_loop()
     result: asyncio.Future[Any] = loop.create_future()
 

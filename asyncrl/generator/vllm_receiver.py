@@ -14,21 +14,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from asyncrl.errors import AsyncRLError, ConfigError, DeadlineError, WeightSyncError
 from asyncrl.generator.receiver import Learner, Reader, Staged, WeightStream
+from asyncrl.generator.threads import OneThread
 from asyncrl.sync.subscriber import Staged as RankStaged
 from asyncrl.types import Version
 
 ASK_S = (0.002, 0.05)
 """Waits between two questions to the ranks whether they are done: the first, growing to the last."""
-
-Result = TypeVar("Result")
 
 
 class Ranks(Protocol):
@@ -49,7 +45,7 @@ class VllmReceiver:
     def __init__(self, ranks: Ranks, reader: Reader, dtype: str, path: str) -> None:
         self.floor_s = 0.0
         self._ranks, self._reader, self._dtype, self._path = ranks, reader, dtype, path
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        self._thread = OneThread("weights")
         self._news: WeightStream | None = None
         self._prepared = False
 
@@ -63,7 +59,7 @@ class VllmReceiver:
 
     async def newest(self, newer_than: Version, wait_s: float) -> Version | None:
         assert self._news is not None, "open comes first"
-        return await self._in_thread(partial(self._news.newest, newer_than, wait_s))
+        return await self._thread(self._news.newest, newer_than, wait_s)
 
     async def stage(self, version: Version) -> Staged:
         begun = time.monotonic()
@@ -89,12 +85,12 @@ class VllmReceiver:
 
     async def held(self, version: Version) -> None:
         assert self._news is not None, "open comes first"
-        await self._in_thread(partial(self._news.held, version))
+        await self._thread(self._news.held, version)
         await self._ranks.call("asyncrl_held", version)
 
     async def close(self) -> None:
         await self._leave()
-        self._thread.shutdown(wait=False)
+        self._thread.close()
 
     async def _prepare(self) -> None:
         """Once: let each rank learn where the learner's parameters are in its model."""
@@ -115,9 +111,6 @@ class VllmReceiver:
     async def _leave(self) -> None:
         news, self._news = self._news, None
         if news is not None:
-            await self._in_thread(news.close)
+            await self._thread(news.close)
             with contextlib.suppress(AsyncRLError):  # an engine that is gone has left
                 await self._ranks.call("asyncrl_close")
-
-    async def _in_thread(self, work: Callable[[], Result]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)

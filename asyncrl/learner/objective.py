@@ -49,17 +49,7 @@ class PolicyObjective:
         proximal_N = proximal(batch, now_N, self.config, version)
         weight_N = self._weights(batch, proximal_N)
         batch = unrejected(batch)
-        terms = PolicyTerms(
-            logp_N=logp_N,
-            proximal_N=proximal_N,
-            behaviour_N=batch.behaviour_N,
-            advantages_N=batch.advantages_N,
-            loss_mask_N=batch.loss_mask_N,
-            seq_N=batch.seq_N,
-            rollouts=batch.rollouts,
-            selected_N=batch.columns.get("selected"),
-        )
-        loss = policy_loss(terms, self.config)
+        loss = policy_loss(PolicyTerms.of(batch, logp_N, proximal_N), self.config)
         if self.config.loss in WEIGHED_BY_ROLLOUT and not self.config.own_loss:
             weight_N = geometric_means(weight_N, batch.loss_mask_N, batch.seq_N, batch.rollouts)
         per_token_N = weight_N * loss.loss_N + self._other_terms(batch, logp_N, entropy_N)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from asyncrl.errors import WeightSyncError
-from asyncrl.sync.layout import Box, Layout, ParamLayout
+from asyncrl.sync.layout import Box, Layout, ParamLayout, whole_layout
 from asyncrl.sync.plan import Bucket, SourcePlan
 from asyncrl.sync.shared_memory import shared_memory
 from asyncrl.sync.transport import Channel, Transfer
@@ -23,6 +23,11 @@ from asyncrl.sync.transport import Channel, Transfer
 def dtype_name(dtype: torch.dtype) -> str:
     """torch.bfloat16 → "bfloat16", as layouts spell it."""
     return str(dtype).removeprefix("torch.")
+
+
+def layout_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, ParamLayout]:
+    """The layout of a rank that holds every parameter whole."""
+    return whole_layout({name: (tensor.shape, dtype_name(tensor.dtype)) for name, tensor in tensors.items()})
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,34 +5,32 @@
     consume    address ──▸  ◂── ready   go ──▸   ◂── {group: when it was there}
 
 Lines of JSON on stdin and stdout; whatever a system prints goes to stderr. Runs in the peers' environment too:
-nothing here but numpy.
+nothing here but numpy and the standard library.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
-import os
 import sys
 import time
 from pathlib import Path
-from typing import IO, Any
 
+from bench.process import Talk
 from bench.queue.load import Arrays, Columns, Load, Source, check
 
 
 class Run:
     """What a producer or consumer is given. Times are of the machine's monotonic clock, which processes share."""
 
-    def __init__(self, load: Load, talk: IO[str]) -> None:
+    def __init__(self, load: Load, talk: Talk) -> None:
         self.load = load
         self.times: dict[int, float] = {}
         self._talk, self._source = talk, Source(load)
 
     def start(self) -> None:
         """Connected: wait until the other side is too."""
-        tell(self._talk, "ready")
-        sys.stdin.readline()
+        self._talk.tell("ready")
+        self._talk.hears()
         self._started = time.monotonic()
 
     def columns(self, i: int) -> Arrays:
@@ -58,25 +56,19 @@ class Run:
 
 
 def main(role: str, module: str) -> None:
-    talk = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
+    talk = Talk()
     system = importlib.import_module(f"bench.queue.{module}")
-    said = json.loads(sys.stdin.readline())
+    said = talk.hears()
     load = Load(**said["load"])
     if role == "serve":
         with system.serve(Path(said["folder"]), said["options"], load) as address:
-            tell(talk, address)
+            talk.tell(address)
             sys.stdin.read()
         return
     run = Run(load, talk)
     (system.produce if role == "produce" else system.consume)(said["address"], run)
-    tell(talk, run.times)
+    talk.tell(run.times)
     sys.stdin.read()  # what was sent may belong to this process until it has arrived
-
-
-def tell(talk: IO[str], value: Any) -> None:
-    talk.write(json.dumps(value) + "\n")
-    talk.flush()
 
 
 if __name__ == "__main__":

@@ -7,17 +7,15 @@ consume    two learner ranks                                 ◂── what the 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import resource
 import sys
-from typing import IO, Any
+from typing import Any
 
 from asyncrl.errors import RunClosedError
 from asyncrl.queue.client import QueueClient
 from asyncrl.queue.events import StreamSettings
+from bench.process import Talk
 from bench.queue.asyncrl_queue import MICRO_BATCH, RUN, STREAM, columns_of, group_of
-from bench.queue.endpoint import tell
 from bench.queue.load import AHEAD, ROWS, Load, Source, check
 
 STEP, RANKS, CHECKPOINT_EVERY = 256, 2, 2
@@ -39,22 +37,21 @@ def settings() -> StreamSettings:
 
 
 def main(role: str) -> None:
-    talk = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
+    talk = Talk()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    said = json.loads(sys.stdin.readline())
+    said = talk.hears()
     asyncio.run((_produce if role == "produce" else _consume)(said, talk))
     sys.stdin.read()
 
 
-async def _produce(said: dict[str, Any], talk: IO[str]) -> None:
+async def _produce(said: dict[str, Any], talk: Talk) -> None:
     source = Source(Load(**said["load"]))
     clients = [_client(said, f"generator-{said['process']}-{i}") for i in range(said["clients"])]
     for client in clients:
         await client.connect()
-    tell(talk, "ready")
-    sys.stdin.readline()
+    talk.tell("ready")
+    talk.hears()
 
     async def work(client: QueueClient) -> int:
         committed = 0
@@ -68,18 +65,18 @@ async def _produce(said: dict[str, Any], talk: IO[str]) -> None:
             except RunClosedError:
                 return committed
 
-    tell(talk, await asyncio.gather(*(work(client) for client in clients)))
+    talk.tell(await asyncio.gather(*(work(client) for client in clients)))
 
 
-async def _consume(said: dict[str, Any], talk: IO[str]) -> None:
+async def _consume(said: dict[str, Any], talk: Talk) -> None:
     load = Load(**said["load"])
     ranks = [_client(said, f"learner-{rank}") for rank in range(RANKS)]
     for client in ranks:
         await client.connect()
     first = ranks[0]
     epoch = (await first.open(STREAM, settings())).learner_epoch
-    tell(talk, "ready")
-    sys.stdin.readline()
+    talk.tell("ready")
+    talk.hears()
     seen: set[int] = set()
     step = 0
     while len(seen) < load.groups:
@@ -97,7 +94,7 @@ async def _consume(said: dict[str, Any], talk: IO[str]) -> None:
     counts = status["streams"][STREAM]
     assert counts["trained"] == load.groups, counts
     await first.finish("all groups are there")
-    tell(talk, {"clients": status["clients"], "dropped": counts["dropped"]})
+    talk.tell({"clients": status["clients"], "dropped": counts["dropped"]})
 
 
 async def _share(client: QueueClient, rank: int, epoch: int, step: int, load: Load) -> set[int]:

@@ -28,10 +28,11 @@ def main() -> None:
     backend, rank, world = said["backend"], said["rank"], said["world"]
     layout = generator_layout(said["millions"], rank, world)
     live = empty_shards(layout)
-    staging = Arena(Shards(layout, live)).shards
+    arena = Arena(Shards(layout, live))
+    staging = arena.shards
     config = SyncConfig(backend=backend, delta="never")
     subscriber = Subscriber(f"tp{world}-{rank}-{backend}", said["endpoints"], layout, config, staging.tensors)
-    talk.tell({"bytes": layout_bytes(layout), "flip_floor_ms": 1e3 * min(_copy_s(live) for _ in range(3))})
+    talk.tell({"bytes": layout_bytes(layout), "flip_floor_ms": 1e3 * min(arena.floor() for _ in range(3))})
     while (version := talk.hears()) is not None:
         staged = subscriber.fetch(version - 1, WAIT_S)
         if staged is None or staged.version != version:
@@ -57,15 +58,6 @@ def main() -> None:
             }
         )
     subscriber.close()
-
-
-def _copy_s(live: dict[str, torch.Tensor]) -> float:
-    """One plain copy of as many bytes."""
-    source = torch.ones(sum(t.numel() for t in live.values()), dtype=torch.bfloat16)
-    target = torch.ones_like(source)
-    begun = time.perf_counter()
-    target.copy_(source)
-    return time.perf_counter() - begun
 
 
 if __name__ == "__main__":

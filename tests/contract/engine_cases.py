@@ -18,11 +18,12 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from asyncrl.config.schema import BatchConfig, Config, GeneratorConfig, ModelConfig, SyncConfig
 from asyncrl.generator.engine import Engine, SampleRequest
 from asyncrl.generator.kv_cache import ATTENTION
-from asyncrl.generator.receiver import Learner, Reader, layout_of
+from asyncrl.generator.receiver import Learner, Reader
 from asyncrl.generator.scripted_engine import ScriptedEngine
 from asyncrl.generator.transformers_engine import TransformersEngine
 from asyncrl.generator.vllm_engine import VllmEngine
 from asyncrl.models import checkpoint_tensors
+from asyncrl.sync.bucket import layout_of
 from asyncrl.sync.publisher import Publisher
 from asyncrl.types import Sampling, Turn
 

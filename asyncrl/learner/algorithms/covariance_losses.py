@@ -88,16 +88,7 @@ def _selected(terms: PolicyTerms) -> Tensor:
 
 
 def _clipped_by_ppo(batch: MicroBatch, logp_N: Tensor, proximal_N: Tensor, config: AlgorithmConfig) -> Tensor:
-    terms = PolicyTerms(
-        logp_N=logp_N,
-        proximal_N=proximal_N,
-        behaviour_N=batch.behaviour_N,
-        advantages_N=batch.advantages_N,
-        loss_mask_N=batch.loss_mask_N,
-        seq_N=batch.seq_N,
-        rollouts=batch.rollouts,
-    )
-    return ppo(terms, config).clipped_N
+    return ppo(PolicyTerms.of(batch, logp_N, proximal_N), config).clipped_N
 
 
 def _draws(batch: MicroBatch, context: Context) -> Tensor:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.learner.algorithms.registry import loss_of
+from asyncrl.learner.batch import MicroBatch
 
 MAX_LOG_RATIO = 20.0
 """exp of more than this is no information, only an overflow further on."""
@@ -48,6 +49,19 @@ class PolicyTerms:
     seq_N: Tensor
     rollouts: int
     selected_N: Tensor | None = None
+
+    @classmethod
+    def of(cls, batch: MicroBatch, logp_N: Tensor, proximal_N: Tensor) -> Self:
+        return cls(
+            logp_N=logp_N,
+            proximal_N=proximal_N,
+            behaviour_N=batch.behaviour_N,
+            advantages_N=batch.advantages_N,
+            loss_mask_N=batch.loss_mask_N,
+            seq_N=batch.seq_N,
+            rollouts=batch.rollouts,
+            selected_N=batch.columns.get("selected"),
+        )
 
     def inside(self) -> Self:
         """The same with 0 outside the mask, so that nothing there can spoil a value or a gradient."""
