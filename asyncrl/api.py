@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.dotted import name_function
+from asyncrl.config.dotted import name_function, refuse_in_import
 from asyncrl.config.load import load_config
 
 
@@ -28,11 +28,13 @@ def train(
 
     The run's processes import both functions again, so each must stand at the top level of a module or script,
     and a script must start its work under `if __name__ == "__main__"`. Raises ConfigError for functions that
-    cannot be imported and for tasks or models that are not there, and what `asyncrl.launch.local.train` raises.
+    cannot be imported, for a script without that guard and for tasks or models that are not there, and what
+    `asyncrl.launch.local.train` raises.
     """
     from asyncrl.launch.local import train as train_here
     from asyncrl.launch.preflight import preflight
 
+    refuse_in_import()
     named = []
     if tasks is not None:
         named.append(f"tasks.source='{name_function(tasks, 'tasks')}'")

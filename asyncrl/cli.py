@@ -36,10 +36,13 @@ On one machine, one command runs everything:
 
 On several machines each process is started by hand, with the same configuration and the broker's address:
 
-  asyncrl keys KEYS     # once; copy the folder to each machine
+  asyncrl keys KEYS     # once, on the queue's machine; the others get a folder KEYS with client.key alone
   asyncrl queue CONFIG queue.keys=KEYS queue.address=tcp://10.0.0.1:5555
   torchrun --nproc-per-node 8 -m asyncrl learner CONFIG queue.keys=KEYS queue.address=tcp://10.0.0.1:5555
   asyncrl generator CONFIG queue.keys=KEYS queue.address=tcp://10.0.0.1:5555 --name generator-0
+  asyncrl pool CONFIG MODEL queue.keys=KEYS queue.address=tcp://10.0.0.1:5555   # for what `placement` has on a pool
+
+10.0.0.1 is the queue's machine. The learner offers its weights at the address of its route there, or at sync.host.
 """
 
 EXIT_CODES = """\
@@ -48,11 +51,14 @@ exit codes:
   1    a bug: please report the traceback
   2    bad input: the command line, the configuration, the tasks
   4    a wait ran out; the message says who waited for whom
-  5    a process of the run died; the message has the end of its log
+  5    a process of the run died; the message has the end of its log. One that ended with another of these
+       codes ends `asyncrl train` with the same (ranks under torchrun: with 5)
   6    weights did not arrive whole, or arrived wrong
   7    a loss or gradient that must not be trained on
   8    the queue refused this process, e.g. one of another run
   9    the disk is full, or a folder cannot be written
+  10   stopped by SIGTERM and saved: run.resume=true goes on
+  11   a pool that trains a model is gone: start the learner again, from its newest checkpoint
   130  interrupted with Ctrl-C
 """
 
@@ -62,7 +68,8 @@ DISK_EXIT_CODE = 9
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """`about`: one line for the list of commands · `text`: its own --help · `options`: adds to CONFIG."""
+    """`about`: one line for the list of commands · `text`: its own --help · `options`: adds to CONFIG · `operand`: a
+    word after CONFIG."""
 
     run: Callable[[Arguments], int]
     about: str
@@ -70,6 +77,7 @@ class Command:
     example: str
     options: Callable[[argparse.ArgumentParser], None] = lambda parser: None
     takes_config: bool = True
+    operand: str | None = None
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -125,6 +133,8 @@ def build_parser() -> argparse.ArgumentParser:
         )
         if command.takes_config:
             sub.add_argument("config", metavar="CONFIG", help="YAML file")
+            if command.operand:
+                sub.add_argument(command.operand, metavar=command.operand.upper())
             sub.add_argument(
                 "overrides", metavar="key=value", nargs="*", help="set a key, e.g. batch.groups=32"
             )
@@ -232,12 +242,23 @@ def _generator(arguments: Arguments) -> int:
     return 0
 
 
+def _pool(arguments: Arguments) -> int:
+    config = _split_run_config(arguments)
+    from asyncrl.pool.process import run_pool
+
+    name = arguments.name or f"{arguments.model}-{socket.gethostname()}-{os.getpid()}"
+    asyncio.run(_until_sigterm(run_pool(config, arguments.model, name=name)))
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        from asyncrl.learner.fsdp import end_rank
+
+        end_rank()
+    return 0
+
+
 def _learner(arguments: Arguments) -> int:
     config = _split_run_config(arguments)
-    from asyncrl.launch.run_folder import refuse_a_past_run, run_folder
-
-    if not config.run.resume and os.environ.get("RANK", "0") == "0":
-        refuse_a_past_run(run_folder(config), config)
+    if os.environ.get("RANK", "0") == "0":
+        _keep_config(arguments, config)
     from asyncrl.learner import requirements
     from asyncrl.learner.trainer import run_learner
     from asyncrl.tasks.source import held_out
@@ -245,6 +266,18 @@ def _learner(arguments: Arguments) -> int:
     requirements.check(config)
     run_learner(config, heldout={name: len(tasks) for name, tasks in held_out(config).items()})
     return 0
+
+
+def _keep_config(arguments: Arguments, config: Config) -> None:
+    """As `asyncrl train` does before it starts a learner, with the config.yaml that it has written."""
+    from asyncrl.launch.kept_config import FILE, keep_config
+    from asyncrl.launch.run_folder import refuse_a_past_run, run_folder
+
+    folder = run_folder(config)
+    if not config.run.resume:
+        refuse_a_past_run(folder, config)
+    if Path(arguments.config).resolve() != (folder / FILE).resolve():
+        keep_config(config, folder)
 
 
 def _show_config(arguments: Arguments) -> int:
@@ -264,6 +297,17 @@ def _algorithms(arguments: Arguments) -> int:
 def _sft(arguments: Arguments) -> int:
     config = _config(arguments)
     importlib.import_module("asyncrl.sft").run(config)
+    return 0
+
+
+def _export(arguments: Arguments) -> int:
+    from asyncrl.launch.run_folder import config_of, find_run
+
+    run = find_run(arguments.run)
+    config = config_of(run) if arguments.config is None else _config(arguments)
+    export = importlib.import_module("asyncrl.learner.export").export
+    version = export(config, run, Path(arguments.folder), arguments.version)
+    print(f"{arguments.folder}: the policy of version {version} of {run}, for transformers")
     return 0
 
 
@@ -335,7 +379,7 @@ def _sync_plan_options(parser: argparse.ArgumentParser) -> None:
         "--learner",
         metavar="WORDS",
         help="its ranks, e.g. 'replicate 2 fsdp 64 tp 4 ep 16' (experts dealt out to 16 of the fsdp ranks); "
-        "unless given, learner.processes over fsdp",
+        "unless given, as learner.processes and learner.parallel have it",
     )
     parser.add_argument(
         "--generators",
@@ -357,6 +401,10 @@ def _generator_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _pool_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--name", help="unique among the run's processes")
+
+
 def _config_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--print", action="store_true", help="show every key, its value and what it is for")
 
@@ -369,6 +417,18 @@ def _model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", required=True, metavar="PATH", help="Hugging Face folder, e.g. runs/demo/final"
     )
+
+
+def _export_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="folder of a run, or its name under runs/")
+    parser.add_argument("folder", metavar="DIR", help="is made")
+    parser.add_argument("--version", type=int, metavar="N", help="of the checkpoint; the newest unless given")
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="of the run, where its folder has no config.yaml or models have moved",
+    )
+    parser.set_defaults(overrides=[])
 
 
 def _generate_options(parser: argparse.ArgumentParser) -> None:
@@ -453,6 +513,17 @@ COMMANDS: dict[str, Command] = {
         "asyncrl generator configs/recipes/demo.yaml queue.address=tcp://127.0.0.1:5555 --name generator-0",
         _generator_options,
     ),
+    "pool": Command(
+        _pool,
+        "one process of a pool: a model beside the policy",
+        "Work on groups that wait in the queue until the run is over: what MODEL says of them (reference, teacher, "
+        "reward_model, critic, cost_critic), or their rewards (MODEL is then 'rewards'). For what the section "
+        "`placement` has on a pool. Any number may join and leave while the run goes on; of a model that learns "
+        "there is one process.",
+        "asyncrl pool configs/recipes/demo.yaml reference queue.address=tcp://127.0.0.1:5555",
+        _pool_options,
+        operand="model",
+    ),
     "learner": Command(
         _learner,
         "the learner of a run",
@@ -483,6 +554,15 @@ COMMANDS: dict[str, Command] = {
         "Train on the 'target' texts of the tasks until sft.until_accuracy or sft.steps, and write the "
         "model to sft.output.",
         "asyncrl sft configs/recipes/sft_addition.yaml",
+    ),
+    "export": Command(
+        _export,
+        "make a model of a checkpoint",
+        "Write the policy of a checkpoint as a Hugging Face folder: weights, config, tokenizer, adapters if there are "
+        "any. In one process on the CPU, whatever saved it; for a run that ended without final/, or an older version.",
+        "asyncrl export demo --version 50 demo-at-50",
+        _export_options,
+        takes_config=False,
     ),
     "eval": Command(
         _eval,

@@ -3,15 +3,18 @@
     AsyncRLError
     ├── ConfigError         a key, its value, the rule it breaks, the remedy          exit code 2
     ├── TaskError           a task source that cannot be read or gives bad tasks      exit code 2
+    ├── RewardFailedError   a reward function that fails at every task                exit code 2
     ├── SourceEndedError    there is no task at this ordinal or beyond; the run ends with those before it
     ├── WireError           bytes that are not a valid message; refused and counted
     ├── RefusedError        the queue said no, and says why (fenced, unknown, full)   exit code 8
     ├── DeadlineError       who waited for whom, for what, how long                   exit code 4
-    ├── ProcessDiedError    a process of the run ended by itself                      exit code 5
+    ├── ProcessDiedError    a process of the run ended by itself                      its exit code if of these, else 5
     ├── EngineFailedError   an engine that cannot go on; its generator ends           exit code 5
     ├── RunClosedError      the run is over; not a failure, loops end on it
     ├── WeightSyncError     a version did not arrive whole, or arrived wrong          exit code 6
     ├── JournalError        the queue's journal is damaged, in use or taken over      exit code 9
+    ├── StoppedError        told to stop by a signal, and saved; it can be resumed    exit code 10
+    ├── PoolLostError       a model that learns on a pool is not what it was there      exit code 11
     └── TrainingError       a loss or gradient that must not be trained on            exit code 7
         └── BehaviourMismatchError    an engine's log-probs are not the learner's     exit code 7
 
@@ -21,6 +24,9 @@ The exit code of a process that ends on one of these is `error.exit_code`; anyth
 """
 
 from __future__ import annotations
+
+SAY_WHY = range(2, 12)
+"""Exit codes of errors that are raised on purpose."""
 
 
 class AsyncRLError(Exception):
@@ -45,6 +51,13 @@ class ConfigError(AsyncRLError):
 
 class TaskError(AsyncRLError):
     """A task source that cannot be read, or a task that is not one."""
+
+    exit_code = 2
+
+
+class RewardFailedError(AsyncRLError):
+    """A reward function that fails at every task: not bad luck but a mistake, in it or in the tasks. The text names the
+    function, a task, and what was raised."""
 
     exit_code = 2
 
@@ -85,9 +98,20 @@ class DeadlineError(AsyncRLError):
 
 
 class ProcessDiedError(AsyncRLError):
-    """A process of the run ended by itself. The text names it, its exit code and its last log lines."""
+    """A process of the run ended by itself. The text names it, its exit code and its last log lines.
+
+    code: with which it ended. One that says why, of those above, is that of the launcher too.
+
+    >>> [ProcessDiedError("learner ended", code).exit_code for code in (1, -9, 4, 9)]
+    [5, 5, 4, 9]
+    """
 
     exit_code = 5
+
+    def __init__(self, text: str, code: int | None = None) -> None:
+        super().__init__(text)
+        if code is not None and code in SAY_WHY:
+            self.exit_code = code
 
 
 class EngineFailedError(AsyncRLError):
@@ -114,6 +138,22 @@ class JournalError(AsyncRLError):
     exit_code = 9
 
 
+class StoppedError(AsyncRLError):
+    """Somebody wanted the run to end before its last version: what was learned is saved, `run.resume=true` goes on.
+    Not a failure, but not done either: whoever sent SIGTERM to a pre-empted job starts it again on this exit code."""
+
+    exit_code = 10
+    ended = "stopped"
+    """What summary.json and the queue then say of the run."""
+
+
+class PoolLostError(AsyncRLError):
+    """A pool that trains a model has died, or was begun anew: the learner goes back to its newest checkpoint, and the
+    next process of the pool with it."""
+
+    exit_code = 11
+
+
 class TrainingError(AsyncRLError):
     """A step that must not be trained on, under the policy `learner.on_bad_step: stop`."""
 
@@ -123,3 +163,9 @@ class TrainingError(AsyncRLError):
 class BehaviourMismatchError(TrainingError):
     """What an engine recorded of its tokens is not what the learner finds with the same weights; the text says which
     engine, which version, how far they are apart and what is allowed."""
+
+
+def first_failure(failures: BaseExceptionGroup[AsyncRLError]) -> AsyncRLError:
+    """Of loops that fail one after another; the first one to do so is why."""
+    found = failures.exceptions[0]
+    return first_failure(found) if isinstance(found, BaseExceptionGroup) else found

@@ -1,38 +1,49 @@
-"""Held-out scores and answers of a model in this process: `asyncrl eval`, `asyncrl generate`, SFT's yardstick.
+"""Held-out scores and answers of a model: `asyncrl eval`, `asyncrl generate`, SFT's yardstick.
 
-The engine, the sampling and the reward are those of a generator, so a score here and a score during a run are
-the same number for the same weights.
+The engine, the sampling, the frame of a prompt and the reward are those of a generator, so a score here and a score
+during a run are the same number for the same weights.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from pathlib import Path
+from typing import Any, Self, cast
 
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
+from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
-from asyncrl.config.tasks import MAIN, EvaluationSet
+from asyncrl.config.tasks import MAIN, EvaluationSet, SourceConfig
 from asyncrl.errors import ConfigError
+from asyncrl.generator.engine import Engine, LocalEngine
+from asyncrl.generator.process import load_engine
 from asyncrl.generator.rewards import Scorer
 from asyncrl.generator.rollouts import Rollouts
 from asyncrl.generator.transformers_engine import load_transformers_engine
+from asyncrl.learner import checkpoint
 from asyncrl.learner.heldout import of_group, scores
-from asyncrl.models import load_tokenizer
+from asyncrl.models import policy_tokenizer
+from asyncrl.tasks.reader import framed
 from asyncrl.tasks.source import held_out
 from asyncrl.types import Group, Task
 
+LoadEngine = Callable[[Config, PreTrainedTokenizerBase], Engine]
+SERVERS = ("vllm_server", "sglang")
+
 
 class Evaluator:
-    """One embedded engine behind blocking calls. A context manager."""
+    """One engine behind blocking calls, the embedded one unless given. A context manager."""
 
-    def __init__(self, config: Config) -> None:
-        self._tasks = held_out(config)
-        tokenizer = load_tokenizer(config.model)
-        self._engine = load_transformers_engine(config, tokenizer)
+    def __init__(self, config: Config, load: LoadEngine = load_transformers_engine) -> None:
+        self._config, self._tasks = config, held_out(config)
+        tokenizer = policy_tokenizer(config)
+        self._engine = load(config, tokenizer)
         self._scorer = Scorer.from_config(config.reward)
+        self._scorer.start()
         self._rollouts = Rollouts(self._engine, tokenizer, self._scorer, config)
         self._loop = asyncio.Runner()
 
@@ -52,15 +63,18 @@ class Evaluator:
 
     def held_out(self, weights: Mapping[str, Tensor] | None = None, name: str = MAIN) -> Group:
         """The rollouts of each held-out task of a set, greedy unless `evaluation` says otherwise; with `weights`
-        (checkpoint names, whole tensors) loaded first."""
+        (checkpoint names, whole tensors) loaded first, which the embedded engine takes."""
         if weights is not None:
-            self._loop.run(self._engine.flip(weights, self._engine.version + 1))
+            engine = cast(LocalEngine, self._engine)
+            self._loop.run(engine.flip(weights, engine.version + 1))
         exam = Task(0, "", {})
         return self._loop.run(self._rollouts.evaluate(exam, self._tasks[name], f"held-out/{name}", name))
 
     def answers(self, prompts: Sequence[str]) -> list[str]:
-        """The text that the model makes of each prompt."""
-        tasks = [Task(ordinal, prompt, {}) for ordinal, prompt in enumerate(prompts)]
+        """The text that the model makes of each prompt, framed as those of `tasks` are. Raises ConfigError where these
+        differ in that."""
+        source = _frame(self._config)
+        tasks = [Task(ordinal, framed(prompt, source), {}) for ordinal, prompt in enumerate(prompts)]
         return self._loop.run(self._answers(tasks))
 
     async def _answers(self, tasks: Sequence[Task]) -> list[str]:
@@ -75,7 +89,7 @@ def run(config: Config, model_path: str) -> dict[str, Any]:
         raise ConfigError(
             "evaluation.source", None, "names no held-out tasks", "set it as tasks.source is set"
         )
-    with Evaluator(_with_model(config, model_path)) as evaluator:
+    with Evaluator(_with_model(config, model_path), _load_engine) as evaluator:
         results = {name: _result(evaluator, name, chosen) for name, chosen in sets.items()}
     others = {name: result for name, result in results.items() if name != MAIN}
     return {"model": model_path, **results.get(MAIN, {}), **({"sets": others} if others else {})}
@@ -92,9 +106,50 @@ def _result(evaluator: Evaluator, name: str, chosen: EvaluationSet) -> dict[str,
 
 def generate(config: Config, model_path: str, prompts: Sequence[str]) -> list[str]:
     """`asyncrl generate`: one answer per prompt, sampled as in training."""
-    with Evaluator(_with_model(config, model_path)) as evaluator:
+    with Evaluator(_with_model(config, model_path), _load_engine) as evaluator:
         return evaluator.answers(prompts)
 
 
 def _with_model(config: Config, model_path: str) -> Config:
+    saved = Path(model_path)
+    require(
+        not checkpoint.is_one(saved),
+        "--model",
+        model_path,
+        "is a checkpoint of a run, to go on from, and not a model",
+        f"make one of it: asyncrl export {saved.parent.parent} --version {saved.name.lstrip('v0') or 0} DIR",
+    )
     return replace(config, model=replace(config.model, path=model_path))
+
+
+def _load_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
+    """That of the run's generators, with the weights of model.path. Raises ConfigError for those that have others."""
+    ours = config.generator
+    require(
+        ours.own_engine is None,
+        "generator.own_engine",
+        ours.own_engine,
+        "gets its weights from a learner, and there is none here",
+        "score with one of the project's: generator.own_engine=null",
+    )
+    require(
+        ours.engine not in SERVERS,
+        "generator.engine",
+        ours.engine,
+        "asks a server, which answers with weights of its own and not with those of --model",
+        "set generator.engine=vllm or transformers, and generator.server.urls=[]",
+    )
+    return load_engine(config, tokenizer, "the evaluator", load_weights=True)
+
+
+def _frame(config: Config) -> SourceConfig:
+    """How prompts of `tasks` are framed."""
+    sources: list[SourceConfig] = [*config.tasks.sources.values()] or [config.tasks]
+    require(
+        len({(source.system, source.chat) for source in sources}) == 1,
+        "tasks.mixture",
+        list(config.tasks.mixture),
+        "frames the prompts of its sources in different ways (system, chat): which is meant is not said",
+        "give a configuration with one of these sources in tasks",
+    )
+    return sources[0]

@@ -34,7 +34,7 @@ from asyncrl.learner.accumulator import Accumulator
 from asyncrl.learner.backend import POLICY
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.fsdp import FsdpBackend
-from asyncrl.models import encode_prompt, load_tokenizer
+from asyncrl.models import encode_prompt, policy_tokenizer
 from asyncrl.tasks.source import TaskStream, train_stream
 from asyncrl.types import Group, Rollout, Sampling, Task, Turn
 
@@ -59,7 +59,7 @@ def run(config: Config) -> dict[str, Any]:
     supervised = as_supervised(config)
     backend = FsdpBackend(supervised)
     accumulator = Accumulator(backend, supervised)
-    batches = supervised_batches(train_stream(config), load_tokenizer(config.model), config)
+    batches = supervised_batches(train_stream(config), policy_tokenizer(config), config)
     started, accuracy, steps = time.monotonic(), None, 0
     with Evaluator(config) as evaluator:
         while steps < sft.steps:
@@ -129,7 +129,7 @@ def _example(task: Task, tokenizer: PreTrainedTokenizerBase) -> Rollout:
         raise TaskError(f"task {task.ordinal} has no 'target' text, which supervised training needs")
     target_ids = [*tokenizer.encode(target, add_special_tokens=False), tokenizer.eos_token_id]
     turn = Turn(
-        prompt_ids=encode_prompt(tokenizer, task.prompt),
+        prompt_ids=encode_prompt(tokenizer, task),
         output_ids=np.asarray(target_ids, np.int64),
         logprobs=np.zeros(len(target_ids), np.float32),
         versions=np.zeros(len(target_ids), np.int32),

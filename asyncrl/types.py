@@ -46,6 +46,9 @@ WITHOUT_STEPS: Mapping[str, int] = {"step": -1, "anchor": 0, "step_rewards": 0}
 ANSWER = "#answer"
 """A reward part of rollouts of an evaluation: the number of its answer among its task's, from 1; 0: it has none."""
 
+UNSCORED = "#unscored"
+"""A reward part of rollouts of an evaluation: 1 if it counts as 0 because it could not be had or not be scored."""
+
 
 @dataclass(frozen=True, slots=True)
 class Task:
@@ -237,10 +240,9 @@ class Group:
     @property
     def start_version(self) -> Version:
         """The oldest version that made a token of this group: what the staleness bound is about."""
-        made = np.asarray(self.versions, np.int32).view(
-            np.uint32
-        )  # where NO_VERSION, -1, is the largest number
-        return int(made.min(initial=0xFFFFFFFF).astype(np.int32))
+        # As unsigned numbers, of which NO_VERSION, -1, is the largest. `min` of an array takes twice as long.
+        made = np.asarray(self.versions, np.int32).view(np.uint32)
+        return int(np.minimum.reduce(made, initial=0xFFFFFFFF).astype(np.int32))
 
 
 def _joined_columns(task: Task, rollouts: Sequence[Rollout]) -> dict[str, Array]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from safetensors.torch import load_file
+from torch import Tensor
 
 DEADLINE_S = 90.0
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -92,6 +95,23 @@ def rows(run: Path) -> list[dict[str, Any]]:
         return []
     lines = path.read_text().split("\n")[:-1]
     return [row for line in lines if "step_s" in (row := json.loads(line))]
+
+
+def final_weights(run: Path) -> dict[str, Tensor]:
+    """Of the policy that a run has ended with; it must fit into one file."""
+    (file,) = (run / "final").glob("*.safetensors")
+    return load_file(file)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as caller:
+        return caller.connect_ex(("127.0.0.1", port)) == 0
 
 
 def trained(run: Path, version: int) -> Callable[[], bool]:

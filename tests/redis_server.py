@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 import time
 from pathlib import Path
 
 import redis
+from processes import free_port
 
 STARTS_S = 20.0
 
@@ -46,9 +46,3 @@ class RedisServer:
             return bool(self.client.ping())
         except redis.ConnectionError:
             return False
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

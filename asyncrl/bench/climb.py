@@ -38,7 +38,7 @@ from asyncrl.generator.transformers_engine import load_transformers_engine
 from asyncrl.learner import requirements
 from asyncrl.learner.fsdp import FsdpBackend
 from asyncrl.learner.version_step import version_step
-from asyncrl.models import load_tokenizer
+from asyncrl.models import policy_tokenizer
 from asyncrl.tasks.addition import write_model_folder
 from asyncrl.tasks.source import train_stream
 from asyncrl.types import Group, Task
@@ -159,7 +159,7 @@ async def _loop(config: Config) -> list[list[Group]]:
     torch.manual_seed(config.run.seed)
     backend = FsdpBackend(config, requirements.models(config))
     way = version_step(backend, config)
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = policy_tokenizer(config)
     engine, scorer = load_transformers_engine(config, tokenizer), Scorer.from_config(config.reward)
     rollouts = Rollouts(engine, tokenizer, scorer, config)
     tasks = train_stream(config)

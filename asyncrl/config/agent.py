@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from asyncrl.config.rules import positive, require
+from asyncrl.config.rules import positive, positive_if_set, require
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class AgentConfig:
             max_turns=self.max_turns,
             deadline_s=self.deadline_s,
         )
+        positive_if_set("agent", max_tokens=self.max_tokens)
         require(
             not self.tools or self.environment is None,
             "agent.tools",

@@ -14,17 +14,22 @@ from typing import Any
 
 import yaml
 
-from asyncrl.config import agent, algorithm, reward, schema, tasks
+from asyncrl.config import agent, algorithm, lora, parallel, placement, reward, schema, tasks, telemetry
 from asyncrl.config.schema import Config
+from asyncrl.config.yaml_values import escaped_references
+from asyncrl.version import VERSION
 
 COMMENT_COLUMN = 36
+
+VERSION_LINE = f"# asyncrl {VERSION}"
+"""The first line of a configuration that is written."""
 
 
 @functools.cache
 def key_comments() -> dict[str, str]:
     """{'batch.groups': 'B: groups that one version is trained on', …}, read from the source."""
     classes: dict[str, dict[str, str]] = {}
-    for module in (agent, algorithm, reward, schema, tasks):
+    for module in (agent, algorithm, lora, parallel, placement, reward, schema, tasks, telemetry):
         classes |= _comments_of_classes(module)
     return {key: text for key, text in _walk(Config(), classes, "") if text}
 
@@ -35,6 +40,7 @@ def render(config: Config) -> str:
     `load_config` of this text gives an equal `Config`.
     """
     derived = (
+        f"{VERSION_LINE}\n"
         f"# Resolved: W = {config.window} (queue.window), S = {config.spare_versions} spare versions, "
         f"queue.depth = {config.depth},\n# generator.fixed_shape = {str(config.fixed_shape).lower()}.\n"
     )
@@ -70,7 +76,7 @@ def _section_lines(section: Any, prefix: str, indent: int) -> Iterator[str]:
 
 def _scalar(value: Any) -> str:
     """One line of YAML."""
-    plain = list(value) if isinstance(value, tuple) else value
+    plain = escaped_references(list(value) if isinstance(value, tuple) else value)
     text: str = yaml.safe_dump(
         [plain], default_flow_style=True, width=1 << 20, allow_unicode=True, sort_keys=False
     )

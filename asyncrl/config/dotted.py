@@ -13,6 +13,9 @@ from typing import Any
 
 from asyncrl.errors import ConfigError
 
+_running: list[Path] = []
+"""Files that are being imported."""
+
 REMEDY = "write 'package.module:function' or 'path/to/file.py:function'"
 
 
@@ -27,6 +30,8 @@ def load_function(spec: str, key: str) -> Callable[..., Any]:
         raise ConfigError(key, spec, "does not name a function", REMEDY)
     try:
         module = _load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+    except ConfigError:
+        raise
     except Exception as error:
         raise ConfigError(
             key, spec, f"{where} cannot be imported ({type(error).__name__}: {error})", REMEDY
@@ -53,11 +58,26 @@ def name_function(function: Callable[..., Any], key: str) -> str:
         return f"{module.__name__}:{name}"
     # A script, or a file beside one: other processes do not have its folder on their path.
     file = getattr(module, "__file__", None)
-    if file is None:
+    if file is None or not Path(file).is_file():  # '<stdin>'
         raise ConfigError(
-            key, function, "stands in no file (an interactive session?)", "move it to a .py file"
+            key,
+            function,
+            "stands in no file (a notebook, an interactive session?), and other processes must import it",
+            "move it to a .py file",
         )
     return f"{Path(file).resolve()}:{name}"
+
+
+def refuse_in_import() -> None:
+    """Raises ConfigError while `load_function` runs a file for its functions: what a script does beside defining some
+    belongs under its guard."""
+    if _running:
+        raise ConfigError(
+            "script",
+            str(_running[-1]),
+            "begins a run while it is imported for its functions, as every process of a run does",
+            "begin it under `if __name__ == '__main__':`",
+        )
 
 
 def _load_file(path: Path) -> ModuleType:
@@ -72,9 +92,12 @@ def _load_file(path: Path) -> ModuleType:
         sys.path.append(str(path.parent))  # files beside it import as they do when it is run as a script
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before it runs: dataclasses look their module up there
+    _running.append(path)
     try:
         spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise
+    finally:
+        _running.pop()
     return module

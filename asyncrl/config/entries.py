@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from asyncrl.config.rules import require
+from asyncrl.config.yaml_values import escaped_references
 from asyncrl.errors import ConfigError
 
 Section = TypeVar("Section")
@@ -29,7 +30,7 @@ def as_section(schema: type[Section], key: str, entry: object) -> Section:
         remedy = f"did you mean {key}.{near[0]}?" if near else f"the keys are {', '.join(known)}"
         require(name in known, f"{key}.{name}", value, "no such key", remedy)
         try:
-            OmegaConf.update(tree, name, value, merge=True)
+            OmegaConf.update(tree, name, escaped_references(value), merge=True)
         except (OmegaConfBaseException, TypeError, ValueError) as error:
             rule = str(error).partition("\n")[0].rstrip(".")
             raise ConfigError(f"{key}.{name}", value, rule, "give a value of this type") from None

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import types
 import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,10 +25,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from asyncrl.config.docs import key_comments, render
 from asyncrl.config.schema import Config
+from asyncrl.config.yaml_values import parse, with_references
 from asyncrl.errors import ConfigError
 
-CONFIGS = Path(__file__).parents[2] / "configs"
-"""The configurations of the project; an `include` that is not next to its file is looked up here."""
+PACKAGE = Path(__file__).parents[1]
+CONFIGS = (PACKAGE if (PACKAGE / "configs").is_dir() else PACKAGE.parent) / "configs"
+"""The configurations of the project, in an installed package or beside it in a checkout. An `include` that is not next
+to its file is looked up here."""
 
 FREE = (
     "tasks.options.",
@@ -48,6 +52,20 @@ INSTEAD = {"reward.function": "reward.functions"}
 """Required keys that are none where another one is set."""
 
 
+IN_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    list: "a list",
+    tuple: "a list",
+    dict: "a mapping",
+    type(None): "null",
+}
+
+_SECTIONS = frozenset(field.name for field in dataclasses.fields(Config))
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """One leaf of one source, e.g. Setting("batch.groups", 64, "configs/recipes/demo.yaml:12")."""
@@ -61,7 +79,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read, merge, check.
 
     The file may begin with `include: [file, …]`: files merged before it, found next to it or in `configs/`.
-    `overrides` are words such as 'batch.groups=32'; their values are YAML.
+    `overrides` are words such as 'batch.groups=32'; their values are YAML. A mapping is merged with what it was
+    before, `key=null` empties it. What `${…}` means: `yaml_values`.
 
     Raises ConfigError: a file that cannot be read or parsed, a key that does not exist (with its nearest
     neighbour), a value of the wrong type, a required key without a value, a rule that does not hold.
@@ -94,18 +113,30 @@ def _settings_of_file(path: Path, including: tuple[Path, ...]) -> Iterator[Setti
         chain = " → ".join(str(p) for p in (*including, path))
         raise ConfigError("include", str(path), f"files include each other: {chain}", "take one include out")
     tree, node = _parse(path)
-    includes = tree.pop("include", [])
-    for name in [includes] if isinstance(includes, str) else includes:
-        yield from _settings_of_file(_find_include(str(name), path), (*including, path))
+    for name in _includes(tree, path):
+        yield from _settings_of_file(_find_include(name, path), (*including, path))
     yield from _leaves(Config, tree, node, "", path)
+
+
+def _includes(tree: dict[str, Any], path: Path) -> list[str]:
+    """What a file names under `include`, which is taken out of `tree`."""
+    includes = tree.pop("include", None) or []
+    names = includes if isinstance(includes, list) else [includes]
+    if not all(isinstance(name, str) for name in names):
+        raise ConfigError(
+            "include",
+            includes,
+            f"{path} includes what is no file",
+            "write e.g. include: [algorithms/grpo.yaml]",
+        )
+    return names
 
 
 def _parse(path: Path) -> tuple[dict[str, Any], yaml.Node | None]:
     """The file's values, and its YAML nodes, which know their lines."""
     try:
         text = path.read_text(encoding="utf-8")
-        # OmegaConf's own reading of YAML: 2e-4 is a number, a key given twice is an error.
-        tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False) if text.strip() else {}
+        tree = parse(text) or {}
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except OSError as error:
         reason = error.strerror or "cannot be read"
@@ -160,7 +191,7 @@ def _setting_of_word(word: str) -> Setting:
     if not equals or not key:
         raise ConfigError("command line", word, "is not of the form key=value", "write e.g. batch.groups=32")
     try:
-        parsed: Any = OmegaConf.to_container(OmegaConf.create(f"value: {text}"), resolve=False)
+        parsed: Any = parse(f"value: {text}")
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", None) or "cannot be read"
         raise ConfigError(key, text, f"is not a YAML value: {problem}", "quote it") from None
@@ -187,13 +218,55 @@ def _apply(tree: Any, setting: Setting) -> None:
             f"no such key ({setting.where})",
             f"did you mean {near}?" if near else "`asyncrl config CONFIG --print` shows every key",
         )
+    hint, value = _hint(setting.key), setting.value
+    if value is None and typing.get_origin(hint) is dict:
+        OmegaConf.update(
+            tree, setting.key, {}, merge=False
+        )  # null empties a mapping, anything else is merged in
+        return
+    if isinstance(value, float) and value.is_integer() and int in _kinds(hint):  # 1e3
+        value = int(value)
     try:
-        OmegaConf.update(tree, setting.key, setting.value, merge=True)
+        OmegaConf.update(tree, setting.key, with_references(value, _SECTIONS), merge=True)
     except (OmegaConfBaseException, TypeError, ValueError) as error:
-        rule = f"{_first_line(error)} ({setting.where})"
-        about = key_comments().get(setting.key)
-        remedy = f"give what the key takes: {about}" if about else "give a value of this type"
-        raise ConfigError(setting.key, setting.value, rule, remedy) from error
+        rule = f"{'must have a value' if value is None else _first_line(error)} ({setting.where})"
+        raise ConfigError(setting.key, setting.value, rule, _remedy(setting.key, hint)) from error
+
+
+def _remedy(key: str, hint: Any) -> str:
+    about = key_comments().get(key)
+    return f"give {_in_words(hint)}" + (f": {about}" if about else "")
+
+
+def _in_words(hint: Any) -> str:
+    """What a value of this type is.
+
+    >>> _in_words(int), _in_words(float | None), _in_words(typing.Literal["stop", "skip"])
+    ('a whole number', 'a number, or null', 'stop or skip')
+    """
+    *firsts, last = [
+        " or ".join(map(str, typing.get_args(kind)))
+        if typing.get_origin(kind) is typing.Literal
+        else IN_WORDS.get(typing.get_origin(kind) or kind, "a value of this type")
+        for kind in _kinds(hint)
+    ]
+    return f"{', '.join(firsts)}, or {last}" if firsts else last
+
+
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    """The types that a union is of; of no union itself."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+
+
+def _hint(key: str) -> Any:
+    """The type of a leaf; Any for a key below a free-form one."""
+    schema: type = Config
+    *outer, name = key.split(".")
+    for section in outer:
+        if section not in sections(schema):
+            return Any
+        schema = sections(schema)[section]
+    return _hints(schema).get(name, Any)
 
 
 @functools.cache

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -80,6 +81,12 @@ class RewardConfig:
             itself = error.key.replace("reward", key, 1)
             remedy = error.remedy.replace(error.key, itself)
             raise ConfigError(itself, error.value, error.rule, remedy) from None
+
+    def without(self, names: Collection[str]) -> RewardConfig:
+        """The section without these of its functions, and without the weights of their parts."""
+        functions = {name: entry for name, entry in self.functions.items() if name not in names}
+        weights = {part: w for part, w in self.weights.items() if part.partition("/")[0] not in names}
+        return dataclasses.replace(self, functions=functions, weights=weights)
 
     @property
     def each(self) -> list[RewardConfig]:

@@ -23,6 +23,11 @@ def at_least_0(section: str, **values: float) -> None:
         require(value >= 0, f"{section}.{key}", value, "cannot be negative", f"set {section}.{key}=0")
 
 
+def positive_if_set(section: str, **values: float | None) -> None:
+    """Each value must be above 0, or none."""
+    positive(section, **{key: value for key, value in values.items() if value is not None})
+
+
 def check_support(section: str, top_p: float, top_k: int, min_p: float) -> None:
     """What truncates a sampling distribution must leave at least one token."""
     require(

@@ -12,9 +12,15 @@ from typing import Any, Literal
 
 from asyncrl.config.agent import AgentConfig
 from asyncrl.config.algorithm import GROUP_ADVANTAGES, OWN_WEIGHTS, AlgorithmConfig
+from asyncrl.config.lora import LoraConfig, check_lora
+from asyncrl.config.parallel import ParallelConfig
+from asyncrl.config.placement import REWARDS, PlacementConfig
 from asyncrl.config.reward import RewardConfig
-from asyncrl.config.rules import at_least_0, check_support, positive, require
+from asyncrl.config.rules import at_least_0, check_support, positive, positive_if_set, require
 from asyncrl.config.tasks import EvaluationConfig, TasksConfig
+from asyncrl.config.telemetry import TelemetryConfig
+
+KvAtFlip = Literal["keep", "recompute", "drain"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +30,7 @@ class RunConfig:
     seed: int = 0  # fixes task order, sampling and initialisation
     versions: int = 100  # policies to publish, then the run ends
     resume: bool = False  # go on from the newest checkpoint of the run folder
+    resume_changed: bool = False  # let it go on with other tasks, another seed or another model.path
     target_accuracy: float | None = None  # end early once the held-out accuracy reaches this
 
     def __post_init__(self) -> None:
@@ -44,6 +51,7 @@ class ModelConfig:
     )
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the policy, in both pools
     trust_remote_code: bool = False  # run model code that comes with the checkpoint
+    lora: LoraConfig = field(default_factory=LoraConfig)  # train adapters only: docs/models.md
 
 
 @dataclass(frozen=True)
@@ -84,8 +92,41 @@ class VllmConfig:
 
 
 @dataclass(frozen=True)
+class ServerConfig:
+    """Only for generator.engine=vllm_server and sglang: servers that run already; see docs/engines.md."""
+
+    urls: list[str] = field(
+        default_factory=list
+    )  # http://host:port; generator-k alone asks and updates the k-th
+    folder: str | None = (
+        None  # engine sglang: where generators write versions; each server must see its own's
+    )
+    key_variable: str | None = None  # environment variable with the servers' API key
+    deadline_s: float = 300.0  # a server that does not answer for so long ends its generator
+
+    def __post_init__(self) -> None:
+        positive("generator.server", deadline_s=self.deadline_s)
+        for url in self.urls:
+            require(
+                url.startswith(("http://", "https://")),
+                "generator.server.urls",
+                url,
+                "is no address of an HTTP server",
+                "set generator.server.urls=[http://127.0.0.1:8000]",
+            )
+        require(
+            len(set(self.urls)) == len(self.urls),
+            "generator.server.urls",
+            self.urls,
+            "names a server twice, but each generator updates the weights of its own",
+            "start a server for each generator",
+        )
+
+
+@dataclass(frozen=True)
 class GeneratorConfig:
-    engine: Literal["transformers", "vllm", "scripted"] = "transformers"
+    engine: Literal["transformers", "vllm", "vllm_server", "sglang", "scripted"] = "transformers"
+    own_engine: str | None = None  # in place of engine, see docs/engines.md
     count: int = 1  # generator processes that `asyncrl train` starts
     slots: int = 256  # sequences decoded at once (rows of the static KV cache)
     max_length: int = 1024  # prompt + output tokens of one sequence (columns of the static KV cache)
@@ -104,21 +145,24 @@ class GeneratorConfig:
     #                                  its neighbours (bit-reproducible, slower); none: only at max_staleness 0
     threads: int | None = None  # CPU threads of one process; none: cores shared out over the run's processes
     devices: str | None = None  # CUDA_VISIBLE_DEVICES of the generator pool; none: as the shell has it
-    kv: Literal["keep", "recompute", "drain"] = (
-        "keep"  # samples in flight when new weights come: go on with the KV
+    kv: KvAtFlip = (
+        "keep"  # samples in flight when new weights come: go on with the KV cache of the old ones, have
     )
-    #                  cache of the old ones, have it made again by the new ones, or are finished first by the old ones
+    #                        it made again by the new ones, or are finished first by the old ones
     vllm: VllmConfig = field(default_factory=VllmConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
     heartbeat_s: float = 2.0  # between two renewals of all leases of a worker
 
     def __post_init__(self) -> None:
         positive(
             "generator",
+            count=self.count,
             slots=self.slots,
             max_length=self.max_length,
             max_tokens=self.max_tokens,
             heartbeat_s=self.heartbeat_s,
         )
+        positive_if_set("generator", threads=self.threads)
         require(
             self.temperature > 0,
             "generator.temperature",
@@ -128,11 +172,48 @@ class GeneratorConfig:
         )
         check_support("generator", self.top_p, self.top_k, self.min_p)
         require(
-            self.kv == "keep" or self.engine == "vllm",
+            self.kv == "keep" or self.engine != "scripted",
             "generator.kv",
             self.kv,
-            f"is not what generator.engine={self.engine} can do: it keeps the KV cache",
-            "set generator.kv=keep, or generator.engine=vllm",
+            "is not for generator.engine=scripted: it has no cache, and flips at once",
+            "set generator.kv=keep",
+        )
+        self._check_server()
+
+    @property
+    def makes_real_tokens(self) -> bool:
+        """Whether recorded log-probs are those of a model; scripted ones are made up."""
+        return self.own_engine is not None or self.engine != "scripted"
+
+    def _check_server(self) -> None:
+        behind_http, urls = self.engine in ("vllm_server", "sglang"), self.server.urls
+        require(
+            bool(urls) == behind_http,
+            "generator.server.urls",
+            urls,
+            "goes with generator.engine=vllm_server or sglang, and only with these",
+            "set both, or neither",
+        )
+        require(
+            not behind_http or len(urls) >= self.count,
+            "generator.server.urls",
+            urls,
+            f"has fewer servers than generator.count={self.count}",
+            f"name {self.count} servers, or set generator.count={max(1, len(urls))}",
+        )
+        require(
+            (self.server.folder is not None) == (self.engine == "sglang"),
+            "generator.server.folder",
+            self.server.folder,
+            "goes with generator.engine=sglang, and only with that",
+            "set generator.server.folder=/shared/versions",
+        )
+        require(
+            self.engine != "sglang" or (self.top_p == 1 and self.top_k == 0 and self.min_p == 0),
+            "generator.engine",
+            self.engine,
+            "its log-probs are of all tokens, also where top_p, top_k or min_p cut some off",
+            "unset these, or set generator.engine=vllm_server",
         )
 
 
@@ -182,11 +263,19 @@ class QueueConfig:
 
     def __post_init__(self) -> None:
         require(
+            self.address.partition("://")[0] in ("tcp", "ipc", "inproc"),
+            "queue.address",
+            self.address,
+            "does not say how it is reached",
+            f"set queue.address=tcp://{self.address.rpartition('://')[2] or '127.0.0.1:*'}",
+        )
+        require(
             self.keys is not None or _stays_here(self.address),
             "queue.address",
             self.address,
             "can be reached from other machines, and queue.keys is not set",
-            "make keys with `asyncrl keys DIR`, copy DIR to each machine of the run, and set queue.keys=DIR",
+            "make keys with `asyncrl keys DIR`, copy DIR without server.key to the machines of the run that have no "
+            "queue, and set queue.keys=DIR",
         )
         require(
             self.max_staleness >= 0,
@@ -203,6 +292,8 @@ class QueueConfig:
             "set queue.wait_share=0.05",
         )
         positive("queue", max_bytes=self.max_bytes, lease_s=self.lease_s, deadline_s=self.deadline_s)
+        positive_if_set("queue", window=self.window, depth=self.depth)
+        at_least_0("queue", retained_bytes=self.retained_bytes)
         self._check_store()
 
     def _check_store(self) -> None:
@@ -239,7 +330,10 @@ class SyncConfig:
     redis_url: str | None = None  # backend redis: as queue.redis_url; may be the same server
     keep: int = 2  # backends file and redis: newest versions that stay stored; more help slow readers
     fsync: bool = False  # backend file: a stored version survives a power failure
-    host: str = "127.0.0.1"  # address of this machine, as the generators see it
+    host: str | None = (
+        None  # of the learner's machine, as the generators see it, each machine its own; none: the
+    )
+    #                              address of its route to queue.address
     bucket_mb: float = 64.0  # size of one message of the weight stream
     verify: bool = True  # after every flip, hash the engine's live parameters against the learner's
     deadline_s: float = 120.0  # of one weight transfer
@@ -341,7 +435,14 @@ class OptimizerConfig:
     grad_clip: float = 1.0  # largest global gradient norm
 
     def __post_init__(self) -> None:
-        positive("learner.optimizer", lr=self.lr, grad_clip=self.grad_clip)
+        positive("learner.optimizer", lr=self.lr, eps=self.eps, grad_clip=self.grad_clip)
+        at_least_0("learner.optimizer", warmup_steps=self.warmup_steps, weight_decay=self.weight_decay)
+        for key, value, ok in (
+            ("betas", self.betas, all(0 <= beta < 1 for beta in self.betas)),
+            ("min_lr_ratio", self.min_lr_ratio, 0 <= self.min_lr_ratio <= 1),
+        ):
+            rule = "is a share, and lies between 0 and 1"
+            require(ok, f"learner.optimizer.{key}", value, rule, f"leave learner.optimizer.{key} out")
 
 
 @dataclass(frozen=True)
@@ -371,6 +472,8 @@ class LogprobGateConfig:
 @dataclass(frozen=True)
 class LearnerConfig:
     processes: int = 1  # ranks that `asyncrl train` starts (torchrun does it in a split run)
+    backend: Literal["fsdp", "megatron"] = "fsdp"  # megatron: Megatron-core, on GPUs; see docs/megatron.md
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     micro_batch_tokens: int = 16384  # most tokens of one forward/backward of one rank
     mini_batches: int = 1  # optimizer steps that the groups of one version are split over (PPO mini-batches)
     epochs: int = 1  # passes over the groups of one version
@@ -379,7 +482,24 @@ class LearnerConfig:
         True  # no forward for groups whose advantages are all 0, wherever their gradient is
     )
     #                                exactly 0 (a version of such groups alone leaves the optimizer alone)
-    on_bad_step: Literal["stop", "skip"] = "stop"  # a loss or gradient that is not finite
+    on_bad_step: Literal["stop", "skip"] = (
+        "stop"  # a gradient that is not finite; skip: drop the step's groups
+    )
+    on_bad_batch: Literal["stop", "skip"] = (
+        "stop"  # groups whose log-probs, columns or loss are not finite; skip:
+    )
+    #                                drop them as not_finite and train on others, as if they had not been there
+    activation_checkpointing: Literal["none", "layers"] = (
+        "none"  # layers: keep each decoder layer's input alone and
+    )
+    #                                compute the rest again in the backward pass: less memory, a third more work
+    compile: bool = False  # torch.compile each decoder layer
+    offload: Literal["none", "optimizer", "disk"] = (
+        "none"  # where the optimizer's state waits between steps. optimizer: in host
+    )
+    #                                memory (GPU); disk: in files of offload_folder
+    offload_folder: str | None = None  # of every machine of the learner, best on an NVMe disk of its own
+    peak_tflops: float | None = None  # of one device, for the share learner/mfu; none: measured at the start
     logprob_gate: LogprobGateConfig = field(default_factory=LogprobGateConfig)
     threads: int | None = None  # CPU threads of one process; none: cores shared out over the run's processes
     devices: str | None = None  # CUDA_VISIBLE_DEVICES of the learner pool; none: as the shell has it
@@ -392,7 +512,32 @@ class LearnerConfig:
             micro_batch_tokens=self.micro_batch_tokens,
             mini_batches=self.mini_batches,
             epochs=self.epochs,
+            groups_deadline_s=self.groups_deadline_s,
         )
+        positive_if_set("learner", threads=self.threads, peak_tflops=self.peak_tflops)
+        require(
+            not self.compile or self.parallel.tensor == 1,
+            "learner.compile",
+            self.compile,
+            "does not go with layers whose matrices are shared",
+            "leave it out, or set learner.parallel.tensor=1",
+        )
+        require(
+            (self.offload == "disk") == (self.offload_folder is not None),
+            "learner.offload_folder",
+            self.offload_folder,
+            f"goes with learner.offload=disk and no other, and this is {self.offload}",
+            "set both, or neither",
+        )
+        own = {"activation_checkpointing": "none", "compile": False, "offload": "none"}
+        for key in (key for key, off in own.items() if getattr(self, key) != off):
+            require(
+                self.backend == "fsdp",
+                f"learner.{key}",
+                getattr(self, key),
+                f"is not what learner.backend={self.backend} does",
+                "leave it out, or set learner.backend=fsdp",
+            )
 
 
 @dataclass(frozen=True)
@@ -427,7 +572,17 @@ class RewardModelConfig:
     """The implicit process reward model of prime, trained online on the outcomes."""
 
     path: str | None = None  # none: model.path
+    frozen: bool = False  # trained before, and not any more
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+    def __post_init__(self) -> None:
+        require(
+            self.path is not None or not self.frozen,
+            "reward_model.path",
+            self.path,
+            "names no model that was trained before, and reward_model.frozen=true trains none",
+            "set it to the folder of an implicit reward model, or reward_model.frozen=false",
+        )
 
 
 @dataclass(frozen=True)
@@ -441,9 +596,13 @@ class TeacherConfig:
 class CheckpointConfig:
     every: int = 50  # versions between checkpoints; the last version is always saved
     keep: int = 2  # newest checkpoints that stay on disk
+    asynchronous: bool = (
+        True  # train on while one is written; costs a copy of masters and moments in CPU memory
+    )
+    deadline_s: float = 600.0  # longest that anybody waits for one to be written
 
     def __post_init__(self) -> None:
-        positive("checkpoint", every=self.every, keep=self.keep)
+        positive("checkpoint", every=self.every, keep=self.keep, deadline_s=self.deadline_s)
 
 
 @dataclass(frozen=True)
@@ -452,12 +611,23 @@ class LaunchConfig:
 
     generator_restarts: int = 3  # how often a generator that dies is started again, all of them together
     queue_restarts: int = 3  # how often a queue that dies is started again, from its journal
+    pool_restarts: int = 3  # how often a process of a pool that dies is started again, all of them together
     learner_restarts: int = 3  # how often a learner that dies is started again, from the newest checkpoint
     start_deadline_s: float = 120.0  # until the queue listens
     stop_deadline_s: float = (
         30.0  # for a clean end after Ctrl-C or the last version: longer than one version trains
     )
     quiet: bool = False  # no live table
+
+    def __post_init__(self) -> None:
+        at_least_0(
+            "launch",
+            generator_restarts=self.generator_restarts,
+            queue_restarts=self.queue_restarts,
+            pool_restarts=self.pool_restarts,
+            learner_restarts=self.learner_restarts,
+        )
+        positive("launch", start_deadline_s=self.start_deadline_s, stop_deadline_s=self.stop_deadline_s)
 
 
 @dataclass(frozen=True)
@@ -474,6 +644,7 @@ class SftConfig:
 
     def __post_init__(self) -> None:
         positive("sft", steps=self.steps, batch_size=self.batch_size, lr=self.lr, every=self.every)
+        at_least_0("sft", warmup_steps=self.warmup_steps)
 
 
 def _check_truncated(algorithm: AlgorithmConfig, generator: GeneratorConfig) -> None:
@@ -588,11 +759,21 @@ class Config:
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     sft: SftConfig = field(default_factory=SftConfig)
 
     def __post_init__(self) -> None:
+        check_lora(self.model.lora, self.learner.parallel, self.reference.update_every)
+        require(
+            self.learner.backend == "fsdp" or self.model.lora.rank == 0,
+            "model.lora.rank",
+            self.model.lora.rank,
+            f"learner.backend={self.learner.backend} trains no adapters",
+            "set model.lora.rank=0, or learner.backend=fsdp",
+        )
         advantage = self.algorithm.built_in_advantage
         if advantage in GROUP_ADVANTAGES:
             require(
@@ -613,6 +794,7 @@ class Config:
         _check_policies(self.algorithm, self.learner)
         _check_truncated(self.algorithm, self.generator)
         self._check_models()
+        self._check_pools()
         require(
             self.learner.mini_batches <= self.batch.groups,
             "learner.mini_batches",
@@ -718,6 +900,55 @@ class Config:
             f"set critic.warmup_versions={self.run.versions // 10}",
         )
 
+    def _check_pools(self) -> None:
+        """Nothing on a pool follows the policy; one that learns does so once; reward functions there see what the queue
+        carries."""
+        pools = self.placement.pools
+        require(
+            "reference" not in pools or self.reference.update_every is None,
+            "reference.update_every",
+            self.reference.update_every,
+            "makes the reference follow the policy, whose weights a pool does not get",
+            "set placement.reference.where=colocated, or leave it out",
+        )
+        frozen = {"reference", "teacher", REWARDS} | ({"reward_model"} if self.reward_model.frozen else set())
+        for name in pools.keys() - frozen:
+            require(
+                pools[name].processes == 1,
+                f"placement.{name}.processes",
+                pools[name].processes,
+                "are copies of a model, and one that learns is one model",
+                f"set placement.{name}.ranks={pools[name].processes}, which share it",
+            )
+        if REWARDS not in pools:
+            return
+        for name in self.placement.rewards.functions:
+            require(
+                name in self.reward.functions,
+                "placement.rewards.functions",
+                self.placement.rewards.functions,
+                f"{name!r} is not one of reward.functions",
+                f"name some of {', '.join(self.reward.functions) or 'them, or leave it out'}",
+            )
+        require(
+            not self.greedy_rollout,
+            "placement.rewards.where",
+            "pool",
+            f"advantage {self.algorithm.advantage!r} compares with a greedy rollout, which groups do not carry",
+            "set placement.rewards.where=colocated, or algorithm.advantage=rloo",
+        )
+
+    def rewards_of(self, kind: Literal["generator", "pool"]) -> RewardConfig | None:
+        """The reward functions that this kind of process calls; None if it calls none."""
+        place = self.placement.rewards
+        if place.where == "colocated":
+            return self.reward if kind == "generator" else None
+        pooled = place.functions or [*self.reward.functions]
+        left = [name for name in self.reward.functions if name not in pooled]
+        if kind == "pool":
+            return self.reward.without(left)
+        return self.reward.without(pooled) if left else None
+
     @property
     def window(self) -> int:
         """W, resolved."""
@@ -746,7 +977,7 @@ class Config:
     @property
     def probing(self) -> bool:
         """Whether generators draw the probes of `learner.logprob_gate`. At η = 0 every token is compared anyway."""
-        real = self.generator.engine != "scripted"
+        real = self.generator.makes_real_tokens
         return real and self.learner.logprob_gate.probe and self.queue.max_staleness > 0
 
     @property

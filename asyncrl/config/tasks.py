@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +44,8 @@ class TasksConfig(SourceConfig):
     mixture: dict[str, Any] = field(default_factory=dict)  # several sources in place of `source`: {name: {source: …,
     #                            weight: 1, options, prompt_key, fields, system, chat}}; task.data.mixture is the name
     shuffle: bool = True  # a new order each epoch of a source, fixed by run.seed
+    chat_template: str | None = None  # file with a Jinja template for all messages, held-out ones too; none: the
+    #                            tokenizer's own
     max_prompt_tokens: int | None = None  # tasks with a longer prompt are dropped with reason 'too_long', and counted
     #                            as queue/dropped/too_long; none: what leaves no room under generator.max_length
     # fmt: on
@@ -134,6 +136,19 @@ class EvaluationConfig(EvaluationSet):
                 for name, entry in self.sets.items()
             },
         }
+
+
+def keys_of_messages(tasks: TasksConfig, evaluation: EvaluationConfig) -> Iterator[tuple[str, object]]:
+    """(key, value) of what makes messages of texts, for which the tokenizer needs a chat template."""
+    sources: dict[str, SourceConfig] = {"tasks": tasks}
+    sources |= {f"tasks.mixture.{name}": mixed for name, mixed in tasks.sources.items()}
+    for name, chosen in evaluation.named_sets.items():
+        sources[f"evaluation.sets.{name}" if name else "evaluation"] = chosen
+    for section, source in sources.items():
+        if source.chat:
+            yield f"{section}.chat", source.chat
+        if source.system is not None:
+            yield f"{section}.system", source.system
 
 
 def _check_named(key: str, chosen: SourceConfig) -> None:

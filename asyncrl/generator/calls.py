@@ -1,20 +1,26 @@
 """Calling one reward function so that one bad call never stalls the others.
 
 value ──▸ plain function: one of `workers` ─────┐ deadline_s ──▸ read
-          async function: this event loop ──────┘ failed or late: again, `retries` times, then RewardError
+          async function: this event loop ──────┘ failed or late: again, `retries` times, then RewardError;
+                                                  at every task (`streak.py`): RewardFailedError
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
+import reprlib
+import traceback
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from asyncrl.config.dotted import load_function
 from asyncrl.config.schema import RewardConfig
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, RewardFailedError
+from asyncrl.generator.streak import Streak
 from asyncrl.generator.threads import in_thread
 from asyncrl.types import Task
 
@@ -23,6 +29,8 @@ Reward = Callable[..., Any]
 `per: group`: reward(task, texts) or reward(task, texts, rollouts) -> a list of these."""
 
 Result = TypeVar("Result")
+
+log = logging.getLogger(__name__)
 
 
 class RewardError(Exception):
@@ -43,27 +51,65 @@ class Call:
         )
         self._takes_rollout = _takes_rollout(function)
         self._free = asyncio.Semaphore(config.workers)
+        self._streak = Streak()
+        self._told: set[type[Exception]] = set()
 
     async def __call__(self, task: Task, text: Any, rollout: Any, read: Callable[[Any], Result]) -> Result:
-        """What `read` makes of the function's value. Raises RewardError after 1 + retries failures of either."""
+        """What `read` makes of the function's value.
+
+        Raises RewardError after 1 + retries failures of either, RewardFailedError if that is so of every task.
+        """
         arguments = (task, text, rollout) if self._takes_rollout else (task, text)
         call = self._in_loop if self._async else self._in_thread
         why = ""
         for _ in range(1 + self.config.retries):
             try:
-                return read(await call(*arguments))
+                value = await call(*arguments)
             except TimeoutError:
                 why = f"took longer than reward.deadline_s={self.config.deadline_s}"
             except Exception as error:
-                why = f"raised {type(error).__name__}: {error}"
+                why = f"raised {type(error).__name__}: {error}{_place(error)}"
+                self._tell(task, error)
+            else:
+                try:
+                    result = read(value)
+                except Exception as error:
+                    why = f"returned {reprlib.repr(value)}: {error}"
+                else:
+                    self._streak.worked()
+                    return result
             self.failures += 1
-        which = f"reward {self.name!r}" if self.name else "reward"
-        raise RewardError(f"the {which} of task {task.ordinal} {why}")
+        raise self._failed(task, why)
+
+    def start(self) -> None:
+        """Starts the function, if it has something to start."""
+        if start := getattr(self._function, "start", None):
+            start()
 
     def close(self) -> None:
         """Closes the function, if it has something to close. Does not wait for calls that hang."""
         if close := getattr(self._function, "close", None):
             close()
+
+    def _failed(self, task: Task, why: str) -> RewardError | RewardFailedError:
+        """The error for a task that no call was good for."""
+        self._streak.failed(task.ordinal)
+        if not self._streak.hopeless:
+            which = f"reward {self.name!r}" if self.name else "reward"
+            return RewardError(f"the {which} of task {task.ordinal} {why}")
+        key = f"reward.functions.{self.name}.function" if self.name else "reward.function"
+        return RewardFailedError(
+            f"{key} = {self.config.function!r} failed at {self._streak}; at the last, task {task.ordinal}, "
+            f"it {why}. Remedy: correct the function, or the fields of the tasks that it reads"
+        )
+
+    def _tell(self, task: Task, error: Exception) -> None:
+        """The traceback of the first error of each kind: errors of the user's own code are found by it."""
+        if type(error) not in self._told:
+            self._told.add(type(error))
+            log.warning(
+                "%s at task %d, for the first time:", self.config.function, task.ordinal, exc_info=error
+            )
 
     async def _in_loop(self, *arguments: Any) -> Any:
         async with asyncio.timeout(self.config.deadline_s):
@@ -113,6 +159,12 @@ async def all_of(jobs: Iterable[Awaitable[Result]]) -> list[Result]:
     finally:
         for task in tasks:
             task.cancel()
+
+
+def _place(error: Exception) -> str:
+    """' (rewards.py:12)': where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
 
 
 def _takes_rollout(function: Reward) -> bool:

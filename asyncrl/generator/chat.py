@@ -51,7 +51,7 @@ class Chat:
                 "model.path",
                 tokenizer.name_or_path,
                 "its tokenizer has no chat template, which turns of several need",
-                "use an instruction-tuned model, or put a chat_template.jinja beside the tokenizer",
+                "use an instruction-tuned model, or set tasks.chat_template=FILE",
             )
         self._tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder.values()

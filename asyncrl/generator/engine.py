@@ -3,7 +3,7 @@
 A worker holds one engine, asks it for many samples at once, and now and then flips it to a newer version:
 
     sample(request) ──▸ n turns          any number of calls at the same time; the engine batches them
-    receiver ──▸ stage(v), flip(v)       waits for the decode step in progress; samples in flight go on
+    receiver ──▸ stage(v), flip(v)       waits for the decode step in progress; samples in flight go on (generator.kv)
 """
 
 from __future__ import annotations
@@ -106,6 +106,6 @@ class LocalEngine(Engine, Protocol):
     async def flip(self, staged: Mapping[str, torch.Tensor], version: Version) -> float:
         """Between two decode steps, make `staged` live. The pause in seconds.
 
-        The KV cache is kept: samples in flight go on, with the new version from their next token.
+        What becomes of samples in flight `generator.kv` says. The seconds do not count those in which a drain waits.
         """
         ...

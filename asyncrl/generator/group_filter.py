@@ -5,6 +5,9 @@ from __future__ import annotations
 from asyncrl.config.schema import Config
 from asyncrl.types import Group
 
+FILTERED = "filtered"
+"""The reason of groups that teach nothing and are dropped before the learner sees them: `algorithm.filter`."""
+
 
 def passes_filter(group: Group, config: Config) -> bool:
     """Whether `group` is trained on: with 'no_spread', if the rewards of its rollouts differ.

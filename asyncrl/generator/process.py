@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import cast
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from asyncrl.config.agreement import check_board
+from asyncrl.config.dotted import load_function
 from asyncrl.config.schema import Config
 from asyncrl.generator.engine import Engine, Sampler
 from asyncrl.generator.patience import PatientSampler
@@ -15,11 +19,12 @@ from asyncrl.generator.receiver import Reader
 from asyncrl.generator.rewards import Scorer
 from asyncrl.generator.rollouts import Rollouts
 from asyncrl.generator.scripted_engine import ScriptedEngine, hashed_script
+from asyncrl.generator.server_engine import load_server_engine
 from asyncrl.generator.transformers_engine import load_transformers_engine
 from asyncrl.generator.vllm_engine import load_vllm_engine
-from asyncrl.generator.weights import WeightFollower
+from asyncrl.generator.weights import POLL_S, WeightFollower
 from asyncrl.generator.worker import Worker
-from asyncrl.models import checkpoint_tensors, load_causal_lm, load_config, load_tokenizer
+from asyncrl.models import checkpoint_tensors, load_causal_lm, load_config, policy_tokenizer
 from asyncrl.probes import prompts
 from asyncrl.queue.client import QueueClient
 from asyncrl.queue.keys import client_keys
@@ -31,13 +36,15 @@ async def run_generator(
 ) -> None:
     """Generate until the run is closed. held_out: the tasks of each set of `evaluation`, in their order.
 
-    Raises ConfigError for what the config asks in vain, DeadlineError if the queue does not answer, and
-    WeightSyncError if the engine ends up with other weights than the learner's.
+    Raises ConfigError for what the config asks in vain and where it is not the learner's, DeadlineError if the queue
+    does not answer, and WeightSyncError if the engine ends up with other weights than the learner's.
     """
     if config.generator.threads is not None:
         torch.set_num_threads(config.generator.threads)
-    scorer = Scorer.from_config(config.reward)
-    tokenizer = load_tokenizer(config.model)
+    mine = config.rewards_of("generator")
+    scorer = Scorer({}, config.reward) if mine is None else Scorer.from_config(mine)
+    scorer.start()
+    tokenizer = policy_tokenizer(config)
     engine = load_engine(config, tokenizer, name)
     client = QueueClient(
         config.queue.address,
@@ -51,7 +58,8 @@ async def run_generator(
         await client.connect()
         sampler = PatientSampler(engine, config.generator.on_failure)
         rollouts = Rollouts(sampler, tokenizer, scorer, config)
-        follower = WeightFollower(name, engine.receiver(Reader.of(name, config)), client)
+        agree = partial(check_board, client, config, POLL_S)
+        follower = WeightFollower(name, engine.receiver(Reader.of(name, config)), client, agree)
         worker = Worker(
             name,
             config,
@@ -69,12 +77,20 @@ async def run_generator(
         scorer.close()
 
 
-def load_engine(config: Config, tokenizer: PreTrainedTokenizerBase, name: str) -> Engine:
-    """The engine that generator.engine names. name: of this generator, for errors."""
+def load_engine(
+    config: Config, tokenizer: PreTrainedTokenizerBase, name: str, load_weights: bool = False
+) -> Engine:
+    """The engine that the config names. name: of this generator, for errors · load_weights: those of model.path into
+    vLLM too, whose ranks otherwise wait for the learner's; not into engines of one's own and servers."""
+    if config.generator.own_engine is not None:
+        make = load_function(config.generator.own_engine, "generator.own_engine")
+        return cast(Engine, make(config, tokenizer, name))
     if config.generator.engine == "transformers":
         return load_transformers_engine(config, tokenizer)
     if config.generator.engine == "vllm":
-        return load_vllm_engine(config, tokenizer, name)
+        return load_vllm_engine(config, tokenizer, name, load_weights)
+    if config.generator.engine in ("vllm_server", "sglang"):
+        return load_server_engine(config, tokenizer, name)
     model = load_causal_lm(config.model, config.run.seed)
     return ScriptedEngine(
         hashed_script(model.config.get_text_config().vocab_size, config.generator.max_tokens),

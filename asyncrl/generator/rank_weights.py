@@ -1,7 +1,8 @@
 """One rank of an engine whose parameters live in another process: stage a version there, flip it, hash what is live.
 
-    open ─▸ stage(v) in a thread, while the rank decodes ─▸ staged()? ─▸ flip(v) between steps ─▸ verify() ─▸ held(v)
+    open ─▸ stage(v) ─▸ staged()? ─▸ flip(v) between steps ─▸ verify() ─▸ verified()? ─▸ held(v)
 
+`stage` and `verify` begin what a thread does while the rank decodes; the questions after them ask whether it is done.
 The calls come as messages from the generator process (`vllm_engine.py`), one at a time, and return at once.
 """
 
@@ -10,14 +11,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from asyncrl.errors import WeightSyncError
 from asyncrl.generator.receiver import Learner, Reader, Staged, WeightStream
-from asyncrl.sync.digest import MOD, digest
+from asyncrl.sync.bucket import Shards
 from asyncrl.sync.layout import Box, Layout
+from asyncrl.sync.proof import Proof
+from asyncrl.sync.snapshot import TakenBackError
 from asyncrl.types import Version
 
 TAKEN_BACK, BROKEN = "taken back", "broken"
@@ -25,6 +29,16 @@ TAKEN_BACK, BROKEN = "taken back", "broken"
 
 Places = Mapping[str, Sequence[tuple[Box, Tensor]]]
 """Of each checkpoint parameter the boxes that are here, each with the live view of its shape."""
+
+
+def values_of(reports: Sequence[Mapping[str, Any]], who: str) -> list[Any]:
+    """What all ranks answered (see `vllm_worker.Report`). Raises TakenBackError or WeightSyncError for the first that
+    failed."""
+    for rank, report in enumerate(reports):
+        if "error" in report:
+            text = f"{who}, rank {rank}: {report['detail']}"
+            raise TakenBackError(text) if report["error"] == TAKEN_BACK else WeightSyncError(text)
+    return [report["value"] for report in reports]
 
 
 class RankWeights:
@@ -43,7 +57,8 @@ class RankWeights:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._stream: WeightStream | None = None
         self._staged: Future[Staged] | None = None
-        self._digest: int | None = None
+        self._verified: Future[Version] | None = None
+        self._proof: Proof | None = None
         self._live: Version | None = None
 
     def open(self, learner: Learner) -> None:
@@ -74,19 +89,20 @@ class RankWeights:
         self._after_flip()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._live, self._digest = version, staged.digest
+        self._live, self._proof = version, staged.proof
         return time.perf_counter() - begun
 
     def verify(self) -> None:
-        """Compare what is live with what the learner sent. Raises WeightSyncError on a difference."""
-        if self._digest is None:
-            return
-        found = sum(self._digest_of(name) for name in self._staging.tensors) % MOD
-        if found != self._digest:
-            raise WeightSyncError(
-                f"after the flip to version {self._live} the engine's parameters hash to {found:016x}, "
-                f"the learner's to {self._digest:016x}"
-            )
+        """Begin to compare what is live with what the learner sent."""
+        if self._live is None:
+            raise WeightSyncError("there was no flip whose weights could be verified")
+        self._verified = self._thread.submit(self._compare, self._live)
+
+    def verified(self) -> Version | None:
+        """The version that was compared; None while it runs. Raises WeightSyncError on a difference."""
+        if self._verified is None:
+            raise WeightSyncError("no version is being verified")
+        return self._verified.result() if self._verified.done() else None
 
     def held(self, version: Version) -> None:
         """Tell the learner, in the thread; one that is gone is found out by the next `stage`."""
@@ -99,14 +115,20 @@ class RankWeights:
             self._thread.submit(self._stream.close)
             self._stream = self._staged = None
 
-    def _digest_of(self, name: str) -> int:
-        """In the checkpoint's dtype: a parameter that the engine keeps in another must equal the staged one, cast."""
-        total, param = 0, self._layout[name]
-        for (box, live), staged in zip(self._places[name], self._staging.tensors[name], strict=True):
-            if live.dtype == staged.dtype:
-                total += digest(live, box, param.shape, name)
-            elif torch.equal(live, staged.to(live.device, live.dtype)):
-                total += digest(staged, box, param.shape, name)
-            else:
+    @torch.no_grad()
+    def _compare(self, version: Version) -> Version:
+        if self._proof is not None:
+            live = {name: self._as_staged(name) for name in self._staging.tensors}
+            whose = f"after the flip to version {version} the engine's parameters"
+            self._proof.check(Shards(self._layout, live), whose)
+        return version
+
+    def _as_staged(self, name: str) -> list[Tensor]:
+        """What is live, in the checkpoint's dtype: a parameter that the engine keeps in another must equal the staged
+        one, cast, and is given as that."""
+        found = []
+        for (_, live), staged in zip(self._places[name], self._staging.tensors[name], strict=True):
+            if live.dtype != staged.dtype and not torch.equal(live, staged.to(live.device, live.dtype)):
                 raise WeightSyncError(f"{name} is not live as it was staged for version {self._live}")
-        return total
+            found.append(live if live.dtype == staged.dtype else staged)
+        return found

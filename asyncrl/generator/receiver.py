@@ -10,23 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from asyncrl.config.schema import Config, SyncConfig
-from asyncrl.errors import WeightSyncError
 from asyncrl.generator.engine import LocalEngine
 from asyncrl.generator.threads import OneThread
 from asyncrl.queue.keys import client_keys
 from asyncrl.sync.arena import Arena
-from asyncrl.sync.bucket import BoxTensors, layout_of
-from asyncrl.sync.digest import digest_layout
+from asyncrl.sync.bucket import BoxTensors, Shards, layout_of
 from asyncrl.sync.ends import open_stream
 from asyncrl.sync.layout import Layout
+from asyncrl.sync.proof import Proof
 from asyncrl.types import Version
+
+
+class LostWeightsError(Exception):
+    """The engine has other weights than it was flipped to: its server restarted. Whatever is held must come again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +40,12 @@ class Learner:
 
 
 class Staged(Protocol):
-    """A version that lies whole in the staging memory. digest: of the learner's parameters, or None."""
+    """A version that lies whole in the staging memory. proof: what it must hash to, None where nobody is to look."""
 
     @property
     def version(self) -> Version: ...
     @property
-    def digest(self) -> int | None: ...
+    def proof(self) -> Proof | None: ...
     @property
     def seconds(self) -> float: ...
     @property
@@ -66,7 +68,7 @@ class WeightReceiver(Protocol):
         """The newest version above `newer_than`; None when none came in `wait_s`.
 
         Here and in `stage`: raises DeadlineError, WeightSyncError or RefusedError when the learner is gone, or
-        was replaced.
+        was replaced. Here and in `flip`: LostWeightsError.
         """
         ...
 
@@ -139,27 +141,43 @@ class Reader:
 OpenStream = Callable[[Learner, Mapping[str, Tensor]], WeightStream]
 """(learner, staging) -> its weight stream into these tensors. Called in the stream's thread."""
 
-Digest = Callable[[Mapping[str, Tensor]], int]
+
+class HoldsStream:
+    """A weight stream, while there is one, and the thread that it runs in."""
+
+    def __init__(self) -> None:
+        self._thread = OneThread("weights")
+        self._stream: WeightStream | None = None
+
+    @property
+    def _opened(self) -> WeightStream:
+        assert self._stream is not None, "open comes first"
+        return self._stream
+
+    async def _leave(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            await self._thread(stream.close)
 
 
-class LocalReceiver:
-    """See `WeightReceiver`: for an engine in this process. The stream and the digest run in a thread."""
+class LocalReceiver(HoldsStream):
+    """See `WeightReceiver`: for an engine in this process, which has every parameter whole. The stream and the hash of
+    what is live run in a thread."""
 
     def __init__(
         self,
         engine: LocalEngine,
         staging: Mapping[str, Tensor],
         open_stream: OpenStream,
-        digest: Digest,
         config: SyncConfig,
         floor_s: float = 0.0,
     ) -> None:
-        self._engine, self._open_stream, self._digest = engine, open_stream, digest
+        super().__init__()
+        self._engine, self._open_stream = engine, open_stream
         self._verify = config.verify
-        self._live = engine.weight_targets()
+        live = engine.weight_targets()
+        self._live = Shards(layout_of(live), live)
         self._staging, self.floor_s = staging, floor_s
-        self._thread = OneThread("weights")
-        self._stream: WeightStream | None = None
         self._staged: Staged | None = None
 
     async def open(self, learner: Learner) -> None:
@@ -178,14 +196,9 @@ class LocalReceiver:
 
     async def verify(self) -> None:
         staged = self._staged
-        if not self._verify or staged is None or staged.digest is None:
-            return
-        live = await self._thread(self._digest, self._live)
-        if live != staged.digest:
-            raise WeightSyncError(
-                f"after the flip to version {staged.version} the engine's parameters hash to "
-                f"{live:016x}, the learner's to {staged.digest:016x}"
-            )
+        if self._verify and staged is not None and staged.proof is not None:
+            whose = f"after the flip to version {staged.version} the engine's parameters"
+            await self._thread(staged.proof.check, self._live, whose)
 
     async def held(self, version: Version) -> None:
         await self._thread(self._opened.held, version)
@@ -193,16 +206,6 @@ class LocalReceiver:
     async def close(self) -> None:
         await self._leave()
         self._thread.close()
-
-    @property
-    def _opened(self) -> WeightStream:
-        assert self._stream is not None, "open comes first"
-        return self._stream
-
-    async def _leave(self) -> None:
-        stream, self._stream = self._stream, None
-        if stream is not None:
-            await self._thread(stream.close)
 
 
 def local_receiver(engine: LocalEngine, reader: Reader) -> LocalReceiver:
@@ -219,4 +222,4 @@ def local_receiver(engine: LocalEngine, reader: Reader) -> LocalReceiver:
     def open_to(learner: Learner, into: Mapping[str, Tensor]) -> WeightStream:
         return reader.open(learner, layout, into)
 
-    return LocalReceiver(engine, staging, open_to, partial(digest_layout, layout), reader.sync, floor_s)
+    return LocalReceiver(engine, staging, open_to, reader.sync, floor_s)

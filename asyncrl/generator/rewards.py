@@ -28,7 +28,8 @@ MISSED_AFTER = 100
 
 
 class Scorer:
-    """The reward functions of a run. function: one for `reward.function`, or those of `reward.functions` by name."""
+    """The reward functions of a process. function: one for `reward.function`, or those of `reward.functions` by name;
+    of an empty mapping every rollout earns 0."""
 
     def __init__(self, function: Reward | Mapping[str, Reward], config: RewardConfig) -> None:
         functions = function if isinstance(function, Mapping) else {"": function}
@@ -46,6 +47,11 @@ class Scorer:
         keys = {name: f"reward.functions.{name}" for name in config.functions}
         return Scorer({name: load_reward(config.of(name), key) for name, key in keys.items()}, config)
 
+    def start(self) -> None:
+        """Let functions get ready that have something to load: those with a `start()`. Before the first call."""
+        for call in self._calls:
+            call.start()
+
     async def score(self, task: Task, text: str, rollout: Rollout) -> Score:
         """What one rollout earned, as a group of its own. Raises RewardError."""
         (score,) = await self.score_group(task, [text], [rollout])
@@ -53,6 +59,8 @@ class Scorer:
 
     async def score_group(self, task: Task, texts: Sequence[str], rollouts: Sequence[Rollout]) -> list[Score]:
         """What each rollout of a task earned. Raises RewardError if one cannot be had and `on_failure` is 'drop'."""
+        if not self._calls:
+            return [NOTHING] * len(texts)
         by_function = await all_of(self._of_call(call, task, texts, rollouts) for call in self._calls)
         try:
             scores = [joined(of_rollout) for of_rollout in zip(*by_function, strict=True)]

@@ -27,7 +27,7 @@ from asyncrl.generator.scores import Score
 from asyncrl.generator.steps import step_columns, token_ends
 from asyncrl.generator.trajectory import Trajectory
 from asyncrl.models import encode_prompt
-from asyncrl.types import ANSWER, Array, Group, Rollout, Sampling, Task, Turn
+from asyncrl.types import ANSWER, UNSCORED, Array, Group, Rollout, Sampling, Task, Turn
 
 log = logging.getLogger(__name__)
 
@@ -137,8 +137,9 @@ class Rollouts:
     ) -> Group:
         """The samples of each of these held-out tasks, task by task, as the group of `task`. name: of their set.
 
-        What cannot be answered or scored counts as 0, with a warning: an accuracy over fewer tasks would be another
-        number. The part ANSWER says which samples of a task agree, if the reward function names answers.
+        What cannot be answered or scored counts as 0, with a warning and the part UNSCORED: an accuracy over fewer
+        tasks would be another number. The part ANSWER says which samples of a task agree, if the reward function
+        names answers.
         """
         exam = self._evaluations[name]
         several = await all_of(self._evaluated(one, f"{request_id}/{one.ordinal}", exam) for one in held_out)
@@ -155,7 +156,7 @@ class Rollouts:
 
     def _check_prompt(self, task: Task) -> None:
         most = self._max_prompt_tokens
-        if most is not None and (length := len(encode_prompt(self._tokenizer, task.prompt))) > most:
+        if most is not None and (length := len(encode_prompt(self._tokenizer, task))) > most:
             raise PromptTooLongError(
                 f"a prompt of {length} tokens is longer than tasks.max_prompt_tokens={most}"
             )
@@ -167,7 +168,7 @@ class Rollouts:
 
     async def _ask(self, task: Task, request_id: str, sampling: Sampling, n: int = 1) -> list[Played]:
         """Of one turn."""
-        prompt_ids = encode_prompt(self._tokenizer, task.prompt)
+        prompt_ids = encode_prompt(self._tokenizer, task)
         turns = await self._engine.sample(SampleRequest(request_id, prompt_ids, sampling, task.ordinal, n))
         return [Played(Rollout.from_turn(turn), self._text(turn.output_ids)) for turn in turns]
 
@@ -197,9 +198,9 @@ class Rollouts:
             played = await self._several(task, request_id, exam.sampling, exam.samples)
         except (PromptTooLongError, EnvironmentFailedError, RequestFailedError) as error:
             log.warning("held-out task %d counts as 0: %s", task.ordinal, error)
-            prompt_ids = encode_prompt(self._tokenizer, task.prompt)
+            prompt_ids = encode_prompt(self._tokenizer, task)
             empty = Rollout.from_turn(Turn(prompt_ids, NONE_I64, NONE_F32, NONE_I32, "length"))
-            return [empty] * exam.samples
+            return [_unscored(empty)] * exam.samples
         try:
             scores = await self._scorer.score_group(
                 task, [one.text for one in played], [one.rollout for one in played]
@@ -210,7 +211,7 @@ class Rollouts:
             ]
         except RewardError as error:
             log.warning("held-out task %d counts as 0: %s", task.ordinal, error)
-            return [replace(one.rollout, reward=0.0, reward_parts={}, columns={}) for one in played]
+            return [_unscored(one.rollout) for one in played]
         return _with_answers(rollouts, [score.answer for score in scores])
 
     def _scored(self, task: Task, played: Played, score: Score) -> Rollout:
@@ -238,12 +239,25 @@ class Rollouts:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
 
+def _unscored(rollout: Rollout) -> Rollout:
+    return replace(rollout, reward=0.0, reward_parts={UNSCORED: 1.0}, columns={})
+
+
 def _with_answers(rollouts: list[Rollout], answers: Sequence[str | None]) -> list[Rollout]:
     """With the part ANSWER, if there is an answer."""
-    numbers = {answer: number for number, answer in enumerate(dict.fromkeys(filter(None, answers)), start=1)}
-    if not numbers:
+    if not any(answers):
         return rollouts
     return [
-        replace(rollout, reward_parts={**rollout.reward_parts, ANSWER: float(numbers.get(answer or "", 0))})
-        for rollout, answer in zip(rollouts, answers, strict=True)
+        replace(rollout, reward_parts={**rollout.reward_parts, ANSWER: number})
+        for rollout, number in zip(rollouts, answer_numbers(answers), strict=True)
     ]
+
+
+def answer_numbers(answers: Sequence[str | None]) -> list[float]:
+    """The part ANSWER of the rollouts of one task.
+
+    >>> answer_numbers(["7", None, "8", "7"])
+    [1.0, 0.0, 2.0, 1.0]
+    """
+    numbers = {answer: number for number, answer in enumerate(dict.fromkeys(filter(None, answers)), start=1)}
+    return [float(numbers.get(answer or "", 0)) for answer in answers]

@@ -4,7 +4,7 @@
   request ──────▸ waiting ──┬──────────▸ prefill: its prompt once, for ───┬───────▸ one token for every row
                             │            the rows it gets, one token each │         finished rows leave
               waits for free rows,                                  flip between two steps
-              lowest ordinal first
+              lowest ordinal first                                  recompute: prefill of all rows
 
 A request takes the rows that are free; its other samples follow one by one. They find the prompt's keys and values in
 a sibling's row, unless weights have changed since: then the prompt is run again.
@@ -12,9 +12,10 @@ a sibling's row, unless weights have changed since: then the prompt is run again
 Rows are kept compact (the last rows move into the holes), so that a step costs what is running and no more.
 At fixed shape no row ever moves and every forward is [all rows] x [all columns]: prompts go in token by token
 like everything else, and the row of a sample is a function of its ordinal and index. A sample's arithmetic is
-then the same whatever else runs, to the last bit.
+then the same whatever else runs, to the last bit. What a flip makes a row forget goes in again in the same way.
 
 Axes:  R rows of the cache · A rows in use (all R at fixed shape) · C columns, prompt + output tokens
+       P texts of a prefill · S rows that it fills
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from asyncrl.generator.sampling import Support, draw
 from asyncrl.types import Array, Finish, Turn, Version
 
 PREFILL_TOKENS = 8192
-"""Most prompt tokens of one forward, beyond the first request: bounds its memory, and the pause of others."""
+"""Most tokens of one prefill, beyond the first text: bounds its memory, and the pause of others."""
 
 
 @dataclass(slots=True)
@@ -89,6 +90,9 @@ class SlotBatch:
         self._used = 0
         self._used_R = np.zeros(slots, bool)
         self._cached_R = np.zeros(slots, np.int64)  # tokens in the cache = column of the next one to feed
+        self._known_R = np.zeros(
+            slots, np.int64
+        )  # prompt + output tokens so far = column of the next one to draw
         self._prompt_R = np.zeros(slots, np.int64)  # prompt tokens
         self._limit_R = np.zeros(slots, np.int64)  # columns at which the sample has its last token
         self._temperature_R = np.ones(slots)
@@ -98,7 +102,7 @@ class SlotBatch:
         self._logp_RC = np.zeros((slots, max_length), np.float32)
         self._version_RC = np.zeros((slots, max_length), np.int32)
         self._of_row = (
-            self._cached_R, self._prompt_R, self._limit_R, self._temperature_R, self._key_R,
+            self._cached_R, self._known_R, self._prompt_R, self._limit_R, self._temperature_R, self._key_R,
             *self._support, self._token_RC, self._logp_RC, self._version_RC,
         )  # fmt: skip
 
@@ -143,21 +147,37 @@ class SlotBatch:
         return [running.turns.get(sample, nothing) for sample in range(running.request.n)]
 
     @torch.inference_mode()
-    def flip(self, staged: Mapping[str, Tensor], targets: Mapping[str, Tensor], version: Version) -> None:
-        """Copy `staged` over the live parameters. KV of samples in flight is kept."""
+    def flip(
+        self,
+        staged: Mapping[str, Tensor],
+        targets: Mapping[str, Tensor],
+        version: Version,
+        recompute: bool = False,
+    ) -> None:
+        """Copy `staged` over the live parameters. Samples in flight go on with the keys and values that they have.
+
+        recompute: with those that the new weights make of their prompt and tokens so far. A sample that has no token
+        yet, as there are at fixed shape, gets these in any case: all of its tokens will be of `version`.
+        """
         torch._foreach_copy_(list(targets.values()), [staged[name] for name in targets])
         self.version = version
+        forget_R = self._used_R & (recompute | (self._known_R == self._prompt_R))
+        if self.fixed_shape:
+            self._cached_R[forget_R] = 0
+        else:
+            self._recompute(np.flatnonzero(forget_R))
 
     @torch.inference_mode()
-    def step(self) -> list[tuple[str, list[Turn]]]:
+    def step(self, admit: bool = True) -> list[tuple[str, list[Turn]]]:
         """Admit what fits, then make one token for every row. Returns the requests that finished, by id.
 
-        Raises WeightSyncError if the policy's logits are not finite.
+        admit: else no sample begins. Raises WeightSyncError if the policy's logits are not finite.
         """
         if self.fixed_shape:
-            self._admit_fixed()
+            if admit:
+                self._admit_fixed()
             return self._decode(self.slots) if self._used else []
-        finished = self._prefill(self._admit())
+        finished = self._prefill(self._admit()) if admit else []
         return finished + (self._decode(self._used) if self._used else [])
 
     # ---- joining
@@ -218,7 +238,7 @@ class SlotBatch:
         self._used_R[rows] = True
         self._used += len(rows)
         self._cached_R[rows] = cached
-        self._prompt_R[rows] = prompt
+        self._known_R[rows] = self._prompt_R[rows] = prompt
         self._limit_R[rows] = min(prompt + request.sampling.max_tokens, self.max_length)
         self._temperature_R[rows] = request.sampling.temperature
         self._support.top_p_R[rows] = request.sampling.top_p
@@ -230,19 +250,31 @@ class SlotBatch:
     def _prefill(self, to_run: list[tuple[_Running, Array]]) -> list[tuple[str, list[Turn]]]:
         if not to_run:
             return []
-        prompts = [running.request.prompt_ids for running, _ in to_run]
-        lengths_P = np.array([len(prompt) for prompt in prompts])
-        prompt_S = np.repeat(np.arange(len(prompts)), [len(rows) for _, rows in to_run])
+        rows_P = [rows for _, rows in to_run]
+        logits_SV = self._fill([running.request.prompt_ids for running, _ in to_run], rows_P)
+        return self._accept(np.concatenate(rows_P), logits_SV)
+
+    def _recompute(self, rows: Array) -> None:
+        """Make the keys and values of these rows again, those of about the same length together."""
+        left = rows[np.argsort(self._cached_R[rows])]
+        while left.size:
+            together = max(1, PREFILL_TOKENS // int(self._cached_R[left[-1]]))
+            now, left = left[-together:], left[:-together]
+            self._fill([self._token_RC[row, : self._cached_R[row]] for row in now], now[:, None])
+
+    def _fill(self, texts: Sequence[Array], rows_P: Sequence[Array] | Array) -> Tensor:
+        """Run the texts, and store the keys and values of each in its rows. Logits of what follows, [S, V]."""
+        lengths_P = np.array([len(text) for text in texts])
+        text_S = np.repeat(np.arange(len(texts)), [len(rows) for rows in rows_P])
         ends_P = np.cumsum(lengths_P)
         columns_T = np.arange(lengths_P.max())
         index_PT = (ends_P - lengths_P)[:, None] + np.minimum(columns_T, lengths_P[:, None] - 1)
-        prompt_N = np.repeat(np.arange(len(prompts)), lengths_P)
-        column_N = np.arange(ends_P[-1]) - (ends_P - lengths_P)[prompt_N]
-        row_S = np.concatenate([rows for _, rows in to_run])
-        of = Prefill(*(self._tensor(x) for x in (index_PT, prompt_N, column_N, row_S, prompt_S)))
-        token_N = np.concatenate(prompts)
-        logits_PV = self._forward(token_N, column_N, of, keep=self._tensor(ends_P - 1))
-        return self._accept(row_S, logits_PV[of.prompt_S])
+        text_N = np.repeat(np.arange(len(texts)), lengths_P)
+        column_N = np.arange(ends_P[-1]) - (ends_P - lengths_P)[text_N]
+        row_S = np.concatenate(rows_P)
+        of = Prefill(*(self._tensor(x) for x in (index_PT, text_N, column_N, row_S, text_S)))
+        logits_PV = self._forward(np.concatenate(texts), column_N, of, keep=self._tensor(ends_P - 1))
+        return logits_PV[of.prompt_S]
 
     # ---- stepping
 
@@ -256,8 +288,8 @@ class SlotBatch:
         self._cached_R[:rows] += 1
         if not self.fixed_shape:
             return self._accept(row_A, logits_AV)
-        done_prompt_A = self._used_R & (self._cached_R >= self._prompt_R)
-        return self._accept(np.flatnonzero(done_prompt_A), logits_AV[torch.from_numpy(done_prompt_A)])
+        all_in_A = self._used_R & (self._cached_R == self._known_R)
+        return self._accept(np.flatnonzero(all_in_A), logits_AV[torch.from_numpy(all_in_A)])
 
     def _forward(
         self, token_N: Array, position_N: Array, of: Prefill | Decode, keep: Tensor | None
@@ -276,7 +308,7 @@ class SlotBatch:
         """Draw the next token of these rows; rows that are done leave."""
         if not row_A.size:
             return []
-        column_A = self._cached_R[row_A]
+        column_A = self._known_R[row_A]
         uniform_A = uniform_at(self._key_R[row_A], column_A - self._prompt_R[row_A])
         try:
             support = Support(*(of_R[row_A] for of_R in self._support))
@@ -286,16 +318,15 @@ class SlotBatch:
         self._token_RC[row_A, column_A] = token_A
         self._logp_RC[row_A, column_A] = logp_A
         self._version_RC[row_A, column_A] = self.version
+        self._known_R[row_A] += 1
         self.tokens_made += len(row_A)
         stopped_A = (token_A[:, None] == self._end_ids).any(1)
         done_A = stopped_A | (column_A + 1 >= self._limit_R[row_A])
         if not done_A.any():
             return []
-        # The newest token of a row is not in the KV cache yet: count it before the row's turn is cut out.
-        rows = row_A[done_A]
-        self._cached_R[rows] += 1
         finish: list[Finish] = ["stop" if stopped else "length" for stopped in stopped_A[done_A]]
-        return [(r.request.request_id, r.in_order()) for r in self._leave(rows, finish) if r.finished]
+        left = self._leave(row_A[done_A], finish)
+        return [(running.request.request_id, running.in_order()) for running in left if running.finished]
 
     # ---- leaving
 
@@ -304,9 +335,7 @@ class SlotBatch:
         left: dict[int, _Running] = {}
         for row, why in zip(rows, finish, strict=True):
             running, sample = self._owner[row]
-            prompt = self._prompt_R[row]
-            end = max(prompt, self._cached_R[row] + (why == "abort"))
-            made = slice(prompt, end)
+            made = slice(self._prompt_R[row], self._known_R[row])
             running.turns[sample] = self._turn(
                 running.request.prompt_ids,
                 self._token_RC[row, made],

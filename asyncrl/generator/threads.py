@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -26,8 +28,8 @@ class OneThread:
 
 
 async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Its result, from a daemon thread of its own. A caller that gives up leaves the thread to itself: one that hangs
-    holds up neither other calls nor the end of the process."""
+    """Its result, from a daemon thread that has nothing else to do. A caller that gives up leaves the thread to itself:
+    one that hangs holds up neither other calls nor the end of the process."""
     loop = asyncio.get_running_loop()
     result: asyncio.Future[Any] = loop.create_future()
 
@@ -42,6 +44,9 @@ async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     def run() -> None:
         value: Any = None
         error: BaseException | None = None
+        threading.current_thread().name = getattr(
+            function, "__name__", "call"
+        )  # for whoever looks what hangs
         try:
             value = function(*args, **kwargs)
         except StopIteration as raised:  # which a future does not take
@@ -51,5 +56,26 @@ async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, value, error)
 
-    threading.Thread(target=run, name=getattr(function, "__name__", "call"), daemon=True).start()
+    _begin(run)
     return await result
+
+
+_idle: list[SimpleQueue[Callable[[], None]]] = []
+"""Of each thread that waits for a call, where it waits. To start one takes longer than most calls."""
+
+os.register_at_fork(after_in_child=_idle.clear)
+
+
+def _begin(call: Callable[[], None]) -> None:
+    try:
+        calls = _idle.pop()
+    except IndexError:
+        calls = SimpleQueue()
+        threading.Thread(target=_serve, args=(calls,), name="calls", daemon=True).start()
+    calls.put(call)
+
+
+def _serve(calls: SimpleQueue[Callable[[], None]]) -> None:
+    while True:
+        calls.get()()
+        _idle.append(calls)

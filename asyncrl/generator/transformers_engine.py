@@ -2,41 +2,45 @@
 
   event loop                                      engine thread
   ──────────                                      ─────────────
-  sample ─▸ inbox ──┐ read between two visits
-  abort  ─▸ inbox ──┤                    visit
-                    └▸ _run ─────────────────────▸ steps, until a request finishes or the inbox has something
-  sample ◂─ turns ────── ◂───────────────────────
-  flip   ─▸ _run, before the next visit ─────────▸ copy staged over live
+  sample ─▸ inbox ───────────────────────────────▸ read between two steps
+  abort  ─▸ inbox ───────────────────────────────▸
+  sample ◂─ turns ───────────────────────────────── told by each step that finishes a request
+  flip   ─▸ _run, visit ─────────────────────────▸ copy staged over live
+  work   ─▸ _run, visit ─────────────────────────▸ steps, until nothing is left or a flip waits
   nothing to do: _run waits for the inbox
 
-Only `_run` visits the thread, one visit at a time: the batch needs no lock.
+    generator.kv   keep: samples in flight go on with the keys and values that they have
+                   recompute: those are made again by the new weights, while everybody waits
+                   drain: no sample begins any more, the flip comes when all have ended. This wait needs no deadline:
+                   each of them has a last column, and waits for nothing but this thread
+
+The thread waits for the event loop only when it has nothing to do: however busy the loop is, the next step begins.
+Only `_run` visits the thread, one visit at a time, and only visits touch the batch: it needs no lock.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import Config, KvAtFlip, ModelConfig
 from asyncrl.errors import ConfigError, RunClosedError
 from asyncrl.generator.engine import SampleRequest
 from asyncrl.generator.kv_cache import ATTENTION, UnsupportedAttentionError
 from asyncrl.generator.receiver import Reader, WeightReceiver, local_receiver
 from asyncrl.generator.slots import SlotBatch
-from asyncrl.models import checkpoint_tensors, load_causal_lm
+from asyncrl.models import checkpoint_tensors, load_causal_lm, load_config
 from asyncrl.telemetry.spans import Spans
 from asyncrl.types import NO_VERSION, Sampling, Turn, Version
-
-STEPS_A_VISIT = 32
-"""Most steps before the thread reports back although nothing happened: bounds the wait of an abort."""
 
 Result = TypeVar("Result")
 
@@ -53,7 +57,9 @@ class TransformersEngine:
         end_ids: Sequence[int],
         version: Version = NO_VERSION,
         fixed_shape: bool = False,
+        kv: KvAtFlip = "keep",
     ) -> None:
+        self._kv = kv
         self._targets = checkpoint_tensors(model)
         check_attention(model, max_length)
         self._batch = SlotBatch(
@@ -65,26 +71,31 @@ class TransformersEngine:
             fixed_shape=fixed_shape,
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
-        self._inbox: list[Callable[[], None]] = []
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._asked = self._added = 0  # samples; the first is the loop's to change, the other the thread's
         self._flips: list[tuple[Mapping[str, Tensor], Version, asyncio.Future[float]]] = []
         self._results: dict[str, asyncio.Future[list[Turn]]] = {}
         self._wake = asyncio.Event()
         self._spans = Spans()
+        self._loop: asyncio.AbstractEventLoop
         self._runner: asyncio.Task[None] | None = None
+        self._ended = False
 
     @property
     def version(self) -> Version:
         return self._batch.version
 
     async def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
         self._runner = asyncio.create_task(self._run(), name="engine")
 
     async def sample(self, request: SampleRequest) -> list[Turn]:
         self._alive()
         if request.request_id in self._results:
             raise ValueError(f"request {request.request_id} is in flight already")
-        result: asyncio.Future[list[Turn]] = asyncio.get_running_loop().create_future()
+        result: asyncio.Future[list[Turn]] = self._loop.create_future()
         self._results[request.request_id] = result
+        self._asked += request.n
         self._put(lambda: self._add(request, result))
         try:
             return await result
@@ -103,7 +114,7 @@ class TransformersEngine:
         missing = sorted(self._targets.keys() - staged.keys())
         if missing:
             raise ValueError(f"flip to version {version} lacks {len(missing)} parameters, e.g. {missing[0]}")
-        done: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[float] = self._loop.create_future()
         self._flips.append((staged, version, done))
         self._wake.set()
         return await done
@@ -116,7 +127,7 @@ class TransformersEngine:
         return {
             "tokens": float(self._batch.tokens_made),
             "running": float(self._batch.running),
-            "waiting": float(self._batch.waiting),
+            "waiting": float(self._asked - self._added + self._batch.waiting),
             "kv_usage": self._batch.running / self._batch.slots,
             "preemptions": 0.0,
             **seconds,
@@ -132,66 +143,80 @@ class TransformersEngine:
     async def _run(self) -> None:
         try:
             while True:
-                for act in self._inbox:
-                    act()
-                self._inbox.clear()
-                if self._flips:
+                if self._may_flip:
                     with self._spans("wait/weights"):
                         await self._flip_next()
-                elif self._batch.idle:
+                elif self._inbox or not self._batch.idle:
+                    with self._spans("compute"):
+                        await self._visit(self._steps)
+                else:
                     self._wake.clear()
                     with self._spans("wait/tasks"):
                         await self._wake.wait()
-                else:
-                    with self._spans("compute"):
-                        finished = await self._visit(self._steps)
-                    for request_id, turns in finished:
-                        self._finish(request_id, turns)
         except Exception as error:
             self._end(error)
             raise
+        finally:
+            self._ended = True
 
-    def _steps(self) -> list[tuple[str, list[Turn]]]:
-        for _ in range(STEPS_A_VISIT):
-            finished = self._batch.step()
-            if finished or self._inbox or self._flips or self._batch.idle:
-                return finished
-        return []
+    @property
+    def _may_flip(self) -> bool:
+        return bool(self._flips) and not (self._kv == "drain" and self._batch.running)
 
     async def _flip_next(self) -> None:
         staged, version, done = self._flips.pop(0)
-        start = time.perf_counter()
+        start, recompute = time.perf_counter(), self._kv == "recompute"
         try:
-            await self._visit(lambda: self._batch.flip(staged, self._targets, version))
+            await self._visit(lambda: self._batch.flip(staged, self._targets, version, recompute))
         except (RuntimeError, KeyError) as error:
             _settle(done, error=error)
         else:
             _settle(done, time.perf_counter() - start)
 
+    # ---- in the thread
+
+    def _steps(self) -> None:
+        while not self._may_flip and not self._ended:
+            while self._inbox:
+                self._inbox.popleft()()
+            if self._batch.idle:
+                return
+            for request_id, turns in self._batch.step(admit=not self._flips):
+                self._tell(self._finish, request_id, turns)
+
     def _add(self, request: SampleRequest, result: asyncio.Future[list[Turn]]) -> None:
-        if result.done():
-            return
-        try:
-            self._batch.add(request)
-        except ValueError as error:
-            self._results.pop(request.request_id)
-            _settle(result, error=error)
+        if not result.done():
+            try:
+                self._batch.add(request)
+            except ValueError as error:
+                self._tell(self._refuse, request.request_id, error)
+        self._added += request.n
 
     def _remove(self, request_id: str) -> None:
         turns = self._batch.remove(request_id)
-        self._finish(request_id, turns or [])
+        self._tell(self._finish, request_id, turns or [])
+
+    def _tell(self, act: Callable[..., None], *args: Any) -> None:
+        self._loop.call_soon_threadsafe(act, *args)
+
+    # ---- on the event loop
 
     def _finish(self, request_id: str, turns: list[Turn]) -> None:
         result = self._results.pop(request_id, None)
         if result is not None:
             _settle(result, turns)
 
+    def _refuse(self, request_id: str, error: Exception) -> None:
+        result = self._results.pop(request_id, None)
+        if result is not None:
+            _settle(result, error=error)
+
     def _put(self, act: Callable[[], None]) -> None:
         self._inbox.append(act)
         self._wake.set()
 
     async def _visit(self, work: Callable[[], Result]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        return await self._loop.run_in_executor(self._thread, work)
 
     def _alive(self) -> None:
         if self._runner is None:
@@ -251,6 +276,16 @@ def end_ids_of(*sources: object) -> list[int]:
     return sorted(found)
 
 
+def load_end_ids(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Of a model that is not loaded here."""
+    model = load_config(config)
+    try:
+        generation = GenerationConfig.from_pretrained(config.path, local_files_only=True)
+    except OSError:
+        generation = GenerationConfig.from_model_config(model)
+    return end_ids_of(generation, model, tokenizer)
+
+
 def load_transformers_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> TransformersEngine:
     """The engine that the config asks for, on the GPU if this process sees one."""
     model = load_causal_lm(config.model, config.run.seed, ATTENTION)
@@ -260,4 +295,5 @@ def load_transformers_engine(config: Config, tokenizer: PreTrainedTokenizerBase)
         max_length=config.generator.max_length,
         end_ids=end_ids_of(model.generation_config, model.config, tokenizer),
         fixed_shape=config.fixed_shape,
+        kv=config.generator.kv,
     )

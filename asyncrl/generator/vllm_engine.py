@@ -1,7 +1,7 @@
 """vLLM behind the `Engine` protocol: its AsyncLLM in this process, the model in processes that it starts.
 
     sample ─▸ generate ─▸ engine core ─▸ ranks        n samples share the prompt's KV
-    flip   ─▸ _run: pause ─▸ every rank copies its staged version ─▸ label ─▸ resume
+    flip   ─▸ _run: pause ─▸ every rank copies its staged version ─▸ forget prefixes, label ─▸ resume
 
 Between pause and resume no step runs, so each token's version is the label of the step that made it.
 """
@@ -15,19 +15,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from asyncrl.config.schema import Config
 from asyncrl.draws import stream_key
-from asyncrl.errors import AsyncRLError, ProcessDiedError, RunClosedError, WeightSyncError
+from asyncrl.errors import AsyncRLError, ProcessDiedError, RunClosedError
 from asyncrl.generator.engine import SampleRequest, check_fits
-from asyncrl.generator.rank_weights import TAKEN_BACK
+from asyncrl.generator.rank_weights import values_of
 from asyncrl.generator.receiver import Reader, WeightReceiver
-from asyncrl.generator.transformers_engine import end_ids_of
+from asyncrl.generator.transformers_engine import load_end_ids
+from asyncrl.generator.vllm_plugin import FORGET_PREFIXES
 from asyncrl.generator.vllm_receiver import VllmReceiver
 from asyncrl.generator.vllm_start import check_installed, start_vllm
-from asyncrl.models import load_config
-from asyncrl.sync.snapshot import TakenBackError
 from asyncrl.telemetry.spans import Spans
 from asyncrl.types import NO_VERSION, Finish, Turn, Version
 
@@ -45,7 +44,7 @@ class _Counters:
     """What vLLM tells after each step (its StatLoggerBase)."""
 
     def __init__(self) -> None:
-        self.tokens = self.preemptions = self.waiting = 0
+        self.tokens = self.preemptions = self.running = self.waiting = 0
         self.kv_usage = 0.0
 
     def __call__(self, vllm_config: Any, engine_index: int = 0) -> _Counters:
@@ -56,6 +55,7 @@ class _Counters:
     ) -> None:
         if scheduler_stats is not None:
             self.kv_usage = scheduler_stats.kv_cache_usage
+            self.running = scheduler_stats.num_running_reqs
             self.waiting = scheduler_stats.num_waiting_reqs
         if iteration_stats is not None:
             self.tokens += iteration_stats.num_generation_tokens
@@ -88,6 +88,7 @@ class VllmEngine:
         self._version = version
         self._flipped = 0
         self._llm: Any = None
+        self._by_priority = False  # generator.vllm.extra may say otherwise
         self._counters = _Counters()
         self._in_flight: dict[str, tuple[int, asyncio.Task[list[Turn]]]] = {}
         self._flips: list[tuple[Version, asyncio.Future[float]]] = []
@@ -103,6 +104,7 @@ class VllmEngine:
     async def start(self) -> None:
         """Blocks the event loop until vLLM is up. Raises ConfigError."""
         self._llm = start_vllm(self._config, [self._counters], self._load_weights)
+        self._by_priority = self._llm.vllm_config.scheduler_config.policy == "priority"
         await self._llm.engine_core.set_weight_version_async(str(self._version))
         self._runner = asyncio.create_task(self._run(), name="engine")
 
@@ -138,11 +140,7 @@ class VllmEngine:
     async def call(self, method: str, *args: Any) -> list[Any]:
         """`WeightsExtension.<method>` on each rank: what it answers. Raises what one of them raised."""
         self._alive()
-        reports = await self._or_died(self._llm.collective_rpc(method, args=args))
-        for rank, report in enumerate(reports):
-            if "error" in report:
-                raise _error(report, f"{self._name}, rank {rank}: {report['detail']}")
-        return [report["value"] for report in reports]
+        return values_of(await self._or_died(self._llm.collective_rpc(method, args=args)), self._name)
 
     async def flip(self, version: Version) -> float:
         self._alive()
@@ -153,11 +151,11 @@ class VllmEngine:
 
     def stats(self) -> dict[str, float]:
         samples = sum(n for n, _ in self._in_flight.values())
-        waiting = min(samples, self._counters.waiting)
+        running = min(samples, self._counters.running)
         return {
             "tokens": float(self._counters.tokens),
-            "running": float(samples - waiting),
-            "waiting": float(waiting),
+            "running": float(running),
+            "waiting": float(min(samples - running, self._counters.waiting)),
             "kv_usage": self._counters.kv_usage,
             "preemptions": float(self._counters.preemptions),
             **{f"seconds/{name}": value for name, value in self._spans.take().items()},
@@ -185,7 +183,12 @@ class VllmEngine:
         from vllm.inputs import tokens_input
 
         prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=f"{self._version}.{self._flipped}")
-        outputs = self._llm.generate(prompt, self._parameters(request), request.request_id)
+        outputs = self._llm.generate(
+            prompt,
+            self._parameters(request),
+            request.request_id,
+            priority=request.ordinal if self._by_priority else 0,
+        )
         last = await self._or_died(_last(outputs))
         turns = [self._turn(request, of) for of in sorted(last.outputs, key=lambda of: of.index)]
         return turns * request.n if len(turns) < request.n else turns
@@ -251,12 +254,16 @@ class VllmEngine:
         del self._flips[0]
 
     async def _flip_now(self, version: Version) -> float:
-        core, begun = self._llm.engine_core, time.perf_counter()
+        core, asked = self._llm.engine_core, time.perf_counter()
+        # What waits finds the prompts of its siblings in the cache, unless that is cleared.
         mode = "wait" if self._kv == "drain" else "keep"
-        await self._or_died(core.pause_scheduler_async(mode=mode, clear_cache=self._kv == "recompute"))
+        await self._or_died(core.pause_scheduler_async(mode=mode, clear_cache=self._kv != "keep"))
+        begun = time.perf_counter() if self._kv == "drain" else asked  # samples went on until then
         await self.call("asyncrl_flip", version)
         self._version = version
         self._flipped += 1
+        # What was asked for before, and begins after, looks for prefixes under the old salt.
+        await self._or_died(core.call_utility_async(FORGET_PREFIXES))
         await self._or_died(core.set_weight_version_async(str(version)))
         await self._or_died(core.resume_scheduler_async())
         return time.perf_counter() - begun
@@ -291,15 +298,10 @@ async def _last(outputs: Any) -> Any:
     return last
 
 
-def _error(report: dict[str, str], text: str) -> AsyncRLError:
-    return TakenBackError(text) if report["error"] == TAKEN_BACK else WeightSyncError(text)
-
-
-def load_vllm_engine(config: Config, tokenizer: PreTrainedTokenizerBase, name: str) -> VllmEngine:
-    """The engine that the config asks for; its weights come from the learner."""
-    model = load_config(config.model)
-    try:
-        generation = GenerationConfig.from_pretrained(config.model.path, local_files_only=True)
-    except OSError:
-        generation = GenerationConfig.from_model_config(model)
-    return VllmEngine(config, name, end_ids_of(generation, model, tokenizer))
+def load_vllm_engine(
+    config: Config, tokenizer: PreTrainedTokenizerBase, name: str, load_weights: bool = False
+) -> VllmEngine:
+    """The engine that the config asks for. load_weights: those of model.path, as version 0; otherwise the learner's."""
+    version = 0 if load_weights else NO_VERSION
+    end_ids = load_end_ids(config.model, tokenizer)
+    return VllmEngine(config, name, end_ids, load_weights=load_weights, version=version)

@@ -5,7 +5,8 @@ newest    asks the learner
 stage     ── stage(v) ────────────────────────▸ fetches its own part of v in a thread, while it decodes
           ── staged()? now and then ──────────▸ done on all ranks
 flip      ── pause, flip(v), resume ──────────▸ copies it over its live parameters
-verify    ── verify() ────────────────────────▸ hashes what is live
+verify    ── verify() ────────────────────────▸ hashes what is live in a thread, while it decodes
+          ── verified()? now and then ────────▸ done on all ranks
 held      tells the learner ──────────────────▸ so does each rank
 """
 
@@ -63,18 +64,9 @@ class VllmReceiver:
 
     async def stage(self, version: Version) -> Staged:
         begun = time.monotonic()
-        deadline_s = 2 * self._reader.sync.deadline_s
         await self._ranks.call("asyncrl_stage", version)
-        wait_s, longest_s = ASK_S
-        while True:
-            staged = await self._ranks.call("asyncrl_staged")
-            if all(one is not None for one in staged):
-                size = sum(one["bytes"] for one in staged)
-                return RankStaged(version, None, time.monotonic() - begun, size)
-            if time.monotonic() - begun > deadline_s:
-                raise DeadlineError(self._reader.who, "its ranks", f"version {version}", deadline_s)
-            await asyncio.sleep(wait_s)
-            wait_s = min(1.5 * wait_s, longest_s)
+        staged = await self._done("asyncrl_staged", f"version {version}")
+        return RankStaged(version, None, time.monotonic() - begun, sum(one["bytes"] for one in staged))
 
     async def flip(self, version: Version) -> float:
         return await self._ranks.flip(version)
@@ -82,6 +74,7 @@ class VllmReceiver:
     async def verify(self) -> None:
         if self._reader.sync.verify:
             await self._ranks.call("asyncrl_verify")
+            await self._done("asyncrl_verified", "the hash of what is live")
 
     async def held(self, version: Version) -> None:
         assert self._news is not None, "open comes first"
@@ -91,6 +84,17 @@ class VllmReceiver:
     async def close(self) -> None:
         await self._leave()
         self._thread.close()
+
+    async def _done(self, method: str, what: str) -> list[Any]:
+        """What the ranks answer to `method` once all are done: until then one or another says None."""
+        begun, deadline_s = time.monotonic(), 2 * self._reader.sync.deadline_s
+        wait_s, longest_s = ASK_S
+        while None in (answers := await self._ranks.call(method)):
+            if time.monotonic() - begun > deadline_s:
+                raise DeadlineError(self._reader.who, "its ranks", what, deadline_s)
+            await asyncio.sleep(wait_s)
+            wait_s = min(1.5 * wait_s, longest_s)
+        return answers
 
     async def _prepare(self) -> None:
         """Once: let each rank learn where the learner's parameters are in its model."""

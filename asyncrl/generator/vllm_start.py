@@ -40,7 +40,7 @@ def start_vllm(config: Config, loggers: list[Callable[..., Any]], load_weights: 
     arguments = engine_arguments(config, load_weights)
     on_cpu = not torch.cuda.is_available()
     if on_cpu:
-        _import_model(load_config(config.model))
+        import_model(load_config(config.model))
     try:
         vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
     except (TypeError, ValueError) as error:
@@ -67,7 +67,7 @@ def _out_of_reach_of_children() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _import_model(model: PretrainedConfig) -> None:
+def import_model(model: PretrainedConfig) -> None:
     """Here, once: to look at the class, vLLM would start a process that imports everything again."""
     from vllm.model_executor.models import ModelRegistry
 
@@ -90,6 +90,7 @@ def check_installed() -> None:
 def prepare_environment(config: Config) -> None:
     """What vLLM and its workers read when they are imported. What the user has set stays, but for what must be so."""
     settings = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
+    settings["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"  # stdout is for what a command answers
     needed = {GENERATOR: str(os.getpid())}
     if not torch.cuda.is_available():
         settings["TORCHDYNAMO_DISABLE"] = "1"  # nothing is worth a minute of compilation here
@@ -126,6 +127,7 @@ def engine_arguments(config: Config, load_weights: bool = False) -> dict[str, An
     free = {
         "load_format": "auto" if load_weights and has_weights(config.model.path) else "dummy",
         "enable_prefix_caching": True,
+        "scheduling_policy": "priority",  # of requests: their ordinals
         "seed": config.run.seed,
         **({"block_size": BLOCK} if on_cpu else {}),
     }

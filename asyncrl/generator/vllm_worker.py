@@ -188,6 +188,10 @@ class WeightsExtension:
     def asyncrl_verify(self) -> Report:
         return _report(lambda: self._prepared().verify())
 
+    def asyncrl_verified(self) -> Report:
+        """Its value is None while the ranks compare."""
+        return _report(lambda: self._prepared().verified())
+
     def asyncrl_held(self, version: Version) -> Report:
         return _report(lambda: self._prepared().held(version))
 
@@ -259,6 +263,8 @@ class AsyncRLWeightTransfer(WeightTransferEngine):
     def finish_weight_update(self) -> None:
         self._weights.flip(self._version)
         self._weights.verify()
+        while self._weights.verified() is None:
+            time.sleep(0.002)
         self._weights.held(self._version)
 
     def shutdown(self) -> None:

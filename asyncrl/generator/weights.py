@@ -9,6 +9,7 @@
 
 The engine stands still for the flip alone: a copy of memory to memory, however long the transfer took.
 A learner that is gone is no failure: the worker goes on with the version it holds until one appears.
+An engine that lost its weights (a server that restarted) holds none, until the newest have come again.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from asyncrl.errors import DeadlineError, RefusedError, WeightSyncError
-from asyncrl.generator.receiver import Learner, Staged, WeightReceiver
+from asyncrl.generator.receiver import Learner, LostWeightsError, Staged, WeightReceiver
 from asyncrl.sync.snapshot import TakenBackError
 from asyncrl.types import NO_VERSION, Version
 
@@ -51,24 +52,39 @@ class WeightFollower:
 
     held     the version flipped and verified, NO_VERSION before the first
     lineage  of `held`
+
+    agree: raises ConfigError where this process and a learner that was found differ in what all must have alike, and
+    DeadlineError while the learner has not said what it has; none: nobody compares
     """
 
-    def __init__(self, name: str, receiver: WeightReceiver, directory: Directory) -> None:
+    def __init__(
+        self,
+        name: str,
+        receiver: WeightReceiver,
+        directory: Directory,
+        agree: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         self.held: Version = NO_VERSION
         self.lineage = -1
         self._name, self._receiver, self._directory = name, receiver, directory
+        self._agree = agree
         self._state = asyncio.Condition()
         self._pins = 0
         self._flipping = False
-        self._counts = Counter({"flips": 0, "failures": 0, "bytes": 0})
+        self._counts = Counter({"flips": 0, "failures": 0, "lost": 0, "bytes": 0})
         self._pauses_ms: deque[float] = deque(maxlen=RECENT_FLIPS)
         self._fetches_ms: deque[float] = deque(maxlen=RECENT_FLIPS)
 
     async def run(self) -> None:
-        """Until cancelled. Raises WeightSyncError if a flip leaves other parameters than the learner's."""
+        """Until cancelled. Raises ConfigError as `agree` does, and WeightSyncError if a flip leaves other parameters
+        than the learner's."""
         try:
             while True:
-                await self._follow(await self._find())
+                learner = await self._find()
+                try:
+                    await self._follow(learner)
+                except LostWeightsError as error:
+                    await self._lost(error)
         finally:
             await self._receiver.close()
 
@@ -96,7 +112,7 @@ class WeightFollower:
             await self._state.wait_for(lambda: (self.lineage, self.held) != (lineage, held))
 
     def stats(self) -> dict[str, Any]:
-        """weights/flips, weights/failures and weights/bytes (received) so far; weights/pauses_ms and
+        """weights/flips, weights/failures, weights/lost and weights/bytes (received) so far; weights/pauses_ms and
         weights/fetches_ms of the last flips; weights/floor_ms: of a plain copy of the same bytes."""
         return {
             **{f"weights/{name}": value for name, value in self._counts.items()},
@@ -110,6 +126,8 @@ class WeightFollower:
         while True:
             try:
                 first = await self._directory.lookup("weights/0", POLL_S)
+                if self._agree is not None:
+                    await self._agree()
                 rest = [
                     await self._directory.lookup(f"weights/{rank}", POLL_S)
                     for rank in range(1, int(first["world"]))
@@ -176,7 +194,8 @@ class WeightFollower:
         async with self._state:
             try:
                 async with asyncio.timeout(POLL_S):
-                    await self._state.wait_for(lambda: self._pins == 0)
+                    # What is lost cannot be kept: an evaluation goes on at another version, as its tokens say.
+                    await self._state.wait_for(lambda: self._pins == 0 or self.held == NO_VERSION)
             except TimeoutError:
                 return False
             self._flipping = True
@@ -188,6 +207,14 @@ class WeightFollower:
             await self._receiver.held(self.held)
         except TRANSFER_ERRORS as error:
             log.warning("%s could not acknowledge version %d: %s", self._name, self.held, error)
+
+    async def _lost(self, error: LostWeightsError) -> None:
+        log.warning("%s holds no version any more: %s", self._name, error)
+        self._counts["lost"] += 1
+        async with self._state:
+            self.held, self.lineage = NO_VERSION, -1
+            self._flipping = False
+            self._state.notify_all()
 
     async def _failed(self, error: Exception) -> None:
         self._counts["failures"] += 1

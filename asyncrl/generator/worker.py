@@ -9,7 +9,7 @@
    └───────────────────────┘      │
                                  held ◂── weights (weights.py) ◂─────────────────── weight stream
 
-  intake waits for  the first weights; room in the engine (admission.py), sample by sample, so that the longest one of
+  intake waits for  weights; room in the engine (admission.py), sample by sample, so that the longest one of
                     a group keeps no slot empty; the queue's answer, or a newer `held` to ask with
   _work waits for   the engine, the reward, the queue
   Evaluation leases come through an intake of their own; while one is under way, no training lease is taken
@@ -28,13 +28,14 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Literal, Protocol
 
+from asyncrl.config.placement import REWARDS
 from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
-from asyncrl.errors import AsyncRLError, RefusedError, RunClosedError
+from asyncrl.errors import AsyncRLError, RefusedError, RunClosedError, first_failure
 from asyncrl.generator.admission import Admission
 from asyncrl.generator.agent import EnvironmentFailedError
 from asyncrl.generator.engine import Engine, PromptTooLongError
-from asyncrl.generator.group_filter import passes_filter
+from asyncrl.generator.group_filter import FILTERED, passes_filter
 from asyncrl.generator.patience import RequestFailedError
 from asyncrl.generator.prober import Prober
 from asyncrl.generator.rewards import RewardError
@@ -60,9 +61,6 @@ SECONDS = "seconds/"
 
 GIVE_BACK_S = 5.0
 """Longest wait at the end: leases not given back expire by themselves."""
-
-FILTERED = "filtered"
-"""The reason of groups that teach nothing and are dropped before their bytes travel: `algorithm.filter`."""
 
 
 class Lease(Protocol):
@@ -94,7 +92,9 @@ class WorkerClient(Protocol):
 
     async def renew(self, stats: Mapping[str, Any]) -> Renewal: ...
 
-    async def commit(self, stream: str, lease: Any, group: Group) -> None: ...
+    async def commit(
+        self, stream: str, lease: Any, group: Group, columns: Sequence[str] | None = None
+    ) -> None: ...
 
     async def give_back(self, stream: str, leases: Sequence[Any]) -> None: ...
 
@@ -133,6 +133,7 @@ class Worker:
         self._client, self._engine, self._follower, self._rollouts = client, engine, follower, rollouts
         self._held_out, self._heartbeat_s = held_out or {}, config.generator.heartbeat_s
         self._prober = prober
+        self._pool_rewards = REWARDS in config.placement.pools
         self._passes = partial(passes_filter, config=config)
         self._samples, self._admission = samples, Admission(slots, samples)
         self._sampling: dict[Key, float] = {}  # since when
@@ -158,15 +159,15 @@ class Worker:
         except* RunClosedError:
             log.info("%s: the run is closed", self.name)
         except* AsyncRLError as failures:
-            raise _first(failures) from None
+            raise first_failure(failures) from None
         finally:
             await self._give_back()
 
     # ---- leases
 
     async def _intake(self, stream: Stream, room: Callable[[], int]) -> None:
-        await self._follower.past(lineage=-1, held=NO_VERSION)
         while True:
+            await self._follower.past(lineage=-1, held=NO_VERSION)
             most = room()
             if most <= 0:
                 self._room.clear()
@@ -233,10 +234,11 @@ class Worker:
             make = self._evaluate if stream == "eval" else self._generate
             group = await make(key, lease)
             await self._follower.settled()
-            if stream == "train" and not self._passes(group):
+            if stream == "train" and not self._pool_rewards and not self._passes(group):
                 await self._drop(stream, lease, FILTERED)
             else:
-                await self._client.commit(stream, lease, group)
+                lacking_rewards = [*group.columns] if self._pool_rewards else None
+                await self._client.commit(stream, lease, group, lacking_rewards)
                 self._counts[f"groups/{stream}"] += 1
         except PromptTooLongError as error:
             await self._drop(stream, lease, "too_long", error)
@@ -341,9 +343,3 @@ class Worker:
             except (AsyncRLError, TimeoutError) as error:
                 log.info("%s could not give back %d leases: %s", self.name, len(left), error)
         self._leases.clear()
-
-
-def _first(failures: BaseExceptionGroup[AsyncRLError]) -> AsyncRLError:
-    """Loops fail one after another; the first one to do so is why."""
-    found = failures.exceptions[0]
-    return _first(found) if isinstance(found, BaseExceptionGroup) else found

@@ -21,17 +21,26 @@ from asyncrl.config.schema import Config
 
 LINE_EVERY_S = 10.0
 
+LOSSES = ("heldout/unscored", "queue/dropped/reward")
+"""Not shown while they are 0."""
+
 COLUMNS: tuple[tuple[str, str, str], ...] = (
     # what a person reads · key of the metrics row · format
     ("reward", "reward/mean", "{:.3f}"),
     ("held-out accuracy", "heldout/accuracy", "{:.1%}"),
+    ("held-out answers without a score", "heldout/unscored", "{:.0f}"),
+    ("tasks dropped, their reward failed", "queue/dropped/reward", "{:.0f}"),
     ("staleness, mean", "staleness/mean", "{:.2f}"),
     ("staleness, max", "staleness/max", "{:.0f}"),
     ("groups ready", "queue/ready", "{:.0f}"),
     ("groups leased", "queue/leased", "{:.0f}"),
     ("generators busy", "busy/generator", "{:.0%}"),
     ("learner busy", "busy/learner", "{:.0%}"),
-    ("tokens/s", "tokens_per_s", "{:,.0f}"),
+    ("learner waits for groups", "share/wait/groups", "{:.0%}"),
+    ("learner tokens/s", "learner/tokens_per_s", "{:,.0f}"),
+    ("learner FLOPs used", "learner/mfu", "{:.1%}"),
+    ("learner memory, GiB", "learner/memory_gib", "{:.1f}"),
+    ("generator tokens/s", "tokens_per_s", "{:,.0f}"),
     ("rollout length", "length/mean", "{:.1f}"),
     ("entropy", "entropy", "{:.3f}"),
     ("gradient norm", "grad_norm", "{:.3f}"),
@@ -80,9 +89,10 @@ class Progress:
         """Take in new rows; whether there were any."""
         rows = self._tail.new_rows()
         for row in rows:
+            evaluation = any(key.startswith("heldout/") for key in row)
             self.latest.update(row)
             # An evaluation arrives later than the version that it is of.
-            if not any(key.startswith("heldout/") for key in row):
+            if not evaluation:
                 self.version = int(row.get("version", self.version))
             # Counted from version 1 on: what comes before it is loading.
             if self._first is None and self.version >= 1:
@@ -105,8 +115,9 @@ class Progress:
     def values(self) -> Iterator[tuple[str, str]]:
         """(label, text) of what is known."""
         for label, key, shape in COLUMNS:
-            if isinstance(self.latest.get(key), (int, float)):
-                yield label, shape.format(self.latest[key])
+            value = self.latest.get(key)
+            if isinstance(value, (int, float)) and (value or key not in LOSSES):
+                yield label, shape.format(value)
 
 
 class LiveDashboard:

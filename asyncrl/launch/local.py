@@ -1,21 +1,25 @@
 """`asyncrl train`: a whole run on one machine.
 
-    launcher ──starts──▸ queue ──its address──▸ launcher ──starts──▸ learner, generators
+    launcher ──starts──▸ queue ──its address──▸ launcher ──starts──▸ learner, generators, pools
                                                    │
          waits for whichever comes first: ◂────────┘
-           learner ends well       generators leave by themselves, the queue is stopped, the summary returned
+           learner ends well       the others leave by themselves, the queue is stopped, the summary returned
            a generator dies        it is started again, `launch.generator_restarts` times
+           a pool's process dies   so is it, `launch.pool_restarts` times
            the queue dies          so is it, at the same address and from its journal, `launch.queue_restarts` times
            the learner dies        so is it, from the newest checkpoint, `launch.learner_restarts` times
+           a pool that learns dies the learner too: both go on from the newest checkpoint
            one dies too often      everything is killed, ProcessDiedError
-           Ctrl-C                  the learner ends its step and writes a checkpoint, then all are stopped
+           Ctrl-C, SIGTERM         the learner ends its step and writes a checkpoint, then all are stopped
            Ctrl-C again            everything is killed
+           the learner was told    the same: somebody sent it SIGTERM
 
 Processes share nothing with the launcher but config.yaml, the queue's address and the run folder.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -24,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.schema import Config
-from asyncrl.errors import ConfigError, ProcessDiedError
+from asyncrl.errors import ConfigError, DeadlineError, PoolLostError, ProcessDiedError, StoppedError
 from asyncrl.launch.dashboard import Dashboard, open_dashboard
 from asyncrl.launch.run_folder import claimed_run_folder, read_summary
 from asyncrl.launch.supervise import Ended, Interrupted, Said, Supervisor, describe_exit, wait_line
@@ -36,22 +40,33 @@ REFRESH_S = 1.0
 def train(config: Config) -> dict[str, Any]:
     """Run to the last version and return the summary that the learner wrote.
 
-    Raises ConfigError (run folder in use), ProcessDiedError, DeadlineError, and KeyboardInterrupt once a run
-    that was interrupted is down.
+    Raises ConfigError (run folder in use, resumed with other tasks), ProcessDiedError, DeadlineError, and once a run
+    that was to end early is down KeyboardInterrupt (Ctrl-C) or StoppedError (SIGTERM, SIGHUP, or the learner was told
+    to stop).
     """
-    with claimed_run_folder(config) as folder:
+    with claimed_run_folder(config) as (folder, changed):
         supervisor = Supervisor(folder / "logs")
         with supervisor.interrupts(), open_dashboard(config, folder) as dashboard:
-            return LocalRun(config, folder, supervisor, dashboard).run()
+            return LocalRun(config, folder, supervisor, dashboard, changed).run()
 
 
 class LocalRun:
-    """One run; made for one call of `run`."""
+    """One run; made for one call of `run`. changed: it goes on with a configuration by whose rules the groups that the
+    queue has kept were not made."""
 
-    def __init__(self, config: Config, folder: Path, supervisor: Supervisor, dashboard: Dashboard) -> None:
-        self._config, self._folder = config, folder
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        supervisor: Supervisor,
+        dashboard: Dashboard,
+        changed: bool = False,
+    ) -> None:
+        self._config, self._folder, self._changed = config, folder, changed
         self._supervisor, self._dashboard = supervisor, dashboard
         self._generators = [f"generator-{i}" for i in range(config.generator.count)]
+        pools = config.placement.pools
+        self._pools = {f"{of}-{i}": (of, i) for of, place in pools.items() for i in range(place.processes)}
         self._restarts: Counter[str] = Counter()
         self._address = ""
         self._closed = False  # the queue has left, as it does once the learner has closed the run
@@ -61,14 +76,18 @@ class LocalRun:
         self._start_learner()
         for name in self._generators:
             self._start_generator(name)
+        for name in self._pools:
+            self._start_pool(name)
         self._dashboard.say(f"{self._folder}: queue at {self._address}, logs in {self._folder / 'logs'}")
         self._watch()
         self._wind_down()
+        if self._stopped():
+            raise self._stopped_error()
         return read_summary(self._folder)
 
     def _start_queue(self) -> str:
         # Without a checkpoint the learner begins at the beginning, and so must the queue.
-        goes_on = self._config.run.resume and any(self._folder.glob("checkpoints/v*"))
+        goes_on = self._config.run.resume and any(self._folder.glob("checkpoints/v*")) and not self._changed
         self._run_queue(*([] if goes_on else ["--anew"]))
         seconds = self._config.launch.start_deadline_s
         event = wait_line(self._supervisor, QUEUE, "the address it listens at", seconds)
@@ -76,7 +95,8 @@ class LocalRun:
             return event.line
         if isinstance(event, Ended):
             raise self._died(event)
-        raise self._interrupted()
+        assert isinstance(event, Interrupted)
+        raise self._interrupted(event)
 
     def _run_queue(self, *words: str) -> None:
         command = process_command(self._folder, "queue", *words)
@@ -85,11 +105,9 @@ class LocalRun:
     def _start_learner(self, *more: str) -> None:
         learner = self._config.learner
         words = process_command(self._folder, "learner", f"queue.address={self._address}", *more)
-        if learner.processes > 1:
-            torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(learner.processes)]
-            words = [sys.executable, "-m", *torchrun, *words[1:]]
         env = process_env(learner.threads or shared_threads(self._config), learner.devices)
-        self._supervisor.start(LEARNER, words, env)
+        stop_s = self._config.launch.stop_deadline_s
+        self._supervisor.start(LEARNER, by_torchrun(words, learner.processes, stop_s), env)
 
     def _start_generator(self, name: str) -> None:
         generator = self._config.generator
@@ -98,13 +116,22 @@ class LocalRun:
         env = process_env(generator.threads or shared_threads(self._config), devices)
         self._supervisor.start(name, words, env)
 
+    def _start_pool(self, name: str) -> None:
+        model, index = self._pools[name]
+        place = self._config.placement.places[model]
+        words = process_command(self._folder, "pool", model, f"queue.address={self._address}", "--name", name)
+        devices = share_of_devices(place.devices, index, place.processes)
+        env = process_env(place.threads or shared_threads(self._config), devices)
+        stop_s = self._config.launch.stop_deadline_s
+        self._supervisor.start(name, by_torchrun(words, place.ranks, stop_s), env)
+
     def _watch(self) -> None:
         """Until the learner has ended well."""
         while True:
             event = self._supervisor.next_event(REFRESH_S)
             self._dashboard.refresh()
             if isinstance(event, Interrupted):
-                raise self._interrupted()
+                raise self._interrupted(event)
             if not isinstance(event, Ended):
                 continue
             if event == Ended(LEARNER, 0):
@@ -114,11 +141,13 @@ class LocalRun:
             elif event.name == QUEUE:
                 self._restart_queue(event)
             elif event.name == LEARNER:
+                if self._stopped():
+                    return  # of several ranks torchrun says no more than that they did not end with 0
                 if self._closed and read_summary(self._folder):
                     return  # it was killed on its way out
                 self._restart_learner(event)
             elif event.code != 0:
-                self._restart_generator(event)
+                self._restart_worker(event)
 
     def _restart_queue(self, event: Ended) -> None:
         """Its clients ask again until it answers. One that said why it ended would end again."""
@@ -129,19 +158,24 @@ class LocalRun:
         self._run_queue(f"queue.address={self._address}")
 
     def _restart_learner(self, event: Ended) -> None:
-        """The steps since the newest checkpoint are made again. One that said why it ended would end again."""
-        if event.code > 1:
+        """The steps since the newest checkpoint are made again. One that said why it ended would end again, unless it
+        was for a pool that it trains with: that is started again too."""
+        if event.code > 1 and event.code != PoolLostError.exit_code:
             raise self._died(event)
         most = self._config.launch.learner_restarts
         self._count_restart(event, LEARNER, most, " from the newest checkpoint")
         self._start_learner("run.resume=true")
 
-    def _restart_generator(self, event: Ended) -> None:
-        """A generator holds nothing that cannot be made again: its tasks go back to the queue."""
+    def _restart_worker(self, event: Ended) -> None:
+        """Generators and pools hold nothing that cannot be made again: what they leased goes back to the queue."""
         if event.code == ConfigError.exit_code:
             raise self._died(event)
-        self._count_restart(event, "generators", self._config.launch.generator_restarts)
-        self._start_generator(event.name)
+        if event.name in self._pools:
+            self._count_restart(event, "pools", self._config.launch.pool_restarts)
+            self._start_pool(event.name)
+        else:
+            self._count_restart(event, "generators", self._config.launch.generator_restarts)
+            self._start_generator(event.name)
 
     def _count_restart(self, event: Ended, kind: str, most: int, whence: str = "") -> None:
         """ProcessDiedError if there were as many as there may be of this kind."""
@@ -154,18 +188,26 @@ class LocalRun:
         )
 
     def _wind_down(self) -> None:
-        """The run is closed: generators notice it at their next heartbeat. Those that do not know of it when the queue
-        leaves were still starting, and will not hear of it."""
+        """The run is closed: generators and pools notice it at their next heartbeat. Those that do not know of it when
+        the queue leaves were still starting, and will not hear of it."""
         deadline_s = self._config.launch.stop_deadline_s
-        left = self._supervisor.wait_ended(self._generators, deadline_s, beside=QUEUE)
+        left = self._supervisor.wait_ended([*self._generators, *self._pools], deadline_s, beside=QUEUE)
         late = left if QUEUE in self._supervisor.running() else []
         late += [name for name in self._supervisor.stop_all(deadline_s) if name not in late]
         if late:
             self._dashboard.say(f"did not end within {deadline_s:.0f} s and were stopped: {', '.join(late)}")
         self._dashboard.refresh()
 
-    def _interrupted(self) -> KeyboardInterrupt:
+    def _stopped(self) -> bool:
+        """Whether the learner has ended because somebody wanted it to."""
+        return read_summary(self._folder).get("ended") == StoppedError.ended
+
+    def _stopped_error(self) -> StoppedError:
+        return StoppedError(f"stopped; run.resume=true goes on from the newest checkpoint of {self._folder}")
+
+    def _interrupted(self, event: Interrupted) -> BaseException:
         """Take the run down in order; the caller raises what this returns."""
+        by_hand = event.number == signal.SIGINT
         deadline_s = self._config.launch.stop_deadline_s
         if LEARNER in self._supervisor.running():
             self._dashboard.say(
@@ -175,11 +217,17 @@ class LocalRun:
             self._supervisor.send(LEARNER, signal.SIGTERM)
             if self._supervisor.wait_ended([LEARNER], deadline_s):
                 self._supervisor.kill_all()
-                self._dashboard.say("killed; what came after the last checkpoint is lost")
-                return KeyboardInterrupt()
+                lost = "killed; what came after the last checkpoint is lost"
+                self._dashboard.say(lost)
+                late = DeadlineError("the launcher", "the learner", "its last checkpoint", deadline_s, lost)
+                return KeyboardInterrupt() if by_hand else late
         self._supervisor.stop_all(deadline_s)
-        self._dashboard.say(f"stopped; run.resume=true goes on from the newest checkpoint of {self._folder}")
-        return KeyboardInterrupt()
+        code = self._supervisor.code(LEARNER) or 0
+        if not by_hand and code > 1 and code != StoppedError.exit_code:  # it said why it could not save
+            return self._died(Ended(LEARNER, code))
+        stopped = self._stopped_error()
+        self._dashboard.say(str(stopped))
+        return KeyboardInterrupt() if by_hand else stopped
 
     def _died(self, event: Ended) -> ProcessDiedError:
         log = self._supervisor.log(event.name)
@@ -187,13 +235,24 @@ class LocalRun:
         lines = "\n".join(f"    {line}" for line in tail.splitlines())
         return ProcessDiedError(
             f"{event.name} ended ({describe_exit(event.code)}) before the run was over; "
-            f"the end of {log}:\n{lines}"
+            f"the end of {log}:\n{lines}",
+            event.code,
         )
 
 
 def process_command(folder: Path, process: str, *words: str) -> list[str]:
     """The command of one process of the run: python -m asyncrl PROCESS <folder>/config.yaml …"""
     return [sys.executable, "-m", "asyncrl", process, str(folder / "config.yaml"), *words]
+
+
+def by_torchrun(command: list[str], ranks: int, stop_deadline_s: float) -> list[str]:
+    """The command of a process of so many ranks."""
+    if ranks == 1:
+        return command
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    # After SIGTERM torchrun would kill its ranks sooner than the launcher does.
+    patience = ["--shutdown-timeout", str(math.ceil(stop_deadline_s))]
+    return [command[0], "-m", *torchrun, *patience, *command[1:]]
 
 
 def process_env(threads: int, devices: str | None = None) -> dict[str, str]:
@@ -223,4 +282,5 @@ def share_of_devices(devices: str | None, index: int, count: int) -> str | None:
 def shared_threads(config: Config) -> int:
     """Cores of this machine shared out over the processes that compute."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // (config.generator.count + config.learner.processes))
+    pools = sum(place.processes * place.ranks for place in config.placement.pools.values())
+    return max(1, cores // (config.generator.count + config.learner.processes + pools))

@@ -10,7 +10,6 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,8 +18,8 @@ from rich.table import Table
 
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
-from asyncrl.errors import ConfigError
-from asyncrl.launch.run_folder import read_address
+from asyncrl.errors import ConfigError, RunClosedError
+from asyncrl.launch.run_folder import find_run, read_address, read_summary
 from asyncrl.queue.client import QueueClient
 from asyncrl.queue.keys import client_keys
 from asyncrl.queue.replies import Peek
@@ -30,7 +29,6 @@ DEADLINE_S = 10.0
 """An operator does not wait as long as a process of the run."""
 
 SHOWN_IDS = 32
-RUNS = Path("runs")
 
 Result = TypeVar("Result")
 Decode = Callable[[Array], str]
@@ -47,10 +45,16 @@ class Target:
 
 
 def find(target: str, keys: str | None = None) -> Target:
-    """An address, the folder of a run, or its name under runs/. ConfigError (key run) for anything else."""
+    """An address, the folder of a run, or its name under runs/. ConfigError (key run) for anything else; RunClosedError
+    for a run whose folder says that it has ended, and with it its queue."""
     if "://" in target:
         return Target(target, None, keys)
-    folder = next((path for path in (Path(target), RUNS / target) if path.is_dir()), Path(target))
+    folder = find_run(target)
+    if over := read_summary(folder):
+        said = f"{folder} has ended: {over['ended']}, at version {over['versions']}"
+        raise RunClosedError(
+            f"{said}; what it said last is in rollouts.jsonl, all figures are in summary.json"
+        )
     address, config_file = read_address(folder), folder / "config.yaml"
     if not config_file.exists():
         return Target(address, None, keys)

@@ -2,7 +2,8 @@
 
 main thread     bind ──▸ take up what the journal holds ──▸ announce the address ──▸ serve ··· until stopped:
                                                                             SIGTERM, Ctrl-C, or the feeder ends
-feeder thread            connect ──▸ wait for room ──▸ submit tasks ──▸ …   until the run is closed (or it fails),
+feeder thread            connect ──▸ wait for the learner, and compare configurations
+                                 ──▸ wait for room ──▸ submit tasks ──▸ …   until the run is closed (or it fails),
                                                                             then as long as generators need to hear it
 """
 
@@ -14,8 +15,11 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 
+from asyncrl.config.agreement import check_board
 from asyncrl.config.schema import Config
+from asyncrl.errors import DeadlineError
 from asyncrl.launch.run_folder import run_folder, write_address
 from asyncrl.queue.broker import Broker
 from asyncrl.queue.client import QueueClient
@@ -24,6 +28,9 @@ from asyncrl.queue.feeder import feed
 from asyncrl.queue.keys import client_keys, server_keys
 from asyncrl.tasks.source import TaskStream, train_stream
 
+LEARNER_S = 30.0
+"""Of one long poll for the learner."""
+
 LAST_HEARTBEATS = 3
 """The queue outlives the run by this many heartbeats of a generator."""
 
@@ -31,7 +38,8 @@ LAST_HEARTBEATS = 3
 def run_queue(config: Config, announce: int | None = None, anew: bool = False) -> None:
     """Serve until told to stop. `announce`: a file descriptor that gets the bound address as one line.
 
-    anew: what a queue of this run has left is forgotten. Raises ConfigError for a port in use, TaskError and
+    anew: what a queue of this run has left is forgotten. Raises ConfigError for a port in use and where the learner has
+    another configuration, TaskError and
     ConfigError for a task source that is none; JournalError, DeadlineError (Redis) and OSError (a full disk) when what
     is decided cannot be kept any more.
     """
@@ -76,6 +84,12 @@ class Feeder(threading.Thread):
         if self._failure is not None:
             raise self._failure
 
+    async def _agree(self, client: QueueClient) -> None:
+        """Wait for the learner. ConfigError if these are not the tasks of its configuration."""
+        while True:
+            with suppress(DeadlineError):
+                return await check_board(client, self._config, LEARNER_S)
+
     async def _feed(self) -> None:
         queue = self._config.queue
         client = QueueClient(
@@ -87,6 +101,7 @@ class Feeder(threading.Thread):
         )
         await client.connect()
         try:
+            await self._agree(client)
             await feed(client, "train", self._tasks.task_at)
             # Generators learn at their next heartbeat that the run is over.
             await asyncio.sleep(LAST_HEARTBEATS * self._config.generator.heartbeat_s)

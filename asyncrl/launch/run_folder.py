@@ -1,6 +1,7 @@
 """The folder of one run: who may use it, and what lies where.
 
-<run.dir>/<run.name>/  config.yaml  lock  address  metrics.jsonl  summary.json  logs/  checkpoints/  final/
+<run.dir>/<run.name>/  config.yaml  config.<version>.yaml (before a resume that changed it)  lock  address
+                       metrics.jsonl  rollouts.jsonl  summary.json  logs/  checkpoints/  final/
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from asyncrl.config.load import save_config
+from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
+from asyncrl.launch.kept_config import keep_config
+
+RUNS = Path("runs")
 
 
 def run_folder(config: Config) -> Path:
@@ -24,10 +28,11 @@ def run_folder(config: Config) -> Path:
 
 
 @contextmanager
-def claimed_run_folder(config: Config) -> Iterator[Path]:
-    """The run's folder, locked while inside, with config.yaml written.
+def claimed_run_folder(config: Config) -> Iterator[tuple[Path, bool]]:
+    """(the run's folder, locked while inside, with config.yaml written; what `keep_config` says).
 
-    Raises ConfigError (key run.name) if a live run uses the folder, or if it holds a run not to be resumed.
+    Raises ConfigError (key run.name) if a live run uses the folder, or if it holds a run not to be resumed, or not with
+    this configuration (`keep_config`).
     """
     folder = run_folder(config)
     folder.mkdir(parents=True, exist_ok=True)
@@ -36,10 +41,28 @@ def claimed_run_folder(config: Config) -> Iterator[Path]:
         if not config.run.resume:
             refuse_a_past_run(folder, config)
             shutil.rmtree(folder / "logs", ignore_errors=True)
+        changed = keep_config(config, folder)
         for stale in ("address", "summary.json"):
             (folder / stale).unlink(missing_ok=True)
-        save_config(config, folder / "config.yaml")
-        yield folder
+        yield folder, changed
+
+
+def find_run(target: str) -> Path:
+    """The folder of a run, given as such or by its name under runs/."""
+    return next((path for path in (Path(target), RUNS / target) if path.is_dir()), Path(target))
+
+
+def config_of(folder: Path) -> Config:
+    """What the run was started with. ConfigError (key run) if the folder does not say."""
+    written = folder / "config.yaml"
+    if not written.exists():
+        raise ConfigError(
+            "run",
+            str(folder),
+            "holds no config.yaml",
+            "give the folder of a run, or the run's configuration with --config",
+        )
+    return load_config(written)
 
 
 def read_summary(folder: Path) -> dict[str, Any]:

@@ -49,9 +49,10 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """The user wants the run to end; `count` is how often they said so."""
+    """The user wants the run to end; `count` is how often they said so, `number` by which signal."""
 
     count: int
+    number: int
 
 
 Event = Ended | Said | Interrupted
@@ -104,6 +105,10 @@ class Supervisor:
     def running(self) -> list[str]:
         return [name for name, child in self._children.items() if child.poll() is None]
 
+    def code(self, name: str) -> int | None:
+        """How a child ended, as in `Ended`; None while it runs, or if it was never started."""
+        return self._children[name].poll() if name in self._children else None
+
     def log(self, name: str) -> Path:
         return self._logs / f"{name}.log"
 
@@ -154,7 +159,7 @@ class Supervisor:
 
         def on_signal(number: int, frame: FrameType | None) -> None:
             self._interrupts += 1
-            self._events.put(Interrupted(self._interrupts))
+            self._events.put(Interrupted(self._interrupts, number))
 
         handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         before = {number: signal.signal(number, on_signal) for number in handled}

@@ -33,7 +33,7 @@ def show(config: Config, model: str | None, learner: str | None, generators: str
     sync = config.sync
     try:
         pools = (
-            parse_learner(learner) if learner else Pool(fsdp=config.learner.processes),
+            parse_learner(learner) if learner else learner_pool(config),
             parse_generators(generators) if generators else Pool(count=config.generator.count),
         )
         speeds = Speeds(sync.network_gb_s * 1e9, sync.local_gb_s * 1e9, sync.hop_ms / 1e3)
@@ -50,6 +50,14 @@ def show(config: Config, model: str | None, learner: str | None, generators: str
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         print(f"{name:{width}}  {value}")
+
+
+def learner_pool(config: Config) -> Pool:
+    """`learner.processes` on the axes of `learner.parallel`. Contexts and stages count as shards: their processes hold
+    as much, if not the same."""
+    parallel = config.learner.parallel
+    shards = max(1, config.learner.processes // (parallel.replicate * parallel.tensor))
+    return Pool(replicate=parallel.replicate, fsdp=shards, tp=parallel.tensor, ep=parallel.expert)
 
 
 def _rows(made: Forecast, config: Config) -> Iterator[Row]:

@@ -1,6 +1,6 @@
 """`Backend`: what holds the policy and the models beside it, their gradients and optimizers, on one process or on many.
 
-    backend.forward … optimizer_step     the policy
+    backend.accumulate … optimizer_step  the policy
     backend.models["critic"]             what the algorithm needs beside it: a `Model` per name
 
 The trainer knows nothing of devices, shards or process groups; a backend knows nothing of rewards, queues or
@@ -11,7 +11,7 @@ Axes:  N packed tokens of a micro-batch
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -24,22 +24,26 @@ POLICY: Final = "policy"
 MODELS: Final = frozenset({"critic", "cost_critic", "reference", "reward_model", "teacher"})
 """What may stand beside the policy: critics say values, the others log-probs. Reference and teacher are frozen."""
 
+LEARNING: Final = ("critic", "cost_critic", "reward_model")
+"""Those that learn, in the order in which they do; a reward model that is frozen does not."""
+
+
+Loss = Callable[..., Tensor]
+"""(micro-batch on the device, what the model says of it: log-probs and entropies, of critics values; all [N] float32, 0
+where the loss mask is 0) → a sum to differentiate."""
+
 
 class Model(Protocol):
-    """A network beside the policy. Critics and the reward model are trained, of the others `forward` raises TypeError;
-    those others may copy the policy."""
+    """A network beside the policy. Critics and the reward model are trained, of the others `accumulate` raises
+    TypeError; those others may copy the policy."""
 
     def predict(self, batch: MicroBatch) -> Tensor:
         """∀ [N] float32 on the CPU, without gradient, 0 where the loss mask is 0: the log-prob of each token; of
-        critics the value of the state before it. Not between a `forward` and its `backward`."""
+        critics the value of the state before it."""
         ...
 
-    def forward(self, batch: MicroBatch) -> tuple[MicroBatch, Tensor]:
-        """∀ (the batch on the device, what `predict` says but with gradient and on the device)."""
-        ...
-
-    def backward(self, loss: Tensor) -> None:
-        """∀ As `Backend.backward`, for this model's own gradient."""
+    def accumulate(self, batches: Sequence[MicroBatch], loss: Loss) -> None:
+        """∀ As `Backend.accumulate`, for this model's own gradient."""
         ...
 
     def gradient_norm(self, scale: float) -> float:
@@ -60,29 +64,33 @@ class Model(Protocol):
 
 
 class Backend(Protocol):
+    """rank, world: among all processes of the learner · data_rank, data_world: among those with rows of their own; the
+    ranks of one data rank are given the same rows, and one of them `speaks` for them, see `mesh.py`."""
+
     rank: int
     world: int
+    data_rank: int
+    data_world: int
+    speaks: bool
 
     @property
     def models(self) -> Mapping[str, Model]:
         """Beside the policy, by the names of MODELS: those that were asked for."""
         ...
 
-    def forward(self, batch: MicroBatch) -> tuple[MicroBatch, Tensor, Tensor]:
-        """∀ (the batch on the device, log-probs, entropies), both [N] float32, 0 where the loss mask is 0."""
+    def accumulate(self, batches: Sequence[MicroBatch], loss: Loss) -> None:
+        """∀ Add the gradient of the losses of these micro-batches, summed over data ranks, to what has accumulated.
+        Every rank has equally many. `loss` is called once for each, in order, wherever there are outputs: under
+        pipelining on the last stage alone."""
         ...
 
     def predict(self, batch: MicroBatch) -> Tensor:
-        """∀ The policy's log-probs [N] float32 on the CPU, without gradient. Not between `forward` and `backward`."""
+        """∀ The policy's log-probs [N] float32 on the CPU, without gradient, on every rank."""
         ...
 
     def predict_next(self, batch: MicroBatch) -> Tensor:
         """∀ The policy's log-probs of every token that may follow each rollout, [R, vocabulary] float32 on the CPU, as
         `predict`."""
-        ...
-
-    def backward(self, loss: Tensor) -> None:
-        """∀ Add the gradient of `loss`, summed over ranks, to what has accumulated."""
         ...
 
     def gradient_norm(self, scale: float) -> float:
@@ -103,8 +111,8 @@ class Backend(Protocol):
         ...
 
     def gather(self, mine: Tensor) -> list[Tensor]:
-        """∀ A tensor of every rank, in rank order, on the CPU of every rank. One dtype; sizes of dimension 0 may
-        differ, those of the others must not."""
+        """∀ A tensor of every data rank (of the one that speaks), in their order, on the CPU of every rank. One dtype;
+        sizes of dimension 0 may differ, those of the others must not."""
         ...
 
     def layout(self) -> Layout:
@@ -119,6 +127,11 @@ class Backend(Protocol):
         """∀ All models that change, their optimizers and the random state, loadable at any world size."""
         ...
 
+    def stage(self) -> Callable[[Path], None]:
+        """∀ Copy what `save` keeps, so that it may change again. The function that comes back writes the copy into a
+        folder, as `save` does: once, on every rank, from any thread, while other methods are being called."""
+        ...
+
     def load(self, folder: Path) -> None:
         """∀ The inverse of `save`, for a backend just made. Raises ConfigError for a folder that lacks a trained model
         of this backend."""
@@ -129,3 +142,9 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def of_rows(backend: Backend, value: Any) -> list[Any]:
+    """∀ `backend.exchange` of what is counted over rows: from the ranks that speak, in the order of data ranks."""
+    every = backend.exchange([backend.speaks, value if backend.speaks else None])
+    return [said for speaks, said in every if speaks]

@@ -76,7 +76,7 @@ class MicroBatch:
         parts = sorted({name for group in groups for name in group.reward_parts})
         columns = sorted({name for group in groups for name in group.columns})
         lengths = np.concatenate([group.lengths for group in groups]).astype(np.int64)
-        seq_N, position_ids_N = _segments(lengths)
+        seq_N, position_ids_N = segments(lengths)
         batch = MicroBatch(
             token_ids_N=_joined(groups, "token_ids", np.int64),
             position_ids_N=position_ids_N,
@@ -182,7 +182,7 @@ class MicroBatch:
         """Only these rollouts, in this order, as a micro-batch of their own."""
         picked_R = torch.as_tensor(rollouts, dtype=torch.int64)
         token_N = self.tokens_of(rollouts)
-        seq_N, position_ids_N = _segments(np.asarray(self.lengths_R, np.int64)[np.asarray(rollouts)])
+        seq_N, position_ids_N = segments(np.asarray(self.lengths_R, np.int64)[np.asarray(rollouts)])
         _, group_R = torch.unique_consecutive(self.group_R[picked_R], return_inverse=True)
         return MicroBatch(
             token_ids_N=self.token_ids_N[token_N],
@@ -258,7 +258,7 @@ def _without_steps(name: str, tokens: int) -> np.ndarray:
     return np.full(tokens, WITHOUT_STEPS[name], COLUMNS[name])
 
 
-def _segments(lengths: np.ndarray) -> tuple[Tensor, Tensor]:
+def segments(lengths: np.ndarray) -> tuple[Tensor, Tensor]:
     """(seq_N, position_ids_N) of rollouts with these lengths."""
     starts = np.cumsum(lengths) - lengths
     positions = np.arange(int(lengths.sum())) - np.repeat(starts, lengths)

@@ -5,8 +5,9 @@
     probes: a few tokens that each generator draws after each flip ─────────────┘          run stops
 
 A rollout counts if all of its tokens are of that version: one that lived through a flip has keys and values of older
-weights behind it. Where training runs behind generation there may be none of them in a step. So the learner notes, for
-each version that it publishes, what it would say after a few prompts (`probing.py`), and compares when reports come in.
+weights behind it. With `generator.kv` recompute or drain no token has, and every token of the version counts. Where
+training runs behind generation there may be none of them in a step. So the learner notes, for each version that it
+publishes, what it would say after a few prompts (`probing.py`), and compares when reports come in.
 
 Axes:  N tokens · P prompts · V vocabulary
 """
@@ -30,8 +31,8 @@ from asyncrl.types import Group, Version
 log = logging.getLogger(__name__)
 
 WITHOUT_PREFIX_CACHE = ("transformers",)
-"""Engines in which a rollout never begins with keys and values that an older version has left. Others are compared by
-the rollouts of version 0, and by probes, which are shorter than a block of a cache."""
+"""Engines in which a rollout never begins with keys and values that an older version has left. Others that keep these
+over flips are compared by the rollouts of version 0, and by probes, which are shorter than a block of a cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,8 @@ class BehaviourGate:
         gate, generator = config.learner.logprob_gate, config.generator
         self.abandoned: Collection[Version] = ()
         self._most, self._most_mean = gate.bounds(config.model.dtype)
-        self._stops, self._engine = gate.on_mismatch == "stop", generator.engine
+        self._stops, self._engine = gate.on_mismatch == "stop", generator.own_engine or generator.engine
+        self._kept_over_flips = generator.kv == "keep" or generator.own_engine is not None
         self._truncated_allowed = config.algorithm.truncated == "weigh"
         # A cut support makes recorded log-probs larger, by −log of the mass that it has.
         self._least = 0.0
@@ -82,13 +84,10 @@ class BehaviourGate:
                 )
 
     def gap(self, batch: MicroBatch, logp_N: Tensor, version: Version) -> Gap:
-        """Of the rollouts that `version` made, given what that version says of their tokens now."""
-        begins_cold = version == 0 or self._engine in WITHOUT_PREFIX_CACHE
-        if version in self.abandoned or not begins_cold:
+        """Of what `version` made, given what that version says of these tokens now."""
+        if version in self.abandoned:
             return Gap()
-        mixed_R = torch.zeros(batch.rollouts, dtype=torch.bool, device=logp_N.device)
-        mixed_R[batch.seq_N[batch.loss_mask_N & (batch.versions_N != version)]] = True
-        at_N = batch.loss_mask_N & ~mixed_R[batch.seq_N]
+        at_N = batch.loss_mask_N & self._of_one_version(batch, version)
         tokens = int(at_N.sum())
         if not tokens:
             return Gap()
@@ -97,6 +96,16 @@ class BehaviourGate:
         rollout = int(batch.seq_N[at_N][worst])
         where = f"task {int(batch.ordinals_R[rollout])}"
         return Gap(tokens, float(apart_T.sum()), float(apart_T[worst]), where)
+
+    def _of_one_version(self, batch: MicroBatch, version: Version) -> Tensor:
+        """bool [N]: of `version`, and so are all keys and values behind it."""
+        if not self._kept_over_flips:
+            return batch.versions_N == version
+        if version > 0 and self._engine not in WITHOUT_PREFIX_CACHE:
+            return torch.zeros_like(batch.loss_mask_N)
+        mixed_R = torch.zeros(batch.rollouts, dtype=torch.bool, device=batch.versions_N.device)
+        mixed_R[batch.seq_N[batch.loss_mask_N & (batch.versions_N != version)]] = True
+        return ~mixed_R[batch.seq_N]
 
     def probe_gap(self, who: str, report: Mapping[str, Any], logp_PV: Tensor) -> Gap:
         """Of one generator's tokens after the prompts; logp_PV: the version's log-probs at temperature 1."""

@@ -3,27 +3,45 @@
 RUN/checkpoints/.v000050.partial/   every rank writes its shards here
 RUN/checkpoints/v000050/            the same folder, renamed by rank 0 when all ranks are done
     learner/                        models that change, their optimizers, random state (torch.distributed.checkpoint)
+    critic/                         and each other model that learns on a pool: the pool writes it
     meta.msgpack                    version, controls, and where the task streams stand
+
+    trainer thread    ─ begin: copy the shards ─┬─ step ─ step ─ settle: rename, prune ─
+                                                │             ▲
+    writer thread                               └─ write ─────┘   one checkpoint at a time
 """
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from threading import Thread
+from typing import Protocol
 
 import msgpack
 
+from asyncrl.config.schema import CheckpointConfig
+from asyncrl.disk import sync_folder
+from asyncrl.errors import ConfigError, DeadlineError
 from asyncrl.learner.backend import Backend
 from asyncrl.types import Version
+
+log = logging.getLogger(__name__)
 
 FOLDER, STATE, META = "checkpoints", "learner", "meta.msgpack"
 FORMAT = 2
 """1 had no controls."""
 NAME = re.compile(r"v\d{6,}")
+
+NOTHING, WRITING, WRITTEN, FAILED = "", "writing", "written", "failed"
+"""How a rank's writer stands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,38 +61,251 @@ def newest(run_folder: Path) -> Path | None:
     return max(_all(run_folder), key=_version, default=None)
 
 
+def of_version(run_folder: Path, version: Version | None) -> Path:
+    """The folder of the whole checkpoint of this version, of the newest unless given. ConfigError if there is none."""
+    there = {_version(path): path for path in _all(run_folder)}
+    wanted = max(there, default=None) if version is None else version
+    if wanted is None or wanted not in there:
+        versions = ", ".join(map(str, sorted(there))) or "none"
+        raise ConfigError(
+            "version",
+            version,
+            f"{run_folder / FOLDER} has no whole checkpoint of it; it has: {versions}",
+            "give one of these; checkpoint.keep is how many of the newest stay",
+        )
+    return there[wanted]
+
+
+def is_one(folder: Path) -> bool:
+    """Whether this is the folder of a checkpoint."""
+    return (folder / META).is_file() and (folder / STATE).is_dir()
+
+
+def to_resume(run_folder: Path, set_aside: bool = False) -> tuple[Path, Meta] | None:
+    """The newest checkpoint that is whole; None if there is no checkpoint at all.
+
+    One that is torn, by a power failure, is passed over with a warning if there is an older one to go on from.
+    set_aside: it gets another name then, so that it is none of the `checkpoint.keep`. Raises ConfigError as
+    `read_meta` does.
+    """
+    torn: list[Path] = []
+    for folder in sorted(_all(run_folder), key=_version, reverse=True):
+        meta = _read(folder)
+        if meta is None:
+            torn.append(folder)
+            continue
+        for passed in torn:
+            log.warning("%s is torn (%s): going on from %s, which is older", passed, META, folder.name)
+            if set_aside:
+                _set_aside(passed)
+        return folder, meta
+    if torn:
+        raise _torn(torn[0])
+    return None
+
+
 def read_meta(checkpoint: Path) -> Meta:
-    """Of this format or an older one."""
-    return Meta(**msgpack.unpackb((checkpoint / META).read_bytes()))
+    """Of this format or an older one. Raises ConfigError (key run.resume) for one that is cut short, or newer."""
+    meta = _read(checkpoint)
+    if meta is None:
+        raise _torn(checkpoint)
+    return meta
 
 
-def save(run_folder: Path, backend: Backend, meta: Meta, keep: int) -> Path:
-    """On every rank at once. Raises OSError if the disk will not take it; no broken checkpoint stays behind
-    then."""
-    folder = run_folder / FOLDER
-    final = folder / f"v{meta.version:06d}"
-    partial, replaced = folder / f".{final.name}.partial", folder / f".{final.name}.replaced"
-    if backend.rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    backend.exchange(None)
-    backend.save(partial / STATE)
-    backend.exchange(None)
-    if backend.rank == 0:
-        (partial / META).write_bytes(msgpack.packb(asdict(meta)))
-        if final.exists():  # made before, then trained again from an older one
-            os.replace(final, replaced)
-        os.replace(partial, final)
-        shutil.rmtree(replaced, ignore_errors=True)
-        for old in sorted(_all(run_folder), key=_version)[:-keep]:
-            shutil.rmtree(old, ignore_errors=True)
-    backend.exchange(None)
-    return final
+def _read(checkpoint: Path) -> Meta | None:
+    """None of a file that says nothing, or not all."""
+    try:
+        said = msgpack.unpackb((checkpoint / META).read_bytes())
+        made_in = int(said["format"])
+    except (ValueError, TypeError, KeyError, FileNotFoundError):
+        return None
+    if made_in > FORMAT:
+        raise ConfigError(
+            "run.resume",
+            str(checkpoint),
+            f"the checkpoint has format {made_in}, and this asyncrl reads up to {FORMAT}",
+            "go on with the asyncrl that wrote it, or remove this folder to go on from an older one",
+        )
+    return Meta(**said)
+
+
+def _torn(checkpoint: Path) -> ConfigError:
+    return ConfigError(
+        "run.resume",
+        str(checkpoint),
+        f"the checkpoint is torn: its {META} is missing or cut short",
+        "remove this folder to go on from an older checkpoint, or from the beginning if there is none",
+    )
+
+
+def _set_aside(torn: Path) -> None:
+    aside = torn.with_name(f"torn-{torn.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.replace(torn, aside)
 
 
 def load(checkpoint: Path, backend: Backend) -> None:
     """On every rank at once."""
     backend.load(checkpoint / STATE)
+
+
+class SavesItself(Protocol):
+    def save(self, folder: Path) -> Callable[[], None]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    version: Version
+    done: Future[None]
+
+
+class Saver:
+    """Makes a run's checkpoints, one after the other. Methods marked ∀ are called on every rank at once.
+
+    pooled: models that learn on pools; what comes back from their `save` waits until they are written · fsync: a whole
+    checkpoint outlives a power failure, as the queue's journal does, which forgets the steps before it
+    """
+
+    def __init__(
+        self,
+        run_folder: Path,
+        backend: Backend,
+        settings: CheckpointConfig,
+        pooled: Collection[SavesItself] = (),
+        *,
+        fsync: bool = False,
+    ) -> None:
+        self._run_folder, self._backend, self._settings = run_folder, backend, settings
+        self._pooled, self._fsync = pooled, fsync
+        self._under_way: _UnderWay | None = None
+
+    def begin(self, meta: Meta) -> None:
+        """∀ Start to save what the backend holds now, none being under way. Returns once its tensors may change."""
+        folder = self._partial(meta.version)
+        if self._backend.rank == 0:
+            for left in self._folder.glob(".v*"):  # by a process that was killed
+                shutil.rmtree(left, ignore_errors=True)
+            folder.mkdir(parents=True)
+        self._backend.exchange(None)
+        elsewhere = [model.save(folder) for model in self._pooled]
+        if self._settings.asynchronous:
+            save, run = self._backend.stage(), _in_thread
+        else:
+            save, run = self._backend.save, _at_once
+        self._under_way = _UnderWay(meta.version, run(lambda: self._write(save, elsewhere, folder, meta)))
+
+    @property
+    def state(self) -> str:
+        """How this rank's part of the one under way stands; for `settle`."""
+        if self._under_way is None:
+            return NOTHING
+        done = self._under_way.done
+        return WRITING if not done.done() else FAILED if done.exception() else WRITTEN
+
+    def settle(self, states: Sequence[str]) -> Version | None:
+        """∀ Finish the one under way if all ranks have written it, and return its version. states: of all ranks.
+
+        Raises OSError on every rank if the disk of one would not take it; no broken checkpoint stays behind then.
+        """
+        if FAILED in states:
+            self._give_up()
+        if set(states) != {WRITTEN}:
+            return None
+        return self._commit()
+
+    def finish(self) -> Version | None:
+        """∀ As `settle`, but waits. Raises DeadlineError after `checkpoint.deadline_s`."""
+        if self._under_way is None:
+            return None
+        version, seconds = self._under_way.version, self._settings.deadline_s
+        wait([self._under_way.done], seconds)
+        finished = self.settle(self._backend.exchange(self.state))
+        if finished is None:
+            who = f"learner rank {self._backend.rank}"
+            raise DeadlineError(who, f"the disk under {self._folder}", f"checkpoint {version}", seconds)
+        return finished
+
+    def rescue(self) -> None:
+        """Before this rank ends on an error, alone: keep the one under way, if it still gets whole in time."""
+        if self._under_way is None:
+            return
+        wait([self._under_way.done], self._settings.deadline_s)
+        if self.state == WRITTEN:  # then so are the others: that is the last thing that a backend waits for
+            self._commit()
+
+    def _write(
+        self, save: Callable[[Path], None], elsewhere: Sequence[Callable[[], None]], folder: Path, meta: Meta
+    ) -> None:
+        save(folder / STATE)
+        for written in elsewhere:
+            written()
+        if self._backend.rank == 0:
+            with (folder / META).open("wb") as file:
+                file.write(msgpack.packb(asdict(meta)))
+                if self._fsync:
+                    file.flush()
+                    os.fsync(file.fileno())
+
+    def _commit(self) -> Version:
+        assert self._under_way is not None
+        version, self._under_way = self._under_way.version, None
+        if self._backend.rank == 0:
+            final = self._folder / f"v{version:06d}"
+            replaced = self._folder / f".{final.name}.replaced"
+            if final.exists():  # made before, then trained again from an older one
+                os.replace(final, replaced)
+            self._rename(self._partial(version), final)
+            shutil.rmtree(replaced, ignore_errors=True)
+            for old in sorted(_all(self._run_folder), key=_version)[: -self._settings.keep]:
+                shutil.rmtree(old, ignore_errors=True)
+        return version
+
+    def _rename(self, partial: Path, final: Path) -> None:
+        """What is in the files of tensors, torch.distributed.checkpoint has brought to the disk."""
+        if self._fsync:
+            for folder in (*(path for path in partial.iterdir() if path.is_dir()), partial):
+                sync_folder(folder)
+        os.replace(partial, final)
+        if self._fsync:
+            sync_folder(self._folder)
+
+    def _give_up(self) -> None:
+        assert self._under_way is not None
+        under_way, self._under_way = self._under_way, None
+        wait([under_way.done], self._settings.deadline_s)
+        if self._backend.rank == 0:
+            shutil.rmtree(self._partial(under_way.version), ignore_errors=True)
+        under_way.done.result(timeout=0)  # raises, unless only another rank has failed
+        raise OSError(errno.EIO, "another rank could not write its part", str(self._folder))
+
+    @property
+    def _folder(self) -> Path:
+        return self._run_folder / FOLDER
+
+    def _partial(self, version: Version) -> Path:
+        return self._folder / f".v{version:06d}.partial"
+
+
+def _in_thread(work: Callable[[], None]) -> Future[None]:
+    """In a daemon: a process that has waited long enough can end without it."""
+    done: Future[None] = Future()
+    Thread(target=_run, args=(work, done), name="checkpoint", daemon=True).start()
+    return done
+
+
+def _at_once(work: Callable[[], None]) -> Future[None]:
+    done: Future[None] = Future()
+    _run(work, done)
+    return done
+
+
+def _run(work: Callable[[], None], done: Future[None]) -> None:
+    try:
+        work()
+    except BaseException as error:
+        done.set_exception(error)
+    else:
+        done.set_result(None)
 
 
 def _all(run_folder: Path) -> list[Path]:

@@ -31,7 +31,7 @@ def layout_of_dtensors(
     parameters: Mapping[str, Tensor], names: Names
 ) -> tuple[dict[str, ParamLayout], dict[str, BoxTensors]]:
     """(layout, live tensors) of this rank, in checkpoint names; tied parameters are to come once. Plain tensors are
-    whole.
+    whole, of those on the meta device this rank has nothing.
 
     Raises WeightSyncError, naming the parameter, for a placement that leaves no boxes, such as Partial.
     """
@@ -50,6 +50,8 @@ def layout_of_dtensors(
 
 
 def _local(name: str, parameter: Tensor) -> Local:
+    if parameter.is_meta:  # of another pipeline stage
+        return Local(())
     whole = Local((Box.whole(parameter.shape),))
     if not isinstance(parameter, DTensor):
         return whole

@@ -46,10 +46,10 @@ Chunk = tuple[str, int, int]
 
 @dataclass(slots=True)
 class _Open:
-    """An evaluation under way: the chunks that are missing, and (rewards, answers) of those that are in."""
+    """An evaluation under way: the chunks that are missing, and (rewards, answers, unscored) of those that are in."""
 
     missing: set[Chunk]
-    done: dict[Chunk, tuple[Array, Array]] = field(default_factory=dict)
+    done: dict[Chunk, tuple[Array, Array, Array]] = field(default_factory=dict)
 
 
 class Evaluations:
@@ -108,9 +108,10 @@ class Evaluations:
 
     def _of_set(self, name: str, evaluation: _Open) -> Iterator[tuple[str, float]]:
         of_set = [evaluation.done[chunk] for chunk in self._chunks if chunk[0] == name]
-        rewards_TK, answers_TK = (np.concatenate(parts) for parts in zip(*of_set, strict=True))
+        rewards_TK, answers_TK, unscored_TK = (np.concatenate(parts) for parts in zip(*of_set, strict=True))
         prefix = f"{PREFIX}{name}/" if name else PREFIX
-        for key, value in scores(rewards_TK, answers_TK, self._sets[name].pass_reward).items():
+        made = scores(rewards_TK, answers_TK, unscored_TK, self._sets[name].pass_reward)
+        for key, value in made.items():
             yield prefix + key, value
 
 

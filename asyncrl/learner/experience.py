@@ -39,9 +39,6 @@ from asyncrl.types import Group, Version
 
 Predict = Callable[[MicroBatch], Tensor]
 
-COLUMN_OF: Mapping[str, str] = {"critic": "values", "cost_critic": "cost_values"}
-"""Where a model's column is not called as the model."""
-
 NO_ROWS = torch.zeros(0, dtype=torch.int64)
 
 SELECTING = ("clip_cov", "kl_cov")
@@ -56,7 +53,7 @@ class Experience:
         self._whole = requirements.whole_batch(config)
         self._proximal = requirements.proximal_pass(config)
         self._models: dict[str, Predict] = {
-            COLUMN_OF.get(name, name): model.predict for name, model in backend.models.items()
+            requirements.COLUMN_OF.get(name, name): model.predict for name, model in backend.models.items()
         }
         if self._proximal:
             self._models["proximal"] = backend.predict

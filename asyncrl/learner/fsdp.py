@@ -1,99 +1,97 @@
 """The FSDP2 backend: this rank's place among the others, and the models that all of them hold together.
 
-Ranks talk by gloo on the CPU and by NCCL between GPUs.
-
 Axes:  N packed tokens
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import NoReturn, cast
 
-import msgpack
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch import Tensor
 
 from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
-from asyncrl.learner import storage
+from asyncrl.learner import ranks, storage
 from asyncrl.learner.backend import POLICY, Model
-from asyncrl.learner.batch import MicroBatch
+from asyncrl.learner.boxes import joined, whole_bytes
+from asyncrl.learner.layers import prepare_layers
+from asyncrl.learner.lora import ADAPTER, BaseUnderAdapters, write_peft_config
+from asyncrl.learner.mesh import PIPELINE, Mesh, ModelShape, axis_sizes
 from asyncrl.learner.networks import LanguageModel, blueprint, check_vocabularies, load_network
+from asyncrl.learner.of_policy import OfPolicy
+from asyncrl.learner.offload import Offload
+from asyncrl.learner.origin import origin_of
 from asyncrl.learner.sharded import ShardedModel
+from asyncrl.learner.stages import load_stages
+from asyncrl.models import load_config
 from asyncrl.sync.layout import Layout
 
-COLLECTIVE_DEADLINE = timedelta(minutes=10)
-MESH_AXIS = "data"
+REFERENCE = "reference"
 
 
-class FsdpBackend:
+class FsdpBackend(OfPolicy):
     """`Backend` on RANK and WORLD_SIZE as torchrun sets them (neither set: one process).
 
-    models: what stands beside the policy, of `backend.MODELS`. Raises ConfigError for a model that cannot be loaded
-    or does not go with the policy.
+    models: what stands beside the policy, of `backend.MODELS` · device: the rank's own unless given. Raises
+    ConfigError for a model that cannot be loaded or does not go with the policy.
     """
 
-    def __init__(self, config: Config, models: Collection[str] = ()) -> None:
+    def __init__(
+        self, config: Config, models: Collection[str] = (), device: torch.device | None = None
+    ) -> None:
         check_vocabularies(models, config)
+        names = (POLICY, *sorted(models))  # the same order on every rank
         self.rank = int(os.environ.get("RANK", "0"))
         self.world = int(os.environ.get("WORLD_SIZE", "1"))
-        device = _device()
-        mesh = _join(device, self.world) if self.world > 1 else None
-        self._model_path = config.model.path
+        sizes = [axis_sizes(config.learner.parallel, self.world, _shape(name, config)) for name in names]
+        device = device or ranks.own_device()
+        offload = Offload.of(config.learner, device)
+        if self.world > 1:
+            ranks.join(device)
+        self._mesh = mesh = Mesh(sizes[0], self.rank, device.type, config.learner.parallel.expert)
+        self.data_rank, self.data_world, self.speaks = mesh.data_rank, mesh.data_world, mesh.speaks
+        self._config = config
+        self._writers: dist.ProcessGroup | None = None  # of the threads that write checkpoints, on all ranks
+        self._write_deadline = timedelta(seconds=config.checkpoint.deadline_s)
         self._models: dict[str, ShardedModel] = {}
-        for name in (POLICY, *sorted(models)):  # the same order on every rank
-            network, optimizer = load_network(name, config), blueprint(name, config).optimizer
-            self._models[name] = ShardedModel(network, optimizer, device, mesh, self._models.get(POLICY))
+        staged, stage = mesh.size(PIPELINE) > 1, mesh.index(PIPELINE)
+        over_base = config.model.lora.rank > 0 and config.reference.path is None
+        for name in names:
+            if name == REFERENCE and over_base:
+                continue
+            optimizer, parallel = blueprint(name, config).optimizer, config.learner.parallel
+            origin = origin_of(name, config)
+            empty = origin is not None
+            network = load_stages(name, config, stage, empty) if staged else load_network(name, config, empty)
+            if optimizer is not None:
+                prepare_layers(network, config.learner)
+            policy = self._models.get(POLICY)
+            self._models[name] = ShardedModel(
+                network, optimizer, device, mesh, parallel, policy, offload, origin
+            )
         self._policy = self._models[POLICY]
-        if "reference" in models and config.reference.update_every is not None:
-            _check_same_shapes(self._policy, self._models["reference"], config)
+        self._lora = config.model.lora
+        self._base: dict[str, Model] = {}
+        if REFERENCE in names and over_base:
+            self._base[REFERENCE] = BaseUnderAdapters(self._policy.network, self._policy.predict)
+        if REFERENCE in models and config.reference.update_every is not None:
+            _check_same_shapes(self._policy, self._models[REFERENCE], config)
 
     @property
     def models(self) -> Mapping[str, Model]:
-        return {name: model for name, model in self._models.items() if name != POLICY}
-
-    def forward(self, batch: MicroBatch) -> tuple[MicroBatch, Tensor, Tensor]:
-        here, (logp_N, entropy_N) = self._policy.outputs(batch)
-        return here, logp_N, entropy_N
-
-    def predict(self, batch: MicroBatch) -> Tensor:
-        return self._policy.predict(batch)
-
-    def predict_next(self, batch: MicroBatch) -> Tensor:
-        return self._policy.predict_next(batch)
-
-    def backward(self, loss: Tensor) -> None:
-        self._policy.backward(loss)
-
-    def gradient_norm(self, scale: float) -> float:
-        return self._policy.gradient_norm(scale)
-
-    def optimizer_step(self, scale: float, lr: float) -> float:
-        return self._policy.optimizer_step(scale, lr)
-
-    def forget_gradients(self) -> None:
-        self._policy.forget_gradients()
-
-    def exchange(self, value: Any) -> list[Any]:
-        if self.world == 1:
-            return [value]
-        packed = torch.frombuffer(bytearray(msgpack.packb(value)), dtype=torch.uint8)
-        return [msgpack.unpackb(message.numpy().tobytes()) for message in _gather_bytes(packed)]
+        return {name: model for name, model in self._models.items() if name != POLICY} | self._base
 
     def gather(self, mine: Tensor) -> list[Tensor]:
-        here = mine.detach().cpu().contiguous()
-        if self.world == 1:
-            return [here]
-        every = _gather_bytes(here.reshape(-1).view(torch.uint8))
-        return [part.view(here.dtype).reshape(-1, *here.shape[1:]) for part in every]
+        return [mine.detach().cpu()] if self.world == 1 else ranks.gather(mine, self._mesh.speakers)
 
     def layout(self) -> Layout:
         return self._policy.layout()
@@ -102,7 +100,18 @@ class FsdpBackend:
         return self._policy.local_tensors()
 
     def save(self, folder: Path) -> None:
-        storage.save(folder, {name: model.state() for name, model in self._models.items() if model.changes})
+        storage.save(folder, self._state())
+
+    def stage(self) -> Callable[[Path], None]:
+        state = storage.staged(self._state())
+        if self.world > 1 and self._writers is None:
+            self._writers = dist.new_group(backend="gloo", timeout=self._write_deadline)
+        return lambda folder: storage.save(folder, state, self._writers)
+
+    def _state(self) -> dict[str, Tensor]:
+        return storage.state_of(
+            {name: model.state() for name, model in self._models.items() if model.changes}
+        )
 
     def load(self, folder: Path) -> None:
         found = storage.models_in(folder)
@@ -113,11 +122,25 @@ class FsdpBackend:
         for model in changing.values():
             model.publish_masters()
 
+    def load_policy(self, folder: Path) -> None:
+        """∀ The policy's weights of what was saved, and nothing else: to export them, not to train on."""
+        storage.load_weights(folder, POLICY, self._policy.state().masters)
+        self._policy.publish_masters()
+
     def export_hf(self, folder: Path) -> None:
-        storage.write_hf_weights(folder, self._policy.parameters())
+        layout, tensors, constants = self.layout(), self.local_tensors(), self._policy.constants()
+        weights = {name: joined(param, tensors[name]) for name, param in layout.items() if param.elements}
+        mine = whole_bytes(layout) | {name: constant.nbytes for name, constant in constants.items()}
+        sizes = {name: size for every in self.exchange(mine) for name, size in every.items()}
+        storage.write_hf_weights(folder, {**weights, **constants}, sizes)
+        adapters, beside = self._policy.adapters(), folder / ADAPTER
+        if adapters:
+            storage.write_hf_weights(beside, adapters)
         if self.rank == 0:
+            if adapters:
+                write_peft_config(beside, self._lora, self._config.model.path)
             causal_lm = cast(LanguageModel, self._policy.network).causal_lm
-            storage.write_hf_configs(folder, causal_lm, self._model_path)
+            storage.write_hf_configs(folder, causal_lm, self._config)
         self.exchange(None)
 
     def close(self) -> None:
@@ -125,8 +148,8 @@ class FsdpBackend:
             dist.destroy_process_group()
 
 
-def end_rank() -> NoReturn:
-    """Leave the process of one rank of several, successfully and at once.
+def end_rank(code: int = 0) -> NoReturn:
+    """Leave the process of one rank of several, at once, after all went well.
 
     torch's caches of sharded operations keep the process group alive beyond `destroy_process_group`, and now
     and then its threads abort the interpreter on its way out:
@@ -135,34 +158,12 @@ def end_rank() -> NoReturn:
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)
 
 
-def _device() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
-    return device
-
-
-def _join(device: torch.device, world: int) -> DeviceMesh:
-    """Meet the other ranks. Small values always travel on the CPU."""
-    if not dist.is_initialized():
-        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, timeout=COLLECTIVE_DEADLINE)
-    return init_device_mesh(device.type, (world,), mesh_dim_names=(MESH_AXIS,))
-
-
-def _gather_bytes(mine: Tensor) -> list[Tensor]:
-    """uint8 of any length from every rank, in rank order."""
-    world = dist.get_world_size()
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
-    dist.all_gather(sizes, torch.tensor([len(mine)]))
-    longest = max(int(size) for size in sizes)
-    every = [torch.empty(longest, dtype=torch.uint8) for _ in range(world)]
-    dist.all_gather(every, nn.functional.pad(mine, (0, longest - len(mine))))
-    return [padded[: int(size)] for padded, size in zip(every, sizes, strict=True)]
+def _shape(name: str, config: Config) -> ModelShape:
+    plan = blueprint(name, config)
+    return ModelShape.of(load_config(dataclasses.replace(config.model, path=plan.path), plan.key))
 
 
 def _check_same_shapes(policy: ShardedModel, reference: ShardedModel, config: Config) -> None:

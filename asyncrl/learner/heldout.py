@@ -11,17 +11,19 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.types import ANSWER, Array, Group
+from asyncrl.types import ANSWER, UNSCORED, Array, Group
 
 
-def scores(rewards_TK: Array, answers_TK: Array, pass_reward: float) -> dict[str, float]:
+def scores(rewards_TK: Array, answers_TK: Array, unscored_TK: Array, pass_reward: float) -> dict[str, float]:
     """accuracy  mean@K: the mean reward
     pass@k    for K and the powers of two below, where K > 1
     maj@K     where K > 1 and some rollout has an answer
+    unscored  of T·K answers those that count as 0 because they could not be had or scored
 
-    answers_TK: numbers of a task's answers, 0: the rollout has none. A rollout is right from `pass_reward` on.
+    answers_TK: numbers of a task's answers, 0: the rollout has none. unscored_TK: 1 or 0. A rollout is right from
+    `pass_reward` on.
     """
-    made = {"accuracy": float(rewards_TK.mean())}
+    made = {"accuracy": float(rewards_TK.mean()), "unscored": float(unscored_TK.sum())}
     samples = rewards_TK.shape[1]
     if samples == 1:
         return made
@@ -54,10 +56,11 @@ def majority_at(right_TK: Array, answers_TK: Array) -> float:
     return float(np.mean([_majority(*task) for task in zip(right_TK, answers_TK, strict=True)]))
 
 
-def of_group(group: Group, samples: int) -> tuple[Array, Array]:
-    """(rewards [T, K], answers [T, K]) of a chunk of an evaluation."""
-    answers = group.reward_parts.get(ANSWER, np.zeros_like(group.rewards))
-    return group.rewards.reshape(-1, samples), answers.reshape(-1, samples)
+def of_group(group: Group, samples: int) -> tuple[Array, Array, Array]:
+    """(rewards [T, K], answers [T, K], unscored [T, K]) of a chunk of an evaluation."""
+    none = np.zeros_like(group.rewards)
+    parts = [group.reward_parts.get(part, none).reshape(-1, samples) for part in (ANSWER, UNSCORED)]
+    return group.rewards.reshape(-1, samples), parts[0], parts[1]
 
 
 def _majority(right_K: Array, answers_K: Array) -> float:

@@ -2,7 +2,7 @@
 
     batch_metrics      of all its rollouts: rewards, lengths, age
     advantage_metrics, value_metrics      of what was made of them
-    token_metrics      of the tokens that had a forward
+    token_metrics, age_metrics      of the tokens that had a forward
 
 Axes:  N tokens · R rollouts · G groups · P policy tokens (those under the mask)
 """
@@ -116,6 +116,27 @@ def token_metrics(
     return metrics
 
 
+def age_metrics(batch: MicroBatch, logp_N: Tensor, clipped_N: Tensor, version: Version) -> Metrics:
+    """What the tokens' ages in versions do to them, at the training of `version`. All inputs [N], no gradient.
+
+    Of the tokens of age A, which is 0, 1, 2-3, 4-7 and so on: age/A/log_ratio, mean log π/μ, and age/A/clipped, the
+    share that the loss holds back.
+    """
+    mask_N = batch.loss_mask_N
+    age_P = (version - batch.versions_N[mask_N]).clamp(min=0).double()
+    bin_P = torch.frexp(age_P).exponent.long()  # 0 → 0, 1 → 1, 2 and 3 → 2, 4 to 7 → 3
+    sums = [
+        torch.bincount(bin_P, weights=values_N[mask_N].double())
+        for values_N in (torch.ones_like(logp_N), logp_N - batch.behaviour_N, clipped_N)
+    ]
+    metrics = Metrics()
+    for which, (count, moved, clipped) in enumerate(torch.stack(sums, 1).tolist()):
+        if count:
+            metrics.add(f"age/{_ages(which)}/log_ratio", Mean(moved, count))
+            metrics.add(f"age/{_ages(which)}/clipped", Mean(clipped, count))
+    return metrics
+
+
 def advantage_metrics(batch: MicroBatch) -> Metrics:
     """share/flat_groups: groups in which no token has an advantage."""
     metrics, groups = Metrics(), _groups(batch)
@@ -140,6 +161,15 @@ def value_metrics(batch: MicroBatch) -> Metrics:
         explained = ExplainedVariance(returns, squares, errors, error_squares, count)
         metrics.add(f"{name}/explained_variance", explained)
     return metrics
+
+
+def _ages(which: int) -> str:
+    """Of bin `which`.
+
+    >>> [_ages(which) for which in range(4)]
+    ['0', '1', '2-3', '4-7']
+    """
+    return str(which) if which < 2 else f"{1 << which - 1}-{(1 << which) - 1}"
 
 
 def _groups(batch: MicroBatch) -> int:

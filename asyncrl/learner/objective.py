@@ -22,7 +22,7 @@ from asyncrl.learner.algorithms.losses import PolicyTerms, policy_loss
 from asyncrl.learner.algorithms.proximal import loglinear_proximal
 from asyncrl.learner.algorithms.terms import entropy_term, kl_term, lm_term
 from asyncrl.learner.batch import MicroBatch
-from asyncrl.learner.measures import token_metrics
+from asyncrl.learner.measures import age_metrics, token_metrics
 from asyncrl.telemetry.metrics import Metrics
 from asyncrl.types import Version
 
@@ -57,7 +57,9 @@ class PolicyObjective:
         # where, not a product: what stands outside the mask may be infinite, and 0 · ∞ is not 0.
         total = (torch.where(batch.loss_mask_N, per_token_N, 0.0) * share_N).sum()
         start_N = batch.columns.get("proximal", now_N)
-        return total, token_metrics(batch, start_N, entropy_N.detach(), loss.clipped_N, weight_N)
+        measured = token_metrics(batch, start_N, entropy_N.detach(), loss.clipped_N, weight_N)
+        measured.merge([age_metrics(batch, start_N, loss.clipped_N, version)])
+        return total, measured
 
     def counts(self, batch: MicroBatch) -> Counts:
         """Of what the correction does not reject."""

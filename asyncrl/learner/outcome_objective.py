@@ -23,9 +23,17 @@ class OutcomeObjective:
 
     beta: float
 
-    def __call__(self, batch: MicroBatch, logp_N: Tensor, version: Version = 0) -> tuple[Tensor, Metrics]:
-        """(sum over rollouts, metrics). Reads the columns reference and outcome."""
-        implicit_N = torch.where(batch.loss_mask_N, logp_N - column(batch, "reference"), 0.0)
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Columns."""
+        return ("reference", "outcome")
+
+    def __call__(
+        self, batch: MicroBatch, logp_N: Tensor, entropy_N: Tensor, version: Version = 0
+    ) -> tuple[Tensor, Metrics]:
+        """(sum over rollouts, metrics)."""
+        reference_N = column(batch, "reference").to(logp_N.dtype)
+        implicit_N = torch.where(batch.loss_mask_N, logp_N - reference_N, 0.0)
         reward_R = self.beta * logp_N.new_zeros(batch.rollouts).index_add(0, batch.seq_N, implicit_N)
         success_R = succeeded(batch).to(reward_R.dtype)
         made_R = tokens_per_rollout(batch.loss_mask_N, batch.seq_N, batch.rollouts) > 0

@@ -81,6 +81,17 @@ class LearnerClient(Protocol):
 
     def reject(self, stream: str, *, learner_epoch: int, step: int, reason: str) -> int: ...
 
+    def abandon(
+        self,
+        stream: str,
+        *,
+        learner_epoch: int,
+        step: int,
+        attempt: int,
+        dropped: Sequence[int],
+        reason: str,
+    ) -> int: ...
+
     def collect(self, stream: str, *, learner_epoch: int, wait_s: float) -> list[Group]: ...
 
     def snapshot(self, stream: str, *, learner_epoch: int) -> bytes: ...

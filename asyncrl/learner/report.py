@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -38,9 +38,11 @@ class Pool:
         """One step later. Workers report at their heartbeats, so a row may show none or several of those at once.
 
         busy/generator and generator/time/<span> are means over workers, tokens_per_s is the sum of theirs;
-        tokens_generated, weight_updates and agent/… are totals. A worker whose totals fell was started anew: they count
-        from 0.
+        tokens_generated, weight_updates, agent/…, reward/… and pool/<stage>/… are totals. A worker whose totals fell
+        was started anew: they count from 0.
         """
+        pools = {name: now for name, now in stats.items() if "stage" in now}
+        stats = {name: now for name, now in stats.items() if name not in pools}
         tokens, spans = 0.0, Counter[str]()
         for name, now in stats.items():
             before = self._before.get(name, {})
@@ -67,7 +69,8 @@ class Pool:
         floors = [now["weights/floor_ms"] for now in stats.values() if "weights/floor_ms" in now]
         if floors:
             row["pause_floor_ms"] = median(floors)
-        row |= _totals(stats, "agent/")
+        row |= _totals(stats, "agent/") | _totals(stats, "reward/")
+        row |= {f"pool/{key}": total for key, total in _of_stages(pools.values()).items()}
         held = [now["held"] for now in stats.values() if "held" in now]
         if held:
             row["held/min"] = min(held)
@@ -99,8 +102,10 @@ def step_row(
     return {"version": version, **values, **seconds, **pool, **counts, **times}
 
 
-def summarise(rows: Sequence[Mapping[str, Any]], *, max_staleness: int, wall_s: float) -> dict[str, Any]:
-    """The run in one record. wall_s: of this process; everything else is of the whole run."""
+def summarise(
+    rows: Sequence[Mapping[str, Any]], *, max_staleness: int, wall_s: float, ended: str
+) -> dict[str, Any]:
+    """The run in one record. wall_s: of this process · ended: why; everything else is of the whole run."""
     steps = [row for row in rows if "step_s" in row]
     accuracy = [row[ACCURACY] for row in rows if ACCURACY in row]
     heldout = {k.removeprefix(PREFIX): v for row in rows for k, v in row.items() if k.startswith(PREFIX)}
@@ -108,6 +113,7 @@ def summarise(rows: Sequence[Mapping[str, Any]], *, max_staleness: int, wall_s: 
     train_s = sum(row["step_s"] for row in steps)
     last = steps[-1] if steps else {}
     return {
+        "ended": ended,
         "heldout_accuracy_start": accuracy[0] if accuracy else None,
         "heldout_accuracy_end": accuracy[-1] if accuracy else None,
         "heldout": heldout,
@@ -151,6 +157,15 @@ def _totals(stats: Mapping[str, WorkerStats], prefix: str) -> dict[str, float]:
     totals = Counter[str]()
     for now in stats.values():
         totals.update({name: count for name, count in now.items() if name.startswith(prefix)})
+    return dict(totals)
+
+
+def _of_stages(pools: Iterable[WorkerStats]) -> dict[str, float]:
+    """<stage>/groups, <stage>/busy_s, <stage>/dropped/<reason>, …: over the processes that there are now."""
+    totals = Counter[str]()
+    for now in pools:
+        counts = {name: count for name, count in now.items() if name != "stage"}
+        totals.update({f"{now['stage']}/{name}": count for name, count in counts.items()})
     return dict(totals)
 
 

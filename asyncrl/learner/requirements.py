@@ -1,20 +1,59 @@
-"""What a configuration asks of the learner: which models, which way through a version, which extra pass.
+"""What a configuration asks of the learner: which models, where, which way through a version, which extra pass.
 
 Functions of the configuration alone, so that every rank and every test answers alike.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from asyncrl.config.placement import REWARDS
 from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
 from asyncrl.learner.algorithms.registry import needs
-from asyncrl.learner.backend import MODELS
+from asyncrl.learner.backend import LEARNING, MODELS
+from asyncrl.queue.settings import Stage
 from asyncrl.types import COLUMNS, Version
+
+COLUMN_OF: Mapping[str, str] = {"critic": "values", "cost_critic": "cost_values"}
+"""Where the column of what a model says is not called as the model."""
+
+PIPELINE_FILL = 4
+"""Micro-batches of one claim for each process of a pipeline, if so much is ready: it idles a fifth of the time then."""
 
 
 def models(config: Config) -> frozenset[str]:
     """The models beside the policy, by their names in `backend.MODELS`."""
     return MODELS & needs(config.algorithm)
+
+
+def colocated(config: Config) -> frozenset[str]:
+    """Those of them that the learner holds itself; of the others it reads what they say in columns of the groups."""
+    return models(config) - config.placement.pools.keys()
+
+
+def taught_on_pools(config: Config) -> tuple[str, ...]:
+    """Those on pools that learn there, in step with the policy."""
+    frozen = {"reward_model"} if config.reward_model.frozen else set()
+    return tuple(name for name in LEARNING if name in config.placement.pools.keys() - frozen)
+
+
+def stages(config: Config) -> tuple[Stage, ...]:
+    """What the queue lets pools do with committed groups. Each adds one column.
+
+    Where groups are filtered by what a pool makes of their rewards, no model works on a group that may be dropped.
+    """
+    pools, filtered = config.placement.pools, config.algorithm.filter != "none"
+    needed = (REWARDS,) if REWARDS in pools and filtered else ()
+    return tuple(
+        Stage(name, needs=() if name == REWARDS else needed, adds=(COLUMN_OF.get(name, name),))
+        for name in pools
+    )
+
+
+def evaluation_stages(config: Config) -> tuple[Stage, ...]:
+    """The same of the answers to held-out tasks."""
+    return (Stage(REWARDS, adds=(REWARDS,)),) if REWARDS in config.placement.pools else ()
 
 
 def first_policy_version(config: Config) -> Version:
@@ -41,6 +80,14 @@ def whole_batch(config: Config) -> bool:
     """Whether training waits for the last group of a version: for statistics over all of them, or to split them over
     several optimizer steps. The rest streams."""
     return steps_per_version(config) > 1 or "batch" in needs(config.algorithm)
+
+
+def claim_tokens(config: Config) -> int:
+    """Most tokens that a data rank claims at once: one micro-batch, or what fills a pipeline well. With m micro-batches
+    and p stages a pipeline idles (p - 1) / (m + p - 1) of the time (GPipe, arXiv 1811.06965)."""
+    learner = config.learner
+    fill = PIPELINE_FILL * learner.parallel.pipeline if learner.parallel.pipeline > 1 else 1
+    return learner.micro_batch_tokens * fill
 
 
 def proximal_pass(config: Config) -> bool:
@@ -88,5 +135,13 @@ def check(config: Config) -> None:
             key,
             value,
             f"would do nothing: the algorithm has no {model}",
+            "leave it out, or see `asyncrl algorithms` for who needs that model",
+        )
+    for name in config.placement.pools.keys() - needed - {REWARDS}:
+        require(
+            False,
+            f"placement.{name}.where",
+            "pool",
+            f"would do nothing: the algorithm has no {name}",
             "leave it out, or see `asyncrl algorithms` for who needs that model",
         )

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from asyncrl.errors import AsyncRLError, DeadlineError, RefusedError
+from asyncrl.errors import AsyncRLError, DeadlineError, RefusedError, TrainingError
 from asyncrl.learner.backend import Backend
 from asyncrl.learner.ports import Claim, LearnerClient
 from asyncrl.telemetry.spans import Spans
@@ -71,6 +71,7 @@ class GroupStream:
         self._learner_epoch, self._max_tokens, self._whole = learner_epoch, max_tokens, whole
         self._deadline_s, self._stopping, self._idle = deadline_s, stopping, idle
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="claims")
+        self.attempt = 0  # of the step whose claims came last
 
     def step(self, step: int) -> Iterator[list[Group]]:
         """This rank's groups of step `step`, one list per claim (maybe empty: other ranks have some).
@@ -85,6 +86,7 @@ class GroupStream:
             with self._spans("wait/groups"):
                 claim = self._agreed(asked, step, index, attempt)
             last, index, attempt = claim.last, index + 1, claim.attempt
+            self.attempt = attempt
             if not last:
                 asked = self._ask(step, index, attempt)
             yield claim.groups
@@ -99,7 +101,7 @@ class GroupStream:
             learner_epoch=self._learner_epoch,
             step=step,
             index=index,
-            rank=self._backend.rank,
+            rank=self._backend.data_rank,
             max_tokens=self._max_tokens,
             whole=self._whole,
             wait_s=PARK_S,
@@ -139,11 +141,23 @@ class GroupStream:
             return f"the queue does not say why ({error})"
 
 
+def check_size(group: Group, size: int) -> None:
+    """Raises TrainingError for a group with another number of rollouts than `batch.group_size`."""
+    if len(group.lengths) != size:
+        raise TrainingError(
+            f"task {group.task.ordinal} has {len(group.lengths)} rollouts, and batch.group_size={size}: it was made "
+            "under another configuration than the learner's"
+        )
+
+
 def _told(counts: Mapping[str, Any]) -> str:
     places = ", ".join(f"{counts[place]} {place}" for place in ("pending", "leased", "ready", "trained"))
     reasons = sorted(counts["dropped_by_reason"].items(), key=lambda entry: -entry[1])
     dropped = ", ".join(f"{count} {reason}" for reason, count in reasons)
     told = f"tasks: {places}; dropped: {dropped or 'none'}"
+    stages = counts.get("stages", {}).items()
+    waiting = [f"{stage['waiting'] + stage['leased']} {name}" for name, stage in stages]
+    told += f"; groups that wait for a pool: {', '.join(waiting)}" if waiting else ""
     return f"{told}; {TOO_FLAT}" if reasons and reasons[0][0] == "filtered" else told
 
 

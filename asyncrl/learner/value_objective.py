@@ -27,6 +27,11 @@ class ValueObjective:
     returns: str
     clip: float | None
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Columns."""
+        return (self.values, self.returns)
+
     def __call__(self, batch: MicroBatch, values_N: Tensor, version: Version = 0) -> tuple[Tensor, Metrics]:
         """(sum over policy tokens, metrics)."""
         old_N, returns_N = column(batch, self.values), column(batch, self.returns)

@@ -24,16 +24,20 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import TrainingError
 from asyncrl.learner import requirements
 from asyncrl.learner.accumulator import Accumulator, Step
-from asyncrl.learner.backend import POLICY, Backend
+from asyncrl.learner.backend import POLICY, Backend, of_rows
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.behaviour import BehaviourGate, Gap, values
 from asyncrl.learner.controls import Controls
 from asyncrl.learner.experience import Experience
 from asyncrl.learner.measures import version_values
 from asyncrl.learner.mini_batches import mini_batches
+from asyncrl.learner.passes import LearningModel
+from asyncrl.learner.soundness import NotFinite, unsound
 from asyncrl.telemetry.metrics import Metrics
 from asyncrl.telemetry.spans import Spans
-from asyncrl.types import Group, Version
+from asyncrl.types import COLUMNS, Group, Version
+
+Pooled = Mapping[str, LearningModel]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,28 +54,33 @@ class VersionReport:
 
 class VersionStep(ABC):
     """One version after the other: `add` each claim, then `step` or `abandon`. The same calls on every rank, in the
-    same order, whatever groups each of them holds."""
+    same order, whatever groups each of them holds. pooled: models that learn on pools."""
 
-    def __init__(self, backend: Backend, config: Config, spans: Spans | None = None) -> None:
+    def __init__(
+        self, backend: Backend, config: Config, spans: Spans | None = None, pooled: Pooled | None = None
+    ) -> None:
         spans = spans or Spans()
         self._backend, self._config = backend, config
         self._experience = Experience(backend, config, spans)
-        # Scripted log-probs are made up.
-        self.gate = BehaviourGate(config) if config.generator.engine != "scripted" else None
-        self._accumulator = Accumulator(backend, config, spans, self.gate)
+        self.gate = BehaviourGate(config) if config.generator.makes_real_tokens else None
+        self._accumulator = Accumulator(backend, config, spans, self.gate, pooled)
         self._spans = spans
         self.controls = Controls.start(config.algorithm)
         self._begin()
 
     def add(self, groups: Sequence[Group], version: Version) -> None:
-        """∀ Take in one claim's groups, none where this rank has none, for the policy of `version`."""
+        """∀ Take in one claim's groups, none where this rank has none, for the policy of `version`. Raises NotFinite as
+        `step` does."""
         if self.gate is not None:
             self.gate.admit(groups)
         for group in groups:
-            self._columns |= set(group.columns)
+            self._columns |= group.columns.keys() & COLUMNS.keys()
             self._parts |= set(group.reward_parts)
             self._ordinals.append(group.task.ordinal)
-        self._take(self._experience.score(groups), version)
+        scored = self._experience.score(groups)
+        if scored is not None:
+            self._bad |= unsound(scored)
+        self._take(scored, version)
 
     @abstractmethod
     def _take(self, scored: MicroBatch | None, version: Version) -> None:
@@ -82,9 +91,13 @@ class VersionStep(ABC):
         """∀ The optimizer steps of `version`, all its groups being in; the last one may have been refused."""
 
     def step(self, version: Version) -> VersionReport:
-        """∀ Finish `version`: afterwards the policy is that of version + 1, unless the report says what was refused."""
+        """∀ Finish `version`: afterwards the policy is that of version + 1, unless the report says what was refused.
+
+        Raises NotFinite, on all ranks, for groups without which `version` must be begun anew: `abandon` what came in.
+        """
         self._agree_what_came()
         steps = self._train(version)
+        self._metrics.merge(step.metrics for step in steps)
         report = self._report(steps)
         if not report.refused:
             self._move_on(version, report)
@@ -99,16 +112,19 @@ class VersionStep(ABC):
     def _begin(self) -> None:
         self._metrics = Metrics()
         self._columns, self._parts, self._ordinals = set[str](), set[str](), list[int]()
+        self._bad = set[int]()
 
     def _agree_what_came(self) -> None:
         """∀ Which columns and parts of the reward the groups of all ranks brought along. Some group may lack what the
-        algorithm looks at. Raises TrainingError if all of them do."""
-        mine = [sorted(self._columns), sorted(self._parts), self._ordinals]
+        algorithm looks at. Raises TrainingError if all of them do, and NotFinite."""
+        mine = [sorted(self._columns), sorted(self._parts), self._ordinals, sorted(self._bad)]
         with self._spans("wait/ranks"):
             every = self._backend.exchange(mine)
-        columns, parts, ordinals = (
+        columns, parts, ordinals, bad = (
             [name for each in some for name in each] for some in zip(*every, strict=True)
         )
+        if bad:
+            raise NotFinite(set(bad))
         self._columns, self._parts = set(columns), set(parts)
         lacking = [f"column {name!r}" for name in requirements.columns(self._config) if name not in columns]
         lacking += [f"reward part {name!r}" for name in requirements.parts(self._config) if name not in parts]
@@ -120,7 +136,7 @@ class VersionStep(ABC):
 
     def _report(self, steps: Sequence[Step]) -> VersionReport:
         with self._spans("wait/ranks"):
-            every = self._backend.exchange(self._metrics.to_wire())
+            every = of_rows(self._backend, self._metrics.to_wire())
         merged = Metrics()
         merged.merge(Metrics.from_wire(metrics) for metrics in every)
         told = version_values(merged) | self.controls.adapted(self._config.algorithm)
@@ -150,7 +166,8 @@ class Streaming(VersionStep):
         columns, parts = requirements.columns(self._config), requirements.parts(self._config)
         scored = scored and scored.completed(columns, parts)
         batch, measured = self._experience.ready(scored, version, self.controls)
-        self._metrics.merge([measured, self._accumulator.add(batch, version)])
+        self._metrics.merge([measured])
+        self._accumulator.add(batch, version)
 
     def _train(self, version: Version) -> list[Step]:
         return [self._accumulator.step(version)]
@@ -159,8 +176,10 @@ class Streaming(VersionStep):
 class WholeBatch(VersionStep):
     """Claims are scored as they arrive; when the last one is in, mini-batch by mini-batch is trained on."""
 
-    def __init__(self, backend: Backend, config: Config, spans: Spans | None = None) -> None:
-        super().__init__(backend, config, spans)
+    def __init__(
+        self, backend: Backend, config: Config, spans: Spans | None = None, pooled: Pooled | None = None
+    ) -> None:
+        super().__init__(backend, config, spans, pooled)
         self._claims: list[MicroBatch] = []
 
     def _take(self, scored: MicroBatch | None, version: Version) -> None:
@@ -180,7 +199,7 @@ class WholeBatch(VersionStep):
         for number, ordinals in enumerate(self._mini_batches(batch, version)):
             part = batch and batch.of_ordinals(ordinals)
             part = self._experience.for_step(part, version, moved=number > 0)
-            self._metrics.merge([self._accumulator.add(part, version)])
+            self._accumulator.add(part, version, number)
             steps.append(self._accumulator.step(version, number))
             if steps[-1].refused:
                 break
@@ -190,13 +209,15 @@ class WholeBatch(VersionStep):
         """Ordinals of each optimizer step, the same on every rank: of all ranks' groups."""
         mine = [] if batch is None else batch.ordinals_R.unique().tolist()
         with self._spans("wait/ranks"):
-            every = self._backend.exchange(mine)
+            every = of_rows(self._backend, mine)
         learner = self._config.learner
         ordinals = [ordinal for each in every for ordinal in each]
         return mini_batches(ordinals, learner.mini_batches, learner.epochs, self._config.run.seed, version)
 
 
-def version_step(backend: Backend, config: Config, spans: Spans | None = None) -> VersionStep:
-    """The way that `config` asks for."""
+def version_step(
+    backend: Backend, config: Config, spans: Spans | None = None, pooled: Pooled | None = None
+) -> VersionStep:
+    """The way that `config` asks for. pooled: models that learn on pools."""
     way = WholeBatch if requirements.whole_batch(config) else Streaming
-    return way(backend, config, spans)
+    return way(backend, config, spans, pooled)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import resource
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -23,9 +24,10 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from asyncrl.errors import ConfigError
-from asyncrl.queue import bundle, sockets, wire
+from asyncrl.queue import sockets, wire
 from asyncrl.queue.callers import MAX_REQUESTS, Message
 from asyncrl.queue.desk import Desk, Letter
+from asyncrl.queue.envelope import pack_replies
 from asyncrl.queue.keys import ZAP_ADDRESS, ServerKeys, zap_reply
 from asyncrl.queue.service import QueueService
 
@@ -37,6 +39,10 @@ BURST = 256
 
 UNREAD = 2 * MAX_REQUESTS
 """Messages in each direction that wait for one peer."""
+
+HANDOVER_S = 5e-4
+"""How long another thread of the process keeps the interpreter when the loop wants it back, which it gives away with
+every call of ZeroMQ: Python's own 5 ms are as long as a busy feeder's tasks take."""
 
 BACKLOG = 1024
 HEARTBEAT_MS = 10_000
@@ -66,6 +72,8 @@ class Broker:
         self.take_up(QueueService(run), lambda: None)
         self._clock, self._keys = clock, keys
         _allow_open_files(OPEN_FILES)
+        sockets.keep_freed_memory()
+        sys.setswitchinterval(HANDOVER_S)
         self._context = zmq.Context()
         self._zap = self._context.socket(zmq.REP)
         self._zap.bind(ZAP_ADDRESS)
@@ -122,16 +130,15 @@ class Broker:
                 identity, *frames = sockets.receive(self._socket)
             except zmq.Again:
                 break
-            for message in bundle.messages_of(frames):
-                letters += self.desk.receive(identity.bytes, message, self._clock())
+            letters += self.desk.receive(identity.bytes, frames, self._clock())
         return letters
 
     def _send(self, letters: Sequence[Letter]) -> None:
         by_client: dict[bytes, list[Message]] = {}
         for letter in letters:
-            by_client.setdefault(letter.identity, []).append(letter.frames)
-        for identity, messages in by_client.items():
-            for message in bundle.bundled(messages):
+            by_client.setdefault(letter.identity, []).append(letter.reply)
+        for identity, replies in by_client.items():
+            for message in pack_replies(replies):
                 self._send_to(identity, message)
 
     def _send_to(self, identity: bytes, message: Sequence[Any]) -> None:

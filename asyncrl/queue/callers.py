@@ -12,18 +12,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-NOTICE = 0
 UNKNOWN = -1
-"""No request has these numbers, as requests count from 1: of a client's message that asks for nothing, and of the
-broker's complaint about a message that it could not read. Whoever got such a one under the number of a request that
-somebody waits for would take it for that request, or for its answer."""
+"""Of the broker's complaint about a message that it could not read. No request has this number, as they count from 1:
+who waits would take it for the answer."""
 
 MAX_REQUESTS = 64
 MAX_UNREAD_BYTES = 1 << 28
 """Of one client: requests that it waits for at once, and bytes of replies it has not read, before it is 'busy'."""
 
 Message = list[Any]
-"""Frames of a reply, envelope first."""
+"""Frames: of a message, envelope first; of a reply in one, first what is packed of it."""
 
 
 @dataclass(slots=True)

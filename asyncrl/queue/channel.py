@@ -37,6 +37,7 @@ class Channel:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._turned_away: AsyncRLError | None = None
+        self._flushing = False
 
     def open(self) -> None:
         """Connect in the background. Again: nothing. ConfigError for an address that is none."""
@@ -129,7 +130,16 @@ class Channel:
             self._session.undo(outcome.undo, outcome.result.value, self._loop.time())
 
     def _flush(self) -> None:
+        """Send at the end of this turn of the loop: all that its tasks ask for in one message."""
         assert self._loop is not None
+        if not self._flushing:
+            self._flushing = True
+            self._loop.call_soon(self._send)
+
+    def _send(self) -> None:
+        self._flushing = False
+        if self._loop is None:  # closed meanwhile
+            return
         for message in self._session.outgoing():
             self._link.send(message)
         due = self._session.next_time()

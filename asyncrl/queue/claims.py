@@ -5,7 +5,7 @@ from __future__ import annotations
 from asyncrl.errors import RefusedError
 from asyncrl.queue.book import Book
 from asyncrl.queue.events import StepClaimed
-from asyncrl.queue.shares import share_out
+from asyncrl.queue.shares import Load, share_out
 
 Shares = tuple[tuple[int, ...], ...]
 
@@ -37,7 +37,11 @@ def _shares(book: Book, max_tokens: int, whole: bool) -> Shares | None:
     if whole and len(book.ready) < left and book.ready_tokens <= max_tokens and not book.exhausted:
         return None  # it can still grow, without looking at every group
     ordinals = book.ready_prefix(left) if whole else book.ready_in_window(left)
-    homes = share_out((book.items[o].tokens for o in ordinals), settings.learners, max_tokens)
+    loads = (
+        Load(item.tokens, settings.cost(item.tokens, item.squares))
+        for item in map(book.items.__getitem__, ordinals)
+    )
+    homes = share_out(loads, settings.learners, max_tokens)
     grows = not _nothing_beyond(book, len(ordinals)) and len(homes) == len(ordinals) < left
     if not homes or (whole and grows):
         return None

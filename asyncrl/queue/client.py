@@ -202,6 +202,7 @@ class QueueClient:
             "ordinal": lease.task.ordinal,
             "epoch": lease.epoch,
             "tokens": payload.tokens,
+            "squares": payload.squares,
             "nbytes": payload.nbytes,
             "start_version": payload.start_version,
             "digest": payload.digest,
@@ -251,7 +252,7 @@ class QueueClient:
     async def stage_commit(
         self, stream: str, lease: StageLease, columns: Mapping[str, Array], version: Version = NO_VERSION
     ) -> None:
-        """Give the group the stage's columns: flat arrays, one value a token ('rewards': one a rollout).
+        """Give the group the stage's columns: flat arrays, one value a token ('rewards' and its parts: one a rollout).
 
         version: of the policy that they depend on. RefusedError 'fenced': the lease is over, or the group was claimed.
         """

@@ -21,7 +21,8 @@ from asyncrl.types import Array, Group
 DTYPES = ("<f8", "<i8", "<f4", "<i4", "<f2", "|i1", "|u1", "|b1")
 
 REWARDS = "rewards"
-"""The column that every group has room for: one value a rollout. All others have one a token."""
+"""The column that every group has room for: one value a rollout. With it come its parts, part/<name>, of as many. All
+others have one a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +74,20 @@ def decode_columns(frames: Sequence[wire.Buffer]) -> dict[str, Array]:
 
 
 def with_columns(group: Group, columns: Mapping[str, Array]) -> Group:
-    """The group with these beside its own. WireError unless each has one value a token ('rewards': a rollout)."""
+    """The group with these beside its own. WireError unless each has one value a token (of rewards: a rollout)."""
+    own, parts, rewards = dict(group.columns), dict(group.reward_parts), group.rewards
     for name, column in columns.items():
-        expected = len(group.lengths) if name == REWARDS else group.tokens
+        of_rollouts = name == REWARDS or name.startswith(wire.PART)
+        expected = len(group.lengths) if of_rollouts else group.tokens
         if len(column) != expected:
             raise WireError(f"column {name!r} has {len(column)} values, the group needs {expected}")
-    own = {name: column for name, column in columns.items() if name != REWARDS}
-    rewards = np.asarray(columns.get(REWARDS, group.rewards), np.float32)
-    return dataclasses.replace(group, rewards=rewards, columns={**group.columns, **own})
+        if name == REWARDS:
+            rewards = np.asarray(column, np.float32)
+        elif of_rollouts:
+            parts[name.removeprefix(wire.PART)] = np.asarray(column, np.float32)
+        else:
+            own[name] = column
+    return dataclasses.replace(group, rewards=rewards, reward_parts=parts, columns=own)
 
 
 def _digest(spec: wire.Buffer, data: wire.Buffer) -> int:

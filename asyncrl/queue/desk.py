@@ -30,7 +30,8 @@ from typing import Any
 
 from asyncrl.errors import AsyncRLError, WireError
 from asyncrl.queue import wire
-from asyncrl.queue.callers import MAX_REQUESTS, UNKNOWN, Caller, Message
+from asyncrl.queue.callers import UNKNOWN, Caller, Message
+from asyncrl.queue.envelope import Asked, Call, pack_replies, pack_reply, unpack_call
 from asyncrl.queue.parking import Parking, Waiter
 from asyncrl.queue.service import QueueService, Reply, Request
 
@@ -43,12 +44,8 @@ SILENT_S = 120.0
 """A client that is silent for longer is forgotten, with the replies that it has not read: it has gone, waits for
 nothing, or is cut off, and then asks again as it would ask a new broker."""
 
-MAX_SESSION = 256
 MAX_DETAIL = 500
-"""Characters of a session's name, and of an error's text."""
-
-FIELDS = {"id": int, "newest": int, "waiting": list, "op": str, "run": str, "session": str, "args": dict}
-"""Of an envelope."""
+"""Characters of an error's text."""
 
 DIRECTORY = ""
 """The subject of requests that wait for something other than a stream."""
@@ -56,20 +53,16 @@ DIRECTORY = ""
 
 @dataclass(frozen=True, slots=True)
 class Letter:
-    """A message for one client."""
+    """A reply for one client, as envelope.py packs it."""
 
     identity: bytes
-    frames: Message
+    reply: Message
 
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One message of a client: a request, and what the client knew when it sent it (callers.py)."""
-
-    request_id: int
-    newest: int
-    waiting: list[int]
-    request: Request
+    @property
+    def frames(self) -> Message:
+        """A message of this reply alone."""
+        (message,) = pack_replies([self.reply])
+        return message
 
 
 class Desk:
@@ -86,21 +79,15 @@ class Desk:
     def receive(self, identity: bytes, frames: Sequence[Any], now: float) -> list[Letter]:
         """One message. frames: anything with the buffer protocol and a length."""
         try:
-            call = parse(frames)
+            call = unpack_call(frames)
         except WireError as error:
-            return [Letter(identity, _pack(UNKNOWN, self._malformed(error)))]
+            return [Letter(identity, _packed(UNKNOWN, self._malformed(error)))]
         caller = self._caller(identity, now)
         for over in caller.hear(call.newest, call.waiting):
             self._parking.remove((identity, over))
-        key = identity, call.request_id
-        if call.request_id not in caller.waiting or key in self._parking:
-            return []
-        if call.request_id in caller.unread:
-            return [Letter(identity, caller.unread[call.request_id])]
-        if caller.busy:
-            self.service.refused["busy"] += 1
-            return [Letter(identity, _pack(call.request_id, _BUSY))]
-        return self._answer_or_park(*key, call.request, now)
+        return [
+            letter for asked in call.requests for letter in self._heard(identity, caller, call, asked, now)
+        ]
 
     def tick(self, now: float) -> list[Letter]:
         """What time and the messages before have brought about. To be called after every burst of messages."""
@@ -122,6 +109,24 @@ class Desk:
         return letters
 
     # ------------------------------------------------------------------ one request
+
+    def _heard(self, identity: bytes, caller: Caller, call: Call, asked: Asked, now: float) -> list[Letter]:
+        """For the first time or again; it may be over, or wait already."""
+        key = identity, asked.number
+        if asked.number not in caller.waiting or key in self._parking:
+            return []
+        if asked.number in caller.unread:
+            return [Letter(identity, caller.unread[asked.number])]
+        if caller.busy:
+            self.service.refused["busy"] += 1
+            return [Letter(identity, _packed(asked.number, _BUSY))]
+        try:
+            request = Request(asked.op, call.run, call.session, _arguments(asked), tuple(asked.frames))
+        except WireError as error:
+            reply = _packed(asked.number, self._malformed(error))
+            caller.keep(asked.number, reply)
+            return [Letter(identity, reply)]
+        return self._answer_or_park(*key, request, now)
 
     def _answer_or_park(self, identity: bytes, request_id: int, request: Request, now: float) -> list[Letter]:
         try:
@@ -154,9 +159,9 @@ class Desk:
 
     def _reply(self, identity: bytes, request_id: int, request: Request, reply: Reply) -> Letter:
         try:
-            message = _pack(request_id, reply)
+            message = _packed(request_id, reply)
         except (TypeError, ValueError, OverflowError) as error:
-            message = _pack(request_id, self._bug(request, error))
+            message = _packed(request_id, self._bug(request, error))
         if request.op == "goodbye":
             self._forget(identity)
         elif identity in self._callers:
@@ -211,31 +216,16 @@ class Desk:
             self._parking.remove((identity, request_id))
 
 
-def parse(frames: Sequence[Any]) -> Call:
-    """What the frames behind the identity say. WireError unless every field is of its kind."""
-    if not 0 < len(frames) <= wire.MAX_FRAMES:
-        raise WireError(f"a message of {len(frames)} frames; 1 to {wire.MAX_FRAMES} are allowed")
-    message = wire.unpack(frames[0])
-    for name, kind in FIELDS.items():
-        if type(message.get(name)) is not kind:
-            raise WireError(f"envelope: {name} = {message.get(name)!r:.100} must be {kind.__name__}")
-    newest, waiting = message["newest"], message["waiting"]
-    numbers = {*map(type, waiting)} <= {int}
-    if (
-        len(waiting) > 4 * MAX_REQUESTS
-        or not numbers
-        or (waiting and not 0 < min(waiting) <= max(waiting) <= newest)
-    ):
-        raise WireError(f"envelope: waiting must be some of the numbers up to newest = {newest}")
-    if len(message["session"]) > MAX_SESSION:
-        raise WireError(f"envelope: a session of {len(message['session'])} characters")
-    request = Request(message["op"], message["run"], message["session"], message["args"], tuple(frames[1:]))
-    return Call(message["id"], newest, waiting, request)
+def _arguments(asked: Asked) -> dict[str, Any]:
+    args = wire.unpack_value(asked.args)
+    if not isinstance(args, dict):
+        raise WireError(f"'{asked.op:.64}': arguments must be a map, not {type(args).__name__}")
+    return args
 
 
-def _pack(request_id: int, reply: Reply) -> Message:
+def _packed(number: int, reply: Reply) -> Message:
     error = reply.error and [part[:MAX_DETAIL] for part in reply.error]
-    return [wire.pack({"id": request_id, "value": reply.value, "error": error}), *reply.frames]
+    return pack_reply(number, reply.value, error, reply.frames)
 
 
 _BUSY = Reply(

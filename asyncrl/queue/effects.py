@@ -105,7 +105,8 @@ def _progressed(book: Book, e: ev.Progressed) -> None:
 def _committed(book: Book, e: ev.Committed) -> None:
     item = book.items[e.ordinal]
     book.end_task_lease(e.ordinal, item)
-    item.tokens, item.start_version, item.digest = e.tokens, e.start_version, e.digest
+    item.tokens, item.squares = e.tokens, e.squares
+    item.start_version, item.digest = e.start_version, e.digest
     item.progress, item.columns = False, frozenset(e.columns)
     book.weigh(item, e.nbytes)
     book.enter_ready(e.ordinal, item)

@@ -127,7 +127,7 @@ class Progressed:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """columns: what the group has beyond what every group has."""
+    """columns: what the group has beyond what every group has · squares: of its rollouts' lengths, added up"""
 
     ordinal: int
     tokens: int
@@ -135,6 +135,7 @@ class Committed:
     start_version: Version
     digest: int
     columns: tuple[str, ...] = ()
+    squares: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import msgpack
 
+from asyncrl.disk import sync_folder, writing
 from asyncrl.errors import JournalError
 from asyncrl.queue.journal import LEAST_OVERGROWN, Growth, batches, join, split
 
@@ -95,14 +96,15 @@ class FileJournal:
         partial = self._path.with_suffix(".partial")
         self._let_go()
         self._file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        _write_all(self._file, MAGIC)
+        with writing(partial):
+            _write_all(self._file, MAGIC)
         self._number = 0
         self._growth.snapshot(len(MAGIC))
         for body in (join([msgpack.packb(self._header)]), *batches(records)):
             self._write(body)
         os.replace(partial, self._path)
         if self._fsync:
-            _sync_folder(self._path.parent)
+            sync_folder(self._path.parent)
         self._growth.snapshot(self._growth.size)
 
     @property
@@ -126,9 +128,10 @@ class FileJournal:
         head = HEAD.pack(MARK, len(body), zlib.crc32(body, zlib.crc32(number)), self._number)
         start = os.lseek(self._file, 0, os.SEEK_CUR)
         try:
-            _write_all(self._file, head + body)
-            if self._fsync:
-                os.fsync(self._file)
+            with writing(self._path):
+                _write_all(self._file, head + body)
+                if self._fsync:
+                    os.fsync(self._file)
         except OSError:
             with suppress(OSError):
                 os.ftruncate(self._file, start)
@@ -195,14 +198,6 @@ def _write_all(file: int, packed: bytes) -> None:
     view = memoryview(packed)
     while view:
         view = view[os.write(file, view) :]
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _locked(path: Path) -> int:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import msgpack
 
+from asyncrl.disk import writing
 from asyncrl.queue.store import Frames, Key
 
 log = logging.getLogger(__name__)
@@ -80,7 +81,8 @@ class FileShelf:
         lengths = tuple(map(len, views))
         label = msgpack.packb([*key, stamp, lengths])
         segment = self._open_segment()
-        _write_all(segment, [HEAD.pack(MARK, len(label), zlib.crc32(label)), label, *views])
+        with writing(segment.path or self._folder):
+            _write_all(segment, [HEAD.pack(MARK, len(label), zlib.crc32(label)), label, *views])
         start = segment.size + HEAD.size + len(label)
         segment.size = start + sum(lengths)
         self.erase(key)  # only now: whoever dies in between leaves the one before
@@ -110,7 +112,8 @@ class FileShelf:
 
     def flush(self) -> None:
         for segment in self._unsynced:
-            os.fsync(segment.file)
+            with writing(segment.path or self._folder):
+                os.fsync(segment.file)
         self._unsynced = []
 
     def stamps(self) -> Mapping[Key, int]:

@@ -63,6 +63,7 @@ class GeneratorCommands(Commands):
         start_version: Version,
         digest: int,
         columns: Collection[str] = (),
+        squares: int = 0,
     ) -> bool:
         """LEASED to READY. False if this very commit was made before.
 
@@ -70,8 +71,8 @@ class GeneratorCommands(Commands):
         promised, so training on it could break the bound; the task goes back to pending.
         """
         settings = self.require_open()
-        if tokens < 0 or nbytes < 0:
-            raise RefusedError("malformed", f"{tokens} tokens, {nbytes} bytes")
+        if min(tokens, nbytes, squares) < 0:
+            raise RefusedError("malformed", f"{tokens} tokens, {nbytes} bytes, squares of {squares}")
         item = self.book.items.get(ordinal)
         if item is None or item.epoch != epoch:
             raise fenced(ordinal)
@@ -83,7 +84,8 @@ class GeneratorCommands(Commands):
             held = item.held
             self.apply(ev.Requeued(ordinal, "stale"))
             raise RefusedError("stale", f"a token of version {start_version} under a lease for {held}")
-        self.apply(ev.Committed(ordinal, tokens, nbytes, start_version, digest, tuple(sorted(columns))))
+        have = tuple(sorted(columns))
+        self.apply(ev.Committed(ordinal, tokens, nbytes, start_version, digest, have, squares))
         return True
 
     def drop(self, ordinal: int, epoch: int, reason: str) -> None:

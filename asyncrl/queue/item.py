@@ -37,6 +37,7 @@ class Item:
     epoch    of the last lease, -1: none stands and nothing is committed
     held     the lowest version that may have made a token of what is kept or under way
     progress what earlier leases finished of the task is kept, made under `held` or newer versions
+    squares  of its rollouts' lengths, added up: what their attention costs goes by it
     nbytes   all bytes kept beside the task itself
     lost     a group that was claimed before they were lost: who has got it may train on it, nobody gets it any more
     staging  stage -> epoch of the lease that stands there
@@ -49,6 +50,7 @@ class Item:
     held: Version = NO_VERSION
     progress: bool = False
     tokens: int = 0
+    squares: int = 0
     nbytes: int = 0
     start_version: Version = NO_VERSION
     digest: int = 0

@@ -16,7 +16,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from asyncrl.errors import AsyncRLError, ConfigError
-from asyncrl.queue import bundle, sockets
+from asyncrl.queue import sockets
 from asyncrl.queue.keys import ClientKeys
 
 BURST = 64
@@ -73,10 +73,10 @@ class SocketLink:
         self._keys = keys
         self._up = self._was_up = self._scheduled = False
         self._failures = 0
-        self._outgoing: list[Sequence[Any]] = []
 
     def open(self, listener: Listener) -> None:
         self._listener, self._loop = listener, asyncio.get_running_loop()
+        sockets.keep_freed_memory()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set_hwm(0)  # the session's credit bounds what is under way
@@ -100,9 +100,9 @@ class SocketLink:
         self._soon()
 
     def send(self, frames: Sequence[Any]) -> None:
-        """With what else the loop's tasks send in this turn."""
         if self._up:
-            self._outgoing.append(frames)
+            with suppress(zmq.Again):
+                sockets.send(self._socket, frames)
             self._soon()
 
     def close(self) -> None:
@@ -118,17 +118,10 @@ class SocketLink:
     def _soon(self) -> None:
         if not self._scheduled:
             self._scheduled = True
-            self._loop.call_soon(self._look)
-
-    def _look(self) -> None:
-        self._scheduled = False
-        outgoing, self._outgoing = self._outgoing, []
-        for message in bundle.bundled(outgoing) if self._up else ():
-            with suppress(zmq.Again):
-                sockets.send(self._socket, message)
-        self._take()
+            self._loop.call_soon(self._take)
 
     def _take(self) -> None:
+        self._scheduled = False
         for _ in range(BURST):
             if self._socket.closed:
                 return
@@ -136,8 +129,7 @@ class SocketLink:
                 frames = sockets.receive(self._socket)
             except zmq.Again:
                 return
-            for message in bundle.messages_of(frames):
-                self._listener.heard(message)
+            self._listener.heard(frames)
         self._soon()
 
     def _watch(self) -> None:
@@ -147,6 +139,7 @@ class SocketLink:
             except zmq.Again:
                 return
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._take()  # answers of the connection before: what is asked again would be done again
                 self._up = self._was_up = True
                 self._listener.connected()
             elif event == zmq.EVENT_DISCONNECTED:

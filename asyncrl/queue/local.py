@@ -43,7 +43,7 @@ class LocalQueue:
         self.desk = Desk(service or QueueService(run))
         self.links: dict[bytes, LocalLink] = {}
         self._clock = clock
-        self._inbox: deque[Letter] = deque()
+        self._inbox: deque[tuple[bytes, list[bytes]]] = deque()
         self._news = asyncio.Event()
 
     async def __aenter__(self) -> Self:
@@ -63,7 +63,7 @@ class LocalQueue:
 
     def post(self, identity: bytes, frames: Sequence[Any]) -> None:
         """A client's message. Copied, as a wire would: a sender may reuse its arrays."""
-        self._inbox.append(Letter(identity, [bytes(frame) for frame in frames]))
+        self._inbox.append((identity, [bytes(frame) for frame in frames]))
         self._news.set()
 
     async def _serve(self) -> None:
@@ -73,8 +73,7 @@ class LocalQueue:
             self._news.clear()
             letters: list[Letter] = []
             while self._inbox:
-                letter = self._inbox.popleft()
-                letters += self.desk.receive(letter.identity, letter.frames, self._clock())
+                letters += self.desk.receive(*self._inbox.popleft(), self._clock())
             letters += self.desk.tick(self._clock())
             self._before_send()
             for letter in letters:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -59,8 +59,8 @@ class Request:
             raise WireError(f"{self.op}: {key} = {value!r} must be {' or '.join(k.__name__ for k in kinds)}")
         return value
 
-    def numbers(self, *keys: str) -> Iterator[int]:
-        return (self.get(key, int) for key in keys)
+    def numbers(self, *keys: str) -> list[int]:
+        return [self.get(key, int) for key in keys]
 
     def ordinals(self, key: str) -> list[int]:
         """A list of them; none if it is not there."""
@@ -282,12 +282,12 @@ class QueueService:
     def commit(self, request: Request, now: float, late: bool) -> Reply:
         keys = ("ordinal", "epoch", "tokens", "start_version", "digest")
         ordinal, epoch, tokens, start_version, digest = request.numbers(*keys)
-        columns = _column_names(request.maybe("columns", list))
+        columns, squares = _column_names(request.maybe("columns", list)), request.maybe("squares", int) or 0
         frames = request.payload()
         if not frames:
             raise WireError(f"commit of ordinal {ordinal}: no payload")
         stream = self.stream(request)
-        stream.commit(ordinal, epoch, tokens, start_version, digest, columns, frames)
+        stream.commit(ordinal, epoch, tokens, start_version, digest, columns, frames, squares)
         return Reply()
 
     def give_back(self, request: Request, now: float, late: bool) -> Reply:

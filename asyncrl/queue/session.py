@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.errors import DeadlineError, RefusedError, RunClosedError, WireError
-from asyncrl.queue import wire
-from asyncrl.queue.callers import MAX_REQUESTS, NOTICE, UNKNOWN
+from asyncrl.queue import envelope, wire
+from asyncrl.queue.callers import MAX_REQUESTS, UNKNOWN, Message
 
 RESEND_S = 5.0
 """After this long without an answer a request is sent again."""
@@ -65,11 +65,13 @@ class Outcome:
 
 @dataclass(slots=True)
 class Asked:
-    """A request without an answer. park_until: when the broker must answer; resend_at: when it is sent again."""
+    """A request without an answer. packed: its arguments · park_until: when the broker must answer ·
+    resend_at: when it is sent again"""
 
     request_id: int
     op: str
     args: Mapping[str, Any]
+    packed: bytes
     frames: Sequence[wire.Buffer]
     nbytes: int
     seconds: float
@@ -114,8 +116,11 @@ class Session:
         """
         args, park_until = ({**args, "wait_s": wait_s}, now + wait_s) if wait_s else (args, None)
         seconds = wait_s + deadline_s
-        nbytes = _checked_size(op, args, frames)
-        asked = Asked(next(self._ids), op, args, frames, nbytes, seconds, now + seconds, undo, park_until)
+        packed = wire.pack_value(args)
+        nbytes = _checked_size(op, packed, frames)
+        asked = Asked(
+            next(self._ids), op, args, packed, frames, nbytes, seconds, now + seconds, undo, park_until
+        )
         self._line.append(asked)
         self._next_time = min(self._next_time, asked.deadline)
         self._give_credit(now)
@@ -142,14 +147,17 @@ class Session:
 
     def receive(self, frames: Sequence[Any], now: float) -> list[Outcome]:
         """A message of the broker. What is no reply, and a second reply, finds nobody waiting."""
+        outcomes: list[Outcome] = []
         try:
-            reply = wire.unpack(frames[0])
-            request_id, value, error = reply["id"], reply["value"], reply["error"]
-            result = Answer(value, frames[1:]) if error is None else _raised(*error)
-        except (WireError, KeyError, TypeError, IndexError) as unreadable:
+            for request_id, value, error, payload in envelope.unpack_replies(frames):
+                result = Answer(value, payload) if error is None else _raised(*error)
+                outcomes += self._replied(request_id, result, now)
+        except (WireError, TypeError) as unreadable:
             self._complaint = f"its last message could not be read: {unreadable}"
-            return []
-        asked = self._asked.get(request_id) if isinstance(request_id, int) else None
+        return outcomes
+
+    def _replied(self, request_id: int, result: Answer | Exception, now: float) -> list[Outcome]:
+        asked = self._asked.get(request_id)
         if asked is None:
             self._unexpected(request_id, result, now)
             return []
@@ -180,18 +188,17 @@ class Session:
             self._send(asked, now)
         self._find_next_time()
 
-    def outgoing(self) -> list[list[Any]]:
-        """The messages that are to be sent now."""
-        messages = []
-        while self._due:
-            asked = self._asked.get(self._due.popleft())
-            if asked is not None:
-                message = self._envelope(asked.request_id, asked.op, asked.args)
-                messages.append([message, *asked.frames])
-        if self._tell and not messages and self._newest:
-            messages.append([self._envelope(NOTICE, "notice", {})])
-        self._tell = False
-        return messages
+    def outgoing(self) -> list[Message]:
+        """The messages that are to be sent now: one, unless it would be too large."""
+        due = [asked for number in self._due if (asked := self._asked.get(number)) is not None]
+        telling, self._tell = self._tell and self._newest > 0, False
+        self._due.clear()
+        if not due and not telling:
+            return []
+        requests = [envelope.Asked(a.request_id, a.op, a.packed, a.frames) for a in due]
+        return envelope.pack_calls(
+            envelope.Call(self._newest, list(self._asked), self.run, self.name, requests)
+        )
 
     def next_time(self) -> float | None:
         """When `tick` should be asked next: it finds something to do, or a later time."""
@@ -219,7 +226,9 @@ class Session:
         asked.resend_at = now + RESEND_S
         if asked.park_until is not None:  # a broker that is new to it must not begin to wait from the start
             left = max(0.0, asked.park_until - now)
-            asked.args = {**asked.args, "wait_s": min(asked.args["wait_s"], left)}
+            if left < asked.args["wait_s"]:
+                asked.args = {**asked.args, "wait_s": left}
+                asked.packed = wire.pack_value(asked.args)
         self._next_time = min(self._next_time, asked.resend_at, asked.deadline)
         if asked.request_id not in self._due:
             self._due.append(asked.request_id)
@@ -232,23 +241,10 @@ class Session:
 
     # ------------------------------------------------------------------ messages
 
-    def _envelope(self, request_id: int, op: str, args: Mapping[str, Any]) -> bytes:
-        return wire.pack(
-            {
-                "id": request_id,
-                "newest": self._newest,
-                "waiting": list(self._asked),
-                "op": op,
-                "run": self.run,
-                "session": self.name,
-                "args": args,
-            }
-        )
-
-    def _unexpected(self, request_id: Any, result: Answer | Exception, now: float) -> None:
+    def _unexpected(self, request_id: int, result: Answer | Exception, now: float) -> None:
         """A grant that nobody waits for, a second answer, or a complaint about a message that was not understood."""
         # Kept: a request that was sent twice may be refused as busy and then granted, or granted by two brokers.
-        undo = self._abandoned.get(request_id) if isinstance(request_id, int) else None
+        undo = self._abandoned.get(request_id)
         if undo is not None and isinstance(result, Answer):
             self.undo(undo, result.value, now)
         elif request_id == UNKNOWN and isinstance(result, WireError):
@@ -268,12 +264,12 @@ class Session:
         return DeadlineError(who, f"the queue at {self.address}", what, asked.seconds)
 
 
-def _checked_size(op: str, args: Mapping[str, Any], frames: Sequence[wire.Buffer]) -> int:
+def _checked_size(op: str, packed: bytes, frames: Sequence[wire.Buffer]) -> int:
     """Bytes of the payload. What the broker would not read is a WireError here, and a bug where it is asked."""
-    envelope, largest = len(wire.pack(args)) + HEAD_BYTES, max(map(len, frames), default=0)
-    if envelope > wire.MAX_ENVELOPE_BYTES or largest > wire.MAX_FRAME_BYTES or len(frames) >= wire.MAX_FRAMES:
+    head, largest = len(packed) + HEAD_BYTES, max(map(len, frames), default=0)
+    if head > wire.MAX_ENVELOPE_BYTES or largest > wire.MAX_FRAME_BYTES or len(frames) >= wire.MAX_FRAMES:
         raise WireError(
-            f"'{op}' is larger than a message may be: arguments of {envelope} bytes ({wire.MAX_ENVELOPE_BYTES} are "
+            f"'{op}' is larger than a message may be: arguments of {head} bytes ({wire.MAX_ENVELOPE_BYTES} are "
             f"allowed), {len(frames)} frames ({wire.MAX_FRAMES}) of up to {largest} bytes ({wire.MAX_FRAME_BYTES})"
         )
     return sum(map(len, frames))

@@ -53,6 +53,7 @@ KINDS: dict[str, tuple[type, ...]] = {
     "stages": (list, tuple),
     "wait_share": (int, float, NoneType),
     "retain": (bool,),
+    "even_tokens": (int, float, NoneType),
 }
 
 
@@ -69,6 +70,8 @@ class StreamSettings:
     stages              the pools that add columns
     wait_share          the share of its time that the learner may wait for groups: no more is leased ahead than
                         that takes; None: as much as the bound and the depth allow
+    even_tokens         length of a rollout at which attention costs the learner as much as all else; None: groups
+                        cost what they have of tokens
     retain              keep trained steps until a checkpoint holds them, to hand them out again after a rewind
     """
 
@@ -83,6 +86,7 @@ class StreamSettings:
     stages: tuple[Stage, ...] = ()
     wait_share: float | None = None
     retain: bool = True
+    even_tokens: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("groups_per_version", "depth", "max_bytes", "lease_s", "learners"):
@@ -90,6 +94,8 @@ class StreamSettings:
                 raise ValueError(f"{name} = {getattr(self, name)!r} must be above 0")
         if self.window is not None and self.window < 1:
             raise ValueError(f"window = {self.window} must be at least 1")
+        if self.even_tokens is not None and not self.even_tokens > 0:
+            raise ValueError(f"even_tokens = {self.even_tokens!r} must be above 0")
         if self.wait_share is not None and not 0 < self.wait_share < 1:
             raise ValueError(f"wait_share = {self.wait_share!r} must be between 0 and 1")
         self._check_stages()
@@ -120,6 +126,10 @@ class StreamSettings:
         assert self.max_staleness is not None
         assert self.window is not None
         return self.max_staleness - math.ceil((self.window - 1) / self.groups_per_version)
+
+    def cost(self, tokens: int, squares: int) -> float:
+        """Of a group with so many tokens, whose lengths' squares add up to `squares`: in tokens of short rollouts."""
+        return tokens + (squares / self.even_tokens if self.even_tokens else 0.0)
 
     def same_steps(self, other: StreamSettings) -> bool:
         """Whether a step recorded under `other` may be handed out under these."""

@@ -14,6 +14,18 @@ import zmq
 NOW = int(zmq.NOBLOCK)
 MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
+LARGEST_KEPT = (32 << 20) - (64 << 10)
+"""Bytes of the largest block that glibc can be brought to keep for reuse (M_MMAP_THRESHOLD of mallopt(3))."""
+
+
+def keep_freed_memory() -> None:
+    """Let the memory of frames be used again: fresh pages cost more than what is done with the bytes in them.
+
+    glibc gives freed memory back to the system where there are 128 KiB of it, until it has seen a larger block freed
+    (mallopt(3), "dynamic mmap threshold"). One that nobody writes to costs nothing; elsewhere it does nothing.
+    """
+    bytes(LARGEST_KEPT)
+
 
 def send(socket: zmq.Socket, frames: Sequence[Any]) -> None:
     """Large frames are not copied. zmq.Again if there is no room for the message."""

@@ -36,8 +36,8 @@ class Content:
 
     ordinal: int
     group: Frames
-    columns: tuple[tuple[str, Version, int], ...]
-    added: tuple[Any, ...]
+    columns: Sequence[tuple[str, Version, int]]
+    added: Sequence[Any]
 
     @property
     def frames(self) -> list[Any]:
@@ -85,9 +85,10 @@ class Stream:
         digest: int,
         columns: Collection[str],
         frames: Frames,
+        squares: int = 0,
     ) -> None:
         size = _size(frames)
-        if self.ledger.commit(ordinal, epoch, tokens, size, start_version, digest, columns):
+        if self.ledger.commit(ordinal, epoch, tokens, size, start_version, digest, columns, squares):
             self._store.put(self._name, ordinal, GROUP, frames, digest)
 
     def stage_commit(
@@ -113,16 +114,13 @@ class Stream:
         return self.contents(self.ledger.collect(learner_epoch, got, corrupt))
 
     def _content(self, ordinal: int) -> Content:
-        added = {
-            stage: (column.version, self._store.get(self._name, ordinal, COLUMN + stage))
-            for stage, column in self.ledger.book.items[ordinal].added.items()
-        }
-        return Content(
-            ordinal,
-            self._store.get(self._name, ordinal, GROUP),
-            tuple((stage, version, len(frames)) for stage, (version, frames) in added.items()),
-            tuple(frame for _, frames in added.values() for frame in frames),
-        )
+        columns: list[tuple[str, Version, int]] = []
+        added: list[Any] = []
+        for stage, column in self.ledger.book.items[ordinal].added.items():
+            frames = self._store.get(self._name, ordinal, COLUMN + stage)
+            columns.append((stage, column.version, len(frames)))
+            added += frames
+        return Content(ordinal, self._store.get(self._name, ordinal, GROUP), columns, added)
 
     # ------------------------------------------------------------------ keeping
 
@@ -150,11 +148,12 @@ class Stream:
         book = self.ledger.book
         if isinstance(event, ev.Committed):
             self._store.drop(self._name, event.ordinal, PROGRESS)
-        if isinstance(event, ev.StepTrained) and event.step in book.retention.steps:
+        elif isinstance(event, ev.StepTrained) and event.step in book.retention.steps:
             for ordinal in book.retention.steps[event.step].items:
                 self._store.cool(self._name, ordinal)
-        for ordinal in (*book.unmade, *book.gone):
-            self._store.drop(self._name, ordinal)
+        for ordinals in (book.unmade, book.gone):
+            for ordinal in ordinals:
+                self._store.drop(self._name, ordinal)
         for ordinal in book.gone:
             self.tasks.pop(ordinal, None)
 

@@ -16,6 +16,7 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, get_args
 
 import msgpack
@@ -27,7 +28,7 @@ from asyncrl.types import COLUMNS, Finish, Group, Sampling, Task, Version
 
 Buffer = bytes | memoryview
 
-VERSION = 3
+VERSION = 4
 ENVELOPE_MAGIC = b"ARLQ" + bytes([VERSION])
 GROUP_MAGIC = b"ARLG" + bytes([VERSION])
 SEAL, LENGTH = struct.Struct("<Q"), struct.Struct("<I")
@@ -65,17 +66,20 @@ DTYPES = EVERY | {name: np.dtype(dtype).newbyteorder("<") for name, dtype in COL
 PART = "part/"
 PART_DTYPE = np.dtype("<f4")
 SAMPLING = (float, int, int, float, int, float)
-"""What the fields of a `Sampling` are."""
+SAMPLED = attrgetter(*(each.name for each in dataclasses.fields(Sampling)))
+"""What the fields of a `Sampling` are, and their values."""
 FINISHES: tuple[Finish, ...] = get_args(Finish)
 BAD_MSGPACK = (ValueError, TypeError, msgpack.UnpackException, RecursionError, OverflowError, MemoryError)
 
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """A group to be sent: `frames` share memory with its arrays. digest: xxh3-64 of header and columns."""
+    """A group to be sent: `frames` share memory with its arrays. squares: of its rollouts' lengths, added up · digest:
+    xxh3-64 of header and columns."""
 
     frames: list[Buffer]
     tokens: int
+    squares: int
     nbytes: int
     start_version: Version
     digest: int
@@ -95,6 +99,16 @@ def unpack(frame: Buffer) -> dict[str, Any]:
     return _unpack_map(view[len(ENVELOPE_MAGIC) :], MAX_ITEMS)
 
 
+def pack_value(value: Any) -> bytes:
+    """A plain value inside of a message."""
+    return msgpack.packb(value, use_bin_type=True)
+
+
+def unpack_value(packed: Buffer) -> Any:
+    """`pack_value`'s, as `unpack` does it."""
+    return _unpack_any(packed, MAX_ITEMS)
+
+
 def task_to_wire(task: Task) -> bytes:
     return msgpack.packb([task.ordinal, task.prompt, dict(task.data)], use_bin_type=True)
 
@@ -111,9 +125,7 @@ def encode_group(group: Group) -> Payload:
     columns = _columns(group)
     header = {
         "task": task_to_wire(group.task),
-        "sampling": [
-            kind(value) for kind, value in zip(SAMPLING, dataclasses.astuple(group.sampling), strict=True)
-        ],
+        "sampling": [kind(value) for kind, value in zip(SAMPLING, SAMPLED(group.sampling), strict=True)],
         "finish": [FINISHES.index(f) for f in group.finish],
         "columns": [[name, len(column)] for name, column in columns.items()],
         "greedy_reward": None if group.greedy_reward is None else float(group.greedy_reward),
@@ -126,7 +138,8 @@ def encode_group(group: Group) -> Payload:
     digest = _digest([*small, *large])
     frames: list[Buffer] = [b"".join([GROUP_MAGIC, SEAL.pack(digest), *small]), *large]
     tokens, nbytes = len(columns["token_ids"]), sum(map(len, frames))
-    return Payload(frames, tokens, nbytes, group.start_version, digest)
+    squares = sum(length * length for length in columns["lengths"].tolist())
+    return Payload(frames, tokens, squares, nbytes, group.start_version, digest)
 
 
 def decode_group(frames: Sequence[Buffer]) -> Group:

@@ -5,6 +5,8 @@
     MathVerify   the answer is worth the same as a formula (needs the extra `math`)
     UnitTests    the answer is a Python program that passes tests, in a sandbox
 
+(and `asyncrl.rewards.classifier:Classifier`, a reward model, which is not imported here because it loads torch)
+
 Each is a class, made once with `reward.options`, whose instances are reward functions.
 """
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from asyncrl.config.schema import SyncConfig
+from asyncrl.disk import sync_folder
 from asyncrl.errors import WeightSyncError, WireError
 
 KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
@@ -103,7 +104,7 @@ class FolderBlobs:
             unfinished.unlink(missing_ok=True)
             raise
         if self._fsync:
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
 
     def get(self, key: str) -> bytes:
         try:
@@ -144,11 +145,3 @@ class FolderBlobs:
 
     def _path(self, key: str) -> Path:
         return self._folder / checked(key)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -4,7 +4,8 @@
       pack i+1 ║ send i   ─────bytes────▸      recv i+1 ║ unpack i
 
 Two buffers at each end: while one is on its way the other is filled or emptied. A piece that travels alone
-and lies in one stretch of memory at an end is sent from, or received into, the tensor itself.
+and lies in one stretch of memory at an end is sent from, or received into, the tensor itself. Ends that can read each
+other's memory need no buffers: every piece is copied once.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from asyncrl.errors import WeightSyncError
 from asyncrl.sync.layout import Box, Layout, ParamLayout, whole_layout
 from asyncrl.sync.plan import Bucket, SourcePlan
 from asyncrl.sync.shared_memory import shared_memory
-from asyncrl.sync.transport import Channel, Transfer
+from asyncrl.sync.transport import Channel, SharingChannel, Transfer
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -57,6 +58,8 @@ class Shards:
                 parts = (given,) if isinstance(given, torch.Tensor) else tuple(given)
                 _check(name, param, parts)
                 self.tensors[name] = tuple(part.detach() for part in parts)
+        # Each version asks for the same pieces; to slice a tensor takes longer than to copy a small one.
+        self._views: dict[tuple[str, Box], torch.Tensor] = {}
 
     @property
     def parts(self) -> list[torch.Tensor]:
@@ -69,6 +72,12 @@ class Shards:
 
     def view(self, name: str, box: Box) -> torch.Tensor:
         """The elements of `box`, which one held box must contain, as a view of shape `box.shape`."""
+        key = (name, box)
+        if (found := self._views.get(key)) is None:
+            found = self._views[key] = self._view(name, box)
+        return found
+
+    def _view(self, name: str, box: Box) -> torch.Tensor:
         parts = self.tensors.get(name, ())
         for held, part in zip(
             self.layout[name].boxes, parts, strict=False
@@ -87,18 +96,21 @@ def _check(name: str, param: ParamLayout, parts: Sequence[torch.Tensor]) -> None
         )
 
 
+def views(bucket: Bucket, shards: Shards) -> list[torch.Tensor]:
+    """The bucket's pieces where they lie."""
+    return [shards.view(piece.name, piece.box) for piece in bucket.pieces]
+
+
 def pack(bucket: Bucket, shards: Shards, buffer: torch.Tensor) -> torch.Tensor:
     """Copy the bucket's pieces into `buffer` [bytes] uint8; returns the part that is to be sent."""
-    for piece in bucket.pieces:
-        source = shards.view(piece.name, piece.box)
+    for piece, source in zip(bucket.pieces, views(bucket, shards), strict=True):
         buffer[piece.at : piece.at + piece.bytes].view(source.dtype).view(source.shape).copy_(source)
     return buffer[: bucket.length]
 
 
 def unpack(bucket: Bucket, shards: Shards, buffer: torch.Tensor) -> None:
     """The inverse of `pack`."""
-    for piece in bucket.pieces:
-        target = shards.view(piece.name, piece.box)
+    for piece, target in zip(bucket.pieces, views(bucket, shards), strict=True):
         target.copy_(buffer[piece.at : piece.at + piece.bytes].view(target.dtype).view(target.shape))
 
 
@@ -106,7 +118,7 @@ def in_place(bucket: Bucket, shards: Shards, device: torch.device) -> torch.Tens
     """The bucket's bytes where they lie in the tensor; None where they must be packed."""
     if len(bucket.pieces) > 1:
         return None
-    tensor = shards.view(bucket.pieces[0].name, bucket.pieces[0].box)
+    (tensor,) = views(bucket, shards)
     return flat_bytes(tensor) if tensor.is_contiguous() and tensor.device.type == device.type else None
 
 
@@ -145,10 +157,13 @@ def send_buckets(
     """
     flying: list[Transfer] = []
     for index, bucket in enumerate(source.buckets):
-        if len(flying) == 2:
+        if len(flying) == _ahead(channel):
             flying.pop(0).wait(seconds_left())
             moved()
         ready(index)
+        if isinstance(channel, SharingChannel):
+            flying.append(channel.send_parts(views(bucket, shards)))
+            continue
         data = in_place(bucket, shards, channel.device)
         if data is None:
             data = pack(bucket, shards, buffers.take(index))
@@ -173,18 +188,27 @@ def receive_buckets(
 
     def begin(index: int) -> tuple[torch.Tensor | None, Transfer]:
         bucket = source.buckets[index]
+        if isinstance(channel, SharingChannel):
+            return None, channel.recv_parts(views(bucket, shards))
         direct = in_place(bucket, shards, channel.device)
         if direct is not None:
             return None, channel.recv(direct)
         packed = buffers.take(index)[: bucket.length]
         return packed, channel.recv(packed)
 
-    flying = [begin(index) for index in range(min(2, len(source.buckets)))]
+    ahead = _ahead(channel)
+    flying = [begin(index) for index in range(min(ahead, len(source.buckets)))]
     for index, bucket in enumerate(source.buckets):
         packed, transfer = flying.pop(0)
         transfer.wait(seconds_left())
         if packed is not None:
             unpack(bucket, shards, packed)
         arrived(index)
-        if index + 2 < len(source.buckets):
-            flying.append(begin(index + 2))
+        if index + ahead < len(source.buckets):
+            flying.append(begin(index + ahead))
+
+
+def _ahead(channel: Channel) -> int:
+    """How many buckets may be on their way: as many as there are buffers, or, where none are needed, so many that the
+    receiver need not wait until the sender is given a processor."""
+    return 4 if isinstance(channel, SharingChannel) else 2

@@ -1,4 +1,5 @@
-"""Control messages of the weight stream: requests and answers between a subscriber and a publisher.
+"""Control messages of the weight stream: requests and answers between a subscriber and a publisher. A learner and the
+pools that train with it speak the same way.
 
       ControlClient (DEALER)                          ControlServer (ROUTER, one thread)
       request ──[version, id, kind, fields]──▸  handle(request) ─┬─ fields: answered at once
@@ -30,7 +31,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from asyncrl.errors import DeadlineError, RefusedError, WeightSyncError, WireError
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_BYTES = 256 << 20
 """Of one message; a layout or a plan of a large model is a few megabytes."""
 
@@ -140,12 +141,17 @@ class ControlServer:
         self._closing = False
         self._outbox: deque[tuple[Request, str, Fields]] = deque()
         self._parked: dict[bytes, _Parked] = {}  # by peer
-        self._thread = threading.Thread(target=self._serve, name=f"weights control, {name}", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name=f"control, {name}", daemon=True)
         self._thread.start()
 
     def answer(self, request: Request, fields: Fields) -> None:
         """Answer a request that `handle` returned None for. From any thread."""
         self._outbox.append((request, "ok", fields))
+        self.wake()
+
+    def refuse(self, request: Request, reason: str, detail: str) -> None:
+        """The same, where it came to nothing."""
+        self._outbox.append((request, "error", {"reason": reason, "detail": detail}))
         self.wake()
 
     def park(

@@ -20,9 +20,9 @@ from asyncrl.sync.bucket import Buffers, Shards, receive_buckets
 from asyncrl.sync.channels import open_channel, place_of
 from asyncrl.sync.control import ControlClient, SocketKeys
 from asyncrl.sync.delta_stream import announced, receive_deltas
-from asyncrl.sync.digest import digest_source
 from asyncrl.sync.layout import ParamLayout, from_wire
 from asyncrl.sync.plan import SourcePlan, source_to_wire
+from asyncrl.sync.proof import Proof, Share
 from asyncrl.sync.snapshot import TakenBackError
 from asyncrl.sync.torch_transport import TARGET, join_store, own_address
 from asyncrl.sync.transport import Channel
@@ -159,7 +159,7 @@ class Link:
         deadline_s: float,
         arrived: Callable[[int], None] = lambda index: None,
         base: Version | None = None,
-    ) -> int | None:
+    ) -> Share | None:
         """Fill the staging memory with this one's part of a pinned version; returns the hash of what was sent.
 
         `base` is the version that lies whole in the staging memory: the sender may answer with what changed since.
@@ -196,12 +196,12 @@ class Link:
         fields = self._control.finish(number, f"acknowledgement of {what}", max(seconds_left(), 0.0))
         self._check(fields, what)
         self.received_bytes = fields["bytes"]
-        digest: int | None = fields["digest"]
-        if sizes is not None and digest is not None and digest_source(source, staging) != digest:
+        share = Share.from_wire(fields["share"])
+        if sizes is not None and share is not None and not Proof(share, tuple(source.pieces)).holds(staging):
             raise WeightSyncError(
                 f"{self.who}: version {base} with the changes from {self.whom} is not its version {version}"
             )
-        return digest
+        return share
 
     def unpin(self) -> None:
         """Best effort; the publisher forgets the hold anyway when it wants the memory."""

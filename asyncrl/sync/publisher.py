@@ -13,7 +13,6 @@ generator says what it holds. Nobody gathers the model, and the trainer waits fo
 from __future__ import annotations
 
 import atexit
-import hashlib
 import logging
 import threading
 from collections.abc import Mapping
@@ -30,12 +29,13 @@ from asyncrl.sync.channels import place_of
 from asyncrl.sync.control import Fields, Request, SocketKeys
 from asyncrl.sync.delta_chain import DeltaChain
 from asyncrl.sync.delta_stream import Deltas
-from asyncrl.sync.digest import digest_source
 from asyncrl.sync.layout import Layout, to_wire
 from asyncrl.sync.membership import Joined, Membership
 from asyncrl.sync.plan import SourcePlan, source_from_wire
+from asyncrl.sync.proof import Share
 from asyncrl.sync.serving import Handler, Outlet
 from asyncrl.sync.snapshot import Pin, Snapshots
+from asyncrl.sync.torch_transport import LOOPBACK
 from asyncrl.sync.tree import Links, Member
 from asyncrl.types import Version
 
@@ -84,8 +84,8 @@ class Publisher:
         if config.delta != "never" and config.snapshots == 2:
             most_bytes = int(config.delta_share * self._arenas[0].bytes)
             self._chain = DeltaChain(self.name, layout, most_bytes, self._holding)
-        self._digests: dict[tuple[Version, bytes], int] = {}
-        self._digest_lock = threading.Lock()
+        self._shares: dict[tuple[Version, SourcePlan], Share] = {}
+        self._share_lock = threading.Lock()
         self._members = Membership(
             place_of(self._live.device).host,
             config.bucket_bytes,
@@ -110,7 +110,7 @@ class Publisher:
             self,
             config,
             lineage=lineage,
-            host=config.host,
+            host=config.host or LOOPBACK,
             handlers={"hello": self._hello, **(at_rank_0 if rank == 0 else {})},
             keys=keys,
             on_wake=self._fence,
@@ -179,16 +179,16 @@ class Publisher:
     def ready(self, pin: Pin, bucket: int, seconds: float) -> None:
         """A snapshot is whole before anybody can pin it."""
 
-    def digest(self, pin: Pin, source: SourcePlan, seconds: float = 0.0) -> int | None:
+    def share(self, pin: Pin, source: SourcePlan, seconds: float = 0.0) -> Share | None:
         """Once for all generators of the same plan."""
         if not self._config.verify:
             return None
-        key = (pin.version, hashlib.blake2b(repr(source).encode(), digest_size=16).digest())
-        with self._digest_lock:
-            if key not in self._digests:
-                self._digests = {k: d for k, d in self._digests.items() if k[0] >= pin.version - 1}
-                self._digests[key] = digest_source(source, self.shards(pin))
-            return self._digests[key]
+        key = (pin.version, source)
+        with self._share_lock:
+            if key not in self._shares:
+                self._shares = {k: d for k, d in self._shares.items() if k[0] >= pin.version - 1}
+                self._shares[key] = Share.of(source.pieces, self.shards(pin))
+            return self._shares[key]
 
     def deltas(
         self, pin: Pin, base: Version | None, source: SourcePlan, slow: bool, seconds: float

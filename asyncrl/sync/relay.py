@@ -23,6 +23,7 @@ from asyncrl.sync.control import SocketKeys
 from asyncrl.sync.delta_stream import Deltas
 from asyncrl.sync.layout import Layout
 from asyncrl.sync.plan import Plan, SourcePlan, source_from_wire
+from asyncrl.sync.proof import Share
 from asyncrl.sync.serving import Outlet
 from asyncrl.sync.snapshot import Pin, TakenBackError
 from asyncrl.types import Version
@@ -52,7 +53,7 @@ class Progress:
         self._pins: list[Pin] = []
         self._arrived: set[int] = set()
         self._whole = False
-        self._digest: int | None = None
+        self._share: Share | None = None
 
     def begin(self, version: Version) -> None:
         """From now on the memory is filled with this version; children of another one are cancelled.
@@ -69,10 +70,10 @@ class Progress:
             self._arrived.add(bucket)
             self._changed.notify_all()
 
-    def complete(self, digest: int | None) -> None:
+    def complete(self, share: Share | None) -> None:
         """All has arrived, and the learner's acknowledgement with it."""
         with self._changed:
-            self._whole, self._digest = True, digest
+            self._whole, self._share = True, share
             self._changed.notify_all()
 
     def withdraw(self) -> None:
@@ -85,7 +86,7 @@ class Progress:
             pin.held = False
         self._pins.clear()
         self._arrived.clear()
-        self._version, self._whole, self._digest = None, False, None
+        self._version, self._whole, self._share = None, False, None
         self._changed.notify_all()
 
     def pin(self, version: Version, who: str) -> Pin | None:
@@ -110,8 +111,8 @@ class Progress:
                 self._pins.remove(pin)
             self._changed.notify_all()
 
-    def wait_for(self, pin: Pin, bucket: int | None, seconds: float) -> int | None:
-        """Until that bucket is here, or everything (None); then the digest. TakenBackError, DeadlineError."""
+    def wait_for(self, pin: Pin, bucket: int | None, seconds: float) -> Share | None:
+        """Until that bucket is here, or everything (None); then the learner's hash. TakenBackError, DeadlineError."""
         with self._changed:
 
             def here() -> bool:
@@ -121,7 +122,7 @@ class Progress:
                 what = "all of it" if bucket is None else f"bucket {bucket}"
                 raise DeadlineError(pin.who, self._who, f"version {pin.version}, {what}", seconds)
             self.moved(pin)
-            return self._digest
+            return self._share
 
 
 class Relay:
@@ -198,5 +199,5 @@ class Relay:
         """A relay keeps none: its children are near."""
         return None
 
-    def digest(self, pin: Pin, source: SourcePlan, seconds: float) -> int | None:
+    def share(self, pin: Pin, source: SourcePlan, seconds: float) -> Share | None:
         return self.progress.wait_for(pin, None, seconds)

@@ -26,6 +26,7 @@ from asyncrl.sync.bucket import Buffers, Shards, send_buckets
 from asyncrl.sync.control import Fields, Request
 from asyncrl.sync.delta_stream import Deltas, announce, deltas_bytes, send_deltas
 from asyncrl.sync.plan import SourcePlan
+from asyncrl.sync.proof import Share
 from asyncrl.sync.snapshot import Pin, TakenBackError
 from asyncrl.sync.transport import Channel
 from asyncrl.types import Version
@@ -46,7 +47,7 @@ class Shelf(Protocol):
 
     def ready(self, pin: Pin, bucket: int, seconds: float) -> None: ...
 
-    def digest(self, pin: Pin, source: SourcePlan, seconds: float) -> int | None: ...
+    def share(self, pin: Pin, source: SourcePlan, seconds: float) -> Share | None: ...
 
     def deltas(
         self, pin: Pin, base: Version | None, source: SourcePlan, slow: bool, seconds: float
@@ -143,7 +144,7 @@ class Sender:
             shards = shelf.shards(pin)
             if shards.device.type == "cuda":
                 torch.cuda.set_device(shards.device)
-            hashing = hasher.submit(shelf.digest, pin, self._source, seconds_left())
+            hashing = hasher.submit(shelf.share, pin, self._source, seconds_left())
             base = job.request.fields.get("base")
             deltas = shelf.deltas(pin, base, self._source, self._slow, seconds_left())
             if deltas is not None and deltas_bytes(deltas) >= self._source.bytes:
@@ -153,10 +154,10 @@ class Sender:
                 sent = self._send_full(pin, shards, channel, buffers, seconds_left)
             else:
                 sent = self._send_deltas(pin, deltas, channel, seconds_left)
-            digest = hashing.result()
+            share = hashing.result()
             # Only a version that was whole to the very end is acknowledged.
             shelf.moved(pin)
-            fields = {"status": "sent", "digest": digest, "bytes": sent}
+            fields = {"status": "sent", "share": share, "bytes": sent}
             shelf.count("transfers")
             shelf.count("bytes", sent)
         except TakenBackError as error:

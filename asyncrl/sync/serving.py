@@ -25,6 +25,7 @@ from asyncrl.sync.channels import Kind, Place, choose, open_channel, place_of
 from asyncrl.sync.control import ControlServer, Fields, Request, SocketKeys
 from asyncrl.sync.delta_stream import Deltas
 from asyncrl.sync.plan import SourcePlan
+from asyncrl.sync.proof import Share
 from asyncrl.sync.sender import Sender
 from asyncrl.sync.snapshot import Pin
 from asyncrl.sync.torch_transport import SOURCE, host_store
@@ -65,7 +66,7 @@ class Holdings(Protocol):
     def ready(self, pin: Pin, bucket: int, seconds: float) -> None:
         """Wait until that bucket of the plan may be read. Raises TakenBackError, DeadlineError."""
 
-    def digest(self, pin: Pin, source: SourcePlan, seconds: float) -> int | None:
+    def share(self, pin: Pin, source: SourcePlan, seconds: float) -> Share | None:
         """Hash of what `source` sends of the pinned version. Raises TakenBackError, DeadlineError."""
 
     def deltas(
@@ -149,8 +150,8 @@ class Outlet:
     def ready(self, pin: Pin, bucket: int, seconds: float) -> None:
         self._holdings.ready(pin, bucket, seconds)
 
-    def digest(self, pin: Pin, source: SourcePlan, seconds: float) -> int | None:
-        return self._holdings.digest(pin, source, seconds)
+    def share(self, pin: Pin, source: SourcePlan, seconds: float) -> Share | None:
+        return self._holdings.share(pin, source, seconds)
 
     def deltas(
         self, pin: Pin, base: Version | None, source: SourcePlan, slow: bool, seconds: float

@@ -1,11 +1,12 @@
 """Channels between two processes of one host, over memory that both have mapped.
 
-      sender                            socket                            receiver
-      lies in a segment? else copy ──▸ DATA segment, offset, length ──▸ maps a new segment once, copies out
-      its send is done             ◂── TAKEN ────────────────────────── after each
+      sender                             socket                             receiver
+      lie in a segment? else copied ──▸ DATA segment, places ───────────▸ maps a new segment once, copies out
+      their send is done            ◂── TAKEN ─────────────────────────── after each
 
-A buffer that lies in a shared segment already (`shared_memory`) is copied once, by the receiver; another is copied into
-a segment first. The socket carries packets of some 40 bytes and, with the first mention of a segment, the descriptor
+Tensors that lie in a shared segment already (`shared_memory`) are copied once, by the receiver, from where they lie to
+where they belong; others are copied into a segment first. The socket carries packets of some 40 bytes and the places
+(shared_parts.py) and, with the first mention of a segment, the descriptor
 that opens it. When an end dies the kernel closes its socket, which the other notices at once, and frees memory that
 nobody maps any more: neither socket nor segment has a name in a file system.
 
@@ -23,26 +24,30 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from asyncrl.errors import DeadlineError, WeightSyncError
-from asyncrl.sync.shared_memory import cuda_handle, located, mapped, shared_memory
+from asyncrl.sync.plan import ALIGN
+from asyncrl.sync.shared_memory import Segment, cuda_handle, mapped, shared_memory
+from asyncrl.sync.shared_parts import described, views
 from asyncrl.sync.torch_transport import SOURCE
-from asyncrl.sync.transport import ChannelEnd, Transfer, named
+from asyncrl.sync.transport import ChannelEnd, Transfer, bytes_of, named
 
 PACKET = struct.Struct("<BQQQQ")
-"""Kind, number of the segment, offset in it, length, bytes of the segment; a CUDA handle may follow."""
+"""Kind, number of the segment, how many numbers say where in it, bytes that they are of, bytes of the segment; the
+numbers follow, and perhaps a CUDA handle."""
 
 DATA, TAKEN = 1, 2
-LONGEST = 4096
-"""Bytes of a packet."""
+LONGEST = 1 << 16
+MOST_PARTS = 1024
+"""Bytes of a packet, and tensors that one tells of."""
 
 LEAST_SLOT = 4096
 CREDENTIALS = struct.Struct("3i")
@@ -111,14 +116,14 @@ class _ShmTransfer:
     channel: ShmChannel
     verb: Literal["send", "recv"]
     number: int
-    data: torch.Tensor
+    what: str
 
     def wait(self, seconds: float) -> None:
-        self.channel.finish(lambda done: done[self.verb] >= self.number, named(self.verb, self.data), seconds)
+        self.channel.finish(lambda done: done[self.verb] >= self.number, self.what, seconds)
 
 
 class ShmChannel(ChannelEnd):
-    """A `transport.Channel` over a connected socket of two processes of one host."""
+    """A `transport.SharingChannel` over a connected socket of two processes of one host."""
 
     def __init__(self, joined: socket.socket, who: str, whom: str, device: torch.device) -> None:
         super().__init__(who, whom, device)
@@ -129,27 +134,38 @@ class ShmChannel(ChannelEnd):
         self._done = {"send": 0, "recv": 0}
         self._slots: list[torch.Tensor] = []  # segments for what does not lie in one, free now
         # What the peer reads, and whether it is a slot.
-        self._leaving: deque[tuple[torch.Tensor, bool]] = deque()
+        self._leaving: deque[tuple[Sequence[torch.Tensor], bool]] = deque()
         self._told: set[int] = set()  # numbers of our segments that the peer has mapped
         self._mapped: dict[int, torch.Tensor] = {}  # the peer's, by its numbers
-        self._arrived: deque[torch.Tensor] = deque()
-        self._expected: deque[torch.Tensor] = deque()
+        self._arrived: deque[Arrived] = deque()
+        self._expected: deque[Sequence[torch.Tensor]] = deque()
 
     def send(self, data: torch.Tensor) -> Transfer:
-        with self._lock:
-            self.check()
-            slot = None if located(data) else self._slot(data.numel())
-            shared = data if slot is None else slot[: data.numel()].copy_(data)
-            _finish(self.device)
-            self._tell(shared)
-            self._leaving.append((shared if slot is None else slot, slot is not None))
-            return self._transfer("send", data)
+        return self.send_parts([data])
 
     def recv(self, into: torch.Tensor) -> Transfer:
+        return self.recv_parts([into])
+
+    def send_parts(self, parts: Sequence[torch.Tensor]) -> Transfer:
         with self._lock:
             self.check()
-            self._expected.append(into)
-            return self._transfer("recv", into)
+            for some in _packets(parts):
+                place = described(some) if some[0].device.type == self.device.type else None
+                slot = None if place else self._slot(sum(map(_room, some)))
+                shared = some if slot is None else _copied(some, slot)
+                _finish(self.device)
+                self._tell(shared, place or described(shared))
+                self._leaving.append((shared if slot is None else [slot], slot is not None))
+                self._begun["send"] += 1
+            return _ShmTransfer(self, "send", self._begun["send"], named("send", *parts))
+
+    def recv_parts(self, into: Sequence[torch.Tensor]) -> Transfer:
+        with self._lock:
+            self.check()
+            packets = _packets(into)
+            self._expected.extend(packets)
+            self._begun["recv"] += len(packets)
+            return _ShmTransfer(self, "recv", self._begun["recv"], named("recv", *into))
 
     def close(self) -> None:
         self.ends()
@@ -180,10 +196,6 @@ class ShmChannel(ChannelEnd):
 
     # With the lock held.
 
-    def _transfer(self, verb: Literal["send", "recv"], data: torch.Tensor) -> Transfer:
-        self._begun[verb] += 1
-        return _ShmTransfer(self, verb, self._begun[verb], data)
-
     def _slot(self, size: int) -> torch.Tensor:
         """The smallest free one that is large enough; else a new one, in place of one too small."""
         fitting = [index for index, slot in enumerate(self._slots) if slot.numel() >= size]
@@ -196,15 +208,16 @@ class ShmChannel(ChannelEnd):
         except OSError as error:
             raise self.breaks(error) from error
 
-    def _tell(self, shared: torch.Tensor) -> None:
-        found = located(shared)
-        assert found is not None
-        segment, offset = found
-        packet = PACKET.pack(DATA, segment.number, offset, shared.numel(), segment.size)
+    def _tell(self, parts: Sequence[torch.Tensor], place: tuple[Segment, list[int]] | None) -> None:
+        assert place is not None
+        segment, numbers = place
+        size = sum(map(bytes_of, parts))
+        packet = PACKET.pack(DATA, segment.number, len(numbers), size, segment.size)
+        packet += struct.pack(f"<{len(numbers)}Q", *numbers)
         if segment.number in self._told:
             self._post(packet, [])
         else:
-            self._post(packet + cuda_handle(shared), [segment.fd] if segment.fd >= 0 else [])
+            self._post(packet + cuda_handle(parts[0]), [segment.fd] if segment.fd >= 0 else [])
             self._told.add(segment.number)
 
     def _post(self, packet: bytes, fds: list[int]) -> None:
@@ -228,13 +241,15 @@ class ShmChannel(ChannelEnd):
         try:
             if not packet:
                 raise self.breaks(f"{self.whom} closed it, or died")
-            kind, number, offset, length, size = PACKET.unpack_from(packet)
+            kind, number, count, length, size = PACKET.unpack_from(packet)
             if kind == TAKEN and self._leaving:
                 self._taken()
-            elif kind == DATA:
+            elif kind == DATA and count <= LONGEST:
+                numbers = struct.unpack_from(f"<{count}Q", packet, PACKET.size)
                 if number not in self._mapped:
-                    self._mapped[number] = mapped(size, fds[0] if fds else -1, packet[PACKET.size :])
-                self._arrived.append(self._mapped[number][offset : offset + length])
+                    handle = packet[PACKET.size + 8 * count :]
+                    self._mapped[number] = mapped(size, fds[0] if fds else -1, handle)
+                self._arrived.append(Arrived(self._mapped[number], numbers, length))
             else:
                 raise self.breaks(f"a packet of kind {kind} came")
         except (OSError, struct.error, WeightSyncError) as error:
@@ -244,18 +259,51 @@ class ShmChannel(ChannelEnd):
                 os.close(fd)
 
     def _taken(self) -> None:
-        tensor, is_slot = self._leaving.popleft()
+        tensors, is_slot = self._leaving.popleft()
         if is_slot:
-            self._slots.append(tensor)
+            self._slots += tensors
         self._done["send"] += 1
 
-    def _copy(self, data: torch.Tensor, into: torch.Tensor) -> None:
-        if data.numel() != into.numel():
-            raise self.breaks(f"{data.numel()} bytes came where {into.numel()} were expected")
-        into.copy_(data)
+    def _copy(self, arrived: Arrived, into: Sequence[torch.Tensor]) -> None:
+        expected = sum(map(bytes_of, into))
+        if arrived.bytes != expected:
+            raise self.breaks(f"{arrived.bytes} bytes came where {expected} were expected")
+        try:
+            there = views(arrived.memory, into, arrived.numbers)
+        except WeightSyncError as error:
+            raise self.breaks(error) from error
+        torch._foreach_copy_(list(into), there)
         _finish(self.device)
         self._post(PACKET.pack(TAKEN, 0, 0, 0, 0), [])
         self._done["recv"] += 1
+
+
+class Arrived(NamedTuple):
+    """What the peer tells of: tensors in its memory, by numbers (shared_parts.py), and how many bytes they have."""
+
+    memory: torch.Tensor
+    numbers: Sequence[int]
+    bytes: int
+
+
+def _packets(parts: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
+    """Both ends divide them alike."""
+    return [parts[at : at + MOST_PARTS] for at in range(0, len(parts), MOST_PARTS)]
+
+
+def _copied(parts: Sequence[torch.Tensor], slot: torch.Tensor) -> list[torch.Tensor]:
+    """Copies, one after another in the slot."""
+    copies, at = [], 0
+    for part in parts:
+        room = slot[at : at + bytes_of(part)]
+        copies.append(room.view(part.dtype).view(part.shape).copy_(part))
+        at += _room(part)
+    return copies
+
+
+def _room(part: torch.Tensor) -> int:
+    """Bytes, so that the next one begins aligned."""
+    return -(-bytes_of(part) // ALIGN) * ALIGN
 
 
 def _finish(device: torch.device) -> None:

@@ -18,9 +18,10 @@ from asyncrl.config.schema import SyncConfig
 from asyncrl.errors import WeightSyncError, WireError
 from asyncrl.sync.blobs import Blobs, MissingBlobError, checked
 from asyncrl.sync.bucket import BoxTensors, Shards
-from asyncrl.sync.digest import MOD, digest_source
+from asyncrl.sync.digest import MOD
 from asyncrl.sync.layout import Layout
 from asyncrl.sync.plan import Plan, SourcePlan, plan
+from asyncrl.sync.proof import ROWS, Proof, Share
 from asyncrl.sync.snapshot import TakenBackError
 from asyncrl.sync.stored import Manifest, from_bytes, manifest_key, tensors_key, version_of
 from asyncrl.sync.stored_delta import KIND, DeltaReader, delta_key
@@ -89,8 +90,12 @@ class StoredStream:
             self._plan, self._sources = plan(sources, self._layout, self._bucket_bytes), sources
         taken = [self._take(source, paths[source.rank]) for source in self._plan.sources]
         verified = self._config.verify and all(path[-1].digests is not None for path in paths)
-        digest = sum(hashed for hashed, _ in taken) % MOD if verified else None
-        self._staged = Staged(version, digest, time.monotonic() - begun, sum(read for _, read in taken))
+        proof = None
+        if verified:
+            # Blocks and pieces are cut differently: only the hash by rows adds up over both.
+            total = sum(hashed for hashed, _ in taken) % MOD
+            proof = Proof(Share(ROWS, total), tuple(p for s in self._plan.sources for p in s.pieces))
+        self._staged = Staged(version, proof, time.monotonic() - begun, sum(read for _, read in taken))
         return self._staged
 
     def fetch(self, newer_than: Version, wait_s: float) -> Staged | None:
@@ -113,12 +118,7 @@ class StoredStream:
     def _good(self) -> bool:
         """Whether staging still holds what was staged last: a delta adds to that."""
         assert self._staged is not None
-        if self._staged.digest is None:
-            return True
-        return (
-            sum(digest_source(source, self._staging) for source in self._plan.sources) % MOD
-            == self._staged.digest
-        )
+        return self._staged.proof is None or self._staged.proof.holds(self._staging)
 
     def _paths(self, version: Version, base: Version | None) -> list[list[Manifest]]:
         """Of each rank, the manifests to take one after another: from `base` on, or from a full version."""

@@ -31,10 +31,10 @@ from asyncrl.errors import AsyncRLError, DeadlineError, RefusedError, WeightSync
 from asyncrl.sync.bucket import BoxTensors, Shards
 from asyncrl.sync.channels import place_of
 from asyncrl.sync.control import SocketKeys
-from asyncrl.sync.digest import MOD
 from asyncrl.sync.layout import Layout, layout_key
 from asyncrl.sync.link import GRACE_S, Hello, Link, Parent
 from asyncrl.sync.plan import Plan, Plans, SourcePlan
+from asyncrl.sync.proof import Proof, Share
 from asyncrl.sync.relay import Relay
 from asyncrl.sync.snapshot import TakenBackError
 from asyncrl.sync.torch_transport import own_address
@@ -64,12 +64,12 @@ log = logging.getLogger(__name__)
 class Staged:
     """A whole version in the staging memory.
 
-    digest: the learner's hash of it, None without sync.verify · seconds from pin to acknowledgement · bytes
+    proof: what it must hash to, None without sync.verify · seconds from pin to acknowledgement · bytes
     received · source: the member it was taken from, None for the learner
     """
 
     version: Version
-    digest: int | None
+    proof: Proof | None
     seconds: float
     bytes: int
     source: str | None = None
@@ -297,18 +297,18 @@ class Subscriber:
             if relay is not None:
                 relay.begin(version)
             base, self._staged = self._staged, None
-            digests = self._each(sources, lambda s: self._receive(version, s, base))
+            shares = self._each(sources, lambda s: self._receive(version, s, base))
+            proof = Proof.joined(shares, (piece for source in sources for piece in source.plan.pieces))
             self._staged = version
         except _NotBegunError:
             raise
         except Exception:
             self._give_up(sources)
             raise
-        digest = None if any(d is None for d in digests) else sum(d or 0 for d in digests) % MOD
         if relay is not None:
-            relay.progress.complete(digest)
+            relay.progress.complete(None if proof is None else proof.share)
         total = sum(source.link.received_bytes for source in sources)
-        return Staged(version, digest, time.monotonic() - begun, total, parent)
+        return Staged(version, proof, time.monotonic() - begun, total, parent)
 
     def _pin(self, version: Version, sources: Sequence[_Source], pin_s: float) -> None:
         deadline_s = self._config.deadline_s
@@ -319,7 +319,7 @@ class Subscriber:
             source.link.unpin()
         raise _NotBegunError(f"version {version} was gone before {self.who} could pin it")
 
-    def _receive(self, version: Version, source: _Source, base: Version | None) -> int | None:
+    def _receive(self, version: Version, source: _Source, base: Version | None) -> Share | None:
         relay = self._relay
 
         def arrived(bucket: int) -> None:

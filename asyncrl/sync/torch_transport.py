@@ -15,12 +15,15 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 
 from asyncrl.errors import DeadlineError, WeightSyncError
 from asyncrl.sync.transport import ChannelEnd, Transfer, named
+
+LOOPBACK = "127.0.0.1"
 
 SOURCE, TARGET = 0, 1
 """Members of a channel's group: the learner rank, the generator."""
@@ -54,6 +57,18 @@ def own_address(towards: str, port: int) -> str:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(peer)
         return str(probe.getsockname()[0])
+
+
+def own_host(queue_address: str) -> str:
+    """The address of this machine on its route to the queue: whoever reaches the queue finds this machine there.
+
+    >>> own_host("tcp://127.0.0.1:5555"), own_host("tcp://[::1]:5555"), own_host("ipc:///tmp/queue")
+    ('127.0.0.1', '127.0.0.1', '127.0.0.1')
+    """
+    queue = urlsplit(queue_address)
+    if queue.hostname in (None, "::1"):
+        return LOOPBACK
+    return own_address(str(queue.hostname), queue.port or 1)
 
 
 def make_channel(

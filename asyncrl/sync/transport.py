@@ -9,8 +9,9 @@ are known to both ends beforehand. A channel that raised is dead: close it and m
 from __future__ import annotations
 
 import queue
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -42,6 +43,18 @@ class Channel(Protocol):
         """Free it; transfers at both ends then fail. May be called again, and from another thread."""
 
 
+@runtime_checkable
+class SharingChannel(Channel, Protocol):
+    """One whose ends can read each other's memory: tensors are copied once, from where they lie to where they belong,
+    whatever their strides."""
+
+    def send_parts(self, parts: Sequence[torch.Tensor]) -> Transfer:
+        """Begin to send them; the other end calls `recv_parts` with as many, of the same shapes and dtypes."""
+
+    def recv_parts(self, into: Sequence[torch.Tensor]) -> Transfer:
+        """Begin to fill them."""
+
+
 class ChannelEnd:
     """What every channel has: the names of both ends, and a memory of what broke it."""
 
@@ -69,9 +82,13 @@ class ChannelEnd:
         self._broken = self._broken or "is closed"
 
 
-def named(verb: str, data: torch.Tensor) -> str:
+def named(verb: str, *data: torch.Tensor) -> str:
     """A transfer in an error's words."""
-    return f"{verb} of {data.numel()} bytes of weights"
+    return f"{verb} of {sum(map(bytes_of, data))} bytes of weights"
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 class _Pipe:

@@ -13,6 +13,7 @@ from asyncrl.errors import TaskError
 from asyncrl.types import Task
 
 Row = Task | Mapping[str, Any]
+Prompt = str | list[dict[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class RowReader:
             self._check_travels(task.data)
         except TaskError as error:
             raise TaskError(f"{self.place(index)}: {error}") from None
-        return replace(task, prompt=self._framed(task.prompt))
+        return replace(task, prompt=framed(task.prompt, self.config))
 
     def _data(self, row: Mapping[str, Any]) -> dict[str, Any]:
         if self.config.fields:
@@ -62,18 +63,18 @@ class RowReader:
             what = f"its data cannot travel to another process: {error}"
             raise TaskError(f"{what}; choose what can with {self.section}.fields") from None
 
-    def _framed(self, prompt: str | list[dict[str, str]]) -> str | list[dict[str, str]]:
-        """Messages where the chat template is to be used. A system prompt of the row's own stays."""
-        system = self.config.system
-        if isinstance(prompt, str):
-            if system is None and not self.config.chat:
-                return prompt
-            prompt = [{"role": "user", "content": prompt}]
-        # A table has all fields in all messages, empty ones too, which would confuse a chat template.
-        messages = [{name: value for name, value in m.items() if value is not None} for m in prompt]
-        if system is not None and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": system})
-        return messages
+
+def framed(prompt: Prompt, config: SourceConfig) -> Prompt:
+    """Messages where the chat template is to be used. A system prompt of the row's own stays."""
+    if isinstance(prompt, str):
+        if config.system is None and not config.chat:
+            return prompt
+        prompt = [{"role": "user", "content": prompt}]
+    # A table has all fields in all messages, empty ones too, which would confuse a chat template.
+    messages = [{name: value for name, value in m.items() if value is not None} for m in prompt]
+    if config.system is not None and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": config.system})
+    return messages
 
 
 def _is_prompt(prompt: object) -> bool:

@@ -8,6 +8,9 @@
     report.py: the bars, and a table
 
 The model is random and has 28M parameters. Answers have as many tokens as the bench says: all the same, or lognormal
-with σ = 1 and the same mean. The engine alone gets the same requests again and again, as many at once as the worker
-gives it.
+with σ = 1 and the same mean. The engine alone gets prompts like those of the tasks, as many at once as the worker gives
+it. It keeps its weights, and the learner's process rests meanwhile: what updates cost, and whatever the learner takes
+from the cores that they share, counts against the worker. How much that is, two figures tell.
+
+An engine that fails leaves its bars unmeasured, the others are reported, and the exit code is 1.
 """

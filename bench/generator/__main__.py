@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import os
 import platform
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+import psutil
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.bars import figures
@@ -20,20 +24,27 @@ from bench.generator.model import SIZES, TINY, write_model
 from bench.generator.report import table
 from bench.process import Process
 
-ENGINES = {"transformers": "asyncrl.generator.transformers_engine", "vllm": "asyncrl.generator.vllm_engine"}
+ENGINES = ("transformers", "vllm")
+"""Each needs a package of its name."""
 
 
 def main() -> None:
     args = _parser().parse_args()
-    engines = args.engines or [name for name, module in ENGINES.items() if importlib.util.find_spec(module)]
+    engines = args.engines or [name for name in ENGINES if importlib.util.find_spec(name)]
     found: dict[str, float] = {}
+    failed = []
     with tempfile.TemporaryDirectory(prefix="generator-") as temporary:
         folder = Path(temporary)
         write_model(folder / "model", TINY if args.tiny else SIZES)
         millions = _millions(folder / "model")
         for engine in engines:
-            measured = _figures(folder, engine, args.rounds, args.seconds)
-            found |= {f"{name}.{engine}": value for name, value in measured.items()}
+            try:
+                measured = _figures(folder, engine, args.rounds, args.seconds)
+            except (RuntimeError, OSError) as error:
+                print(f"{engine} failed: {error}", file=sys.stderr, flush=True)
+                failed.append(engine)
+            else:
+                found |= {f"{name}.{engine}": value for name, value in measured.items()}
     machine = (
         f"{os.cpu_count()} × {platform.machine()}, {platform.system()}, Python {platform.python_version()}."
     )
@@ -44,6 +55,8 @@ def main() -> None:
         if path:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(written, encoding="utf-8")
+    if failed:
+        sys.exit(1)
 
 
 def _figures(folder: Path, engine: str, rounds: int, seconds: float) -> dict[str, float]:
@@ -56,36 +69,42 @@ def _figures(folder: Path, engine: str, rounds: int, seconds: float) -> dict[str
             pool.tell({**said, "address": address})
 
             def measured(what: str) -> dict[str, float]:
+                begun, cpu_s = time.perf_counter(), _cpu_s(learner)
                 pool.tell({"do": what, "seconds": seconds})
                 answer: dict[str, float] = pool.hears()
+                answer["learner_cores"] = (_cpu_s(learner) - cpu_s) / (time.perf_counter() - begun)
                 print(engine, what, answer, file=sys.stderr, flush=True)
                 return answer
 
             measured("alike")  # the engine may have been starting
-            kept = [_round(measured("alike"), measured("bare"), measured("long_tail")) for _ in range(rounds)]
+            # Each way round in turn, so that a machine which gets slower or faster favours neither.
+            orders = itertools.cycle((("alike", "bare", "long_tail"), ("long_tail", "bare", "alike")))
+            kept = [_round(**{what: measured(what) for what in next(orders)}) for _ in range(rounds)]
             pool.tell({"do": "shorten"})
             learner.tell("check")
             gaps = learner.hears()
             learner.tell("end")
             pauses = learner.hears()
-    before, after = gaps["before"], gaps["after"]
-    compared = {
-        "logprob_diff_before": before,
-        "logprob_diff_after": after,
-        "logprob_diff_max": max(before, after),
-    }
-    return {**figures(kept, ()), **compared, **pauses}
+    compared = {f"logprob_diff_{when}": gap for when, gap in gaps.items()}
+    return {**figures(kept, ()), **compared, "logprob_diff_max": float(np.max([*gaps.values()])), **pauses}
 
 
-def _round(through: dict[str, float], bare: dict[str, float], tail: dict[str, float]) -> dict[str, float]:
+def _round(alike: dict[str, float], bare: dict[str, float], long_tail: dict[str, float]) -> dict[str, float]:
     return {
-        "tokens_per_s_worker": through["tokens_per_s"],
+        "tokens_per_s_worker": alike["tokens_per_s"],
         "tokens_per_s_bare": bare["tokens_per_s"],
-        "worker_over_bare": through["tokens_per_s"] / bare["tokens_per_s"],
-        "busy_long_tail": tail["busy"],
+        "worker_over_bare": alike["tokens_per_s"] / bare["tokens_per_s"],
+        "learner_cores_worker": alike["learner_cores"],
+        "learner_cores_bare": bare["learner_cores"],
+        "busy_long_tail": long_tail["busy"],
         "busy_endless": bare["busy"],
-        "busy_share": tail["busy"] / bare["busy"],
+        "busy_share": long_tail["busy"] / bare["busy"],
     }
+
+
+def _cpu_s(process: Process) -> float:
+    times = psutil.Process(process.pid).cpu_times()
+    return float(times.user + times.system)
 
 
 @contextmanager
@@ -108,9 +127,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", type=Path, help="figures")
     parser.add_argument("--table", type=Path, help="Markdown")
-    parser.add_argument("--engines", nargs="+", choices=list(ENGINES), help="default: those there are")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=20.0, help="of one measurement")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, help="default: those there are")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=12.0, help="of one measurement")
     parser.add_argument("--tiny", action="store_true", help="a model of no size, to see that all works")
     return parser
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from asyncrl.config.agreement import AGREED, agreed
 from asyncrl.config.schema import Config
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.fsdp import FsdpBackend
@@ -93,6 +94,7 @@ class Learner:
         layout, tensors = self._backend.layout(), self._backend.local_tensors()
         publisher = Publisher(0, 1, layout, tensors, self._config.sync, opened.lineage)
         entry = {"endpoint": publisher.endpoint, "world": 1, "lineage": opened.lineage}
+        self._client.post(AGREED, agreed(self._config))
         self._client.post("weights/0", entry)
         self._publish(publisher)
         while not self.ending.is_set():
@@ -147,7 +149,7 @@ class Learner:
         batch = batch.select(whole)
         apart = (self._backend.predict(batch) - batch.behaviour_N)[batch.loss_mask_N].abs()
         name = "before" if self._epoch == 0 else "after"
-        self._gaps[name] = max(self._gaps.get(name, 0.0), float(apart.max()))
+        self._gaps[name] = float(torch.tensor([self._gaps.get(name, 0.0), apart.max()]).max())  # NaN stays
         self._compared = True
         if self._epoch == CHANGES:
             self._checked.set()

@@ -15,7 +15,7 @@ from asyncrl.generator import process
 from asyncrl.generator.admission import Admission
 from asyncrl.generator.engine import SampleRequest
 from asyncrl.types import Sampling
-from bench.generator.model import GROUP, PROMPT, SLOTS, config_of
+from bench.generator.model import GROUP, SLOTS, config_of, task_at
 from bench.generator.watched import MEAN, SHORT, Measured, Watched
 from bench.process import Talk
 
@@ -57,7 +57,7 @@ async def _obey(talk: Talk, watched: list[Watched]) -> None:
 
 
 async def _alone(watched: Watched, seconds: float, numbers: itertools.count[int]) -> Measured:
-    """Requests without end, all alike, each group replaced at once."""
+    """Requests without end, all of one length, each group replaced at once."""
     await watched.hold_back()
     at_once = Admission(SLOTS, GROUP).room(0)
     asking = [asyncio.create_task(_endless(watched, numbers)) for _ in range(at_once)]
@@ -72,7 +72,8 @@ async def _alone(watched: Watched, seconds: float, numbers: itertools.count[int]
 
 async def _endless(watched: Watched, numbers: itertools.count[int]) -> None:
     for number in numbers:
-        prompt = np.full(PROMPT, 1 + number % 9, np.int64)
+        # As different from each other as those of tasks: an engine may remember prompts.
+        prompt = np.array([1 + int(digit) for digit in task_at(number).prompt], np.int64)
         sampling = Sampling(max_tokens=MEAN)
         await watched.engine.sample(SampleRequest(f"alone/{number}", prompt, sampling, number, GROUP))
 

@@ -10,6 +10,8 @@ FIGURES = {
     "tokens_per_s_worker": "tokens/s through worker and queue",
     "tokens_per_s_bare": "tokens/s of the engine alone",
     "worker_over_bare": "their ratio",
+    "learner_cores_worker": "cores that the learner's process took meanwhile",
+    "learner_cores_bare": "the same beside the engine alone",
     "busy_long_tail": "slots in use, answers with a long tail",
     "busy_endless": "slots in use, the engine alone, all answers alike",
     "busy_share": "their ratio",

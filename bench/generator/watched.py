@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -19,9 +18,6 @@ MEAN = 64
 
 SHORT = 16
 """The same where log-probs are compared, and nothing is timed."""
-
-SLICES = 5
-"""Parts of a measurement: the medians over them count."""
 
 GLANCE_S = 0.02
 
@@ -87,16 +83,13 @@ class Watched:
         """The bench goes on with the engine once its worker has ended."""
 
     async def measure(self, seconds: float) -> Measured:
-        """Of the time from now on."""
-        rates, busy = [], []
-        for _ in range(SLICES):
-            begun, tokens, glances = time.perf_counter(), self.engine.stats()["tokens"], []
-            while time.perf_counter() < begun + seconds / SLICES:
-                await asyncio.sleep(GLANCE_S)
-                glances.append(self.engine.stats()["running"] / self._slots)
-            rates.append((self.engine.stats()["tokens"] - tokens) / (time.perf_counter() - begun))
-            busy.append(sum(glances) / len(glances))
-        return Measured(median(rates), median(busy))
+        """Of all the time from now on: an update comes every few seconds, and its pause counts."""
+        begun, tokens, glances = time.perf_counter(), self.engine.stats()["tokens"], []
+        while time.perf_counter() < begun + seconds:
+            await asyncio.sleep(GLANCE_S)
+            glances.append(self.engine.stats()["running"] / self._slots)
+        rate = (self.engine.stats()["tokens"] - tokens) / (time.perf_counter() - begun)
+        return Measured(rate, sum(glances) / len(glances))
 
 
 def _of_length(request: SampleRequest, tokens: int) -> SampleRequest:

@@ -19,37 +19,37 @@ import numpy as np
 from asyncrl.config.schema import QueueConfig
 from asyncrl.errors import SourceEndedError
 from asyncrl.queue.broker import Broker
-from asyncrl.queue.client import Lease, QueueClient
+from asyncrl.queue.client import Claim, Lease, QueueClient
 from asyncrl.queue.durability import open_keeper
 from asyncrl.queue.events import StreamSettings
 from asyncrl.queue.feeder import feed
 from asyncrl.queue.keys import client_keys, make_keys, server_keys
 from asyncrl.types import Group, Sampling, Task
 from bench.queue.endpoint import Run
-from bench.queue.load import AHEAD, DEPTH, POOL, ROWS, Arrays, Columns, Load
+from bench.queue.load import AHEAD, DEPTH, IN_FLIGHT, POOL, ROWS, Arrays, Columns, Load
 from bench.queue.redis_server import redis_server
 
 RUN, STREAM = "bench", "train"
-STEP = 32
+STEP = 64
 """Groups of a version."""
 
 CHECKPOINT_EVERY = 4
-MICRO_BATCH = 8
+MICRO_BATCH = STEP // 2
 """Groups that a claim may bring."""
 
-IN_FLIGHT = 32
-"""Commits under way, of a generator with so many groups at work."""
+FEW = 8
+"""Tasks that a generator at low load leases at once."""
 
 WAIT_S = 30.0
 PROMPT = "What is the sum of all prime numbers below two thousand? Think step by step. " * 2
 
 
 def settings() -> StreamSettings:
-    """η = 2, window and depth as they are by default."""
+    """Depth, and not staleness, is what holds the producer back, as it does in the other systems."""
     return StreamSettings(
         groups_per_version=STEP,
-        max_staleness=2,
-        window=STEP + 1,
+        max_staleness=4,
+        window=DEPTH - STEP + 1,
         depth=DEPTH,
         max_bytes=4 << 30,
         lease_s=30.0,
@@ -92,6 +92,7 @@ async def _produce(address: list[str | None], run: Run) -> None:
     made = [group_of(Task(i, ""), run.columns(i)) for i in range(POOL)]
     run.start()
     room, committing, leased = asyncio.Semaphore(IN_FLIGHT), set(), 0
+    most = FEW if run.load.pace_s else IN_FLIGHT
 
     async def commit(lease: Lease) -> None:
         ordinal = lease.task.ordinal
@@ -101,7 +102,7 @@ async def _produce(address: list[str | None], run: Run) -> None:
         room.release()
 
     while leased < run.load.groups:
-        leases = await client.lease(STREAM, held=AHEAD, lineage=0, most=IN_FLIGHT, wait_s=WAIT_S)
+        leases = await client.lease(STREAM, held=AHEAD, lineage=0, most=most, wait_s=WAIT_S)
         for lease in leases:
             await room.acquire()
             if pause_s := run.pause_s(leased):
@@ -115,31 +116,38 @@ async def _produce(address: list[str | None], run: Run) -> None:
 
 
 async def _consume(address: list[str | None], run: Run) -> None:
+    """As a learner does it, the next claim is under way while the last one is worked on; here also that of the next
+    step, while the queue hears that this one is trained."""
     client = _client(address, "consumer")
     await client.connect()
     opened = await client.open(STREAM, settings())
     run.start()
     epoch, step, index = opened.learner_epoch, 0, 0
+
+    def claim(step: int, index: int) -> asyncio.Task[Claim | None]:
+        max_tokens = MICRO_BATCH * ROWS * run.load.tokens
+        at = {"learner_epoch": epoch, "step": step, "index": index, "rank": 0}
+        asking = client.claim(STREAM, **at, max_tokens=max_tokens, whole=False, wait_s=WAIT_S)
+        return asyncio.create_task(asking)
+
+    asked = claim(step, index)
     while len(run.times) < run.load.groups:
-        claim = await client.claim(
-            STREAM,
-            learner_epoch=epoch,
-            step=step,
-            index=index,
-            rank=0,
-            max_tokens=MICRO_BATCH * ROWS * run.load.tokens,
-            whole=False,
-            wait_s=WAIT_S,
-        )
-        assert claim is not None, f"no group for {WAIT_S} s"
-        for group in claim.groups:
+        claimed = await asked
+        assert claimed is not None, f"no group for {WAIT_S} s"
+        if not claimed.last:
+            index += 1
+            asked = claim(step, index)
+        for group in claimed.groups:
             run.got(group.task.ordinal, columns_of(group))
-        index += 1
-        if claim.last:
-            await client.trained(STREAM, learner_epoch=epoch, step=step)
+            await asyncio.sleep(0)  # so that the next claim is sent
+        if claimed.last:
+            trained = client.trained(STREAM, learner_epoch=epoch, step=step)
             step, index = step + 1, 0
+            asked = claim(step, index)
+            await trained
             if step % CHECKPOINT_EVERY == 0:
                 await client.checkpointed(STREAM, learner_epoch=epoch, version=step)
+    asked.cancel()
     await client.close()
 
 

@@ -17,6 +17,9 @@ TOKEN_BYTES = sum(np.dtype(dtype).itemsize for dtype in DTYPES.values())
 DEPTH = 96
 """Groups that a system may hold at once, so that none wins by letting its memory grow."""
 
+IN_FLIGHT = DEPTH // 2
+"""Groups under way to a broker of ZeroMQ, and from it, at once; the other systems say theirs."""
+
 POOL = 16
 """Distinct groups, sent in turn: more than a cache holds of the large ones."""
 

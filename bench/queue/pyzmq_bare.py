@@ -22,10 +22,7 @@ import numpy as np
 import zmq
 
 from bench.queue.endpoint import Run
-from bench.queue.load import DEPTH, DTYPES, ROWS, Arrays, Columns, Load
-
-IN_FLIGHT = 32
-"""Puts and gets under way at once."""
+from bench.queue.load import DEPTH, DTYPES, IN_FLIGHT, ROWS, Arrays, Columns, Load
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from asyncrl.generator.receiver import Reader
 from asyncrl.generator.transformers_engine import TransformersEngine
 from asyncrl.generator.weights import WeightFollower
 from asyncrl.sync import link
-from asyncrl.sync.transport import Channel, Transfer
+from asyncrl.sync.transport import SharingChannel, Transfer, bytes_of
 from asyncrl.types import Sampling
 from bench.process import Talk
 from bench.sync.model import HEAD, SHAPES
@@ -31,7 +32,7 @@ SLOTS, LENGTH = 4, 2048
 class SlowChannel:
     """Bytes arrive no faster than `bytes_per_s`."""
 
-    channel: Channel
+    channel: SharingChannel
     bytes_per_s: float
 
     @property
@@ -43,6 +44,12 @@ class SlowChannel:
 
     def recv(self, into: torch.Tensor) -> Transfer:
         return SlowTransfer(self.channel.recv(into), into.numel() / self.bytes_per_s)
+
+    def send_parts(self, parts: Sequence[torch.Tensor]) -> Transfer:
+        return self.channel.send_parts(parts)
+
+    def recv_parts(self, into: Sequence[torch.Tensor]) -> Transfer:
+        return SlowTransfer(self.channel.recv_parts(into), sum(map(bytes_of, into)) / self.bytes_per_s)
 
     def close(self) -> None:
         self.channel.close()

@@ -10,7 +10,6 @@ import torch
 from asyncrl.config.schema import SyncConfig
 from asyncrl.sync.arena import Arena
 from asyncrl.sync.bucket import Shards
-from asyncrl.sync.digest import digest_layout
 from asyncrl.sync.layout import layout_bytes
 from asyncrl.sync.shared_memory import allocated_bytes
 from asyncrl.sync.subscriber import Subscriber
@@ -30,6 +29,7 @@ def main() -> None:
     live = empty_shards(layout)
     arena = Arena(Shards(layout, live))
     staging = arena.shards
+    engine = Shards(layout, live)
     config = SyncConfig(backend=backend, delta="never")
     subscriber = Subscriber(f"tp{world}-{rank}-{backend}", said["endpoints"], layout, config, staging.tensors)
     talk.tell({"bytes": layout_bytes(layout), "flip_floor_ms": 1e3 * min(arena.floor() for _ in range(3))})
@@ -40,8 +40,8 @@ def main() -> None:
         arrived = time.monotonic()
         torch._foreach_copy_(list(live.values()), staging.parts)
         flipped = time.monotonic()
-        if digest_layout(layout, live) != staged.digest:
-            raise RuntimeError(f"version {version}: the live parameters are not the learner's")
+        assert staged.proof is not None
+        staged.proof.check(engine, "the live parameters")
         ended = time.monotonic()
         check(layout, live)
         for tensor in (*live.values(), *staging.parts):

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from redis_server import RedisServer, free_port
+from processes import free_port
+from redis_server import RedisServer
 
 from asyncrl.errors import ConfigError, DeadlineError, JournalError
 from asyncrl.queue.file_journal import FileJournal

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from asyncrl import cli
+from asyncrl.launch import operate
 from asyncrl.launch.run_folder import write_address
 from asyncrl.queue.broker import Broker
 from asyncrl.queue.client import BlockingClient
@@ -121,3 +122,18 @@ def test_a_queue_with_keys_tells_nothing_without(folder: Path, capsys: pytest.Ca
 def test_a_run_that_is_none_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["queue", "status", str(tmp_path / "nothing")]) == 2
     assert "holds no address of a queue" in capsys.readouterr().err
+
+
+def test_a_run_that_has_ended_says_so_at_once(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is asked: its queue has left."""
+
+    def asked(*_: object) -> None:
+        raise AssertionError("the queue was asked")
+
+    monkeypatch.setattr(operate, "_ask", asked)
+    (folder / "summary.json").write_text(json.dumps({"ended": "stopped", "versions": 44}))
+    for words in (["status", "mine"], ["inspect", "mine", "1"], ["drain", str(folder)]):
+        assert cli.main(["queue", *words]) == 0
+        assert "mine has ended: stopped, at version 44" in capsys.readouterr().err

@@ -6,18 +6,20 @@ import random
 import resource
 import socket as sockets
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import zmq
+from raw_request import envelope
 
 from asyncrl.queue import wire
 from asyncrl.queue.broker import Broker
 from asyncrl.queue.callers import MAX_REQUESTS
 from asyncrl.queue.client import BlockingClient
+from asyncrl.queue.envelope import unpack_replies
 from asyncrl.queue.ledger import StreamSettings
 from asyncrl.types import Task
 
@@ -36,9 +38,10 @@ class Visitor:
     socket: zmq.Socket
 
     def exchange(self, *frames: bytes) -> dict[str, Any]:
-        """Frames in, the reply's envelope out."""
+        """Frames in, the reply out."""
         self.socket.send_multipart(frames)
-        return wire.unpack(self.socket.recv_multipart()[0])
+        ((_, value, error, _),) = unpack_replies(self.socket.recv_multipart())
+        return {"value": value, "error": error}
 
 
 @contextmanager
@@ -65,19 +68,20 @@ def visitor() -> Iterator[Visitor]:
         yield Visitor(broker, learner, socket)
 
 
-def envelope(op: str, request_id: int = 1, waiting: Sequence[int] | None = None, **args: object) -> bytes:
-    """Of a client that waits for this request alone, unless said otherwise."""
-    message = {"id": request_id, "newest": request_id, "waiting": list(waiting or [request_id]), "op": op}
-    return wire.pack({**message, "run": "run", "session": "raw/1", "args": args})
-
-
+HEAD = {"newest": 1, "waiting": [1], "run": "run", "session": "raw/1"}
 GARBAGE = {
     "empty": b"",
     "noise": b"\xff\xfe\x00garbage",
     "old protocol": b"ARLQ\x00\x80",
     "not a map": wire.ENVELOPE_MAGIC + b"\x01",
     "no fields": wire.pack({}),
-    "fields of a wrong kind": wire.pack({"id": "1", "op": 2, "run": None, "session": [], "args": 0}),
+    "fields of a wrong kind": wire.pack(
+        {"newest": "1", "waiting": 2, "run": None, "session": [], "requests": 0}
+    ),
+    "a request of a wrong kind": wire.pack({**HEAD, "requests": [[1, 2, {}, "x"]]}),
+    "frames that are not there": wire.pack({**HEAD, "requests": [[1, "hello", b"\x80", 1]]}),
+    "less than no frames": wire.pack({**HEAD, "requests": [[1, "hello", b"\x80", -1]]}),
+    "arguments that are no map": wire.pack({**HEAD, "requests": [[1, "hello", b"\x90", 0]]}),
     "unknown operation": envelope("explode"),
     "no arguments": envelope("lease"),
     "a wait without end": envelope("lookup", key="x", wait_s=float("nan")),
@@ -158,7 +162,7 @@ def test_a_frame_that_is_too_large_ends_its_connection_and_no_other(monkeypatch:
         monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         monitor.setsockopt(zmq.RCVTIMEO, int(WAIT_S * 1000))
         socket.connect(broker.bound_address)
-        socket.send_multipart([envelope("commit"), bytes((1 << 16) + 1)])
+        socket.send_multipart([envelope("commit", frames=1), bytes((1 << 16) + 1)])
         monitor.recv_multipart()
         assert learner.status()["clients"] == 1
         socket.disable_monitor()
@@ -212,5 +216,5 @@ def test_a_thousand_clients_at_once(visitor: Visitor) -> None:
         while visitor.learner.status()["parked"] < clients:
             pass  # every status is a round trip through the broker's loop
         visitor.learner.submit("many", [Task(o, "x") for o in range(clients)])
-        leased = [wire.unpack(peer.recv_multipart()[0])["value"][0][0] for peer in peers]
+        leased = [unpack_replies(peer.recv_multipart())[0][1][0][0] for peer in peers]
         assert sorted(leased) == list(range(clients))

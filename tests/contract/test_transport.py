@@ -22,7 +22,7 @@ import asyncrl.sync.shared_memory as memory
 from asyncrl.errors import DeadlineError, RefusedError, WeightSyncError
 from asyncrl.sync.channels import Place, choose, open_channel, place_of
 from asyncrl.sync.shared_memory import located, mapped, shared_memory
-from asyncrl.sync.shm_transport import ShmChannel
+from asyncrl.sync.shm_transport import MOST_PARTS, ShmChannel
 from asyncrl.sync.torch_transport import SOURCE, TARGET, host_store, join_store, own_address
 from asyncrl.sync.transport import Channel, local_channels
 
@@ -301,6 +301,27 @@ def test_what_lies_in_shared_memory_is_not_copied_to_be_sent(threads: ThreadPool
         received(target, [500, 1000])
         leaving.result(DEADLINE_S)
     assert len(memory._segments) == before + 3, "and they are used again"
+    source.close()
+    target.close()
+
+
+@pytest.mark.parametrize("count", [3, MOST_PARTS + 1])
+def test_tensors_are_copied_once_from_where_they_lie_to_where_they_belong(
+    count: int, threads: ThreadPoolExecutor
+) -> None:
+    """Strided at both ends, in shared memory and in plain; more of them than one packet tells of."""
+    source, target = joined("shm")
+    shared = shared_memory(80 * count).view(torch.float32).view(count, 5, 4)
+    shared.copy_(torch.randn(count, 5, 4))
+    before = len(memory._segments)
+    for parts in ([each[1:4, 1:3] for each in shared], [each.clone()[1:4, 1:3] for each in shared]):
+        into = [torch.zeros(2, 3).t() for _ in parts]
+        leaving = threads.submit(lambda parts=parts: source.send_parts(parts).wait(DEADLINE_S))
+        target.recv_parts(into).wait(DEADLINE_S)
+        leaving.result(DEADLINE_S)
+        assert all(map(torch.equal, into, parts))
+        if parts[0].untyped_storage().data_ptr() == shared.untyped_storage().data_ptr():
+            assert len(memory._segments) == before, "no buffers"
     source.close()
     target.close()
 

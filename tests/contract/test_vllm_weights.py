@@ -13,7 +13,11 @@ import numpy as np
 import psutil
 import pytest
 from engine_cases import (
+    CLOSE,
+    EXPERTS,
+    SIZES,
     from_config,
+    in_flight_at_an_update,
     learner,
     log_probs,
     needs_vllm,
@@ -23,12 +27,13 @@ from engine_cases import (
     until_tokens,
     update,
     vllm_config,
+    waiting_at_a_drain,
     weights_of,
     with_weights,
 )
 from transformers import PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from asyncrl.config.schema import VllmConfig
+from asyncrl.config.schema import KvAtFlip, VllmConfig
 from asyncrl.generator.vllm_engine import VllmEngine
 from asyncrl.generator.vllm_plugin import BACKEND
 
@@ -39,25 +44,12 @@ pytestmark = [
     needs_vllm,
 ]
 
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-CLOSE = {"atol": 2e-4, "rtol": 0}
-
 
 @dataclass(frozen=True)
 class Case:
     config: PretrainedConfig
     ranks: int = 1
-    kv: str = "keep"
+    kv: KvAtFlip = "keep"
     kv_cache_mb: int | None = None
 
 
@@ -107,28 +99,39 @@ async def test_log_probs_are_those_of_transformers_before_and_after_each_update(
 
 
 async def test_samples_in_flight_at_an_update(house: House) -> None:
-    """keep: they go on. recompute: as if the new weights had read the old tokens. drain: the old ones finish them."""
-    engine, old = house.engine, house.engine.version
-    before = with_weights(house.model, weights_of(house.model))
-    weights = nudged(weights_of(before), 3)
-    async with staged(engine, weights) as flip:
-        sampling = asyncio.ensure_future(engine.sample(request("a", n=4, max_tokens=300)))
-        await until_tokens(engine, 40)
-        late = asyncio.ensure_future(flip())
-        turns = await sampling
-        new = await late
-    expected_old = [log_probs(before, turn) for turn in turns]
+    weights = nudged(weights_of(house.model), 3)
+    await in_flight_at_an_update(house.engine, house.model, weights, house.case.kv, CLOSE["atol"])
     after = with_weights(house.model, weights)
-    for turn, of_old in zip(turns, expected_old, strict=True):
-        by_new = turn.versions == new
-        np.testing.assert_allclose(turn.logprobs[~by_new], of_old[~by_new], **CLOSE)
-        assert (turn.versions[~by_new] == old).all()
-        assert (np.diff(turn.versions) >= 0).all()
-        assert by_new.any() == (house.case.kv != "drain")
-        if house.case.kv == "recompute":
-            np.testing.assert_allclose(turn.logprobs[by_new], log_probs(after, turn)[by_new], **CLOSE)
-    (fresh,) = await engine.sample(request("a", max_tokens=30, prompt=40))
+    (fresh,) = await house.engine.sample(request("a", max_tokens=30, prompt=40))
     np.testing.assert_allclose(fresh.logprobs, log_probs(after, fresh), **CLOSE)
+
+
+async def test_what_waits_at_a_drain(house: House) -> None:
+    if house.case.kv != "drain":
+        return
+    weights = nudged(weights_of(house.model), 5)
+    await waiting_at_a_drain(house.engine, house.model, weights, CLOSE["atol"])
+    with_weights(house.model, weights)
+
+
+async def test_a_sample_that_begins_after_an_update_finds_nothing_of_the_old_weights(house: House) -> None:
+    """Though it was asked for before, when others had read the same prompt."""
+    engine, drains = house.engine, house.case.kv == "drain"
+    weights = nudged(weights_of(house.model), 5)
+    async with staged(engine, weights) as flip:
+        first = asyncio.ensure_future(engine.sample(request("a", n=8, max_tokens=300, prompt=70)))
+        await until_tokens(engine, 16)
+        waiting = asyncio.ensure_future(engine.sample(request("b", ordinal=1, n=4, max_tokens=20, prompt=70)))
+        await until_tokens(engine, 16)
+        new = await flip()
+        turns = await waiting
+        await first
+    of_old = [log_probs(house.model, turn) for turn in turns]
+    after = with_weights(house.model, weights)
+    for turn, old in zip(turns, of_old, strict=True):
+        assert (turn.versions == new).all() or drains
+        expected = log_probs(after, turn) if turn.versions[0] == new else old
+        np.testing.assert_allclose(turn.logprobs, expected, **CLOSE)
 
 
 async def test_samples_that_lose_their_cache_are_none_the_worse(house: House) -> None:
@@ -175,7 +178,7 @@ async def test_the_stream_is_there_behind_the_verbs_of_vllm(house: House) -> Non
 
 ORPHANS = """
 import asyncio, sys
-sys.path.insert(0, "tests/contract")
+sys.path[:0] = ["tests", "tests/contract"]
 from pathlib import Path
 import psutil
 from engine_cases import vllm_config

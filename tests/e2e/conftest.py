@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from metrics_page import unlisted
+
+from asyncrl.telemetry.sinks import read_rows
 
 CONFIG = """
 run: {{name: it, dir: {folder}, versions: 4, seed: 3}}
@@ -20,6 +23,14 @@ learner: {{threads: 1, micro_batch_tokens: 128, groups_deadline_s: 60, optimizer
 checkpoint: {{every: 2}}
 launch: {{quiet: true}}
 """
+
+
+@pytest.fixture(autouse=True)
+def rows_are_explained(tmp_path: Path) -> Iterator[None]:
+    """Whatever a run has written into metrics.jsonl is on the page of the keys."""
+    yield
+    for path in tmp_path.rglob("metrics.jsonl"):
+        assert unlisted({key for row in read_rows(path) for key in row}) == [], path
 
 
 @pytest.fixture

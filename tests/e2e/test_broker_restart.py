@@ -54,7 +54,12 @@ def test_a_queue_that_keeps_nothing_ends_the_run(config_file: Path) -> None:
 def test_a_resumed_run_repeats_the_steps_that_its_queue_has_kept(config_file: Path) -> None:
     """The learner dies some versions after a checkpoint, and all with it; the next queue has the groups since."""
     run = config_file.parent / "it"
-    words = ("queue.durable=payload", "checkpoint.every=4", "launch.learner_restarts=0")
+    words = (
+        "queue.durable=payload",
+        "checkpoint.every=4",
+        "checkpoint.asynchronous=false",
+        "launch.learner_restarts=0",
+    )
     with started("asyncrl", "train", str(config_file), "run.versions=100000", *words) as launcher:
         until(trained(run, 6), "version 6", launcher)
         child(launcher, "asyncrl", "learner").kill()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import resource
 from pathlib import Path
 
 import pytest
-from processes import child, finished, started, trained, until
+from processes import child, finished, started, until
 
 from asyncrl.learner import checkpoint
 
@@ -16,14 +17,15 @@ def test_a_checkpoint_that_does_not_fit_ends_the_run_by_name(config_file: Path) 
     """A limit on the size of files stands in for a full disk: writing fails at the same place."""
     run = config_file.parent / "it"
     with started("asyncrl", "train", str(config_file), "run.versions=100000") as launcher:
-        until(trained(run, 3), "version 3", launcher)
+        until(lambda: checkpoint.newest(run), "a whole checkpoint", launcher)
         learner = child(launcher, "asyncrl", "learner")
         # Log and metrics still fit; the shards of this model, some 300 kB, do not.
         resource.prlimit(learner.pid, resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
         code, printed = finished(launcher)
-    assert code == 5, printed
+    assert code == 9, printed
     assert "learner ended (exit code 9)" in printed
     assert "asyncrl learner: cannot write" in printed
+    assert re.search(r"\(\d+ bytes free\): '.*/it/checkpoints/", printed), printed
     assert_saved(run)
 
 
@@ -31,12 +33,13 @@ def test_a_checkpoint_that_does_not_fit_ends_the_run_by_name(config_file: Path) 
 def test_a_journal_that_does_not_fit_ends_the_run_by_name(config_file: Path) -> None:
     run = config_file.parent / "it"
     with started("asyncrl", "train", str(config_file), "run.versions=100000") as launcher:
-        until(trained(run, 3), "version 3", launcher)
+        until(lambda: checkpoint.newest(run), "a whole checkpoint", launcher)
         queue = child(launcher, "asyncrl", "queue")
         size = (run / "queue" / "journal").stat().st_size
         resource.prlimit(queue.pid, resource.RLIMIT_FSIZE, (size + 2000, resource.RLIM_INFINITY))
         code, printed = finished(launcher)
-    assert code == 5, printed
+    assert code == 9, printed
+    assert f"bytes free): '{run}/queue/journal'" in printed
     assert "queue ended (exit code 9)" in printed
     assert "asyncrl queue: cannot write" in printed
     assert "started again" not in printed

@@ -27,6 +27,11 @@ def versions(run: Path) -> list[int]:
     return [row["version"] for row in rows(run)]
 
 
+def newest_checkpoint(run: Path) -> int:
+    """-1: there is none yet. They are written beside the steps and may become whole some versions later."""
+    return max((int(path.name[1:]) for path in (run / "checkpoints").glob("v*")), default=-1)
+
+
 def test_a_killed_generator_is_replaced_and_nothing_is_lost(config_file: Path) -> None:
     run = config_file.parent / "it"
     with started(*launched(config_file, "run.versions=12", "checkpoint.every=100")) as launcher:
@@ -46,13 +51,14 @@ def test_a_killed_learner_that_may_not_be_started_again_ends_the_run_by_name_and
     run = config_file.parent / "it"
     with started(*launched(config_file, FOR_EVER, "launch.learner_restarts=0")) as launcher:
         until(trained(run, 5), "version 5", launcher)
+        until(lambda: newest_checkpoint(run) >= 4, "the checkpoint of version 4, or a later one", launcher)
         others = family(launcher.pid)
         child(launcher, "asyncrl", "learner").kill()
         code, printed = finished(launcher)
     assert code == 5
     assert "learner ended (killed by SIGKILL)" in printed
     assert_no_orphans(others)
-    saved = max(int(path.name[1:]) for path in (run / "checkpoints").glob("v*"))
+    saved = newest_checkpoint(run)
     assert saved >= 4
     goal = saved + 3
     with started(*launched(config_file, "run.resume=true", f"run.versions={goal}")) as launcher:
@@ -60,6 +66,16 @@ def test_a_killed_learner_that_may_not_be_started_again_ends_the_run_by_name_and
     assert code == 0, printed
     assert versions(run) == list(range(1, goal + 1))  # the cut-off versions were made again, once
     assert json.loads((run / "summary.json").read_text())["groups_trained"] == 4 * goal
+
+
+def assert_goes_on(config_file: Path, run: Path) -> None:
+    """It has left one checkpoint, of its last version, and a run goes on from there."""
+    (saved,) = [int(path.name[1:]) for path in (run / "checkpoints").glob("v*")]
+    assert saved == versions(run)[-1]
+    with started(*launched(config_file, "run.resume=true", f"run.versions={saved + 2}")) as launcher:
+        code, printed = finished(launcher)
+    assert code == 0, printed
+    assert versions(run) == list(range(1, saved + 3))
 
 
 def test_ctrl_c_once_leaves_a_checkpoint_to_go_on_from(config_file: Path) -> None:
@@ -72,12 +88,29 @@ def test_ctrl_c_once_leaves_a_checkpoint_to_go_on_from(config_file: Path) -> Non
     assert code == 130, printed
     assert "run.resume=true goes on" in printed
     assert_no_orphans(everybody)
-    (saved,) = [int(path.name[1:]) for path in (run / "checkpoints").glob("v*")]
-    assert saved == versions(run)[-1]
-    with started(*launched(config_file, "run.resume=true", f"run.versions={saved + 2}")) as launcher:
+    assert_goes_on(config_file, run)
+
+
+@pytest.mark.parametrize(
+    ("processes", "told"), [(1, "launcher"), (2, "launcher"), (1, "learner"), (2, "one rank")]
+)
+def test_sigterm_saves_and_ends_with_a_code_of_its_own(config_file: Path, processes: int, told: str) -> None:
+    """Whoever of the processes of the run is told, and however many ranks the learner has."""
+    run = config_file.parent / "it"
+    shape = f"learner.processes={processes}"
+    with started(*launched(config_file, FOR_EVER, shape, "checkpoint.every=100000")) as launcher:
+        until(trained(run, 3), "version 3", launcher)
+        everybody = family(launcher.pid)
+        if told == "launcher":
+            launcher.terminate()
+        else:
+            learners = [one for one in everybody if {"asyncrl", "learner"} <= set(one.cmdline())]
+            learners[-1 if told == "learner" else 0].terminate()
         code, printed = finished(launcher)
-    assert code == 0, printed
-    assert versions(run) == list(range(1, saved + 3))
+    assert code == 10, printed
+    assert "run.resume=true goes on" in printed
+    assert_no_orphans(everybody)
+    assert_goes_on(config_file, run)
 
 
 def test_ctrl_c_twice_ends_at_once(config_file: Path) -> None:

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from own_functions import four_tasks, half_right
+from own_functions import four_tasks, half_right, misspelt
 from processes import finished, started
 
 import asyncrl
-from asyncrl.errors import ConfigError
+from asyncrl.errors import AsyncRLError, ConfigError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -39,3 +39,12 @@ def test_a_source_that_ends_ends_the_run(config_file: Path) -> None:
 def test_functions_that_no_other_process_can_import_are_refused(config_file: Path) -> None:
     with pytest.raises(ConfigError, match=r"^reward = .*define it with def"):
         asyncrl.train(config_file, reward=lambda task, text: 1.0)
+
+
+def test_a_reward_with_a_mistake_in_it_ends_the_run_by_what_it_raised(config_file: Path) -> None:
+    """Before a version is trained, and after a few dozen tasks."""
+    with pytest.raises(AsyncRLError) as ending:
+        asyncrl.train(config_file, reward=misspelt)
+    assert "RewardFailedError: reward.function = " in str(ending.value)
+    assert "own_functions.py:misspelt' failed at each of the first 32 tasks" in str(ending.value)
+    assert "raised KeyError: 'anwser' (own_functions.py:" in str(ending.value)

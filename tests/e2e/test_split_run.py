@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from processes import child, finished, rows, started, trained, until
 
 from asyncrl.config.load import load_config
 from asyncrl.evaluate import run as evaluate
-from asyncrl.queue.keys import make_keys
+from asyncrl.queue.client import BlockingClient
+from asyncrl.queue.keys import client_keys, make_keys
+from asyncrl.sync.torch_transport import LOOPBACK, own_address
 
 pytestmark = pytest.mark.slow
 
@@ -89,6 +92,74 @@ def test_a_generator_of_another_run_is_kept_out(config_file: Path) -> None:
             code, printed = finished(stranger)
     assert code == 8
     assert "wrong_run: this queue serves run 'it', not 'other'" in printed
+
+
+def test_a_generator_of_another_configuration_ends_before_it_leases(config_file: Path) -> None:
+    run, config = config_file.parent / "it", str(config_file)
+    drifted = ("batch.group_size=2", "generator.temperature=0.5", "reward.function=math:isfinite")
+    with started("asyncrl", "queue", config) as queue:
+        address = until(lambda: address_of(run), "address", queue)
+        with (
+            started("asyncrl", "generator", config, address, "--name", "good", "generator.slots=16") as good,
+            started("asyncrl", "generator", config, address, "--name", "drift", *drifted) as drift,
+            started("asyncrl", "learner", config, address) as learner,
+        ):
+            code, printed = finished(drift)
+            assert finished(learner)[0] == 0
+            assert finished(good)[0] == 0
+    assert code == 2, printed
+    for told in (
+        "batch.group_size is 4 at the learner and 2 here",
+        "generator.temperature is 1.0 at the learner and 0.5 here",
+        'reward.function is "asyncrl.tasks.addition:reward" at the learner and "math:isfinite" here',
+    ):
+        assert told in printed
+    assert {row["rollouts"] for row in rows(run)} == {16}
+    assert json.loads((run / "summary.json").read_text())["tasks_dropped"] == 0
+
+
+def test_a_learner_whose_queue_others_can_reach_is_where_they_reach_it_too(config_file: Path) -> None:
+    """They have no server.key."""
+    run, config = config_file.parent / "it", str(config_file)
+    make_keys(config_file.parent / "queues_keys")
+    (config_file.parent / "keys").mkdir()
+    shutil.copy(config_file.parent / "queues_keys" / "client.key", config_file.parent / "keys")
+    queues_keys, keys = (f"queue.keys={config_file.parent / name}" for name in ("queues_keys", "keys"))
+    here = network_address()
+    with started("asyncrl", "queue", config, queues_keys, f"queue.address=tcp://{here}:*") as queue:
+        address = until(lambda: address_of(run), "address", queue)
+        with (
+            started("asyncrl", "generator", config, keys, address, "--name", "one") as generator,
+            started("asyncrl", "learner", config, keys, address, "run.versions=100000") as learner,
+        ):
+            until(trained(run, 1), "version 1", queue, generator, learner)
+            client = BlockingClient(
+                address.partition("=")[2], run="it", who="a test", keys=client_keys(keys.partition("=")[2])
+            )
+            client.connect()
+            assert client.lookup("weights/0", wait_s=1.0)["endpoint"].startswith(f"tcp://{here}:")
+            client.close()
+    assert load_config(run / "config.yaml").queue.keys == keys.partition("=")[2]
+
+
+def network_address() -> str:
+    """Of this machine, as others see it; without a network they do not."""
+    try:
+        return own_address(
+            "192.0.2.1", 9
+        )  # an address for documentation (RFC 5737), to which nothing is sent
+    except OSError:
+        return LOOPBACK
+
+
+def test_a_queue_with_other_tasks_ends_before_it_gives_one(config_file: Path) -> None:
+    run, config = config_file.parent / "it", str(config_file)
+    with started("asyncrl", "queue", config, "run.seed=4") as queue:
+        address = until(lambda: address_of(run), "address", queue)
+        with started("asyncrl", "learner", config, address, "queue.deadline_s=2"):
+            code, printed = finished(queue)
+    assert code == 2, printed
+    assert "run.seed is 3 at the learner and 4 here" in printed
 
 
 def test_an_occupied_port_is_bad_input(config_file: Path) -> None:

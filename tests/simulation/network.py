@@ -18,6 +18,9 @@ from asyncrl.queue.link import Listener
 from .loop import VirtualLoop
 
 Frames = list[bytes]
+LONGEST = 40
+"""Of a delay, in mean ones."""
+
 RETRY_S = (0.05, 0.5)
 
 
@@ -42,8 +45,9 @@ class Network:
         self.host: Host
 
     def latency(self) -> float:
-        """Mostly short, now and then long."""
-        return self.rng.expovariate(1 / self.latency_s) * (20 if self.rng.random() < 0.03 else 1)
+        """Mostly short, now and then long, but never so long that a calm network alone costs somebody a lease."""
+        drawn = self.rng.expovariate(1 / self.latency_s) * (20 if self.rng.random() < 0.03 else 1)
+        return min(drawn, LONGEST * self.latency_s)
 
     def send(self, identity: bytes, frames: Sequence[Any]) -> None:
         """From the broker. Nobody is told of what finds no connection."""
@@ -80,6 +84,12 @@ class Lane:
             handle.cancel()
         self.silent = True
 
+    def end(self) -> None:
+        """What has not come by now never comes."""
+        for handle in self._under_way:
+            handle.cancel()
+        self._under_way.clear()
+
     def _deliver(self, frames: Frames) -> None:
         self._under_way.popleft()
         self._network.passed()
@@ -105,6 +115,7 @@ class SimLink:
         self._network, self._identity = network, identity
         self._listener: Listener | None = None
         self.connection: Connection | None = None
+        self._broken: Connection | None = None
 
     def open(self, listener: Listener) -> None:
         self._listener = listener
@@ -129,7 +140,7 @@ class SimLink:
     def drop(self) -> None:
         if self.connection is not None:
             self.connection.cut()
-            self.connection = None
+            self._broken, self.connection = self.connection, None
             self._retry()
 
     def swallow(self, seconds: float) -> None:
@@ -148,6 +159,8 @@ class SimLink:
         if not self._network.host.up:
             self._retry()
             return
+        if self._broken is not None:
+            self._broken.to_client.end()  # a link reads all that has come before it says that it is connected again
         self.connection = Connection(self._network, self._identity, self._heard)
         self._listener.connected()
 

@@ -19,7 +19,11 @@ class SeedError(AssertionError):
     def __init__(self, seed: int, error: BaseException) -> None:
         command = f"python -m tests.simulation.run --seed {seed} --trace"
         super().__init__(f"seed {seed}: {type(error).__name__}: {error}\nplay it again: {command}")
-        self.seed = seed
+        self.seed, self._error = seed, error
+
+    def __reduce__(self) -> tuple[type[SeedError], tuple[int, Exception]]:
+        """From another process: the error in words, since not every one can be pickled."""
+        return type(self), (self.seed, RuntimeError(f"{type(self._error).__name__}: {self._error}"))
 
 
 def simulate(seed: int, trace: Trace | None = None) -> World:

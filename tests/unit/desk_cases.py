@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from asyncrl.queue import wire
-from asyncrl.queue.desk import Desk
+from raw_request import envelope
+
+from asyncrl.queue.desk import Desk, Letter
+from asyncrl.queue.envelope import pack_replies, pack_reply, unpack_replies
 from asyncrl.queue.ledger import StreamSettings
 from asyncrl.queue.service import QueueService
 from asyncrl.queue.session import Answer, Session, Undo
@@ -19,11 +21,17 @@ TRAIN = StreamSettings(
 )
 
 
-def envelope(op: str, request_id: int = 1, waiting: Sequence[int] | None = None, **args: object) -> bytes:
-    """Of a client that has issued numbers up to this one, and waits for this one alone unless said otherwise."""
-    waiting = [request_id] if waiting is None else list(waiting)
-    message = {"id": request_id, "newest": request_id, "waiting": waiting, "op": op, "run": "run"}
-    return wire.pack({**message, "session": "raw/1", "args": args})
+def reply_of(letters: Sequence[Letter]) -> dict[str, Any]:
+    """Of the only one."""
+    (letter,) = letters
+    ((number, value, error, _),) = unpack_replies(letter.frames)
+    return {"id": number, "value": value, "error": error}
+
+
+def reply(number: Any, value: Any = None, error: Any = None, payload: Sequence[bytes] = ()) -> list[Any]:
+    """A message of this reply alone."""
+    (message,) = pack_replies([pack_reply(number, value, error, payload)])
+    return message
 
 
 def opened_desk(tasks: int = 0, lease_s: float = FOREVER) -> Desk:
@@ -38,8 +46,7 @@ def opened_desk(tasks: int = 0, lease_s: float = FOREVER) -> Desk:
 def submit(desk: Desk, first: int, count: int, now: float = 0.0) -> None:
     packed = [[ordinal, b"\x90"] for ordinal in range(first, first + count)]
     call = envelope("submit", 2 + first, stream="train", tasks=packed, min_version=0)
-    (letter,) = desk.receive(b"setup", [call], now)
-    assert wire.unpack(letter.frames[0])["error"] is None
+    assert reply_of(desk.receive(b"setup", [call], now))["error"] is None
 
 
 def lease_args(**changes: object) -> dict[str, Any]:

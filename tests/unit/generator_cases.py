@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from asyncrl.config.schema import BatchConfig, Config, EvaluationConfig, GeneratorConfig, RewardConfig
-from asyncrl.errors import DeadlineError, RefusedError, RunClosedError
+from asyncrl.errors import DeadlineError, RefusedError, RunClosedError, WeightSyncError
 from asyncrl.generator.receiver import Learner, LocalReceiver
 from asyncrl.generator.rewards import Scorer
 from asyncrl.generator.rollouts import Rollouts
 from asyncrl.generator.scripted_engine import ScriptedEngine
 from asyncrl.generator.weights import WeightFollower
 from asyncrl.generator.worker import Worker
+from asyncrl.sync.bucket import Shards
 from asyncrl.types import Group, Task
 
 CONFIG = Config(
@@ -31,6 +32,8 @@ PATIENCE_S = 20.0
 
 class Letters:
     """A tokenizer of one token a letter."""
+
+    chat_template = "{{ messages }}>"
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         assert not add_special_tokens
@@ -67,6 +70,9 @@ class FakeQueue:
     lineage: int = 0
     asked: list[tuple[str, int, int]] = field(default_factory=list)  # (stream, held, most)
     committed: dict[tuple[str, int], Group] = field(default_factory=dict)
+    columns: dict[tuple[str, int], Sequence[str] | None] = field(
+        default_factory=dict
+    )  # as they were committed with
     dropped: dict[int, str] = field(default_factory=dict)
     returned: list[int] = field(default_factory=list)
     fenced: set[int] = field(default_factory=set)
@@ -124,10 +130,13 @@ class FakeQueue:
         await self.tell()
         return FakeRenewal(lost, self.closed)
 
-    async def commit(self, stream: str, lease: FakeLease, group: Group) -> None:
+    async def commit(
+        self, stream: str, lease: FakeLease, group: Group, columns: Sequence[str] | None = None
+    ) -> None:
         if lease.task.ordinal in self.fenced:
             raise RefusedError("fenced")
         self.committed[stream, lease.task.ordinal] = group
+        self.columns[stream, lease.task.ordinal] = columns
         await self.tell()
 
     async def drop(self, stream: str, lease: FakeLease, reason: str) -> None:
@@ -138,10 +147,27 @@ class FakeQueue:
         self.returned += [lease.task.ordinal for lease in leases]
 
 
+def at_once() -> threading.Event:
+    event = threading.Event()
+    event.set()
+    return event
+
+
+@dataclass(frozen=True)
+class FakeProof:
+    total: int
+    may_verify: threading.Event
+
+    def check(self, shards: Shards, whose: str) -> None:
+        assert self.may_verify.wait(PATIENCE_S)
+        if sum(float(part.sum()) for part in shards.parts) != self.total:
+            raise WeightSyncError(f"{whose} do not hash to {self.total}")
+
+
 @dataclass(frozen=True)
 class FakeStaged:
     version: int
-    digest: int | None
+    proof: Any
     seconds: float = 0.0
     bytes: int = 12
 
@@ -165,15 +191,21 @@ class FakeLearner:
         self.queue.directory["weights/0"] = entry
         await self.queue.tell()
 
-    def open(self, learner: Learner, staging: Mapping[str, torch.Tensor]) -> FakeStream:
+    def open(
+        self,
+        learner: Learner,
+        staging: Mapping[str, torch.Tensor],
+        may_verify: threading.Event | None = None,
+    ) -> FakeStream:
         assert learner.lineage == self.lineage
-        return FakeStream(self, staging)
+        return FakeStream(self, staging, may_verify or at_once())
 
 
 @dataclass
 class FakeStream:
     learner: FakeLearner
     staging: Mapping[str, torch.Tensor]
+    may_verify: threading.Event
 
     def newest(self, newer_than: int, wait_s: float) -> int | None:
         learner = self.learner
@@ -188,18 +220,14 @@ class FakeStream:
         with learner.changed:
             for tensor in self.staging.values():
                 tensor.fill_(version + 1)
-            digest = sum_of(self.staging) + (1 if learner.lies else 0)
+            total = int(sum(float(tensor.sum()) for tensor in self.staging.values()))
             learner.fetched.append(version)
-            return FakeStaged(version, digest)
+            return FakeStaged(version, FakeProof(total + learner.lies, self.may_verify))
 
     def held(self, version: int) -> None:
         self.learner.acknowledged.append(version)
 
     def close(self) -> None: ...
-
-
-def sum_of(tensors: Mapping[str, torch.Tensor]) -> int:
-    return int(sum(float(tensor.sum()) for tensor in tensors.values()))
 
 
 @dataclass
@@ -236,15 +264,10 @@ async def house(
     learner = FakeLearner(queue)
     engine = ScriptedEngine(script, slots=8, max_length=64, parameters={"w": torch.zeros(3)})
     await engine.start()
-    may_verify = threading.Event()
-    may_verify.set()
-
-    def digest(live: Mapping[str, torch.Tensor]) -> int:
-        assert may_verify.wait(PATIENCE_S)
-        return sum_of(live)
+    may_verify = at_once()
 
     staging = {"w": torch.zeros(3)}
-    receiver = LocalReceiver(engine, staging, lambda *of: made.learner.open(*of), digest, config.sync)
+    receiver = LocalReceiver(engine, staging, lambda *of: made.learner.open(*of, may_verify), config.sync)
     follower = WeightFollower("worker", receiver, queue)
     scorer = Scorer(reward, RewardConfig(function="unused:unused", retries=0))
     rollouts = Rollouts(engine, Letters(), scorer, config)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """A backend of bigram models in float64: exact enough to tell one way of summing gradients from another.
 
     ranks(2, work)    work(backend) in two threads at once, each with its own shard of nothing: every rank holds the
-                      whole model, and `optimizer_step` sums the gradients of all ranks
+                      whole model, and `optimizer_step` sums the gradients of all data ranks
 
 A bigram model says log π(token | token before it) = log softmax(table[before])[token], a critic says table[before].
 """
@@ -9,13 +9,14 @@ A bigram model says log π(token | token before it) = log softmax(table[before])
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from asyncrl.learner.backend import Loss
 from asyncrl.learner.batch import MicroBatch
 
 VOCABULARY = 33
@@ -44,11 +45,11 @@ class Meeting:
 class Bigram:
     """`Model`, and what the policy is made of. `gradients`: of each optimizer step, summed over ranks and scaled."""
 
-    def __init__(self, seed: int, exchange: Callable[[Any], list[Any]], critic: bool = False) -> None:
+    def __init__(self, seed: int, gather: Callable[[Tensor], list[Tensor]], critic: bool = False) -> None:
         random = torch.Generator().manual_seed(seed)
         size = (VOCABULARY,) if critic else (VOCABULARY, VOCABULARY)
         self.table = torch.randn(size, generator=random, dtype=torch.float64).requires_grad_()
-        self._exchange, self._critic = exchange, critic
+        self._gather, self._critic = gather, critic
         self.gradients: list[Tensor] = []
         self.passes = 0
 
@@ -67,19 +68,18 @@ class Bigram:
         with torch.no_grad():
             return self.says(batch)[0].float()
 
-    def forward(self, batch: MicroBatch) -> tuple[MicroBatch, Tensor]:
-        self.passes += 1
-        return batch, self.says(batch)[0]
-
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
+    def accumulate(self, batches: Sequence[MicroBatch], loss: Loss) -> None:
+        for batch in batches:
+            self.passes += 1
+            said = self.says(batch)
+            loss(batch, *(said[:1] if self._critic else said)).backward()
 
     def gradient_norm(self, scale: float) -> float:
         return float(self._gradient(scale).norm())
 
     def _gradient(self, scale: float) -> Tensor:
         mine = torch.zeros_like(self.table) if self.table.grad is None else self.table.grad
-        return scale * torch.stack(self._exchange(mine)).sum(0)
+        return scale * torch.stack(self._gather(mine)).sum(0)
 
     def optimizer_step(self, scale: float, lr: float) -> float:
         gradient = self._gradient(scale)
@@ -96,15 +96,19 @@ class Bigram:
 
 
 class FakeBackend:
-    """`Backend` without layouts, checkpoints and devices."""
+    """`Backend` without layouts, checkpoints and devices. sharing: ranks that have the same rows"""
 
-    def __init__(self, models: Iterable[str] = (), rank: int = 0, meeting: Meeting | None = None) -> None:
+    def __init__(
+        self, models: Iterable[str] = (), rank: int = 0, meeting: Meeting | None = None, sharing: int = 1
+    ) -> None:
         self.rank, self._meeting = rank, meeting or Meeting(1)
-        self.world = self._meeting.world
-        self.policy = Bigram(0, self.exchange)
+        self.world, self._sharing = self._meeting.world, sharing
+        self.data_rank, self.data_world = rank // sharing, self.world // sharing
+        self.speaks = rank % sharing == sharing - 1
+        self.policy = Bigram(0, self.gather)
         names = ("critic", "cost_critic", "reference", "reward_model", "teacher")
         self._models = {
-            name: Bigram(seed, self.exchange, critic=name.endswith("critic"))
+            name: Bigram(seed, self.gather, critic=name.endswith("critic"))
             for seed, name in enumerate(names, start=1)
             if name in set(models)
         }
@@ -115,15 +119,11 @@ class FakeBackend:
     def models(self) -> Mapping[str, Bigram]:
         return self._models
 
-    def forward(self, batch: MicroBatch) -> tuple[MicroBatch, Tensor, Tensor]:
-        self.policy.passes += 1
-        return batch, *self.policy.says(batch)
+    def accumulate(self, batches: Sequence[MicroBatch], loss: Loss) -> None:
+        self.policy.accumulate(batches, loss)
 
     def predict(self, batch: MicroBatch) -> Tensor:
         return self.policy.predict(batch)
-
-    def backward(self, loss: Tensor) -> None:
-        self.policy.backward(loss)
 
     def gradient_norm(self, scale: float) -> float:
         return self.policy.gradient_norm(scale)
@@ -138,7 +138,8 @@ class FakeBackend:
         return self._meeting.exchange(self.rank, value)
 
     def gather(self, mine: Tensor) -> list[Tensor]:
-        return [each.clone() for each in self.exchange(mine)]
+        every = self.exchange(mine)
+        return [each.clone() for each in every[self._sharing - 1 :: self._sharing]]
 
     def _copier(self, model: Bigram) -> Callable[[], None]:
         def copy() -> None:
@@ -148,13 +149,15 @@ class FakeBackend:
         return copy
 
 
-def ranks(world: int, work: Callable[[FakeBackend], Result], models: Iterable[str] = ()) -> list[Result]:
+def ranks(
+    world: int, work: Callable[[FakeBackend], Result], models: Iterable[str] = (), sharing: int = 1
+) -> list[Result]:
     """What `work` returns on each rank, in rank order."""
     meeting = Meeting(world)
 
     def rank(number: int) -> Result:
         try:
-            return work(FakeBackend(models, number, meeting))
+            return work(FakeBackend(models, number, meeting, sharing))
         except BaseException:
             meeting.leave()
             raise

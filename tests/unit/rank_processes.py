@@ -9,17 +9,19 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
-STUCK_S, DEADLINE_S = 80, 90
-"""After STUCK_S a rank writes down where it stands, and ends."""
+STUCK_S, SLACK_S = 40, 10
+"""After STUCK_S for each of them, since they share the cores of this machine, a rank writes down where it stands, and
+ends; SLACK_S later all of them are killed."""
 
 
-def run_ranks(target: str, folder: Path, world: int = 2) -> None:
+def run_ranks(target: str, folder: Path, world: int = 2, stuck_s: float | None = None) -> None:
     """Call `target`, 'module:function' of this folder, with `folder` in each of `world` processes. It should end with
-    `fsdp.end_rank()`. Fails with the end of every rank's log unless all of them end well within DEADLINE_S."""
+    `fsdp.end_rank()`. Fails with the end of every rank's log unless all of them end well within stuck_s."""
     module, function = target.split(":")
+    stuck_s = stuck_s or STUCK_S * world
     code = (
         "import faulthandler, pathlib, sys\n"
-        f"faulthandler.dump_traceback_later({STUCK_S}, exit=True)\n"
+        f"faulthandler.dump_traceback_later({stuck_s}, exit=True)\n"
         f"import {module}\n"
         f"{module}.{function}(pathlib.Path(sys.argv[1]))\n"
     )
@@ -47,7 +49,7 @@ def run_ranks(target: str, folder: Path, world: int = 2) -> None:
                 )
             )
     try:
-        codes = [process.wait(DEADLINE_S) for process in ranks]
+        codes = [process.wait(stuck_s + SLACK_S) for process in ranks]
     finally:
         for process in ranks:
             process.kill()

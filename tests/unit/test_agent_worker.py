@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from agent_cases import CALL, Counting, Speaker, calculating
-from generator_cases import PATIENCE_S, FakeLearner, FakeQueue, sum_of
+from generator_cases import PATIENCE_S, FakeLearner, FakeQueue
 
 from asyncrl.config.agent import AgentConfig
 from asyncrl.config.schema import BatchConfig, Config, GeneratorConfig, RewardConfig
@@ -123,7 +123,7 @@ async def party(queue: LocalQueue, name: str, version: int) -> AsyncIterator[Par
     await client.post("weights/0", learner.queue.directory["weights/0"])
     engine = SpeakingEngine(calculating)
     staging = {name: torch.zeros_like(live) for name, live in engine.weight_targets().items()}
-    receiver = LocalReceiver(engine, staging, lambda *of: learner.open(*of), sum_of, CONFIG.sync)  # type: ignore[arg-type]
+    receiver = LocalReceiver(engine, staging, learner.open, CONFIG.sync)  # type: ignore[arg-type]
     follower = WeightFollower(name, receiver, client)  # type: ignore[arg-type]
     scorer = Scorer(right, CONFIG.reward)
     rollouts = Rollouts(engine, engine.tok, scorer, CONFIG)  # type: ignore[arg-type]

@@ -46,18 +46,19 @@ def groups_of(step: int, backend: FsdpBackend) -> MicroBatch:
     return MicroBatch.of(mine) if mine else MicroBatch.empty()
 
 
+def squared_error(here: MicroBatch, values_N: Tensor) -> Tensor:
+    return (values_N - here.rewards_R[here.seq_N] * here.loss_mask_N).square().sum()
+
+
 def train_critic(backend: FsdpBackend, step: int) -> float:
     critic, batch = backend.models["critic"], groups_of(step, backend)
-    here, values_N = critic.forward(batch)
-    target_N = here.rewards_R[here.seq_N] * here.loss_mask_N
-    critic.backward((values_N - target_N).square().sum())
+    critic.accumulate([batch], squared_error)
     return critic.optimizer_step(1 / 50, LR)
 
 
 def train_likelihood(model: Any, batch: MicroBatch) -> float:
     """One step up in log-prob: the policy and the reward model."""
-    _, logp_N, *_ = model.forward(batch)
-    model.backward(-logp_N.sum())
+    model.accumulate([batch], lambda _, logp_N, __: -logp_N.sum())
     return float(model.optimizer_step(1 / 50, LR))
 
 
@@ -85,6 +86,17 @@ def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(tensor, b[name]) for name, tensor in a.items())
 
 
+def said_with_gradient(model: Any, batch: MicroBatch) -> Tensor:
+    seen: list[Tensor] = []
+
+    def loss(_: MicroBatch, first_N: Tensor, *__: Tensor) -> Tensor:
+        seen.append(first_N.detach())
+        return first_N.square().sum()
+
+    model.accumulate([batch], loss)
+    return seen[0]
+
+
 def wrong_predictions(backend: FsdpBackend) -> list[str]:
     """Models that do not predict what their forward says, or not with the weights of now: a prediction leaves nothing
     behind that the next one reads in place of weights that a step has moved."""
@@ -93,16 +105,14 @@ def wrong_predictions(backend: FsdpBackend) -> list[str]:
     wrong = []
     for name, model in trained.items():
         said_N = model.predict(batch)
-        _, forward_N, *_ = model.forward(batch)
-        model.backward(forward_N.square().sum())
+        forward_N = said_with_gradient(model, batch)
         model.predict(batch)
         model.optimizer_step(1.0, LR)
         moved_N = model.predict(batch)
-        _, again_N, *_ = model.forward(batch)
-        model.backward(again_N.sum())  # whoever is whole for a forward is in shards again after its backward
+        again_N = said_with_gradient(model, batch)  # whoever is whole for this is in shards again afterwards
         model.forget_gradients()
         pairs = ((said_N, forward_N), (moved_N, again_N), (moved_N, model.predict(batch)))
-        right = all(torch.equal(one_N, other_N.detach().float()) for one_N, other_N in pairs)
+        right = all(torch.equal(one_N, other_N.float()) for one_N, other_N in pairs)
         if not right or torch.equal(said_N, moved_N):
             wrong.append(name)
     return wrong
@@ -275,15 +285,17 @@ def test_a_bfloat16_policy_with_a_critic(tmp_path: Path) -> None:
     backend = FsdpBackend(config_in(tmp_path, "bfloat16"), ("critic",))
     critic = backend.models["critic"]
     first = shards(critic)
-    _, values_N = critic.forward(groups_of(0, backend))
-    assert values_N.dtype == torch.float32
     losses = []
+
+    def loss(here: MicroBatch, values_N: Tensor) -> Tensor:
+        assert values_N.dtype == torch.float32
+        error = squared_error(here, values_N)
+        losses.append(float(error.detach()))
+        return error
+
     for _ in range(30):
-        here, values_N = critic.forward(groups_of(0, backend))
-        loss = (values_N - here.rewards_R[here.seq_N] * here.loss_mask_N).square().sum()
-        critic.backward(loss)
+        critic.accumulate([groups_of(0, backend)], loss)
         critic.optimizer_step(1 / 50, 1e-3)
-        losses.append(float(loss.detach()))
     assert losses[-1] < 0.9 * losses[0]
     last = shards(critic)
     assert all(tensor.dtype == torch.bfloat16 for tensor in last.values())
@@ -300,8 +312,7 @@ def test_each_model_has_its_own_gradients_and_clip(tmp_path: Path) -> None:
     assert changed == ["critic"]
     assert same(backend.local_tensors(), policy)
     model = backend.models["reward_model"]
-    _, logp_N = model.forward(groups_of(0, backend))
-    model.backward(logp_N.sum())
+    model.accumulate([groups_of(0, backend)], lambda _, logp_N, __: logp_N.sum())
     model.forget_gradients()
     assert model.optimizer_step(1.0, LR) == 0.0
     assert same(shards(model), before["reward_model"])
@@ -313,7 +324,7 @@ def test_frozen_models_have_no_gradients(tmp_path: Path) -> None:
     assert isinstance(reference, ShardedModel)
     assert not any(parameter.requires_grad for parameter in reference.network.parameters())
     with pytest.raises(TypeError, match="frozen"):
-        reference.forward(groups_of(0, backend))
+        reference.accumulate([groups_of(0, backend)], lambda _, logp_N, __: logp_N.sum())
     with pytest.raises(TypeError, match="frozen"):
         critic.copy_from_policy()
 

@@ -63,7 +63,9 @@ def group_of(*rollouts: Rollout, ordinal: int = 0) -> Group:
 # ---- by hand
 
 
-def test_only_rollouts_that_are_all_of_the_version_are_compared(tmp_path: Path) -> None:
+def test_only_rollouts_that_are_all_of_the_version_are_compared_if_keys_live_through_flips(
+    tmp_path: Path,
+) -> None:
     gate = BehaviourGate(config_of(tmp_path))
     moved = rollout([1, 2, 3, 4], 2, version=5)
     moved = dataclasses.replace(moved, versions=np.array([-1, -1, 4, 5], np.int32))
@@ -80,14 +82,15 @@ def test_only_rollouts_that_are_all_of_the_version_are_compared(tmp_path: Path) 
     assert Gap.of([Gap(3, 1.25, 0.75, "task 9"), Gap(), Gap(1, 2.0, 2.0, "task 1")]) == Gap(
         4, 3.25, 2.0, "task 1"
     )
+    recomputed = BehaviourGate(config_of(tmp_path, kv="recompute"))
+    assert recomputed.gap(batch, logp_N, version=5) == Gap(4, 11.25, 10.0, "task 9")
+    assert recomputed.gap(batch, logp_N, version=4) == Gap(1, 10.0, 10.0, "task 9")
     gate.abandoned = range(4, 6)
     assert gate.gap(batch, logp_N, version=5) == Gap()
 
 
 def test_an_engine_with_a_prefix_cache_is_compared_at_the_start_alone(tmp_path: Path) -> None:
-    config = config_of(tmp_path)
-    object.__setattr__(config.generator, "engine", "another")
-    gate = BehaviourGate(config)
+    gate = BehaviourGate(config_of(tmp_path, own_engine="mine.py:load"))
     for version, tokens in ((0, 1), (1, 0)):
         batch = MicroBatch.of([group_of(rollout([1, 2], 1, version=version))])
         assert gate.gap(batch, torch.zeros(2), version).count == tokens

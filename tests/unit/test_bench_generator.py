@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +12,7 @@ import pytest
 
 from asyncrl.generator.engine import SampleRequest
 from asyncrl.types import Sampling
+from bench.generator import __main__ as program
 from bench.generator.model import LONGEST
 from bench.generator.report import table
 from bench.generator.watched import MEAN, Watched, lognormal
@@ -47,3 +51,23 @@ def test_an_engine_that_was_not_measured_is_neither_0_nor_a_pass() -> None:
     assert "| worker_over_bare.transformers ≥ 0.95 | pass: 0.97 |" in text
     assert "| worker_over_bare.vllm ≥ 0.95 | absent: not measured |" in text
     assert "| their ratio | 0.97 | – |" in text
+
+
+def test_an_engine_that_fails_does_not_take_the_figures_of_the_other_along(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def figures(folder: Path, engine: str, rounds: int, seconds: float) -> dict[str, float]:
+        if engine == "vllm":
+            raise RuntimeError("pool.log: it died")
+        return {"worker_over_bare": 0.5}
+
+    monkeypatch.setattr(program, "_figures", figures)
+    files = ["--json", str(tmp_path / "figures"), "--table", str(tmp_path / "table")]
+    monkeypatch.setattr(sys, "argv", ["bench", "--tiny", "--engines", "vllm", "transformers", *files])
+    with pytest.raises(SystemExit) as ended:
+        program.main()
+    assert ended.value.code == 1
+    assert json.loads((tmp_path / "figures").read_text())["figures"] == {"worker_over_bare.transformers": 0.5}
+    text = (tmp_path / "table").read_text()
+    assert "| worker_over_bare.transformers ≥ 0.95 | FAIL: 0.5 |" in text
+    assert "| worker_over_bare.vllm ≥ 0.95 | absent: not measured |" in text

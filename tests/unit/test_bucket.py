@@ -18,9 +18,9 @@ from asyncrl.sync.bucket import (
     send_buckets,
     unpack,
 )
-from asyncrl.sync.digest import MOD, digest_layout, digest_source
 from asyncrl.sync.layout import Box, ParamLayout, whole_layout
 from asyncrl.sync.plan import plan
+from asyncrl.sync.proof import PIECES, ROWS, Proof, Share, hash_of
 from asyncrl.sync.transport import local_channels
 
 CPU = torch.device("cpu")
@@ -37,16 +37,21 @@ def test_a_destination_gets_its_bits_and_their_digest_from_any_sharding(
     target = Shards(destination, staging)
     for part in target.parts:
         part.zero_()
-    sent = 0
-    for source in plan(sources, destination, size).sources:
+    shares: dict[str, list[Share]] = {ROWS: [], PIECES: []}
+    made = plan(sources, destination, size)
+    for source in made.sources:
         there, here = local_channels(f"rank {source.rank}", "generator")
         shards = ranks[source.rank]
         send_buckets(source, shards, there, Buffers(source, shards, CPU), lambda: 1.0, lambda: None)
         receive_buckets(source, target, here, Buffers(source, target, CPU), lambda: 1.0)
-        sent += digest_source(source, shards)
+        for by in shares:
+            shares[by].append(Share(by, hash_of(by, source.pieces, shards)))
     for name, expected in local_tensors(destination, full).items():
         assert all(map(same_bits, staging[name], expected))
-    assert sent % MOD == digest_layout(destination, staging)
+    for by, sent in shares.items():
+        proof = Proof.joined(sent, (piece for source in made.sources for piece in source.pieces))
+        assert proof is not None, by
+        assert proof.holds(target), by
 
 
 def test_pack_and_unpack_by_hand() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl import cli
-from asyncrl.errors import AsyncRLError, DeadlineError, RunClosedError
+from asyncrl.errors import AsyncRLError, DeadlineError, RunClosedError, StoppedError
 
 CONFIG = "model: {path: m}\ntasks: {source: a:b}\nreward: {function: a:b}\n"
 
@@ -55,6 +55,16 @@ def test_a_second_word_makes_another_command(config: str) -> None:
     assert (inspect.command, inspect.ordinal, inspect.stream) == ("queue inspect", 7, "eval")
 
 
+def test_a_pool_is_named_after_the_config(config: str) -> None:
+    for words in (
+        ["reference", "batch.groups=2", "--name", "one"],
+        ["--name", "one", "reference", "batch.groups=2"],
+    ):
+        arguments = cli.parse(["pool", config, *words])
+        assert (arguments.config, arguments.model, arguments.name) == (config, "reference", "one")
+        assert arguments.overrides == ["batch.groups=2"]
+
+
 def test_keys_are_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "keys"
     assert cli.main(["keys", str(folder)]) == 0
@@ -83,6 +93,7 @@ def test_a_process_of_a_split_run_needs_the_address(
         (DeadlineError("a", "b", "c", 1.0), 4),
         (RunClosedError("over"), 0),
         (AsyncRLError("?"), 1),
+        (StoppedError("saved"), 10),
         (KeyboardInterrupt(), 130),
     ],
 )

@@ -63,7 +63,7 @@ def test_a_record_is_its_name_and_its_values() -> None:
         (["Requeued", 7, "expired", 1], "Requeued: 3 values for 2 fields"),
         (["Requeued", "7", "expired"], "Requeued.ordinal = '7' is a str"),
         (["Requeued", True, "expired"], "Requeued.ordinal = 'True' is a bool"),
-        (["Committed", 1, 2, 3, 4, 5, ["list"]], "Committed.columns"),
+        (["Committed", 1, 2, 3, 4, 5, ["list"], 0], "Committed.columns"),
         (["Stage", "", ["tuple"], ["tuple"]], "Stage: "),
         (["dict", 1], "dict: "),
         (["dict", ["list"], 1], "dict: "),

@@ -105,7 +105,7 @@ def test_errors_of_a_file_name_file_and_line(base: Path) -> None:
         ("batch=3", "batch"),
         ("generator.engine=magic", "generator.engine"),
         ("learner.optimizer.betas=[1, 2, 3]", "learner.optimizer.betas"),
-        ("run.dir=${no.such}", "run.dir"),
+        ("run.dir=${run.such}", "run.dir"),
         ("model.path=[", "model.path"),
         ("batch.groups", "command line"),
     ],
@@ -184,3 +184,84 @@ def test_every_algorithm_can_be_included_and_is_one_of_its_own(tmp_path: Path, b
         config = load_config(top)
         assert config not in made.values(), f"{path.stem} is {[n for n, c in made.items() if c == config]}"
         made[path.stem] = config
+
+
+@pytest.mark.parametrize("include", ["5", "[5]", "{a: b}", "[[a.yaml]]"])
+def test_an_include_that_names_no_file(tmp_path: Path, include: str) -> None:
+    path = tmp_path / "top.yaml"
+    path.write_text(f"include: {include}\n")
+    assert error_of(path).key == "include"
+
+
+def test_an_include_may_be_empty(base: Path) -> None:
+    base.write_text(f"include:\n{BASE}")
+    assert load_config(base).model.path == "some/model"
+
+
+DOLLARS = """\
+run: {name: named}
+model: {path: some/model}
+tasks: {source: some.module:function}
+reward: {function: "some.module:reward", options: {pattern: '\\$${', own: ['${x}']}}
+evaluation: {sets: {hard: {source: h.jsonl, system: 'cost ${'}}}
+"""
+
+
+def test_dollars_are_text_unless_they_name_a_key(tmp_path: Path, base: Path) -> None:
+    base.write_text(DOLLARS)
+    prompts = ["tasks.system='cost ${ of ${run.name}'", "tasks.options.a='\\${run.name} ${HOME}'"]
+    config = load_config(base, prompts)
+    assert config.tasks.system == "cost ${ of named"
+    assert config.tasks.options == {"a": "${run.name} ${HOME}"}
+    assert config.reward.options == {"pattern": "\\$${", "own": ["${x}"]}
+    assert config.evaluation.named_sets["hard"].system == "cost ${"
+    save_config(config, tmp_path / "saved.yaml")
+    assert load_config(tmp_path / "saved.yaml") == config
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        *("generator.count=0", "generator.count=-1", "generator.threads=0", "learner.threads=0"),
+        *("queue.window=0", "queue.depth=-1", "queue.retained_bytes=-1", "learner.groups_deadline_s=0"),
+        *("learner.optimizer.warmup_steps=-3", "learner.optimizer.weight_decay=-1"),
+        *("learner.optimizer.betas=[0.9, 1.0]", "learner.optimizer.min_lr_ratio=2"),
+        *("launch.generator_restarts=-1", "launch.stop_deadline_s=0", "sft.warmup_steps=-1"),
+        "agent.max_tokens=0",
+    ],
+)
+def test_numbers_out_of_their_range(base: Path, word: str) -> None:
+    assert error_of(base, word).key == word.partition("=")[0]
+
+
+def test_a_whole_number_may_have_an_exponent(base: Path) -> None:
+    config = load_config(base, ["run.versions=1e3", "queue.window=2e0"])
+    assert (config.run.versions, config.queue.window) == (1000, 2)
+    assert error_of(base, "run.versions=1.5").key == "run.versions"
+
+
+def test_a_value_that_is_none_is_told_what_it_must_be(base: Path) -> None:
+    error = error_of(base, "run.seed=")
+    assert (error.rule, error.remedy) == (
+        "must have a value (command line)",
+        "give a whole number: fixes task order, sampling and initialisation",
+    )
+    assert error_of(base, "queue.window=many").remedy.startswith("give a whole number, or null: W: ")
+    assert error_of(base, "learner.on_bad_step=go").remedy.startswith("give stop or skip: ")
+
+
+@pytest.mark.parametrize("address", ["localhost:5555", "node:5555", "http://node:5555"])
+def test_an_address_must_say_how_it_is_reached(base: Path, address: str) -> None:
+    error = error_of(base, f"queue.address={address}")
+    assert (error.key, error.remedy) == (
+        "queue.address",
+        f"set queue.address=tcp://{address.rpartition('://')[2]}",
+    )
+
+
+def test_null_empties_a_mapping_and_more_is_merged_in(base: Path) -> None:
+    base.write_text(BASE.replace("reward:\n", "reward:\n  weights: {style: 0.5}\n"))
+    assert load_config(base).reward.weights == {"style": 0.5}
+    assert load_config(base, ["reward.weights=null"]).reward.weights == {}
+    replaced = load_config(base, ["reward.weights=null", "reward.weights.cost=0"])
+    assert replaced.reward.weights == {"cost": 0.0}

@@ -69,6 +69,16 @@ def test_values_outlive_rows_without_them(metrics: Path, tmp_path: Path) -> None
     assert dict(progress.values()) == {"reward": "0.500", "held-out accuracy": "37.5%"}
 
 
+def test_answers_without_a_score_are_those_of_the_last_evaluation(metrics: Path, tmp_path: Path) -> None:
+    progress = Progress(Config(), tmp_path)
+    append(metrics, {"time": 1.0, "version": 0, "heldout/accuracy": 0.0, "heldout/unscored": 40.0})
+    progress.read()
+    assert dict(progress.values())["held-out answers without a score"] == "40"
+    append(metrics, {"time": 2.0, "version": 1, "heldout/accuracy": 0.5, "heldout/unscored": 0.0})
+    progress.read()
+    assert dict(progress.values()) == {"held-out accuracy": "50.0%"}
+
+
 def test_lines_for_a_pipe_tell_each_evaluation(metrics: Path, tmp_path: Path) -> None:
     out = io.StringIO()
     dashboard = LineDashboard(Progress(Config(), tmp_path), Console(file=out, width=200))

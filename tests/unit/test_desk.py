@@ -8,7 +8,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from desk_cases import B, Network, counting, envelope, lease_args, opened_desk, submit
+from desk_cases import B, Network, counting, envelope, lease_args, opened_desk, reply, reply_of, submit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,15 +16,9 @@ from asyncrl.errors import AsyncRLError, DeadlineError, RefusedError, WireError
 from asyncrl.queue import service as service_module
 from asyncrl.queue import wire
 from asyncrl.queue.callers import MAX_REQUESTS, UNKNOWN
-from asyncrl.queue.desk import MAX_CALLERS, SILENT_S, Desk, Letter
+from asyncrl.queue.desk import MAX_CALLERS, SILENT_S, Desk
 from asyncrl.queue.service import OPS, QueueService
 from asyncrl.queue.session import BUSY_S, CREDIT_BYTES, CREDIT_REQUESTS, RESEND_S, Answer, Session
-
-
-def reply_of(letters: list[Letter]) -> dict[str, Any]:
-    (letter,) = letters
-    return wire.unpack(letter.frames[0])
-
 
 # ---------------------------------------------------------------------- waiting
 
@@ -291,16 +285,15 @@ def test_bytes_under_way_are_bounded_but_one_large_payload_may_go() -> None:
         session.ask("commit", {}, [frame], 0.0, 9.0, 0.0)
     (message,) = session.outgoing()
     assert len(message[1]) == CREDIT_BYTES + 1
-    session.receive([wire.pack({"id": 1, "value": None, "error": None})], 0.0)
-    assert [m[1] for m in session.outgoing()] == [small, small]
+    session.receive(reply(1), 0.0)
+    assert [m[1:] for m in session.outgoing()] == [[small, small]]
 
 
 def test_a_request_that_is_refused_as_busy_is_asked_again_later() -> None:
     session = Session("run", "w/1", "here")
     session.ask("hello", {}, (), 0.0, 9.0, 0.0)
     assert len(session.outgoing()) == 1
-    busy = wire.pack({"id": 1, "value": None, "error": ["refused", "busy", ""]})
-    assert session.receive([busy], 1.0) == []
+    assert session.receive(reply(1, error=["refused", "busy", ""]), 1.0) == []
     assert session.next_time() == 1.0 + BUSY_S
     assert session.tick(1.0 + BUSY_S) == []
     assert len(session.outgoing()) == 1
@@ -386,23 +379,30 @@ def test_a_notice_is_not_taken_for_the_request_that_was_sent_before_it() -> None
 def test_a_deadline_says_what_the_broker_complained_of() -> None:
     session = Session("run", "old/1", "here")
     session.ask("hello", {}, (), 0.0, 1.0, 0.0)
-    session.receive(
-        [wire.pack({"id": UNKNOWN, "value": None, "error": ["wire", "", "protocol version 1"]})], 0.5
-    )
+    session.receive(reply(UNKNOWN, error=["wire", "", "protocol version 1"]), 0.5)
     (outcome,) = session.tick(1.0)
     assert "it says: protocol version 1" in str(outcome.result)
 
 
-@pytest.mark.parametrize("noise", [[], [b""], [b"noise"], [wire.pack({"id": 1})], [wire.pack({"id": [1]})]])
+@pytest.mark.parametrize(
+    "noise",
+    [
+        [],
+        [b""],
+        [b"noise"],
+        [wire.pack({"replies": 1})],
+        [wire.pack({"replies": [b"\x90"]})],
+        reply([1]),
+        reply("1"),
+    ],
+)
 def test_what_is_no_reply_does_no_harm(noise: list[bytes]) -> None:
     session = Session("run", "w/1", "here")
     session.ask("hello", {}, (), 0.0, 9.0, 0.0)
     assert session.receive(noise, 0.0) == []
-    good = wire.pack({"id": 1, "value": 5, "error": None})
-    assert [outcome.result for outcome in session.receive([good, b"payload"], 0.0)] == [
-        Answer(5, [b"payload"])
-    ]
-    assert session.receive([good], 0.0) == []
+    good = reply(1, 5, payload=[b"payload"])
+    assert [outcome.result for outcome in session.receive(good, 0.0)] == [Answer(5, [b"payload"])]
+    assert session.receive(good, 0.0) == []
 
 
 def test_what_no_broker_would_read_is_refused_where_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -457,21 +457,23 @@ REQUESTS = st.tuples(
 def test_any_operation_with_any_arguments_is_answered_parked_or_over(asked: list[tuple[Any, ...]]) -> None:
     desk = opened_desk(tasks=3)
     for number, (op, args, payload) in enumerate(asked, 1):
-        letters = desk.receive(b"odd", [envelope(op, number, **args), *payload], float(number))
+        letters = desk.receive(
+            b"odd", [envelope(op, number, frames=len(payload), **args), *payload], float(number)
+        )
         letters += desk.tick(float(number))
         parked = (b"odd", number) in desk._parking
-        assert parked or number in {wire.unpack(letter.frames[0])["id"] for letter in letters}
+        assert parked or number in {reply_of([letter])["id"] for letter in letters}
     assert desk.service.refused["bug"] == 0
     assert serves(desk)
 
 
-@given(st.dictionaries(st.sampled_from(["id", "newest", "waiting", "op", "run", "session", "args"]), VALUES))
+@given(st.dictionaries(st.sampled_from(["newest", "waiting", "run", "session", "requests"]), VALUES))
 @settings(max_examples=200, deadline=None)
 def test_an_envelope_with_strange_fields_is_answered_or_over(fields: dict[str, Any]) -> None:
     desk = opened_desk()
     message = wire.unpack(envelope("hello"))
     letters = desk.receive(b"odd", [wire.pack({**message, **fields})], 0.0)
-    assert letters or desk.parked or fields.keys() & {"id", "newest", "waiting"}
+    assert letters or desk.parked or fields.keys() & {"newest", "waiting", "requests"}
     assert serves(desk)
 
 
@@ -479,8 +481,7 @@ def test_an_envelope_with_strange_fields_is_answered_or_over(fields: dict[str, A
 @settings(max_examples=200, deadline=None)
 def test_noise_and_damaged_envelopes_are_counted_and_answered(noise: list[bytes], at: int, bit: int) -> None:
     desk = opened_desk()
-    (letter,) = desk.receive(b"odd", noise, 0.0)
-    assert wire.unpack(letter.frames[0])["error"][0] == "wire"
+    assert reply_of(desk.receive(b"odd", noise, 0.0))["error"][0] == "wire"
     damaged = bytearray(envelope("lease", wait_s=5.0, **lease_args()))
     damaged[at % len(damaged)] ^= 1 << bit
     desk.receive(b"odd", [bytes(damaged)], 0.0)
@@ -509,7 +510,7 @@ def test_bombs_are_malformed(bomb: str, monkeypatch: pytest.MonkeyPatch) -> None
     desk = opened_desk()
     frames = [wire.ENVELOPE_MAGIC + (BOMBS[bomb] or b"")]
     if bomb == "too many frames":
-        frames = [envelope("hello"), *([b""] * wire.MAX_FRAMES)]
+        frames = [envelope("hello", frames=wire.MAX_FRAMES), *([b""] * wire.MAX_FRAMES)]
     if bomb == "too many bytes":
         monkeypatch.setattr(wire, "MAX_ENVELOPE_BYTES", 100)
         frames = [envelope("hello", padding="x" * 100)]

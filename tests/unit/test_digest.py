@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sharding import DTYPES, full_tensors
 
-from asyncrl.errors import WeightSyncError
-from asyncrl.sync.digest import CHUNK_BYTES, MOD, MOST_COLUMNS, _padded, digest, digest_layout
+from asyncrl.sync.digest import CHUNK_BYTES, MOD, MOST_COLUMNS, _padded, digest
 from asyncrl.sync.layout import Box, grid, whole_layout
 
 
@@ -65,15 +63,6 @@ def test_position_name_shape_and_dtype_all_count() -> None:
 def test_non_contiguous_views_hash_as_their_copies() -> None:
     tensor = torch.randn(8, 10)[:, ::2]
     assert of_whole(tensor) == of_whole(tensor.contiguous())
-
-
-def test_a_layout_is_the_sum_of_its_parameters_and_names_what_is_missing() -> None:
-    layout = whole_layout({"a": ((3, 4), "float32"), "b": ((), "bfloat16")})
-    tensors = full_tensors(layout)
-    total = (of_whole(tensors["a"], "a") + of_whole(tensors["b"], "b")) % MOD
-    assert digest_layout(layout, tensors) == total
-    with pytest.raises(WeightSyncError, match="parameter b"):
-        digest_layout(layout, {"a": tensors["a"]})
 
 
 def test_rows_longer_than_one_product_are_exact() -> None:

@@ -7,7 +7,7 @@ import pytest
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.sync_plan import show
+from asyncrl.launch.sync_plan import learner_pool, show
 from asyncrl.sync.families import Heads
 from asyncrl.sync.forecast import Model, Pool, Speeds, forecast, parse_generators, parse_learner
 
@@ -79,5 +79,12 @@ def test_the_table_of_a_mixture_with_its_experts_dealt_out(
             show(config(), str(tmp_path), learner, generators)
 
 
-def config() -> Config:
-    return load_config("configs/recipes/demo.yaml", [])
+def test_the_learners_ranks_are_those_of_its_axes() -> None:
+    axes = [f"learner.parallel.{axis}" for axis in ("replicate=2", "tensor=4", "expert=2")]
+    spread = config("learner.processes=32", *axes)
+    assert learner_pool(spread) == Pool(replicate=2, fsdp=4, tp=4, ep=2)
+    assert learner_pool(config()) == Pool(fsdp=1)
+
+
+def config(*overrides: str) -> Config:
+    return load_config("configs/recipes/demo.yaml", overrides)

@@ -54,8 +54,7 @@ def trained(config: Config, first: int, steps: int) -> tuple[FsdpBackend, list[V
 
 def accumulate(backend: FsdpBackend) -> None:
     """The gradient of a likelihood, to do something with."""
-    _, logp_N, _ = backend.forward(MicroBatch.of([random_group(0)]))
-    backend.backward(-logp_N.sum())
+    backend.accumulate([MicroBatch.of([random_group(0)])], lambda _, logp_N, __: -logp_N.sum())
 
 
 def whole_state(backend: FsdpBackend) -> dict[str, torch.Tensor]:

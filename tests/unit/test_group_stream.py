@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import RefusedError
-from asyncrl.learner.stream import GroupStream, NoGroups
+from asyncrl.learner.stream import GroupStream, NoGroups, _told
 from asyncrl.queue.client import Claim
 from asyncrl.telemetry.spans import Spans
 
@@ -16,7 +16,7 @@ from asyncrl.telemetry.spans import Spans
 class Dry:
     """A queue without groups, and the backend of a single rank."""
 
-    rank = 0
+    rank = data_rank = 0
 
     def __init__(self, dropped: Mapping[str, int] | None) -> None:
         self._dropped = dropped
@@ -77,7 +77,7 @@ def test_all_ranks_give_up_together() -> None:
     """Rank 1 has its group, rank 0 waits for its own in vain: both must leave the version, or the other never would."""
 
     class Full(Dry):
-        rank = 1
+        rank = data_rank = 1
 
         def claim(self, stream: str, **_: Any) -> Claim:
             return Claim([], last=True, ordinals_all=0)
@@ -100,3 +100,11 @@ def test_all_ranks_give_up_together() -> None:
     with pytest.raises(NoGroups):
         next(stream.step(3))
     stream.close()
+
+
+def test_a_wait_in_vain_tells_which_pool_has_groups() -> None:
+    stages = {"reference": {"waiting": 3, "leased": 1}, "rewards": {"waiting": 0, "leased": 0}}
+    places = {"pending": 0, "leased": 0, "ready": 0, "trained": 12, "dropped_by_reason": {}}
+    assert _told({**places, "stages": stages}).endswith(
+        "; groups that wait for a pool: 4 reference, 0 rewards"
+    )

@@ -50,17 +50,24 @@ def test_the_majority_of_answers(right: list[int], answers: list[int], majority:
 
 def test_what_is_reported_depends_on_the_samples_and_on_answers() -> None:
     rewards, none = np.array([[1.0, 0.5, 0, 0, 0, 0]], np.float32), np.zeros((1, 6))
-    assert scores(rewards[:, :1], none[:, :1], 1.0) == {"accuracy": 1.0}
-    made = scores(rewards, none, 1.0)
-    assert list(made) == ["accuracy", "pass@2", "pass@4", "pass@6"]
+    assert scores(rewards[:, :1], none[:, :1], none[:, :1], 1.0) == {"accuracy": 1.0, "unscored": 0.0}
+    made = scores(rewards, none, none, 1.0)
+    assert list(made) == ["accuracy", "unscored", "pass@2", "pass@4", "pass@6"]
     assert made == {
         "accuracy": 0.25,
+        "unscored": 0.0,
         "pass@2": pytest.approx(1 / 3),
         "pass@4": pytest.approx(2 / 3),
         "pass@6": 1.0,
     }
-    assert scores(rewards, none, 0.5)["pass@2"] == pytest.approx(1 - 6 / 15)
-    assert scores(rewards, np.array([[1, 2, 2, 0, 0, 0]]), 1.0)["maj@6"] == 0.0
+    assert scores(rewards, none, none, 0.5)["pass@2"] == pytest.approx(1 - 6 / 15)
+    assert scores(rewards, np.array([[1, 2, 2, 0, 0, 0]]), none, 1.0)["maj@6"] == 0.0
+
+
+def test_answers_without_a_score_are_counted_beside_the_accuracy_that_they_lower() -> None:
+    rewards, answers = np.array([[1.0], [0], [0]], np.float32), np.zeros((3, 1))
+    unscored = np.array([[0.0], [1], [1]], np.float32)
+    assert scores(rewards, answers, unscored, 1.0) == {"accuracy": pytest.approx(1 / 3), "unscored": 2.0}
 
 
 @dataclass
@@ -132,7 +139,9 @@ def test_an_evaluation_is_whole_when_all_chunks_of_all_sets_are_in() -> None:
         5,
         {
             "heldout/accuracy": pytest.approx(4 / 6),
+            "heldout/unscored": 0.0,
             "heldout/math/accuracy": pytest.approx(2 / 6),
+            "heldout/math/unscored": 0.0,
             "heldout/math/pass@2": pytest.approx(2 / 3),
             "heldout/math/maj@2": pytest.approx(0.5 / 3),  # the first task's two answers tie
         },

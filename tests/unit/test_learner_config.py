@@ -9,9 +9,12 @@ import pytest
 from learner_cases import small_config
 
 from asyncrl.config.algorithm import AlgorithmConfig, KlLossConfig, ShapingConfig
+from asyncrl.config.lora import LoraConfig
+from asyncrl.config.parallel import ParallelConfig
 from asyncrl.config.schema import (
     CriticConfig,
     LearnerConfig,
+    ModelConfig,
     ReferenceConfig,
     RewardConfig,
     RewardModelConfig,
@@ -37,6 +40,28 @@ def test_what_cannot_work_is_refused(sections: dict[str, Any], key: str) -> None
         small_config(Path("nowhere"), **sections)
     assert error.value.key == key
     assert error.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("learner", "key"),
+    [
+        ({"compile": True, "parallel": ParallelConfig(tensor=2)}, "compile"),
+        ({"compile": True, "backend": "megatron"}, "compile"),
+        ({"activation_checkpointing": "layers", "backend": "megatron"}, "activation_checkpointing"),
+        ({"offload": "optimizer", "backend": "megatron"}, "offload"),
+        ({"offload": "disk", "offload_folder": ".", "backend": "megatron"}, "offload"),
+    ],
+)
+def test_what_a_backend_cannot_do_is_refused(learner: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        LearnerConfig(**learner)
+    assert error.value.key == f"learner.{key}"
+
+
+def test_adapters_are_not_trained_by_megatron(tmp_path: Path) -> None:
+    model = ModelConfig(path=str(tmp_path), lora=LoraConfig(rank=4))
+    with pytest.raises(ConfigError, match="trains no adapters"):
+        small_config(tmp_path, model=model, learner=LearnerConfig(backend="megatron"))
 
 
 def test_sections_check_themselves() -> None:

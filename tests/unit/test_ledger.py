@@ -10,7 +10,6 @@ from asyncrl.errors import RefusedError, RunClosedError
 from asyncrl.queue.events import Frontier
 from asyncrl.queue.ledger import Claimed, Grant, Ledger, StreamSettings
 from asyncrl.queue.ranks import Ranks
-from asyncrl.queue.shares import share_out
 
 LEARNER = 1
 
@@ -319,14 +318,6 @@ def test_an_unbounded_stream_leases_by_version_alone_and_is_collected() -> None:
 
 
 # ---------------------------------------------------------------------- claims
-
-
-def test_shares_go_to_the_lightest_rank() -> None:
-    assert share_out([50, 10, 10, 10], ranks=2, max_tokens=100) == [0, 1, 1, 1]
-    assert share_out([4, 4, 4], ranks=2, max_tokens=7) == [0, 1]
-    assert share_out([9, 1], ranks=1, max_tokens=5) == [0]  # too large for anyone: alone
-    assert share_out([1, 9], ranks=1, max_tokens=5) == [0]
-    assert share_out([], ranks=2, max_tokens=5) == []
 
 
 def test_a_claim_is_the_same_for_all_ranks_and_when_asked_again() -> None:

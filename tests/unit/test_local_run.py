@@ -10,8 +10,18 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.schema import Config, GeneratorConfig, LaunchConfig, QueueConfig, RunConfig
-from asyncrl.errors import ConfigError, DeadlineError, ProcessDiedError
+from asyncrl.config.placement import PlaceConfig, PlacementConfig
+from asyncrl.config.reward import RewardConfig
+from asyncrl.config.schema import (
+    BatchConfig,
+    Config,
+    GeneratorConfig,
+    LaunchConfig,
+    ModelConfig,
+    QueueConfig,
+    RunConfig,
+)
+from asyncrl.errors import ConfigError, DeadlineError, ProcessDiedError, StoppedError
 from asyncrl.launch import local
 from asyncrl.launch.dashboard import QuietDashboard
 
@@ -27,7 +37,12 @@ def config(tmp_path: Path) -> Config:
         run=RunConfig(name="it", dir=str(tmp_path)),
         generator=GeneratorConfig(count=2),
         launch=LaunchConfig(
-            generator_restarts=2, queue_restarts=2, learner_restarts=2, stop_deadline_s=20.0, quiet=True
+            generator_restarts=2,
+            queue_restarts=2,
+            learner_restarts=2,
+            pool_restarts=2,
+            stop_deadline_s=20.0,
+            quiet=True,
         ),
     )
 
@@ -102,8 +117,9 @@ def test_a_dead_generator_is_started_again(
 def test_a_generator_that_keeps_dying_ends_the_run(config: Config, scripts: dict[str, str]) -> None:
     scripts["generator"] = "echo no luck; exit 1"
     scripts["learner"] = "exec sleep 600"
-    with pytest.raises(ProcessDiedError, match=r"(?s)generator-\d ended \(exit code 1\).*no luck"):
+    with pytest.raises(ProcessDiedError, match=r"(?s)generator-\d ended \(exit code 1\).*no luck") as died:
         local.train(config)
+    assert died.value.exit_code == 5
 
 
 def test_a_generator_with_a_bad_config_is_not_started_again(
@@ -111,9 +127,34 @@ def test_a_generator_with_a_bad_config_is_not_started_again(
 ) -> None:
     scripts["generator"] = "exit 2"
     scripts["learner"] = "exec sleep 600"
-    with pytest.raises(ProcessDiedError, match=r"exit code 2"):
+    with pytest.raises(ProcessDiedError, match=r"exit code 2") as died:
         local.train(config)
+    assert died.value.exit_code == 2
     assert "started again" not in capsys.readouterr().err
+
+
+def with_pool(config: Config, processes: int = 1) -> Config:
+    place = PlaceConfig(where="pool", processes=processes, devices="6,7", threads=3)
+    return dataclasses.replace(config, placement=PlacementConfig(reference=place))
+
+
+def test_a_pool_is_started_with_its_share_of_the_devices_and_left_to_end_by_itself(
+    config: Config, scripts: dict[str, str], tmp_path: Path
+) -> None:
+    scripts["pool"] = "sleep 0.1; echo $2 $3 $5 $CUDA_VISIBLE_DEVICES $OMP_NUM_THREADS"
+    assert local.train(with_pool(config, processes=2)) == {"versions": 3}
+    for index, device in ((0, 6), (1, 7)):
+        said = (tmp_path / "it" / "logs" / f"reference-{index}.log").read_text()
+        assert said == f"reference queue.address=tcp://127.0.0.1:1 reference-{index} {device} 3\n"
+
+
+def test_a_pool_that_keeps_dying_ends_the_run(
+    config: Config, scripts: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripts |= {"pool": "echo out of memory; exit 1", "learner": "exec sleep 600"}
+    with pytest.raises(ProcessDiedError, match=r"(?s)reference-0 ended \(exit code 1\).*out of memory"):
+        local.train(with_pool(config))
+    assert capsys.readouterr().err.count("reference-0 ended (exit code 1) and is started again") == 2
 
 
 @pytest.mark.parametrize(
@@ -125,8 +166,9 @@ def test_a_learner_or_queue_that_says_why_it_ended_ends_the_run(
 ) -> None:
     scripts["learner"] = "exec sleep 600"
     scripts[process] = script
-    with pytest.raises(ProcessDiedError, match=rf"(?s){process} ended \(exit code 7\).*loss is nan"):
+    with pytest.raises(ProcessDiedError, match=rf"(?s){process} ended \(exit code 7\).*loss is nan") as died:
         local.train(config)
+    assert died.value.exit_code == 7
 
 
 def test_a_killed_queue_is_started_again_at_its_address(
@@ -157,6 +199,16 @@ def test_a_killed_learner_is_started_again_from_its_checkpoint(
         "learner ended (killed by SIGKILL) and is started again from the newest checkpoint, 1 of 2 restarts"
         in said
     )
+
+
+def test_a_learner_that_has_lost_a_pool_is_started_again_with_it(
+    config: Config, scripts: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripts["learner"] = f'cd $(dirname $1); echo "$3" >> words; [ -n "$3" ] || exit 11; {DONE}'
+    assert local.train(config) == {"versions": 3}
+    assert (tmp_path / "it" / "words").read_text() == "\nrun.resume=true\n"
+    said = capsys.readouterr().err
+    assert "learner ended (exit code 11) and is started again from the newest checkpoint" in said
 
 
 def test_a_learner_that_keeps_dying_ends_the_run(
@@ -221,6 +273,21 @@ def test_the_journal_is_for_a_learner_that_goes_on(
     assert ((tmp_path / "it" / "word").read_text() == "--anew\n") == anew
 
 
+def test_a_journal_of_other_rules_is_begun_anew(
+    config: Config, scripts: dict[str, str], tmp_path: Path
+) -> None:
+    scripts["queue"] = f'echo "$2" > $(dirname $1)/word; {QUEUE}'
+    config = dataclasses.replace(config, model=ModelConfig(path="m"))
+    config = dataclasses.replace(config, reward=RewardConfig(function="a:b"))
+    run = dataclasses.replace(config.run, resume=True)
+    resumed = dataclasses.replace(config, run=run)
+    local.train(config)
+    (tmp_path / "it" / "checkpoints" / "v000050").mkdir(parents=True)
+    for batch, anew in ((config.batch, False), (BatchConfig(group_size=2), True)):
+        local.train(dataclasses.replace(resumed, batch=batch))
+        assert ((tmp_path / "it" / "word").read_text() == "--anew\n") == anew
+
+
 def test_a_queue_that_never_listens(config: Config, scripts: dict[str, str]) -> None:
     scripts["queue"] = "exec sleep 600"
     impatient = dataclasses.replace(config.launch, start_deadline_s=0.01)
@@ -236,6 +303,43 @@ def test_ctrl_c_lets_the_learner_end_its_step(
     with pytest.raises(KeyboardInterrupt):
         local.train(config)
     assert (tmp_path / "it" / "logs" / "learner.log").read_text() == "saved\n"
+
+
+def test_sigterm_ends_a_run_with_a_code_of_its_own(
+    config: Config, scripts: dict[str, str], tmp_path: Path
+) -> None:
+    terminate = f"kill -TERM {os.getpid()}"
+    scripts["learner"] = f'trap "echo saved; exit 10" TERM; {terminate}; while :; do sleep 0.05; done'
+    with pytest.raises(StoppedError, match=r"run\.resume=true goes on"):
+        local.train(config)
+    assert (tmp_path / "it" / "logs" / "learner.log").read_text() == "saved\n"
+
+
+def test_a_learner_that_cannot_save_after_sigterm_is_no_clean_stop(
+    config: Config, scripts: dict[str, str]
+) -> None:
+    terminate = f"kill -TERM {os.getpid()}"
+    scripts["learner"] = f'trap "echo disk full; exit 9" TERM; {terminate}; while :; do sleep 0.05; done'
+    with pytest.raises(ProcessDiedError, match=r"learner ended \(exit code 9\).*\n.*disk full"):
+        local.train(config)
+
+
+def test_a_learner_that_does_not_save_in_time_after_sigterm_is_named(
+    config: Config, scripts: dict[str, str]
+) -> None:
+    scripts["learner"] = f'trap "" TERM; kill -TERM {os.getpid()}; while :; do sleep 0.05; done'
+    impatient = dataclasses.replace(config.launch, stop_deadline_s=0.2)
+    with pytest.raises(DeadlineError, match="the learner: its last checkpoint did not come"):
+        local.train(dataclasses.replace(config, launch=impatient))
+
+
+@pytest.mark.parametrize("code", [10, 1], ids=["one rank", "torchrun"])
+def test_a_learner_that_was_told_to_stop_is_not_started_again(
+    config: Config, scripts: dict[str, str], code: int
+) -> None:
+    scripts["learner"] = f'echo "{{\\"ended\\": \\"stopped\\"}}" > $(dirname $1)/summary.json; exit {code}'
+    with pytest.raises(StoppedError):
+        local.train(config)
 
 
 def test_ctrl_c_twice_kills_at_once(
@@ -282,12 +386,34 @@ def test_several_learner_ranks_are_started_by_torchrun(config: Config, tmp_path:
     run._start_learner()
     command, env = started["learner"]
     text = " ".join(command)
-    assert "-m torch.distributed.run --standalone --nproc-per-node 2 -m asyncrl learner" in text
+    assert (
+        "-m torch.distributed.run --standalone --nproc-per-node 2 --shutdown-timeout 20 -m asyncrl learner"
+        in text
+    )
     assert (env["OMP_NUM_THREADS"], env["CUDA_VISIBLE_DEVICES"]) == ("3", "0,1")
+
+
+def test_a_pool_whose_model_is_split_is_started_by_torchrun() -> None:
+    command = ["python", "-m", "asyncrl", "pool"]
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "4",
+        "--shutdown-timeout",
+        "3",
+        "-m",
+        "asyncrl",
+        "pool",
+    ]
+    assert local.by_torchrun(command, 4, stop_deadline_s=2.5) == ["python", *torchrun]
+    assert local.by_torchrun(command, 1, stop_deadline_s=2.5) == command
 
 
 def test_threads_are_shared_out(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(10)), raising=False)
     assert local.shared_threads(config) == 3
+    assert local.shared_threads(with_pool(config, processes=2)) == 2
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
     assert local.shared_threads(config) == 1

@@ -7,8 +7,12 @@ from torch import Tensor
 from asyncrl.learner.logprobs import token_logprobs
 
 
-def naive(hidden: Tensor, weight: Tensor, target: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    logp = ((hidden @ weight.t()) / temperature[:, None]).log_softmax(-1)
+def naive(
+    hidden: Tensor, weight: Tensor, target: Tensor, temperature: Tensor, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    logits = hidden @ weight.t()
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    logp = (logits / temperature[:, None]).log_softmax(-1)
     return logp.gather(1, target[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
@@ -21,7 +25,8 @@ def case(rows: int = 7, size: int = 5, vocabulary: int = 11) -> tuple[Tensor, Te
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, None])
 @pytest.mark.parametrize("temperatures", [[1.0] * 7, [0.6, 1.0, 1.5, 0.6, 0.2, 1.0, 3.0]])
-def test_equals_the_naive_way(chunk: int | None, temperatures: list[float]) -> None:
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_equals_the_naive_way(chunk: int | None, temperatures: list[float], softcap: float | None) -> None:
     hidden, weight, target = case()
     temperature = torch.tensor(temperatures, dtype=torch.float64)
     pull_logp, pull_entropy = torch.randn(7, dtype=torch.float64), torch.randn(7, dtype=torch.float64)
@@ -30,18 +35,19 @@ def test_equals_the_naive_way(chunk: int | None, temperatures: list[float]) -> N
         total = (logp * pull_logp).sum() + (entropy * pull_entropy).sum()
         return logp, entropy, *torch.autograd.grad(total, (hidden, weight))
 
-    ours = run(*token_logprobs(hidden, weight, target, temperature, chunk))
-    theirs = run(*naive(hidden, weight, target, temperature))
+    ours = run(*token_logprobs(hidden, weight, target, temperature, chunk, softcap=softcap))
+    theirs = run(*naive(hidden, weight, target, temperature, softcap))
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other)
 
 
 @pytest.mark.parametrize("output", [0, 1])
-def test_gradients_against_finite_differences(output: int) -> None:
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_gradients_against_finite_differences(output: int, softcap: float | None) -> None:
     hidden, weight, target = case(rows=4)
     temperature = torch.tensor([0.8, 1.0, 2.0, 0.8], dtype=torch.float64)
     assert torch.autograd.gradcheck(
-        lambda h, w: token_logprobs(h, w, target, temperature, chunk=3)[output], (hidden, weight)
+        lambda h, w: token_logprobs(h, w, target, temperature, 3, softcap=softcap)[output], (hidden, weight)
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config
 
-from asyncrl.config.schema import ModelConfig
+from asyncrl.config.schema import Config, EvaluationConfig, ModelConfig, TasksConfig
 from asyncrl.errors import ConfigError
-from asyncrl.models import load_causal_lm, load_tokenizer
+from asyncrl.models import encode_prompt, load_causal_lm, load_tokenizer, policy_tokenizer
+from asyncrl.types import Task
 
 
 @pytest.fixture
@@ -57,6 +59,45 @@ def test_the_tokenizer_beside_the_model_is_loaded(folder: Path) -> None:
     assert tokenizer.encode("4 2", add_special_tokens=False) == [4, 2]
 
 
+TEMPLATE = "{% for m in messages %}{{ m['content'] }} 7{% endfor %}"
+CHAT = TasksConfig(source="tasks.jsonl", chat=True)
+ASKED = Task(7, [{"role": "user", "content": "4 2"}])
+
+
+def test_prompts_are_framed_with_a_template_of_ones_own(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "own.jinja"
+    file.write_text(TEMPLATE)
+    tasks = dataclasses.replace(CHAT, chat_template=str(file))
+    tokenizer = policy_tokenizer(Config(model=ModelConfig(path=str(folder)), tasks=tasks))
+    assert encode_prompt(tokenizer, ASKED).tolist() == [4, 2, 7]
+
+
+@pytest.mark.parametrize("text", [None, "{% for m in messages %}", "{{ raise_exception('no') }}"])
+def test_a_template_that_is_none_is_refused(folder: Path, tmp_path: Path, text: str | None) -> None:
+    file = tmp_path / "own.jinja"
+    if text is not None:
+        file.write_text(text)
+    tasks = dataclasses.replace(CHAT, chat_template=str(file))
+    with pytest.raises(ConfigError, match=r"^tasks.chat_template = .*own.jinja'"):
+        policy_tokenizer(Config(model=ModelConfig(path=str(folder)), tasks=tasks))
+
+
+def test_messages_without_a_template_are_refused(folder: Path) -> None:
+    model = ModelConfig(path=str(folder))
+    hard = {"source": "hard.jsonl", "system": "Be brief."}
+    for config, key in (
+        (Config(model=model, tasks=CHAT), "tasks.chat = True"),
+        (
+            Config(model=model, evaluation=EvaluationConfig(sets={"hard": hard})),
+            "evaluation.sets.hard.system",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=f"^{key}.*tasks.chat_template=FILE"):
+            policy_tokenizer(config)
+    with pytest.raises(ConfigError, match=r"^tasks.chat_template = None"):
+        encode_prompt(policy_tokenizer(Config(model=model)), ASKED)
+
+
 def test_a_model_without_a_tokenizer_is_refused(folder: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
@@ -65,5 +106,5 @@ def test_a_model_without_a_tokenizer_is_refused(folder: Path) -> None:
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^model.path = .*cannot be loaded"):
+    with pytest.raises(ConfigError, match=r"^model.path = .*there is no such folder"):
         load_causal_lm(ModelConfig(path=str(tmp_path / "nowhere")), seed=0)

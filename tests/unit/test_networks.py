@@ -18,8 +18,8 @@ from asyncrl.config.schema import Config, CriticConfig, ModelConfig, ReferenceCo
 from asyncrl.errors import ConfigError, TrainingError
 from asyncrl.learner.attention import Documents
 from asyncrl.learner.batch import MicroBatch
+from asyncrl.learner.layers import decoder_layers
 from asyncrl.learner.networks import POLICY, Critic, check_vocabularies, load_network
-from asyncrl.learner.sharded import _decoder_layers
 from asyncrl.tasks.addition import write_model_folder
 
 
@@ -128,7 +128,7 @@ def test_a_teacher_needs_a_path_and_a_wrong_path_is_called_by_its_key(tmp_path: 
 
 def test_decoder_layers_are_found_under_any_name() -> None:
     model = GPT2LMHeadModel(gpt2_config(vocab_size=33))
-    assert _decoder_layers(model) is model.transformer.h
+    assert decoder_layers(model) == list(model.transformer.h)
 
 
 def with_teacher(folder: Path) -> Config:

@@ -11,7 +11,7 @@ from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.learner.algorithms.advantages import advantages
 from asyncrl.learner.attention import PACKED, Documents
 from asyncrl.learner.batch import MicroBatch
-from asyncrl.learner.packing import first_fit, moving_rollouts, pack
+from asyncrl.learner.packing import first_fit, level, moving_rollouts, pack
 from asyncrl.models import load_causal_lm
 from asyncrl.types import Group, Sampling, Task
 
@@ -22,6 +22,50 @@ def test_first_fit_packs_each_item_once_and_overfills_nothing(lengths: list[int]
     assert sorted(item for chosen in bins for item in chosen) == list(range(len(lengths)))
     assert all(len(chosen) == 1 or sum(lengths[i] for i in chosen) <= capacity for chosen in bins)
     assert all(chosen == sorted(chosen) for chosen in bins)
+
+
+@given(
+    st.lists(st.integers(1, 30), min_size=1, max_size=40),
+    st.integers(30, 60),
+    st.integers(0, 3),
+    st.floats(5, 100),
+)
+def test_levelled_bins_hold_each_item_once_within_the_capacity(
+    lengths: list[int], capacity: int, spare: int, even: float
+) -> None:
+    most = len(first_fit(lengths, capacity)) + spare
+    bins = level(lengths, capacity, most, even)
+    if bins is None:
+        return  # first fit's are taken then
+    assert len(bins) <= most
+    assert sorted(item for chosen in bins for item in chosen) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in chosen) <= capacity for chosen in bins)
+    assert all(chosen == sorted(chosen) for chosen in bins)
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(1, 6), st.floats(5, 100))
+def test_with_room_enough_no_bin_is_much_dearer_than_another(
+    lengths: list[int], most: int, even: float
+) -> None:
+    """Graham 1966: at most the mean and the largest item that could not be avoided."""
+
+    def cost(length: int) -> float:
+        return length + length * length / even
+
+    bins = level(lengths, sum(lengths), most, even)
+    assert bins is not None
+    total, largest = sum(map(cost, lengths)), max(map(cost, lengths))
+    assert max(sum(cost(lengths[i]) for i in chosen) for chosen in bins) <= (
+        total / most + (1 - 1 / most) * largest + 1e-6
+    )
+
+
+def test_rollouts_are_spread_over_the_passes_that_are_run_anyway() -> None:
+    batch = rewards_batch([1, 0, 0, 0])  # two tokens each
+    assert [b.rollouts for b in pack(batch, range(4), max_tokens=6)] == [3, 1]
+    assert [b.rollouts for b in pack(batch, range(4), max_tokens=6, passes=2)] == [2, 2]
+    assert [b.rollouts for b in pack(batch, range(4), max_tokens=6, passes=9)] == [1, 1, 1, 1]
+    assert pack(batch, [], max_tokens=6, passes=3) == []
 
 
 def test_columns_of_a_batch() -> None:
@@ -91,7 +135,7 @@ def test_buckets_hold_each_token_once(lengths: list[int]) -> None:
     documents = Documents(lengths)
     places = torch.cat([index[keep] for index, keep in documents.buckets])
     assert sorted(places.tolist()) == list(range(sum(lengths)))
-    assert places[documents.unbucket_N].tolist() == list(range(sum(lengths)))
+    assert documents.padded_P[documents.unpad_N].tolist() == list(range(sum(lengths)))
     assert documents.boundaries.tolist() == [0, *np.cumsum(lengths).tolist()]
 
 

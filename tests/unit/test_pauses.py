@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from asyncrl.generator.weights import WeightFollower
 from asyncrl.sync.arena import Arena
 from asyncrl.sync.bucket import Shards
 from asyncrl.sync.layout import layout_bytes, whole_layout
-from asyncrl.sync.transport import Channel, Transfer
+from asyncrl.sync.transport import SharingChannel, Transfer, bytes_of
 from asyncrl.types import Sampling
 
 closing = pytest.fixture(closing_all)
@@ -89,11 +90,18 @@ class CountingEngine(ScriptedEngine):
             assert self.stepped.wait_for(lambda: self.steps >= until, 20.0)
 
 
+async def sample_for_ever(engine: CountingEngine) -> None:
+    """However late the first bucket comes, there is something to decode."""
+    prompt = torch.zeros(1, dtype=torch.int64).numpy()
+    for number in itertools.count():
+        await engine.sample(SampleRequest(str(number), prompt, Sampling(max_tokens=9_000), 0))
+
+
 @dataclass
 class SlowChannel:
     """A link over which a bucket takes as long as the engine takes for three steps."""
 
-    channel: Channel
+    channel: SharingChannel
     engine: CountingEngine
     arrived: list[tuple[int, int]]
 
@@ -106,6 +114,12 @@ class SlowChannel:
 
     def recv(self, into: torch.Tensor) -> Transfer:
         return SlowTransfer(self, self.channel.recv(into), into.numel())
+
+    def send_parts(self, parts: Sequence[torch.Tensor]) -> Transfer:
+        return self.channel.send_parts(parts)
+
+    def recv_parts(self, into: Sequence[torch.Tensor]) -> Transfer:
+        return SlowTransfer(self, self.channel.recv_parts(into), sum(map(bytes_of, into)))
 
     def close(self) -> None:
         self.channel.close()
@@ -149,8 +163,7 @@ async def test_decoding_goes_on_while_a_version_crosses_a_slow_link(
     follower = WeightFollower("g", receiver, OneLearner(learner.endpoints[0]))
     learner.publish(0)
     await engine.start()
-    request = SampleRequest("r", torch.zeros(1, dtype=torch.int64).numpy(), Sampling(max_tokens=9_000), 0)
-    sampling, following = asyncio.create_task(engine.sample(request)), asyncio.create_task(follower.run())
+    sampling, following = asyncio.create_task(sample_for_ever(engine)), asyncio.create_task(follower.run())
     try:
         async with asyncio.timeout(20.0):
             await follower.past(-1, -1)

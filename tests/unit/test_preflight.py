@@ -32,14 +32,20 @@ def config(tmp_path: Path) -> Path:
 
 BAD = [
     ("tasks.source=asyncrl.tasks.addition:nothing",),
+    ("tasks.chat=true",),
+    ("tasks.chat_template=nowhere.jinja",),
     ("evaluation.source=asyncrl.tasks.addition:nothing",),
     ("reward.function=asyncrl.tasks.addition:nothing",),
     ("reward.options={digits: 2}",),
     ("algorithm.own_loss=nowhere.py:loss",),
+    ("generator.own_engine=nowhere.py:engine",),
     ("reference.path=nowhere", "algorithm.kl_loss.coef=0.1"),
     ("critic.path=nowhere", "algorithm.advantage=gae"),
     ("teacher.path=nowhere", "algorithm.advantage=distill"),
     ("reference.update_every=2",),
+    ("learner.parallel.tensor=8", "learner.processes=8"),  # of 4 heads
+    ("learner.parallel.context=2", "learner.processes=2", "learner.backend=megatron"),
+    ("learner.parallel.pipeline=3", "learner.processes=3", "learner.backend=megatron"),  # of 2 layers
 ]
 
 

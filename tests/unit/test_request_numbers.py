@@ -12,14 +12,16 @@ from random import Random
 from typing import Any
 
 import pytest
+from desk_cases import reply, reply_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import DeadlineError, RefusedError
 from asyncrl.queue import wire
-from asyncrl.queue.callers import NOTICE, UNKNOWN
+from asyncrl.queue.callers import UNKNOWN
 from asyncrl.queue.channel import Channel
 from asyncrl.queue.desk import Desk
+from asyncrl.queue.envelope import Asked, unpack_call, unpack_replies
 from asyncrl.queue.link import Listener
 from asyncrl.queue.service import Reply, Request
 from asyncrl.queue.session import RESEND_S, Answer, Outcome, Session
@@ -206,9 +208,9 @@ class Seam:
         return messages[at] if self.random.random() < 0.2 else messages.pop(at)
 
     def _hear(self, frames: Frames) -> None:
-        value = wire.unpack(frames[0])["value"]
-        if isinstance(value, list):
-            self.heard[value[1]] = value[0]
+        for _, value, _, _ in unpack_replies(frames):
+            if isinstance(value, list):
+                self.heard[value[1]] = value[0]
         self.settle(self.session.receive(frames, self.now))
         self.collect()
 
@@ -261,21 +263,21 @@ def test_who_waits_is_not_answered_by_a_complaint_or_a_notice(number: int) -> No
     session.outgoing()  # lost
     session.abandon(3 - number)
     (notice,) = session.outgoing()
-    assert wire.unpack(notice[0])["id"] == NOTICE
+    assert unpack_call(notice).requests == []
     assert desk.receive(b"w", notice, 0.0) == []
     (complaint,) = desk.receive(b"w", [b"noise"], 0.0)
-    assert wire.unpack(complaint.frames[0])["id"] == UNKNOWN
+    assert reply_of([complaint])["id"] == UNKNOWN
     assert session.receive(complaint.frames, 0.0) == []
-    assert session.ask("echo", {"token": 3}, (), 0.0, DEADLINE_S, 0.0) > max(NOTICE, UNKNOWN)
-
-
-def reply(number: int, value: Any = None, error: Any = None) -> Frames:
-    return [wire.pack({"id": number, "value": value, "error": error})]
+    assert session.ask("echo", {"token": 3}, (), 0.0, DEADLINE_S, 0.0) > UNKNOWN
 
 
 def asked_to_give_back(session: Session) -> list[int]:
-    messages = [wire.unpack(message[0]) for message in session.outgoing()]
-    return [message["args"]["token"] for message in messages if message["op"] == "give_back"]
+    return [token for message in session.outgoing() for op, token in asked_in(message) if op == "give_back"]
+
+
+def asked_in(message: Frames) -> list[tuple[str, int]]:
+    """(op, token) of the requests in a message."""
+    return [(asked.op, wire.unpack_value(asked.args)["token"]) for asked in unpack_call(message).requests]
 
 
 def test_a_grant_behind_a_refusal_of_the_same_request_is_given_back() -> None:
@@ -314,12 +316,12 @@ class Wire:
     address = "here"
 
     def __init__(self) -> None:
-        self.sent: list[dict[str, Any]] = []
+        self.sent: list[Asked] = []
 
     def open(self, listener: Listener) -> None: ...
 
     def send(self, frames: Frames) -> None:
-        self.sent.append(wire.unpack(frames[0]))
+        self.sent += unpack_call(frames).requests
 
     def close(self) -> None: ...
 
@@ -330,9 +332,11 @@ async def test_a_grant_that_comes_between_a_cancellation_and_its_effect_is_given
     channel = Channel(link, "run", "w", DEADLINE_S)
     channel.open()
     asking = asyncio.create_task(channel.ask("grant", {"token": 1}, undo=give_back))
-    await asyncio.sleep(0)
+    while not link.sent:
+        await asyncio.sleep(0)
     asking.cancel()
-    channel.heard(reply(link.sent[0]["id"], [1, 77]))
+    channel.heard(reply(link.sent[0].number, [1, 77]))
     with pytest.raises(asyncio.CancelledError):
         await asking
-    assert [said["args"]["token"] for said in link.sent if said["op"] == "give_back"] == [77]
+    await asyncio.sleep(0)
+    assert [wire.unpack_value(said.args)["token"] for said in link.sent if said.op == "give_back"] == [77]

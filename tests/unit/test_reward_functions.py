@@ -165,7 +165,7 @@ async def test_a_function_of_a_group_may_take_the_rollouts() -> None:
 
 
 async def test_a_value_for_each_text_is_asked_of_it() -> None:
-    with pytest.raises(RewardError, match="ValueError: 1 values for 2 texts"):
+    with pytest.raises(RewardError, match="1 values for 2 texts"):
         await scores({"few": lambda task, texts: [1.0]}, ["a", "b"], few={"per": "group"})
 
 

@@ -11,9 +11,10 @@ import pytest
 
 from asyncrl.config.dotted import load_function
 from asyncrl.config.schema import RewardConfig
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, RewardFailedError
 from asyncrl.generator.rewards import MISSED_AFTER, RewardError, Scorer
 from asyncrl.generator.scores import Score
+from asyncrl.generator.streak import FIRST, LATER
 from asyncrl.types import Rollout, Scored, Step, Task
 
 TASK = Task(3, "1+1=", {"answer": "2"})
@@ -79,6 +80,67 @@ async def test_the_error_says_what_the_last_call_raised() -> None:
         await score(reward)
 
 
+@pytest.mark.parametrize(
+    ("value", "why"), [(float("nan"), "returned nan: reward is not a finite"), (None, "returned None: ")]
+)
+async def test_what_was_returned_in_place_of_a_number_is_shown(value: object, why: str) -> None:
+    with pytest.raises(RewardError, match=f"task 3 {why}"):
+        await score(lambda task, text: value)
+
+
+def typo(task: Task, text: str) -> float:
+    return float(text == task.data["anwser"])
+
+
+async def fail(scorer: Scorer, ordinals: range, text: str = "no") -> None:
+    for ordinal in ordinals:
+        with pytest.raises(RewardError):
+            await scorer.score(Task(ordinal, "1+1=", {"answer": "2"}), text, ROLLOUT)
+
+
+@pytest.mark.parametrize("on_failure", ["drop", "zero"])
+async def test_a_function_that_fails_at_every_task_ends_the_run(on_failure: str) -> None:
+    scorer = Scorer(typo, config(function="bad.py:typo", on_failure=on_failure))
+    ending = None
+    for ordinal in range(FIRST):
+        assert ending is None
+        try:
+            await scorer.score(Task(ordinal, "1+1=", {"answer": "2"}), "2", ROLLOUT)
+        except RewardError:
+            assert on_failure == "drop"
+        except RewardFailedError as error:
+            ending = str(error)
+    assert ending is not None
+    assert "reward.function = 'bad.py:typo' failed at each of the first 32 tasks" in ending
+    assert "task 31, it raised KeyError: 'anwser' (test_rewards.py:" in ending
+
+
+async def test_one_success_makes_failures_rare_and_many_in_a_row_hopeless_again() -> None:
+    def reward(task: Task, text: str) -> float:
+        return {"2": 1.0}[text]
+
+    scorer = Scorer(reward, config(function="f.py:reward", retries=0))
+    await fail(scorer, range(FIRST - 1))
+    assert (await scorer.score(TASK, "2", ROLLOUT)).reward == 1.0
+    await fail(scorer, range(LATER - 1))
+    with pytest.raises(RewardFailedError, match=f"of the last {LATER} tasks"):
+        await scorer.score(Task(LATER, "1+1=", {}), "no", ROLLOUT)
+
+
+async def test_failures_of_one_task_count_once() -> None:
+    scorer = Scorer(typo, config(function="f.py:typo", retries=0))
+    for _ in range(2 * FIRST):
+        await fail(scorer, range(3, 4))
+
+
+async def test_the_traceback_of_the_first_failure_of_a_kind_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    await fail(Scorer(typo, config(function="f.py:typo")), range(3))
+    told = [record for record in caplog.records if record.exc_info]
+    assert [record.getMessage() for record in told] == ["f.py:typo at task 0, for the first time:"]
+
+
 async def test_calls_that_hang_cost_the_others_nothing() -> None:
     """More calls hang than there are threads; good calls still get one."""
     released = threading.Event()
@@ -117,7 +179,7 @@ async def test_more_calls_than_threads_all_get_their_turn() -> None:
 
 
 async def test_steps_that_do_not_fit_the_text_are_a_failed_call() -> None:
-    with pytest.raises(RewardError, match=r"task 3 raised ValueError: step 0 is \[0, 2\)"):
+    with pytest.raises(RewardError, match=r"task 3 returned .*: step 0 is \[0, 2\)"):
         await score(lambda task, text: Scored(0.0, [Step(0, 2)]))
 
 

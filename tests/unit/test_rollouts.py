@@ -26,7 +26,7 @@ from asyncrl.generator.engine import PromptTooLongError, SampleRequest
 from asyncrl.generator.rewards import RewardError, Scorer
 from asyncrl.generator.rollouts import Rollouts
 from asyncrl.learner.algorithms.registry import ADVANTAGES
-from asyncrl.types import ANSWER, Sampling, Scored, Step, Task, Turn
+from asyncrl.types import ANSWER, UNSCORED, Sampling, Scored, Step, Task, Turn
 
 TASK = Task(4, "1+1=", {"answer": "2"})
 LETTERS = "abcdefgh"
@@ -150,6 +150,7 @@ async def test_held_out_tasks_that_cannot_be_scored_or_asked_count_as_0() -> Non
     held_out = [Task(0, "1+1="), Task(1, "1+1="), Task(2, "1+1+1=")]
     group = await rollouts(Narrow(), picky, advantage="remax").evaluate(TASK, held_out, "e")
     assert group.rewards.tolist() == [1.0, 0.0, 0.0]
+    assert group.reward_parts[UNSCORED].tolist() == [0.0, 1.0, 1.0]
     assert group.lengths.tolist() == [5, 5, 6]
 
 

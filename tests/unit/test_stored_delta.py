@@ -16,7 +16,7 @@ import asyncrl.sync.stored_publisher as stored_publisher
 from asyncrl.config.schema import SyncConfig
 from asyncrl.errors import WeightSyncError
 from asyncrl.sync.blobs import FolderBlobs
-from asyncrl.sync.digest import digest_layout
+from asyncrl.sync.bucket import Shards
 from asyncrl.sync.layout import Box, Layout, ParamLayout, layout_bytes, whole_layout
 from asyncrl.sync.stored_delta import FULL_EVERY, Chain
 from asyncrl.sync.stored_publisher import StoredPublisher
@@ -84,7 +84,8 @@ class Reader:
         staged = self.stream.stage(version)
         for name, expected in local_tensors(self.layout, self.store.full[version]).items():
             assert all(map(same_bits, self.staging[name], expected)), name
-        assert staged.digest == digest_layout(self.layout, self.staging)
+        assert staged.proof is not None
+        assert staged.proof.holds(Shards(self.layout, self.staging))
         return staged
 
 

@@ -80,9 +80,9 @@ def test_a_child_that_never_announces(supervisor: Supervisor) -> None:
 
 def test_signals_of_the_user_are_events(supervisor: Supervisor) -> None:
     os.kill(os.getpid(), signal.SIGINT)
-    assert supervisor.next_event(LONG_S) == Interrupted(1)
+    assert supervisor.next_event(LONG_S) == Interrupted(1, signal.SIGINT)
     os.kill(os.getpid(), signal.SIGTERM)
-    assert supervisor.next_event(LONG_S) == Interrupted(2)
+    assert supervisor.next_event(LONG_S) == Interrupted(2, signal.SIGTERM)
 
 
 def test_children_that_listen_to_sigterm_are_not_killed(supervisor: Supervisor) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from learner_cases import random_group, rollout, small_config, tiny_model
 
+from asyncrl.config.agreement import AGREED
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.schema import (
     CheckpointConfig,
@@ -26,11 +27,12 @@ from asyncrl.config.schema import (
     RunConfig,
 )
 from asyncrl.config.tasks import MAIN, EvaluationConfig
-from asyncrl.errors import DeadlineError, RefusedError, TrainingError
+from asyncrl.errors import DeadlineError, RefusedError, StoppedError, TrainingError
 from asyncrl.learner import checkpoint, report, requirements
 from asyncrl.learner.fsdp import FsdpBackend
 from asyncrl.learner.stream import GroupStream, StepBegunAnew
 from asyncrl.learner.trainer import Trainer
+from asyncrl.learner.work import even_tokens
 from asyncrl.queue import wire
 from asyncrl.queue.client import Claim, Opened, Trained
 from asyncrl.queue.ledger import Frontier, StreamSettings
@@ -57,7 +59,9 @@ class FakeQueue:
     on_claim: Callable[[int, int], None] = lambda step, index: None
     first: int = 0
     batch: int = 2
+    even_tokens: float | None = None
     rejected: int = 0
+    dropped: list[int] = field(default_factory=list)  # rising
     evals: list[Group] = field(default_factory=list)
     eval_tasks: int = 0
 
@@ -67,16 +71,18 @@ class FakeQueue:
     def open(self, stream: str, settings: StreamSettings, snapshot: bytes | None = None) -> Opened:
         self.calls.append(("open", (stream, snapshot)))
         if stream == "train":
-            self.batch = settings.groups_per_version
+            self.batch, self.even_tokens = settings.groups_per_version, settings.even_tokens
         return Opened(learner_epoch=7, lineage=1 if snapshot else 0, version=0)
 
     def claim(self, stream: str, *, step: int, index: int, **_: Any) -> Claim | None:
         self.on_claim(step, index)
         ordinal = step * self.batch + index + self.rejected
+        for dropped in self.dropped:
+            ordinal += dropped <= ordinal
         if ordinal >= self.dry_from:
             return None
         group = self.make(ordinal)
-        return Claim([group], index == self.batch - 1, index + 1)
+        return Claim([group], index == self.batch - 1, index + 1, attempt=len(self.of("abandon")))
 
     def trained(self, stream: str, *, learner_epoch: int, step: int, waited: float | None = None) -> Trained:
         assert waited is not None
@@ -99,6 +105,14 @@ class FakeQueue:
         self.calls.append(("reject", (step, reason)))
         self.rejected += self.batch
         return self.batch
+
+    def abandon(
+        self, stream: str, *, learner_epoch: int, step: int, attempt: int, dropped: Sequence[int], reason: str
+    ) -> int:
+        assert attempt == len(self.of("abandon"))
+        self.calls.append(("abandon", (step, list(dropped), reason)))
+        self.dropped = sorted({*self.dropped, *dropped})
+        return attempt + 1
 
     def room(self, stream: str, wait_s: float) -> tuple[int, int]:
         return self.eval_tasks, 8
@@ -184,7 +198,8 @@ def test_a_run_from_the_first_to_the_last_version(tmp_path: Path) -> None:
     case.trainer.run()
     queue, publisher = case.queue, case.publisher
     assert queue.of("open") == [("eval", None), ("train", None)]
-    assert queue.of("post") == ["weights/0"]
+    assert queue.of("post") == [AGREED, "weights/0"]
+    assert queue.even_tokens == even_tokens(small_config(tmp_path).model) < math.inf
     assert queue.of("trained") == [0, 1, 2]
     assert queue.of("finish") == ["done"]
     assert sorted(publisher.published) == [0, 1, 2, 3]
@@ -208,6 +223,7 @@ def test_a_run_from_the_first_to_the_last_version(tmp_path: Path) -> None:
     assert accuracy == {0: 0.25, 2: 0.5, 3: 0.75}
 
     summary = case.summary
+    assert summary["ended"] == "done"
     assert (summary["heldout_accuracy_start"], summary["heldout_accuracy_end"]) == (0.25, 0.75)
     assert (summary["versions"], summary["groups_trained"], summary["rollouts_trained"]) == (3, 6, 24)
     assert (summary["tokens_generated"], summary["weight_updates"], summary["tasks_dropped"]) == (300, 2, 1)
@@ -230,7 +246,12 @@ def test_sets_with_names_have_metrics_of_their_own(tmp_path: Path) -> None:
         (3, 0.75, 0.75),
     ]
     assert case.summary["heldout_accuracy_end"] is None
-    assert case.summary["heldout"] == {"math/accuracy": 0.75, "code/accuracy": 0.75}
+    assert case.summary["heldout"] == {
+        "math/accuracy": 0.75,
+        "math/unscored": 0.0,
+        "code/accuracy": 0.75,
+        "code/unscored": 0.0,
+    }
 
 
 def test_a_resumed_run_is_the_run_that_was_never_stopped(tmp_path: Path) -> None:
@@ -327,13 +348,14 @@ def test_a_stop_while_groups_are_missing_gives_the_step_up(tmp_path: Path) -> No
     queue = FakeQueue(dry_from=3)  # the second group of step 1 never comes
     case = Case(small_config(tmp_path), queue)
     queue.on_claim = lambda step, index: case.trainer.request_stop() if (step, index) == (1, 1) else None
-    case.trainer.run()
+    with pytest.raises(StoppedError, match="stopped at version 1, which is saved"):
+        case.trainer.run()
     assert queue.of("trained") == [0]
     assert queue.of("finish") == ["stopped"]
     newest = checkpoint.newest(case.folder)
     assert newest is not None
     assert checkpoint.read_meta(newest) == checkpoint.Meta(1, b"train after 1", b"eval after 0")
-    assert case.summary["versions"] == 1
+    assert (case.summary["versions"], case.summary["ended"]) == (1, "stopped")
 
 
 def test_a_step_that_the_queue_takes_apart_begins_anew(tmp_path: Path) -> None:
@@ -365,7 +387,7 @@ def test_all_ranks_begin_a_step_anew_together(other: list[Any]) -> None:
     """This rank has its claim, of attempt 0."""
 
     class TwoRanks:
-        rank = 0
+        rank = data_rank = 0
 
         def exchange(self, mine: Any) -> list[Any]:
             assert mine == [0, False, "", False]
@@ -415,31 +437,35 @@ def test_a_stop_before_the_optimizer_steps_of_a_whole_batch_gives_them_up(tmp_pa
     case = Case(small_config(tmp_path, learner=learner), queue)
     # Asked for with the last claim of version 1, of which the stream is then done.
     queue.on_claim = lambda step, index: case.trainer.request_stop() if (step, index) == (1, 1) else None
-    case.trainer.run()
+    with pytest.raises(StoppedError, match="stopped at version 1, which is saved"):
+        case.trainer.run()
     assert queue.of("trained") == [0]
     assert queue.of("finish") == ["stopped"]
     assert sorted(case.publisher.published) == [0, 1]
 
 
-def poisoned(ordinal: int, until: int) -> Group:
-    """Groups below `until` have a recorded log-prob that is not a number."""
+def poisoned(ordinal: int, bad: Sequence[int]) -> Group:
+    """These groups have a recorded log-prob that is not a number."""
     group = random_group(ordinal)
-    if ordinal < until:
+    if ordinal in bad:
         group.logprobs[group.loss_mask != 0] = np.nan
     return group
 
 
 def test_a_bad_step_stops_the_run(tmp_path: Path) -> None:
-    case = Case(small_config(tmp_path), FakeQueue(make=lambda o: poisoned(o, 2)))
+    case = Case(small_config(tmp_path), FakeQueue())
+    case.backend.gradient_norm = lambda scale: math.nan  # type: ignore[method-assign]
     with pytest.raises(TrainingError, match="version 0 has gradient norm nan"):
         case.trainer.run()
     assert sorted(case.publisher.published) == [0]
 
 
-@pytest.mark.parametrize(("bad", "survives"), [(4, True), (100, False)])
+@pytest.mark.parametrize(("bad", "survives"), [(2, True), (100, False)])
 def test_bad_steps_may_be_skipped_but_not_for_ever(tmp_path: Path, bad: int, survives: bool) -> None:
     learner = LearnerConfig(micro_batch_tokens=64, on_bad_step="skip", optimizer=OptimizerConfig(lr=1e-2))
-    case = Case(small_config(tmp_path, learner=learner), FakeQueue(make=lambda o: poisoned(o, bad)))
+    case = Case(small_config(tmp_path, learner=learner), FakeQueue())
+    norms, norm = [math.nan] * bad, case.backend.gradient_norm
+    case.backend.gradient_norm = lambda scale: norms.pop() if norms else norm(scale)  # type: ignore[method-assign]
     if survives:
         case.trainer.run()
         assert case.queue.of("reject") == [(0, "not_finite")] * 2
@@ -448,3 +474,60 @@ def test_bad_steps_may_be_skipped_but_not_for_ever(tmp_path: Path, bad: int, sur
     else:
         with pytest.raises(TrainingError, match="in a row"):
             case.trainer.run()
+
+
+def test_a_bad_group_stops_the_run_by_name(tmp_path: Path) -> None:
+    case = Case(small_config(tmp_path), FakeQueue(make=lambda o: poisoned(o, [1])))
+    with pytest.raises(
+        TrainingError, match="for version 0 1 groups have values that are not finite: of tasks 1"
+    ):
+        case.trainer.run()
+    assert sorted(case.publisher.published) == [0]
+    assert case.queue.of("abandon") == []
+
+
+def test_a_group_of_another_size_is_refused(tmp_path: Path) -> None:
+    case = Case(small_config(tmp_path), FakeQueue(make=lambda o: random_group(o, size=3 if o == 1 else 4)))
+    with pytest.raises(TrainingError, match=r"task 1 has 3 rollouts, and batch\.group_size=4"):
+        case.trainer.run()
+
+
+@pytest.mark.parametrize("mini_batches", [1, 2], ids=["streaming", "whole batch"])
+def test_a_bad_group_leaves_no_trace(tmp_path: Path, mini_batches: int) -> None:
+    """The weights are, bit for bit, those of a run whose stream never had it."""
+    frozen = AlgorithmConfig(proximal="frozen" if mini_batches > 1 else "behaviour")
+
+    def config(name: str) -> Config:
+        learner = LearnerConfig(
+            micro_batch_tokens=64,
+            mini_batches=mini_batches,
+            on_bad_batch="skip",
+            optimizer=OptimizerConfig(lr=1e-2),
+        )
+        run = RunConfig(name=name, dir=str(tmp_path), versions=3)
+        return small_config(tmp_path, run=run, learner=learner, algorithm=frozen)
+
+    bad = [1, 2, 5]
+    skipping = Case(config("skipping"), FakeQueue(make=lambda o: poisoned(o, bad)))
+    skipping.trainer.run()
+    without = Case(config("without"), FakeQueue(dropped=bad))
+    without.trainer.run()
+    assert skipping.queue.of("abandon") == [
+        (0, [1], "not_finite"),
+        (0, [2], "not_finite"),
+        (1, [5], "not_finite"),
+    ]
+    assert skipping.queue.of("trained") == [0, 1, 2]
+    for version in range(4):
+        assert torch.equal(skipping.publisher.published[version], without.publisher.published[version])
+    assert [row["groups/not_finite"] for row in skipping.rows if "groups/not_finite" in row] == [2, 1, 0]
+
+
+def test_groups_that_are_all_bad_are_the_models_fault(tmp_path: Path) -> None:
+    learner = LearnerConfig(micro_batch_tokens=64, on_bad_batch="skip", optimizer=OptimizerConfig(lr=1e-2))
+    case = Case(small_config(tmp_path, learner=learner), FakeQueue())
+    with torch.no_grad():
+        next(iter(case.backend.local_tensors().values())).fill_(math.nan)
+    with pytest.raises(TrainingError, match=r"the 3\. such finding"):
+        case.trainer.run()
+    assert sorted(case.publisher.published) == [0]

@@ -22,9 +22,11 @@ from transformers import (
     Qwen3Config,
 )
 
+from asyncrl.draws import stream_key, uniform_at
 from asyncrl.errors import ConfigError, WeightSyncError
 from asyncrl.generator.engine import SampleRequest
 from asyncrl.generator.kv_cache import ATTENTION
+from asyncrl.generator.sampling import draw
 from asyncrl.generator.slots import SlotBatch
 from asyncrl.generator.transformers_engine import TransformersEngine, check_attention
 from asyncrl.types import Sampling, Turn
@@ -191,6 +193,116 @@ def test_a_flip_in_flight_keeps_the_cache_and_marks_every_token(fixed_shape: boo
         assert turn.versions.tolist() == [0] * 10 + [4] * 20
         assert turn.output_ids.tolist() == before.output_ids.tolist()
         assert turn.logprobs.tobytes() == before.logprobs.tobytes()
+
+
+@pytest.mark.parametrize("fixed_shape", [False, True], ids=["compact", "fixed shape"])
+def test_recompute_draws_what_a_fresh_prefill_with_the_new_weights_would(fixed_shape: bool) -> None:
+    """Each token by hand: plain logits of all before it, the arg max or the sample's own random number."""
+    model, other = build(CONFIGS["qwen2"]), build(CONFIGS["qwen2"], "sdpa", seed=9)
+    asked = requests(4, max_tokens=24)
+    asked[3] = dataclasses.replace(asked[3], sampling=Sampling(0.0, 24))
+    undisturbed = run(batch(model, fixed_shape=fixed_shape, end=-1), asked)
+    slots = batch(model, fixed_shape=fixed_shape, end=-1)
+    for one in asked:
+        slots.add(one)
+    for _ in range(13):
+        slots.step()
+    flip_to(other, slots, recompute=True)
+    finished = run(slots, [])
+    for one in asked:
+        for sample, turn in enumerate(finished[one.request_id]):
+            by_old = int((turn.versions == 0).sum())
+            assert 0 < by_old < 24
+            assert turn.versions.tolist() == [0] * by_old + [1] * (24 - by_old)
+            before = undisturbed[one.request_id][sample]
+            assert turn.output_ids[:by_old].tolist() == before.output_ids[:by_old].tolist()
+            assert turn.logprobs[:by_old].tobytes() == before.logprobs[:by_old].tobytes()
+            tokens, logprobs = by_hand(other, one, sample, turn)
+            assert turn.output_ids[by_old:].tolist() == tokens[by_old:].tolist()
+            np.testing.assert_allclose(turn.logprobs[by_old:], logprobs[by_old:], atol=2e-5)
+
+
+@torch.no_grad()
+def by_hand(
+    model: PreTrainedModel, asked: SampleRequest, sample: int, turn: Turn
+) -> tuple[np.ndarray, np.ndarray]:
+    """What the model draws after each piece of this turn, and its log-prob."""
+    ids = torch.from_numpy(np.concatenate([turn.prompt_ids, turn.output_ids]))
+    logits_TV = model(input_ids=ids[None]).logits[0, len(turn.prompt_ids) - 1 : -1]
+    key, place_T = stream_key(asked.sampling.seed, asked.ordinal, sample), np.arange(len(turn.output_ids))
+    return draw(logits_TV, np.full(len(place_T), asked.sampling.temperature), uniform_at(key, place_T))
+
+
+def flip_to(other: PreTrainedModel, slots: SlotBatch, recompute: bool = False) -> None:
+    """Version 1 has the weights of `other`."""
+    targets = {name: parameter.data for name, parameter in slots.model.named_parameters()}
+    slots.flip({name: p.data for name, p in other.named_parameters()}, targets, 1, recompute)
+
+
+def test_recompute_takes_no_more_memory_than_a_prefill_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.generator.slots.PREFILL_TOKENS", 40)
+    slots = batch(build(CONFIGS["qwen2"]), end=-1)
+    for one in requests(4, max_tokens=40):
+        slots.add(one)
+        for _ in range(9):
+            slots.step()
+    plain, padded = slots._forward, list[tuple[int, int]]()
+
+    def counting(token_N: Any, position_N: Any, of: Any, keep: Any) -> torch.Tensor:
+        padded.append(tuple(of.index_PT.shape))
+        return plain(token_N, position_N, of, keep)
+
+    slots._forward = counting  # type: ignore[method-assign]
+    other = build(CONFIGS["qwen2"], "sdpa", seed=9)
+    flip_to(other, slots, recompute=True)
+    # Three rows each of 37, 29, 21 and 13 tokens: prompts of 1 to 4, and what was made in 36, 27, 18 and 9 steps.
+    assert padded == [(1, 37)] * 3 + [(1, 29)] * 3 + [(1, 21)] * 3 + [(3, 13)]
+
+
+def test_at_fixed_shape_recompute_is_a_fresh_sample_to_the_last_bit() -> None:
+    """Greedy, so that a prompt that holds the old tokens is answered by the same ones."""
+    model, other = build(CONFIGS["qwen2"]), build(CONFIGS["qwen2"], seed=9)
+    (asked,) = requests(1, n=1, max_tokens=20, temperature=0.0)
+    slots = batch(model, fixed_shape=True, end=-1)
+    slots.add(asked)
+    for _ in range(8):
+        slots.step()
+    flip_to(other, slots, recompute=True)
+    (turn,) = run(slots, [])["r0"]
+    assert turn.versions.tolist() == [0] * 8 + [1] * 12
+    read = np.concatenate([turn.prompt_ids, turn.output_ids[:8]])
+    (fresh,) = run(batch(other, fixed_shape=True, end=-1), [dataclasses.replace(asked, prompt_ids=read)])[
+        "r0"
+    ]
+    assert turn.output_ids[8:].tolist() == fresh.output_ids[:12].tolist()
+    assert turn.logprobs[8:].tobytes() == fresh.logprobs[:12].tobytes()
+
+
+def test_at_fixed_shape_an_abort_while_tokens_go_in_again_loses_none() -> None:
+    slots = batch(build(CONFIGS["qwen2"]), fixed_shape=True, end=-1)
+    (asked,) = requests(1, n=1)
+    slots.add(asked)
+    for _ in range(8):
+        slots.step()
+    flip_to(build(CONFIGS["qwen2"], seed=9), slots, recompute=True)
+    slots.step()
+    aborted = slots.remove("r0")
+    assert aborted is not None
+    assert (len(aborted[0].output_ids), aborted[0].versions.tolist()) == (8, [0] * 8)
+
+
+def test_a_sample_whose_prompt_is_half_in_at_a_flip_has_nothing_of_the_old_weights_behind_it() -> None:
+    """As there are at fixed shape. All of its tokens are of the new version, and so are the keys of its prompt."""
+    other = build(CONFIGS["qwen2"], "sdpa", seed=9)
+    slots = batch(build(CONFIGS["qwen2"]), fixed_shape=True, end=-1)
+    asked = requests(7)[6]
+    slots.add(asked)
+    for _ in range(4):
+        slots.step()
+    flip_to(other, slots)
+    for turn in run(slots, [])["r6"]:
+        assert (turn.versions == 1).all()
+        np.testing.assert_allclose(turn.logprobs, forward_logp(other, turn), atol=2e-5)
 
 
 def test_after_a_flip_new_samples_follow_the_new_weights_tied_ones_too() -> None:

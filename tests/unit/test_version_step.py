@@ -39,6 +39,7 @@ from asyncrl.learner.controls import Controls
 from asyncrl.learner.experience import Experience
 from asyncrl.learner.mini_batches import mini_batches
 from asyncrl.learner.objective import PolicyObjective, unrejected
+from asyncrl.learner.soundness import NotFinite
 from asyncrl.learner.version_step import Streaming, VersionReport, VersionStep, WholeBatch, version_step
 from asyncrl.telemetry.spans import Spans
 from asyncrl.types import Group, Sampling, Task
@@ -142,19 +143,21 @@ def run(
     shares: Sequence[Claims],
     make: Callable[[int], Group] = group,
     way: type[VersionStep] | None = None,
+    sharing: int = 1,
 ) -> tuple[dict[str, list[Tensor]], VersionReport]:
-    """Version 2, trained with these claims of each rank: the gradient of each optimizer step of each model, and the
-    report, both of which must be the same on every rank."""
+    """Version 2, trained with these claims of each data rank, which is `sharing` ranks: the gradient of each optimizer
+    step of each model, and the report, both of which must be the same on every rank."""
 
     def work(backend: FakeBackend) -> tuple[dict[str, list[Tensor]], VersionReport]:
         step = way(backend, config) if way else version_step(backend, config)
-        for claim in shares[backend.rank]:
+        for claim in shares[backend.data_rank]:
             step.add([make(ordinal) for ordinal in claim], 2)
         report = step.step(2)
         models = {"policy": backend.policy, **backend.models}
         return {name: model.gradients for name, model in models.items()}, report
 
-    (gradients, report), *others = ranks(len(shares), work, requirements.models(config))
+    world = len(shares) * sharing
+    (gradients, report), *others = ranks(world, work, requirements.models(config), sharing)
     for theirs, their_report in others:
         close(theirs, gradients, atol=0)
         assert their_report.refused == report.refused
@@ -197,6 +200,15 @@ def test_claims_micro_batches_and_ranks_change_no_gradient(name: str) -> None:
         found, same = run(another, shares)
         close(found, expected)
         assert same.values == pytest.approx(report.values, rel=1e-4, abs=1e-5)
+
+
+@every_case
+def test_ranks_with_the_same_rows_count_once(name: str) -> None:
+    shares = [[[0, 4], [2]], [[5, 1], [3]]]
+    expected, report = run(CASES[name], shares)
+    found, same = run(CASES[name], shares, sharing=2)
+    close(found, expected, atol=1e-12)
+    assert same.values == pytest.approx(report.values, rel=1e-9)
 
 
 STREAMING = [name for name, config in CASES.items() if not requirements.whole_batch(config)]
@@ -384,14 +396,48 @@ def broken(ordinal: int) -> Group:
     return made
 
 
-def test_a_step_that_is_not_finite_for_one_model_moves_none_and_ends_the_version() -> None:
-    """The log-prob says nothing to the critic, whose gradient is finite."""
+@pytest.mark.parametrize("name", ["grpo with KL loss", "gae, several steps", "gdpo"])
+def test_a_group_that_is_not_finite_is_named_on_every_rank_before_anything_moves(name: str) -> None:
+    config = CASES[name]
+
+    def work(backend: FakeBackend) -> tuple[list[int], dict[str, list[Tensor]], VersionReport]:
+        step = version_step(backend, config)
+
+        def train(shares: Sequence[Claims]) -> VersionReport:
+            for claim in shares[backend.rank]:
+                step.add([broken(ordinal) for ordinal in claim], 2)
+            return step.step(2)
+
+        with pytest.raises(NotFinite) as found:
+            train([[[0, 3], [5]], [[1], []]])
+        models = {"policy": backend.policy, **backend.models}
+        assert not any(model.gradients for model in models.values())
+        step.abandon()
+        report = train([[[0], [5]], [[1], []]])
+        return found.value.ordinals, {name: model.gradients for name, model in models.items()}, report
+
+    without, _ = run(config, [[[0], [5]], [[1], []]])
+    for ordinals, gradients, report in ranks(2, work, requirements.models(config)):
+        assert ordinals == [3]
+        assert not report.refused
+        close(gradients, without, atol=0)
+
+
+def test_a_later_step_that_is_not_finite_for_one_model_moves_none_and_ends_the_version() -> None:
+    """Its log-probs are not finite: too late to begin the version anew."""
     config = several(AlgorithmConfig(advantage="gae"))
-    steps = mini_batches(range(GROUPS), 2, 2, 0, 2)
-    before = next(k for k, ordinals in enumerate(steps) if 3 in ordinals)
-    found, report = run(config, [[[0, 1], [3, 4]], [[2], [5]]], make=broken)
-    assert [len(gradients) for gradients in found.values()] == [before, before]
-    assert report.refused == f"gradient norm nan of the policy in optimizer step {before + 1}"
+    backend = FakeBackend(requirements.models(config))
+    step, move = version_step(backend, config), backend.policy.optimizer_step
+
+    def breaks(scale: float, lr: float) -> float:
+        norm = move(scale, lr)
+        backend.policy.table.data.fill_(math.nan)
+        return norm
+
+    backend.policy.optimizer_step = breaks  # type: ignore[method-assign]
+    step.add([group(ordinal) for ordinal in range(GROUPS)], 2)
+    assert step.step(2).refused == "gradient norm nan of the policy in optimizer step 2"
+    assert len(backend.policy.gradients) == len(backend.models["critic"].gradients) == 1
 
 
 def test_a_critic_whose_gradient_is_not_finite_holds_the_policy_back_too() -> None:

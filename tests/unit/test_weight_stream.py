@@ -18,8 +18,8 @@ from stream_cases import CONFIG, LARGE, LARGE_CONFIG, SMALL, Generator, Learner,
 import asyncrl.sync.link as link_module
 from asyncrl.config.schema import SyncConfig
 from asyncrl.errors import DeadlineError, RefusedError, WeightSyncError
+from asyncrl.sync.bucket import Shards
 from asyncrl.sync.control import ControlServer
-from asyncrl.sync.digest import digest_layout
 from asyncrl.sync.layout import Box, ParamLayout
 from asyncrl.sync.subscriber import Subscriber
 
@@ -148,11 +148,12 @@ CHILD = """
 import json, sys, torch
 import asyncrl.sync.link as link
 from asyncrl.config.schema import SyncConfig
+from asyncrl.sync.bucket import views
 from asyncrl.sync.layout import from_wire
 from asyncrl.sync.subscriber import Subscriber
 
 def receive_one_bucket_and_hang(source, shards, channel, *more):
-    channel.recv(torch.zeros(source.buckets[0].length, dtype=torch.uint8)).wait(20.0)
+    channel.recv_parts(views(source.buckets[0], shards)).wait(20.0)
     print("mid-transfer", flush=True)
     sys.stdin.read()
 
@@ -199,18 +200,20 @@ def test_a_wrong_byte_in_live_parameters_is_found(closing: Callable) -> None:
     staged = generator.subscriber.fetch(-1, 10.0)
     generator.check(staged, 0)
     assert staged is not None
+    assert staged.proof is not None
     generator.staging["head"][0].view(torch.uint8)[7, 3] += 1
-    assert digest_layout(generator.layout, generator.staging) != staged.digest
+    with pytest.raises(WeightSyncError, match="the engine's do not hash to"):
+        staged.proof.check(Shards(generator.layout, generator.staging), "the engine's")
 
 
-def test_without_verify_there_is_no_digest(closing: Callable) -> None:
+def test_without_verify_there_is_no_proof(closing: Callable) -> None:
     config = SyncConfig(bucket_mb=0.0005, deadline_s=20.0, verify=False)
     learner = closing(Learner(SMALL, 2, config))
     generator = closing(Generator("generator-0", learner, learner.whole, config))
     learner.publish(0)
     staged = generator.subscriber.fetch(-1, 10.0)
     assert staged is not None
-    assert staged.digest is None
+    assert staged.proof is None
 
 
 def test_another_lineage_is_refused_by_name(closing: Callable) -> None:

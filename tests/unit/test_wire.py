@@ -258,7 +258,7 @@ def test_envelopes_are_versioned() -> None:
     assert wire.unpack(wire.pack(message)) == message
     later = bytearray(wire.pack(message))
     later[4] = 9
-    with pytest.raises(WireError, match="protocol version 9, this side speaks 3"):
+    with pytest.raises(WireError, match="protocol version 9, this side speaks 4"):
         wire.unpack(bytes(later))
     with pytest.raises(WireError, match="not a message of this protocol"):
         wire.unpack(b"GET / HTTP/1.1")

@@ -20,12 +20,15 @@ from generator_cases import (
 )
 
 from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.placement import PlacementConfig, RewardsPlaceConfig
 from asyncrl.config.schema import BatchConfig, Config, EvaluationConfig, GeneratorConfig
 from asyncrl.config.tasks import MAIN
-from asyncrl.errors import ConfigError, DeadlineError, WeightSyncError
+from asyncrl.errors import ConfigError, DeadlineError, RewardFailedError, TaskError, WeightSyncError
 from asyncrl.generator import weights
 from asyncrl.generator.engine import SampleRequest
 from asyncrl.generator.patience import RequestFailedError
+from asyncrl.generator.receiver import LocalReceiver, LostWeightsError
+from asyncrl.generator.streak import FIRST
 from asyncrl.generator.worker import Worker
 from asyncrl.types import Scored, Step, Task, Turn
 
@@ -180,6 +183,17 @@ async def test_prompts_too_long_and_rewards_that_fail_are_dropped_alone() -> Non
         assert list(h.queue.committed) == [("train", 2)]
 
 
+async def test_a_reward_that_always_fails_ends_the_worker() -> None:
+    def typo(task: Task, text: str) -> float:
+        raise KeyError("anwser")
+
+    async with house(reward=typo) as h:
+        await h.learner.publish(0)
+        await h.queue.submit("train", *tasks(2 * FIRST))
+        with pytest.raises(RewardFailedError, match="raised KeyError: 'anwser'"):
+            await ended(h)
+
+
 def by_task(task: Task, text: str) -> float:
     """Even tasks: all samples alike. Odd ones: they differ."""
     return float(task.ordinal % 2 and text == "A")
@@ -200,6 +214,18 @@ async def test_groups_without_spread_are_dropped_before_they_travel_if_the_confi
         await h.learner.publish(0)
         await h.queue.submit("train", *tasks(6))
         await h.queue.until(lambda: len(h.queue.committed) == 6)
+
+
+async def test_groups_that_a_pool_gives_rewards_go_to_it_without_theirs_and_unfiltered() -> None:
+    place = PlacementConfig(rewards=RewardsPlaceConfig(where="pool"))
+    held_out = [Task(0, "?", {"answer": "A"})]
+    config = replace(FILTERING, placement=place)
+    async with house(reward=by_task, held_out={MAIN: held_out}, config=config) as h:
+        await h.learner.publish(0)
+        await h.queue.submit("train", *tasks(2))
+        await h.queue.submit("eval", Task(0, "", {"version": 0, "set": "", "start": 0, "stop": 1}))
+        await h.queue.until(lambda: len(h.queue.committed) == 3)
+        assert h.queue.columns == {("train", 0): [], ("train", 1): [], ("eval", 0): []}
 
 
 async def test_an_evaluation_is_never_filtered() -> None:
@@ -370,6 +396,32 @@ async def test_a_learner_that_is_gone_stops_nothing() -> None:
         await h.queue.until(lambda: h.queue.stats["held"] == 1)
 
 
+async def test_an_engine_that_lost_its_weights_holds_none_until_they_are_there_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with house() as h:
+        await h.learner.publish(3)
+        await h.queue.submit("train", *tasks(1))
+        await h.queue.until(lambda: len(h.queue.committed) == 1)
+        plain, lost, away = LocalReceiver.newest, iter([True]), asyncio.Event()
+
+        async def newest(self: LocalReceiver, newer_than: int, wait_s: float) -> int | None:
+            if next(lost, False):
+                raise LostWeightsError("it restarted")
+            await away.wait()
+            return await plain(self, newer_than, wait_s)
+
+        monkeypatch.setattr(LocalReceiver, "newest", newest)
+        await h.queue.until(lambda: h.queue.stats["weights/lost"] == 1)
+        assert (h.queue.stats["held"], h.queue.stats["lineage"]) == (-1, -1)
+        asked = len(h.queue.asked)
+        await h.queue.submit("train", Task(1, "1?", {"answer": "A"}))
+        away.set()
+        await h.queue.until(lambda: len(h.queue.committed) == 2)
+        assert h.learner.fetched == [3, 3]
+        assert {held for _, held, _ in h.queue.asked[asked:]} == {3}
+
+
 async def test_a_cancelled_worker_gives_back_what_it_has() -> None:
     async def stuck(task: Task, text: str) -> float:
         return await asyncio.get_running_loop().create_future()
@@ -401,6 +453,14 @@ async def test_messages_go_through_the_chat_template() -> None:
         await h.queue.submit("train", Task(0, [{"role": "user", "content": "hi"}], {"answer": "A"}))
         await h.queue.until(lambda: len(h.queue.committed) == 1)
         assert h.queue.committed["train", 0].token_ids[:3].tolist() == [ord("h"), ord("i"), ord(">")]
+
+
+async def test_messages_that_the_template_does_not_take_end_the_worker_by_the_name_of_the_task() -> None:
+    async with house() as h:
+        await h.learner.publish(0)
+        await h.queue.submit("train", Task(0, "1?"), Task(1, [{"role": "user"}]))
+        with pytest.raises(TaskError, match=r"task 1: its messages do not go .*\(KeyError: 'content'\)"):
+            await ended(h)
 
 
 async def test_slots_that_hold_no_group_are_refused() -> None:

@@ -1,0 +1,87 @@
+"""YAML as configurations are written in it: what is a number, what `${…}` means, and no key twice.
+
+`${section.key}` stands for the value of that key and `${oc.env:NAME}` for an environment variable, as OmegaConf has
+them. Any other `${` is text, as prompts and templates hold it; `\\${` is text whatever follows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import yaml
+
+FLOAT = re.compile(
+    r"[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*|\d[\d_]*)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+)
+"""YAML 1.2's: 2e-4 and 1e3 are numbers, which YAML 1.1 takes for texts."""
+
+DOLLAR = re.compile(r"(\\*)\$\{")
+TIMESTAMP, FLOATS = "tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:float"
+
+
+class _Loader(yaml.SafeLoader):
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[object] = set()
+        for key_node, _ in node.value:
+            if key_node.value in seen:
+                problem = f"the key {key_node.value!r} stands here twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+            seen.add(key_node.value)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in several if tag not in (TIMESTAMP, FLOATS)]
+    for first, several in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(FLOATS, re.compile(f"^(?:{FLOAT.pattern})$"), list("-+0123456789."))
+
+
+def parse(text: str) -> Any:
+    """The values of a document. Raises yaml.YAMLError.
+
+    >>> parse("{lr: 2e-4, groups: 64, when: 2026-01-01}")
+    {'lr': 0.0002, 'groups': 64, 'when': '2026-01-01'}
+    """
+    return yaml.load(text, Loader=_Loader)
+
+
+def with_references(value: Any, sections: frozenset[str]) -> Any:
+    """`value` as OmegaConf is to have it, in which `${` is a reference only before one of `sections` or a resolver of
+    OmegaConf's own.
+
+    >>> with_references("${run.dir} costs ${x}", frozenset({"run"}))
+    '${run.dir} costs \\\\${x}'
+    """
+    reference = re.compile(rf"\s*(?:{'|'.join(map(re.escape, sorted(sections)))})\.|\s*oc\.")
+
+    def escape(found: re.Match[str]) -> str:
+        already, refers = len(found[1]) % 2, reference.match(found.string, found.end())
+        return found[0] if already or refers else _escaped(found)
+
+    return _in_texts(value, lambda text: DOLLAR.sub(escape, text))
+
+
+def escaped_references(value: Any) -> Any:
+    """`value` as OmegaConf is to have it, in which no `${` is a reference.
+
+    >>> escaped_references({"prompt": ["${run.dir}"]})
+    {'prompt': ['\\\\${run.dir}']}
+    """
+    return _in_texts(value, lambda text: DOLLAR.sub(_escaped, text))
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return f"{found[1] * 2}\\${{"
+
+
+def _in_texts(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _in_texts(one, change) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_in_texts(one, change) for one in value]
+    return value

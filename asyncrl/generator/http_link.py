@@ -1,0 +1,165 @@
+"""Talking to one HTTP server: plain requests, their deadlines, and what a failure means.
+
+answers 2xx            its JSON, or its text
+answers 4xx            ServerRefusedError: the request is at fault, asking again does not help
+5xx, no connection     UnreachableError; a `patient` call asks again until `deadline_s`, then ProcessDiedError
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.errors import ConfigError, ProcessDiedError
+
+if TYPE_CHECKING:
+    import aiohttp
+
+CONNECT_S = 10.0
+
+PAUSES_S = (0.1, 2.0)
+"""Between two tries of a patient call: the first, doubled up to the last."""
+
+TEXT = 500
+"""Characters of an answer that an error repeats."""
+
+
+class UnreachableError(Exception):
+    """The server did not answer, or failed at answering. Worth another try."""
+
+
+class ServerRefusedError(Exception):
+    """The server does not take this request. status: of HTTP."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class HttpLink:
+    """who: asks, for errors · key: sent as a bearer token. `open` before anything else."""
+
+    def __init__(self, who: str, url: str, deadline_s: float, key: str | None = None) -> None:
+        check_installed()
+        self.who, self.url = who, url.rstrip("/")
+        self._deadline_s, self._key = deadline_s, key
+        self._session: aiohttp.ClientSession | None = None
+
+    async def open(self) -> None:
+        import aiohttp
+
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        self._session = aiohttp.ClientSession(
+            headers=headers,
+            connector=aiohttp.TCPConnector(limit=0),  # the engine counts its own
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+        )
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def get(self, path: str, params: Mapping[str, str] | None = None) -> Any:
+        """Patient: see above."""
+        return await self._patiently("GET", path, None, params)
+
+    async def post(self, path: str, body: Any = None, params: Mapping[str, str] | None = None) -> Any:
+        """Patient, so only for what may be said twice."""
+        return await self._patiently("POST", path, body, params)
+
+    async def post_once(self, path: str, body: Any, deadline_s: float | None = None) -> Any:
+        """deadline_s: none: as long as the server keeps the connection."""
+        return await self._ask("POST", path, body, None, deadline_s)
+
+    async def get_once(self, path: str) -> Any:
+        return await self._ask("GET", path, None, None, self._deadline_s)
+
+    async def _patiently(self, method: str, path: str, body: Any, params: Mapping[str, str] | None) -> Any:
+        begun, (pause_s, longest_s) = time.monotonic(), PAUSES_S
+        while True:
+            try:
+                return await self._ask(method, path, body, params, self._deadline_s)
+            except UnreachableError as error:
+                if time.monotonic() - begun + pause_s > self._deadline_s:
+                    raise ProcessDiedError(
+                        f"{self.who} waited {self._deadline_s:.0f} s for the server at {self.url}: {error}"
+                    ) from error
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, longest_s)
+
+    async def _ask(
+        self, method: str, path: str, body: Any, params: Mapping[str, str] | None, deadline_s: float | None
+    ) -> Any:
+        import aiohttp
+
+        if self._session is None:
+            raise UnreachableError("the connection was closed")
+        try:
+            async with (
+                asyncio.timeout(deadline_s),
+                self._session.request(method, self.url + path, json=body, params=params) as answer,
+            ):
+                return _read(f"{method} {path}", answer.status, await answer.text())
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise UnreachableError(f"{method} {path}: {error!r}") from error
+
+
+def _read(what: str, status: int, text: str) -> Any:
+    if status >= 500:
+        raise UnreachableError(f"{what}: status {status}: {text[:TEXT]}")
+    if status >= 400:
+        raise ServerRefusedError(status, f"{what}: status {status}: {text[:TEXT]}")
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def key_from(variable: str | None) -> str | None:
+    """The API key in this environment variable. Raises ConfigError if it is not set."""
+    if variable is None:
+        return None
+    if not (key := os.environ.get(variable)):
+        raise ConfigError(
+            "generator.server.key_variable",
+            variable,
+            "names an environment variable that is not set",
+            f"export {variable}=… where the generator starts",
+        )
+    return key
+
+
+def check_installed() -> None:
+    """Raises ConfigError where aiohttp is not installed."""
+    if importlib.util.find_spec("aiohttp") is None:
+        raise ConfigError(
+            "generator.engine",
+            "an engine behind HTTP",
+            "needs the package aiohttp, which is not installed",
+            "pip install 'asyncrl[server]'",
+        )
+
+
+def metric_sums(text: str) -> dict[str, float]:
+    """Values of Prometheus' text format by name, summed over their labels.
+
+    >>> metric_sums('# HELP a x\\na{rank="0"} 1\\na{rank="1"} 2.5\\nb 3')
+    {'a': 3.5, 'b': 3.0}
+    """
+    sums: dict[str, float] = {}
+    for line in text.splitlines():
+        name, _, value = line.partition("{")[0].strip().partition(" ")
+        if line.startswith("#") or not name:
+            continue
+        value = value or line.rpartition("}")[2]
+        try:
+            sums[name] = sums.get(name, 0.0) + float(value.split()[0])
+        except (IndexError, ValueError):
+            continue
+    return sums

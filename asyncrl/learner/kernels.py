@@ -1,0 +1,91 @@
+"""From scores to weights: causal attention over keys, under the rules that families of models have for it.
+
+Axes:  B documents · n queries, the last ones of L keys · H query heads · K key heads · E head size · F that of values
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+try:
+    from flash_attn import flash_attn_varlen_func
+except ImportError:
+    flash_attn_varlen_func = None
+
+
+class Rule(NamedTuple):
+    """scaling: of q·k; none: 1/√E · window: keys that a query sees, its own included; none: all up to its own ·
+    softcap c: scores become c·tanh(score/c) (Gemma 2, arXiv:2408.00118, section 2)"""
+
+    scaling: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+
+
+PLAIN = Rule()
+
+
+def attend(q_BHnE: Tensor, k_BKLE: Tensor, v_BKLF: Tensor, rule: Rule) -> Tensor:
+    """[B, H, n, F]."""
+    n, length = q_BHnE.shape[2], k_BKLE.shape[2]
+    if rule.softcap is not None:
+        return _capped(q_BHnE, k_BKLE, v_BKLF, rule, rule.softcap)
+    grouped = q_BHnE.shape[1] != k_BKLE.shape[1]
+    cut = n < length or (rule.window is not None and rule.window < length)
+    seen_nL = seen(n, length, rule.window, q_BHnE.device) if cut else None
+    return F.scaled_dot_product_attention(
+        q_BHnE, k_BKLE, v_BKLF, seen_nL, is_causal=not cut, scale=rule.scaling, enable_gqa=grouped
+    )
+
+
+def seen(n: int, length: int, window: int | None, device: torch.device | None = None) -> Tensor:
+    """bool [n, L]: which keys each of the last n queries sees.
+
+    >>> seen(2, 4, window=3).int().tolist()
+    [[1, 1, 1, 0], [0, 1, 1, 1]]
+    """
+    seen_nL = torch.ones(n, length, dtype=torch.bool, device=device).tril(length - n)
+    return seen_nL if window is None else seen_nL.triu(length - n - window + 1)
+
+
+def flash(
+    q_NHE: Tensor,
+    k_NKE: Tensor,
+    v_NKF: Tensor,
+    edges: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    rule: Rule,
+) -> Tensor:
+    """[N, H, F]: documents one after another. edges, longest: where they end, of queries and of keys.
+
+    The kernel wants values as wide as keys, which those of DeepSeek's latent attention are not.
+    """
+    narrower = q_NHE.shape[-1] - v_NKF.shape[-1]
+    out_NHE: Tensor = flash_attn_varlen_func(
+        q_NHE,
+        k_NKE,
+        F.pad(v_NKF, (0, narrower)),
+        *edges,
+        *longest,
+        softmax_scale=rule.scaling,
+        causal=True,
+        window_size=(-1, -1) if rule.window is None else (rule.window - 1, 0),
+        softcap=rule.softcap or 0.0,
+    )
+    return out_NHE[..., : v_NKF.shape[-1]]
+
+
+def _capped(q_BHnE: Tensor, k_BKLE: Tensor, v_BKLF: Tensor, rule: Rule, cap: float) -> Tensor:
+    """Fused attention knows no cap: the scores of all pairs are held, in float32 at least."""
+    heads = q_BHnE.shape[1] // k_BKLE.shape[1]
+    k_BHLE, v_BHLF = (x.repeat_interleave(heads, dim=1) for x in (k_BKLE, v_BKLF))
+    scaling = q_BHnE.shape[-1] ** -0.5 if rule.scaling is None else rule.scaling
+    score_BHnL = q_BHnE @ k_BHLE.transpose(-1, -2) * scaling
+    score_BHnL = cap * torch.tanh(score_BHnL.to(torch.promote_types(q_BHnE.dtype, torch.float32)) / cap)
+    seen_nL = seen(q_BHnE.shape[2], k_BKLE.shape[2], rule.window, q_BHnE.device)
+    weight_BHnL = score_BHnL.masked_fill(~seen_nL, float("-inf")).softmax(-1)
+    return weight_BHnL.to(v_BHLF.dtype) @ v_BHLF

@@ -1,0 +1,60 @@
+"""The processes of one learner among themselves: their device, how they meet, and what they tell each other.
+
+Ranks talk by gloo on the CPU and by NCCL between GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import msgpack
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+COLLECTIVE_DEADLINE = timedelta(minutes=10)
+
+
+def own_device() -> torch.device:
+    """Of this rank: the GPU that torchrun's LOCAL_RANK names, where there are any."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+def join(device: torch.device) -> None:
+    """Meet the other ranks. Small values always travel on the CPU."""
+    if not dist.is_initialized():
+        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, timeout=COLLECTIVE_DEADLINE)
+
+
+def exchange(value: Any) -> list[Any]:
+    """∀ A small msgpack-able value from every rank, in rank order, on every rank."""
+    packed = torch.frombuffer(bytearray(msgpack.packb(value)), dtype=torch.uint8)
+    return [msgpack.unpackb(message.numpy().tobytes()) for message in _gather_bytes(packed)]
+
+
+def gather(mine: Tensor, speakers: Sequence[int]) -> list[Tensor]:
+    """∀ A tensor of each of these ranks, in this order, on the CPU of every rank. One dtype; sizes of dimension 0 may
+    differ."""
+    here = mine.detach().cpu().contiguous()
+    heard = here if dist.get_rank() in speakers else here[:0]
+    every = _gather_bytes(heard.reshape(-1).view(torch.uint8))
+    return [every[rank].view(here.dtype).reshape(-1, *here.shape[1:]) for rank in speakers]
+
+
+def _gather_bytes(mine: Tensor) -> list[Tensor]:
+    """uint8 of any length from every rank, in rank order."""
+    world = dist.get_world_size()
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
+    dist.all_gather(sizes, torch.tensor([len(mine)]))
+    longest = max(int(size) for size in sizes)
+    every = [torch.empty(longest, dtype=torch.uint8) for _ in range(world)]
+    dist.all_gather(every, nn.functional.pad(mine, (0, longest - len(mine))))
+    return [padded[: int(size)] for padded, size in zip(every, sizes, strict=True)]

@@ -1,0 +1,207 @@
+"""The loop of a pool process: groups in, columns out.
+
+              queue                           this process
+   ┌───────────────────────────┐
+   │ stage_lease (parks until  │──▸ a hand ──▸ work ──▸ columns
+   │  a group waits)           │                │
+   │ stage_commit │ stage_drop │◂───────────────┘ it leaves the group out
+   │ renew, with stats         │◂── heartbeat
+   └───────────────────────────┘
+
+Hands wait for the queue, and `deadline_s` at most for the work. There is one more of them than groups that are worked
+on at once: it fetches the next one and hands the last one over. What a process held when it died waits for another one
+once its leases have expired.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from asyncrl.config.agreement import check_board
+from asyncrl.config.schema import Config
+from asyncrl.errors import AsyncRLError, DeadlineError, RefusedError, RunClosedError, first_failure
+from asyncrl.queue.client import StageLease
+from asyncrl.types import Array, Group
+
+log = logging.getLogger(__name__)
+
+LEASE_S = 10.0
+"""How long a lease request may park at the queue before it is made again."""
+
+UNKNOWN = "unknown_stage"
+"""What the queue answers until the learner has opened the stream with this stage."""
+
+LOOK_S = 0.5
+"""Between two requests that the queue answers so."""
+
+
+class LeftOut(Exception):  # noqa: N818  (a decision, not a failure)
+    """This group is not to be trained on; the queue counts it under `reason`. detail: for the log, if it matters."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+Doing = Callable[[Group], Awaitable[Mapping[str, Array]]]
+"""A group's columns, as `QueueClient.stage_commit` takes them. They depend on this group alone, not on who waits beside
+it. Raises LeftOut."""
+
+
+class Work(Protocol):
+    """What a pool does with the groups of each stream. at_once: groups that it can do side by side."""
+
+    @property
+    def at_once(self) -> int: ...
+
+    @property
+    def streams(self) -> Mapping[str, Doing]: ...
+
+    def stats(self) -> Mapping[str, float]:
+        """Totals of its own, for telemetry."""
+        ...
+
+    async def ready(self) -> None:
+        """Returns once it may be asked for columns."""
+        ...
+
+    def check(self) -> None:
+        """Raises what it cannot go on after. Asked with every heartbeat."""
+        ...
+
+
+class PoolClient(Protocol):
+    """What a pool needs of the queue's client."""
+
+    async def stage_lease(
+        self, stream: str, stage: str, *, most: int, wait_s: float
+    ) -> Sequence[StageLease]: ...
+
+    async def stage_commit(self, stream: str, lease: StageLease, columns: Mapping[str, Array]) -> None: ...
+
+    async def stage_drop(self, stream: str, lease: StageLease, reason: str) -> None: ...
+
+    async def renew(self, stats: Mapping[str, Any]) -> Any: ...
+
+    async def lookup(self, key: str, wait_s: float) -> Any: ...
+
+
+class PoolWorker:
+    """One process of the pool of `stage`. name: of the process, unique in the run."""
+
+    def __init__(self, name: str, stage: str, work: Work, client: PoolClient, config: Config) -> None:
+        self.name, self._stage, self._work, self._client = name, stage, work, client
+        self._config = config
+        self._deadline_s = config.placement.places[stage].deadline_s
+        self._learner_deadline_s = config.learner.groups_deadline_s
+        self._heartbeat_s = config.generator.heartbeat_s
+        self._free = asyncio.Semaphore(work.at_once)
+        self._counts = Counter[str](groups=0)
+        self._working, self._since, self._busy_s = 0, 0.0, 0.0
+
+    async def run(self) -> None:
+        """Until the run is closed (returns), or something fails (raises it), or cancelled. Raises ConfigError where the
+        learner has another configuration."""
+        try:
+            async with asyncio.TaskGroup() as loops:
+                loops.create_task(self._heartbeat())
+                await check_board(self._client, self._config, self._learner_deadline_s)
+                loops.create_task(self._keep_agreeing())
+                await self._work.ready()
+                for stream, doing in self._work.streams.items():
+                    for _ in range(self._work.at_once + 1):
+                        loops.create_task(self._hand(stream, doing))
+        except* RunClosedError:
+            log.info("%s: the run is closed", self.name)
+        except* AsyncRLError as failures:
+            raise first_failure(failures) from None
+
+    async def _keep_agreeing(self) -> None:
+        """The learner may come back with another configuration."""
+        while True:
+            await asyncio.sleep(self._heartbeat_s)
+            await check_board(self._client, self._config, self._learner_deadline_s)
+
+    async def _hand(self, stream: str, doing: Doing) -> None:
+        since = time.monotonic()
+        while True:
+            try:
+                leases = await self._client.stage_lease(stream, self._stage, most=1, wait_s=LEASE_S)
+            except RefusedError as refusal:
+                if refusal.reason != UNKNOWN:
+                    raise
+                await self._learner_is_late(since, refusal)
+                continue
+            since = time.monotonic()
+            for lease in leases:
+                await self._do(stream, lease, doing)
+
+    async def _learner_is_late(self, since: float, refusal: RefusedError) -> None:
+        """Wait a little. Raises DeadlineError once that has been long enough."""
+        waited = time.monotonic() - since
+        if waited > self._learner_deadline_s:
+            what = f"a stream with the stage {self._stage!r}"
+            raise DeadlineError(self.name, "the learner", what, waited, refusal.detail)
+        await asyncio.sleep(LOOK_S)
+
+    async def _do(self, stream: str, lease: StageLease, doing: Doing) -> None:
+        try:
+            try:
+                columns = await self._columns(doing, lease)
+            except LeftOut as left_out:
+                if str(left_out):
+                    log.warning("%s leaves task %d out: %s", self.name, lease.task.ordinal, left_out)
+                self._counts[f"dropped/{left_out.reason}"] += 1
+                await self._client.stage_drop(stream, lease, left_out.reason)
+                return
+            await self._client.stage_commit(stream, lease, columns)
+            self._counts["groups"] += 1
+        except RefusedError as refusal:
+            # The lease is over: another process has the group by now, or it has ended.
+            self._counts[f"refused/{refusal.reason}"] += 1
+
+    async def _columns(self, doing: Doing, lease: StageLease) -> Mapping[str, Array]:
+        async with self._free:
+            try:
+                with self._busy():
+                    async with asyncio.timeout(self._deadline_s):
+                        return await doing(lease.group)
+            except TimeoutError:
+                what = f"the columns of task {lease.task.ordinal}"
+                raise DeadlineError(self.name, f"stage {self._stage!r}", what, self._deadline_s) from None
+
+    async def _heartbeat(self) -> None:
+        while True:
+            self._work.check()
+            if (await self._client.renew(self.stats())).closed:
+                raise RunClosedError("the queue closed the run")
+            await asyncio.sleep(self._heartbeat_s)
+
+    def stats(self) -> dict[str, Any]:
+        """Telemetry for the queue to keep, totals of this process: stage · groups done · busy_s, in which some group
+        was worked on · dropped/<reason>, refused/<reason> · and those of the work."""
+        under_way = time.monotonic() - self._since if self._working else 0.0
+        return {
+            **self._work.stats(),
+            **self._counts,
+            "stage": self._stage,
+            "busy_s": self._busy_s + under_way,
+        }
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        if not self._working:
+            self._since = time.monotonic()
+        self._working += 1
+        try:
+            yield
+        finally:
+            self._working -= 1
+            if not self._working:
+                self._busy_s += time.monotonic() - self._since

@@ -1,0 +1,100 @@
+"""Rewards by a reward model: what a sequence classifier says of prompt and answer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Literal, cast
+
+import torch
+from torch import nn
+
+from asyncrl.config.rules import positive, require
+from asyncrl.config.schema import ModelConfig
+from asyncrl.models import load_classifier, load_config, load_tokenizer
+from asyncrl.types import Task
+
+
+class Classifier:
+    """The reward is a logit of an AutoModelForSequenceClassification; to be called with `per: group`.
+
+    It has its own tokenizer and its own chat template: to a prompt of messages the answer is added as one more message,
+    to a plain one as more text.
+
+    path        folder or cached hub name
+    label       which logit is the reward, where the head has several
+    dtype       of the weights
+    batch       answers in one pass, if the tokenizer has a padding token; without one each has a pass of its own
+    max_tokens  most tokens of prompt and answer: longer ones fail. None: as many as the model has positions
+    """
+
+    def __init__(
+        self,
+        path: str,
+        label: int | None = None,
+        dtype: Literal["float32", "bfloat16"] = "float32",
+        batch: int = 8,
+        max_tokens: int | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        known = ("float32", "bfloat16")
+        require(dtype in known, "dtype", dtype, "is not known", f"set dtype to one of {', '.join(known)}")
+        positive("options", batch=batch)
+        self._where = ModelConfig(path, dtype, trust_remote_code)
+        config = load_config(self._where, "path")
+        _check_label(label, config.num_labels or 0, path)
+        self._label, self._batch = label or 0, batch
+        self._most = max_tokens or getattr(config.get_text_config(), "max_position_embeddings", None)
+        self._tokenizer = load_tokenizer(self._where, "path")
+        self._tokenizer.padding_side = "right"
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._model: nn.Module | None = None
+        self._loading = threading.Lock()
+
+    def start(self) -> None:
+        """Load the weights. Raises ConfigError if there is no head among them."""
+        with self._loading:
+            if self._model is None:
+                model = load_classifier(self._where, "path")
+                model.config.get_text_config().pad_token_id = self._tokenizer.pad_token_id
+                self._model = cast(nn.Module, model).to(self._device)
+
+    def __call__(self, task: Task, texts: Sequence[str]) -> list[float]:
+        """ValueError for an answer that is too long."""
+        self.start()
+        ids = [self._ids(task, text) for text in texts]
+        longest = max(map(len, ids))
+        if self._most is not None and longest > self._most:
+            raise ValueError(f"{longest} tokens of prompt and answer, {self._most} are the most")
+        size = self._batch if self._tokenizer.pad_token_id is not None else 1
+        return [score for at in range(0, len(ids), size) for score in self._scores(ids[at : at + size])]
+
+    def _ids(self, task: Task, text: str) -> list[int]:
+        if isinstance(task.prompt, str):
+            return list(self._tokenizer.encode(task.prompt + text))
+        messages = [*task.prompt, {"role": "assistant", "content": text}]
+        return list(self._tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
+
+    @torch.no_grad()
+    def _scores(self, ids: list[list[int]]) -> list[float]:
+        assert self._model is not None
+        padded = self._tokenizer.pad({"input_ids": ids}, padding=len(ids) > 1, return_tensors="pt")
+        logits = self._model(**padded.to(self._device)).logits
+        return [float(score) for score in logits[:, self._label].float().cpu()]
+
+
+def _check_label(label: int | None, labels: int, path: str) -> None:
+    require(
+        label is not None or labels == 1,
+        "label",
+        label,
+        f"must say which of the {labels} logits of {path} is the reward",
+        "set label=0, or take a reward model with one",
+    )
+    require(
+        label is None or 0 <= label < labels,
+        "label",
+        label,
+        f"is none of the {labels} logits of {path}, which are counted from 0",
+        "leave it out where there is one",
+    )

@@ -1,0 +1,106 @@
+"""Sinks that other tools show: TensorBoard, Weights & Biases. Their packages are imported when one is asked for.
+
+Rows of one version may come in parts, and an evaluation's after those of later versions.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from asyncrl.errors import ConfigError
+from asyncrl.telemetry.sinks import Sink
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """resume_at: the version that it goes on from; None for a new one · settings: of the run, section by section"""
+
+    name: str
+    folder: Path
+    resume_at: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+class TensorboardSink:
+    """RUN/tensorboard: each number of a row over its version."""
+
+    def __init__(self, run: Run) -> None:
+        module = _imported("tensorboard", "torch.utils.tensorboard")
+        purge = None if run.resume_at is None else run.resume_at + 1
+        self._writer = module.SummaryWriter(log_dir=str(run.folder / "tensorboard"), purge_step=purge)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        for name, value in _numbers(row).items():
+            self._writer.add_scalar(name, value, row["version"])
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """A run of Weights & Biases, the same one when the run goes on; project, entity and mode as WANDB_… variables say.
+    What it was told of versions above `resume_at` stays there."""
+
+    def __init__(self, run: Run) -> None:
+        kept = run.folder / "wandb_id"
+        if run.resume_at is None or not kept.exists():
+            kept.write_text(secrets.token_hex(4), encoding="utf-8")
+        self._run = _imported("wandb", "wandb").init(
+            id=kept.read_text(encoding="utf-8"),
+            name=run.name,
+            dir=str(run.folder),
+            config={name: _told(section) for name, section in run.settings.items()},
+            resume="allow",
+        )
+        self._run.define_metric("*", step_metric="version")
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        self._run.log({"version": row["version"], **_numbers(row)})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+TRACKERS: dict[str, Callable[[Run], Sink]] = {"tensorboard": TensorboardSink, "wandb": WandbSink}
+"""By the names of `telemetry.sinks`, which are those of the packages."""
+
+
+def check_installed(name: str) -> None:
+    """Raises ConfigError without the package of a tracker."""
+    if find_spec(name) is None:
+        raise _missing(name)
+
+
+def _imported(package: str, module: str) -> ModuleType:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise _missing(package) from error
+
+
+def _missing(package: str) -> ConfigError:
+    return ConfigError(
+        "telemetry.sinks", package, f"needs the package {package}", f"pip install {package}, or take it out"
+    )
+
+
+def _told(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Addresses may have passwords in them: these stay here."""
+    return {key: value for key, value in section.items() if not key.endswith(("_url", "address"))}
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    """All but the version."""
+    return {
+        name: value
+        for name, value in row.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and name != "version"
+    }

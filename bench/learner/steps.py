@@ -1,0 +1,82 @@
+"""python -m bench.learner.steps: one rank that trains on the same groups again and again.
+
+It tells how long a step took, from packing to the optimizer, and how much of that was the model's: forward, backward
+and optimizer step.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from asyncrl.learner.batch import MicroBatch
+from asyncrl.learner.fsdp import FsdpBackend
+from asyncrl.learner.version_step import version_step
+from asyncrl.learner.work import Work, squares
+from asyncrl.queue.shares import Load, share_out
+from asyncrl.types import Group
+from bench.learner.clock import CLOCKS
+from bench.learner.model import config_of, groups_of
+from bench.learner.rollouts import samples
+from bench.process import Talk
+
+
+class Stopwatch:
+    """A backend's `accumulate`, `gradient_norm` and `optimizer_step`, timed. The loss in between is not the model's."""
+
+    def __init__(self, backend: FsdpBackend, clock: Callable[[], float]) -> None:
+        self.seconds, self._clock = 0.0, clock
+        for name in ("gradient_norm", "optimizer_step"):
+            setattr(backend, name, self._timed(getattr(backend, name), 1))
+        accumulate = self._timed(backend.accumulate, 1)
+
+        def without_loss(batches: Sequence[MicroBatch], loss: Callable[..., Tensor]) -> None:
+            accumulate(batches, self._timed(loss, -1))
+
+        backend.accumulate = without_loss  # type: ignore[method-assign]
+
+    def _timed(self, call: Callable[..., Tensor | float | None], sign: int) -> Callable[..., Tensor]:
+        def timed(*args: object) -> object:
+            begun = self._clock()
+            result = call(*args)
+            self.seconds += sign * (self._clock() - begun)
+            return result
+
+        return timed  # type: ignore[return-value]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    talk = Talk()
+    said = talk.hears()
+    os.environ.update(said["environment"])
+    config, clock = config_of(Path(said["folder"])), CLOCKS[said["clock"]]
+    groups = groups_of(samples("short", said["groups"], said["scale"]))
+    backend = FsdpBackend(config)
+    mine = _share(groups, backend.data_rank, backend.data_world, Work.of(config.model))
+    step, watch = version_step(backend, config), Stopwatch(backend, clock)
+    talk.tell("ready")
+    version = 0
+    while talk.hears() is not None:
+        watch.seconds, begun = 0.0, clock()
+        step.add(mine, version)
+        done = step.step(version)
+        seconds, version = clock() - begun, version + 1
+        assert not done.refused, done.refused
+        talk.tell({"seconds": seconds, "model_s": watch.seconds, "loss": done.values["loss"]})
+    backend.close()
+
+
+def _share(groups: list[Group], rank: int, ranks: int, work: Work) -> list[Group]:
+    """As the ledger would."""
+    loads = [Load(g.tokens, g.tokens + squares(g.lengths.tolist()) / work.even_tokens) for g in groups]
+    homes = share_out(loads, ranks, max_tokens=1 << 30)
+    return [group for group, home in zip(groups, homes, strict=True) if home == rank]
+
+
+if __name__ == "__main__":
+    main()

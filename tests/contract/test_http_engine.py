@@ -1,0 +1,263 @@
+"""What an engine behind HTTP does beyond the contract, against the stand-in of an SGLang server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from aiohttp import web
+from engine_cases import (
+    SYNC,
+    HostedSglang,
+    learner,
+    nudged,
+    request,
+    staged,
+    tiny_qwen2,
+    until_tokens,
+    update,
+    weights_of,
+)
+from transformers import AutoModelForCausalLM
+
+from asyncrl.config.schema import KvAtFlip
+from asyncrl.errors import ConfigError, ProcessDiedError, WeightSyncError
+from asyncrl.generator import http_link
+from asyncrl.generator.http_link import ServerRefusedError, metric_sums
+from asyncrl.generator.places import Places
+from asyncrl.generator.receiver import LostWeightsError, Reader
+from asyncrl.types import NO_VERSION
+
+READER = Reader("run", "generator-0", SYNC)
+
+
+@asynccontextmanager
+async def started(folder: Path, kv: KvAtFlip = "keep", **more: Any) -> AsyncIterator[HostedSglang]:
+    engine = HostedSglang(folder, kv, **more)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+# ---- samples in flight at a flip
+
+
+async def test_what_goes_on_after_a_flip_draws_other_numbers_than_what_it_goes_on_from(
+    tmp_path: Path,
+) -> None:
+    async with started(tmp_path, "recompute", spans=False) as engine:
+        async with staged(engine, nudged(weights_of(tiny_qwen2()))) as flip:
+            sampling = asyncio.ensure_future(engine.sample(request("a", n=4, max_tokens=390)))
+            await until_tokens(engine, 10)
+            await flip()
+        await sampling
+        seeds = [body["sampling_params"]["sampling_seed"] for kind, body in asked(engine) if "rid" in body]
+        assert len(set(seeds)) == len(seeds) == 8
+
+
+@pytest.mark.parametrize(("kv", "mode", "flushed"), [("keep", "in_place", False), ("drain", "abort", True)])
+async def test_what_is_cached_of_old_weights_is_never_used_for_new_ones(
+    tmp_path: Path, kv: str, mode: str, flushed: bool
+) -> None:
+    """Flushed where nothing is running, else set apart by a key."""
+    async with started(tmp_path, kv) as engine:
+        await engine.sample(request("a"))
+        await update(engine, nudged(weights_of(tiny_qwen2())))
+        await engine.sample(request("b"))
+        log = engine.stand_in.log
+        assert ("pause", mode) in log
+        assert [body["flush_cache"] for kind, body in log if kind == "update"] == [flushed]
+        keys = [body.get("extra_key") for _, body in asked(engine) if "rid" in body]
+        assert keys == [None, None] if flushed else len(set(keys)) == 2
+
+
+def asked(engine: HostedSglang) -> list[tuple[str, Any]]:
+    return [entry for entry in engine.stand_in.log if entry[0] == "generate"]
+
+
+async def test_a_server_that_does_not_say_which_weights_made_a_token_cannot_keep_the_cache(
+    tmp_path: Path,
+) -> None:
+    engine = HostedSglang(tmp_path, "keep", spans=False)
+    with pytest.raises(ConfigError, match=r"generator\.kv.*which weights.*recompute"):
+        await engine.start()
+    await engine.close()
+
+
+# ---- the folders
+
+
+async def test_a_version_is_a_folder_that_transformers_loads_and_two_of_them_stay(tmp_path: Path) -> None:
+    async with started(tmp_path) as engine:
+        receiver = engine.receiver(READER)
+        for version in (1, 2, 3):
+            weights = nudged(weights_of(tiny_qwen2()), seed=version)
+            with learner(weights, version) as source:
+                await receiver.open(source)
+                await receiver.stage(version)
+                await receiver.flip(version)
+        await receiver.close()
+        folder = tmp_path / "versions/run/generator-0"
+        assert sorted(path.name for path in folder.iterdir()) == ["00000002", "00000003"]
+        loaded = weights_of(AutoModelForCausalLM.from_pretrained(folder / "00000003"))
+        assert loaded.keys() == weights.keys()
+        assert all(torch.equal(loaded[name], weights[name]) for name in weights)
+
+
+async def test_a_folder_that_the_server_cannot_load_ends_the_flip_by_name(tmp_path: Path) -> None:
+    async with started(tmp_path) as engine:
+        receiver = engine.receiver(READER)
+        with learner(weights_of(tiny_qwen2()), 1) as source:
+            await receiver.open(source)
+            await receiver.stage(1)
+            (tmp_path / "versions/run/generator-0/00000001/config.json").unlink()
+            with pytest.raises(WeightSyncError, match=r"generator-0: the server at http.*model config"):
+                await receiver.flip(1)
+        await receiver.close()
+
+
+# ---- a server that goes away
+
+
+async def test_tokens_of_a_server_that_restarted_are_not_believed(tmp_path: Path) -> None:
+    weights = nudged(weights_of(tiny_qwen2()))
+    async with started(tmp_path) as engine:
+        receiver = engine.receiver(READER)
+        with learner(weights, 7) as source:
+            await receiver.open(source)
+            await receiver.stage(7)
+            await receiver.flip(7)
+            assert await receiver.newest(7, 0.0) is None
+            engine.stand_in.restart()
+            sampling = asyncio.ensure_future(engine.sample(request("a", n=2)))
+            with pytest.raises(LostWeightsError, match="default"):
+                await receiver.newest(7, 0.0)
+            assert engine.version == NO_VERSION
+            await receiver.open(source)
+            assert await receiver.newest(NO_VERSION, 5.0) == 7
+            await receiver.stage(7)
+            assert not sampling.done()
+            await receiver.flip(7)
+            for turn in await sampling:
+                assert (turn.versions == 7).all()
+        await receiver.close()
+
+
+@pytest.mark.parametrize("kv", ["keep", "drain"])
+async def test_what_a_lost_server_still_owes_is_not_waited_for(tmp_path: Path, kv: str) -> None:
+    async with started(tmp_path, kv) as engine:
+        plain, silent = engine.stand_in.engine.sample, asyncio.Event()
+
+        async def sample(asked: Any) -> Any:
+            if silent.is_set():
+                return await plain(asked)
+            silent.set()
+            return await asyncio.get_running_loop().create_future()
+
+        engine.stand_in.engine.sample = sample  # type: ignore[method-assign]
+        sampling = asyncio.ensure_future(engine.sample(request("a")))
+        await silent.wait()
+        engine.stand_in.restart()
+        with pytest.raises(LostWeightsError, match="default"):
+            await engine.present()
+        engine.stand_in._running.clear()
+        new = await update(engine, weights_of(tiny_qwen2()))
+        (turn,) = await sampling
+        assert (turn.versions == new).all()
+
+
+async def test_two_engines_at_one_server_find_each_other_out(tmp_path: Path) -> None:
+    async with started(tmp_path) as engine:
+        await engine._server.set_label("another.0.0")
+        sampling = asyncio.ensure_future(engine.sample(request("a")))
+        with pytest.raises(LostWeightsError, match=r"another\.0\.0"):
+            await engine.present()
+        await engine.present()  # said once; what is held is gone
+        await asyncio.sleep(0)
+        assert not sampling.done()
+
+
+async def test_failures_of_the_server_are_tried_again_and_refusals_are_not(tmp_path: Path) -> None:
+    async with started(tmp_path) as engine:
+        plain, failures = engine.stand_in.engine.sample, [web.HTTPServiceUnavailable, web.HTTPBadGateway]
+
+        async def sample(asked: Any) -> Any:
+            if failures:
+                raise failures.pop()
+            return await plain(asked)
+
+        engine.stand_in.engine.sample = sample  # type: ignore[method-assign]
+        (turn,) = await engine.sample(request("a"))
+        assert len(turn.output_ids) == 5
+        failures += [web.HTTPServiceUnavailable] * 9
+        with pytest.raises(RuntimeError, match="failed at a sample 3 times"):
+            await engine.sample(request("b"))
+        failures[:] = [web.HTTPBadRequest]
+        with pytest.raises(ServerRefusedError, match="400"):
+            await engine.sample(request("c"))
+        assert len(await engine.sample(request("d", n=3))) == 3
+
+
+async def test_a_server_that_is_gone_ends_the_generator_after_its_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_link, "PAUSES_S", (10.0, 10.0))  # past the deadline at once
+    async with started(tmp_path) as engine:
+        await engine.stand_in.close()
+        with pytest.raises(ProcessDiedError, match="generator-0 waited 5 s for the server at http"):
+            await engine.sample(request("a"))
+
+
+async def test_an_address_where_no_such_server_is_refused_by_name(tmp_path: Path) -> None:
+    engine = HostedSglang(tmp_path, "keep")
+    runner = web.AppRunner(web.Application())
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", engine.stand_in.port)
+    await site.start()
+    with pytest.raises(ConfigError, match=r"generator\.server\.urls.*404"):
+        await engine._server.start()
+    await engine._server.close()
+    await runner.cleanup()
+
+
+# ---- places and metrics
+
+
+async def test_places_go_to_the_lowest_ordinal_that_waits() -> None:
+    places, order = Places(1), []
+
+    async def work(ordinal: int) -> None:
+        place = places.ask(ordinal)
+        await place
+        order.append(ordinal)
+        await asyncio.sleep(0)
+        places.give_back()
+
+    await asyncio.gather(*(work(ordinal) for ordinal in (5, 3, 9, 1)))
+    assert order == [5, 1, 3, 9]
+    assert (places.taken, places.waiting) == (0, 0)
+
+
+@pytest.mark.parametrize("granted", [False, True])
+async def test_who_stops_waiting_takes_no_place(granted: bool) -> None:
+    places = Places(1)
+    first, second = places.ask(0), places.ask(1)
+    if granted:
+        places.give_back()
+    places.leave(second)
+    if not granted:
+        places.leave(first)
+    assert (places.taken, places.waiting) == (0, 0)
+    assert places.ask(2).done()
+
+
+@pytest.mark.parametrize("line", ["# TYPE a counter", "", "a", "a nothing", 'a{b="c"}', "a{"])
+def test_lines_that_are_no_metric_are_overlooked(line: str) -> None:
+    assert metric_sums(line + "\nb 1") == {"b": 1.0}

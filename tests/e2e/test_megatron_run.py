@@ -1,0 +1,61 @@
+"""Whole runs whose learner is Megatron-core, on the CPU by a shim that its processes load before all else."""
+
+from __future__ import annotations
+
+import json
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import processes
+import pytest
+import torch
+from processes import finished, rows, started
+
+from asyncrl.config.load import load_config
+from asyncrl.evaluate import run as evaluate
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(
+        find_spec("megatron") is None, reason="megatron-core is built for Linux on x86-64 alone"
+    ),
+]
+
+HOOK, OWN = (Path(__file__).with_name(name) for name in ("megatron_hook", "own_functions.py"))
+WORDS = ("queue.max_staleness=0", f"reward.function='{OWN}:length'")
+TWO_RANKS = ("learner.backend=megatron", "learner.processes=2", "run.versions=2")
+
+
+def run_of(config_file: Path, *words: str) -> Path:
+    with started("asyncrl", "train", str(config_file), *WORDS, *words) as launcher:
+        code, printed = finished(launcher)
+    assert code == 0, printed
+    return config_file.parent / "it"
+
+
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+def test_one_loop_trains_either_backend(config_file: Path, axis: str) -> None:
+    """Two ranks that share each matrix, or the layers, publish their weights, save, and leave a model that scores; then
+    the other backend goes on from their checkpoint, with one process. Every flip's weights are hashed, and every
+    version's tokens compared with the learner's log-probs: what Megatron publishes is what it computes with."""
+    path = os.pathsep.join([str(HOOK), *filter(None, [processes.ENV.get("PYTHONPATH")])])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(processes.ENV, "PYTHONPATH", path)
+        run = run_of(config_file, *TWO_RANKS, f"learner.parallel.{axis}=2")
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["versions"], summary["groups_trained"], summary["tasks_dropped"]) == (2, 8, 0)
+    assert evaluate(load_config(str(config_file)), str(run / "final"))["tasks"] == 20
+    run_of(config_file, "run.resume=true", "run.versions=3")
+    trained = [row for row in rows(run) if "grad_norm" in row]
+    assert [row["version"] for row in trained] == [1, 2, 3]
+    assert all(row["grad_norm"] > 0 and row["logprob_gap/train/tokens"] > 0 for row in trained)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_is_refused(config_file: Path) -> None:
+    words = (str(config_file), "learner.backend=megatron", "queue.address=tcp://127.0.0.1:1")
+    with started("asyncrl", "learner", *words) as learner:
+        code, printed = finished(learner)
+    assert (code, "computes on GPUs, and there is none" in printed) == (2, True), printed

@@ -1,0 +1,35 @@
+"""A run whose tokens come from a server of somebody else: the stand-in of SGLang, a process of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from processes import finished, free_port, listens, rows, started, until
+
+pytestmark = pytest.mark.slow
+
+SERVE = str(Path(__file__).parents[1] / "contract" / "sglang_serve.py")
+
+
+def test_a_run_trains_on_what_a_server_says(config_file: Path, model_folder: Path) -> None:
+    run, port = config_file.parent / "it", free_port()
+    words = (
+        "generator.engine=sglang",
+        "generator.kv=recompute",
+        f"generator.server.urls=[http://127.0.0.1:{port}]",
+        f"generator.server.folder={config_file.parent / 'versions'}",
+        "queue.max_staleness=1",
+    )
+    with started(SERVE, str(model_folder), str(port), "32", "16") as server:
+        until(lambda: listens(port), "server", server)
+        with started("asyncrl", "train", str(config_file), *words) as launcher:
+            code, printed = finished(launcher)
+    assert code == 0, printed
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["versions"], summary["groups_trained"], summary["tasks_dropped"]) == (4, 16, 0)
+    told = rows(run)
+    assert max(row["staleness/max"] for row in told) <= 1
+    gaps = [value for row in told for name, value in row.items() if name.startswith("logprob_gap/")]
+    assert gaps

@@ -1,0 +1,67 @@
+"""A generator is killed in the middle of rollouts of several turns; another one goes on from their finished turns."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from processes import finished, rows, started, until
+
+from asyncrl.config.dotted import load_function
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).parents[2]
+OWN = Path(__file__).with_name("own_functions.py")
+
+CONFIG = """
+run: {{name: it, dir: {folder}, versions: 1, seed: 3}}
+model: {{path: {folder}/model}}
+tasks: {{source: "{own}:squares"}}
+reward: {{function: "asyncrl.generator.env:of_the_environment"}}
+agent: {{environment: "{own}:ThreeTurns", options: {{folder: {folder}}}}}
+batch: {{groups: 2, group_size: 2}}
+generator: {{slots: 16, max_tokens: 300, max_length: 1000, threads: 1, heartbeat_s: 0.2}}
+queue: {{max_staleness: 0, lease_s: 4}}
+learner: {{threads: 1, micro_batch_tokens: 4000, groups_deadline_s: 90}}
+"""
+
+
+def test_finished_turns_outlive_the_generator_that_made_them(tmp_path: Path) -> None:
+    load_function(f"{ROOT}/examples/calculator_agent.py:write_model_folder", "example")(tmp_path / "model")
+    config = tmp_path / "config.yaml"
+    config.write_text(CONFIG.format(folder=tmp_path, own=OWN))
+    run = tmp_path / "it"
+
+    def lines(pid: int, turns: int) -> list[tuple[int, tuple[str, ...]]]:
+        """(ordinal, the texts of the turns) of each rollout that was said so far in this process."""
+        path = tmp_path / "said"
+        told = path.read_text().split("\n")[:-1] if path.exists() else []
+        entries = [json.loads(line) for line in told]
+        return [
+            (e["ordinal"], tuple(e["said"])) for e in entries if e["pid"] == pid and len(e["said"]) == turns
+        ]
+
+    with started("asyncrl", "queue", str(config)) as queue:
+        file = run / "address"
+        address = until(
+            lambda: file.exists() and f"queue.address={file.read_text().strip()}", "address", queue
+        )
+        with started("asyncrl", "learner", str(config), address) as learner:
+            with started("asyncrl", "generator", str(config), address, "--name", "first") as first:
+                until(lambda: len(lines(first.pid, 2)) == 4, "second turns", queue, learner, first)
+                first.send_signal(signal.SIGKILL)
+            (tmp_path / "gate").touch()
+            with started("asyncrl", "generator", str(config), address, "--name", "second") as second:
+                code, printed = finished(learner)
+                assert code == 0, printed
+                assert finished(second)[0] == 0
+        assert finished(queue)[0] == 0
+    begun, went_on = lines(first.pid, 2), lines(second.pid, 3)
+    assert Counter((ordinal, said[:2]) for ordinal, said in went_on) == Counter(begun)
+    assert len({said for _, said in begun}) > 1
+    (row,) = rows(run)
+    assert (row["agent/resumed"], row.get("agent/diverged", 0)) == (4, 0)

