@@ -158,7 +158,8 @@ class Book:
         taken: list[int] = []
         head = self.head
         for ordinal in self.ready[:most]:
-            if self.ranks.rank(ordinal) >= self.ranks.rank(head) + self.settings.window:
+            far = ordinal - head >= self.settings.window  # only then to be counted without the dropped ones
+            if far and self.ranks.rank(ordinal) >= self.ranks.rank(head) + self.settings.window:
                 break
             taken.append(ordinal)
             if ordinal == head:

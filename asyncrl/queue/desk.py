@@ -25,8 +25,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncrl.errors import AsyncRLError, WireError
 from asyncrl.queue import wire
@@ -51,8 +50,7 @@ DIRECTORY = ""
 """The subject of requests that wait for something other than a stream."""
 
 
-@dataclass(frozen=True, slots=True)
-class Letter:
+class Letter(NamedTuple):
     """A reply for one client, as envelope.py packs it."""
 
     identity: bytes

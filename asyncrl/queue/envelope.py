@@ -12,8 +12,7 @@ read is nobody else's problem, and a reply that is kept to be sent again is pack
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncrl.errors import WireError
 from asyncrl.queue import wire
@@ -31,8 +30,7 @@ REPLY = 4
 """Fields of a client's message, of a request in it, and how many a reply has."""
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(NamedTuple):
     """One request as it travels. args: packed."""
 
     number: int
@@ -41,8 +39,7 @@ class Asked:
     frames: Sequence[Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """A client's message. newest, waiting: see callers.py."""
 
     newest: int

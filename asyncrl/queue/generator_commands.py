@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from asyncrl.errors import RefusedError
 from asyncrl.queue import events as ev
@@ -17,8 +17,7 @@ MAX_PROGRESS = 64 << 20
 """Bytes that are kept of an unfinished task."""
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(NamedTuple):
     """A lease: `epoch` must come with the commit."""
 
     ordinal: int

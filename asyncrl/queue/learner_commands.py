@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from asyncrl.errors import RefusedError
 from asyncrl.queue import events as ev
@@ -18,8 +18,7 @@ LOST = "lost"
 """Why a step begins anew whose groups nobody can fetch any more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Claimed:
+class Claimed(NamedTuple):
     """One rank's share of a claim. last: it completes the step. so_far: groups of the step up to here.
 
     attempt: goes with the step's further claims, which are refused if the step has begun anew since.

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncrl.errors import RefusedError, RunClosedError, WireError
 from asyncrl.queue import wire
@@ -30,8 +30,7 @@ MAX_REASON = 64
 """Limits on what clients can make the broker keep."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """session: who asks, as 'name/unique'; leases belong to it. frames: the payload behind the envelope."""
 
     op: str
@@ -60,7 +59,8 @@ class Request:
         return value
 
     def numbers(self, *keys: str) -> list[int]:
-        return [self.get(key, int) for key in keys]
+        values: list[Any] = [self.args.get(key) for key in keys]
+        return values if {*map(type, values)} == {int} else [self.get(key, int) for key in keys]
 
     def ordinals(self, key: str) -> list[int]:
         """A list of them; none if it is not there."""
@@ -88,8 +88,7 @@ class Request:
         return float(value)
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(NamedTuple):
     """value, or error as (kind, reason, detail) with kind 'refused', 'closed' or 'wire'."""
 
     value: Any = None

@@ -17,7 +17,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncrl.errors import DeadlineError, RefusedError, RunClosedError, WireError
 from asyncrl.queue import envelope, wire
@@ -46,16 +46,14 @@ Undo = Callable[[Any], "tuple[str, dict[str, Any]] | None"]
 """From the value that a request was granted to the request (op, args) that takes it back; None: nothing to do."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """A reply: its value, and the payload frames behind it."""
 
     value: Any
     frames: Sequence[Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """How a request ended. undo: for a grant, whose caller has left by then."""
 
     request_id: int

@@ -70,8 +70,7 @@ class Sizes:
     shelf: int
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(NamedTuple):
     """One part in memory."""
 
     frames: Frames

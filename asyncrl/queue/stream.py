@@ -8,8 +8,7 @@ bytes are of no more use.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncrl.queue import events as ev
 from asyncrl.queue.effects import apply
@@ -27,8 +26,7 @@ NOT_COMPARED = 0
 """The stamp of progress: whichever was kept last will do."""
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
+class Content(NamedTuple):
     """The group of an ordinal as it goes out: its frames, then those of each column part.
 
     columns: (stage, version of the policy that they depend on, how many frames) in the order of the frames.

@@ -15,9 +15,8 @@ import dataclasses
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import msgpack
 import numpy as np
@@ -72,8 +71,7 @@ FINISHES: tuple[Finish, ...] = get_args(Finish)
 BAD_MSGPACK = (ValueError, TypeError, msgpack.UnpackException, RecursionError, OverflowError, MemoryError)
 
 
-@dataclass(frozen=True, slots=True)
-class Payload:
+class Payload(NamedTuple):
     """A group to be sent: `frames` share memory with its arrays. squares: of its rollouts' lengths, added up · digest:
     xxh3-64 of header and columns."""
 
