@@ -91,14 +91,9 @@ class _TokenLogprobs(torch.autograd.Function):
         )
         for at in _chunks(len(target_T), chunk):
             logits_CV = _logits(hidden_TD[at], weight_VD, temperature_T[at], softcap)
-            read = (
-                _read(logits_CV, target_T[at])
-                if words is None
-                else _read_part(logits_CV, target_T[at], words)
-            )
-            logp_T[at], entropy_T[at], normaliser_T[at] = read
+            logp_T[at], entropy_T[at], normaliser_T[at] = _read(logits_CV, target_T[at], words)
         # `_read` has left the log-probs in the place of the logits.
-        ctx.kept = logits_CV if words is None and 0 < len(target_T) <= chunk else None
+        ctx.kept = logits_CV if 0 < len(target_T) <= chunk else None
         ctx.save_for_backward(hidden_TD, weight_VD, target_T, temperature_T, normaliser_T, entropy_T)
         ctx.chunk, ctx.softcap, ctx.words = chunk, softcap, words
         # An unused output then arrives as None, and its share of the backward pass is left out.
@@ -136,25 +131,23 @@ class _TokenLogprobs(torch.autograd.Function):
         return grad_hidden_TD, grad_weight_VD.to(weight_VD.dtype), None, None, None, None, None
 
 
-def _read(logits_CV: Tensor, target_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(log-probs of the targets, entropies, log of the normaliser); `logits_CV` is used up."""
-    normaliser_C = torch.logsumexp(logits_CV, -1)
-    logits_CV -= normaliser_C[:, None]
-    logp_C = logits_CV.gather(1, target_C[:, None])[:, 0]
-    return logp_C, -torch.linalg.vecdot(logits_CV.exp(), logits_CV), normaliser_C
+def _read(logits_CV: Tensor, target_C: Tensor, words: Words | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(log-probs of the targets, entropies, log of the normaliser); `logits_CV` becomes the log-probs.
 
-
-def _read_part(logits_CV: Tensor, target_C: Tensor, words: Words) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of the logits of all ranks: z less their maximum, Σ e^z, Σ e^z z and the target's z are summed up."""
+    z: the logits less their maximum. Σ e^z, Σ e^z z and the target's z are all it takes; ranks add up theirs.
+    """
     most_C = logits_CV.amax(-1)
-    dist.all_reduce(most_C, dist.ReduceOp.MAX, group=words.group)
+    if words is not None:
+        dist.all_reduce(most_C, dist.ReduceOp.MAX, group=words.group)
     logits_CV -= most_C[:, None]
     place_C, here_C = _place(target_C, logits_CV.shape[1], words)
     exp_CV = logits_CV.exp()
     target_z_C = torch.where(here_C, logits_CV.gather(1, place_C[:, None])[:, 0], 0.0)
-    sums_3C = torch.stack([exp_CV.sum(-1), (exp_CV * logits_CV).sum(-1), target_z_C])
-    dist.all_reduce(sums_3C, group=words.group)
+    sums_3C = torch.stack([exp_CV.sum(-1), torch.linalg.vecdot(exp_CV, logits_CV), target_z_C])
+    if words is not None:
+        dist.all_reduce(sums_3C, group=words.group)
     normaliser_C = sums_3C[0].log()
+    logits_CV -= normaliser_C[:, None]
     return sums_3C[2] - normaliser_C, normaliser_C - sums_3C[1] / sums_3C[0], most_C + normaliser_C
 
 

@@ -31,7 +31,8 @@ TINY = {
     "intermediate_size": 192,
 }
 
-MICRO_BATCH_TOKENS = 8192
+MICRO_BATCH_TOKENS = 2048
+"""As many as a padded batch of eight short rollouts has: more at once do not fit the caches of a core."""
 
 CONFIG = """
 run: {{name: bench, dir: {folder}, versions: 1000000, seed: 3}}
