@@ -118,5 +118,10 @@ def trained(run: Path, version: int) -> Callable[[], bool]:
     return lambda: any(row["version"] >= version for row in rows(run))
 
 
+def newest_checkpoint(run: Path) -> int:
+    """-1: there is none yet. They are written beside the steps and may become whole some versions later."""
+    return max((int(path.name[1:]) for path in (run / "checkpoints").glob("v*")), default=-1)
+
+
 def interrupt(process: Process) -> None:
     process.send_signal(signal.SIGINT)

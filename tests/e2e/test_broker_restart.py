@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from processes import child, finished, rows, started, trained, until
+from processes import child, finished, newest_checkpoint, rows, started, trained, until
 from redis_server import RedisServer
 
 pytestmark = pytest.mark.slow
@@ -24,7 +24,7 @@ def test_a_killed_queue_goes_on_and_every_task_ends_once(
 ) -> None:
     run = config_file.parent / "it"
     words = [*KEPT[kept], *([f"queue.redis_url={redis_server.url}"] if kept == "redis" else [])]
-    with started("asyncrl", "train", str(config_file), "run.versions=12", *words) as launcher:
+    with started("asyncrl", "train", str(config_file), "run.versions=20", *words) as launcher:
         for version in (2, 6):
             until(trained(run, version), f"version {version}", launcher)
             queue = child(launcher, "asyncrl", "queue")
@@ -33,9 +33,9 @@ def test_a_killed_queue_goes_on_and_every_task_ends_once(
         code, printed = finished(launcher)
     assert code == 0, printed
     assert "queue ended (killed by SIGKILL) and is started again from its journal, 2 of 3 restarts" in printed
-    assert [row["version"] for row in rows(run)] == list(range(1, 13))
+    assert [row["version"] for row in rows(run)] == list(range(1, 21))
     summary = json.loads((run / "summary.json").read_text())
-    assert (summary["groups_trained"], summary["tasks_dropped"]) == (48, 0)
+    assert (summary["groups_trained"], summary["tasks_dropped"]) == (80, 0)
     assert summary["staleness"]["max"] <= 2
 
 
@@ -65,7 +65,7 @@ def test_a_resumed_run_repeats_the_steps_that_its_queue_has_kept(config_file: Pa
         child(launcher, "asyncrl", "learner").kill()
         assert finished(launcher)[0] == 5
     before = {row["version"]: row for row in rows(run)}
-    saved = max(int(path.name[1:]) for path in (run / "checkpoints").glob("v*"))
+    saved = newest_checkpoint(run)
     words = (*words, "run.resume=true", f"run.versions={saved + 2}")
     with started("asyncrl", "train", str(config_file), *words) as launcher:
         code, printed = finished(launcher)

@@ -7,7 +7,18 @@ from pathlib import Path
 
 import psutil
 import pytest
-from processes import Process, child, family, finished, interrupt, rows, started, trained, until
+from processes import (
+    Process,
+    child,
+    family,
+    finished,
+    interrupt,
+    newest_checkpoint,
+    rows,
+    started,
+    trained,
+    until,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -25,11 +36,6 @@ def assert_no_orphans(processes: list[psutil.Process]) -> None:
 
 def versions(run: Path) -> list[int]:
     return [row["version"] for row in rows(run)]
-
-
-def newest_checkpoint(run: Path) -> int:
-    """-1: there is none yet. They are written beside the steps and may become whole some versions later."""
-    return max((int(path.name[1:]) for path in (run / "checkpoints").glob("v*")), default=-1)
 
 
 def test_a_killed_generator_is_replaced_and_nothing_is_lost(config_file: Path) -> None:

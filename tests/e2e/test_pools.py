@@ -50,7 +50,7 @@ def test_the_weights_of_a_synchronous_run_do_not_tell_where_its_reference_was(
 
 def test_a_killed_pool_is_replaced_and_nothing_is_lost(config_file: Path) -> None:
     run = config_file.parent / "it"
-    words = [*KL, "run.versions=12", "queue.lease_s=2"]
+    words = [*KL, "run.versions=20", "queue.lease_s=2"]
     with started("asyncrl", "train", str(config_file), *words) as launcher:
         for version in (2, 6):
             until(trained(run, version), f"version {version}", launcher)
@@ -61,7 +61,7 @@ def test_a_killed_pool_is_replaced_and_nothing_is_lost(config_file: Path) -> Non
     assert code == 0, printed
     assert "reference-0 ended (killed by SIGKILL) and is started again, 2 of 3 restarts" in printed
     summary = json.loads((run / "summary.json").read_text())
-    assert (summary["groups_trained"], summary["tasks_dropped"]) == (48, 0)
+    assert (summary["groups_trained"], summary["tasks_dropped"]) == (80, 0)
     assert summary["staleness"]["max"] <= 2
 
 
@@ -97,7 +97,7 @@ def test_one_pool_gives_rewards_and_another_log_probs_of_what_passes_the_filter(
 def test_a_pool_lives_on_when_the_learner_goes_back_to_its_checkpoint(config_file: Path) -> None:
     run = config_file.parent / "it"
     with started(
-        "asyncrl", "train", str(config_file), *KL, "run.versions=10", "checkpoint.every=4"
+        "asyncrl", "train", str(config_file), *KL, "run.versions=30", "checkpoint.every=4"
     ) as launcher:
         until(trained(run, 5), "version 5", launcher)
         pool = child(launcher, "asyncrl", "pool", "reference").pid
@@ -106,5 +106,5 @@ def test_a_pool_lives_on_when_the_learner_goes_back_to_its_checkpoint(config_fil
         assert child(launcher, "asyncrl", "pool", "reference").pid == pool
         code, printed = finished(launcher)
     assert code == 0, printed
-    assert [row["version"] for row in rows(run)] == list(range(1, 11))
-    assert json.loads((run / "summary.json").read_text())["groups_trained"] == 40
+    assert [row["version"] for row in rows(run)] == list(range(1, 31))
+    assert json.loads((run / "summary.json").read_text())["groups_trained"] == 120
