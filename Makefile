@@ -23,9 +23,8 @@ demo: $(WARM)  ## train the demo model on this machine, about 5 minutes; leaves 
 	rm -rf runs/demo
 	$(PY) -m asyncrl train configs/recipes/demo.yaml generator.engine=$(ENGINE)
 
-test: $(READY) redis  ## the whole test suite; what starts processes of a run does so alone, the rest two at a time
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q --ignore tests/unit
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile tests/unit
+test: $(READY) redis  ## the whole test suite, two files at a time; about half an hour
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile
 
 quick: $(READY) redis  ## the tests that take no more than a few seconds each
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -m "not slow"
