@@ -23,7 +23,7 @@ demo: $(WARM)  ## train the demo model on this machine, about 5 minutes; leaves 
 	rm -rf runs/demo
 	$(PY) -m asyncrl train configs/recipes/demo.yaml generator.engine=$(ENGINE)
 
-test: $(READY) redis  ## the whole test suite, two files at a time; about half an hour
+test: $(READY) redis  ## the whole test suite, two files at a time; 30 to 40 minutes
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile
 
 quick: $(READY) redis  ## the tests that take no more than a few seconds each
