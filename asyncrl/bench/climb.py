@@ -77,9 +77,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "safe_rlhf": {
         "algorithm": {"cost_limit": 0.03, "advantage_scale": 3.0},
         "reward": {"function": "asyncrl.tasks.echo:with_cost"},
+        **SEVERAL_STEPS,
         # With 20, a seed or how a machine rounds decides whether it stays at 0.53 or comes to 0.73.
         "batch": {"groups": 60},
-        "learner": {"optimizer": {"lr": 5e-3}},
         "run": {"versions": 80},
     },
     "vapo": {
