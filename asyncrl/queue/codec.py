@@ -6,14 +6,14 @@
     a member of an Enum                     ["State", "READY"]
     an object of a known class              ["Leased", value, value, …] in the order of its fields
 
-A dataclass is known by itself. A plain class is known by an example, whose attributes are its fields.
+A dataclass or NamedTuple is known by itself. A plain class is known by an example, whose attributes are its fields.
 """
 
 from __future__ import annotations
 
 import types
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from itertools import chain
@@ -38,7 +38,8 @@ MAX_NESTING = 64
 
 
 class Codec:
-    """classes: dataclasses and enums, with all that their fields may hold · examples: one object of every plain class.
+    """classes: dataclasses, NamedTuples and enums, with all that their fields may hold · examples: one object of every
+    plain class.
 
     ValueError if two of them have the same name, which is their tag.
     """
@@ -129,14 +130,14 @@ class Kind:
 
 
 def _held_by(hint: Any) -> Iterator[type]:
-    """The dataclasses and enums that a value of this type may consist of.
+    """The dataclasses, NamedTuples and enums that a value of this type may consist of.
 
     >>> [cls.__name__ for cls in _held_by(Counter[str] | None)]
     []
     """
-    if isinstance(hint, type) and (is_dataclass(hint) or issubclass(hint, Enum)):
+    if isinstance(hint, type) and (_field_names(hint) is not None or issubclass(hint, Enum)):
         yield hint
-        inside = get_type_hints(hint).values() if is_dataclass(hint) else ()
+        inside = () if issubclass(hint, Enum) else get_type_hints(hint).values()
     else:
         inside = get_args(hint)
     for part in inside:
@@ -153,10 +154,16 @@ def _large(value: Any) -> list[str]:
 def _kind(cls: type) -> Kind:
     if issubclass(cls, Enum):
         return Kind(cls, {"name": frozenset((str,))}, lambda values: cls[values[0]])
-    assert is_dataclass(cls), cls
-    hints = get_type_hints(cls)
-    names = [field.name for field in fields(cls)]
+    hints, names = get_type_hints(cls), _field_names(cls)
+    assert names is not None, cls
     return Kind(cls, {name: _allowed(hints[name]) for name in names}, lambda values: cls(*values))
+
+
+def _field_names(cls: type) -> Sequence[str] | None:
+    """Of a dataclass or NamedTuple, in order; None: it is neither."""
+    if is_dataclass(cls):
+        return [field.name for field in fields(cls)]
+    return getattr(cls, "_fields", None)
 
 
 def _kind_of(example: object) -> Kind:

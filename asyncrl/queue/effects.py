@@ -63,7 +63,7 @@ def _finished(book: Book, e: ev.Finished) -> None:
 
 
 def _submitted(book: Book, e: ev.Submitted) -> None:
-    book.next = e.first + e.count
+    book.next = e.first + e.tasks
     for ordinal in range(e.first, book.next):
         if not book.ranks.ended(ordinal):
             book.items[ordinal] = Item(State.PENDING, e.min_version)

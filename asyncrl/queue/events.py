@@ -5,7 +5,7 @@ The event log is the state: `Ledger.apply` of the same events on a fresh ledger 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from asyncrl.queue.lead import Lead
 from asyncrl.queue.settings import Frontier, Stage, StreamSettings
@@ -16,15 +16,13 @@ __all__ = ["Event", "Frontier", "Stage", "StreamSettings"]
 # ---------------------------------------------------------------------- opening, rewinding, ending
 
 
-@dataclass(frozen=True, slots=True)
-class StreamOpened:
+class StreamOpened(NamedTuple):
     settings: StreamSettings
     learner_epoch: int
     opener: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Rewound:
+class Rewound(NamedTuple):
     """A learner came back at a checkpoint and the steps since are not kept: the stream is reset to `frontier`."""
 
     settings: StreamSettings
@@ -34,8 +32,7 @@ class Rewound:
     opener: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class SteppedBack:
+class SteppedBack(NamedTuple):
     """A learner came back at a checkpoint and the steps since are kept: they are claimed again as they were."""
 
     settings: StreamSettings
@@ -45,15 +42,13 @@ class SteppedBack:
     opener: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Forked:
+class Forked(NamedTuple):
     """Another stream of the run was rewound: leases of the abandoned lineage are void here too."""
 
     lineage: int
 
 
-@dataclass(frozen=True, slots=True)
-class Recovered:
+class Recovered(NamedTuple):
     """The broker came back: leases begin anew under its clock; the groups of `lost` have to be made again."""
 
     at: float
@@ -61,36 +56,31 @@ class Recovered:
     lost: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Drained:
+class Drained(NamedTuple):
     """What is pending ends as DROPPED(drained), no task is leased any more; what is under way is finished."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(NamedTuple):
     reason: str
 
 
 # ---------------------------------------------------------------------- the task feeder
 
 
-@dataclass(frozen=True, slots=True)
-class Submitted:
+class Submitted(NamedTuple):
     first: int
-    count: int
+    tasks: int
     min_version: Version
 
 
-@dataclass(frozen=True, slots=True)
-class Exhausted:
+class Exhausted(NamedTuple):
     """The feeder has no more tasks: the stream ends with those it was given, the last version maybe short."""
 
 
 # ---------------------------------------------------------------------- generators
 
 
-@dataclass(frozen=True, slots=True)
-class Leased:
+class Leased(NamedTuple):
     """`grant` counts the leases of the stream; the lease's fencing epoch is made of it and the lineage."""
 
     ordinal: int
@@ -101,32 +91,28 @@ class Leased:
     deadline: float
 
 
-@dataclass(frozen=True, slots=True)
-class Renewed:
+class Renewed(NamedTuple):
     """Of tasks and stages alike: `epochs` of the leases."""
 
     epochs: tuple[int, ...]
     deadline: float
 
 
-@dataclass(frozen=True, slots=True)
-class Requeued:
+class Requeued(NamedTuple):
     """LEASED back to PENDING. why: 'expired', 'given_back', 'stale'."""
 
     ordinal: int
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Progressed:
+class Progressed(NamedTuple):
     """What is finished of a leased task is kept for whoever leases it next. Replaces what was kept before."""
 
     ordinal: int
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Committed:
+class Committed(NamedTuple):
     """columns: what the group has beyond what every group has · squares: of its rollouts' lengths, added up"""
 
     ordinal: int
@@ -138,8 +124,7 @@ class Committed:
     squares: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Dropped:
+class Dropped(NamedTuple):
     """A leased task, or a ready group that a stage refused."""
 
     ordinal: int
@@ -149,8 +134,7 @@ class Dropped:
 # ---------------------------------------------------------------------- stages
 
 
-@dataclass(frozen=True, slots=True)
-class StageLeased:
+class StageLeased(NamedTuple):
     """`grant` as in `Leased`."""
 
     stage: str
@@ -161,8 +145,7 @@ class StageLeased:
     deadline: float
 
 
-@dataclass(frozen=True, slots=True)
-class StageReturned:
+class StageReturned(NamedTuple):
     """The group waits for the stage again. why: 'expired', 'given_back'."""
 
     stage: str
@@ -170,8 +153,7 @@ class StageReturned:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class StageCommitted:
+class StageCommitted(NamedTuple):
     """The group has the stage's columns. version: of the policy that they depend on."""
 
     stage: str
@@ -184,36 +166,32 @@ class StageCommitted:
 # ---------------------------------------------------------------------- the learner
 
 
-@dataclass(frozen=True, slots=True)
-class StepClaimed:
-    """The `index`-th claim of step `step`: shares[rank] are the ordinals that learner rank trains on.
+class StepClaimed(NamedTuple):
+    """The `number`-th claim of step `step`: shares[rank] are the ordinals that learner rank trains on.
 
     last: it completes the step.
     """
 
     step: int
-    index: int
+    number: int
     shares: tuple[tuple[int, ...], ...]
     last: bool
 
 
-@dataclass(frozen=True, slots=True)
-class StepTrained:
+class StepTrained(NamedTuple):
     """The step's groups are TRAINED and version step + 1 is published."""
 
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepRejected:
+class StepRejected(NamedTuple):
     """The step's groups are DROPPED (a loss that is not finite) and the step begins anew."""
 
     step: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class StepAbandoned:
+class StepAbandoned(NamedTuple):
     """The step begins anew: `dropped` are DROPPED (a group that cannot be read), its other groups come back."""
 
     step: int
@@ -221,22 +199,19 @@ class StepAbandoned:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpointed:
+class Checkpointed(NamedTuple):
     """A checkpoint of `version` is committed: the steps that it holds need not be kept."""
 
     version: Version
 
 
-@dataclass(frozen=True, slots=True)
-class LeadSet:
+class LeadSet(NamedTuple):
     """How far ahead of the learner generators may work from now on."""
 
     lead: Lead
 
 
-@dataclass(frozen=True, slots=True)
-class Collected:
+class Collected(NamedTuple):
     """Groups of an unbounded stream that the learner has got: they have ended."""
 
     ordinals: tuple[int, ...]

@@ -9,8 +9,7 @@ StreamState   a snapshot of a stream's book, in place of all its events before
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from asyncrl.queue.bias import Bias
 from asyncrl.queue.book import Book
@@ -24,33 +23,28 @@ from asyncrl.queue.sizes import Sizes
 from asyncrl.queue.stages import Stages, Waiting
 
 
-@dataclass(frozen=True, slots=True)
-class Happened:
+class Happened(NamedTuple):
     stream: str
     event: Event
 
 
-@dataclass(frozen=True, slots=True)
-class TasksKept:
+class TasksKept(NamedTuple):
     """(ordinal, packed task) …"""
 
     stream: str
     tasks: tuple[tuple[int, bytes], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Posted:
+class Posted(NamedTuple):
     key: str
     value: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Closed:
+class Closed(NamedTuple):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class StreamState:
+class StreamState(NamedTuple):
     stream: str
     book: Book
 

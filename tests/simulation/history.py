@@ -98,7 +98,7 @@ class History(Observer):
             return
         # Which tasks a drain has dropped is not known here, and so no rank.
         recorded = self.record.get(event.step, [])
-        if event.index >= len(recorded):
+        if event.number >= len(recorded):
             for ordinal in of([event]):
                 assert event.step - self.start[ordinal] <= self.stream.max_staleness
         self.claims.append(event)

@@ -63,7 +63,7 @@ class Observer:
     def observe(self, event: ev.Event) -> None:
         self.log.append(event)
         match event:
-            case ev.Submitted(first=first, count=count):
+            case ev.Submitted(first=first, tasks=count):
                 self.known = first + count
             case ev.Committed(ordinal=ordinal, start_version=start_version):
                 self.start[ordinal] = start_version
@@ -136,8 +136,8 @@ class Observer:
     def check_claim(self, event: ev.StepClaimed) -> None:
         """As it was recorded; else by the staleness bound and the window, one group after another."""
         recorded = self.record.get(event.step, [])
-        if event.index < len(recorded):
-            assert event == recorded[event.index]
+        if event.number < len(recorded):
+            assert event == recorded[event.number]
             self.claims.append(event)
             return
         taken = sorted(of([event]))
