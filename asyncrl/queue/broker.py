@@ -115,7 +115,8 @@ class Broker:
                 if self._monitor in ready:
                     self._count_failed_handshakes()
                 letters = self._take() if self._socket in ready else []
-                letters += self.desk.tick(self._clock())
+                # First those who waited: what was answered at once is mostly a receipt.
+                letters = self.desk.tick(self._clock()) + letters
                 self._before_send()
                 self._send(letters)
         finally:

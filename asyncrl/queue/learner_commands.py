@@ -68,7 +68,8 @@ class LearnerCommands(Commands):
         if self.has_lost(book.claims[index].shares[rank]):
             self.apply(ev.StepAbandoned(step, (), LOST))
             raise RefusedError("abandoned", f"groups of step {step} are lost, it has begun anew, at claim 0")
-        so_far = sum(len(share) for claim in book.claims[: index + 1] for share in claim.shares)
+        later = sum(len(share) for claim in book.claims[index + 1 :] for share in claim.shares)
+        so_far = book.claimed - later
         return Claimed(book.claims[index].shares[rank], book.claims[index].last, so_far, book.attempt)
 
     def trained(self, learner_epoch: int, step: int, waited: float | None = None) -> Version:

@@ -27,6 +27,9 @@ COOL_BYTES = 1 << 30
 TIDY_BYTES = 8 << 20
 """Written to the shelf at most in one turn of the broker: long writes would make everybody wait."""
 
+Place = tuple[str, int]
+"""Stream and ordinal."""
+
 
 class Key(NamedTuple):
     stream: str
@@ -94,9 +97,9 @@ class PayloadStore:
     ) -> None:
         self._shelf, self._durable = shelf, durable
         self._cool_bytes, self._tidy_bytes = cool_bytes, tidy_bytes
-        self._held: dict[tuple[str, int], dict[str, Held]] = {}
-        self._away: dict[tuple[str, int], set[str]] = {}  # parts on the shelf
-        self._cool: OrderedDict[tuple[str, int], int] = OrderedDict()  # -> bytes; coolest first
+        self._held: dict[Place, dict[str, Held]] = {}
+        self._away: dict[Place, set[str]] = {}  # parts on the shelf
+        self._cool: OrderedDict[Place, int] = OrderedDict()  # -> bytes; coolest first
         self._memory = self._cooled = 0
         self._doomed: dict[Key, None] = {}  # dropped since the last flush
         self._due: dict[Key, None] = {}  # dropped before it
@@ -111,13 +114,13 @@ class PayloadStore:
         if not frames:
             self.drop(stream, ordinal, part)
             return
-        self._forget(stream, ordinal, part)
+        self._forget((stream, ordinal), part)
         held = Held(frames, sum(map(len, frames)), stamp)
         self._held.setdefault((stream, ordinal), {})[part] = held
         self._memory += held.nbytes
         if self._durable:
             self._put_away(Key(stream, ordinal, part), held)
-        elif part in self._away.get((stream, ordinal), ()):
+        elif self._away:
             self._doom(Key(stream, ordinal, part))
 
     def get(self, stream: str, ordinal: int, part: str) -> Frames:
@@ -132,10 +135,12 @@ class PayloadStore:
     def drop(self, stream: str, ordinal: int, part: str | None = None) -> None:
         """One part, or all of an ordinal's. The shelf keeps them until it is sure that they will not be asked for."""
         place = stream, ordinal
-        parts = [part] if part else [*self._held.get(place, ()), *self._away.get(place, ())]
-        for each in parts:
-            self._forget(stream, ordinal, each)
-            if each in self._away.get(place, ()):
+        held, away = self._held.get(place), self._away.get(place)
+        if held is not None:
+            for each in [part] if part else list(held):
+                self._forget(place, each)
+        if away is not None:
+            for each in [part] if part else list(away):
                 self._doom(Key(stream, ordinal, each))
 
     def cool(self, stream: str, ordinal: int) -> None:
@@ -154,7 +159,7 @@ class PayloadStore:
             for part, held in list(self._held[place].items()):
                 if part not in self._away.get(place, ()):
                     self._put_away(Key(stream, ordinal, part), held)
-                self._forget(stream, ordinal, part)
+                self._forget(place, part)
 
     def flush(self) -> None:
         """What was put so far is as durable as this store promises. To be called before the journal is flushed.
@@ -184,17 +189,17 @@ class PayloadStore:
 
     # ------------------------------------------------------------------ memory and shelf
 
-    def _forget(self, stream: str, ordinal: int, part: str) -> None:
-        """In memory."""
-        place = stream, ordinal
-        held = self._held.get(place, {}).pop(part, None)
+    def _forget(self, place: Place, part: str) -> None:
+        """In memory. Of what is not there: nothing."""
+        parts = self._held.get(place, {})
+        held = parts.pop(part, None)
         if held is None:
             return
         self._memory -= held.nbytes
         if place in self._cool:
             self._cool[place] -= held.nbytes
             self._cooled -= held.nbytes
-        if not self._held[place]:
+        if not parts:
             del self._held[place]
             self._cool.pop(place, None)
 
@@ -206,7 +211,11 @@ class PayloadStore:
             dropped.pop(key, None)
 
     def _doom(self, key: Key) -> None:
+        """On the shelf. Of what is not there: nothing."""
+        parts = self._away.get(key[:2], set())
+        if key.part not in parts:
+            return
         self._doomed[key] = None
-        self._away[key[:2]].discard(key.part)
-        if not self._away[key[:2]]:
+        parts.remove(key.part)
+        if not parts:
             del self._away[key[:2]]
