@@ -25,7 +25,7 @@ from asyncrl.learner.origin import origin_of
 from asyncrl.learner.packing import bins
 from asyncrl.learner.sharded import ShardedModel
 from asyncrl.pool.ranks import Ranks
-from asyncrl.queue import wire
+from asyncrl.queue.payload import decode_group, encode_group
 from asyncrl.types import Group
 
 SAY = "say"
@@ -86,7 +86,7 @@ class PoolModel:
 
     def _say(self, frames: list[bytes]) -> Tensor:
         """∀ Each rank takes every world-th pass; they run equally many."""
-        batch, world = MicroBatch.of([wire.decode_group(frames)]), self.ranks.world
+        batch, world = MicroBatch.of([decode_group(frames)]), self.ranks.world
         said_N = torch.zeros(batch.tokens)
         most = min(self.config.learner.micro_batch_tokens, -(-batch.tokens // world))
         passes = bins(batch, range(batch.rollouts), most)
@@ -101,5 +101,5 @@ class PoolModel:
 
 def _packed(group: Group) -> list[bytes]:
     """What a model looks at of it: not the columns that others have added."""
-    frames = wire.encode_group(dataclasses.replace(group, columns={})).frames
+    frames = encode_group(dataclasses.replace(group, columns={})).frames
     return [bytes(frame) for frame in frames]

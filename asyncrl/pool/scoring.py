@@ -19,7 +19,7 @@ from asyncrl.learner.evaluation import EVAL
 from asyncrl.learner.stream import TRAIN
 from asyncrl.pool.worker import Doing, LeftOut
 from asyncrl.queue.columns import REWARDS
-from asyncrl.queue.wire import PART
+from asyncrl.queue.payload import PART
 from asyncrl.types import ANSWER, UNSCORED, Array, Group, Rollout, Task
 
 log = logging.getLogger(__name__)

@@ -17,6 +17,7 @@ from asyncrl.queue.columns import REWARDS, encode_columns
 from asyncrl.queue.events import StreamSettings
 from asyncrl.queue.keys import ClientKeys
 from asyncrl.queue.link import Link, SocketLink
+from asyncrl.queue.payload import encode_group
 from asyncrl.queue.replies import (
     Claim,
     Lease,
@@ -196,7 +197,7 @@ class QueueClient:
 
         columns: what it has that a stage or claim may need; none given: its rewards and its own columns.
         """
-        payload = wire.encode_group(group)
+        payload = encode_group(group)
         args = {
             "stream": stream,
             "ordinal": lease.task.ordinal,

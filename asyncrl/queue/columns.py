@@ -16,6 +16,7 @@ import xxhash
 
 from asyncrl.errors import WireError
 from asyncrl.queue import wire
+from asyncrl.queue.payload import PART
 from asyncrl.types import Array, Group
 
 DTYPES = ("<f8", "<i8", "<f4", "<i4", "<f2", "|i1", "|u1", "|b1")
@@ -77,14 +78,14 @@ def with_columns(group: Group, columns: Mapping[str, Array]) -> Group:
     """The group with these beside its own. WireError unless each has one value a token (of rewards: a rollout)."""
     own, parts, rewards = dict(group.columns), dict(group.reward_parts), group.rewards
     for name, column in columns.items():
-        of_rollouts = name == REWARDS or name.startswith(wire.PART)
+        of_rollouts = name == REWARDS or name.startswith(PART)
         expected = len(group.lengths) if of_rollouts else group.tokens
         if len(column) != expected:
             raise WireError(f"column {name!r} has {len(column)} values, the group needs {expected}")
         if name == REWARDS:
             rewards = np.asarray(column, np.float32)
         elif of_rollouts:
-            parts[name.removeprefix(wire.PART)] = np.asarray(column, np.float32)
+            parts[name.removeprefix(PART)] = np.asarray(column, np.float32)
         else:
             own[name] = column
     return dataclasses.replace(group, rewards=rewards, reward_parts=parts, columns=own)

@@ -10,6 +10,7 @@ from typing import Any
 from asyncrl.errors import WireError
 from asyncrl.queue import wire
 from asyncrl.queue.columns import decode_columns, with_columns
+from asyncrl.queue.payload import decode_group
 from asyncrl.types import Group, Task, Version
 
 log = logging.getLogger(__name__)
@@ -162,7 +163,7 @@ def groups_of(
 
 def _group(taken: Iterator[Frames], parts: Sequence[Any]) -> tuple[Group, Stamps] | WireError:
     try:
-        group = wire.decode_group(next(taken))
+        group = decode_group(next(taken))
         for _ in parts:
             group = with_columns(group, decode_columns(next(taken)))
     except WireError as error:

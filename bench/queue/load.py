@@ -24,7 +24,10 @@ POOL = 16
 """Distinct groups, sent in turn: more than a cache holds of the large ones."""
 
 AHEAD = 1 << 20
-"""The version of all tokens: a producer that is ahead of the learner is never held back by the staleness bound."""
+"""The version of the first tokens: a producer ahead of the learner is never held back by the staleness bound."""
+
+PROMPT, LATER = 1 / 4, 3 / 4
+"""Shares of a row: its prompt has mask 0 and version -1; the tokens from `LATER` on are of the next version."""
 
 Columns = Mapping[str, np.ndarray | Sequence[np.ndarray]]
 """As they arrive: name -> [R, T], or R arrays of T."""
@@ -60,17 +63,22 @@ def check(load: Load, i: int, columns: Columns) -> None:
     """AssertionError unless these can be the columns of group `i`."""
     for name in DTYPES:
         assert (len(columns[name]), len(columns[name][-1])) == (ROWS, load.tokens), (i, name)
-    token, version, mask = (int(columns[name][0][0]) for name in ("token_ids", "versions", "loss_mask"))
-    assert (token, version, mask) == (i % POOL, AHEAD, 1), (i, token, version, mask)
+    token, *prompt = (int(columns[name][0][0]) for name in ("token_ids", "versions", "loss_mask"))
+    last = [int(columns[name][-1][-1]) for name in ("versions", "loss_mask")]
+    assert (token, prompt, last) == (i % POOL, [-1, 0], [AHEAD + 1, 1]), (i, token, prompt, last)
 
 
 def _columns(tokens: int, seed: int) -> Arrays:
     random, shape = np.random.default_rng(seed), (ROWS, tokens)
     token_ids = random.integers(0, 150_000, shape, dtype=np.int64)
     token_ids[0, 0] = seed
+    versions, loss_mask = np.full(shape, AHEAD, np.int32), np.ones(shape, np.int8)
+    versions[:, int(LATER * tokens) :] += 1
+    prompt = slice(int(PROMPT * tokens))
+    versions[:, prompt], loss_mask[:, prompt] = -1, 0
     return {
         "token_ids": token_ids,
         "logprobs": random.standard_normal(shape, dtype=np.float32),
-        "loss_mask": np.ones(shape, np.int8),
-        "versions": np.full(shape, AHEAD, np.int32),
+        "loss_mask": loss_mask,
+        "versions": versions,
     }

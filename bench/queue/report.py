@@ -54,8 +54,8 @@ def table(
             "# The transfer queue beside others",
             "",
             f"`python -m bench.queue`, medians of {repetitions} interleaved repetitions. {machine}",
-            "Groups of 8 rows; 17 bytes a token (int64 ids, float32 log-probs, int8 mask, int32 versions). Producer, "
-            "broker and consumer are processes of their own.",
+            "Groups of 8 rows; 17 bytes a token (int64 ids, float32 log-probs, int8 mask, int32 versions), which MB/s "
+            "counts; asyncrl sends 8 of them (payload.py). Producer, broker and consumer are processes of their own.",
             "A hop is from the producer's call to the arrays in the consumer, one group of 512-token rows at a time.",
             "",
             *lines,

@@ -16,8 +16,11 @@ from typing import Any
 
 import psutil
 
+from asyncrl.queue.payload import encode_group
+from asyncrl.types import Task
 from bench.process import Process
-from bench.queue.load import Load
+from bench.queue.asyncrl_queue import PROMPT, group_of
+from bench.queue.load import Load, Source
 from bench.queue.soak_side import CHECKPOINT_EVERY, STEP, settings
 
 TOKENS = 2048
@@ -29,7 +32,9 @@ SLACK = 1.5
 
 def soak(clients: int, nbytes: int, folder: Path) -> dict[str, Any]:
     """Run it and print what came of it. AssertionError if a group was lost, came twice or was dropped."""
-    load = Load(-(-nbytes // Load(0, TOKENS).group_bytes), TOKENS)
+    columns = Source(Load(0, TOKENS)).columns(0)
+    group_bytes = encode_group(group_of(Task(0, PROMPT), columns)).nbytes
+    load = Load(-(-nbytes // group_bytes), TOKENS)
     numbers = {"groups": load.groups, "tokens": load.tokens}
     with ExitStack() as stack:
 
@@ -56,19 +61,25 @@ def soak(clients: int, nbytes: int, folder: Path) -> dict[str, Any]:
             status = consumer.hears(limit_s=None)
             seconds = time.monotonic() - started
         commits = [count for producer in producers for count in producer.hears()]
-    return _judged(load, status, commits, memory, seconds)
+    return _judged(load.groups, group_bytes, status, commits, memory, seconds)
 
 
 def _judged(
-    load: Load, status: dict[str, Any], commits: list[int], memory: list[int], seconds: float
+    groups: int,
+    group_bytes: int,
+    status: dict[str, Any],
+    commits: list[int],
+    memory: list[int],
+    seconds: float,
 ) -> dict[str, Any]:
-    bound = memory[0] + SLACK * load.group_bytes * (settings().depth + CHECKPOINT_EVERY * STEP)
+    """group_bytes: of a payload, as it is sent and kept."""
+    bound = memory[0] + SLACK * group_bytes * (settings().depth + CHECKPOINT_EVERY * STEP)
     found = {
         "clients": status["clients"],
-        "gigabytes": load.groups * load.group_bytes / 1e9,
-        "groups": load.groups,
+        "gigabytes": groups * group_bytes / 1e9,
+        "groups": groups,
         "seconds": seconds,
-        "mb_per_s": load.groups * load.group_bytes / 1e6 / seconds,
+        "mb_per_s": groups * group_bytes / 1e6 / seconds,
         "commits_least": min(commits),
         "commits_most": max(commits),
         "rss_mb_start": memory[0] / 1e6,
@@ -79,7 +90,7 @@ def _judged(
     for name, value in found.items():
         print(f"{name}: {value:,.4g}")
     # The consumer has seen every ordinal once; here is what the ledger and the producers say.
-    assert sum(commits) == load.groups, (sum(commits), load.groups)
+    assert sum(commits) == groups, (sum(commits), groups)
     assert status["dropped"] == 0, status
     print("pass  nothing was lost")
     print("pass" if max(memory) <= bound else "FAIL", " the broker's memory is bounded")

@@ -23,7 +23,6 @@ from asyncrl.errors import (
     SourceEndedError,
     WireError,
 )
-from asyncrl.queue import wire
 from asyncrl.queue.broker import Broker
 from asyncrl.queue.client import BlockingClient, Claim, Lease, Opened, QueueClient
 from asyncrl.queue.durability import open_keeper
@@ -31,6 +30,7 @@ from asyncrl.queue.feeder import feed
 from asyncrl.queue.keeper import Keeper
 from asyncrl.queue.ledger import StreamSettings
 from asyncrl.queue.local import LocalQueue
+from asyncrl.queue.payload import encode_group
 from asyncrl.types import Group, Rollout, Sampling, Task
 
 B = 4
@@ -541,7 +541,7 @@ def test_the_blocking_client_works_from_a_plain_thread() -> None:
 
 async def commit_damaged(worker: QueueClient, one: Lease) -> None:
     """Frames that are counted right and sealed wrong: what a bad memory or disk makes of a group."""
-    payload = wire.encode_group(group(one.task, 0))
+    payload = encode_group(group(one.task, 0))
     damaged = bytearray(payload.frames[0])
     damaged[-1] ^= 1
     numbers = {

@@ -18,7 +18,7 @@ from asyncrl.generator.rewards import Scorer
 from asyncrl.pool.scoring import Scoring
 from asyncrl.pool.worker import LeftOut
 from asyncrl.queue.columns import decode_columns, encode_columns, with_columns
-from asyncrl.queue.wire import PART
+from asyncrl.queue.payload import PART
 from asyncrl.types import ANSWER, UNSCORED, Array, Group, Rollout, Sampling, Scored, Step, Task
 
 POOL = PlacementConfig(rewards=RewardsPlaceConfig(where="pool"))

@@ -1,0 +1,33 @@
+"""Versions and loss mask of a group as spans: tokens one after another that share both, which thousands do.
+
+versions   -1 -1  7  7  7  8 -1  8        ends      2  5  6  7  8
+loss_mask   0  0  1  1  1  1  0  1   ⇄    versions -1  7  8 -1  8
+                                          masks     0  1  1  0  1
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from asyncrl.errors import WireError
+from asyncrl.types import Array
+
+
+def to_spans(versions: Array, loss_mask: Array) -> tuple[Array, Array, Array]:
+    """[N], [N] to ends, versions and masks of the K spans. The last end is N."""
+    is_last = np.empty(len(versions), bool)
+    is_last[-1:] = True
+    np.not_equal(loss_mask[1:], loss_mask[:-1], out=is_last[:-1])
+    is_last[:-1] |= versions[1:] != versions[:-1]
+    (last,) = is_last.nonzero()
+    return last + 1, versions[last], loss_mask[last]
+
+
+def from_spans(ends: Array, versions: Array, masks: Array, tokens: int) -> tuple[Array, Array]:
+    """Versions and loss mask of `tokens` tokens. WireError unless the spans are as long together."""
+    lengths = ends.astype(np.int64)
+    lengths[1:] -= ends[:-1]
+    covered = int(ends[-1]) if len(ends) else 0
+    if covered != tokens or min(lengths.tolist(), default=1) < 1:
+        raise WireError(f"{len(ends)} spans that cover {covered} of {tokens} tokens, not one after another")
+    return versions.repeat(lengths), masks.repeat(lengths)
