@@ -37,6 +37,9 @@ CHECKPOINT_EVERY = 4
 MICRO_BATCH = STEP // 2
 """Groups that a claim may bring."""
 
+TURNS = 3
+"""Of the event loop, until what a new task asks for is sent."""
+
 FEW = 8
 """Tasks that a generator at low load leases at once."""
 
@@ -137,9 +140,10 @@ async def _consume(address: list[str | None], run: Run) -> None:
         if not claimed.last:
             index += 1
             asked = claim(step, index)
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
         for group in claimed.groups:
             run.got(group.task.ordinal, columns_of(group))
-            await asyncio.sleep(0)  # so that the next claim is sent
         if claimed.last:
             trained = client.trained(STREAM, learner_epoch=epoch, step=step)
             step, index = step + 1, 0
