@@ -57,6 +57,9 @@ class Interrupted:
 
 Event = Ended | Said | Interrupted
 
+LAST_WORDS_S = 5.0
+"""How long a child's end waits for its line. A process that it has left behind may keep the pipe open."""
+
 
 class Supervisor:
     """Starts children and tells what becomes of them. Used from the main thread only."""
@@ -90,10 +93,11 @@ class Supervisor:
                 preexec_fn=_die_with(os.getpid()),
             )
         self._children[name] = child
+        saying: threading.Thread | None = None
         if says:
             os.close(writing)
-            self._thread(lambda: self._events.put(Said(name, _first_line(reading))))
-        self._thread(lambda: self._events.put(Ended(name, child.wait())))
+            saying = self._thread(lambda: self._events.put(Said(name, _first_line(reading))))
+        self._thread(lambda: self._tell_end(name, child, saying))
 
     def next_event(self, seconds: float) -> Event | None:
         """The next event, or None if there was none in `seconds`."""
@@ -170,8 +174,16 @@ class Supervisor:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _thread(self, work: Callable[[], None]) -> None:
-        threading.Thread(target=work, daemon=True).start()
+    def _tell_end(self, name: str, child: subprocess.Popen[bytes], saying: threading.Thread | None) -> None:
+        code = child.wait()
+        if saying is not None:
+            saying.join(LAST_WORDS_S)  # what it said comes before its end
+        self._events.put(Ended(name, code))
+
+    def _thread(self, work: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        return thread
 
 
 def wait_line(supervisor: Supervisor, name: str, what: str, seconds: float) -> Event:
@@ -181,7 +193,7 @@ def wait_line(supervisor: Supervisor, name: str, what: str, seconds: float) -> E
         event = supervisor.next_event(deadline - time.monotonic())
         if event is None:
             raise DeadlineError("the launcher", f"process {name}", what, seconds)
-        # A child that dies closes its pipe first; its exit code, which comes next, says more.
+        # A child that dies without a word closes its pipe; its exit code, which comes next, says more.
         if event != Said(name, ""):
             return event
 

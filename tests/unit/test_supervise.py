@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from asyncrl.errors import DeadlineError
+from asyncrl.launch import supervise
 from asyncrl.launch.supervise import Ended, Interrupted, Said, Supervisor, wait_line
 
 FOREVER = ["sleep", "600"]
@@ -65,6 +66,22 @@ def test_what_a_child_announces(supervisor: Supervisor) -> None:
     supervisor.start("queue", shell("echo tcp://127.0.0.1:5 >/dev/fd/$2; exec sleep 600"), says=True)
     assert wait_line(supervisor, "queue", "its address", LONG_S) == Said("queue", "tcp://127.0.0.1:5")
     assert supervisor.running() == ["queue"]
+
+
+def test_a_child_that_announces_and_dies_is_heard_first(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = supervise._first_line
+
+    def read_late(descriptor: int) -> str:
+        while supervisor.code("queue") is None:
+            os.sched_yield()
+        return read(descriptor)
+
+    monkeypatch.setattr(supervise, "_first_line", read_late)
+    supervisor.start("queue", shell("echo tcp://127.0.0.1:5 >/dev/fd/$2; exit 3"), says=True)
+    assert supervisor.next_event(LONG_S) == Said("queue", "tcp://127.0.0.1:5")
+    assert supervisor.next_event(LONG_S) == Ended("queue", 3)
 
 
 def test_a_child_that_dies_before_it_announces(supervisor: Supervisor) -> None:
