@@ -127,10 +127,9 @@ class Broker:
     def _take(self) -> list[Letter]:
         letters: list[Letter] = []
         for _ in range(BURST):
-            try:
-                identity, *frames = sockets.receive(self._socket)
-            except zmq.Again:
+            if not sockets.has_message(self._socket):
                 break
+            identity, *frames = sockets.receive(self._socket)
             letters += self.desk.receive(identity.bytes, frames, self._clock())
         return letters
 

@@ -123,13 +123,9 @@ class SocketLink:
     def _take(self) -> None:
         self._scheduled = False
         for _ in range(BURST):
-            if self._socket.closed:
+            if self._socket.closed or not sockets.has_message(self._socket):
                 return
-            try:
-                frames = sockets.receive(self._socket)
-            except zmq.Again:
-                return
-            self._listener.heard(frames)
+            self._listener.heard(sockets.receive(self._socket))
         self._soon()
 
     def _watch(self) -> None:

@@ -13,6 +13,7 @@ import zmq
 
 NOW = int(zmq.NOBLOCK)
 MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+EVENTS, READABLE = int(zmq.EVENTS), int(zmq.POLLIN)
 
 LARGEST_KEPT = (32 << 20) - (64 << 10)
 """Bytes of the largest block that glibc can be brought to keep for reuse (M_MMAP_THRESHOLD of mallopt(3))."""
@@ -32,6 +33,12 @@ def send(socket: zmq.Socket, frames: Sequence[Any]) -> None:
     for frame in frames[:-1]:
         socket.send(frame, MORE, copy=False)
     socket.send(frames[-1], NOW, copy=False)
+
+
+def has_message(socket: zmq.Socket) -> bool:
+    """Takes a third of the time that an Again takes to be raised."""
+    events: Any = socket.get(EVENTS)
+    return bool(events & READABLE)
 
 
 def receive(socket: zmq.Socket) -> list[zmq.Frame]:
