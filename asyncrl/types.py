@@ -240,9 +240,13 @@ class Group:
     @property
     def start_version(self) -> Version:
         """The oldest version that made a token of this group: what the staleness bound is about."""
-        versions = np.asarray(self.versions, np.int32)
-        made = versions[versions != NO_VERSION]
-        return int(made.min()) if len(made) else NO_VERSION
+        return oldest_version(np.asarray(self.versions, np.int32))
+
+
+def oldest_version(versions: Array) -> Version:
+    """Of those that made something; NO_VERSION: none did."""
+    made = versions[versions != NO_VERSION]
+    return int(made.min()) if len(made) else NO_VERSION
 
 
 def _joined_columns(task: Task, rollouts: Sequence[Rollout]) -> dict[str, Array]:

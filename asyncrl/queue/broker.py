@@ -127,9 +127,10 @@ class Broker:
     def _take(self) -> list[Letter]:
         letters: list[Letter] = []
         for _ in range(BURST):
-            if not sockets.has_message(self._socket):
+            message = sockets.receive(self._socket)
+            if not message:
                 break
-            identity, *frames = sockets.receive(self._socket)
+            identity, *frames = message
             letters += self.desk.receive(identity.bytes, frames, self._clock())
         return letters
 

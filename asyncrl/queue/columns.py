@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 import msgpack
 import numpy as np
-import xxhash
 
 from asyncrl.errors import WireError
 from asyncrl.queue import wire
-from asyncrl.queue.payload import PART
+from asyncrl.queue.payload import PART, digest
 from asyncrl.types import Array, Group
 
 DTYPES = ("<f8", "<i8", "<f4", "<i4", "<f2", "|i1", "|u1", "|b1")
@@ -46,9 +45,9 @@ def encode_columns(columns: Mapping[str, Array]) -> Columns:
     order = sorted(flat, key=lambda name: -flat[name].itemsize)
     spec = msgpack.packb([[name, flat[name].dtype.str, len(flat[name])] for name in order])
     data = b"".join(flat[name].tobytes() for name in order)
-    digest = _digest(spec, data)
-    header = wire.pack({"spec": spec, "digest": digest})
-    return Columns([header, data], len(header) + len(data), digest)
+    sealed = digest([spec, data])
+    header = wire.pack({"spec": spec, "digest": sealed})
+    return Columns([header, data], len(header) + len(data), sealed)
 
 
 def decode_columns(frames: Sequence[wire.Buffer]) -> dict[str, Array]:
@@ -57,7 +56,7 @@ def decode_columns(frames: Sequence[wire.Buffer]) -> dict[str, Array]:
         raise WireError(f"columns of {len(frames)} frames")
     header, data = wire.unpack(frames[0]), memoryview(frames[1])
     spec = header.get("spec")
-    if type(spec) is not bytes or _digest(spec, data) != header.get("digest"):
+    if type(spec) is not bytes or digest([spec, data]) != header.get("digest"):
         raise WireError("columns that are not as they were sealed")
     columns: dict[str, Array] = {}
     offset = 0
@@ -89,9 +88,3 @@ def with_columns(group: Group, columns: Mapping[str, Array]) -> Group:
         else:
             own[name] = column
     return dataclasses.replace(group, rewards=rewards, reward_parts=parts, columns=own)
-
-
-def _digest(spec: wire.Buffer, data: wire.Buffer) -> int:
-    digest = xxhash.xxh3_64(spec)
-    digest.update(data)
-    return digest.intdigest()

@@ -123,9 +123,10 @@ class SocketLink:
     def _take(self) -> None:
         self._scheduled = False
         for _ in range(BURST):
-            if self._socket.closed or not sockets.has_message(self._socket):
+            frames = [] if self._socket.closed else sockets.receive(self._socket)
+            if not frames:
                 return
-            self._listener.heard(sockets.receive(self._socket))
+            self._listener.heard(frames)
         self._soon()
 
     def _watch(self) -> None:

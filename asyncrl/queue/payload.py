@@ -27,7 +27,7 @@ from asyncrl.errors import WireError
 from asyncrl.queue import wire
 from asyncrl.queue.spans import from_spans, to_spans
 from asyncrl.queue.wire import Buffer
-from asyncrl.types import COLUMNS, NO_VERSION, Array, Finish, Group, Sampling, Version
+from asyncrl.types import COLUMNS, Array, Finish, Group, Sampling, Version, oldest_version
 
 MAGIC = b"ARLG" + bytes([wire.VERSION])
 SEAL, LENGTH = struct.Struct("<Q"), struct.Struct("<I")
@@ -81,7 +81,7 @@ def encode_group(group: Group) -> Payload:
     lengths = np.asarray(group.lengths, np.int64)
     rollouts = lengths.tolist()
     tokens = sum(rollouts)
-    spans, extra = _spans(group, tokens), _extra(group)
+    spans, extra = _spans(group, tokens), _extra(group, tokens)
     given = (lengths, _narrowed(group.token_ids), group.logprobs, group.rewards, *spans)
     columns = [np.ascontiguousarray(each, dtype) for each, dtype in zip(given, EVERY.values(), strict=True)]
     columns += extra.values()
@@ -95,11 +95,9 @@ def encode_group(group: Group) -> Payload:
         "greedy_reward": None if group.greedy_reward is None else float(group.greedy_reward),
     }
     _check_lengths(header, columns)
-    frames, digest = _sealed(wire.pack_value(header), columns)
+    frames, sealed = _sealed(wire.pack_value(header), columns)
     squares = sum(length * length for length in rollouts)
-    made = [version for version in spans[1].tolist() if version != NO_VERSION]
-    start_version = min(made, default=NO_VERSION)
-    return Payload(frames, tokens, squares, sum(map(len, frames)), start_version, digest)
+    return Payload(frames, tokens, squares, sum(map(len, frames)), oldest_version(spans[1]), sealed)
 
 
 def decode_group(frames: Sequence[Buffer]) -> Group:
@@ -124,8 +122,8 @@ def _sealed(header: bytes, columns: Sequence[Array]) -> tuple[list[Buffer], int]
     small: list[Any] = [column for column in columns if column.nbytes < LARGE]
     large = [column.data.cast("B") for column in columns if column.nbytes >= LARGE]
     first = b"".join([LENGTH.pack(len(header)), header, padding, *small])
-    digest = _digest([first, *large])
-    return [b"".join([MAGIC, SEAL.pack(digest), first]), *large], digest
+    sealed = digest([first, *large])
+    return [b"".join([MAGIC, SEAL.pack(sealed), first]), *large], sealed
 
 
 def _opened(frames: Sequence[Buffer]) -> tuple[dict[str, Any], memoryview, list[memoryview]]:
@@ -137,20 +135,20 @@ def _opened(frames: Sequence[Buffer]) -> tuple[dict[str, Any], memoryview, list[
     if len(first) < HEADER:
         raise WireError(f"a group's first frame of {len(first)} bytes")
     (sealed,) = SEAL.unpack_from(first, len(MAGIC))
-    digest = _digest([first[SEALED:], *large])
-    if digest != sealed:
-        raise WireError(f"group digest {digest:016x}, sealed with {sealed:016x}")
+    found = digest([first[SEALED:], *large])
+    if found != sealed:
+        raise WireError(f"group digest {found:016x}, sealed with {sealed:016x}")
     (length,) = LENGTH.unpack_from(first, SEALED)
     end = HEADER + length
     return wire.unpack_map(first[HEADER:end]), first[end + -end % ALIGNED :], large
 
 
-def _digest(buffers: Sequence[Buffer]) -> int:
+def digest(buffers: Sequence[Buffer]) -> int:
     """XXH3 of the buffers one after another (https://xxhash.com): as fast as memory, which no CRC is."""
-    digest = xxhash.xxh3_64()
+    hashed = xxhash.xxh3_64()
     for buffer in buffers:
-        digest.update(buffer)
-    return digest.intdigest()
+        hashed.update(buffer)
+    return hashed.intdigest()
 
 
 # ---------------------------------------------------------------------- out
@@ -174,26 +172,27 @@ def _narrowed(token_ids: Array) -> Array:
     return wide.astype(EVERY["token_ids"])
 
 
-def _extra(group: Group) -> dict[str, Array]:
+def _extra(group: Group, tokens: int) -> dict[str, Array]:
     if not (group.reward_parts or group.columns):
         return {}
     extra = {PART + name: np.ascontiguousarray(part, PART_DTYPE) for name, part in group.reward_parts.items()}
     for name, column in group.columns.items():
-        if name not in COLUMNS or column.dtype != COLUMNS[name]:
+        if name not in COLUMNS or column.dtype != COLUMNS[name] or column.shape != (tokens,):
             known = ", ".join(f"{known} {dtype}" for known, dtype in COLUMNS.items())
-            raise WireError(f"column {name!r} of {column.dtype}; known are {known}")
+            raise WireError(
+                f"column {name!r} of {column.dtype} {column.shape}; known are {known}, of {tokens} values"
+            )
         extra[name] = np.ascontiguousarray(column, EXTRA[name])
     return extra
 
 
 def _check_lengths(header: Mapping[str, Any], columns: Sequence[Array]) -> None:
-    sizes = _sizes(header)
-    if [column.size for column in columns] != [size[2] for size in sizes]:
-        wrong = [
-            f"column {name!r} has {column.size} values, the group needs {count}"
-            for (name, _, count), column in zip(sizes, columns, strict=True)
-            if column.size != count
-        ]
+    wrong = [
+        f"column {name!r} has {column.size} values, the group needs {count}"
+        for (name, _, count), column in zip(_sizes(header), columns, strict=True)
+        if column.size != count
+    ]
+    if wrong:
         raise WireError("; ".join(wrong))
 
 

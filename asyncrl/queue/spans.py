@@ -1,8 +1,10 @@
 """Versions and loss mask of a group as spans: tokens one after another that share both, which thousands do.
 
-versions   -1 -1  7  7  7  8 -1  8        ends      2  5  6  7  8
-loss_mask   0  0  1  1  1  1  0  1   ⇄    versions -1  7  8 -1  8
-                                          masks     0  1  1  0  1
+    versions   -1 -1  7  7  7  8 -1  8        ends      2  5  6  7  8
+    loss_mask   0  0  1  1  1  1  0  1   ⇄    versions -1  7  8 -1  8
+                                              masks     0  1  1  0  1
+
+Axes:  N tokens · K spans
 """
 
 from __future__ import annotations
