@@ -13,7 +13,7 @@ Axes:  n rollouts of a group · L tokens of one rollout · N tokens of a whole g
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -240,13 +240,12 @@ class Group:
     @property
     def start_version(self) -> Version:
         """The oldest version that made a token of this group: what the staleness bound is about."""
-        return oldest_version(np.asarray(self.versions, np.int32))
+        return oldest_version(np.unique(self.versions).tolist())
 
 
-def oldest_version(versions: Array) -> Version:
+def oldest_version(versions: Iterable[Version]) -> Version:
     """Of those that made something; NO_VERSION: none did."""
-    made = versions[versions != NO_VERSION]
-    return int(made.min()) if len(made) else NO_VERSION
+    return min((version for version in versions if version != NO_VERSION), default=NO_VERSION)
 
 
 def _joined_columns(task: Task, rollouts: Sequence[Rollout]) -> dict[str, Array]:

@@ -97,7 +97,7 @@ def encode_group(group: Group) -> Payload:
     _check_lengths(header, columns)
     frames, sealed = _sealed(wire.pack_value(header), columns)
     squares = sum(length * length for length in rollouts)
-    return Payload(frames, tokens, squares, sum(map(len, frames)), oldest_version(spans[1]), sealed)
+    return Payload(frames, tokens, squares, sum(map(len, frames)), oldest_version(spans[1].tolist()), sealed)
 
 
 def decode_group(frames: Sequence[Buffer]) -> Group:
@@ -121,9 +121,9 @@ def _sealed(header: bytes, columns: Sequence[Array]) -> tuple[list[Buffer], int]
     padding = bytes(-(HEADER + len(header)) % ALIGNED)
     small: list[Any] = [column for column in columns if column.nbytes < LARGE]
     large = [column.data.cast("B") for column in columns if column.nbytes >= LARGE]
-    first = b"".join([LENGTH.pack(len(header)), header, padding, *small])
-    sealed = digest([first, *large])
-    return [b"".join([MAGIC, SEAL.pack(sealed), first]), *large], sealed
+    first = [LENGTH.pack(len(header)), header, padding, *small]
+    sealed = digest([*first, *large])
+    return [b"".join([MAGIC, SEAL.pack(sealed), *first]), *large], sealed
 
 
 def _opened(frames: Sequence[Buffer]) -> tuple[dict[str, Any], memoryview, list[memoryview]]:

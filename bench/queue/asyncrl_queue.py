@@ -135,7 +135,7 @@ async def _consume(address: list[str | None], run: Run) -> None:
 
     asked = claim(step, index)
     while len(run.times) < run.load.groups:
-        claimed = await asked
+        claimed, there = await asked, time.monotonic()
         assert claimed is not None, f"no group for {WAIT_S} s"
         if not claimed.last:
             index += 1
@@ -143,7 +143,7 @@ async def _consume(address: list[str | None], run: Run) -> None:
         for _ in range(TURNS):
             await asyncio.sleep(0)
         for group in claimed.groups:
-            run.got(group.task.ordinal, columns_of(group))
+            run.got(group.task.ordinal, columns_of(group), there)
         if claimed.last:
             trained = client.trained(STREAM, learner_epoch=epoch, step=step)
             step, index = step + 1, 0

@@ -49,9 +49,10 @@ class Run:
     def sends(self, i: int) -> None:
         self.times[i] = time.monotonic()
 
-    def got(self, i: int, columns: Columns) -> None:
+    def got(self, i: int, columns: Columns, at: float | None = None) -> None:
+        """at: when they were there, if something else was done since."""
         assert i not in self.times, f"group {i} came twice"
-        self.times[i] = time.monotonic()
+        self.times[i] = at or time.monotonic()
         check(self.load, i, columns)
 
 

@@ -72,8 +72,8 @@ def consume(address: str, run: Run) -> None:
         dealer.send(b"get")
     while len(run.times) < run.load.groups:
         frames = dealer.recv_multipart(copy=False)
-        dealer.send(b"get")
         run.got(*decode(frames, run.load.tokens))
+        dealer.send(b"get")
 
 
 def encode(i: int, columns: Arrays) -> list[Any]:
