@@ -49,7 +49,14 @@ def test_replies_come_out_as_they_went_in(payloads: list[list[bytes]]) -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "messages"),
-    [([1 << 20] * 3, 3), ([1 << 10] * 300, 1), ([1 << 18] * 4, 4), ([1, 1 << 20, 1], 3), ([9 << 20], 1)],
+    [
+        ([1 << 20] * 3, 3),
+        ([1 << 10] * 300, 1),
+        ([1 << 19] * 4, 4),
+        ([1 << 18] * 4, 2),
+        ([1, 1 << 20, 1], 3),
+        ([9 << 20], 1),
+    ],
 )
 def test_a_message_is_of_so_many_bytes_unless_one_part_is_larger(sizes: list[int], messages: int) -> None:
     assert len(envelope.pack_calls(call([[bytes(size)] for size in sizes]))) == messages
