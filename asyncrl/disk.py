@@ -22,6 +22,34 @@ def writing(path: Path) -> Iterator[None]:
         raise OSError(error.errno, f"{error.strerror or error} ({free} bytes free)", str(path)) from error
 
 
+def replace_text(path: Path, text: str, mode: int = 0o666) -> None:
+    """Write a file so that it has its old content or the new one, whatever happens meanwhile.
+
+    Args:
+        path: the file; its folder must be there.
+        text: the new content, written as UTF-8.
+        mode: the permissions of the file, from which the umask takes some away.
+
+    Raises:
+        OSError: with the path, and the room that is left. The old content stays.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with writing(path):
+        try:
+            partial.unlink(
+                missing_ok=True
+            )  # of a process that was killed, or a link that somebody has put there
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+            with open(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(descriptor)
+            os.replace(partial, path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+
+
 def sync_folder(folder: Path) -> None:
     """The names in it reach the disk: those of new files, and of renamed ones."""
     descriptor = os.open(folder, os.O_RDONLY)

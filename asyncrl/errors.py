@@ -3,7 +3,7 @@
     AsyncRLError
     ├── ConfigError         a key, its value, the rule it breaks, the remedy          exit code 2
     ├── TaskError           a task source that cannot be read or gives bad tasks      exit code 2
-    ├── RewardFailedError   a reward function that fails at every task                exit code 2
+    ├── RewardFailedError   a reward function that fails at too many tasks            exit code 2
     ├── SourceEndedError    there is no task at this ordinal or beyond; the run ends with those before it
     ├── WireError           bytes that are not a valid message; refused and counted
     ├── RefusedError        the queue said no, and says why (fenced, unknown, full)   exit code 8
@@ -25,6 +25,11 @@ The exit code of a process that ends on one of these is `error.exit_code`; anyth
 
 from __future__ import annotations
 
+from asyncrl.masking import masked, masked_url
+
+SHOWN = 200
+"""Characters of a value in a message; the rest is left out."""
+
 SAY_WHY = range(2, 12)
 """Exit codes of errors that are raised on purpose."""
 
@@ -36,7 +41,7 @@ class AsyncRLError(Exception):
 
 
 class ConfigError(AsyncRLError):
-    """Bad input, found before any process starts.
+    """Bad input, found before any process starts. A long value is cut, and passwords in URLs are masked.
 
     >>> str(ConfigError("batch.group_size", 1, "grpo needs at least 2 rollouts a group", "set batch.group_size=8"))
     'batch.group_size = 1: grpo needs at least 2 rollouts a group. Remedy: set batch.group_size=8'
@@ -45,7 +50,8 @@ class ConfigError(AsyncRLError):
     exit_code = 2
 
     def __init__(self, key: str, value: object, rule: str, remedy: str) -> None:
-        super().__init__(f"{key} = {value!r}: {rule}. Remedy: {remedy}")
+        shown = _cut(repr(masked_url(value) if isinstance(value, str) else value), SHOWN)
+        super().__init__(masked(f"{key} = {shown}: {rule}. Remedy: {_cut(remedy, 4 * SHOWN)}"))
         self.key, self.value, self.rule, self.remedy = key, value, rule, remedy
 
 
@@ -56,8 +62,8 @@ class TaskError(AsyncRLError):
 
 
 class RewardFailedError(AsyncRLError):
-    """A reward function that fails at every task: not bad luck but a mistake, in it or in the tasks. The text names the
-    function, a task, and what was raised."""
+    """A reward function that fails at too many tasks: not bad luck but a mistake, in it or in the tasks. The text names
+    the function, how many tasks, the last one, and what was raised."""
 
     exit_code = 2
 
@@ -169,3 +175,7 @@ def first_failure(failures: BaseExceptionGroup[AsyncRLError]) -> AsyncRLError:
     """Of loops that fail one after another; the first one to do so is why."""
     found = failures.exceptions[0]
     return first_failure(found) if isinstance(found, BaseExceptionGroup) else found
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"

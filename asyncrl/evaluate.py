@@ -15,17 +15,17 @@ from typing import Any, Self, cast
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
-from asyncrl.config.tasks import MAIN, EvaluationSet, SourceConfig
+from asyncrl.config.sections.rules import require
+from asyncrl.config.sections.tasks import MAIN, EvaluationSet, SourceConfig
 from asyncrl.errors import ConfigError
-from asyncrl.generator.engine import Engine, LocalEngine
+from asyncrl.generator.engines.engine import Engine, LocalEngine
+from asyncrl.generator.engines.transformers.transformers_engine import load_transformers_engine
 from asyncrl.generator.process import load_engine
-from asyncrl.generator.rewards import Scorer
 from asyncrl.generator.rollouts import Rollouts
-from asyncrl.generator.transformers_engine import load_transformers_engine
+from asyncrl.generator.scoring.rewards import Scorer
 from asyncrl.learner import checkpoint
-from asyncrl.learner.heldout import of_group, scores
+from asyncrl.learner.reporting.heldout import of_group, scores
 from asyncrl.models import policy_tokenizer
 from asyncrl.tasks.reader import framed
 from asyncrl.tasks.source import held_out
@@ -83,7 +83,7 @@ class Evaluator:
 
 def run(config: Config, model_path: str) -> dict[str, Any]:
     """`asyncrl eval`: accuracy is the mean reward, tokens_mean the output tokens of an answer, the rest as in
-    `learner/heldout.py`; of `evaluation.sets` the same under sets/<name>."""
+    `learner/reporting/heldout.py`; of `evaluation.sets` the same under sets/<name>."""
     sets = config.evaluation.named_sets
     if not sets:
         raise ConfigError(

@@ -30,17 +30,19 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, g
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
 
 from asyncrl.config.schema import Config, ModelConfig
-from asyncrl.config.tasks import keys_of_messages
+from asyncrl.config.sections.tasks import keys_of_messages
 from asyncrl.errors import ConfigError, TaskError
-from asyncrl.sync.bucket import layout_of
-from asyncrl.sync.families import Heads, Shapes
-from asyncrl.sync.layout import whole_layout
-from asyncrl.sync.names import Fused, Names, checkpoint_layout
+from asyncrl.sync.layout.hf_sharding import Heads, Shapes
+from asyncrl.sync.layout.layout import whole_layout
+from asyncrl.sync.layout.names import Fused, Names, checkpoint_layout
+from asyncrl.sync.tensors.bucket import layout_of
+from asyncrl.telemetry.bars import bars_wanted
 from asyncrl.types import Array, Task
 
 Loaded = TypeVar("Loaded")
 
-transformers.utils.logging.disable_progress_bar()  # the log of a process is lines
+if not bars_wanted():
+    transformers.utils.logging.disable_progress_bar()
 
 STACKED = [(MergeModulelist, 0)]
 STACKED_ROWS = [(MergeModulelist, 0), (Concatenate, 1)]
@@ -266,7 +268,7 @@ def _read(model: ModelConfig, read: Callable[[], Loaded], key: str = "model.path
             key,
             model.path,
             f"cannot be loaded ({_why(model.path, error)})",
-            "give a folder with config.json and tokenizer files, or a hub name fetched with `hf download`",
+            _instead(model.path),
         ) from error
 
 
@@ -274,9 +276,23 @@ def _why(path: str, error: Exception) -> str:
     """transformers takes a path that is not there for the name of a model."""
     if Path(path).exists():
         return str(error).splitlines()[0]
-    if path.startswith(("/", ".", "~")) or path.count("/") != 1:
-        return "there is no such folder"
-    return "there is neither such a folder nor such a model in the local hub cache"
+    if not _may_be_of_hub(path):
+        return "there is no such folder" + ("" if path.startswith(("/", "~")) else f" in {Path.cwd()}")
+    return (
+        f"there is neither such a folder in {Path.cwd()} nor such a model in the local hub cache; asyncrl downloads "
+        "nothing at run time"
+    )
+
+
+def _may_be_of_hub(path: str) -> bool:
+    return not Path(path).exists() and not path.startswith(("/", ".", "~")) and path.count("/") <= 1
+
+
+def _instead(path: str) -> str:
+    folder = "give a folder with config.json and tokenizer files"
+    if not _may_be_of_hub(path):
+        return f"{folder}, or a hub name fetched with `hf download NAME`"
+    return f"fetch it with `hf download {path}`, or {folder}"
 
 
 def _auto_class(config: PretrainedConfig) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from asyncrl.draws import uniform
+from asyncrl.counter_rng import uniform
 from asyncrl.types import Array
 
 LENGTHS = (1, 3, 7, 13)

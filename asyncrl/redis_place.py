@@ -8,13 +8,13 @@ import os
 import time
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from asyncrl.errors import ConfigError, DeadlineError
+from asyncrl.masking import masked_url
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +23,8 @@ DEADLINE_S = 30.0
 
 PASSWORD = "ASYNCRL_REDIS_PASSWORD"
 """Environment variable with the password, for a URL without one: config.yaml lies in the run folder for all to read."""
+
+REMEDY = "write e.g. {key}=redis://127.0.0.1:6379/0; in a password write %2F for /, %40 for @, %3A for :"
 
 PAUSE_S = 0.1
 ATTEMPT_S = 10.0
@@ -42,9 +44,10 @@ def open_redis(url: str, key: str) -> redis.Redis:
             socket_connect_timeout=ATTEMPT_S,
             retry=Retry(NoBackoff(), 0),
         )
-    except ValueError as error:
-        where = without_password(url)
-        raise ConfigError(key, where, str(error), f"e.g. {key}=redis://127.0.0.1:6379/0") from error
+    except ValueError:  # its text may hold a part of the password
+        raise ConfigError(
+            key, masked_url(url), "is no URL of a Redis server", REMEDY.format(key=key)
+        ) from None
 
 
 def patiently(command: Callable[[], Any], *, who: str, where: str, key: str, deadline_s: float) -> Any:
@@ -81,15 +84,3 @@ def refused(error: redis.RedisError, where: str, key: str) -> ConfigError:
         f"the server refuses these credentials: {error}",
         f"give name and password as in redis://name:password@host:6379/0, or the password in {PASSWORD}",
     )
-
-
-def without_password(url: str) -> str:
-    """
-    >>> without_password("rediss://me:secret@host:6380/2")
-    'rediss://me:***@host:6380/2'
-    """
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    name, _, place = parts.netloc.rpartition("@")
-    return urlunsplit(parts._replace(netloc=f"{name.partition(':')[0]}:***@{place}"))

@@ -5,7 +5,7 @@ Of rollouts of several turns, 'target' is a list: what to say in each turn, in t
     tasks ─▸ prompt + target + end token ─▸ accumulate ─▸ optimizer step
                                                            every `sft.every` steps: held-out accuracy
 
-The step is the learner's own (`learner/accumulator.py`): the loss 'reinforce' with every advantage 1 is −log π of the
+The step is the learner's own (`training/accumulator.py`): the loss 'reinforce' with every advantage 1 is −log π of the
 target, averaged over its tokens.
 """
 
@@ -24,16 +24,16 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.schema import Config, CriticConfig, OptimizerConfig
+from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.errors import ConfigError, TaskError, TrainingError
 from asyncrl.evaluate import Evaluator
-from asyncrl.generator.calls import all_of
-from asyncrl.generator.recital import Recital
-from asyncrl.learner.accumulator import Accumulator
-from asyncrl.learner.backend import POLICY
-from asyncrl.learner.batch import MicroBatch
-from asyncrl.learner.fsdp import FsdpBackend
+from asyncrl.generator.agents.demonstrations import Demonstration
+from asyncrl.generator.scoring.calls import all_of
+from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
+from asyncrl.learner.data.batch import MicroBatch
+from asyncrl.learner.models.roles import POLICY
+from asyncrl.learner.training.accumulator import Accumulator
 from asyncrl.models import encode_prompt, policy_tokenizer
 from asyncrl.tasks.source import TaskStream, train_stream
 from asyncrl.types import Group, Rollout, Sampling, Task, Turn
@@ -114,7 +114,7 @@ def supervised_batches(
 
 def _recited(tokenizer: PreTrainedTokenizerBase, config: Config) -> Callable[[Sequence[Task]], list[Rollout]]:
     """Of several turns."""
-    recital, loop = Recital(tokenizer, config), asyncio.Runner()
+    recital, loop = Demonstration(tokenizer, config), asyncio.Runner()
     return lambda tasks: loop.run(all_of(map(recital.rollout, tasks)))
 
 

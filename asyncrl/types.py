@@ -5,8 +5,8 @@
     Rollout  one finished trajectory: token ids, loss mask, log-probs, versions, reward, why it ended
     Group    the rollouts of one task: the unit of transfer, of advantage normalisation and of staleness
 
-(the fifth, `MicroBatch`, is torch and lives in `learner/batch.py`; `Step` and `Scored` are what a reward function may
-return.)
+(the fifth, `MicroBatch`, needs torch and lives in `learner/data/batch.py`; a reward function may return `Step` and
+`Scored`.)
 
 Axes:  n rollouts of a group · L tokens of one rollout · N tokens of a whole group, rollouts one after another
 """
@@ -109,7 +109,7 @@ class Step:
 class Scored:
     """What a reward function may return in place of a number or of parts by name.
 
-    parts   the reward of the whole answer: a number, or its parts by name
+    parts   the reward of the whole answer: a number, or its parts by name, at least one
     steps   in the text's order, without overlap; what lies between two steps belongs to none. None: no steps at all
     answer  what the text comes to, by which rollouts of a task are told to agree. None: the function found none
     """

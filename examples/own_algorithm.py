@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.learner.algorithms.losses import PolicyTerms, TokenLoss, ratio
-from asyncrl.learner.algorithms.registry import Context, advantage, loss
-from asyncrl.learner.batch import MicroBatch
+from asyncrl.config.sections.algorithm import AlgorithmConfig
+from asyncrl.learner.algorithms.losses.losses import PolicyTerms, TokenLoss, ratio
+from asyncrl.learner.algorithms.registry import AlgorithmContext, advantage, loss
+from asyncrl.learner.data.batch import MicroBatch
 
 
 @advantage("median", source="an example", needs={"group"})
-def median(batch: MicroBatch, config: AlgorithmConfig, context: Context) -> Tensor:
+def median(batch: MicroBatch, config: AlgorithmConfig, context: AlgorithmContext) -> Tensor:
     """R − median of the group: one lucky rollout does not move the baseline."""
     advantages_R = torch.empty_like(batch.rewards_R)
     for group in batch.group_R.unique():

@@ -1,8 +1,8 @@
 """Train your own model on your own tasks with your own reward, in a few lines of your own script.
 
-    python examples/own_task.py MODEL_FOLDER        # any causal language model in Hugging Face format
+    python examples/own_task.py MODEL_FOLDER [key=value ...]     # any causal language model in Hugging Face format
 
-The functions are imported again by the other processes of the run, so they live at the top level of a file.
+The other processes of the run import this file for its functions. own_task.yaml is the same for the command line.
 """
 
 import sys
@@ -11,9 +11,7 @@ import asyncrl
 
 
 def tasks():
-    for a in range(10):
-        for b in range(10):
-            yield {"prompt": f"0{a}+0{b}=", "answer": str(a + b)}
+    return [{"prompt": f"0{a}+0{b}=", "answer": str(a + b)} for a in range(10) for b in range(10)]
 
 
 async def reward(task, text):
@@ -21,8 +19,17 @@ async def reward(task, text):
 
 
 if __name__ == "__main__":
-    overrides = [f"model.path={sys.argv[1]}", "run.name=own-task", *sys.argv[2:]]
-    summary = asyncrl.train("examples/own_task.yaml", overrides, tasks=tasks, reward=reward)
-    print(
-        f"reward {summary['reward_start']:.2f} -> {summary['reward_end']:.2f} in {summary['train_s']:.0f} s"
+    result = asyncrl.train(
+        model=sys.argv[1],
+        tasks=tasks,
+        reward=reward,
+        max_staleness=2,
+        run={"name": "own-task", "versions": 20},
+        batch={"groups": 8, "group_size": 4},
+        generator={"slots": 32, "max_tokens": 16, "max_length": 64},
+        learner={"optimizer": {"lr": 1e-4}},
+        algorithm={"advantage": "rloo"},
+        overrides=sys.argv[2:],
     )
+    print(f"reward {result['reward_start']:.2f} -> {result['reward_end']:.2f} in {result['train_s']:.0f} s")
+    print(f"{len(result.rows)} rows of metrics; the model is in {result.model}")

@@ -2,15 +2,46 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import missing
 import pytest
 from hypothesis import settings
+from processes import DEADLINE_S
 from redis_server import RedisServer
 
 settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
+settings.register_profile("repeatable", deadline=None, derandomize=True)
+settings.load_profile("repeatable" if os.environ.get("CI") else "untimed")
+
+
+MOST_WAITS = 10
+"""Of any one test, each for at most DEADLINE_S."""
+
+RUNS = ("tests/e2e/", "tests/chaos/")
+LONG = (
+    "tests/unit/test_megatron_backend",
+    "tests/contract/test_vllm",
+    "tests/contract/test_engine",
+    "tests/chaos/",
+    "tests/e2e/",
+    "tests/simulation/",
+    "tests/contract/",
+)
+"""Files that begin first, so that no worker is left alone with one of them in the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first. A test of whole runs has time for all its waits one after another: the one that runs out says
+    who waited for whom, and pytest-timeout would end the whole worker."""
+    for item in items:
+        if item.nodeid.startswith(RUNS):
+            item.add_marker(pytest.mark.timeout(MOST_WAITS * DEADLINE_S), append=False)
+    items.sort(
+        key=lambda item: next((at for at, name in enumerate(LONG) if item.nodeid.startswith(name)), len(LONG))
+    )
 
 
 @pytest.fixture(scope="session")
@@ -43,3 +74,24 @@ def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
     server = RedisServer(tmp_path, "--appendonly", "yes", "--appendfsync", "always")
     yield server
     server.kill()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.exitstatus == pytest.ExitCode.OK and missing.fails_ci(_skip_reasons(session.config)):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reasons = _skip_reasons(terminalreporter.config)
+    for line in missing.lines(reasons):
+        terminalreporter.write_line(line, yellow=True)
+    if missing.fails_ci(reasons):
+        terminalreporter.write_line("CI=true: these skips are a failure", red=True)
+
+
+def _skip_reasons(config: pytest.Config) -> list[str]:
+    """Of all skipped tests; empty in a worker of xdist, which reports to its controller."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or hasattr(config, "workerinput"):
+        return []
+    return [str(report.longrepr) for report in reporter.stats.get("skipped", [])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -12,29 +13,42 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import forked
 import psutil
 from safetensors.torch import load_file
 from torch import Tensor
 
+from asyncrl.launch.supervise import die_with_parent
+
 DEADLINE_S = 90.0
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+PORTS = (20_000, 32_000)
+"""Below those that the kernel gives to sockets that want any."""
+_TAKEN: list[socket.socket] = []
 
 Process = subprocess.Popen[str]
 
 
 @contextmanager
-def started(*words: str) -> Iterator[Process]:
-    """`python -m …`, or `python FILE.py …`; killed with all its children on the way out, if it still runs."""
+def started(*words: str, executed: bool = False) -> Iterator[Process]:
+    """`python -m …`, or `python FILE.py …`; killed with all its children on the way out, if it still runs.
+
+    It is forked from a process that has imported torch and asyncrl, unless it is to be `executed`.
+    """
     module = [] if words[0].endswith(".py") else ["-m"]
-    process = subprocess.Popen(
+    start = subprocess.Popen if executed or not forked.AVAILABLE else forked.ForkedProcess
+    process = start(
         [sys.executable, *module, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env=ENV,
         start_new_session=True,
+        preexec_fn=die_with_parent,
     )
     try:
         yield process
@@ -44,9 +58,25 @@ def started(*words: str) -> Iterator[Process]:
         process.communicate(timeout=DEADLINE_S)
 
 
-def finished(process: Process) -> tuple[int, str]:
+@contextmanager
+def signals_must_be_heard() -> Iterator[None]:
+    """Inside, a signal to this process that the code under test does not handle fails the test and spares pytest."""
+
+    def unheard(number: int, frame: FrameType | None) -> None:
+        raise AssertionError(f"nobody handles {signal.Signals(number).name}")
+
+    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
+    before = {number: signal.signal(number, unheard) for number in handled}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def finished(process: Process, deadline_s: float = DEADLINE_S) -> tuple[int, str]:
     """(exit code, what it printed)."""
-    printed, _ = process.communicate(timeout=DEADLINE_S)
+    printed, _ = process.communicate(timeout=deadline_s)
     return process.returncode, printed
 
 
@@ -104,9 +134,22 @@ def final_weights(run: Path) -> dict[str, Tensor]:
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """A port that nobody else is given: the kernel gives out none of these by itself, and other processes of the tests
+    see by a name in the kernel, which is kept until this one ends, that it is taken."""
+    for _ in range(1000):
+        port = random.SystemRandom().randrange(*PORTS)
+        name, listener = socket.socket(socket.AF_UNIX), socket.socket()
+        with listener:
+            try:
+                if sys.platform == "linux":
+                    name.bind(f"\0asyncrl-tests-port-{port}")
+                listener.bind(("127.0.0.1", port))
+            except OSError:
+                name.close()
+                continue
+        _TAKEN.append(name)
+        return port
+    raise AssertionError(f"no free port in {PORTS}")
 
 
 def listens(port: int) -> bool:

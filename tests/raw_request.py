@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncrl.queue import wire
+from asyncrl.queue.wire import wire
 
 
 def envelope(

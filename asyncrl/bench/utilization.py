@@ -1,14 +1,18 @@
 """How busy each pool is, and what overlapping them is worth: `asyncrl bench utilization CONFIG`.
 
-The same tasks, seeds and devices are run in the four modes of `modes.py`, one after another, as real processes.
-For each: throughput, the share of the time that each pool works and each *named* wait, staleness, and the time
-until a reward is reached; beside them the throughput that the measured stage times allow:
+The same tasks, seeds and devices are run in the four modes of `modes.py` as real processes, all modes once in each
+repetition, every other repetition in reverse order. For each mode, over all repetitions: throughput, the share of the
+time that each pool works and each *named* wait, staleness, and the time until a reward is reached; beside them the
+throughput that the measured stage times allow:
 
     one phase at a time    rollouts of a version / (G + L)
     overlapping            rollouts of a version / max(G, L)
 
 G and L are the seconds of work of a generator and of the learner per version, measured in the same mode
 (colocated) or in `sync_split`, where the pools do not disturb each other.
+
+The first versions of a run, in which everything starts, are left out. A mode counts as faster than another one only if
+every run was measured for --seconds without them and the 95 % interval over the repetitions has no 1 in it.
 """
 
 from __future__ import annotations
@@ -16,14 +20,15 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from asyncrl.bench.comparison import Length, Ratio, claim, shortest
 from asyncrl.bench.modes import Mode, modes, spans_of
 from asyncrl.bench.plot import draw
 from asyncrl.config.load import load_config
@@ -33,21 +38,26 @@ from asyncrl.telemetry.sinks import read_rows
 from asyncrl.telemetry.spans import OTHER, WAIT, busy_share
 
 WARM_UP_VERSIONS = 3
+RIVALS = ("sync_split", "sync_colocated")
+"""Of `async`."""
+
 REWARD_VERSIONS = 5
 """A reward counts as reached when its mean over this many versions is."""
 
 Row = Mapping[str, Any]
+Runs = Sequence[Sequence[Row]]
+"""Of one mode: the rows of each repetition, a version each."""
 
 
 def main(words: Sequence[str]) -> int:
-    arguments = _parser().parse_args(words)
-    rows = {}
+    arguments = _parser().parse_intermixed_args(words)
     base = load_config(arguments.config, arguments.overrides)
-    for mode in modes(base):
-        print(f"{mode.name}: {' '.join(mode.overrides)}", flush=True)
-        rows[mode.name] = _run(arguments, base, mode)
-    report = summarise(rows, modes(base), reward=arguments.reward)
-    _print(report)
+    rows: dict[str, list[Sequence[Row]]] = {mode.name: [] for mode in modes(base)}
+    for repetition, mode in schedule(modes(base), arguments.repetitions):
+        print(f"repetition {repetition + 1} of {arguments.repetitions}, {mode.name}", flush=True)
+        rows[mode.name].append(_run(arguments, base, mode))
+    report = summarise(rows, modes(base), reward=arguments.reward, least_s=arguments.seconds)
+    print_report(report, Console())
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -56,11 +66,28 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
+def schedule(ways: Sequence[Mode], repetitions: int) -> list[tuple[int, Mode]]:
+    """(repetition, mode) in the order of the runs. A machine that grows slower or faster favours no mode."""
+    return [
+        (repetition, mode)
+        for repetition in range(repetitions)
+        for mode in (reversed(ways) if repetition % 2 else ways)
+    ]
+
+
 def summarise(
-    rows: Mapping[str, Sequence[Row]], ways: Sequence[Mode], reward: float | None
+    rows: Mapping[str, Runs], ways: Sequence[Mode], reward: float | None, least_s: float
 ) -> dict[str, Any]:
-    """{"figures": {name: value}, "modes": {mode: details}}. rows: a version each, per mode."""
-    target = min(_best_reward(steps) for steps in rows.values()) if reward is None else reward
+    """{"figures": {name: value}, "claims": {name: sentence}, "modes": {mode: details}}.
+
+    Args:
+        rows: of each mode, repetition by repetition.
+        ways: the modes.
+        reward: the mean reward that is timed; None: the highest that every run has reached.
+        least_s: seconds that each run must have without its first versions for a claim.
+    """
+    every = [steps for runs in rows.values() for steps in runs]
+    target = min(map(_best_reward, every)) if reward is None else reward
     details = {way.name: _measure(rows[way.name], target) for way in ways}
     alone = details["sync_split"]
     for way in ways:
@@ -70,7 +97,10 @@ def summarise(
         details[way.name]["bound_rollouts_per_s"] = (
             stages["rollouts_a_version"] / seconds if seconds else None
         )
-    return {"figures": _figures(details, target), "modes": details}
+    ratios = {rival: Ratio.of(_rates(rows["async"]), _rates(rows[rival])) for rival in RIVALS}
+    length = shortest({name: [_length(steps) for steps in runs] for name, runs in rows.items()})
+    claims = {f"async_over_{rival}": claim(ratio, length, least_s) for rival, ratio in ratios.items()}
+    return {"figures": _figures(details, ratios, target), "claims": claims, "modes": details}
 
 
 def _run(arguments: argparse.Namespace, base: Config, mode: Mode) -> list[Row]:
@@ -86,21 +116,39 @@ def _run(arguments: argparse.Namespace, base: Config, mode: Mode) -> list[Row]:
         "run.target_accuracy=null",
         "evaluation.source=null",
         f"checkpoint.every={arguments.versions}",
-        "launch.quiet=true",
         *mode.overrides,
     ]
     train(load_config(arguments.config, overrides))
     return [row for row in read_rows(folder / "metrics.jsonl") if "step_s" in row]
 
 
-def _measure(steps: Sequence[Row], target: float) -> dict[str, Any]:
-    """One mode. Rates and shares leave the first versions out, in which everything starts."""
-    steady = steps[WARM_UP_VERSIONS:] or steps
+def _steady(steps: Sequence[Row]) -> Sequence[Row]:
+    """Without the first versions, in which everything starts; all of them if there are no others."""
+    return steps[WARM_UP_VERSIONS:] or steps
+
+
+def _length(steps: Sequence[Row]) -> Length:
+    steady = _steady(steps)
+    return Length(len(steady), sum(row["step_s"] for row in steady), len(steps) - len(steady))
+
+
+def _rates(runs: Runs) -> list[float]:
+    """Rollouts a second of each repetition."""
+    steady = map(_steady, runs)
+    return [sum(row["rollouts"] for row in rows) / sum(row["step_s"] for row in rows) for rows in steady]
+
+
+def _measure(runs: Runs, target: float) -> dict[str, Any]:
+    """One mode, over all of its repetitions."""
+    steady = [row for steps in runs for row in _steady(steps)]
+    times = [_seconds_to(steps, target) for steps in runs]
     seconds = sum(row["step_s"] for row in steady)
     learner = _spans_a_version(steady, "time/")
     generator = _spans_a_version(steady, "generator/time/")
     return {
         "rollouts_per_s": sum(row["rollouts"] for row in steady) / seconds,
+        "rollouts_per_s_of_runs": _rates(runs),
+        "s_of_runs": [_length(steps).seconds for steps in runs],
         "tokens_per_s": sum(row["tokens"] for row in steady) / seconds,
         "rollouts_a_version": mean(row["rollouts"] for row in steady),
         "s_a_version": seconds / len(steady),
@@ -113,11 +161,13 @@ def _measure(steps: Sequence[Row], target: float) -> dict[str, Any]:
         "pause_ms_p50": next(
             (row["pause_ms_p50"] for row in reversed(steady) if "pause_ms_p50" in row), None
         ),
-        "s_to_reward": _seconds_to(steps, target),
+        "s_to_reward": None if None in times else median(t for t in times if t is not None),
     }
 
 
-def _figures(details: Mapping[str, Mapping[str, Any]], target: float) -> dict[str, Any]:
+def _figures(
+    details: Mapping[str, Mapping[str, Any]], ratios: Mapping[str, Ratio], target: float
+) -> dict[str, Any]:
     figures: dict[str, Any] = {"reward_target": target}
     for mode, found in details.items():
         for key in (
@@ -130,8 +180,9 @@ def _figures(details: Mapping[str, Mapping[str, Any]], target: float) -> dict[st
             figures[f"{key}.{mode}"] = found[key]
         for pool in ("generator", "learner"):
             figures[f"busy.{pool}.{mode}"] = found["busy"][pool]
-    for rival in ("sync_split", "sync_colocated"):
-        figures[f"async_over_{rival}"] = details["async"]["rollouts_per_s"] / details[rival]["rollouts_per_s"]
+    for rival, ratio in ratios.items():
+        name = f"async_over_{rival}"
+        figures |= {name: ratio.value, f"{name}.low": ratio.low, f"{name}.high": ratio.high}
     return figures
 
 
@@ -168,40 +219,50 @@ def _seconds_to(steps: Sequence[Row], target: float) -> float | None:
     return None
 
 
-def _print(report: Mapping[str, Any]) -> None:
-    table = Table(title="Utilization")
-    for heading in ("mode", "rollouts/s", "bound", "generator", "learner", "staleness", "s to reward"):
-        words = heading in ("mode", "generator", "learner")
-        table.add_column(
-            heading, justify="left" if words else "right", no_wrap=not words or heading == "mode"
-        )
-    for mode, found in report["modes"].items():
-        table.add_row(
-            mode,
-            f"{found['rollouts_per_s']:.0f}",
-            _number(found["bound_rollouts_per_s"], "{:.0f}"),
-            _waits(found["busy"]["generator"], found["shares"]["generator"]),
-            _waits(found["busy"]["learner"], found["shares"]["learner"]),
-            f"{found['staleness_mean']:.1f} ≤ {found['staleness_max']:.0f}",
-            _number(found["s_to_reward"], "{:.1f}"),
-        )
-    console = Console()
+def print_report(report: Mapping[str, Any], console: Console) -> None:
+    """A column for each mode, which fits 80 characters, and what may be claimed of `async`."""
+    found = report["modes"]
+    table = Table("", *found, title="Utilization", title_justify="left")
+    for label, text in _ROWS.items():
+        table.add_row(label, *(text(mode) for mode in found.values()))
     console.print(table)
-    console.print(f"reward reached: {report['figures']['reward_target']:.3f}")
-    for rival in ("sync_split", "sync_colocated"):
-        console.print(f"async over {rival}: {report['figures'][f'async_over_{rival}']:.2f} x")
+    console.print(f"reward reached: {report['figures']['reward_target']:.3f}", highlight=False)
+    for name, sentence in report["claims"].items():
+        console.print(f"{name.replace('_', ' ', 2)}: {sentence}", highlight=False)
 
 
-def _waits(busy: float, shares: Mapping[str, float]) -> str:
-    """'84 % busy, groups 12 %': the share of work, then the waits worth a percent."""
+_ROWS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "rollouts/s": lambda mode: f"{mode['rollouts_per_s']:.0f}",
+    "of single runs": lambda mode: " ".join(f"{rate:.0f}" for rate in mode["rollouts_per_s_of_runs"]),
+    "bound": lambda mode: _number(mode["bound_rollouts_per_s"], "{:.0f}"),
+    "seconds a run": lambda mode: " ".join(
+        f"{seconds:.{1 if seconds < 10 else 0}f}" for seconds in mode["s_of_runs"]
+    ),
+    "generator busy": lambda mode: f"{mode['busy']['generator']:.0%}",
+    "  waits for": lambda mode: _waits(mode["shares"]["generator"]),
+    "learner busy": lambda mode: f"{mode['busy']['learner']:.0%}",
+    "  waits for ": lambda mode: _waits(mode["shares"]["learner"]),
+    "staleness": lambda mode: f"{mode['staleness_mean']:.1f} ≤ {mode['staleness_max']:.0f}",
+    "s to reward": lambda mode: _number(mode["s_to_reward"], "{:.1f}"),
+}
+"""Label → the cell of a mode."""
+
+
+def _waits(shares: Mapping[str, float]) -> str:
+    """The waits worth a percent, a line each, the longest first."""
     waits = sorted(((s, n) for n, s in shares.items() if n.startswith(WAIT) and s >= 0.01), reverse=True)
-    return ", ".join(
-        [f"{busy:.0%} busy", *(f"{name.removeprefix(WAIT)} {share:.0%}" for share, name in waits)]
-    )
+    return "\n".join(f"{name.removeprefix(WAIT)} {share:.0%}" for share, name in waits) or "–"
 
 
 def _number(value: float | None, form: str) -> str:
     return "–" if value is None else form.format(value)
+
+
+def _at_least_1(word: str) -> int:
+    number = int(word)
+    if number < 1:
+        raise ValueError
+    return number
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -212,7 +273,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("config", help="any config that `asyncrl train` takes")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--versions", type=int, default=30, help="of each run (default: %(default)s)")
+    parser.add_argument("--versions", type=_at_least_1, default=30, help="of each run (default: %(default)s)")
+    parser.add_argument(
+        "--repetitions", type=_at_least_1, default=3, help="runs of each mode (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=30.0,
+        help="least measured time of a run for a claim, without its first versions (default: %(default)s)",
+    )
     parser.add_argument("--dir", default="runs/bench", help="where the run folders go, replaced if there")
     parser.add_argument(
         "--reward", type=float, help="time to this mean reward (default: what every mode reached)"

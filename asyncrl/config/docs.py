@@ -12,16 +12,17 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-import yaml
-
-from asyncrl.config import agent, algorithm, lora, parallel, placement, reward, schema, tasks, telemetry
+from asyncrl.config import schema
 from asyncrl.config.schema import Config
-from asyncrl.config.yaml_values import escaped_references
+from asyncrl.config.sections import agent, algorithm, lora, parallel, placement, reward, tasks, telemetry
+from asyncrl.config.yaml_values import escaped_references, one_line
+from asyncrl.masking import masked_value
 from asyncrl.version import VERSION
 
 COMMENT_COLUMN = 36
 
-VERSION_LINE = f"# asyncrl {VERSION}"
+WRITTEN_BY = "# asyncrl "
+VERSION_LINE = f"{WRITTEN_BY}{VERSION}"
 """The first line of a configuration that is written."""
 
 
@@ -34,17 +35,17 @@ def key_comments() -> dict[str, str]:
     return {key: text for key, text in _walk(Config(), classes, "") if text}
 
 
-def render(config: Config) -> str:
+def render(config: Config, *, show_passwords: bool = True) -> str:
     """Every key of `config` as YAML with its comment, and what follows from the keys that are null.
 
-    `load_config` of this text gives an equal `Config`.
+    `load_config` of this text gives an equal `Config`, if passwords in URLs are shown.
     """
     derived = (
         f"{VERSION_LINE}\n"
         f"# Resolved: W = {config.window} (queue.window), S = {config.spare_versions} spare versions, "
         f"queue.depth = {config.depth},\n# generator.fixed_shape = {str(config.fixed_shape).lower()}.\n"
     )
-    return derived + "\n".join(_section_lines(config, "", 0)) + "\n"
+    return derived + "\n".join(_section_lines(config, "", 0, show_passwords)) + "\n"
 
 
 def _comments_of_classes(module: ModuleType) -> dict[str, dict[str, str]]:
@@ -62,25 +63,22 @@ def _comments_of_classes(module: ModuleType) -> dict[str, dict[str, str]]:
     }
 
 
-def _section_lines(section: Any, prefix: str, indent: int) -> Iterator[str]:
+def _section_lines(section: Any, prefix: str, indent: int, show_passwords: bool) -> Iterator[str]:
     for field in dataclasses.fields(section):
         value, key = getattr(section, field.name), f"{prefix}{field.name}"
         if dataclasses.is_dataclass(value):
             yield f"{' ' * indent}{field.name}:"
-            yield from _section_lines(value, f"{key}.", indent + 2)
+            yield from _section_lines(value, f"{key}.", indent + 2, show_passwords)
         else:
-            setting = f"{' ' * indent}{field.name}: {_scalar(value)}"
+            shown = value if show_passwords else masked_value(value)
+            setting = f"{' ' * indent}{field.name}: {scalar(shown)}"
             comment = key_comments().get(key)
             yield f"{setting:<{COMMENT_COLUMN}}  # {comment}" if comment else setting
 
 
-def _scalar(value: Any) -> str:
-    """One line of YAML."""
-    plain = escaped_references(list(value) if isinstance(value, tuple) else value)
-    text: str = yaml.safe_dump(
-        [plain], default_flow_style=True, width=1 << 20, allow_unicode=True, sort_keys=False
-    )
-    return text.strip()[1:-1]
+def scalar(value: Any) -> str:
+    """A value as one line of YAML."""
+    return one_line(escaped_references(list(value) if isinstance(value, tuple) else value))
 
 
 def _walk(section: Any, classes: dict[str, dict[str, str]], prefix: str) -> Iterator[tuple[str, str]]:

@@ -10,11 +10,10 @@ then the command line. A setting remembers its file and line, so an error can na
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,12 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from asyncrl.config import remedies
 from asyncrl.config.docs import key_comments, render
 from asyncrl.config.schema import Config
-from asyncrl.config.yaml_values import parse, with_references
+from asyncrl.config.yaml_size import LONGEST
+from asyncrl.config.yaml_values import parse, parse_with_lines, with_references
+from asyncrl.disk import replace_text
 from asyncrl.errors import ConfigError
 
 PACKAGE = Path(__file__).parents[1]
@@ -51,19 +53,18 @@ FREE = (
 INSTEAD = {"reward.function": "reward.functions"}
 """Required keys that are none where another one is set."""
 
+OWN_EYES = 0o600
+"""Permissions of a configuration with a password in it."""
 
-IN_WORDS = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "a text",
-    list: "a list",
-    tuple: "a list",
-    dict: "a mapping",
-    type(None): "null",
-}
+LONGEST_LINE = 400
+
+MOST_FILES = 64
+"""Files of one configuration, with all that they include."""
 
 _SECTIONS = frozenset(field.name for field in dataclasses.fields(Config))
+
+_BAD_VALUES = (OmegaConfBaseException, TypeError, ValueError, OverflowError, AttributeError, RecursionError)
+"""What OmegaConf raises for values that do not fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +76,22 @@ class Setting:
     where: str
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(
+    path: str | Path | None, overrides: Sequence[str] = (), *, settings: Sequence[Setting] = ()
+) -> Config:
     """Read, merge, check.
 
     The file may begin with `include: [file, …]`: files merged before it, found next to it or in `configs/`.
     `overrides` are words such as 'batch.groups=32'; their values are YAML. A mapping is merged with what it was
     before, `key=null` empties it. What `${…}` means: `yaml_values`.
+    `settings` come between the file, if there is one, and `overrides`: those of a Python caller (`settings_of`).
 
     Raises ConfigError: a file that cannot be read or parsed, a key that does not exist (with its nearest
     neighbour), a value of the wrong type, a required key without a value, a rule that does not hold.
     """
-    settings = [*_settings_of_file(Path(path), ()), *map(_setting_of_word, overrides)]
+    of_file = [] if path is None else _settings_of_file(Path(path), (), [])
     tree = _writable(OmegaConf.structured(Config))
-    for setting in settings:
+    for setting in _last_ones([*of_file, *settings, *map(_setting_of_word, overrides)]):
         _apply(tree, setting)
     try:
         for key in sorted(OmegaConf.missing_keys(tree)):
@@ -98,23 +102,56 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             remedy = f"set {key}, in the file or on the command line ({about})"
             raise ConfigError(key, "???", "must be set", remedy)
         return typing.cast(Config, OmegaConf.to_object(tree))
-    except OmegaConfBaseException as error:
-        key = error.full_key or "config file"
-        raise ConfigError(key, str(path), _first_line(error), "correct the ${…} in this value") from None
+    except (OmegaConfBaseException, RecursionError) as error:
+        key = getattr(error, "full_key", None) or "config file"
+        refers = "nterpolation" in type(error).__name__ + str(error)
+        remedy = "correct the ${…} in this value" if refers else f"give {remedies.in_words(hint_of(key))}"
+        raise ConfigError(key, str(path), _first_line(error), remedy) from None
+
+
+def settings_of(tree: Mapping[str, Any], where: str, prefix: str = "") -> Iterator[Setting]:
+    """The settings of nested mappings in the shape of a YAML file; a key may be dotted, as on the command line.
+
+    >>> [(one.key, one.value) for one in settings_of({"queue": {"depth": 8}, "batch.groups": 4}, "here")]
+    [('queue.depth', 8), ('batch.groups', 4)]
+    """
+    if not prefix:
+        for file in _includes({"include": tree.get("include")}, Path(where)):
+            yield from _settings_of_file(_find_include(file, Path(where)), (), [])
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if key == "include":
+            continue
+        if key not in _section_keys():
+            yield Setting(key, value, where)
+        elif isinstance(value, Mapping):
+            yield from settings_of(value, where, f"{key}.")
+        elif value is not None:
+            yield Setting(key, value, where)
 
 
 def save_config(config: Config, path: str | Path) -> None:
-    """Write what `load_config` reads back as the same `Config`: every key, with its comment."""
-    Path(path).write_text(render(config), encoding="utf-8")
+    """Write what `load_config` reads back as the same `Config`: every key, with its comment.
+
+    The file is replaced whole. Where it holds a password, only its owner may read it.
+    """
+    text = render(config)
+    replace_text(Path(path), text, mode=OWN_EYES if render(config, show_passwords=False) != text else 0o666)
 
 
-def _settings_of_file(path: Path, including: tuple[Path, ...]) -> Iterator[Setting]:
+def _settings_of_file(path: Path, including: tuple[Path, ...], read: list[Path]) -> Iterator[Setting]:
+    """including: the files that lead here. read: all files so far."""
     if path in including:
         chain = " → ".join(str(p) for p in (*including, path))
         raise ConfigError("include", str(path), f"files include each other: {chain}", "take one include out")
+    read.append(path)
+    if len(read) > MOST_FILES:
+        raise ConfigError(
+            "include", str(path), f"is one of more than {MOST_FILES} files", "include fewer files"
+        )
     tree, node = _parse(path)
     for name in _includes(tree, path):
-        yield from _settings_of_file(_find_include(name, path), (*including, path))
+        yield from _settings_of_file(_find_include(name, path), (*including, path), read)
     yield from _leaves(Config, tree, node, "", path)
 
 
@@ -135,11 +172,15 @@ def _includes(tree: dict[str, Any], path: Path) -> list[str]:
 def _parse(path: Path) -> tuple[dict[str, Any], yaml.Node | None]:
     """The file's values, and its YAML nodes, which know their lines."""
     try:
-        text = path.read_text(encoding="utf-8")
-        tree = parse(text) or {}
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-    except OSError as error:
-        reason = error.strerror or "cannot be read"
+        with path.open(encoding="utf-8") as file:
+            text = file.read(LONGEST + 1)
+        parsed, node = parse_with_lines(text)
+        tree = {} if parsed is None else parsed
+    except (OSError, ValueError) as error:
+        if isinstance(error, UnicodeDecodeError):
+            reason = "is no text in UTF-8"
+        else:
+            reason = getattr(error, "strerror", None) or str(error)  # ValueError: \0 in the path
         raise ConfigError("config file", str(path), reason, "give the path of a YAML file") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
@@ -163,7 +204,7 @@ def _find_include(name: str, path: Path) -> Path:
         "include",
         name,
         f"{path} includes a file that is neither in {path.parent} nor in {CONFIGS}",
-        "give a path relative to one of the two",
+        remedies.for_include(name, (path.parent, CONFIGS)),
     )
 
 
@@ -195,71 +236,54 @@ def _setting_of_word(word: str) -> Setting:
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", None) or "cannot be read"
         raise ConfigError(key, text, f"is not a YAML value: {problem}", "quote it") from None
+    if parsed.keys() != {"value"}:
+        raise ConfigError(key, text, "is more than one value", "set each key by a word of its own")
     return Setting(key, parsed["value"], "command line")
+
+
+def _last_ones(settings: Sequence[Setting]) -> Iterator[Setting]:
+    """Without those that a later one of the same key replaces: a wrong value that is mended counts no more. Mappings
+    are merged, so all of theirs count."""
+    last = {setting.key: index for index, setting in enumerate(settings)}
+    for index, setting in enumerate(settings):
+        replaced = last[setting.key] > index and setting.key in all_keys()
+        if not replaced or any(
+            typing.get_origin(kind) is dict for kind in remedies.kinds(hint_of(setting.key))
+        ):
+            yield setting
 
 
 def _writable(section: Any) -> Any:
     """OmegaConf makes frozen dataclasses read-only; here they are still being filled in."""
     OmegaConf.set_readonly(section, False)
-    for name in sections(OmegaConf.get_type(section) or dict):
+    for name in sections(typing.cast(type, OmegaConf.get_type(section))):
         _writable(section[name])
     return section
 
 
 def _apply(tree: Any, setting: Setting) -> None:
-    if setting.key in _section_keys():
-        remedy = f"set the keys below it, e.g. {_section_keys()[setting.key]}"
-        raise ConfigError(setting.key, setting.value, f"is a section, not a key ({setting.where})", remedy)
-    if not _known(setting.key):
-        near = _nearest(setting.key)
-        raise ConfigError(
-            setting.key,
-            setting.value,
-            f"no such key ({setting.where})",
-            f"did you mean {near}?" if near else "`asyncrl config CONFIG --print` shows every key",
-        )
-    hint, value = _hint(setting.key), setting.value
+    key, value = setting.key, setting.value
+    if key in _section_keys():
+        remedy = remedies.for_section(key, value, _section_keys()[key])
+        raise ConfigError(key, value, f"is a section, not a key ({setting.where})", remedy)
+    if not _known(key):
+        raise ConfigError(key, value, f"no such key ({setting.where})", remedies.for_unknown(key, all_keys()))
+    hint = hint_of(key)
     if value is None and typing.get_origin(hint) is dict:
-        OmegaConf.update(
-            tree, setting.key, {}, merge=False
-        )  # null empties a mapping, anything else is merged in
+        OmegaConf.update(tree, key, {}, merge=False)  # null empties a mapping, anything else is merged in
         return
-    if isinstance(value, float) and value.is_integer() and int in _kinds(hint):  # 1e3
+    if isinstance(value, float) and value.is_integer() and int in remedies.kinds(hint):  # 1e3
         value = int(value)
     try:
-        OmegaConf.update(tree, setting.key, with_references(value, _SECTIONS), merge=True)
-    except (OmegaConfBaseException, TypeError, ValueError) as error:
+        OmegaConf.update(tree, key, with_references(value, _SECTIONS), merge=True)
+    except _BAD_VALUES as error:
         rule = f"{'must have a value' if value is None else _first_line(error)} ({setting.where})"
-        raise ConfigError(setting.key, setting.value, rule, _remedy(setting.key, hint)) from error
+        remedy = remedies.for_value(hint, value, key_comments().get(key))
+        raise ConfigError(key, setting.value, rule, remedy) from error
 
 
-def _remedy(key: str, hint: Any) -> str:
-    about = key_comments().get(key)
-    return f"give {_in_words(hint)}" + (f": {about}" if about else "")
-
-
-def _in_words(hint: Any) -> str:
-    """What a value of this type is.
-
-    >>> _in_words(int), _in_words(float | None), _in_words(typing.Literal["stop", "skip"])
-    ('a whole number', 'a number, or null', 'stop or skip')
-    """
-    *firsts, last = [
-        " or ".join(map(str, typing.get_args(kind)))
-        if typing.get_origin(kind) is typing.Literal
-        else IN_WORDS.get(typing.get_origin(kind) or kind, "a value of this type")
-        for kind in _kinds(hint)
-    ]
-    return f"{', '.join(firsts)}, or {last}" if firsts else last
-
-
-def _kinds(hint: Any) -> tuple[Any, ...]:
-    """The types that a union is of; of no union itself."""
-    return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
-
-
-def _hint(key: str) -> Any:
-    """The type of a leaf; Any for a key below a free-form one."""
+def hint_of(key: str) -> Any:
+    """The type of a key; Any for one below a free-form key."""
     schema: type = Config
     *outer, name = key.split(".")
     for section in outer:
@@ -274,23 +298,26 @@ def _hints(schema: type) -> dict[str, Any]:
     return typing.get_type_hints(schema)
 
 
-def sections(schema: type) -> dict[str, type]:
-    """The keys of a section that are sections themselves."""
-    hints = _hints(schema)
-    return {
-        name: hint
-        for name, hint in hints.items()
-        if dataclasses.is_dataclass(hint) and isinstance(hint, type)
-    }
+@functools.cache
+def sections(schema: type) -> Mapping[str, type]:
+    """The keys of a section that are sections themselves. Every setting is looked up here, so it is computed once."""
+    return types.MappingProxyType(
+        {
+            name: hint
+            for name, hint in _hints(schema).items()
+            if dataclasses.is_dataclass(hint) and isinstance(hint, type)
+        }
+    )
 
 
-def all_keys(schema: type = Config, prefix: str = "") -> list[str]:
+@functools.cache
+def all_keys(schema: type = Config, prefix: str = "") -> tuple[str, ...]:
     """Every dotted key that takes a value."""
     keys: list[str] = []
     for field in dataclasses.fields(schema):
         section = sections(schema).get(field.name)
         keys += all_keys(section, f"{prefix}{field.name}.") if section else [f"{prefix}{field.name}"]
-    return keys
+    return tuple(keys)
 
 
 @functools.cache
@@ -306,17 +333,10 @@ def _section_keys() -> dict[str, str]:
 
 def _known(key: str) -> bool:
     """A leaf of the schema, or a key below a free-form leaf."""
-    return key in all_keys() or key.startswith(FREE)
-
-
-def _nearest(key: str) -> str | None:
-    """The key with the same last name in another section, else the one spelled most alike."""
-    name = key.rpartition(".")[2]
-    same = [known for known in all_keys() if known.rpartition(".")[2] == name]
-    spelled = difflib.get_close_matches(key, all_keys(), n=1, cutoff=0.6)
-    alike = [k for k in all_keys() if difflib.get_close_matches(name, [k.rpartition(".")[2]], cutoff=0.8)]
-    return next(iter([*same, *spelled, *alike]), None)
+    return key in all_keys() or (key.startswith(FREE) and all(key.split(".")))
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0].rstrip(".")
+    """OmegaConf repeats the value, which may be long."""
+    line = str(error).partition("\n")[0].rstrip(".")
+    return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}…"

@@ -7,18 +7,34 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from asyncrl.config.agent import AgentConfig
-from asyncrl.config.algorithm import GROUP_ADVANTAGES, OWN_WEIGHTS, AlgorithmConfig
-from asyncrl.config.lora import LoraConfig, check_lora
-from asyncrl.config.parallel import ParallelConfig
-from asyncrl.config.placement import REWARDS, PlacementConfig
-from asyncrl.config.reward import RewardConfig
-from asyncrl.config.rules import at_least_0, check_support, positive, positive_if_set, require
-from asyncrl.config.tasks import EvaluationConfig, TasksConfig
-from asyncrl.config.telemetry import TelemetryConfig
+from asyncrl.config.sections.agent import AgentConfig
+from asyncrl.config.sections.algorithm import GROUP_ADVANTAGES, OWN_WEIGHTS, AlgorithmConfig
+from asyncrl.config.sections.limits import (
+    Amount,
+    AnyBytes,
+    BelowOne,
+    Bytes,
+    Count,
+    NotNegative,
+    Positive,
+    Processes,
+    Seconds,
+    Seed,
+    Share,
+    Threads,
+    check_values,
+)
+from asyncrl.config.sections.lora import LoraConfig, check_lora
+from asyncrl.config.sections.parallel import ParallelConfig
+from asyncrl.config.sections.placement import REWARDS, PlacementConfig
+from asyncrl.config.sections.reward import RewardConfig
+from asyncrl.config.sections.rules import check_devices, check_name, check_redis_url, check_support, require
+from asyncrl.config.sections.tasks import EvaluationConfig, TasksConfig
+from asyncrl.config.sections.telemetry import TelemetryConfig
 
 KvAtFlip = Literal["keep", "recompute", "drain"]
 
@@ -27,21 +43,22 @@ KvAtFlip = Literal["keep", "recompute", "drain"]
 class RunConfig:
     name: str = "run"  # names the run folder, and keeps clients of another run out
     dir: str = "runs"  # the run folder is dir/name
-    seed: int = 0  # fixes task order, sampling and initialisation
-    versions: int = 100  # policies to publish, then the run ends
+    seed: Seed = 0  # fixes task order, sampling and initialisation
+    versions: Count = 100  # policies to publish, then the run ends
     resume: bool = False  # go on from the newest checkpoint of the run folder
     resume_changed: bool = False  # let it go on with other tasks, another seed or another model.path
     target_accuracy: float | None = None  # end early once the held-out accuracy reaches this
 
     def __post_init__(self) -> None:
-        positive("run", versions=self.versions)
-        require(
-            bool(self.name) and "/" not in self.name,
-            "run.name",
-            self.name,
-            "must be a plain folder name",
-            "use letters, digits, - and _",
+        check_values("run", self)
+        check_name("run.name", self.name)
+        require(bool(self.dir), "run.dir", self.dir, "names no folder", "set run.dir=runs")
+        object.__setattr__(self, "dir", os.path.expanduser(self.dir))
+        rule, remedy = (
+            "begins with ~, and there is no such user",
+            "write the whole path, or ./~… for that name",
         )
+        require(not self.dir.startswith("~"), "run.dir", self.dir, rule, remedy)
 
 
 @dataclass(frozen=True)
@@ -56,32 +73,28 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class BatchConfig:
-    groups: int = 64  # B: groups that one version is trained on
-    group_size: int = 8  # n: rollouts of one task
+    groups: Count = 64  # B: groups that one version is trained on
+    group_size: Count = 8  # n: rollouts of one task
 
     def __post_init__(self) -> None:
-        positive("batch", groups=self.groups, group_size=self.group_size)
+        check_values("batch", self)
 
 
 @dataclass(frozen=True)
 class VllmConfig:
     """Only for generator.engine=vllm; what is not here is set by `extra`."""
 
-    tensor_parallel: int = 1  # ranks that one generator's model is split over
+    tensor_parallel: Processes = 1  # ranks that one generator's model is split over
     dtype: Literal["float32", "bfloat16", "float16"] | None = None  # of the model there; none: model.dtype
-    kv_cache_mb: int | None = (
+    kv_cache_mb: Count | None = (
         None  # KV cache of one rank; none: gpu_memory_share, on a CPU what all slots may need
     )
-    gpu_memory_share: float = 0.9  # of each GPU, for weights and KV cache together
+    gpu_memory_share: Positive = 0.9  # of each GPU, for weights and KV cache together
     enforce_eager: bool = False  # no CUDA graphs; never any on a CPU
     extra: dict[str, Any] = field(default_factory=dict)  # further arguments of vllm.AsyncEngineArgs
 
     def __post_init__(self) -> None:
-        positive(
-            "generator.vllm", tensor_parallel=self.tensor_parallel, gpu_memory_share=self.gpu_memory_share
-        )
-        if self.kv_cache_mb is not None:
-            positive("generator.vllm", kv_cache_mb=self.kv_cache_mb)
+        check_values("generator.vllm", self)
         require(
             self.gpu_memory_share <= 1,
             "generator.vllm.gpu_memory_share",
@@ -102,10 +115,10 @@ class ServerConfig:
         None  # engine sglang: where generators write versions; each server must see its own's
     )
     key_variable: str | None = None  # environment variable with the servers' API key
-    deadline_s: float = 300.0  # a server that does not answer for so long ends its generator
+    deadline_s: Seconds = 300.0  # a server that does not answer for so long ends its generator
 
     def __post_init__(self) -> None:
-        positive("generator.server", deadline_s=self.deadline_s)
+        check_values("generator.server", self)
         for url in self.urls:
             require(
                 url.startswith(("http://", "https://")),
@@ -127,13 +140,13 @@ class ServerConfig:
 class GeneratorConfig:
     engine: Literal["transformers", "vllm", "vllm_server", "sglang", "scripted"] = "transformers"
     own_engine: str | None = None  # in place of engine, see docs/engines.md
-    count: int = 1  # generator processes that `asyncrl train` starts
-    slots: int = 256  # sequences decoded at once (rows of the static KV cache)
-    max_length: int = 1024  # prompt + output tokens of one sequence (columns of the static KV cache)
-    max_tokens: int = 256  # output tokens of one turn
-    temperature: float = 1.0
+    count: Processes = 1  # generator processes that `asyncrl train` starts
+    slots: Count = 256  # sequences decoded at once (rows of the static KV cache)
+    max_length: Count = 1024  # prompt + output tokens of one sequence (columns of the static KV cache)
+    max_tokens: Count = 256  # output tokens of one turn
+    temperature: Positive = 1.0
     top_p: float = 1.0  # draw from the fewest tokens that have this mass; below 1 see algorithm.truncated
-    top_k: int = 0  # draw from so many of the likeliest tokens; 0: all; above 0 see algorithm.truncated
+    top_k: Amount = 0  # draw from so many of the likeliest tokens; 0: all; above 0 see algorithm.truncated
     min_p: float = (
         0.0  # draw from tokens at least so likely, as a share of the likeliest; see algorithm.truncated
     )
@@ -143,7 +156,9 @@ class GeneratorConfig:
     #                                  the task with reason 'engine', drop it at once, or end the generator
     fixed_shape: bool | None = None  # always decode all slots at full length, so that a row never depends on
     #                                  its neighbours (bit-reproducible, slower); none: only at max_staleness 0
-    threads: int | None = None  # CPU threads of one process; none: cores shared out over the run's processes
+    threads: Threads | None = (
+        None  # CPU threads of one process; none: cores shared out over the run's processes
+    )
     devices: str | None = None  # CUDA_VISIBLE_DEVICES of the generator pool; none: as the shell has it
     kv: KvAtFlip = (
         "keep"  # samples in flight when new weights come: go on with the KV cache of the old ones, have
@@ -151,18 +166,10 @@ class GeneratorConfig:
     #                        it made again by the new ones, or are finished first by the old ones
     vllm: VllmConfig = field(default_factory=VllmConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
-    heartbeat_s: float = 2.0  # between two renewals of all leases of a worker
+    heartbeat_s: Seconds = 2.0  # between two renewals of all leases of a worker
 
     def __post_init__(self) -> None:
-        positive(
-            "generator",
-            count=self.count,
-            slots=self.slots,
-            max_length=self.max_length,
-            max_tokens=self.max_tokens,
-            heartbeat_s=self.heartbeat_s,
-        )
-        positive_if_set("generator", threads=self.threads)
+        check_values("generator", self)
         require(
             self.temperature > 0,
             "generator.temperature",
@@ -170,6 +177,7 @@ class GeneratorConfig:
             "training samples need a temperature above 0",
             "set generator.temperature=1.0",
         )
+        check_devices("generator.devices", self.devices)
         check_support("generator", self.top_p, self.top_k, self.min_p)
         require(
             self.kv == "keep" or self.engine != "scripted",
@@ -231,18 +239,18 @@ def _stays_here(address: str) -> bool:
 @dataclass(frozen=True)
 class QueueConfig:
     address: str = "tcp://127.0.0.1:*"  # of the broker; * picks a free port (only for `asyncrl train`)
-    max_staleness: int = (
+    max_staleness: Amount = (
         2  # η: versions between the oldest token of a group and the policy it trains; 0 = synchronous
     )
-    window: int | None = None  # W: groups past the oldest untrained one that may be trained first;
+    window: Count | None = None  # W: groups past the oldest untrained one that may be trained first;
     #                            none: 1 (strict order) up to η = 1, else batch.groups + 1
-    depth: int | None = None  # groups leased or ready at once; none: (η + 1) * batch.groups
-    max_bytes: int = 4 << 30  # payload bytes held by the queue
+    depth: Count | None = None  # groups leased or ready at once; none: (η + 1) * batch.groups
+    max_bytes: Bytes = 4 << 30  # payload bytes held by the queue
     wait_share: float | None = (
         None  # share of its time that the learner may wait for groups: generators work ahead
     )
     #                                  no more than that takes, so data is fresher than η; none: as far as η allows
-    retained_bytes: int = (
+    retained_bytes: AnyBytes = (
         1 << 30
     )  # payload bytes kept for a rewind only that stay in memory; more go to the disk
     store: Literal["memory", "file", "redis"] = (
@@ -254,14 +262,15 @@ class QueueConfig:
     )
     fsync: bool = False  # survive a power failure too, not only the end of the process (store: file)
     redis_url: str | None = None  # redis://, rediss:// (TLS) or unix://, with user:password@ as needed
-    lease_s: float = 30.0  # a lease not renewed for this long goes back to pending
-    deadline_s: float = 60.0  # of every request to the queue
+    lease_s: Seconds = 30.0  # a lease not renewed for this long goes back to pending
+    deadline_s: Seconds = 60.0  # of every request to the queue
     keys: str | None = (
         None  # folder made by `asyncrl keys`: only its owners may talk to the broker, and encrypted;
     )
     #                          none: anybody may, so that the address must be on loopback
 
     def __post_init__(self) -> None:
+        check_values("queue", self)
         require(
             self.address.partition("://")[0] in ("tcp", "ipc", "inproc"),
             "queue.address",
@@ -291,12 +300,10 @@ class QueueConfig:
             "is a share of the learner's time, between 0 and 1",
             "set queue.wait_share=0.05",
         )
-        positive("queue", max_bytes=self.max_bytes, lease_s=self.lease_s, deadline_s=self.deadline_s)
-        positive_if_set("queue", window=self.window, depth=self.depth)
-        at_least_0("queue", retained_bytes=self.retained_bytes)
         self._check_store()
 
     def _check_store(self) -> None:
+        check_redis_url("queue.redis_url", self.redis_url)
         require(
             (self.redis_url is not None) == (self.store == "redis"),
             "queue.redis_url",
@@ -328,38 +335,38 @@ class SyncConfig:
     #                                    file and redis: the learner stores versions there, and generators read them
     folder: str | None = None  # backend file: where versions are stored; every process of the run must see it
     redis_url: str | None = None  # backend redis: as queue.redis_url; may be the same server
-    keep: int = 2  # backends file and redis: newest versions that stay stored; more help slow readers
+    keep: Count = 2  # backends file and redis: newest versions that stay stored; more help slow readers
     fsync: bool = False  # backend file: a stored version survives a power failure
     host: str | None = (
         None  # of the learner's machine, as the generators see it, each machine its own; none: the
     )
     #                              address of its route to queue.address
-    bucket_mb: float = 64.0  # size of one message of the weight stream
+    bucket_mb: Positive = 64.0  # size of one message of the weight stream
     verify: bool = True  # after every flip, hash the engine's live parameters against the learner's
-    deadline_s: float = 120.0  # of one weight transfer
+    deadline_s: Seconds = 120.0  # of one weight transfer
     snapshots: int = (
         2  # copies of its shards that a learner rank keeps; with 1, half the memory, a transfer that takes
     )
     #                     longer than a step is started over, and a generator that always does gets no versions
-    fanout: int | None = (
+    fanout: Amount | None = (
         None  # most generators that one feeds with what it takes (0: the learner feeds all); none: by
     )
     #                            predicted time, and those on the learner's own host take directly from it
-    silence_s: float = (
+    silence_s: Seconds = (
         300.0  # a generator that the learner has not heard of for so long is fenced: it must join anew
     )
     delta: Literal["never", "auto", "always"] = (
         "auto"  # send generators what changed since the version that they have, if
     )
     #                                             that is less; auto: over links slower than 1 GB/s. Needs snapshots=2
-    delta_share: float = (
+    delta_share: Positive = (
         0.5  # memory for changes of past versions, which laggards replay: share of a rank's parameters
     )
-    network_gb_s: float = (
+    network_gb_s: Positive = (
         12.5  # what one rank sends to other machines, by which the tree is chosen: 100 Gbit/s
     )
-    local_gb_s: float = 9.0  # to ranks of its own machine: shared memory of two CPU cores; NVLink does 100
-    hop_ms: float = 2.0  # what each generator between the learner and the last one adds, beside its bucket
+    local_gb_s: Positive = 9.0  # to ranks of its own machine: shared memory of two CPU cores; NVLink does 100
+    hop_ms: Positive = 2.0  # what each generator between the learner and the last one adds, beside its bucket
 
     @property
     def bucket_bytes(self) -> int:
@@ -371,17 +378,7 @@ class SyncConfig:
         return self.backend in ("file", "redis")
 
     def __post_init__(self) -> None:
-        positive(
-            "sync",
-            bucket_mb=self.bucket_mb,
-            deadline_s=self.deadline_s,
-            keep=self.keep,
-            delta_share=self.delta_share,
-            silence_s=self.silence_s,
-            network_gb_s=self.network_gb_s,
-            local_gb_s=self.local_gb_s,
-            hop_ms=self.hop_ms,
-        )
+        check_values("sync", self)
         require(
             self.silence_s >= self.deadline_s,
             "sync.silence_s",
@@ -410,6 +407,7 @@ class SyncConfig:
             "a number of generators, or none",
             "leave it out, or set sync.fanout=0 for no tree",
         )
+        check_redis_url("sync.redis_url", self.redis_url)
         for key, value, backend, example in (
             ("folder", self.folder, "file", "/shared/weights"),
             ("redis_url", self.redis_url, "redis", "redis://127.0.0.1:6379/0"),
@@ -425,32 +423,22 @@ class SyncConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    lr: float = 1e-6
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    warmup_steps: int = 10  # linear, from lr / warmup_steps
+    lr: Positive = 1e-6
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
+    eps: Positive = 1e-8
+    weight_decay: NotNegative = 0.0
+    warmup_steps: Amount = 10  # linear, from lr / warmup_steps
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up, to the last step
-    min_lr_ratio: float = 0.1  # where linear and cosine end, as a share of lr
-    grad_clip: float = 1.0  # largest global gradient norm
-
-    def __post_init__(self) -> None:
-        positive("learner.optimizer", lr=self.lr, eps=self.eps, grad_clip=self.grad_clip)
-        at_least_0("learner.optimizer", warmup_steps=self.warmup_steps, weight_decay=self.weight_decay)
-        for key, value, ok in (
-            ("betas", self.betas, all(0 <= beta < 1 for beta in self.betas)),
-            ("min_lr_ratio", self.min_lr_ratio, 0 <= self.min_lr_ratio <= 1),
-        ):
-            rule = "is a share, and lies between 0 and 1"
-            require(ok, f"learner.optimizer.{key}", value, rule, f"leave learner.optimizer.{key} out")
+    min_lr_ratio: Share = 0.1  # where linear and cosine end, as a share of lr
+    grad_clip: Positive = 1.0  # largest global gradient norm
 
 
 @dataclass(frozen=True)
 class LogprobGateConfig:
     """Engine against learner: log-probs of tokens made by the very weights that the learner has."""
 
-    max: float | None = None  # most that one token may differ; none: 0.01 in float32, 10 in bfloat16
-    mean: float | None = (
+    max: Positive | None = None  # most that one token may differ; none: 0.01 in float32, 10 in bfloat16
+    mean: Positive | None = (
         None  # most that tokens may differ on average; none: 0.001 in float32, 0.1 in bfloat16
     )
     probe: bool = (
@@ -459,9 +447,7 @@ class LogprobGateConfig:
     on_mismatch: Literal["stop", "warn"] = "stop"  # warn: log it, and train on
 
     def __post_init__(self) -> None:
-        for key, value in (("max", self.max), ("mean", self.mean)):
-            if value is not None:
-                positive("learner.logprob_gate", **{key: value})
+        check_values("learner.logprob_gate", self)
 
     def bounds(self, dtype: str) -> tuple[float, float]:
         """(of one token, of the mean), resolved for a model of this dtype."""
@@ -471,12 +457,14 @@ class LogprobGateConfig:
 
 @dataclass(frozen=True)
 class LearnerConfig:
-    processes: int = 1  # ranks that `asyncrl train` starts (torchrun does it in a split run)
+    processes: Processes = 1  # ranks that `asyncrl train` starts (torchrun does it in a split run)
     backend: Literal["fsdp", "megatron"] = "fsdp"  # megatron: Megatron-core, on GPUs; see docs/megatron.md
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    micro_batch_tokens: int = 16384  # most tokens of one forward/backward of one rank
-    mini_batches: int = 1  # optimizer steps that the groups of one version are split over (PPO mini-batches)
-    epochs: int = 1  # passes over the groups of one version
+    micro_batch_tokens: Count = 16384  # most tokens of one forward/backward of one rank
+    mini_batches: Count = (
+        1  # optimizer steps that the groups of one version are split over (PPO mini-batches)
+    )
+    epochs: Count = 1  # passes over the groups of one version
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     skip_flat_groups: bool = (
         True  # no forward for groups whose advantages are all 0, wherever their gradient is
@@ -499,22 +487,27 @@ class LearnerConfig:
     )
     #                                memory (GPU); disk: in files of offload_folder
     offload_folder: str | None = None  # of every machine of the learner, best on an NVMe disk of its own
-    peak_tflops: float | None = None  # of one device, for the share learner/mfu; none: measured at the start
+    peak_tflops: Positive | None = (
+        None  # of one device, for the share learner/mfu; none: measured at the start
+    )
     logprob_gate: LogprobGateConfig = field(default_factory=LogprobGateConfig)
-    threads: int | None = None  # CPU threads of one process; none: cores shared out over the run's processes
+    threads: Threads | None = (
+        None  # CPU threads of one process; none: cores shared out over the run's processes
+    )
     devices: str | None = None  # CUDA_VISIBLE_DEVICES of the learner pool; none: as the shell has it
-    groups_deadline_s: float = 600.0  # longest wait for the next group before the run is called stuck
+    groups_deadline_s: Seconds = 600.0  # longest wait for the next group before the run is called stuck
 
     def __post_init__(self) -> None:
-        positive(
-            "learner",
-            processes=self.processes,
-            micro_batch_tokens=self.micro_batch_tokens,
-            mini_batches=self.mini_batches,
-            epochs=self.epochs,
-            groups_deadline_s=self.groups_deadline_s,
+        check_values("learner", self)
+        check_devices("learner.devices", self.devices)
+        ranks_on = len(self.devices.split(",")) if self.devices else self.processes
+        require(
+            self.processes <= ranks_on,
+            "learner.processes",
+            self.processes,
+            f"is more than learner.devices={self.devices} has GPUs, and each process needs one of its own",
+            f"set learner.processes={ranks_on}, or name more GPUs",
         )
-        positive_if_set("learner", threads=self.threads, peak_tflops=self.peak_tflops)
         require(
             not self.compile or self.parallel.tensor == 1,
             "learner.compile",
@@ -546,13 +539,13 @@ class CriticConfig:
 
     path: str | None = None  # folder of the body; none: model.path. The value head starts at 0
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
-    warmup_versions: int = 0  # first versions in which only the critic learns
-    clip: float | None = 0.5  # ε_v: how far a value may move from that at the version's start; none: no clip
+    warmup_versions: Amount = 0  # first versions in which only the critic learns
+    clip: Positive | None = (
+        0.5  # ε_v: how far a value may move from that at the version's start; none: no clip
+    )
 
     def __post_init__(self) -> None:
-        at_least_0("critic", warmup_versions=self.warmup_versions)
-        if self.clip is not None:
-            positive("critic", clip=self.clip)
+        check_values("critic", self)
 
 
 @dataclass(frozen=True)
@@ -560,11 +553,10 @@ class ReferenceConfig:
     """The frozen policy of KL terms and implicit rewards."""
 
     path: str | None = None  # none: model.path
-    update_every: int | None = None  # versions after which it becomes the current policy; none: never
+    update_every: Count | None = None  # versions after which it becomes the current policy; none: never
 
     def __post_init__(self) -> None:
-        if self.update_every is not None:
-            positive("reference", update_every=self.update_every)
+        check_values("reference", self)
 
 
 @dataclass(frozen=True)
@@ -576,6 +568,7 @@ class RewardModelConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
     def __post_init__(self) -> None:
+        check_values("reward_model", self)
         require(
             self.path is not None or not self.frozen,
             "reward_model.path",
@@ -594,57 +587,51 @@ class TeacherConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    every: int = 50  # versions between checkpoints; the last version is always saved
-    keep: int = 2  # newest checkpoints that stay on disk
+    every: Count = 50  # versions between checkpoints; the last version is always saved
+    keep: Count = 2  # newest checkpoints that stay on disk
     asynchronous: bool = (
         True  # train on while one is written; costs a copy of masters and moments in CPU memory
     )
-    deadline_s: float = 600.0  # longest that anybody waits for one to be written
+    deadline_s: Seconds = 600.0  # longest that anybody waits for one to be written
 
     def __post_init__(self) -> None:
-        positive("checkpoint", every=self.every, keep=self.keep, deadline_s=self.deadline_s)
+        check_values("checkpoint", self)
 
 
 @dataclass(frozen=True)
 class LaunchConfig:
     """Only for `asyncrl train`, which starts the other processes."""
 
-    generator_restarts: int = 3  # how often a generator that dies is started again, all of them together
-    queue_restarts: int = 3  # how often a queue that dies is started again, from its journal
-    pool_restarts: int = 3  # how often a process of a pool that dies is started again, all of them together
-    learner_restarts: int = 3  # how often a learner that dies is started again, from the newest checkpoint
-    start_deadline_s: float = 120.0  # until the queue listens
-    stop_deadline_s: float = (
+    generator_restarts: Amount = 3  # how often a generator that dies is started again, all of them together
+    queue_restarts: Amount = 3  # how often a queue that dies is started again, from its journal
+    pool_restarts: Amount = (
+        3  # how often a process of a pool that dies is started again, all of them together
+    )
+    learner_restarts: Amount = 3  # how often a learner that dies is started again, from the newest checkpoint
+    start_deadline_s: Seconds = 120.0  # until the queue listens
+    stop_deadline_s: Seconds = (
         30.0  # for a clean end after Ctrl-C or the last version: longer than one version trains
     )
     quiet: bool = False  # no live table
 
     def __post_init__(self) -> None:
-        at_least_0(
-            "launch",
-            generator_restarts=self.generator_restarts,
-            queue_restarts=self.queue_restarts,
-            pool_restarts=self.pool_restarts,
-            learner_restarts=self.learner_restarts,
-        )
-        positive("launch", start_deadline_s=self.start_deadline_s, stop_deadline_s=self.stop_deadline_s)
+        check_values("launch", self)
 
 
 @dataclass(frozen=True)
 class SftConfig:
     """Only for `asyncrl sft`: supervised warm-up on the training tasks, whose data must hold a 'target' text."""
 
-    steps: int = 1000  # most optimizer steps
-    batch_size: int = 256  # examples of one step
-    lr: float = 1e-3
-    warmup_steps: int = 30  # linear
+    steps: Count = 1000  # most optimizer steps
+    batch_size: Count = 256  # examples of one step
+    lr: Positive = 1e-3
+    warmup_steps: Amount = 30  # linear
     until_accuracy: float | None = None  # stop once the greedy held-out accuracy reaches this
-    every: int = 20  # steps between two looks at the held-out accuracy
+    every: Count = 20  # steps between two looks at the held-out accuracy
     output: str = "runs/sft"  # folder for the Hugging Face model, what model.path of a run then names
 
     def __post_init__(self) -> None:
-        positive("sft", steps=self.steps, batch_size=self.batch_size, lr=self.lr, every=self.every)
-        at_least_0("sft", warmup_steps=self.warmup_steps)
+        check_values("sft", self)
 
 
 def _check_truncated(algorithm: AlgorithmConfig, generator: GeneratorConfig) -> None:
@@ -766,6 +753,14 @@ class Config:
     sft: SftConfig = field(default_factory=SftConfig)
 
     def __post_init__(self) -> None:
+        for key, values in (
+            ("model", self.model),
+            ("teacher", self.teacher),
+            ("learner.optimizer", self.learner.optimizer),
+            ("critic.optimizer", self.critic.optimizer),
+            ("reward_model.optimizer", self.reward_model.optimizer),
+        ):
+            check_values(key, values)
         check_lora(self.model.lora, self.learner.parallel, self.reference.update_every)
         require(
             self.learner.backend == "fsdp" or self.model.lora.rank == 0,
@@ -784,6 +779,13 @@ class Config:
                 "set batch.group_size=8",
             )
         self._check_evaluation()
+        require(
+            self.generator.heartbeat_s < self.queue.lease_s,
+            "generator.heartbeat_s",
+            self.generator.heartbeat_s,
+            f"renews leases later than they end, by queue.lease_s={self.queue.lease_s}",
+            f"set generator.heartbeat_s={self.queue.lease_s / 10:g} or less",
+        )
         require(
             self.algorithm.filter == "none" or self.batch.group_size >= 2,
             "algorithm.filter",

@@ -12,6 +12,8 @@ from typing import Any
 
 import yaml
 
+from asyncrl.config.yaml_size import check_size
+
 FLOAT = re.compile(
     r"[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*|\d[\d_]*)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
 )
@@ -25,11 +27,22 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[object] = set()
         for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise _problem(f"a {key_node.id} cannot be a key", key_node)
             if key_node.value in seen:
-                problem = f"the key {key_node.value!r} stands here twice"
-                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+                raise _problem(f"the key {key_node.value!r} stands here twice", key_node)
             seen.add(key_node.value)
         return super().construct_mapping(node, deep)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, OverflowError, TypeError, AttributeError) as error:  # e.g. !!int abc
+            raise _problem(f"this is no value ({type(error).__name__}: {error})", node) from None
+
+
+def _problem(problem: str, node: yaml.Node) -> yaml.YAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -39,13 +52,47 @@ _Loader.yaml_implicit_resolvers = {
 _Loader.add_implicit_resolver(FLOATS, re.compile(f"^(?:{FLOAT.pattern})$"), list("-+0123456789."))
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes the texts that `_Loader` would take for something else, e.g. 1e3."""
+
+
+_Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+
+def one_line(value: Any) -> str:
+    """A value as one line of YAML, which `parse` reads back.
+
+    >>> one_line({"name": "1e3", "lr": 0.0002, "day": "2026-01-01"})
+    "{name: '1e3', lr: 0.0002, day: 2026-01-01}"
+    """
+    text: str = yaml.dump(
+        [value], Dumper=_Dumper, default_flow_style=True, width=1 << 20, allow_unicode=True, sort_keys=False
+    )
+    return text.strip()[1:-1]
+
+
 def parse(text: str) -> Any:
     """The values of a document. Raises yaml.YAMLError.
 
     >>> parse("{lr: 2e-4, groups: 64, when: 2026-01-01}")
     {'lr': 0.0002, 'groups': 64, 'when': '2026-01-01'}
     """
-    return yaml.load(text, Loader=_Loader)
+    return parse_with_lines(text)[0]
+
+
+def parse_with_lines(text: str) -> tuple[Any, yaml.Node | None]:
+    """The values of a document, and its nodes, which know their lines.
+
+    Raises:
+        yaml.YAMLError: also for a document that would take too long to read (`yaml_size.py`).
+    """
+    check_size(text)
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        return (None if node is None else loader.construct_document(node)), node
+    finally:
+        loader.dispose()
 
 
 def with_references(value: Any, sections: frozenset[str]) -> Any:

@@ -9,41 +9,48 @@ from typing import cast
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from asyncrl.config.agreement import check_board
-from asyncrl.config.dotted import load_function
+from asyncrl.config.config_consistency import check_board
+from asyncrl.config.functions.function_spec import load_function
 from asyncrl.config.schema import Config
-from asyncrl.generator.engine import Engine, Sampler
-from asyncrl.generator.patience import PatientSampler
+from asyncrl.generator.engines.engine import Engine, Sampler
+from asyncrl.generator.engines.http.server_engine import load_server_engine
+from asyncrl.generator.engines.receiver import WeightReader
+from asyncrl.generator.engines.retry import RetryingSampler
+from asyncrl.generator.engines.scripted_engine import ScriptedEngine, hashed_script
+from asyncrl.generator.engines.transformers.transformers_engine import load_transformers_engine
+from asyncrl.generator.engines.vllm.vllm_engine import load_vllm_engine
 from asyncrl.generator.prober import Prober
-from asyncrl.generator.receiver import Reader
-from asyncrl.generator.rewards import Scorer
 from asyncrl.generator.rollouts import Rollouts
-from asyncrl.generator.scripted_engine import ScriptedEngine, hashed_script
-from asyncrl.generator.server_engine import load_server_engine
-from asyncrl.generator.transformers_engine import load_transformers_engine
-from asyncrl.generator.vllm_engine import load_vllm_engine
+from asyncrl.generator.scoring.rewards import Scorer
 from asyncrl.generator.weights import POLL_S, WeightFollower
 from asyncrl.generator.worker import Worker
 from asyncrl.models import checkpoint_tensors, load_causal_lm, load_config, policy_tokenizer
 from asyncrl.probes import prompts
-from asyncrl.queue.client import QueueClient
-from asyncrl.queue.keys import client_keys
+from asyncrl.queue.client.client import QueueClient
+from asyncrl.queue.wire.keys import client_keys
+from asyncrl.telemetry.status import ProcessStatus
 from asyncrl.types import Task
 
 
 async def run_generator(
-    config: Config, *, name: str, held_out: Mapping[str, Sequence[Task]] | None = None
+    config: Config,
+    *,
+    name: str,
+    held_out: Mapping[str, Sequence[Task]] | None = None,
+    status: ProcessStatus | None = None,
 ) -> None:
-    """Generate until the run is closed. held_out: the tasks of each set of `evaluation`, in their order.
+    """Generate until the run is closed. held_out: the tasks of each set of `evaluation`, in their order · status: gets
+    the figures and the waits of this process.
 
     Raises ConfigError for what the config asks in vain and where it is not the learner's, DeadlineError if the queue
     does not answer, and WeightSyncError if the engine ends up with other weights than the learner's.
     """
+    status = status or ProcessStatus()
     if config.generator.threads is not None:
         torch.set_num_threads(config.generator.threads)
     mine = config.rewards_of("generator")
     scorer = Scorer({}, config.reward) if mine is None else Scorer.from_config(mine)
-    scorer.start()
+    scorer.start(status)
     tokenizer = policy_tokenizer(config)
     engine = load_engine(config, tokenizer, name)
     client = QueueClient(
@@ -52,14 +59,16 @@ async def run_generator(
         who=name,
         deadline_s=config.queue.deadline_s,
         keys=client_keys(config.queue.keys),
+        status=status,
     )
     try:
         await engine.start()  # it may start processes: before the client has threads
+        status.loaded.set()
         await client.connect()
-        sampler = PatientSampler(engine, config.generator.on_failure)
+        sampler = RetryingSampler(engine, config.generator.on_failure)
         rollouts = Rollouts(sampler, tokenizer, scorer, config)
         agree = partial(check_board, client, config, POLL_S)
-        follower = WeightFollower(name, engine.receiver(Reader.of(name, config)), client, agree)
+        follower = WeightFollower(name, engine.receiver(WeightReader.of(name, config)), client, agree)
         worker = Worker(
             name,
             config,
@@ -69,6 +78,7 @@ async def run_generator(
             rollouts=rollouts,
             held_out=held_out,
             prober=_prober(config, sampler, follower, rollouts),
+            status=status,
         )
         await worker.run()
     finally:

@@ -16,16 +16,16 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from asyncrl.config.schema import Config
-from asyncrl.config.tasks import MAIN
-from asyncrl.generator.agent import Agent, EnvironmentFailedError
-from asyncrl.generator.calls import all_of
-from asyncrl.generator.engine import PromptTooLongError, Sampler, SampleRequest
-from asyncrl.generator.patience import RequestFailedError
-from asyncrl.generator.progress import Progress, Send
-from asyncrl.generator.rewards import RewardError, Scorer
-from asyncrl.generator.scores import Score
-from asyncrl.generator.steps import step_columns, token_ends
-from asyncrl.generator.trajectory import Trajectory
+from asyncrl.config.sections.tasks import MAIN
+from asyncrl.generator.agents.agent import Agent, EnvironmentFailedError
+from asyncrl.generator.agents.progress import Send, TaskProgress
+from asyncrl.generator.agents.trajectory import Trajectory
+from asyncrl.generator.engines.engine import PromptTooLongError, Sampler, SampleRequest
+from asyncrl.generator.engines.retry import RequestFailedError
+from asyncrl.generator.scoring.calls import all_of
+from asyncrl.generator.scoring.rewards import RewardError, Scorer
+from asyncrl.generator.scoring.scores import Score
+from asyncrl.generator.scoring.steps import step_columns, token_ends
 from asyncrl.models import encode_prompt
 from asyncrl.types import ANSWER, UNSCORED, Array, Group, Rollout, Sampling, Task, Turn
 
@@ -183,7 +183,7 @@ class Rollouts:
         """Of several turns: one for each of `samplings`."""
         assert self._agent is not None
         play, count = self._agent.play, len(samplings)
-        progress = Progress(count, kept, keep)
+        progress = TaskProgress(count, kept, keep)
         try:
             made: list[Trajectory] = await all_of(
                 play(task, request_id, sampling, sample=i, of=count, trajectory=one, note=progress.note)

@@ -27,9 +27,24 @@ class OneThread:
         self._executor.shutdown(wait=False)
 
 
+def as_failure(raised: BaseException) -> Exception:
+    """An error that fails one call. What would end the process (SystemExit), cancel the caller (CancelledError) or does
+    not fit into a future (StopIteration) is its cause.
+
+    >>> as_failure(SystemExit(3)), as_failure(ValueError("no"))
+    (RuntimeError('SystemExit(3)'), ValueError('no'))
+    """
+    if isinstance(raised, Exception) and not isinstance(raised, StopIteration):
+        return raised
+    error = RuntimeError(repr(raised)).with_traceback(raised.__traceback__)
+    error.__cause__ = raised
+    return error
+
+
 async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Its result, from a daemon thread that has nothing else to do. A caller that gives up leaves the thread to itself:
-    one that hangs holds up neither other calls nor the end of the process."""
+    one that hangs holds up neither other calls nor the end of the process. One that would end the process fails
+    (`as_failure`)."""
     loop = asyncio.get_running_loop()
     result: asyncio.Future[Any] = loop.create_future()
 
@@ -49,10 +64,8 @@ async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         )  # for whoever looks what hangs
         try:
             value = function(*args, **kwargs)
-        except StopIteration as raised:  # which a future does not take
-            error = RuntimeError(repr(raised))
         except BaseException as raised:
-            error = raised
+            error = as_failure(raised)
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, value, error)
 

@@ -22,8 +22,8 @@ from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from asyncrl.errors import DeadlineError, RefusedError, WeightSyncError
-from asyncrl.generator.receiver import Learner, LostWeightsError, Staged, WeightReceiver
-from asyncrl.sync.snapshot import TakenBackError
+from asyncrl.generator.engines.receiver import Learner, LostWeightsError, StagedVersion, WeightReceiver
+from asyncrl.sync.stream.snapshot import SnapshotEvictedError
 from asyncrl.types import NO_VERSION, Version
 
 log = logging.getLogger(__name__)
@@ -158,18 +158,18 @@ class WeightFollower:
             elif await self._find() != learner:
                 return
 
-    async def _stage_newest(self, newer_than: Version) -> Staged | None:
+    async def _stage_newest(self, newer_than: Version) -> StagedVersion | None:
         """None when there is no newer version, or when it was gone before it had arrived."""
         version = await self._receiver.newest(newer_than, POLL_S)
         if version is None:
             return None
         try:
             return await self._receiver.stage(version)
-        except TakenBackError as error:
+        except SnapshotEvictedError as error:
             log.info("%s: %s", self._name, error)
             return None
 
-    async def _install(self, staged: Staged, learner: Learner) -> None:
+    async def _install(self, staged: StagedVersion, learner: Learner) -> None:
         """On a mismatch the follower stays in its flip: nothing is committed any more, the worker ends."""
         while not await self._begin_flip():
             if learner.lineage == self.lineage:
@@ -179,15 +179,15 @@ class WeightFollower:
             await self._receiver.verify()
         except WeightSyncError as error:
             raise WeightSyncError(f"{self._name}: {error}") from error
+        self._counts["flips"] += 1
+        self._counts["bytes"] += staged.bytes
+        self._pauses_ms.append(1e3 * pause_s)
+        self._fetches_ms.append(1e3 * staged.seconds)
         async with self._state:
             self.held, self.lineage = staged.version, learner.lineage
             self._flipping = False
             self._state.notify_all()
         await self._tell()
-        self._counts["flips"] += 1
-        self._counts["bytes"] += staged.bytes
-        self._pauses_ms.append(1e3 * pause_s)
-        self._fetches_ms.append(1e3 * staged.seconds)
 
     async def _begin_flip(self) -> bool:
         """Whether nothing pins the version any more, after some time."""

@@ -5,7 +5,7 @@
    │ lease (parks until     │──▸ intake ──▸ one _work per lease ──▸ sample ────────▸ engine
    │  admission lets some)  │      ▴             │                 score ─────────▸ reward function
    │ commit │ drop          │◂─────┼─────────────┘ waits until no unverified flip; without spread: drop, if filtered
-   │ renew, with stats      │◂──── heartbeat ──▸ leases lost: their _work is cancelled
+   │ renew, with stats      │◂──── heartbeat, and with each group ──▸ leases lost: their _work is cancelled
    └───────────────────────┘      │
                                  held ◂── weights (weights.py) ◂─────────────────── weight stream
 
@@ -28,19 +28,20 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Literal, Protocol
 
-from asyncrl.config.placement import REWARDS
-from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.placement import REWARDS
+from asyncrl.config.sections.rules import require
 from asyncrl.errors import AsyncRLError, RefusedError, RunClosedError, first_failure
 from asyncrl.generator.admission import Admission
-from asyncrl.generator.agent import EnvironmentFailedError
-from asyncrl.generator.engine import Engine, PromptTooLongError
-from asyncrl.generator.group_filter import FILTERED, passes_filter
-from asyncrl.generator.patience import RequestFailedError
+from asyncrl.generator.agents.agent import EnvironmentFailedError
+from asyncrl.generator.engines.engine import Engine, PromptTooLongError
+from asyncrl.generator.engines.retry import RequestFailedError
 from asyncrl.generator.prober import Prober
-from asyncrl.generator.rewards import RewardError
 from asyncrl.generator.rollouts import Rollouts
+from asyncrl.generator.scoring.group_filter import FILTERED, passes_filter
+from asyncrl.generator.scoring.rewards import RewardError
 from asyncrl.generator.weights import WeightFollower
+from asyncrl.telemetry.status import ProcessStatus
 from asyncrl.types import NO_VERSION, Group, Task, Version
 
 log = logging.getLogger(__name__)
@@ -52,12 +53,21 @@ Key = tuple[str, int, int]
 LEASE_S = 10.0
 """How long a lease request may park at the queue before it is made again."""
 
+NEWS_S = 0.1
+"""Least seconds between two reports of finished groups."""
+
 LOOK_S = 0.05
 """Between two looks at how many samples the engine has left, while it has enough. Also how long a new lease counts
 with all of its samples: by then the engine knows of them."""
 
 SECONDS = "seconds/"
 """What an engine's stats call the time since they were last asked for."""
+
+WEIGHTS, TASK = "the learner's weights", "a task from the queue"
+"""What a worker waits for, as its status has it."""
+
+LOGGED = 8
+"""Drops of one reason that are all in the log; of more, every one that doubles their number."""
 
 GIVE_BACK_S = 5.0
 """Longest wait at the end: leases not given back expire by themselves."""
@@ -106,6 +116,7 @@ class Worker:
 
     held_out  the sets of tasks that evaluation leases point into; none: no evaluation leases are asked for
     prober    draws a few tokens of each version for the learner to compare; none: nobody does
+    status    gets the stats of each heartbeat, and what the worker waits for
     """
 
     def __init__(
@@ -119,6 +130,7 @@ class Worker:
         rollouts: Rollouts,
         held_out: Mapping[str, Sequence[Task]] | None = None,
         prober: Prober | None = None,
+        status: ProcessStatus | None = None,
     ) -> None:
         slots, samples = config.generator.slots, config.batch.group_size + config.greedy_rollout
         greedy = " and a greedy rollout" if config.greedy_rollout else ""
@@ -132,7 +144,7 @@ class Worker:
         self.name = name
         self._client, self._engine, self._follower, self._rollouts = client, engine, follower, rollouts
         self._held_out, self._heartbeat_s = held_out or {}, config.generator.heartbeat_s
-        self._prober = prober
+        self._prober, self._status = prober, status or ProcessStatus()
         self._pool_rewards = REWARDS in config.placement.pools
         self._passes = partial(passes_filter, config=config)
         self._samples, self._admission = samples, Admission(slots, samples)
@@ -140,7 +152,7 @@ class Worker:
         self._evaluating: set[Key] = set()
         self._leases: dict[Key, tuple[Stream, Lease]] = {}
         self._working: dict[Key, asyncio.Task[None]] = {}
-        self._room = asyncio.Event()
+        self._room, self._news = asyncio.Event(), asyncio.Event()
         self._counts: Counter[str] = Counter()
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._loops: asyncio.TaskGroup
@@ -150,6 +162,7 @@ class Worker:
         try:
             async with asyncio.TaskGroup() as self._loops:
                 self._loops.create_task(self._heartbeat())
+                self._loops.create_task(self._report_news())
                 self._loops.create_task(self._follower.run())
                 self._loops.create_task(self._intake("train", self._train_room))
                 if self._prober is not None:
@@ -167,7 +180,8 @@ class Worker:
 
     async def _intake(self, stream: Stream, room: Callable[[], int]) -> None:
         while True:
-            await self._follower.past(lineage=-1, held=NO_VERSION)
+            with self._status.waiting(WEIGHTS):
+                await self._follower.past(lineage=-1, held=NO_VERSION)
             most = room()
             if most <= 0:
                 self._room.clear()
@@ -176,6 +190,8 @@ class Worker:
                         await self._room.wait()
                 continue
             lineage, held = self._follower.lineage, self._follower.held
+            if not self._leases:
+                self._status.wait_begins(TASK)
             asked = self._loops.create_task(self._ask(stream, most, held, lineage))
             newer = asyncio.ensure_future(self._follower.past(lineage, held))
             # A request parked under an old `held` admits less than the new one would: take it back.
@@ -196,6 +212,7 @@ class Worker:
             self._take(stream, lease)
 
     def _take(self, stream: Stream, lease: Lease) -> None:
+        self._status.wait_ends(TASK)
         key = (stream, lease.task.ordinal, lease.epoch)
         if key in self._leases:
             return
@@ -234,6 +251,7 @@ class Worker:
             make = self._evaluate if stream == "eval" else self._generate
             group = await make(key, lease)
             await self._follower.settled()
+            self._news.set()
             if stream == "train" and not self._pool_rewards and not self._passes(group):
                 await self._drop(stream, lease, FILTERED)
             else:
@@ -272,9 +290,16 @@ class Worker:
             return await self._rollouts.evaluate(task, chunk, "/".join(map(str, key)), name)
 
     async def _drop(self, stream: Stream, lease: Lease, reason: str, error: Exception | None = None) -> None:
-        if error is not None:
-            log.warning("%s drops task %d of stream %s: %s", self.name, lease.task.ordinal, stream, error)
         self._counts[f"dropped/{reason}"] += 1
+        self._news.set()
+        if error is not None:
+            self._status.failure = str(error)
+            count = self._counts[f"dropped/{reason}"]
+            if count <= LOGGED or not count & (count - 1):
+                which = f"task {lease.task.ordinal} of stream {stream}"
+                log.warning(
+                    "%s drops %s, its drop %d of reason %s: %s", self.name, which, count, reason, error
+                )
         try:
             await self._client.drop(stream, lease, reason)
         except RefusedError as refusal:
@@ -288,12 +313,24 @@ class Worker:
             self._admission.observe(
                 self._under_way(), stats.get("kv_usage", 0.0), stats.get("preemptions", 0.0)
             )
-            renewal = await self._client.renew(stats)
-            if renewal.closed:
-                raise RunClosedError("the queue closed the run")
-            for stream, ordinal, epoch in renewal.lost:
-                self._lose((stream, ordinal, epoch))
+            await self._report(stats)
             await asyncio.sleep(self._heartbeat_s)
+
+    async def _report_news(self) -> None:
+        """The learner reads the totals when it has trained on a group, maybe before the next heartbeat."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            await self._report(self.stats())
+            await asyncio.sleep(NEWS_S)
+
+    async def _report(self, stats: dict[str, Any]) -> None:
+        self._status.figures = stats
+        renewal = await self._client.renew(stats)
+        if renewal.closed:
+            raise RunClosedError("the queue closed the run")
+        for stream, ordinal, epoch in renewal.lost:
+            self._lose((stream, ordinal, epoch))
 
     def _lose(self, key: Key) -> None:
         """Another worker has this task by now."""
@@ -333,6 +370,7 @@ class Worker:
         return {name: value for name, value in engine.items() if not name.startswith(SECONDS)}
 
     async def _give_back(self) -> None:
+        returned = 0
         for stream in ("train", "eval"):
             left = [lease for of, lease in self._leases.values() if of == stream]
             if not left:
@@ -340,6 +378,8 @@ class Worker:
             try:
                 async with asyncio.timeout(GIVE_BACK_S):
                     await self._client.give_back(stream, left)
+                returned += len(left)
             except (AsyncRLError, TimeoutError) as error:
                 log.info("%s could not give back %d leases: %s", self.name, len(left), error)
+        log.info("%s: leases returned to the queue: %d", self.name, returned)
         self._leases.clear()

@@ -4,13 +4,14 @@
                                                    │
          waits for whichever comes first: ◂────────┘
            learner ends well       the others leave by themselves, the queue is stopped, the summary returned
-           a generator dies        it is started again, `launch.generator_restarts` times
+           a generator dies        it is started again, `launch.generator_restarts` times; also one that ends before
+                                   the run is closed
            a pool's process dies   so is it, `launch.pool_restarts` times
            the queue dies          so is it, at the same address and from its journal, `launch.queue_restarts` times
            the learner dies        so is it, from the newest checkpoint, `launch.learner_restarts` times
            a pool that learns dies the learner too: both go on from the newest checkpoint
            one dies too often      everything is killed, ProcessDiedError
-           Ctrl-C, SIGTERM         the learner ends its step and writes a checkpoint, then all are stopped
+           Ctrl-C, SIGTERM, SIGHUP the learner ends its step and writes a checkpoint, then all are stopped
            Ctrl-C again            everything is killed
            the learner was told    the same: somebody sent it SIGTERM
 
@@ -23,18 +24,34 @@ import math
 import os
 import signal
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, DeadlineError, PoolLostError, ProcessDiedError, StoppedError
-from asyncrl.launch.dashboard import Dashboard, open_dashboard
-from asyncrl.launch.run_folder import claimed_run_folder, read_summary
-from asyncrl.launch.supervise import Ended, Interrupted, Said, Supervisor, describe_exit, wait_line
+from asyncrl.launch.folder.run_folder import OF_VERSION_0, claimed_run_folder, read_summary
+from asyncrl.launch.queue_process import LAST_HEARTBEATS
+from asyncrl.launch.supervise import (
+    ChildEnded,
+    ChildMessage,
+    Interrupted,
+    Supervisor,
+    describe_exit,
+    wait_line,
+)
+from asyncrl.launch.views import drops
+from asyncrl.launch.views.dashboard import Dashboard, open_dashboard
+from asyncrl.launch.views.drops import Drops
+from asyncrl.launch.views.output import lasting_output
+from asyncrl.launch.views.process_view import LAUNCHED
 
 QUEUE, LEARNER = "queue", "learner"
 REFRESH_S = 1.0
+
+SLOW_END_S = 20.0
+"""How long a queue may take to end, once the workers of a closed run no longer need it."""
 
 
 def train(config: Config) -> dict[str, Any]:
@@ -45,8 +62,9 @@ def train(config: Config) -> dict[str, Any]:
     to stop).
     """
     with claimed_run_folder(config) as (folder, changed):
+        drops.clear(folder / "logs")
         supervisor = Supervisor(folder / "logs")
-        with supervisor.interrupts(), open_dashboard(config, folder) as dashboard:
+        with lasting_output(), supervisor.interrupts(), open_dashboard(config, folder) as dashboard:
             return LocalRun(config, folder, supervisor, dashboard, changed).run()
 
 
@@ -63,12 +81,13 @@ class LocalRun:
         changed: bool = False,
     ) -> None:
         self._config, self._folder, self._changed = config, folder, changed
-        self._supervisor, self._dashboard = supervisor, dashboard
+        self._supervisor, self._dashboard, self._drops = supervisor, dashboard, Drops(folder / "logs")
         self._generators = [f"generator-{i}" for i in range(config.generator.count)]
         pools = config.placement.pools
         self._pools = {f"{of}-{i}": (of, i) for of, place in pools.items() for i in range(place.processes)}
         self._restarts: Counter[str] = Counter()
         self._address = ""
+        self._left: dict[str, float] = {}  # when workers ended with 0, which they do once the run is closed
         self._closed = False  # the queue has left, as it does once the learner has closed the run
 
     def run(self) -> dict[str, Any]:
@@ -91,9 +110,9 @@ class LocalRun:
         self._run_queue(*([] if goes_on else ["--anew"]))
         seconds = self._config.launch.start_deadline_s
         event = wait_line(self._supervisor, QUEUE, "the address it listens at", seconds)
-        if isinstance(event, Said):
+        if isinstance(event, ChildMessage):
             return event.line
-        if isinstance(event, Ended):
+        if isinstance(event, ChildEnded):
             raise self._died(event)
         assert isinstance(event, Interrupted)
         raise self._interrupted(event)
@@ -129,14 +148,15 @@ class LocalRun:
         """Until the learner has ended well."""
         while True:
             event = self._supervisor.next_event(REFRESH_S)
-            self._dashboard.refresh()
+            self._refresh()
+            self._restart_who_left_early()
             if isinstance(event, Interrupted):
                 raise self._interrupted(event)
-            if not isinstance(event, Ended):
+            if not isinstance(event, ChildEnded):
                 continue
-            if event == Ended(LEARNER, 0):
+            if event == ChildEnded(LEARNER, 0):
                 return
-            if event == Ended(QUEUE, 0):
+            if event == ChildEnded(QUEUE, 0):
                 self._closed = True
             elif event.name == QUEUE:
                 self._restart_queue(event)
@@ -148,8 +168,25 @@ class LocalRun:
                 self._restart_learner(event)
             elif event.code != 0:
                 self._restart_worker(event)
+            else:
+                self._left[event.name] = time.monotonic()
 
-    def _restart_queue(self, event: Ended) -> None:
+    def _restart_who_left_early(self) -> None:
+        """A worker ends with 0 because the run is closed, and then the queue leaves soon after. While it stays, the
+        worker was ended by something else, e.g. by a function of the user that called os._exit."""
+        if self._closed:
+            return
+        stays_s = LAST_HEARTBEATS * self._config.generator.heartbeat_s + SLOW_END_S
+        for name in [name for name, at in self._left.items() if time.monotonic() - at > stays_s]:
+            del self._left[name]
+            self._restart_worker(ChildEnded(name, 0))
+
+    def _refresh(self) -> None:
+        for warning in self._drops.warnings():
+            self._dashboard.say(warning)
+        self._dashboard.refresh()
+
+    def _restart_queue(self, event: ChildEnded) -> None:
         """Its clients ask again until it answers. One that said why it ended would end again."""
         said_why = event.code > 1
         if said_why or self._config.queue.store == "memory":
@@ -157,7 +194,7 @@ class LocalRun:
         self._count_restart(event, QUEUE, self._config.launch.queue_restarts, " from its journal")
         self._run_queue(f"queue.address={self._address}")
 
-    def _restart_learner(self, event: Ended) -> None:
+    def _restart_learner(self, event: ChildEnded) -> None:
         """The steps since the newest checkpoint are made again. One that said why it ended would end again, unless it
         was for a pool that it trains with: that is started again too."""
         if event.code > 1 and event.code != PoolLostError.exit_code:
@@ -166,7 +203,7 @@ class LocalRun:
         self._count_restart(event, LEARNER, most, " from the newest checkpoint")
         self._start_learner("run.resume=true")
 
-    def _restart_worker(self, event: Ended) -> None:
+    def _restart_worker(self, event: ChildEnded) -> None:
         """Generators and pools hold nothing that cannot be made again: what they leased goes back to the queue."""
         if event.code == ConfigError.exit_code:
             raise self._died(event)
@@ -177,7 +214,7 @@ class LocalRun:
             self._count_restart(event, "generators", self._config.launch.generator_restarts)
             self._start_generator(event.name)
 
-    def _count_restart(self, event: Ended, kind: str, most: int, whence: str = "") -> None:
+    def _count_restart(self, event: ChildEnded, kind: str, most: int, whence: str = "") -> None:
         """ProcessDiedError if there were as many as there may be of this kind."""
         if self._restarts[kind] >= most:
             raise self._died(event)
@@ -196,13 +233,18 @@ class LocalRun:
         late += [name for name in self._supervisor.stop_all(deadline_s) if name not in late]
         if late:
             self._dashboard.say(f"did not end within {deadline_s:.0f} s and were stopped: {', '.join(late)}")
-        self._dashboard.refresh()
+        self._refresh()
 
     def _stopped(self) -> bool:
         """Whether the learner has ended because somebody wanted it to."""
         return read_summary(self._folder).get("ended") == StoppedError.ended
 
     def _stopped_error(self) -> StoppedError:
+        saved = {path.name for path in self._folder.glob("checkpoints/v*")} - {OF_VERSION_0}
+        if not saved:
+            return StoppedError(
+                "stopped before the first step, so there is nothing to resume; start it again"
+            )
         return StoppedError(f"stopped; run.resume=true goes on from the newest checkpoint of {self._folder}")
 
     def _interrupted(self, event: Interrupted) -> BaseException:
@@ -224,18 +266,18 @@ class LocalRun:
         self._supervisor.stop_all(deadline_s)
         code = self._supervisor.code(LEARNER) or 0
         if not by_hand and code > 1 and code != StoppedError.exit_code:  # it said why it could not save
-            return self._died(Ended(LEARNER, code))
+            return self._died(ChildEnded(LEARNER, code))
         stopped = self._stopped_error()
         self._dashboard.say(str(stopped))
         return KeyboardInterrupt() if by_hand else stopped
 
-    def _died(self, event: Ended) -> ProcessDiedError:
-        log = self._supervisor.log(event.name)
-        tail = self._supervisor.log_tail(event.name) or "(nothing)"
-        lines = "\n".join(f"    {line}" for line in tail.splitlines())
+    def _died(self, event: ChildEnded) -> ProcessDiedError:
+        cause, lines = self._supervisor.why_it_ended(event.name)
+        because = f": {cause}" if cause else ""
+        rest = "\n".join(f"    {line}" for line in lines or ["(nothing)"])
         return ProcessDiedError(
-            f"{event.name} ended ({describe_exit(event.code)}) before the run was over; "
-            f"the end of {log}:\n{lines}",
+            f"{event.name} ended ({describe_exit(event.code)}) before the run was over{because}\n"
+            f"from {self._supervisor.log(event.name)}:\n{rest}",
             event.code,
         )
 
@@ -261,8 +303,11 @@ def process_env(threads: int, devices: str | None = None) -> dict[str, str]:
         "OMP_NUM_THREADS": str(threads),
         # Two pools that spin on the same cores run several times slower than two that sleep.
         "OMP_WAIT_POLICY": "PASSIVE",
+        # A file in the working folder must not hide a module of Python: a random.py there is none of ours.
+        "PYTHONSAFEPATH": "1",
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        LAUNCHED: "1",
     }
     return env if devices is None else {**env, "CUDA_VISIBLE_DEVICES": devices}
 

@@ -14,15 +14,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, RunClosedError
-from asyncrl.launch.run_folder import find_run, read_address, read_summary
-from asyncrl.queue.client import QueueClient
-from asyncrl.queue.keys import client_keys
-from asyncrl.queue.replies import Peek
+from asyncrl.launch.folder.run_folder import find_run, read_address, read_summary
+from asyncrl.launch.views.plain_text import cell, without_control
+from asyncrl.queue.client.client import QueueClient
+from asyncrl.queue.client.replies import Peek
+from asyncrl.queue.wire.keys import client_keys
 from asyncrl.types import Array, Group, Rollout
 
 DEADLINE_S = 10.0
@@ -107,13 +108,15 @@ def print_status(status: Mapping[str, Any], address: str, console: Console | Non
     console = console or Console()
     over = f", closed: {status['closed']}" if status["closed"] is not None else ""
     title = f"run {status['run']} at {address}{over}"
-    table = Table("", *status["streams"], title=title, title_justify="left")
+    table = Table(
+        "", *(Column(cell(name)) for name in status["streams"]), title=cell(title), title_justify="left"
+    )
     columns = [dict(_rows(stream)) for stream in status["streams"].values()]
     for label in dict.fromkeys(label for column in columns for label in column):
-        table.add_row(label, *(column.get(label, "") for column in columns))
+        table.add_row(cell(label), *(cell(column.get(label, "")) for column in columns))
     console.print(table)
     console.print(f"clients: {status['clients']}, requests that wait: {status['parked']}", highlight=False)
-    console.print(f"refused: {_counted(status['refused'])}", highlight=False)
+    console.print(f"refused: {without_control(_counted(status['refused']))}", highlight=False, markup=False)
 
 
 def _rows(stream: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

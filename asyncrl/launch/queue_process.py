@@ -16,17 +16,26 @@ import signal
 import threading
 import time
 from contextlib import suppress
+from types import FrameType
 
-from asyncrl.config.agreement import check_board
+from asyncrl.config.config_consistency import check_board
 from asyncrl.config.schema import Config
-from asyncrl.errors import DeadlineError
-from asyncrl.launch.run_folder import run_folder, write_address
-from asyncrl.queue.broker import Broker
-from asyncrl.queue.client import QueueClient
-from asyncrl.queue.durability import open_keeper
+from asyncrl.errors import AsyncRLError, DeadlineError
+from asyncrl.launch.folder.run_folder import run_folder, write_address
+from asyncrl.queue.broker.broker import Broker
+from asyncrl.queue.broker.durability import open_keeper
+from asyncrl.queue.client.client import QueueClient
 from asyncrl.queue.feeder import feed
-from asyncrl.queue.keys import client_keys, server_keys
+from asyncrl.queue.wire.keys import client_keys, server_keys
+from asyncrl.stop_signals import stop_signals
 from asyncrl.tasks.source import TaskStream, train_stream
+from asyncrl.telemetry.status import ProcessStatus
+
+LEARNER = "the learner"
+"""What the feeder waits for, as the status of the process has it."""
+
+LOOK_S = 1.0
+"""Between two looks at how the queue stands, for the status."""
 
 LEARNER_S = 30.0
 """Of one long poll for the learner."""
@@ -35,8 +44,11 @@ LAST_HEARTBEATS = 3
 """The queue outlives the run by this many heartbeats of a generator."""
 
 
-def run_queue(config: Config, announce: int | None = None, anew: bool = False) -> None:
-    """Serve until told to stop. `announce`: a file descriptor that gets the bound address as one line.
+def run_queue(
+    config: Config, announce: int | None = None, anew: bool = False, status: ProcessStatus | None = None
+) -> None:
+    """Serve until told to stop. `announce`: a file descriptor that gets the bound address as one line. status: gets how
+    the queue stands, and that the feeder waits for the learner.
 
     anew: what a queue of this run has left is forgotten. Raises ConfigError for a port in use and where the learner has
     another configuration, TaskError and
@@ -45,8 +57,7 @@ def run_queue(config: Config, announce: int | None = None, anew: bool = False) -
     """
     tasks = train_stream(config)
     broker = Broker(config.queue.address, config.run.name, keys=server_keys(config.queue.keys))
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: broker.stop())
+    interrupts = _stop_on_signals(broker)
     address = broker.bound_address
     folder = run_folder(config)
     keeper = open_keeper(config.queue, config.run.name, folder / "queue", now=time.monotonic(), anew=anew)
@@ -57,19 +68,45 @@ def run_queue(config: Config, announce: int | None = None, anew: bool = False) -
             pipe.write(address + "\n")
     again = ", going on from its journal" if keeper.recovered else ""
     print(f"run {config.run.name}: queue at {address}, process {os.getpid()}{again}", flush=True)
-    feeder = Feeder(config, address, tasks, broker)
+    feeder = Feeder(config, address, tasks, broker, status)
     feeder.start()
+    if status is not None:
+        status.loaded.set()
     gc.freeze()  # what is here by now stays: looking for garbage in it would make everybody wait
     broker.serve()
     keeper.close()
     feeder.raise_failure()
+    if interrupts:
+        raise KeyboardInterrupt
+
+
+def _stop_on_signals(broker: Broker) -> list[int]:
+    """SIGINT and `stop_signals` end `serve`. Returns the list that gets each SIGINT."""
+    interrupts: list[int] = []
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            interrupts.append(number)
+        broker.stop()
+
+    for number in (signal.SIGINT, *stop_signals()):
+        signal.signal(number, on_signal)
+    return interrupts
 
 
 class Feeder(threading.Thread):
     """Submits tasks as the queue has room for them. Whatever ends it early ends the queue with it."""
 
-    def __init__(self, config: Config, address: str, tasks: TaskStream, broker: Broker) -> None:
+    def __init__(
+        self,
+        config: Config,
+        address: str,
+        tasks: TaskStream,
+        broker: Broker,
+        status: ProcessStatus | None = None,
+    ) -> None:
         super().__init__(name="feeder", daemon=True)
+        self._status = status
         self._config, self._address, self._tasks, self._broker = config, address, tasks, broker
         self._failure: BaseException | None = None
 
@@ -86,9 +123,17 @@ class Feeder(threading.Thread):
 
     async def _agree(self, client: QueueClient) -> None:
         """Wait for the learner. ConfigError if these are not the tasks of its configuration."""
-        while True:
-            with suppress(DeadlineError):
-                return await check_board(client, self._config, LEARNER_S)
+        with (self._status or ProcessStatus()).waiting(LEARNER):
+            while True:
+                with suppress(DeadlineError):
+                    return await check_board(client, self._config, LEARNER_S, queue=True)
+
+    async def _look(self, client: QueueClient, status: ProcessStatus) -> None:
+        """Until cancelled. A queue that ends does not answer any more."""
+        with suppress(AsyncRLError):
+            while True:
+                status.figures = await client.status()
+                await asyncio.sleep(LOOK_S)
 
     async def _feed(self) -> None:
         queue = self._config.queue
@@ -100,10 +145,18 @@ class Feeder(threading.Thread):
             keys=client_keys(queue.keys),
         )
         await client.connect()
+        looking = None
+        if self._status is not None:
+            looking = asyncio.create_task(self._look(client, self._status))
         try:
             await self._agree(client)
-            await feed(client, "train", self._tasks.task_at)
+            reason = await feed(client, "train", self._tasks.task_at)
+            print(
+                f"run {self._config.run.name}: closed by the learner ({reason}); the queue ends", flush=True
+            )
             # Generators learn at their next heartbeat that the run is over.
             await asyncio.sleep(LAST_HEARTBEATS * self._config.generator.heartbeat_s)
         finally:
+            if looking is not None:
+                looking.cancel()
             await client.close()

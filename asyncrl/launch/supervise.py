@@ -25,6 +25,8 @@ from pathlib import Path
 from types import FrameType
 
 from asyncrl.errors import DeadlineError
+from asyncrl.launch.views.log_end import why_it_ended
+from asyncrl.stop_signals import stop_signals
 
 TAIL_LINES = 25
 PR_SET_PDEATHSIG = 1
@@ -32,7 +34,7 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class ChildEnded:
     """A child ended. `code` is its exit code, or minus the signal that killed it."""
 
     name: str
@@ -40,7 +42,7 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ChildMessage:
     """A child wrote its one line to the pipe it was given; empty if it closed the pipe without."""
 
     name: str
@@ -55,7 +57,7 @@ class Interrupted:
     number: int
 
 
-Event = Ended | Said | Interrupted
+ChildEvent = ChildEnded | ChildMessage | Interrupted
 
 LAST_WORDS_S = 5.0
 """How long a child's end waits for its line. A process that it has left behind may keep the pipe open."""
@@ -68,7 +70,7 @@ class Supervisor:
         logs.mkdir(parents=True, exist_ok=True)
         self._logs = logs
         self._children: dict[str, subprocess.Popen[bytes]] = {}
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[ChildEvent] = queue.SimpleQueue()
         self._interrupts = 0
 
     def start(
@@ -77,7 +79,7 @@ class Supervisor:
         """Start a child; its output is appended to logs/<name>.log.
 
         With `says` it gets `--announce FD` as last words of its command, and the line that it writes there
-        arrives as a `Said`.
+        arrives as a `ChildMessage`.
         """
         reading, writing = os.pipe() if says else (-1, -1)
         words = [*command, "--announce", str(writing)] if says else list(command)
@@ -90,16 +92,16 @@ class Supervisor:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 pass_fds=[writing] if says else [],
-                preexec_fn=_die_with(os.getpid()),
+                preexec_fn=die_with(os.getpid()),
             )
         self._children[name] = child
         saying: threading.Thread | None = None
         if says:
             os.close(writing)
-            saying = self._thread(lambda: self._events.put(Said(name, _first_line(reading))))
+            saying = self._thread(lambda: self._events.put(ChildMessage(name, _first_line(reading))))
         self._thread(lambda: self._tell_end(name, child, saying))
 
-    def next_event(self, seconds: float) -> Event | None:
+    def next_event(self, seconds: float) -> ChildEvent | None:
         """The next event, or None if there was none in `seconds`."""
         try:
             return self._events.get(timeout=max(seconds, 0.0))
@@ -110,16 +112,15 @@ class Supervisor:
         return [name for name, child in self._children.items() if child.poll() is None]
 
     def code(self, name: str) -> int | None:
-        """How a child ended, as in `Ended`; None while it runs, or if it was never started."""
+        """How a child ended, as in `ChildEnded`; None while it runs, or if it was never started."""
         return self._children[name].poll() if name in self._children else None
 
     def log(self, name: str) -> Path:
         return self._logs / f"{name}.log"
 
-    def log_tail(self, name: str) -> str:
-        """The last lines of a child's log."""
-        lines = self.log(name).read_text(encoding="utf-8", errors="replace").splitlines()
-        return "\n".join(lines[-TAIL_LINES:])
+    def why_it_ended(self, name: str) -> tuple[str, list[str]]:
+        """Of a child, by its log: `log_end.why_it_ended`."""
+        return why_it_ended(self.log(name).read_text(encoding="utf-8", errors="replace"), TAIL_LINES)
 
     def send(self, name: str, number: signal.Signals) -> None:
         """To the child itself; it looks after its own children."""
@@ -130,14 +131,18 @@ class Supervisor:
     def wait_ended(self, names: Sequence[str], seconds: float, beside: str | None = None) -> list[str]:
         """Wait until these children have ended, and return those that have not after `seconds`.
 
-        beside: a child without which they are not waited for. A further Ctrl-C cuts the wait short, too.
+        beside: a child without which they are not waited for. A further Ctrl-C or SIGTERM cuts the wait short, too;
+        SIGHUP does not, because a terminal that closes can send several.
         """
         deadline = time.monotonic() + seconds
         while left := [name for name in names if name in self.running()]:
             remaining = deadline - time.monotonic()
             if beside is not None and beside not in self.running():
                 return left
-            if remaining <= 0 or isinstance(self.next_event(remaining), Interrupted):
+            if remaining <= 0:
+                return left
+            event = self.next_event(remaining)
+            if isinstance(event, Interrupted) and event.number != signal.SIGHUP:
                 return left
         return []
 
@@ -159,13 +164,17 @@ class Supervisor:
 
     @contextmanager
     def interrupts(self) -> Iterator[None]:
-        """Inside, SIGINT, SIGTERM and SIGHUP become `Interrupted` events. At the end no child is left."""
+        """Inside, SIGINT and `stop_signals` become `Interrupted` events. At the end no child is left.
+
+        Python gives signals to its main thread alone: in another one they keep their meaning.
+        """
 
         def on_signal(number: int, frame: FrameType | None) -> None:
             self._interrupts += 1
             self._events.put(Interrupted(self._interrupts, number))
 
-        handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        main = threading.current_thread() is threading.main_thread()
+        handled = (signal.SIGINT, *stop_signals()) if main else ()
         before = {number: signal.signal(number, on_signal) for number in handled}
         try:
             yield
@@ -178,7 +187,7 @@ class Supervisor:
         code = child.wait()
         if saying is not None:
             saying.join(LAST_WORDS_S)  # what it said comes before its end
-        self._events.put(Ended(name, code))
+        self._events.put(ChildEnded(name, code))
 
     def _thread(self, work: Callable[[], None]) -> threading.Thread:
         thread = threading.Thread(target=work, daemon=True)
@@ -186,15 +195,15 @@ class Supervisor:
         return thread
 
 
-def wait_line(supervisor: Supervisor, name: str, what: str, seconds: float) -> Event:
-    """The child's `Said`, or whatever else ends the wait (`Ended`, `Interrupted`). Raises DeadlineError."""
+def wait_line(supervisor: Supervisor, name: str, what: str, seconds: float) -> ChildEvent:
+    """The child's `ChildMessage`, or the `ChildEnded` or `Interrupted` that ends the wait. Raises DeadlineError."""
     deadline = time.monotonic() + seconds
     while True:
         event = supervisor.next_event(deadline - time.monotonic())
         if event is None:
             raise DeadlineError("the launcher", f"process {name}", what, seconds)
         # A child that dies without a word closes its pipe; its exit code, which comes next, says more.
-        if event != Said(name, ""):
+        if event != ChildMessage(name, ""):
             return event
 
 
@@ -214,7 +223,9 @@ def die_with_parent() -> None:
         _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _die_with(launcher: int) -> Callable[[], None]:
+def die_with(launcher: int) -> Callable[[], None]:
+    """What a child runs between fork and exec, so that the kernel (Linux) kills it when its launcher ends."""
+
     def between_fork_and_exec() -> None:
         die_with_parent()
         if os.getppid() != launcher:  # it died before the request was in place

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 from asyncrl.models import checkpoint_shapes
-from asyncrl.sync.forecast import (
-    Forecast,
-    Model,
-    Pool,
+from asyncrl.sync.plan.cost_model import (
+    CostEstimate,
+    ModelCost,
+    PoolShape,
     Speeds,
     Spread,
     forecast,
@@ -34,11 +34,11 @@ def show(config: Config, model: str | None, learner: str | None, generators: str
     try:
         pools = (
             parse_learner(learner) if learner else learner_pool(config),
-            parse_generators(generators) if generators else Pool(count=config.generator.count),
+            parse_generators(generators) if generators else PoolShape(count=config.generator.count),
         )
         speeds = Speeds(sync.network_gb_s * 1e9, sync.local_gb_s * 1e9, sync.hop_ms / 1e3)
         shapes, heads = checkpoint_shapes(config.model)
-        made = forecast(Model(shapes, heads), *pools, sync.bucket_bytes, speeds, sync.fanout)
+        made = forecast(ModelCost(shapes, heads), *pools, sync.bucket_bytes, speeds, sync.fanout)
     except ValueError as error:
         raise ConfigError(
             "--learner or --generators",
@@ -52,15 +52,15 @@ def show(config: Config, model: str | None, learner: str | None, generators: str
         print(f"{name:{width}}  {value}")
 
 
-def learner_pool(config: Config) -> Pool:
+def learner_pool(config: Config) -> PoolShape:
     """`learner.processes` on the axes of `learner.parallel`. Contexts and stages count as shards: their processes hold
     as much, if not the same."""
     parallel = config.learner.parallel
     shards = max(1, config.learner.processes // (parallel.replicate * parallel.tensor))
-    return Pool(replicate=parallel.replicate, fsdp=shards, tp=parallel.tensor, ep=parallel.expert)
+    return PoolShape(replicate=parallel.replicate, fsdp=shards, tp=parallel.tensor, ep=parallel.expert)
 
 
-def _rows(made: Forecast, config: Config) -> Iterator[Row]:
+def _rows(made: CostEstimate, config: Config) -> Iterator[Row]:
     sync = config.sync
     yield "model", f"{made.parameters} parameters, {_bytes(made.bytes)} in {config.model.dtype}"
     yield "learner", f"{made.learner_ranks} ranks, each holds {_spread(made.held)}"

@@ -30,7 +30,7 @@ import msgpack
 from asyncrl.config.schema import CheckpointConfig
 from asyncrl.disk import sync_folder
 from asyncrl.errors import ConfigError, DeadlineError
-from asyncrl.learner.backend import Backend
+from asyncrl.learner.backends.backend import Backend
 from asyncrl.types import Version
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ NOTHING, WRITING, WRITTEN, FAILED = "", "writing", "written", "failed"
 @dataclass(frozen=True, slots=True)
 class Meta:
     """version: of the policy that is saved · train, eval: the queue's snapshots of the two streams
-    (opaque) · controls: what the run had adapted by then, by name, see `Controls`."""
+    (opaque) · controls: what the run had adapted by then, by name, see `AdaptiveCoefficients`."""
 
     version: Version
     train: bytes

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from asyncrl.queue.ledger import StreamSettings
+from asyncrl.queue.ledger.ledger import StreamSettings
 from asyncrl.types import Group, Task, Version
 
 

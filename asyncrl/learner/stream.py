@@ -19,9 +19,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from asyncrl.errors import AsyncRLError, DeadlineError, RefusedError, TrainingError
-from asyncrl.learner.backend import Backend
+from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.ports import Claim, LearnerClient
 from asyncrl.telemetry.spans import Spans
+from asyncrl.telemetry.status import ProcessStatus
 from asyncrl.types import Group
 
 TRAIN = "train"
@@ -52,7 +53,8 @@ class NoGroups(DeadlineError):  # noqa: N818
 
 
 class GroupStream:
-    """Claims of this rank. `stopping` is asked between waits, `idle` is called between them."""
+    """Claims of this rank. `stopping` is asked between waits, `idle` is called between them, `status` shows the wait
+    for generators."""
 
     def __init__(
         self,
@@ -66,7 +68,9 @@ class GroupStream:
         deadline_s: float,
         stopping: Callable[[], bool],
         idle: Callable[[], None],
+        status: ProcessStatus | None = None,
     ) -> None:
+        self._status = status or ProcessStatus()
         self._client, self._backend, self._spans = client, backend, spans
         self._learner_epoch, self._max_tokens, self._whole = learner_epoch, max_tokens, whole
         self._deadline_s, self._stopping, self._idle = deadline_s, stopping, idle
@@ -83,7 +87,10 @@ class GroupStream:
         attempt: int | None = None
         asked = self._ask(step, index, attempt)
         while not last:
-            with self._spans("wait/groups"):
+            waiting = self._status.waiting(
+                f"a group for version {step + 1} from the generators", self._deadline_s
+            )
+            with self._spans("wait/groups"), waiting:
                 claim = self._agreed(asked, step, index, attempt)
             last, index, attempt = claim.last, index + 1, claim.attempt
             self.attempt = attempt

@@ -27,22 +27,24 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 
-from asyncrl.config.agreement import AGREED, agreed
+from asyncrl.config.config_consistency import AGREED, posted
 from asyncrl.config.schema import Config
-from asyncrl.errors import StoppedError, TrainingError
-from asyncrl.learner import checkpoint, report, requirements
-from asyncrl.learner.backend import Backend
-from asyncrl.learner.evaluation import ACCURACY, EVAL, PARK_S, PREFIX, Evaluation, Evaluations
-from asyncrl.learner.health import Health
-from asyncrl.learner.pooled import PooledModel
+from asyncrl.errors import AsyncRLError, StoppedError, TrainingError
+from asyncrl.learner import checkpoint
+from asyncrl.learner.backends.backend import Backend
+from asyncrl.learner.checks.finite_check import NotFinite
+from asyncrl.learner.checks.logprob_check import LogprobProbes
 from asyncrl.learner.ports import LearnerClient, Published, Trained, WeightPublisher
-from asyncrl.learner.probing import Probes
-from asyncrl.learner.rollout_log import GROUPS, RolloutLog
-from asyncrl.learner.soundness import NotFinite
+from asyncrl.learner.remote.remote_model import RemoteModel
+from asyncrl.learner.reporting import report
+from asyncrl.learner.reporting.evaluation import ACCURACY, EVAL, PARK_S, PREFIX, Evaluation, Evaluations
+from asyncrl.learner.reporting.rollout_log import GROUPS, RolloutLog
+from asyncrl.learner.reporting.utilization import Utilization
 from asyncrl.learner.stream import (
     TRAIN,
     GroupStream,
@@ -52,11 +54,14 @@ from asyncrl.learner.stream import (
     StreamExhausted,
     check_size,
 )
-from asyncrl.learner.version_step import VersionReport, version_step
-from asyncrl.queue import wire
-from asyncrl.queue.ledger import Frontier, StreamSettings
+from asyncrl.learner.training import requirements
+from asyncrl.learner.training.version_step import VersionReport, version_step
+from asyncrl.queue.ledger.ledger import Frontier, StreamSettings
+from asyncrl.queue.wire import wire
+from asyncrl.stop_signals import stop_signals
 from asyncrl.telemetry.sinks import JsonlSink, Sinks, read_rows
 from asyncrl.telemetry.spans import Spans
+from asyncrl.telemetry.status import ProcessStatus
 from asyncrl.telemetry.trackers import TRACKERS, Run
 from asyncrl.types import Group, Version
 
@@ -86,7 +91,7 @@ EVAL_DEPTH = 64
 
 class Trainer:
     """One rank of the learner. heldout: number of tasks of each evaluation set, by its name · pooled: models that learn
-    on pools"""
+    on pools · status: gets what this rank waits for"""
 
     def __init__(
         self,
@@ -96,20 +101,21 @@ class Trainer:
         make_publisher: MakePublisher,
         run_folder: Path,
         heldout: Mapping[str, int] | None = None,
-        pooled: Mapping[str, PooledModel] | None = None,
+        pooled: Mapping[str, RemoteModel] | None = None,
+        status: ProcessStatus | None = None,
     ) -> None:
         self._config, self._backend, self._client = config, backend, client
         self._make_publisher, self._folder, self._heldout = make_publisher, run_folder, heldout or {}
-        self._pooled = pooled or {}
+        self._pooled, self._status = pooled or {}, status or ProcessStatus()
         self._leads = backend.rank == 0
         self._spans = Spans()
         self._version_step = version_step(backend, config, self._spans, self._pooled)
-        self._pool, self._health = report.Pool(), Health(config)
+        self._pool, self._health = report.GeneratorTotals(), Utilization(config)
         self._stop = threading.Event()
         self._reached = False
         self._bad_steps = self._bad_batches = self._left_out = 0
         self._evaluations: Evaluations | None = None
-        self._probes: Probes | None = None
+        self._probes: LogprobProbes | None = None
         self._rollout_log: RolloutLog | None = None
         self._evaluated: set[Version] = set()
         self._started = time.monotonic()
@@ -160,7 +166,8 @@ class Trainer:
         resume = self._config.run.resume
         found, meta = (resume and checkpoint.to_resume(self._folder, set_aside=self._leads)) or (None, None)
         if found and meta:
-            checkpoint.load(found, self._backend)
+            with self._status.waiting(f"{found} to be read"):
+                checkpoint.load(found, self._backend)
             self.version = self._saved = meta.version
             controls = self._version_step.controls.restored(meta.controls, self._config.algorithm)
             self._version_step.controls = controls
@@ -168,7 +175,9 @@ class Trainer:
         opened = self._open_streams(meta) if self._leads else None
         self._learner_epoch, lineage, self._eval_epoch = self._backend.exchange(opened)[0]
         for model in self._pooled.values():
-            model.open(self._learner_epoch, found.name if found else None, self.version)
+            deadline_s = self._config.placement.places[model.name].deadline_s
+            with self._status.waiting(f"the pool of the {model.name}", deadline_s):
+                model.open(self._learner_epoch, found.name if found else None, self.version)
         self._publisher = self._make_publisher(lineage)
         self._client.post(
             f"weights/{self._backend.rank}",
@@ -193,7 +202,7 @@ class Trainer:
         # Rewinding a stream forks the others: the lineage of the one that is opened last is that of both.
         evals = self._client.open(EVAL, eval_settings(self._config), meta.eval if meta else self._beginning)
         train = self._client.open(TRAIN, settings, meta.train if meta else self._beginning)
-        self._client.post(AGREED, agreed(self._config))
+        self._client.post(AGREED, posted(self._config))
         # Evaluations under way do not outlive the learner: a rewind goes back to a stream without any.
         self._pristine_eval = self._client.snapshot(EVAL, learner_epoch=evals.learner_epoch)
         if self._heldout:
@@ -211,7 +220,7 @@ class Trainer:
             last = max((row["version"] for row in rows), default=self.version) + 1
             gate.abandoned = range(self.version + 1, self._backend.exchange(last)[0] + 1)
         if gate is not None and self._config.probing:
-            self._probes = Probes(self._config, self._backend, gate, lineage)
+            self._probes = LogprobProbes(self._config, self._backend, gate, lineage)
 
     def _note_probes(self) -> None:
         """∀ The version was just published, and the policy is still it."""
@@ -244,6 +253,7 @@ class Trainer:
             deadline_s=self._config.learner.groups_deadline_s,
             stopping=self._stop.is_set,
             idle=self._while_waiting,
+            status=self._status,
         )
 
     # ------------------------------------------------------------------ one version
@@ -434,6 +444,8 @@ class Trainer:
         if why != STOPPED:
             self._backend.export_hf(self._folder / "final")
             self._finish_evaluations()
+        elif self._evaluations is not None:
+            self._note(self._evaluations.rest())
         if self._leads:
             self._write_summary(why or "done")
             self._client.finish(why or "done")
@@ -443,10 +455,14 @@ class Trainer:
         """Wait for what is pending, all ranks together: one that waited alone would outlast the others' collectives."""
         deadline_s = self._config.learner.groups_deadline_s
         until = time.monotonic() + deadline_s
-        while self._backend.exchange(self._evaluating() and time.monotonic() < until)[0]:
-            if self._evaluations is not None:
-                self._note(self._evaluations.poll(PARK_S))
-        if self._evaluating():
+        with self._status.waiting("the last evaluation from the generators", deadline_s):
+            while self._backend.exchange(self._evaluating() and time.monotonic() < until)[0]:
+                if self._evaluations is not None:
+                    self._note(self._evaluations.poll(PARK_S))
+        late = self._evaluating()
+        if self._evaluations is not None:
+            self._note(self._evaluations.rest())
+        if late:
             log.warning("no result within %.0f s: an evaluation is missing", deadline_s)
 
     def _evaluating(self) -> bool:
@@ -456,8 +472,21 @@ class Trainer:
         rows = list(read_rows(self._folder / report.ROWS))
         wall_s = time.monotonic() - self._started
         bound = self._config.queue.max_staleness
-        summary = report.summarise(rows, max_staleness=bound, wall_s=wall_s, ended=ended)
+        summary = report.summarise(
+            rows, max_staleness=bound, wall_s=wall_s, ended=ended, dropped=self._dropped()
+        )
         report.write_summary(self._folder, summary)
+
+    def _dropped(self) -> Mapping[str, int] | None:
+        """Tasks dropped so far, by reason, of which no row tells if they came after the last one."""
+        try:
+            counts: Mapping[str, int] = self._client.status()["streams"][TRAIN]["dropped_by_reason"]
+        except AsyncRLError as error:
+            log.warning(
+                "how many tasks were dropped is that of the last row: the queue does not say (%s)", error
+            )
+            return None
+        return counts
 
 
 def train_settings(config: Config, data_world: int, even_tokens: float | None = None) -> StreamSettings:
@@ -496,23 +525,27 @@ def eval_settings(config: Config) -> StreamSettings:
     )
 
 
-def run_learner(config: Config, heldout: Mapping[str, int] | None = None) -> None:
-    """The process: one rank as torchrun's RANK and WORLD_SIZE say, or the only one. heldout: as in `Trainer`.
+def run_learner(
+    config: Config, heldout: Mapping[str, int] | None = None, status: ProcessStatus | None = None
+) -> None:
+    """The process: one rank as torchrun's RANK and WORLD_SIZE say, or the only one. heldout, status: as in `Trainer`.
 
-    SIGTERM and SIGINT ask for a clean end, of any rank: all of them leave then, with StoppedError. A rank of several
-    leaves the process here when all went well.
+    SIGINT and `stop_signals` ask for a clean end, of any rank: all of them leave then, with StoppedError, or with
+    KeyboardInterrupt after SIGINT. A rank of several leaves the process here when all went well.
     """
-    from asyncrl.learner.backends import make_backend
-    from asyncrl.learner.fsdp import end_rank
-    from asyncrl.queue.client import BlockingClient
-    from asyncrl.queue.keys import client_keys
-    from asyncrl.sync.ends import open_publisher
-    from asyncrl.sync.torch_transport import own_host
+    from asyncrl.learner.backends.factory import make_backend
+    from asyncrl.learner.backends.fsdp.fsdp import end_rank
+    from asyncrl.queue.client.client import BlockingClient
+    from asyncrl.queue.wire.keys import client_keys
+    from asyncrl.sync.channels.torch_transport import own_host
+    from asyncrl.sync.factory import open_publisher
 
+    status = status or ProcessStatus()
     if config.learner.threads:
         torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.run.seed)
     backend = make_backend(config, requirements.colocated(config))
+    status.loaded.set()
     who = f"learner rank {backend.rank}"
     keys = client_keys(config.queue.keys)
     client: Any = BlockingClient(
@@ -521,6 +554,7 @@ def run_learner(config: Config, heldout: Mapping[str, int] | None = None) -> Non
         who=who,
         deadline_s=config.queue.deadline_s,
         keys=keys,
+        status=status,
     )
 
     sync = config.sync
@@ -533,24 +567,45 @@ def run_learner(config: Config, heldout: Mapping[str, int] | None = None) -> Non
         return open_publisher(config.run.name, rank, world, layout, tensors, sync, lineage, keys)
 
     pooled = {
-        name: PooledModel(name, config, backend.rank, backend.world, client, keys, backend.speaks)
+        name: RemoteModel(name, config, backend.rank, backend.world, client, keys, backend.speaks)
         for name in requirements.taught_on_pools(config)
     }
     folder = Path(config.run.dir) / config.run.name
-    trainer = Trainer(config, backend, client, make_publisher, folder, heldout, pooled)
-    for number in (signal.SIGTERM, signal.SIGINT):
+    trainer = Trainer(config, backend, client, make_publisher, folder, heldout, pooled, status)
+    for number in stop_signals():
         signal.signal(number, lambda *_: trainer.request_stop())
-    client.connect()
     code = 0
     try:
+        client.connect()
+        interrupts = _stop_on_interrupt(trainer)  # before this there is nothing to save
         trainer.run()
     except StoppedError as stopped:
-        if backend.world == 1:
+        if backend.world == 1 and not interrupts:
             raise
         log.info("%s", stopped)
+        if interrupts:
+            raise KeyboardInterrupt from None
         code = stopped.exit_code
     finally:
         client.close()
         backend.close()
     if backend.world > 1:
         end_rank(code)
+
+
+def _stop_on_interrupt(trainer: Trainer) -> list[int]:
+    """Ctrl-C asks the trainer to stop, a second one ends the process at once. Returns the list that gets each."""
+    interrupts: list[int] = []
+
+    def on_interrupt(number: int, _frame: FrameType | None) -> None:
+        interrupts.append(number)
+        if len(interrupts) > 1:
+            raise KeyboardInterrupt
+        trainer.request_stop()
+        text = "stopping: the learner writes a checkpoint and ends; Ctrl-C again ends it at once"
+        threading.Thread(
+            target=log.warning, args=(text,)
+        ).start()  # the signal may have interrupted a log line
+
+    signal.signal(signal.SIGINT, on_interrupt)
+    return interrupts

@@ -13,19 +13,19 @@ import msgpack
 import torch
 from torch import Tensor
 
-from asyncrl.config.parallel import ParallelConfig
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.parallel import ParallelConfig
 from asyncrl.generator.threads import in_thread
-from asyncrl.learner.batch import MicroBatch
-from asyncrl.learner.layers import prepare_layers
-from asyncrl.learner.mesh import Mesh, axis_sizes
-from asyncrl.learner.networks import blueprint, check_vocabularies, load_network
-from asyncrl.learner.offload import Offload
-from asyncrl.learner.origin import origin_of
-from asyncrl.learner.packing import bins
-from asyncrl.learner.sharded import ShardedModel
-from asyncrl.pool.ranks import Ranks
-from asyncrl.queue.payload import decode_group, encode_group
+from asyncrl.learner.backends.checkpoint_source import origin_of
+from asyncrl.learner.backends.fsdp.layers import prepare_layers
+from asyncrl.learner.backends.fsdp.offload import Offload
+from asyncrl.learner.backends.fsdp.sharded import ShardedModel
+from asyncrl.learner.data.batch import MicroBatch
+from asyncrl.learner.data.packing import bins
+from asyncrl.learner.models.networks import blueprint, check_vocabularies, load_network
+from asyncrl.learner.parallel.mesh import Mesh, axis_sizes
+from asyncrl.pool.ranks import ModelRanks
+from asyncrl.queue.wire.payload import decode_group, encode_group
 from asyncrl.types import Group
 
 SAY = "say"
@@ -35,7 +35,7 @@ Job = Callable[[Any], Any]
 
 
 class PoolModel:
-    """One of `backend.MODELS`.
+    """One of `roles.MODELS`.
 
     The model is sharded over the ranks of this process, and so are the rollouts of each group; a group gets passes of
     its own, of at most learner.micro_batch_tokens. Raises ConfigError for a model that cannot be loaded or does not
@@ -45,7 +45,7 @@ class PoolModel:
     def __init__(self, name: str, config: Config) -> None:
         check_vocabularies([name], config)
         self.name, self.config = name, config
-        self.ranks = Ranks()
+        self.ranks = ModelRanks()
         self._jobs: dict[str, Job] = {SAY: self._say}
         self._model = self._made()
 

@@ -6,32 +6,34 @@ from contextlib import ExitStack
 
 import torch
 
-from asyncrl.config.placement import REWARDS
-from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
-from asyncrl.generator.rewards import Scorer
+from asyncrl.config.sections.placement import REWARDS
+from asyncrl.config.sections.rules import require
+from asyncrl.generator.scoring.rewards import Scorer
 from asyncrl.generator.threads import in_thread
-from asyncrl.learner.requirements import taught_on_pools
-from asyncrl.learner.teaching import board_key
+from asyncrl.learner.remote.remote_protocol import board_key
+from asyncrl.learner.training.requirements import taught_on_pools
 from asyncrl.models import load_tokenizer
-from asyncrl.pool.frozen import FrozenModel
-from asyncrl.pool.lessons import Lessons
+from asyncrl.pool.inference_model import InferenceModel
 from asyncrl.pool.scoring import Scoring
-from asyncrl.pool.taught import TaughtModel
-from asyncrl.pool.worker import PoolWorker, Work
-from asyncrl.queue.client import QueueClient
-from asyncrl.queue.keys import ClientKeys, client_keys
-from asyncrl.sync.torch_transport import own_host
+from asyncrl.pool.trained_model import TrainedModel
+from asyncrl.pool.training_server import TrainingServer
+from asyncrl.pool.worker import PoolWork, PoolWorker
+from asyncrl.queue.client.client import QueueClient
+from asyncrl.queue.wire.keys import ClientKeys, client_keys
+from asyncrl.sync.channels.torch_transport import own_host
 from asyncrl.tasks.source import held_out
+from asyncrl.telemetry.status import ProcessStatus
 
 
-async def run_pool(config: Config, model: str, *, name: str) -> None:
-    """Work on groups until the run is closed. model: one of those that `placement` has on a pool.
+async def run_pool(config: Config, model: str, *, name: str, status: ProcessStatus | None = None) -> None:
+    """Work on groups until the run is closed. model: one of those that `placement` has on a pool · status: gets the
+    figures and the waits of this process.
 
     Raises ConfigError for another one and for what cannot be loaded, DeadlineError if the queue does not answer, the
     learner does not open the stream, or the work on a group takes too long.
     """
-    pools = config.placement.pools
+    pools, status = config.placement.pools, status or ProcessStatus()
     require(
         model in pools,
         f"placement.{model}.where" if model in config.placement.places else "MODEL",
@@ -45,47 +47,51 @@ async def run_pool(config: Config, model: str, *, name: str) -> None:
         torch.set_num_threads(threads)
     with ExitStack() as closing:
         keys = client_keys(config.queue.keys)
-        work = await load_work(config, model, keys, closing)
+        work = await load_work(config, model, keys, closing, status)
         if work is None:
             return
+        status.loaded.set()
         client = QueueClient(
             config.queue.address,
             run=config.run.name,
             who=name,
             deadline_s=config.queue.deadline_s,
             keys=keys,
+            status=status,
         )
         try:
             await client.connect()
-            if isinstance(work, Lessons):
+            if isinstance(work, TrainingServer):
                 await client.post(board_key(model), work.where)
-            await PoolWorker(name, model, work, client, config).run()
+            await PoolWorker(name, model, work, client, config, status).run()
         finally:
             await client.close()
 
 
-async def load_work(config: Config, model: str, keys: ClientKeys | None, closing: ExitStack) -> Work | None:
-    """What the pool of `model` does. closing: gets what is to be closed at the end. None, at the end, on the ranks of a
-    model that only follow the first one."""
+async def load_work(
+    config: Config, model: str, keys: ClientKeys | None, closing: ExitStack, status: ProcessStatus
+) -> PoolWork | None:
+    """What the pool of `model` does. closing: gets what is to be closed at the end · status: gets warnings.
+    None, at the end, on the ranks of a model that only follow the first one."""
     if model == REWARDS:
-        return _scoring(config, closing)
-    loaded: FrozenModel | TaughtModel
-    loaded = (TaughtModel if model in taught_on_pools(config) else FrozenModel)(model, config)
+        return _scoring(config, closing, status)
+    loaded: InferenceModel | TrainedModel
+    loaded = (TrainedModel if model in taught_on_pools(config) else InferenceModel)(model, config)
     closing.callback(loaded.ranks.close)
     if loaded.ranks.rank > 0:
         await in_thread(loaded.follow)
         return None
-    if isinstance(loaded, FrozenModel):
+    if isinstance(loaded, InferenceModel):
         return loaded
-    lessons = Lessons(loaded, own_host(config.queue.address), keys)
+    lessons = TrainingServer(loaded, own_host(config.queue.address), keys)
     closing.callback(lessons.close)
     return lessons
 
 
-def _scoring(config: Config, closing: ExitStack) -> Scoring:
+def _scoring(config: Config, closing: ExitStack, status: ProcessStatus) -> Scoring:
     functions = config.rewards_of("pool")
     assert functions is not None
     scorer = Scorer.from_config(functions)
     closing.callback(scorer.close)
-    scorer.start()
+    scorer.start(status)
     return Scoring(scorer, load_tokenizer(config.model), config, held_out(config))

@@ -26,7 +26,7 @@ LAST, BEAT = -1, 0
 """Sent in place of a message's length."""
 
 
-class Ranks:
+class ModelRanks:
     """RANK and WORLD_SIZE as torchrun sets them (neither set: one process).
 
     turn    whoever tells holds it, from any thread, until what follows from the message is done

@@ -10,16 +10,16 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from asyncrl.config.schema import Config
-from asyncrl.generator.calls import all_of
-from asyncrl.generator.group_filter import FILTERED, passes_filter
-from asyncrl.generator.rewards import RewardError, Scorer
 from asyncrl.generator.rollouts import answer_numbers
-from asyncrl.generator.scores import Score
-from asyncrl.learner.evaluation import EVAL
+from asyncrl.generator.scoring.calls import all_of
+from asyncrl.generator.scoring.group_filter import FILTERED, passes_filter
+from asyncrl.generator.scoring.rewards import RewardError, Scorer
+from asyncrl.generator.scoring.scores import Score
+from asyncrl.learner.reporting.evaluation import EVAL
 from asyncrl.learner.stream import TRAIN
 from asyncrl.pool.worker import Doing, LeftOut
-from asyncrl.queue.columns import REWARDS
-from asyncrl.queue.payload import PART
+from asyncrl.queue.wire.columns import REWARDS
+from asyncrl.queue.wire.payload import PART
 from asyncrl.types import ANSWER, UNSCORED, Array, Group, Rollout, Task
 
 log = logging.getLogger(__name__)

@@ -23,10 +23,11 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from asyncrl.config.agreement import check_board
+from asyncrl.config.config_consistency import check_board
 from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError, DeadlineError, RefusedError, RunClosedError, first_failure
-from asyncrl.queue.client import StageLease
+from asyncrl.queue.client.client import StageLease
+from asyncrl.telemetry.status import ProcessStatus
 from asyncrl.types import Array, Group
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,9 @@ LEASE_S = 10.0
 
 UNKNOWN = "unknown_stage"
 """What the queue answers until the learner has opened the stream with this stage."""
+
+LEARNER, GROUP = "the learner", "a group from the queue"
+"""What a pool waits for, as its status has it."""
 
 LOOK_S = 0.5
 """Between two requests that the queue answers so."""
@@ -54,7 +58,7 @@ Doing = Callable[[Group], Awaitable[Mapping[str, Array]]]
 it. Raises LeftOut."""
 
 
-class Work(Protocol):
+class PoolWork(Protocol):
     """What a pool does with the groups of each stream. at_once: groups that it can do side by side."""
 
     @property
@@ -93,10 +97,20 @@ class PoolClient(Protocol):
 
 
 class PoolWorker:
-    """One process of the pool of `stage`. name: of the process, unique in the run."""
+    """One process of the pool of `stage`. name: of the process, unique in the run · status: gets the stats of each
+    heartbeat, and what the process waits for."""
 
-    def __init__(self, name: str, stage: str, work: Work, client: PoolClient, config: Config) -> None:
+    def __init__(
+        self,
+        name: str,
+        stage: str,
+        work: PoolWork,
+        client: PoolClient,
+        config: Config,
+        status: ProcessStatus | None = None,
+    ) -> None:
         self.name, self._stage, self._work, self._client = name, stage, work, client
+        self._status = status or ProcessStatus()
         self._config = config
         self._deadline_s = config.placement.places[stage].deadline_s
         self._learner_deadline_s = config.learner.groups_deadline_s
@@ -111,9 +125,10 @@ class PoolWorker:
         try:
             async with asyncio.TaskGroup() as loops:
                 loops.create_task(self._heartbeat())
-                await check_board(self._client, self._config, self._learner_deadline_s)
-                loops.create_task(self._keep_agreeing())
-                await self._work.ready()
+                with self._status.waiting(LEARNER, self._learner_deadline_s):
+                    await check_board(self._client, self._config, self._learner_deadline_s)
+                    loops.create_task(self._keep_agreeing())
+                    await self._work.ready()
                 for stream, doing in self._work.streams.items():
                     for _ in range(self._work.at_once + 1):
                         loops.create_task(self._hand(stream, doing))
@@ -131,6 +146,8 @@ class PoolWorker:
     async def _hand(self, stream: str, doing: Doing) -> None:
         since = time.monotonic()
         while True:
+            if not self._working:
+                self._status.wait_begins(GROUP)
             try:
                 leases = await self._client.stage_lease(stream, self._stage, most=1, wait_s=LEASE_S)
             except RefusedError as refusal:
@@ -140,6 +157,7 @@ class PoolWorker:
                 continue
             since = time.monotonic()
             for lease in leases:
+                self._status.wait_ends(GROUP)
                 await self._do(stream, lease, doing)
 
     async def _learner_is_late(self, since: float, refusal: RefusedError) -> None:
@@ -156,6 +174,7 @@ class PoolWorker:
                 columns = await self._columns(doing, lease)
             except LeftOut as left_out:
                 if str(left_out):
+                    self._status.failure = str(left_out)
                     log.warning("%s leaves task %d out: %s", self.name, lease.task.ordinal, left_out)
                 self._counts[f"dropped/{left_out.reason}"] += 1
                 await self._client.stage_drop(stream, lease, left_out.reason)
@@ -179,7 +198,8 @@ class PoolWorker:
     async def _heartbeat(self) -> None:
         while True:
             self._work.check()
-            if (await self._client.renew(self.stats())).closed:
+            self._status.figures = stats = self.stats()
+            if (await self._client.renew(stats)).closed:
                 raise RunClosedError("the queue closed the run")
             await asyncio.sleep(self._heartbeat_s)
 

@@ -10,15 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from asyncrl.errors import RefusedError, RunClosedError, SourceEndedError
-from asyncrl.queue.client import QueueClient
+from asyncrl.queue.client.client import QueueClient
 from asyncrl.types import Task
 
 WAIT_S = 30.0
 """Of one long poll for room."""
 
 
-async def feed(client: QueueClient, stream: str, task_at: Callable[[int], Task]) -> None:
+async def feed(client: QueueClient, stream: str, task_at: Callable[[int], Task]) -> str:
     """Submit `task_at(ordinal)` for every ordinal that the stream asks for, until the run is over.
+
+    Returns why it is over, as the learner has stated it.
 
     `task_at` is pure, so a rewound stream gets the same tasks again; SourceEndedError means that there are no more,
     and the queue is told so.
@@ -31,8 +33,8 @@ async def feed(client: QueueClient, stream: str, task_at: Callable[[int], Task])
                 await client.submit(stream, tasks)
             if len(tasks) < count:
                 await client.exhaust(stream, first + len(tasks))
-        except RunClosedError:
-            return
+        except RunClosedError as closed:
+            return str(closed)
         except RefusedError as refusal:
             # The stream was rewound between the two requests: ask again where it stands.
             if refusal.reason != "gap":

@@ -6,7 +6,7 @@
 >>> asyncio.run(hello())
 'demo'
 
-The desk (desk.py) and the clients (session.py) are those of a real queue; only the wire between them is short.
+The desk (dispatcher.py) and the clients (session.py) are those of a real queue; only the wire between them is short.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Self
 
-from asyncrl.queue.client import QueueClient
-from asyncrl.queue.desk import Desk, Letter
-from asyncrl.queue.link import Listener
-from asyncrl.queue.service import QueueService
+from asyncrl.queue.broker.dispatcher import Dispatcher, OutgoingReply
+from asyncrl.queue.broker.service import QueueService
+from asyncrl.queue.client.client import QueueClient
+from asyncrl.queue.client.link import Listener
 
 TICK_S = 0.1
 """Longest pause between two looks at deadlines."""
@@ -40,7 +40,7 @@ class LocalQueue:
         before_send: Callable[[], None] = lambda: None,
     ) -> None:
         self.run, self._before_send = run, before_send
-        self.desk = Desk(service or QueueService(run))
+        self.desk = Dispatcher(service or QueueService(run))
         self.links: dict[bytes, LocalLink] = {}
         self._clock = clock
         self._inbox: deque[tuple[bytes, list[bytes]]] = deque()
@@ -71,7 +71,7 @@ class LocalQueue:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), TICK_S)
             self._news.clear()
-            letters: list[Letter] = []
+            letters: list[OutgoingReply] = []
             while self._inbox:
                 letters += self.desk.receive(*self._inbox.popleft(), self._clock())
             letters += self.desk.tick(self._clock())

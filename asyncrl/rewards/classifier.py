@@ -9,8 +9,8 @@ from typing import Literal, cast
 import torch
 from torch import nn
 
-from asyncrl.config.rules import positive, require
 from asyncrl.config.schema import ModelConfig
+from asyncrl.config.sections.rules import positive, require
 from asyncrl.models import load_classifier, load_config, load_tokenizer
 from asyncrl.types import Task
 

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.rules import require
+from asyncrl.config.sections.rules import require
 from asyncrl.types import Scored, Task
 
 CHILD = Path(__file__).with_name("math_child.py")

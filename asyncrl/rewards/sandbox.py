@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from asyncrl.config.rules import require
+from asyncrl.config.sections.rules import require
 
 Isolation = Literal["namespaces", "limits"]
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from asyncrl.config.rules import require
+from asyncrl.config.sections.rules import require
 from asyncrl.rewards.sandbox import Isolation, Limits, Sandbox
 from asyncrl.types import Task
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import msgpack
 
-from asyncrl.config.tasks import SourceConfig
+from asyncrl.config.sections.tasks import SourceConfig
 from asyncrl.errors import TaskError
 from asyncrl.types import Task
 
@@ -32,7 +33,7 @@ class RowReader:
             if isinstance(row, Task):
                 task = replace(row, ordinal=ordinal)
             elif isinstance(row, Mapping):
-                task = Task(ordinal, self._field(row, self.config.prompt_key), self._data(row))
+                task = Task(ordinal, self._prompt(row), self._data(row))
             else:
                 key = self.config.prompt_key
                 raise TaskError(f"is a {type(row).__name__}, not a mapping with the key {key!r}")
@@ -42,6 +43,19 @@ class RowReader:
         except TaskError as error:
             raise TaskError(f"{self.place(index)}: {error}") from None
         return replace(task, prompt=framed(task.prompt, self.config))
+
+    def _prompt(self, row: Mapping[str, Any]) -> Any:
+        key = self.config.prompt_key
+        try:
+            return self._field(row, key)
+        except TaskError as error:
+            near = difflib.get_close_matches(key, [str(name) for name in row], n=1)
+            if not near:
+                raise TaskError(f"{error}; {self.section}.prompt_key names the field of the prompt") from None
+            meant = (
+                f"did you mean {near[0]!r}? Rename it to {key!r}, or set {self.section}.prompt_key={near[0]}"
+            )
+            raise TaskError(f"{error}; {meant}") from None
 
     def _data(self, row: Mapping[str, Any]) -> dict[str, Any]:
         if self.config.fields:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from asyncrl.errors import ConfigError, TaskError
+from asyncrl.telemetry.bars import bars_wanted
 
 HUB = "hf:"
 """'hf:openai/gsm8k' is a data set of the Hugging Face hub."""
@@ -90,7 +91,8 @@ def data_set(source: str, options: Mapping[str, Any], section: str) -> Any:
     except ImportError:
         rule, remedy = "is read by the package datasets, which is not here", "pip install 'asyncrl[data]'"
         raise ConfigError(f"{section}.source", source, rule, remedy) from None
-    datasets.disable_progress_bars()
+    if not bars_wanted():
+        datasets.disable_progress_bars()
     try:
         return _load(datasets, source, **options)
     except Exception as error:

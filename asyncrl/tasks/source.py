@@ -17,9 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.dotted import load_function
+from asyncrl.config.functions.function_spec import load_function
 from asyncrl.config.schema import Config
-from asyncrl.config.tasks import SourceConfig
+from asyncrl.config.sections.tasks import SourceConfig
 from asyncrl.errors import ConfigError, SourceEndedError, TaskError
 from asyncrl.tasks.reader import Row, RowReader
 from asyncrl.tasks.rows import HUB, JsonlRows, data_set
@@ -107,14 +107,26 @@ def _open_rows(chosen: SourceConfig, section: str) -> Any:
         if options:
             raise ConfigError(f"{section}.options", options, "a .jsonl file takes none", "leave it out")
         return JsonlRows(Path(source), section)
+    if (
+        source.endswith(".parquet")
+        and not any(char in source for char in "*?[:")
+        and not Path(source).exists()
+    ):
+        rule = f"is no file (in {Path.cwd()})"
+        raise ConfigError(
+            f"{section}.source", source, rule, "give the path of a .parquet file, or of a folder of such"
+        )
     if source.startswith(HUB) or source.endswith(".parquet") or Path(source).is_dir():
         return data_set(source, options, section)
     if ":" not in source:
+        hub = (
+            f", or {HUB + source!r} for a data set of the Hugging Face hub" if source.count("/") == 1 else ""
+        )
         raise ConfigError(
             f"{section}.source",
             source,
             "is no folder, no .jsonl or .parquet file and no function",
-            "give a path that is there, or 'package.module:function'",
+            f"give a path that is there, or 'package.module:function'{hub}",
         )
     return _call_source(source, options, section)
 

@@ -49,14 +49,6 @@ class Max:
 
 
 @dataclass(frozen=True, slots=True)
-class Last:
-    value: float
-
-    def merge(self, other: Self) -> Last:
-        return Last(other.value)
-
-
-@dataclass(frozen=True, slots=True)
 class EffectiveShare:
     """Of n weights with this sum and this sum of squares: the effective sample size as a share of n, (Σw)² / (n Σw²);
     1 where all are equal."""
@@ -97,9 +89,9 @@ class ExplainedVariance:
         return 1 - left / spread if spread > ROUNDING * self.target_squares * self.count else 0.0
 
 
-Metric = Mean | Sum | Max | Last | EffectiveShare | ExplainedVariance
+Metric = Mean | Sum | Max | EffectiveShare | ExplainedVariance
 KINDS: dict[str, type[Metric]] = {
-    kind.__name__: kind for kind in (Mean, Sum, Max, Last, EffectiveShare, ExplainedVariance)
+    kind.__name__: kind for kind in (Mean, Sum, Max, EffectiveShare, ExplainedVariance)
 }
 
 

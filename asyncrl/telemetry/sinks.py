@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from asyncrl.disk import writing
+from asyncrl.disk import replace_text, writing
+from asyncrl.errors import ConfigError
 
 
 class Sink(Protocol):
@@ -57,21 +58,46 @@ class Sinks:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a JSONL file; a half-written last line (a kill, a full disk) is left out."""
+    """The rows of a JSONL file; a half-written or damaged last line (a kill, a full disk) is left out.
+
+    Raises:
+        ConfigError: A line before the last one is no row.
+    """
     if not path.exists():
         return
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            if line.endswith("\n"):
-                yield json.loads(line)
+    damaged = 0
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
+            if damaged:
+                rule = "is no JSON object, and lines follow it"
+                raise ConfigError("line", f"{path}:{damaged}", rule, "remove the line, or the file")
+            try:
+                row = json.loads(line) if line.endswith("\n") else None
+            except ValueError:
+                row = None
+            if isinstance(row, dict):
+                yield row
+            else:
+                damaged = number
 
 
 def _keep_rows_up_to(path: Path, version: int) -> None:
     kept = [row for row in read_rows(path) if row.get("version", 0) <= version]
-    partial = path.with_suffix(".partial")
-    partial.write_text("".join(map(_line, kept)), encoding="utf-8")
-    os.replace(partial, path)
+    replace_text(path, "".join(map(_line, kept)))
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    return json.dumps(row, ensure_ascii=False) + "\n"
+    return json.dumps(json_numbers(row), ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def json_numbers(value: Any) -> Any:
+    """`value` with None for numbers that JSON does not have.
+
+    >>> json_numbers({"loss": float("nan"), "parts": [1, float("inf")]})
+    {'loss': None, 'parts': [1, None]}
+    """
+    if isinstance(value, Mapping):
+        return {name: json_numbers(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_numbers(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

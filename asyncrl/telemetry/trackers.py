@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from asyncrl.disk import replace_text
 from asyncrl.errors import ConfigError
 from asyncrl.telemetry.sinks import Sink
 
@@ -52,7 +53,7 @@ class WandbSink:
     def __init__(self, run: Run) -> None:
         kept = run.folder / "wandb_id"
         if run.resume_at is None or not kept.exists():
-            kept.write_text(secrets.token_hex(4), encoding="utf-8")
+            replace_text(kept, secrets.token_hex(4))
         self._run = _imported("wandb", "wandb").init(
             id=kept.read_text(encoding="utf-8"),
             name=run.name,

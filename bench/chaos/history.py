@@ -15,12 +15,12 @@ from pathlib import Path
 import redis
 
 from asyncrl.config.schema import Config
-from asyncrl.launch.run_folder import run_folder
-from asyncrl.queue import events as ev
-from asyncrl.queue.effects import END
-from asyncrl.queue.file_journal import FileJournal
-from asyncrl.queue.journal import split
-from asyncrl.queue.records import CODEC, Happened, Record, StreamState
+from asyncrl.launch.folder.run_folder import run_folder
+from asyncrl.queue.broker.records import CODEC, Happened, Record, StreamState
+from asyncrl.queue.ledger import events as ev
+from asyncrl.queue.ledger.transitions import END
+from asyncrl.queue.storage.file_journal import FileJournal
+from asyncrl.queue.storage.journal import split
 
 BEFORE = "before"
 """How a task has ended of which a snapshot only says that it has."""

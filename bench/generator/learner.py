@@ -15,16 +15,16 @@ from typing import Any
 
 import torch
 
-from asyncrl.config.agreement import AGREED, agreed
+from asyncrl.config.config_consistency import AGREED, agreed
 from asyncrl.config.schema import Config
-from asyncrl.learner.batch import MicroBatch
-from asyncrl.learner.fsdp import FsdpBackend
+from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
+from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.trainer import train_settings
-from asyncrl.queue.broker import Broker
-from asyncrl.queue.client import BlockingClient, QueueClient
-from asyncrl.queue.durability import open_keeper
+from asyncrl.queue.broker.broker import Broker
+from asyncrl.queue.broker.durability import open_keeper
+from asyncrl.queue.client.client import BlockingClient, QueueClient
 from asyncrl.queue.feeder import feed
-from asyncrl.sync.publisher import Publisher
+from asyncrl.sync.stream.publisher import Publisher
 from asyncrl.types import Group, Version
 from bench.generator.model import config_of, task_at
 from bench.process import Talk

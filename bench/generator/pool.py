@@ -13,7 +13,7 @@ import numpy as np
 
 from asyncrl.generator import process
 from asyncrl.generator.admission import Admission
-from asyncrl.generator.engine import SampleRequest
+from asyncrl.generator.engines.engine import SampleRequest
 from asyncrl.types import Sampling
 from bench.generator.model import GROUP, SLOTS, config_of, task_at
 from bench.generator.watched import MEAN, SHORT, Measured, Watched

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.generator.engine import SampleRequest
+from asyncrl.generator.engines.engine import SampleRequest
 from asyncrl.types import Turn
 from bench.generator.model import LONGEST
 

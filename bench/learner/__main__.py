@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from asyncrl.learner.work import Work
+from asyncrl.learner.reporting.flops import TrainingFlops
 from bench.bars import Measured, figures
 from bench.learner.model import SIZES, TINY, config_of, write_model
 from bench.learner.report import table
@@ -135,7 +135,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="learner-") as temporary, ExitStack() as stack:
         folder = Path(temporary)
         write_model(folder / "model", TINY if args.tiny else SIZES)
-        millions = Work.of(config_of(folder).model).weights / 1e6
+        millions = TrainingFlops.of(config_of(folder).model).weights / 1e6
         trial = Trial(folder, stack, args)
         trial.warm()
         kept: list[Measured] = []

@@ -20,11 +20,11 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
-from asyncrl.learner.batch import MicroBatch
-from asyncrl.learner.device import measured_peak_flops, peak_memory_bytes, this_device
-from asyncrl.learner.fsdp import FsdpBackend
-from asyncrl.learner.version_step import version_step
-from asyncrl.learner.work import Work, squares
+from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
+from asyncrl.learner.data.batch import MicroBatch
+from asyncrl.learner.reporting.device import measured_peak_flops, peak_memory_bytes, this_device
+from asyncrl.learner.reporting.flops import TrainingFlops, squares
+from asyncrl.learner.training.version_step import version_step
 from asyncrl.models import load_config as load_model_config
 from asyncrl.types import Group
 from bench.learner.clock import CLOCKS
@@ -98,7 +98,7 @@ def side() -> None:
     torch.cuda.synchronize()
     seconds = (clock() - begun) / STEPS
     lengths = [int(length) for group in groups for length in group.lengths]
-    flops = Work.of(config.model).flops(sum(lengths), squares(lengths))
+    flops = TrainingFlops.of(config.model).flops(sum(lengths), squares(lengths))
     talk.tell(
         {
             "mfu": flops / seconds / measured_peak_flops(device, torch.bfloat16),

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from asyncrl.learner.logprobs import token_logprobs
+from asyncrl.learner.models.logprobs import token_logprobs
 from bench.process import Talk
 
 TOKENS, HIDDEN, VOCABULARY = 2048, 256, 32_768

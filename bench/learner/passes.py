@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from asyncrl.config.schema import Config
-from asyncrl.learner.batch import MicroBatch
-from asyncrl.learner.fsdp import FsdpBackend
-from asyncrl.learner.packing import pack
-from asyncrl.learner.work import Work
+from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
+from asyncrl.learner.data.batch import MicroBatch
+from asyncrl.learner.data.packing import pack
+from asyncrl.learner.reporting.flops import TrainingFlops
 from asyncrl.models import load_causal_lm
 from bench.learner.clock import CLOCKS
 from bench.learner.model import config_of, groups_of
@@ -50,7 +50,7 @@ def main() -> None:
 class Packed:
     def __init__(self, config: Config) -> None:
         self._backend, self._tokens = FsdpBackend(config), config.learner.micro_batch_tokens
-        self._even = Work.of(config.model).even_tokens
+        self._even = TrainingFlops.of(config.model).even_tokens
 
     def prepare(self, batch: MicroBatch) -> None:
         self._backend.forget_gradients()

@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from asyncrl.learner.batch import MicroBatch
-from asyncrl.learner.fsdp import FsdpBackend
-from asyncrl.learner.version_step import version_step
-from asyncrl.learner.work import Work, squares
-from asyncrl.queue.shares import Load, share_out
+from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
+from asyncrl.learner.data.batch import MicroBatch
+from asyncrl.learner.reporting.flops import TrainingFlops, squares
+from asyncrl.learner.training.version_step import version_step
+from asyncrl.queue.ledger.rules.shares import GroupCost, share_out
 from asyncrl.types import Group
 from bench.learner.clock import CLOCKS
 from bench.learner.model import config_of, groups_of
@@ -57,7 +57,7 @@ def main() -> None:
     config, clock = config_of(Path(said["folder"])), CLOCKS[said["clock"]]
     groups = groups_of(samples("short", said["groups"], said["scale"]))
     backend = FsdpBackend(config)
-    mine = _share(groups, backend.data_rank, backend.data_world, Work.of(config.model))
+    mine = _share(groups, backend.data_rank, backend.data_world, TrainingFlops.of(config.model))
     step, watch = version_step(backend, config), Stopwatch(backend, clock)
     talk.tell("ready")
     version = 0
@@ -71,9 +71,9 @@ def main() -> None:
     backend.close()
 
 
-def _share(groups: list[Group], rank: int, ranks: int, work: Work) -> list[Group]:
+def _share(groups: list[Group], rank: int, ranks: int, work: TrainingFlops) -> list[Group]:
     """As the ledger would."""
-    loads = [Load(g.tokens, g.tokens + squares(g.lengths.tolist()) / work.even_tokens) for g in groups]
+    loads = [GroupCost(g.tokens, g.tokens + squares(g.lengths.tolist()) / work.even_tokens) for g in groups]
     homes = share_out(loads, ranks, max_tokens=1 << 30)
     return [group for group, home in zip(groups, homes, strict=True) if home == rank]
 

@@ -13,5 +13,6 @@ A system is a module with three functions, each of which runs in a process of it
 
     serve(folder, options, load)    context manager that yields the address for the two others
     produce(address, run)           hands over run.load.groups groups; run.sends(i) as it begins with one
-    consume(address, run)           run.got(i, columns) for each, with arrays that can be indexed
+    consume(address, run)           run.got(i, columns) for each, with arrays that can be indexed,
+                                    before it asks for more, or with the time when they were there
 """

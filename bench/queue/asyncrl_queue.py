@@ -18,12 +18,12 @@ import numpy as np
 
 from asyncrl.config.schema import QueueConfig
 from asyncrl.errors import SourceEndedError
-from asyncrl.queue.broker import Broker
-from asyncrl.queue.client import Claim, Lease, QueueClient
-from asyncrl.queue.durability import open_keeper
-from asyncrl.queue.events import StreamSettings
+from asyncrl.queue.broker.broker import Broker
+from asyncrl.queue.broker.durability import open_keeper
+from asyncrl.queue.client.client import Claim, Lease, QueueClient
 from asyncrl.queue.feeder import feed
-from asyncrl.queue.keys import client_keys, make_keys, server_keys
+from asyncrl.queue.ledger.events import StreamSettings
+from asyncrl.queue.wire.keys import client_keys, make_keys, server_keys
 from asyncrl.types import Group, Sampling, Task
 from bench.queue.endpoint import Run
 from bench.queue.load import AHEAD, DEPTH, IN_FLIGHT, POOL, ROWS, Arrays, Columns, Load

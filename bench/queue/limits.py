@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from asyncrl.queue.ledger import Ledger, StreamSettings
+from asyncrl.queue.ledger.ledger import Ledger, StreamSettings
 
 COPY_BYTES = 64 << 20
 """More than a cache holds."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from asyncrl.queue.payload import encode_group
+from asyncrl.queue.wire.payload import encode_group
 from asyncrl.types import Task
 from bench.process import Process
 from bench.queue.asyncrl_queue import PROMPT, group_of

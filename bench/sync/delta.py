@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from asyncrl.sync.delta import apply, encode
+from asyncrl.sync.delta.delta import apply, encode
 from bench.sync.model import shapes
 from bench.sync.tensors import drawn
 

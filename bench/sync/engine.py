@@ -14,13 +14,13 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from asyncrl.config.schema import SyncConfig
-from asyncrl.generator.engine import SampleRequest
-from asyncrl.generator.kv_cache import ATTENTION
-from asyncrl.generator.receiver import Reader
-from asyncrl.generator.transformers_engine import TransformersEngine
+from asyncrl.generator.engines.engine import SampleRequest
+from asyncrl.generator.engines.receiver import WeightReader
+from asyncrl.generator.engines.transformers.kv_cache import ATTENTION
+from asyncrl.generator.engines.transformers.transformers_engine import TransformersEngine
 from asyncrl.generator.weights import WeightFollower
-from asyncrl.sync import link
-from asyncrl.sync.transport import SharingChannel, Transfer, bytes_of
+from asyncrl.sync.channels.transport import SharingChannel, Transfer, bytes_of
+from asyncrl.sync.stream import link
 from asyncrl.types import Sampling
 from bench.process import Talk
 from bench.sync.model import HEAD, SHAPES
@@ -100,7 +100,7 @@ async def run(talk: Talk, said: dict[str, Any]) -> None:
     engine = TransformersEngine(
         model_of(said["millions"]), slots=SLOTS, max_length=LENGTH, end_ids=(), version=0, fixed_shape=False
     )
-    reader = Reader("bench", said["who"], SyncConfig(delta="never"))
+    reader = WeightReader("bench", said["who"], SyncConfig(delta="never"))
     follower = WeightFollower(said["who"], engine.receiver(reader), OneLearner(said["endpoints"]))
     await engine.start()
     tasks = [asyncio.create_task(follower.run()), asyncio.create_task(_decode(engine))]

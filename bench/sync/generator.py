@@ -8,11 +8,11 @@ import time
 import torch
 
 from asyncrl.config.schema import SyncConfig
-from asyncrl.sync.arena import Arena
-from asyncrl.sync.bucket import Shards
-from asyncrl.sync.layout import layout_bytes
-from asyncrl.sync.shared_memory import allocated_bytes
-from asyncrl.sync.subscriber import Subscriber
+from asyncrl.sync.channels.shared_memory import allocated_bytes
+from asyncrl.sync.layout.layout import layout_bytes
+from asyncrl.sync.stream.subscriber import Subscriber
+from asyncrl.sync.tensors.bucket import Shards
+from asyncrl.sync.tensors.tensor_buffer import TensorBuffer
 from bench.process import Talk
 from bench.sync.model import generator_layout
 from bench.sync.tensors import check, empty_shards
@@ -27,7 +27,7 @@ def main() -> None:
     backend, rank, world = said["backend"], said["rank"], said["world"]
     layout = generator_layout(said["millions"], rank, world)
     live = empty_shards(layout)
-    arena = Arena(Shards(layout, live))
+    arena = TensorBuffer(Shards(layout, live))
     staging = arena.shards
     engine = Shards(layout, live)
     config = SyncConfig(backend=backend, delta="never")

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from asyncrl.sync.layout import whole_layout
+from asyncrl.sync.layout.layout import whole_layout
 from bench.process import DEADLINE_S, Talk
 from bench.sync.model import shapes
 from bench.sync.tensors import check, empty_shards, shards_of

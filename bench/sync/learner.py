@@ -7,9 +7,9 @@ import time
 import torch
 
 from asyncrl.config.schema import SyncConfig
-from asyncrl.sync.layout import layout_bytes
-from asyncrl.sync.publisher import Publisher
-from asyncrl.sync.shared_memory import allocated_bytes
+from asyncrl.sync.channels.shared_memory import allocated_bytes
+from asyncrl.sync.layout.layout import layout_bytes
+from asyncrl.sync.stream.publisher import Publisher
 from bench.process import Talk
 from bench.sync.model import LEARNERS, learner_layout
 from bench.sync.tensors import shards_of

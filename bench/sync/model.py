@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 
-from asyncrl.sync.layout import ParamLayout, grid
+from asyncrl.sync.layout.layout import ParamLayout, grid
 
 LEARNERS = 2
 

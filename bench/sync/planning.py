@@ -6,7 +6,7 @@ import time
 
 from asyncrl.config.schema import ModelConfig, SyncConfig
 from asyncrl.models import checkpoint_shapes
-from asyncrl.sync.forecast import Model, Speeds, forecast, parse_generators, parse_learner
+from asyncrl.sync.plan.cost_model import ModelCost, Speeds, forecast, parse_generators, parse_learner
 
 MODEL = "configs/models/deepseek_v3"
 LEARNER, GENERATORS = "fsdp 512 ep 64", "64 tp 8"
@@ -19,7 +19,7 @@ def plan_671b_s() -> float:
     speeds = Speeds(config.network_gb_s * 1e9, config.local_gb_s * 1e9, config.hop_ms / 1e3)
     begun = time.perf_counter()
     forecast(
-        Model(shapes, heads),
+        ModelCost(shapes, heads),
         parse_learner(LEARNER),
         parse_generators(GENERATORS),
         config.bucket_bytes,

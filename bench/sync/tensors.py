@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from asyncrl.sync.layout import Layout
+from asyncrl.sync.layout.layout import Layout
 
 STD = 0.02
 

@@ -22,11 +22,9 @@ from redis_server import RedisServer
 from small_run import BAD, BATCH, TASKS, write_config
 
 from asyncrl.config.load import load_config
-from asyncrl.queue.events import Committed, Leased, Rewound, SteppedBack, StepTrained
+from asyncrl.queue.ledger.events import Committed, Leased, Rewound, SteppedBack, StepTrained
 from bench.chaos.history import History, JournalReader
 from bench.chaos.kills import kill
-
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 GOOD = sorted(set(range(TASKS)) - set(BAD))
 VERSIONS = -(-len(GOOD) // BATCH)
@@ -138,6 +136,7 @@ def stores(own_redis: RedisServer) -> dict[str, tuple[str, ...]]:
     return {name: (*words, url) if "redis" in name else words for name, words in STORES.items()}
 
 
+@pytest.mark.slow
 def test_a_quiet_run(config_file: Path, stores: dict[str, tuple[str, ...]], own_redis: RedisServer) -> None:
     """What the others are compared with."""
     run = Run(config_file, stores["metadata"], own_redis)
@@ -145,7 +144,13 @@ def test_a_quiet_run(config_file: Path, stores: dict[str, tuple[str, ...]], own_
     assert_all_ended_once(run)
 
 
-@pytest.mark.parametrize(("store", "seed"), [(store, seed) for seed, store in enumerate(STORES)])
+@pytest.mark.parametrize(
+    ("store", "seed"),
+    [
+        pytest.param(store, seed, marks=pytest.mark.slow if store != "metadata" else ())
+        for seed, store in enumerate(STORES)
+    ],
+)
 def test_every_task_ends_once(
     config_file: Path, stores: dict[str, tuple[str, ...]], own_redis: RedisServer, store: str, seed: int
 ) -> None:
@@ -154,6 +159,7 @@ def test_every_task_ends_once(
     assert_all_ended_once(run)
 
 
+@pytest.mark.slow
 def test_a_learner_that_dies_before_its_first_checkpoint_begins_at_the_beginning(
     config_file: Path, stores: dict[str, tuple[str, ...]], own_redis: RedisServer
 ) -> None:

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 from asyncrl.config.schema import QueueConfig
-from asyncrl.queue.broker import Broker
-from asyncrl.queue.durability import open_keeper
+from asyncrl.queue.broker.broker import Broker
+from asyncrl.queue.broker.durability import open_keeper
 
 
 def main(address: str, folder: str, *words: str) -> None:

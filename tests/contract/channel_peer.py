@@ -9,8 +9,8 @@ import sys
 
 import torch
 
-from asyncrl.sync.channels import open_channel
-from asyncrl.sync.torch_transport import TARGET, join_store
+from asyncrl.sync.channels.channels import open_channel
+from asyncrl.sync.channels.torch_transport import TARGET, join_store
 
 
 def main(kind: str, port: str, name: str) -> None:

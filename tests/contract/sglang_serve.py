@@ -9,8 +9,8 @@ import torch
 from sglang_stand_in import SglangStandIn
 
 from asyncrl.config.schema import ModelConfig
-from asyncrl.generator.kv_cache import ATTENTION
-from asyncrl.generator.transformers_engine import TransformersEngine, load_end_ids
+from asyncrl.generator.engines.transformers.kv_cache import ATTENTION
+from asyncrl.generator.engines.transformers.transformers_engine import TransformersEngine, load_end_ids
 from asyncrl.models import load_causal_lm, load_tokenizer
 
 

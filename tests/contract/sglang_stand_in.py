@@ -13,8 +13,8 @@ import numpy as np
 from aiohttp import web
 from safetensors.torch import load_file
 
-from asyncrl.generator.engine import PromptTooLongError, SampleRequest
-from asyncrl.generator.transformers_engine import TransformersEngine
+from asyncrl.generator.engines.engine import PromptTooLongError, SampleRequest
+from asyncrl.generator.engines.transformers.transformers_engine import TransformersEngine
 from asyncrl.types import Sampling, Turn
 
 FIELDS = {"rid", "input_ids", "sampling_params", "return_logprob", "stream", "extra_key"}

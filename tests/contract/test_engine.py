@@ -19,7 +19,6 @@ from engine_cases import (
     always_stops,
     learner,
     log_probs,
-    needs_vllm,
     nudged,
     request,
     staged,
@@ -28,10 +27,11 @@ from engine_cases import (
     update,
     with_weights,
 )
+from missing import needs_vllm
 
 from asyncrl.errors import RunClosedError, WeightSyncError
-from asyncrl.generator.engine import Engine, PromptTooLongError
-from asyncrl.generator.receiver import Reader
+from asyncrl.generator.engines.engine import Engine, PromptTooLongError
+from asyncrl.generator.engines.receiver import WeightReader
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -84,7 +84,7 @@ async def test_more_requests_than_slots_all_finish(engine: Engine) -> None:
 
 async def test_of_waiting_requests_the_lowest_ordinal_goes_first(house: House, engine: Engine) -> None:
     if house.model is None:
-        return  # with a script nobody waits
+        pytest.skip("with a script nobody waits")
     order: list[int] = []
 
     async def sample(ordinal: int) -> None:
@@ -158,7 +158,7 @@ async def test_log_probs_are_those_of_a_forward_pass(house: House, engine: Engin
 
 async def test_greedy_samples_take_the_likeliest_token(house: House, engine: Engine) -> None:
     if house.model is None:
-        return  # a script takes what it takes
+        pytest.skip("a script takes what it takes")
     turns = await engine.sample(request("a", n=2, max_tokens=20, temperature=0.0))
     assert turns[0].output_ids.tolist() == turns[1].output_ids.tolist()
     likeliest = log_probs(with_weights(house.model, house.weights), turns[0])
@@ -172,8 +172,11 @@ async def test_an_update_moves_samples_in_flight_to_the_new_version(house: House
         sampling = asyncio.ensure_future(engine.sample(request("a", n=2, max_tokens=380)))
         await until_tokens(engine, 10)
         new = await flip()
-    for turn in await sampling:
-        assert turn.versions[0] == old
+    turns = await sampling
+    assert (
+        min(turn.versions[0] for turn in turns) == old
+    )  # the other may begin later, on a machine that is busy
+    for turn in turns:
         assert turn.versions[-1] == new
         assert (np.diff(turn.versions) >= 0).all()
     (fresh,) = await engine.sample(request("b", max_tokens=30))
@@ -186,7 +189,7 @@ async def test_an_update_moves_samples_in_flight_to_the_new_version(house: House
 async def test_the_first_token_of_new_weights_has_their_version(house: House, engine: Engine) -> None:
     """The new weights stop at once: the end token is the only one that they make."""
     if house.model is None:
-        return
+        pytest.skip("a script has no weights that could stop it")
     old = await update(engine, house.weights)
     async with staged(engine, always_stops(house.weights)) as flip:
         sampling = asyncio.ensure_future(engine.sample(request("a", n=SLOTS, max_tokens=390)))
@@ -206,7 +209,7 @@ async def test_weights_that_lack_a_parameter_are_refused_and_change_nothing(
     version, (before,) = engine.version, await engine.sample(request("a", max_tokens=20))
     lacking = nudged(house.weights)
     lacking.pop(sorted(lacking)[-1])
-    receiver = engine.receiver(Reader("run", "generator-0", SYNC))
+    receiver = engine.receiver(WeightReader("run", "generator-0", SYNC))
     with learner(lacking, version + 1) as source:
         await receiver.open(source)
         with pytest.raises(WeightSyncError, match="parameter"):
@@ -228,13 +231,18 @@ async def test_all_time_is_accounted_for_and_idle_time_is_a_wait(engine: Engine)
             spans |= engine.stats().keys()
 
 
-async def test_closing_ends_what_is_in_flight_and_leaves_no_process(engine: Engine) -> None:
-    """The last test of an engine."""
+@pytest.mark.parametrize("maker", ENGINES)
+async def test_closing_ends_what_is_in_flight_and_leaves_no_process(
+    maker: Callable[[Path], House], tmp_path: Path
+) -> None:
+    """An engine of its own: the others of this file go on with theirs, in whatever order they come."""
+    before = set(psutil.Process().children(recursive=True))
+    engine = maker(tmp_path).engine
+    await engine.start()
     sampling = asyncio.ensure_future(engine.sample(request("a", max_tokens=390)))
     await until_tokens(engine, 3)
-    mine = psutil.Process()
     await engine.close()
     with pytest.raises(RunClosedError):
         await sampling
-    left = [child for child in mine.children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
-    assert not [child for child in left if child.name() != "redis-server"]  # the session's
+    children = set(psutil.Process().children(recursive=True)) - before
+    assert not [child for child in children if child.status() != psutil.STATUS_ZOMBIE]

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_cases import CLOSE, EXPERTS, SIZES, from_config, log_probs, needs_vllm, request, vllm_config
+from engine_cases import CLOSE, EXPERTS, SIZES, from_config, log_probs, request, vllm_config
 from families import rollouts
+from missing import needs_vllm
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from asyncrl.config.schema import (
@@ -18,9 +19,9 @@ from asyncrl.config.schema import (
     ModelConfig,
     OptimizerConfig,
 )
-from asyncrl.generator.vllm_engine import VllmEngine
-from asyncrl.learner.batch import MicroBatch
-from asyncrl.learner.fsdp import FsdpBackend
+from asyncrl.generator.engines.vllm.vllm_engine import VllmEngine
+from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
+from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.types import Group, Sampling, Task
 
 pytestmark = [

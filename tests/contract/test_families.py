@@ -24,13 +24,13 @@ from asyncrl.config.schema import (
     OptimizerConfig,
 )
 from asyncrl.errors import ConfigError
-from asyncrl.generator.kv_cache import ATTENTION
-from asyncrl.generator.transformers_engine import TransformersEngine
-from asyncrl.learner.backend import POLICY
-from asyncrl.learner.batch import MicroBatch
-from asyncrl.learner.fsdp import FsdpBackend
-from asyncrl.learner.networks import load_network
-from asyncrl.learner.origin import origin_of
+from asyncrl.generator.engines.transformers.kv_cache import ATTENTION
+from asyncrl.generator.engines.transformers.transformers_engine import TransformersEngine
+from asyncrl.learner.backends.checkpoint_source import origin_of
+from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
+from asyncrl.learner.data.batch import MicroBatch
+from asyncrl.learner.models.networks import load_network
+from asyncrl.learner.models.roles import POLICY
 from asyncrl.models import load_causal_lm
 from asyncrl.types import Group, Sampling, Task
 

@@ -27,13 +27,13 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config.schema import KvAtFlip
 from asyncrl.errors import ConfigError, ProcessDiedError, WeightSyncError
-from asyncrl.generator import http_link
-from asyncrl.generator.http_link import ServerRefusedError, metric_sums
-from asyncrl.generator.places import Places
-from asyncrl.generator.receiver import LostWeightsError, Reader
+from asyncrl.generator.engines.http import http_link
+from asyncrl.generator.engines.http.http_link import ServerRefusedError, metric_sums
+from asyncrl.generator.engines.http.priority_semaphore import PrioritySemaphore
+from asyncrl.generator.engines.receiver import LostWeightsError, WeightReader
 from asyncrl.types import NO_VERSION
 
-READER = Reader("run", "generator-0", SYNC)
+READER = WeightReader("run", "generator-0", SYNC)
 
 
 @asynccontextmanager
@@ -231,7 +231,7 @@ async def test_an_address_where_no_such_server_is_refused_by_name(tmp_path: Path
 
 
 async def test_places_go_to_the_lowest_ordinal_that_waits() -> None:
-    places, order = Places(1), []
+    places, order = PrioritySemaphore(1), []
 
     async def work(ordinal: int) -> None:
         place = places.ask(ordinal)
@@ -247,7 +247,7 @@ async def test_places_go_to_the_lowest_ordinal_that_waits() -> None:
 
 @pytest.mark.parametrize("granted", [False, True])
 async def test_who_stops_waiting_takes_no_place(granted: bool) -> None:
-    places = Places(1)
+    places = PrioritySemaphore(1)
     first, second = places.ask(0), places.ask(1)
     if granted:
         places.give_back()

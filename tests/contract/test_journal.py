@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import re
 import resource
 import signal
@@ -15,14 +16,15 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from power import Disk
 from processes import free_port
 from redis_server import RedisServer
 
 from asyncrl.errors import ConfigError, DeadlineError, JournalError
-from asyncrl.queue.file_journal import FileJournal
-from asyncrl.queue.journal import Journal, MemoryJournal
-from asyncrl.queue.redis_journal import RedisJournal
-from asyncrl.queue.redis_run import RedisRun
+from asyncrl.queue.storage.file_journal import FileJournal
+from asyncrl.queue.storage.journal import Journal, MemoryJournal
+from asyncrl.queue.storage.redis_journal import RedisJournal
+from asyncrl.queue.storage.redis_run import RedisRun
 
 Open = Callable[[], Journal]
 """The journal as a broker that comes next finds it."""
@@ -246,6 +248,63 @@ def test_a_full_disk_is_an_error_and_leaves_whole_bursts(tmp_path: Path) -> None
     again = file_journal(tmp_path)
     assert read(again) == [b"fits", b"x" * 1000]
     again.close()
+
+
+def test_with_fsync_a_power_failure_takes_nothing_that_was_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether or not the new file's name has reached the disk by then."""
+    folder = tmp_path / "queue"
+    folder.mkdir()
+    disk = Disk(folder, monkeypatch)
+    failures = iter(range(100))
+
+    def left() -> list[list[bytes]]:
+        found = []
+        for names_of_now in (False, True):
+            again = FileJournal(
+                disk.after_failure(tmp_path / f"{next(failures)}", names_of_now=names_of_now), "it"
+            )
+            found.append(read(again))
+            again.close()
+        return found
+
+    journal = FileJournal(folder, "it", fsync=True)
+    assert left() == 2 * [[]]
+    assert read(journal) == []
+    write(journal, [b"flushed"])
+    assert left() == 2 * [[b"flushed"]]
+    journal.compact([b"snapshot", b"x" * (1 << 20), b"more"])
+    assert left() == 2 * [[b"snapshot", b"x" * (1 << 20), b"more"]]
+    write(journal, [b"new"])
+    assert left() == 2 * [[b"snapshot", b"x" * (1 << 20), b"more", b"new"]]
+    journal.close()
+    disk.close()
+
+
+def test_with_fsync_the_old_journal_is_replaced_only_by_one_that_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "queue"
+    folder.mkdir()
+    disk = Disk(folder, monkeypatch)
+    journal = FileJournal(folder, "it", fsync=True)
+    assert read(journal) == []
+    write(journal, [b"old"])
+    replace, left = os.replace, []
+
+    def replaced(old: Path, new: Path) -> None:
+        replace(old, new)
+        left.append(FileJournal(disk.after_failure(tmp_path / "after", names_of_now=True), "it"))
+
+    monkeypatch.setattr(os, "replace", replaced)
+    journal.compact([b"snapshot"])
+    monkeypatch.undo()
+    (after,) = left
+    assert read(after) == [b"snapshot"]
+    after.close()
+    journal.close()
+    disk.close()
 
 
 # ---------------------------------------------------------------------- Redis

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from test_queue_client import LEASE_S, WAIT_S, AnyQueue, B, claim, group, lease, ordinals, queue, tasks
 
-from asyncrl.config.agreement import AGREED, agreed
-from asyncrl.config.placement import PlaceConfig, PlacementConfig
+from asyncrl.config.config_consistency import AGREED, agreed
 from asyncrl.config.schema import Config, GeneratorConfig, LearnerConfig, RunConfig
+from asyncrl.config.sections.placement import PlaceConfig, PlacementConfig
 from asyncrl.errors import ConfigError, DeadlineError
 from asyncrl.pool.worker import Doing, LeftOut, PoolWorker
-from asyncrl.queue.client import QueueClient
-from asyncrl.queue.ledger import StreamSettings
-from asyncrl.queue.settings import Stage
+from asyncrl.queue.client.client import QueueClient
+from asyncrl.queue.ledger.ledger import StreamSettings
+from asyncrl.queue.ledger.settings import StageSettings
 from asyncrl.types import NO_VERSION, Array, Group
 
 __all__ = ["queue"]
@@ -31,7 +31,7 @@ SETTINGS = StreamSettings(
     max_bytes=1 << 30,
     lease_s=LEASE_S,
     columns=("reference",),
-    stages=(Stage("reference", adds=("reference",)),),
+    stages=(StageSettings("reference", adds=("reference",)),),
 )
 
 

@@ -23,14 +23,14 @@ from asyncrl.errors import (
     SourceEndedError,
     WireError,
 )
-from asyncrl.queue.broker import Broker
-from asyncrl.queue.client import BlockingClient, Claim, Lease, Opened, QueueClient
-from asyncrl.queue.durability import open_keeper
+from asyncrl.queue.broker.broker import Broker
+from asyncrl.queue.broker.durability import open_keeper
+from asyncrl.queue.broker.recovery import Recovery
+from asyncrl.queue.client.client import BlockingClient, Claim, Lease, Opened, QueueClient
 from asyncrl.queue.feeder import feed
-from asyncrl.queue.keeper import Keeper
-from asyncrl.queue.ledger import StreamSettings
+from asyncrl.queue.ledger.ledger import StreamSettings
 from asyncrl.queue.local import LocalQueue
-from asyncrl.queue.payload import encode_group
+from asyncrl.queue.wire.payload import encode_group
 from asyncrl.types import Group, Rollout, Sampling, Task
 
 B = 4
@@ -57,7 +57,7 @@ class Clock:
 class SocketQueue:
     """A running broker and the clients that a test has asked for."""
 
-    def __init__(self, run: str = "run", keeper: Keeper | None = None) -> None:
+    def __init__(self, run: str = "run", keeper: Recovery | None = None) -> None:
         self.clock = Clock()
         self._broker = Broker("tcp://127.0.0.1:*", run, clock=self.clock)
         self._keeper = keeper

@@ -15,12 +15,12 @@ import pytest
 import zmq
 from raw_request import envelope
 
-from asyncrl.queue import wire
-from asyncrl.queue.broker import Broker
-from asyncrl.queue.callers import MAX_REQUESTS
-from asyncrl.queue.client import BlockingClient
-from asyncrl.queue.envelope import unpack_replies
-from asyncrl.queue.ledger import StreamSettings
+from asyncrl.queue.broker.broker import Broker
+from asyncrl.queue.client.client import BlockingClient
+from asyncrl.queue.ledger.ledger import StreamSettings
+from asyncrl.queue.wire import wire
+from asyncrl.queue.wire.client_state import MAX_REQUESTS
+from asyncrl.queue.wire.envelope import unpack_replies
 from asyncrl.types import Task
 
 TRAIN = StreamSettings(

@@ -20,9 +20,10 @@ import pytest
 from redis_server import RedisServer
 
 from asyncrl.errors import JournalError, RefusedError, SourceEndedError
-from asyncrl.queue.client import Claim, Lease, QueueClient
+from asyncrl.launch.supervise import die_with_parent
+from asyncrl.queue.client.client import Claim, Lease, QueueClient
 from asyncrl.queue.feeder import feed
-from asyncrl.queue.ledger import StreamSettings
+from asyncrl.queue.ledger.ledger import StreamSettings
 from asyncrl.types import Group, Rollout, Sampling, Task
 
 T = TypeVar("T")
@@ -60,7 +61,9 @@ class BrokerProcess:
     def start(self) -> None:
         program = [sys.executable, str(Path(__file__).with_name("broker_process.py"))]
         words = [*program, self.address, str(self._folder), *self._words]
-        self.process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=die_with_parent
+        )
         assert self.process.stdout is not None
         self.address = self.process.stdout.readline().strip()
         assert self.address, self.process.communicate()[1]

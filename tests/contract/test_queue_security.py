@@ -11,9 +11,9 @@ import pytest
 import zmq
 
 from asyncrl.errors import ConfigError
-from asyncrl.queue.broker import Broker
-from asyncrl.queue.client import QueueClient
-from asyncrl.queue.keys import ClientKeys, client_keys, make_keys, server_keys
+from asyncrl.queue.broker.broker import Broker
+from asyncrl.queue.client.client import QueueClient
+from asyncrl.queue.wire.keys import ClientKeys, client_keys, make_keys, server_keys
 
 WAIT_S = 20.0
 

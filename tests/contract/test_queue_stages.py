@@ -20,9 +20,9 @@ from test_queue_client import (
     tasks,
 )
 
-from asyncrl.queue.client import QueueClient, StageLease
-from asyncrl.queue.ledger import StreamSettings
-from asyncrl.queue.settings import Stage
+from asyncrl.queue.client.client import QueueClient, StageLease
+from asyncrl.queue.ledger.ledger import StreamSettings
+from asyncrl.queue.ledger.settings import StageSettings
 from asyncrl.types import NO_VERSION
 
 __all__ = ["queue"]
@@ -35,7 +35,10 @@ STAGED = StreamSettings(
     max_bytes=1 << 30,
     lease_s=LEASE_S,
     columns=("rewards", "values"),
-    stages=(Stage("reward", adds=("rewards",)), Stage("critic", needs=("rewards",), adds=("values",))),
+    stages=(
+        StageSettings("reward", adds=("rewards",)),
+        StageSettings("critic", needs=("rewards",), adds=("values",)),
+    ),
 )
 PLAIN = StreamSettings(B, 1, 1, 2 * B, 1 << 30, LEASE_S)
 

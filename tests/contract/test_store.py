@@ -14,13 +14,14 @@ import pytest
 import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from power import Disk
 from redis_server import RedisServer
 
 from asyncrl.errors import JournalError
-from asyncrl.queue.file_shelf import FileShelf
-from asyncrl.queue.redis_run import RedisRun
-from asyncrl.queue.redis_shelf import RedisShelf
-from asyncrl.queue.store import Key, PayloadStore, Shelf
+from asyncrl.queue.storage.file_payloads import FilePayloads
+from asyncrl.queue.storage.redis_payloads import RedisPayloads
+from asyncrl.queue.storage.redis_run import RedisRun
+from asyncrl.queue.storage.store import PayloadBackend, PayloadKey, PayloadStore
 
 Open = Callable[..., PayloadStore]
 """The store as the broker that comes next finds it; keywords go to PayloadStore."""
@@ -32,12 +33,14 @@ FRAMES = [b"header", b"", b"x" * 1000]
 
 def opener(kind: str, request: pytest.FixtureRequest, folder: Path) -> Open:
     def open_store(**options: Any) -> PayloadStore:
-        shelf: Shelf | None = None
+        shelf: PayloadBackend | None = None
         if kind == "redis":
             server: RedisServer = request.getfixturevalue("redis_server")
-            shelf = RedisShelf(RedisRun(server.url, "it"))
+            shelf = RedisPayloads(RedisRun(server.url, "it"))
         elif kind != "memory":
-            shelf = FileShelf(folder, lasting=kind != "spilling", fsync=kind == "fsync", segment_bytes=2000)
+            shelf = FilePayloads(
+                folder, lasting=kind != "spilling", fsync=kind == "fsync", segment_bytes=2000
+            )
         return PayloadStore(shelf, durable=kind in DURABLE, **options)
 
     return open_store
@@ -155,9 +158,9 @@ def test_what_was_flushed_is_found_again(open_durable: Open) -> None:
     store.flush()
     again = open_durable()
     assert again.recovered() == {
-        Key("train", 1, "group"): 7,
-        Key("train", 2, "group"): 9,
-        Key("train", 3, "progress"): 0,
+        PayloadKey("train", 1, "group"): 7,
+        PayloadKey("train", 2, "group"): 9,
+        PayloadKey("train", 3, "progress"): 0,
     }
     assert found(again, "train", 1, "group") == FRAMES
     assert found(again, "train", 2, "group") == [b"two again"]
@@ -168,7 +171,7 @@ def test_what_was_flushed_is_found_again(open_durable: Open) -> None:
     again.flush()
     again.close()
     last = open_durable()
-    assert last.recovered()[Key("train", 2, "group")] == 10
+    assert last.recovered()[PayloadKey("train", 2, "group")] == 10
     assert found(last, "train", 2, "group") == [b"three times"]
     last.close()
 
@@ -176,12 +179,16 @@ def test_what_was_flushed_is_found_again(open_durable: Open) -> None:
 def test_what_is_dropped_lies_there_until_the_journal_says_so_too(open_durable: Open) -> None:
     """The journal is flushed after the store: a broker that dies in between finds a group that it still needs."""
     store = open_durable()
-    store.put("train", 1, "group", FRAMES)
+    for ordinal in range(5):  # more than a file of the store takes
+        store.put("train", ordinal, "group", FRAMES)
     store.flush()
-    store.drop("train", 1)
+    for ordinal in range(5):
+        store.drop("train", ordinal)
     store.flush()
-    assert found(store, "train", 1, "group") == []
-    assert found(open_durable(), "train", 1, "group") == FRAMES
+    again = open_durable()
+    for ordinal in range(5):
+        assert found(store, "train", ordinal, "group") == []
+        assert found(again, "train", ordinal, "group") == FRAMES
 
 
 def test_a_spilling_store_begins_empty(tmp_path: Path, request: pytest.FixtureRequest) -> None:
@@ -246,7 +253,7 @@ def test_it_is_a_dictionary_that_may_be_restarted(
     store.flush()
     if kind in DURABLE:
         # Files may bring back what was dropped in an earlier life.
-        assert store.recovered().keys() >= {Key(*place) for place in model}
+        assert store.recovered().keys() >= {PayloadKey(*place) for place in model}
     store.close()
 
 
@@ -254,14 +261,24 @@ def test_it_is_a_dictionary_that_may_be_restarted(
 
 
 def test_a_segment_of_which_nothing_is_wanted_is_deleted(tmp_path: Path) -> None:
-    shelf = FileShelf(tmp_path, segment_bytes=2000)
+    shelf = FilePayloads(tmp_path, segment_bytes=2000)
     for ordinal in range(8):
-        shelf.write(Key("train", ordinal, "group"), FRAMES, 0)
+        shelf.write(PayloadKey("train", ordinal, "group"), FRAMES, 0)
     assert len(list(tmp_path.iterdir())) == 4
     for ordinal in (0, 2, 3, 1):
-        shelf.erase(Key("train", ordinal, "group"))
+        shelf.erase(PayloadKey("train", ordinal, "group"))
     assert len(list(tmp_path.iterdir())) == 2
     assert shelf.nbytes == 4 * 1006
+    shelf.close()
+
+
+def test_what_is_written_again_leaves_no_segment_behind(tmp_path: Path) -> None:
+    """Else the disk fills up, though the queue stays as small as it is."""
+    shelf = FilePayloads(tmp_path, segment_bytes=1500)
+    for stamp in range(10):
+        shelf.write(PayloadKey("train", 1, "progress"), FRAMES, stamp)
+    assert len(list(tmp_path.iterdir())) == 1
+    assert shelf.nbytes == 1006
     shelf.close()
 
 
@@ -271,9 +288,9 @@ def test_a_segment_cut_or_damaged_anywhere_gives_whole_payloads_or_none(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("shelf")
-    shelf = FileShelf(folder)
+    shelf = FilePayloads(folder)
     for ordinal in range(3):
-        shelf.write(Key("train", ordinal, "group"), [b"%d" % ordinal, b"xyz"], stamp=ordinal)
+        shelf.write(PayloadKey("train", ordinal, "group"), [b"%d" % ordinal, b"xyz"], stamp=ordinal)
     shelf.close()
     (path,) = folder.iterdir()
     packed = bytearray(path.read_bytes())
@@ -283,9 +300,9 @@ def test_a_segment_cut_or_damaged_anywhere_gives_whole_payloads_or_none(
     else:
         packed[at] ^= data.draw(st.integers(1, 255))
     path.write_bytes(packed)
-    again = FileShelf(folder)
+    again = FilePayloads(folder)
     stamps = again.stamps()
-    assert stamps == {Key("train", ordinal, "group"): ordinal for ordinal in range(len(stamps))}
+    assert stamps == {PayloadKey("train", ordinal, "group"): ordinal for ordinal in range(len(stamps))}
     for key in stamps:
         frames = [bytes(frame) for frame in again.read(key)]
         assert [len(frame) for frame in frames] == [
@@ -308,18 +325,18 @@ def full_disk(room: int) -> Iterator[None]:
 
 
 def test_a_payload_that_cannot_be_replaced_is_still_there_for_whoever_comes_next(tmp_path: Path) -> None:
-    key = Key("train", 0, "group")
-    shelf = FileShelf(tmp_path, segment_bytes=1000)
+    key = PayloadKey("train", 0, "group")
+    shelf = FilePayloads(tmp_path, segment_bytes=1000)
     shelf.write(key, [b"a" * 1000], 1)  # a segment of its own
     with full_disk(room=1500), pytest.raises(OSError, match="too large"):
         shelf.write(key, [b"b" * 2000], 2)
     assert [bytes(frame) for frame in shelf.read(key)] == [b"a" * 1000]
-    assert [bytes(frame) for frame in FileShelf(tmp_path).read(key)] == [b"a" * 1000]
+    assert [bytes(frame) for frame in FilePayloads(tmp_path).read(key)] == [b"a" * 1000]
 
 
 def test_a_full_disk_is_an_error_and_leaves_what_was_there(tmp_path: Path) -> None:
-    shelf = FileShelf(tmp_path)
-    one, two = Key("train", 1, "group"), Key("train", 2, "group")
+    shelf = FilePayloads(tmp_path)
+    one, two = PayloadKey("train", 1, "group"), PayloadKey("train", 2, "group")
     shelf.write(one, FRAMES, 1)
     with full_disk(room=1500), pytest.raises(OSError, match="too large") as full:
         shelf.write(two, FRAMES, 2)
@@ -327,25 +344,50 @@ def test_a_full_disk_is_an_error_and_leaves_what_was_there(tmp_path: Path) -> No
     assert list(shelf.stamps()) == [one]
     shelf.write(two, [b"small"], 2)
     shelf.close()
-    again = FileShelf(tmp_path)
+    again = FilePayloads(tmp_path)
     assert [list(map(bytes, again.read(key))) for key in (one, two)] == [FRAMES, [b"small"]]
     again.close()
+
+
+def test_with_fsync_a_power_failure_takes_no_payload_that_was_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the segment before, and of one that is new; nor does it take the names of both."""
+    folder = tmp_path / "payloads"
+    folder.mkdir()
+    disk = Disk(folder, monkeypatch)
+    shelf = FilePayloads(folder, fsync=True, segment_bytes=1500)
+    keys = [PayloadKey("train", ordinal, "group") for ordinal in range(4)]
+    for flushed, key in enumerate(keys, start=1):
+        shelf.write(key, FRAMES, 7)
+        shelf.flush()
+        for names_of_now in (False, True):
+            left = disk.after_failure(tmp_path / f"{flushed} {names_of_now}", names_of_now=names_of_now)
+            again = FilePayloads(left)
+            assert again.stamps() == dict.fromkeys(keys[:flushed], 7)
+            assert [[bytes(frame) for frame in again.read(one)] for one in keys[:flushed]] == [
+                FRAMES
+            ] * flushed
+            again.close()
+    assert len(list(folder.iterdir())) == 2
+    shelf.close()
+    disk.close()
 
 
 # ---------------------------------------------------------------------- Redis
 
 
 def test_what_an_old_broker_writes_is_in_no_index_and_expires(redis_server: RedisServer) -> None:
-    old = RedisShelf(RedisRun(redis_server.url, "it"))
-    key = Key("train", 1, "group")
+    old = RedisPayloads(RedisRun(redis_server.url, "it"))
+    key = PayloadKey("train", 1, "group")
     old.write(key, [b"old"], 1)
     old.flush()
-    new = RedisShelf(RedisRun(redis_server.url, "it"))
+    new = RedisPayloads(RedisRun(redis_server.url, "it"))
     old.write(key, [b"too late"], 2)
     with pytest.raises(JournalError, match="has taken run it over"):
         old.flush()
     assert new.read(key) == [b"old"]
-    assert RedisShelf(RedisRun(redis_server.url, "it")).stamps() == {key: 1}
+    assert RedisPayloads(RedisRun(redis_server.url, "it")).stamps() == {key: 1}
     lives = {name: redis_server.client.ttl(name) for name in redis_server.client.keys("*payload*")}
     assert sorted(lives) == [b"asyncrl:{it}:payload:1-1", b"asyncrl:{it}:payload:1-2"]
     assert lives[b"asyncrl:{it}:payload:1-1"] == -1
@@ -353,7 +395,7 @@ def test_what_an_old_broker_writes_is_in_no_index_and_expires(redis_server: Redi
 
 
 def test_nothing_is_left_of_what_is_dropped(redis_server: RedisServer) -> None:
-    store = PayloadStore(RedisShelf(RedisRun(redis_server.url, "it")), durable=True)
+    store = PayloadStore(RedisPayloads(RedisRun(redis_server.url, "it")), durable=True)
     for ordinal in range(200):
         store.put("train", ordinal, "group", FRAMES)
         store.put("train", ordinal, "group", FRAMES)
@@ -371,21 +413,21 @@ def test_a_payload_that_redis_has_lost_comes_back_empty(
     redis_server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is no group any more, which whoever gets it finds out."""
-    shelf = RedisShelf(RedisRun(redis_server.url, "it"))
-    shelf.write(Key("train", 1, "group"), FRAMES, 1)
+    shelf = RedisPayloads(RedisRun(redis_server.url, "it"))
+    shelf.write(PayloadKey("train", 1, "group"), FRAMES, 1)
     shelf.flush()
     redis_server.client.delete("asyncrl:{it}:payload:1-1")
-    assert shelf.read(Key("train", 1, "group")) == [b"", b"", b""]
+    assert shelf.read(PayloadKey("train", 1, "group")) == [b"", b"", b""]
     assert "has lost the payload of" in caplog.text
 
 
 def test_a_flush_whose_answer_was_lost_is_sent_again(own_redis: RedisServer) -> None:
-    shelf = RedisShelf(RedisRun(own_redis.url, "it"))
-    shelf.write(Key("train", 1, "group"), FRAMES, 1)
+    shelf = RedisPayloads(RedisRun(own_redis.url, "it"))
+    shelf.write(PayloadKey("train", 1, "group"), FRAMES, 1)
     shelf.flush()
     own_redis.kill()
     own_redis.start()
-    shelf.write(Key("train", 2, "group"), FRAMES, 2)
-    shelf.erase(Key("train", 1, "group"))
+    shelf.write(PayloadKey("train", 2, "group"), FRAMES, 2)
+    shelf.erase(PayloadKey("train", 1, "group"))
     shelf.flush()
-    assert RedisShelf(RedisRun(own_redis.url, "it")).stamps() == {Key("train", 2, "group"): 2}
+    assert RedisPayloads(RedisRun(own_redis.url, "it")).stamps() == {PayloadKey("train", 2, "group"): 2}

@@ -18,13 +18,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import asyncrl.sync.shared_memory as memory
+import asyncrl.sync.channels.shared_memory as memory
 from asyncrl.errors import DeadlineError, RefusedError, WeightSyncError
-from asyncrl.sync.channels import Place, choose, open_channel, place_of
-from asyncrl.sync.shared_memory import located, mapped, shared_memory
-from asyncrl.sync.shm_transport import MOST_PARTS, ShmChannel
-from asyncrl.sync.torch_transport import SOURCE, TARGET, host_store, join_store, own_address
-from asyncrl.sync.transport import Channel, local_channels
+from asyncrl.sync.channels.channels import EndPlace, choose, open_channel, place_of
+from asyncrl.sync.channels.shared_memory import located, mapped, shared_memory
+from asyncrl.sync.channels.shm_transport import MOST_PARTS, ShmChannel
+from asyncrl.sync.channels.torch_transport import SOURCE, TARGET, host_store, join_store, own_address
+from asyncrl.sync.channels.transport import Channel, local_channels
 
 Pair = tuple[Channel, Channel]
 NAMES = ("learner rank 0", "generator-0")
@@ -387,10 +387,10 @@ def test_packets_that_are_none_break_the_channel_and_nothing_else(packets: list[
     channel.close()
 
 
-HERE, ELSEWHERE = Place("a"), Place("b")
-GPU_0, GPU_1 = Place("a", "gpu-0", ("gpu-0",)), Place("a", "gpu-1", ("gpu-0", "gpu-1"))
-BOTH_0 = Place("a", "gpu-0", ("gpu-0", "gpu-1"))
-FAR_GPU = Place("b", "gpu-2", ("gpu-2",))
+HERE, ELSEWHERE = EndPlace("a"), EndPlace("b")
+GPU_0, GPU_1 = EndPlace("a", "gpu-0", ("gpu-0",)), EndPlace("a", "gpu-1", ("gpu-0", "gpu-1"))
+BOTH_0 = EndPlace("a", "gpu-0", ("gpu-0", "gpu-1"))
+FAR_GPU = EndPlace("b", "gpu-2", ("gpu-2",))
 
 
 @pytest.mark.parametrize(
@@ -398,7 +398,7 @@ FAR_GPU = Place("b", "gpu-2", ("gpu-2",))
     [
         (HERE, HERE, "shm"),
         (HERE, ELSEWHERE, "gloo"),
-        (Place(""), Place(""), "gloo"),
+        (EndPlace(""), EndPlace(""), "gloo"),
         (HERE, GPU_0, "gloo"),
         (GPU_0, GPU_0, "shm"),
         (GPU_0, GPU_1, "nccl"),
@@ -406,7 +406,7 @@ FAR_GPU = Place("b", "gpu-2", ("gpu-2",))
         (GPU_0, FAR_GPU, "nccl"),
     ],
 )
-def test_the_fastest_kind_that_joins_two_places(here: Place, there: Place, kind: str) -> None:
+def test_the_fastest_kind_that_joins_two_places(here: EndPlace, there: EndPlace, kind: str) -> None:
     assert choose("auto", here, there) == kind
     assert choose("auto", there, here) == kind
     assert choose(kind, here, there) == kind
@@ -421,5 +421,5 @@ def test_a_kind_that_cannot_join_them_is_refused_by_name() -> None:
 
 def test_a_place_survives_the_wire() -> None:
     for place in (place_of(torch.device("cpu")), GPU_1):
-        assert Place.from_wire(place.to_wire()) == place
+        assert EndPlace.from_wire(place.to_wire()) == place
     assert place_of(torch.device("cpu")).shares_memory_with(place_of(torch.device("cpu")))

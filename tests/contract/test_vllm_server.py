@@ -13,7 +13,6 @@ from engine_cases import (
     in_flight_at_an_update,
     learner,
     log_probs,
-    needs_vllm,
     nudged,
     request,
     tiny_qwen2,
@@ -21,9 +20,10 @@ from engine_cases import (
     weights_of,
     with_weights,
 )
+from missing import needs_vllm
 
 from asyncrl.errors import ConfigError
-from asyncrl.generator.receiver import LostWeightsError, Reader
+from asyncrl.generator.engines.receiver import LostWeightsError, WeightReader
 from asyncrl.types import NO_VERSION
 
 pytestmark = [
@@ -62,7 +62,7 @@ async def test_a_server_that_cannot_take_so_long_a_sample_is_refused_by_name(eng
 async def test_a_server_that_is_killed_and_comes_back_gets_its_weights_again(engine: HostedVllm) -> None:
     model, version = tiny_qwen2(), engine.version + 1
     weights = nudged(weights_of(model), 5)
-    receiver = engine.receiver(Reader("run", "generator-0", SYNC))
+    receiver = engine.receiver(WeightReader("run", "generator-0", SYNC))
     with learner(weights, version) as source:
         await receiver.open(source)
         await receiver.stage(version)

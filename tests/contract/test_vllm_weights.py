@@ -20,7 +20,6 @@ from engine_cases import (
     in_flight_at_an_update,
     learner,
     log_probs,
-    needs_vllm,
     nudged,
     request,
     staged,
@@ -31,11 +30,12 @@ from engine_cases import (
     weights_of,
     with_weights,
 )
+from missing import needs_vllm
 from transformers import PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from asyncrl.config.schema import KvAtFlip, VllmConfig
-from asyncrl.generator.vllm_engine import VllmEngine
-from asyncrl.generator.vllm_plugin import BACKEND
+from asyncrl.generator.engines.vllm.vllm_engine import VllmEngine
+from asyncrl.generator.engines.vllm.vllm_plugin import BACKEND
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -108,7 +108,7 @@ async def test_samples_in_flight_at_an_update(house: House) -> None:
 
 async def test_what_waits_at_a_drain(house: House) -> None:
     if house.case.kv != "drain":
-        return
+        pytest.skip("only kv: drain has requests wait")
     weights = nudged(weights_of(house.model), 5)
     await waiting_at_a_drain(house.engine, house.model, weights, CLOSE["atol"])
     with_weights(house.model, weights)
@@ -183,7 +183,7 @@ from pathlib import Path
 import psutil
 from engine_cases import vllm_config
 from asyncrl.config.schema import VllmConfig
-from asyncrl.generator.vllm_engine import VllmEngine
+from asyncrl.generator.engines.vllm.vllm_engine import VllmEngine
 
 async def main():
     ours = VllmConfig(tensor_parallel=int(sys.argv[2]))

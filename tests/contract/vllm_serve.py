@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from asyncrl.config.schema import Config, GeneratorConfig, ModelConfig
-from asyncrl.generator.vllm_start import BLOCK, EXTENSION, import_model, prepare_environment
+from asyncrl.generator.engines.vllm.vllm_start import BLOCK, EXTENSION, import_model, prepare_environment
 from asyncrl.models import load_config
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from asyncrl.config.schema import Config
-from asyncrl.generator.engine import LocalEngine, SampleRequest
-from asyncrl.generator.receiver import Reader, WeightReceiver, local_receiver
-from asyncrl.generator.transformers_engine import load_transformers_engine
+from asyncrl.generator.engines.engine import LocalEngine, SampleRequest
+from asyncrl.generator.engines.receiver import WeightReader, WeightReceiver, local_receiver
+from asyncrl.generator.engines.transformers.transformers_engine import load_transformers_engine
 from asyncrl.types import Turn, Version
 
 SPOILT = 2
@@ -28,7 +28,7 @@ class Wrapped:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
 
-    def receiver(self, reader: Reader) -> WeightReceiver:
+    def receiver(self, reader: WeightReader) -> WeightReceiver:
         return local_receiver(self, reader)  # type: ignore[arg-type]
 
 

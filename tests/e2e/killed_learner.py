@@ -21,15 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl import cli
-from asyncrl.learner import checkpoint, storage, version_step
-from asyncrl.sync import ends
+from asyncrl.learner import checkpoint
+from asyncrl.learner.backends import storage
+from asyncrl.learner.training import version_step
+from asyncrl.sync import factory
 
 RANK = os.environ.get("RANK", "0")
 
 
 def note_hashes(notes: Path) -> None:
     """One line per version that this rank publishes: of its shards, in the order of their names."""
-    open_publisher = ends.open_publisher
+    open_publisher = factory.open_publisher
 
     def opened(*words: Any) -> Any:
         publisher = open_publisher(*words)
@@ -45,7 +47,7 @@ def note_hashes(notes: Path) -> None:
         publisher.publish = noted
         return publisher
 
-    ends.open_publisher = opened
+    factory.open_publisher = opened
 
 
 def stand_still(notes: Path) -> None:

@@ -8,8 +8,8 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from asyncrl.generator.chat import Message
-from asyncrl.generator.env import Environment, Observation, Reply
+from asyncrl.generator.agents.chat import Message
+from asyncrl.generator.agents.env import Environment, Observation, Reply
 from asyncrl.types import Rollout, Task
 
 

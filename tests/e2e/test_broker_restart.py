@@ -9,8 +9,6 @@ import pytest
 from processes import child, finished, newest_checkpoint, rows, started, trained, until
 from redis_server import RedisServer
 
-pytestmark = pytest.mark.slow
-
 KEPT = {
     "metadata": ("queue.durable=metadata",),
     "payload": ("queue.durable=payload",),
@@ -18,7 +16,9 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize(
+    "kept", [pytest.param(kept, marks=pytest.mark.slow if kept != "metadata" else ()) for kept in KEPT]
+)
 def test_a_killed_queue_goes_on_and_every_task_ends_once(
     config_file: Path, redis_server: RedisServer, kept: str
 ) -> None:
@@ -39,6 +39,7 @@ def test_a_killed_queue_goes_on_and_every_task_ends_once(
     assert summary["staleness"]["max"] <= 2
 
 
+@pytest.mark.slow
 def test_a_queue_that_keeps_nothing_ends_the_run(config_file: Path) -> None:
     run = config_file.parent / "it"
     with started(
@@ -51,6 +52,7 @@ def test_a_queue_that_keeps_nothing_ends_the_run(config_file: Path) -> None:
     assert "queue ended (killed by SIGKILL)" in printed
 
 
+@pytest.mark.slow
 def test_a_resumed_run_repeats_the_steps_that_its_queue_has_kept(config_file: Path) -> None:
     """The learner dies some versions after a checkpoint, and all with it; the next queue has the groups since."""
     run = config_file.parent / "it"

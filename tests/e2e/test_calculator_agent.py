@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.dotted import load_function
+from asyncrl.config.functions.function_spec import load_function
 
 ROOT = Path(__file__).parents[2]
 

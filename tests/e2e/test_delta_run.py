@@ -9,7 +9,7 @@ import pytest
 from processes import finished, rows, started
 from redis_server import RedisServer
 
-from asyncrl.sync.redis_blobs import RedisBlobs
+from asyncrl.sync.store.redis_blobs import RedisBlobs
 
 pytestmark = pytest.mark.slow
 

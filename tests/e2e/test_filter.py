@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from processes import rows
 
 from asyncrl.config.load import load_config
 from asyncrl.launch.local import train
-
-pytestmark = pytest.mark.slow
 
 OWN = Path(__file__).with_name("own_functions.py")
 

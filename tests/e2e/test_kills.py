@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import psutil
@@ -19,8 +20,6 @@ from processes import (
     trained,
     until,
 )
-
-pytestmark = pytest.mark.slow
 
 FOR_EVER = "run.versions=100000"
 
@@ -74,16 +73,22 @@ def test_a_killed_learner_that_may_not_be_started_again_ends_the_run_by_name_and
     assert json.loads((run / "summary.json").read_text())["groups_trained"] == 4 * goal
 
 
-def assert_goes_on(config_file: Path, run: Path) -> None:
-    """It has left one checkpoint, of its last version, and a run goes on from there."""
+def assert_saved(run: Path) -> int:
+    """It has left one checkpoint, of its last version, which is returned."""
     (saved,) = [int(path.name[1:]) for path in (run / "checkpoints").glob("v*")]
     assert saved == versions(run)[-1]
+    return saved
+
+
+def assert_goes_on(config_file: Path, run: Path) -> None:
+    saved = assert_saved(run)
     with started(*launched(config_file, "run.resume=true", f"run.versions={saved + 2}")) as launcher:
         code, printed = finished(launcher)
     assert code == 0, printed
     assert versions(run) == list(range(1, saved + 3))
 
 
+@pytest.mark.slow
 def test_ctrl_c_once_leaves_a_checkpoint_to_go_on_from(config_file: Path) -> None:
     run = config_file.parent / "it"
     with started(*launched(config_file, FOR_EVER, "checkpoint.every=100000")) as launcher:
@@ -98,7 +103,14 @@ def test_ctrl_c_once_leaves_a_checkpoint_to_go_on_from(config_file: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("processes", "told"), [(1, "launcher"), (2, "launcher"), (1, "learner"), (2, "one rank")]
+    ("processes", "told"),
+    [
+        (1, "launcher"),
+        pytest.param(2, "launcher", marks=pytest.mark.slow),
+        pytest.param(1, "learner", marks=pytest.mark.slow),
+        pytest.param(1, "learner's terminal", marks=pytest.mark.slow),
+        pytest.param(2, "one rank", marks=pytest.mark.slow),
+    ],
 )
 def test_sigterm_saves_and_ends_with_a_code_of_its_own(config_file: Path, processes: int, told: str) -> None:
     """Whoever of the processes of the run is told, and however many ranks the learner has."""
@@ -111,12 +123,15 @@ def test_sigterm_saves_and_ends_with_a_code_of_its_own(config_file: Path, proces
             launcher.terminate()
         else:
             learners = [one for one in everybody if {"asyncrl", "learner"} <= set(one.cmdline())]
-            learners[-1 if told == "learner" else 0].terminate()
+            number = signal.SIGHUP if told == "learner's terminal" else signal.SIGTERM
+            learners[0 if told == "one rank" else -1].send_signal(number)
         code, printed = finished(launcher)
     assert code == 10, printed
     assert "run.resume=true goes on" in printed
     assert_no_orphans(everybody)
-    assert_goes_on(config_file, run)
+    assert_saved(run)
+    if (processes, told) == (1, "launcher"):
+        assert_goes_on(config_file, run)
 
 
 def test_ctrl_c_twice_ends_at_once(config_file: Path) -> None:
@@ -133,6 +148,7 @@ def test_ctrl_c_twice_ends_at_once(config_file: Path) -> None:
     assert_no_orphans(everybody)
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_leaves_no_orphans(config_file: Path) -> None:
     run = config_file.parent / "it"
     with started(*launched(config_file, FOR_EVER, "learner.processes=2")) as launcher:
@@ -142,6 +158,7 @@ def test_a_killed_launcher_leaves_no_orphans(config_file: Path) -> None:
         assert_no_orphans(everybody)
 
 
+@pytest.mark.slow
 def test_two_runs_side_by_side_do_not_meet(config_file: Path) -> None:
     with (
         started(*launched(config_file, "run.name=one")) as one,
@@ -152,6 +169,7 @@ def test_two_runs_side_by_side_do_not_meet(config_file: Path) -> None:
         assert versions(config_file.parent / name) == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_a_run_in_use_and_a_run_that_is_there_are_refused(config_file: Path) -> None:
     run = config_file.parent / "it"
     with started(*launched(config_file, FOR_EVER)) as launcher:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from processes import Process, finished, rows, started, trained, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 
 VERSIONS = 9
 MOMENTS = [("claim", 3), ("copy", 4), ("write", 6), ("commit", 8)]

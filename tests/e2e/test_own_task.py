@@ -14,13 +14,11 @@ from asyncrl.errors import AsyncRLError, ConfigError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
-pytestmark = pytest.mark.slow
-
 
 def test_the_example_trains(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(EXAMPLES.parent)
     with started(
-        "examples/own_task.py", str(model_folder), f"run.dir={tmp_path}", "run.versions=3"
+        "examples/own_task.py", str(model_folder), f"run.dir={tmp_path}", "run.versions=3", executed=True
     ) as script:
         code, printed = finished(script)
     assert code == 0, printed
@@ -29,6 +27,7 @@ def test_the_example_trains(model_folder: Path, tmp_path: Path, monkeypatch: pyt
     assert summary["groups_trained"] == 24
 
 
+@pytest.mark.slow
 def test_a_source_that_ends_ends_the_run(config_file: Path) -> None:
     summary = asyncrl.train(
         config_file, ["run.versions=100", "evaluation.source=null"], tasks=four_tasks, reward=half_right

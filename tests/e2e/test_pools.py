@@ -13,12 +13,11 @@ from asyncrl.config.load import load_config
 from asyncrl.launch.local import train
 from asyncrl.models import load_causal_lm
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-
 KL = ["algorithm.kl_loss.coef=0.1", "placement.reference.where=pool"]
 OWN = Path(__file__).with_name("own_functions.py")
 
 
+@pytest.mark.slow
 def test_the_weights_of_a_synchronous_run_do_not_tell_where_its_reference_was(
     config_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,6 +64,7 @@ def test_a_killed_pool_is_replaced_and_nothing_is_lost(config_file: Path) -> Non
     assert summary["staleness"]["max"] <= 2
 
 
+@pytest.mark.slow
 def test_a_pool_that_cannot_load_its_model_says_which_key_named_it(config_file: Path) -> None:
     words = [*KL, "reference.path=nowhere"]
     with started(
@@ -74,6 +74,7 @@ def test_a_pool_that_cannot_load_its_model_says_which_key_named_it(config_file: 
     assert (code, "reference.path" in printed) == (2, True), printed
 
 
+@pytest.mark.slow
 def test_one_pool_gives_rewards_and_another_log_probs_of_what_passes_the_filter(config_file: Path) -> None:
     run = config_file.parent / "it"
     right = "{function: 'asyncrl.tasks.addition:reward'}"
@@ -94,6 +95,7 @@ def test_one_pool_gives_rewards_and_another_log_probs_of_what_passes_the_filter(
     assert summary["heldout_accuracy_end"] > 0  # by what the pool says of it
 
 
+@pytest.mark.slow
 def test_a_pool_lives_on_when_the_learner_goes_back_to_its_checkpoint(config_file: Path) -> None:
     run = config_file.parent / "it"
     with started(

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from asyncrl.config.schema import SyncConfig
-from asyncrl.sync.layout import whole_layout
-from asyncrl.sync.publisher import Publisher
+from asyncrl.sync.layout.layout import whole_layout
+from asyncrl.sync.stream.publisher import Publisher
 
 pytestmark = pytest.mark.slow
 
@@ -27,10 +27,10 @@ CHILD = """
 import json, os, signal, sys
 import torch
 from asyncrl.config.schema import SyncConfig
-from asyncrl.sync import control, relay
-from asyncrl.sync.bucket import Shards
-from asyncrl.sync.layout import whole_layout
-from asyncrl.sync.subscriber import Subscriber
+from asyncrl.sync.stream import control, relay
+from asyncrl.sync.tensors.bucket import Shards
+from asyncrl.sync.layout.layout import whole_layout
+from asyncrl.sync.stream.subscriber import Subscriber
 
 who, endpoint, shapes, config, dies_at, last = json.loads(sys.argv[1])
 layout, messages = whole_layout(shapes), 0

@@ -12,11 +12,9 @@ from processes import child, finished, rows, started, trained, until
 
 from asyncrl.config.load import load_config
 from asyncrl.evaluate import run as evaluate
-from asyncrl.queue.client import BlockingClient
-from asyncrl.queue.keys import client_keys, make_keys
-from asyncrl.sync.torch_transport import LOOPBACK, own_address
-
-pytestmark = pytest.mark.slow
+from asyncrl.queue.client.client import BlockingClient
+from asyncrl.queue.wire.keys import client_keys, make_keys
+from asyncrl.sync.channels.torch_transport import LOOPBACK, own_address
 
 
 def address_of(run: Path) -> str | None:
@@ -84,6 +82,7 @@ def test_a_killed_learner_comes_back_to_a_queue_that_lives_on(config_file: Path)
     assert max(row["staleness/max"] for row in rows(run)) <= 2
 
 
+@pytest.mark.slow
 def test_a_generator_of_another_run_is_kept_out(config_file: Path) -> None:
     run, config = config_file.parent / "it", str(config_file)
     with started("asyncrl", "queue", config) as queue:
@@ -94,9 +93,10 @@ def test_a_generator_of_another_run_is_kept_out(config_file: Path) -> None:
     assert "wrong_run: this queue serves run 'it', not 'other'" in printed
 
 
+@pytest.mark.slow
 def test_a_generator_of_another_configuration_ends_before_it_leases(config_file: Path) -> None:
     run, config = config_file.parent / "it", str(config_file)
-    drifted = ("batch.group_size=2", "generator.temperature=0.5", "reward.function=math:isfinite")
+    drifted = ("batch.group_size=2", "generator.temperature=0.5", "reward.function=asyncrl.tasks.echo:reward")
     with started("asyncrl", "queue", config) as queue:
         address = until(lambda: address_of(run), "address", queue)
         with (
@@ -111,13 +111,14 @@ def test_a_generator_of_another_configuration_ends_before_it_leases(config_file:
     for told in (
         "batch.group_size is 4 at the learner and 2 here",
         "generator.temperature is 1.0 at the learner and 0.5 here",
-        'reward.function is "asyncrl.tasks.addition:reward" at the learner and "math:isfinite" here',
+        'reward.function is "asyncrl.tasks.addition:reward" at the learner and "asyncrl.tasks.echo:reward" here',
     ):
         assert told in printed
     assert {row["rollouts"] for row in rows(run)} == {16}
     assert json.loads((run / "summary.json").read_text())["tasks_dropped"] == 0
 
 
+@pytest.mark.slow
 def test_a_learner_whose_queue_others_can_reach_is_where_they_reach_it_too(config_file: Path) -> None:
     """They have no server.key."""
     run, config = config_file.parent / "it", str(config_file)
@@ -152,6 +153,7 @@ def network_address() -> str:
         return LOOPBACK
 
 
+@pytest.mark.slow
 def test_a_queue_with_other_tasks_ends_before_it_gives_one(config_file: Path) -> None:
     run, config = config_file.parent / "it", str(config_file)
     with started("asyncrl", "queue", config, "run.seed=4") as queue:
@@ -181,6 +183,7 @@ def test_nobody_at_the_address_is_a_deadline(config_file: Path) -> None:
     assert "lonely waited 0.5 s for the queue at tcp://127.0.0.1:9" in printed
 
 
+@pytest.mark.slow
 def test_a_killed_queue_that_may_not_be_started_again_ends_the_run_by_name(config_file: Path) -> None:
     run = config_file.parent / "it"
     words = ("run.versions=100000", "launch.queue_restarts=0")

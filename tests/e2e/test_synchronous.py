@@ -12,12 +12,12 @@ from processes import final_weights
 
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
-from asyncrl.generator.rewards import Scorer
+from asyncrl.generator.engines.transformers.transformers_engine import load_transformers_engine
 from asyncrl.generator.rollouts import Rollouts
-from asyncrl.generator.transformers_engine import load_transformers_engine
+from asyncrl.generator.scoring.rewards import Scorer
 from asyncrl.launch.local import train
-from asyncrl.learner.fsdp import FsdpBackend
-from asyncrl.learner.version_step import version_step
+from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
+from asyncrl.learner.training.version_step import version_step
 from asyncrl.models import load_tokenizer
 from asyncrl.tasks.source import train_stream
 from asyncrl.types import Group
@@ -56,7 +56,6 @@ async def plain_loop(config: Config) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in backend.local_tensors().items()}
 
 
-@pytest.mark.slow
 def test_weights_after_some_steps_are_bit_identical_to_a_plain_loop(
     config_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from asyncrl.config.load import load_config
 from asyncrl.launch.local import train
 from asyncrl.learner import checkpoint
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 
 OWN = Path(__file__).with_name("own_functions.py")
 PPO = [

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from processes import finished, rows, started, until
 
-from asyncrl.config.dotted import load_function
+from asyncrl.config.functions.function_spec import load_function
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 OWN = Path(__file__).with_name("own_functions.py")
@@ -21,7 +21,7 @@ CONFIG = """
 run: {{name: it, dir: {folder}, versions: 1, seed: 3}}
 model: {{path: {folder}/model}}
 tasks: {{source: "{own}:squares"}}
-reward: {{function: "asyncrl.generator.env:of_the_environment"}}
+reward: {{function: "asyncrl.generator.agents.env:of_the_environment"}}
 agent: {{environment: "{own}:ThreeTurns", options: {{folder: {folder}}}}}
 batch: {{groups: 2, group_size: 2}}
 generator: {{slots: 16, max_tokens: 300, max_length: 1000, threads: 1, heartbeat_s: 0.2}}

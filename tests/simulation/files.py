@@ -7,9 +7,9 @@ import random
 import tempfile
 from pathlib import Path
 
-from asyncrl.queue.file_journal import FileJournal
-from asyncrl.queue.file_shelf import FileShelf, Segment
-from asyncrl.queue.store import Key
+from asyncrl.queue.storage.file_journal import FileJournal
+from asyncrl.queue.storage.file_payloads import FilePayloads, PayloadSegment
+from asyncrl.queue.storage.store import PayloadKey
 
 from .kept import LEAST_OVERGROWN, Mortal, MortalShelf
 
@@ -47,10 +47,10 @@ class MortalFileJournal(FileJournal):
         self.close()
 
 
-class MortalFileShelf(FileShelf):
+class MortalFileShelf(FilePayloads):
     """flushed: bytes of the current segment that stay."""
 
-    _flushed: tuple[Segment | None, int] = None, 0
+    _flushed: tuple[PayloadSegment | None, int] = None, 0
 
     def flush(self) -> None:
         super().flush()
@@ -66,5 +66,5 @@ class MortalFileShelf(FileShelf):
         self.close()
 
     @property
-    def keys(self) -> set[Key]:
+    def keys(self) -> set[PayloadKey]:
         return set(self._records)

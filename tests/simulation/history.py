@@ -7,11 +7,11 @@ since its lineage went back to.
 
 from __future__ import annotations
 
-from asyncrl.queue import events as ev
-from asyncrl.queue.client import Lease
-from asyncrl.queue.settings import StreamSettings
+from asyncrl.queue.client.client import Lease
+from asyncrl.queue.ledger import events as ev
+from asyncrl.queue.ledger.settings import StreamSettings
 from asyncrl.types import Group
-from tests.unit.ledger_cases import Observer, of
+from tests.helpers.ledger_cases import Observer, of
 
 from .scenario import Scenario
 

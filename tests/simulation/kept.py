@@ -10,8 +10,8 @@ import random
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
-from asyncrl.queue.journal import Growth, Journal, MemoryJournal
-from asyncrl.queue.store import Frames, Key, Shelf
+from asyncrl.queue.storage.journal import Growth, Journal, MemoryJournal
+from asyncrl.queue.storage.store import Frames, PayloadBackend, PayloadKey
 
 Reach = Callable[[str], None]
 """Told of every point at which a broker may die; raises to kill it there."""
@@ -71,9 +71,9 @@ class SimJournal:
         return self._journal.overgrown
 
 
-class MortalShelf(Shelf, Protocol):
+class MortalShelf(PayloadBackend, Protocol):
     @property
-    def keys(self) -> set[Key]: ...
+    def keys(self) -> set[PayloadKey]: ...
 
     def die(self, rng: random.Random) -> None:
         """Some of what was not flushed is lost."""
@@ -92,8 +92,8 @@ class Disk:
 
     def __init__(self) -> None:
         self.batches: list[bytes] = []
-        self.payloads: dict[Key, Payload] = {}
-        self.erased: dict[Key, Payload] = {}
+        self.payloads: dict[PayloadKey, Payload] = {}
+        self.erased: dict[PayloadKey, Payload] = {}
 
     def journal(self) -> Mortal:
         return MortalMemoryJournal(self.batches)
@@ -112,22 +112,22 @@ class Disk:
 
 
 class SimShelf:
-    """See `asyncrl.queue.store.Shelf`."""
+    """See `asyncrl.queue.storage.store.Shelf`."""
 
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
         self._there = dict(disk.payloads)
-        self._pending: list[tuple[Key, Payload | None]] = []
+        self._pending: list[tuple[PayloadKey, Payload | None]] = []
 
-    def write(self, key: Key, frames: Frames, stamp: int) -> None:
+    def write(self, key: PayloadKey, frames: Frames, stamp: int) -> None:
         payload = tuple(bytes(frame) for frame in frames), stamp
         self._there[key] = payload
         self._pending.append((key, payload))
 
-    def read(self, key: Key) -> Frames:
+    def read(self, key: PayloadKey) -> Frames:
         return self._there[key][0] if key in self._there else ()
 
-    def erase(self, key: Key) -> None:
+    def erase(self, key: PayloadKey) -> None:
         if self._there.pop(key, None) is not None:
             self._pending.append((key, None))
 
@@ -137,11 +137,11 @@ class SimShelf:
     def die(self, rng: random.Random) -> None:
         self._keep(rng.randint(0, len(self._pending)))
 
-    def stamps(self) -> Mapping[Key, int]:
+    def stamps(self) -> Mapping[PayloadKey, int]:
         return {key: stamp for key, (_, stamp) in self._there.items()}
 
     @property
-    def keys(self) -> set[Key]:
+    def keys(self) -> set[PayloadKey]:
         return set(self._there)
 
     @property

@@ -8,32 +8,33 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from asyncrl.queue import rewind, session
-from asyncrl.queue.book import Book
-from asyncrl.queue.keeper import Keeper
-from asyncrl.queue.leases import Leases
-from asyncrl.queue.ledger import Ledger
-from asyncrl.queue.records import CODEC
-from asyncrl.queue.stream import Stream
+from asyncrl.queue.broker.records import CODEC
+from asyncrl.queue.broker.recovery import Recovery
+from asyncrl.queue.broker.stream import Stream
+from asyncrl.queue.client import session
+from asyncrl.queue.ledger import rewind
+from asyncrl.queue.ledger.ledger import Ledger
+from asyncrl.queue.ledger.ledger_state import LedgerState
+from asyncrl.queue.ledger.rules.leases import Leases
 
 Mutation = Callable[[], Any]
 """Makes a context in which the rule is broken."""
 
 
 def bound_off_by_one() -> Any:
-    right = Book.admitted_below
+    right = LedgerState.admitted_below
 
-    def wrong(book: Book, held: int) -> int | None:
+    def wrong(book: LedgerState, held: int) -> int | None:
         limit = right(book, held)
         return None if limit is None else limit + 1
 
-    return patch.object(Book, "admitted_below", wrong)
+    return patch.object(LedgerState, "admitted_below", wrong)
 
 
 def window_off_by_one() -> Any:
-    right = Book.ready_in_window
+    right = LedgerState.ready_in_window
 
-    def wrong(book: Book, most: int) -> list[int]:
+    def wrong(book: LedgerState, most: int) -> list[int]:
         before, settings = book.settings, book.settings
         if settings is None or settings.window is None:
             return right(book, most)
@@ -44,7 +45,7 @@ def window_off_by_one() -> Any:
         finally:
             book.settings = before
 
-    return patch.object(Book, "ready_in_window", wrong)
+    return patch.object(LedgerState, "ready_in_window", wrong)
 
 
 def _widened(settings: Any) -> Any:
@@ -53,14 +54,14 @@ def _widened(settings: Any) -> Any:
 
 def replies_before_the_flush() -> Any:
     """What was decided is written down with the next burst."""
-    right, due = Keeper.flush, set[int]()
+    right, due = Recovery.flush, set[int]()
 
-    def wrong(keeper: Keeper) -> None:
+    def wrong(keeper: Recovery) -> None:
         if id(keeper) in due:
             right(keeper)
         due.symmetric_difference_update({id(keeper)})
 
-    return patch.object(Keeper, "flush", wrong)
+    return patch.object(Recovery, "flush", wrong)
 
 
 def no_fencing_of_workers() -> Any:
@@ -74,7 +75,7 @@ def no_fencing_of_workers() -> Any:
 
 
 def abandoned_branches_count_as_fresh() -> Any:
-    def wrong(book: Book, version: int) -> None:
+    def wrong(book: LedgerState, version: int) -> None:
         book.move_head()
 
     return patch.object(rewind, "_count_as", wrong)
@@ -97,14 +98,14 @@ def progress_is_forgotten() -> Any:
 
 
 def payloads_are_kept_after_the_journal() -> Any:
-    def wrong(keeper: Keeper) -> None:
+    def wrong(keeper: Recovery) -> None:
         keeper._journal.flush()
         keeper._store.tidy()
         keeper._store.flush()
         if keeper._journal.overgrown:
             keeper._journal.compact(CODEC.encode(record) for record in keeper._snapshot())
 
-    return patch.object(Keeper, "flush", wrong)
+    return patch.object(Recovery, "flush", wrong)
 
 
 def grants_that_nobody_takes() -> Any:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from asyncrl.queue.link import Listener
+from asyncrl.queue.client.link import Listener
 
 from .loop import VirtualLoop
 
@@ -107,7 +107,7 @@ class Connection:
 
 
 class SimLink:
-    """A client's end: see `asyncrl.queue.link.Link`."""
+    """A client's end: see `asyncrl.queue.client.link.Link`."""
 
     address = "the simulated broker"
 

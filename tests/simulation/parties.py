@@ -19,7 +19,7 @@ import msgpack
 import numpy as np
 
 from asyncrl.errors import RefusedError, RunClosedError, SourceEndedError
-from asyncrl.queue.client import Lease, QueueClient
+from asyncrl.queue.client.client import Lease, QueueClient
 from asyncrl.queue.feeder import feed
 from asyncrl.types import NO_VERSION, Group, Rollout, Sampling, Task
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from asyncrl.queue.settings import Stage, StreamSettings
+from asyncrl.queue.ledger.settings import StageSettings, StreamSettings
 
 LEASE_S = 10.0
 
-SCORER = Stage("scorer", adds=("score",))
-CRITIC = Stage("critic", needs=("score",), adds=("values",))
+SCORER = StageSettings("scorer", adds=("score",))
+CRITIC = StageSettings("critic", needs=("score",), adds=("values",))
 
 FAULTS = (
     *("worker", "worker", "scorer", "learner", "learner", "learner", "run"),

@@ -1,15 +1,12 @@
 """The algorithms: pure functions over flat tokens. Importing the package fills the registries of `registry.py`."""
 
-from asyncrl.learner.algorithms import (
-    corrections,
+from asyncrl.learner.algorithms import corrections, rejections
+from asyncrl.learner.algorithms.advantages import group_advantages, return_advantages, step_advantages
+from asyncrl.learner.algorithms.losses import (
     covariance_losses,
     divergence_losses,
-    group_advantages,
     ratio_losses,
-    rejections,
-    return_advantages,
     sequence_losses,
-    step_advantages,
 )
 
 __all__ = [

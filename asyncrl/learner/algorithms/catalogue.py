@@ -19,9 +19,9 @@ from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 from asyncrl.config.docs import key_comments
 from asyncrl.config.schema import Config
 from asyncrl.learner.algorithms import registry
-from asyncrl.learner.algorithms.registry import Entry
+from asyncrl.learner.algorithms.registry import Algorithm
 
-KINDS: Final[dict[str, Mapping[str, Entry[Any]]]] = {
+KINDS: Final[dict[str, Mapping[str, Algorithm[Any]]]] = {
     "advantage": registry.ADVANTAGES,
     "loss": registry.LOSSES,
     "correction.kind": registry.CORRECTIONS,
@@ -106,7 +106,7 @@ def _literals(key: str) -> str:
     return f" (one of {', '.join(get_args(hint))})" if get_origin(hint) is Literal else ""
 
 
-def _row(kind: str, name: str, entry: Entry[Any]) -> Row:
+def _row(kind: str, name: str, entry: Algorithm[Any]) -> Row:
     definition, _, details = inspect.cleandoc(entry.function.__doc__ or "").partition("\n\n")
     prefix = SECTIONS.get(kind, "algorithm.")
     keys = [prefix + key for key in _keys_read(entry.function)]

@@ -13,11 +13,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from asyncrl.config.algorithm import CorrectionConfig
+from asyncrl.config.sections.algorithm import CorrectionConfig
+from asyncrl.learner.algorithms.advantages.segments import over_ranks
 from asyncrl.learner.algorithms.drift import Drift
-from asyncrl.learner.algorithms.losses import MAX_LOG_RATIO
+from asyncrl.learner.algorithms.losses.losses import MAX_LOG_RATIO
 from asyncrl.learner.algorithms.registry import CORRECTIONS, Gather, correction
-from asyncrl.learner.algorithms.segments import over_ranks
 
 LEAST_MEAN = 1e-8
 """Weights with a mean below this are not normalised: there is nothing left to scale."""

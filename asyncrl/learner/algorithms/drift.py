@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from asyncrl.learner.algorithms.losses import MAX_LOG_RATIO
+from asyncrl.learner.algorithms.losses.losses import MAX_LOG_RATIO
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,10 @@ from typing import Any, Final, Generic, Literal, TypeVar, cast
 
 from torch import Tensor
 
-from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.dotted import load_function
-from asyncrl.learner.batch import MicroBatch
+from asyncrl.config.functions.function_spec import load_function
+from asyncrl.config.functions.signatures import check_arguments
+from asyncrl.config.sections.algorithm import AlgorithmConfig
+from asyncrl.learner.data.batch import MicroBatch
 
 Need = Literal[
     "group",
@@ -55,7 +56,7 @@ def alone(mine: Tensor) -> list[Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class AlgorithmContext:
     """What an algorithm may ask for beside its batch and its configuration.
 
     gather           for statistics over the batch of all ranks
@@ -76,7 +77,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
-class Entry(Generic[F]):
+class Algorithm(Generic[F]):
     """An algorithm: the function, whose docstring opens with its definition in one sentence, where it comes from, and
     what it needs."""
 
@@ -85,13 +86,16 @@ class Entry(Generic[F]):
     needs: frozenset[Need]
 
 
-Estimator = Callable[[MicroBatch, AlgorithmConfig, Context], Tensor]
+Estimator = Callable[[MicroBatch, AlgorithmConfig, AlgorithmContext], Tensor]
 """Whole groups → advantages_N, before `advantage_scale`; what it says outside the mask is ignored."""
 
-ADVANTAGES: Final[dict[str, Entry[Estimator]]] = {}
-LOSSES: Final[dict[str, Entry[Callable[..., Any]]]] = {}
-CORRECTIONS: Final[dict[str, Entry[Callable[..., Any]]]] = {}
-REJECTIONS: Final[dict[str, Entry[Callable[..., Any]]]] = {}
+ARGUMENTS: Final = {"own_advantage": ("batch", "config", "context"), "own_loss": ("terms", "config")}
+"""What a user's own function is called with."""
+
+ADVANTAGES: Final[dict[str, Algorithm[Estimator]]] = {}
+LOSSES: Final[dict[str, Algorithm[Callable[..., Any]]]] = {}
+CORRECTIONS: Final[dict[str, Algorithm[Callable[..., Any]]]] = {}
+REJECTIONS: Final[dict[str, Algorithm[Callable[..., Any]]]] = {}
 
 
 def advantage(name: str, source: str, needs: Collection[Need] = ()) -> Callable[[F], F]:
@@ -114,12 +118,12 @@ def rejection(name: str, source: str, needs: Collection[Need] = ()) -> Callable[
     return _note(REJECTIONS, name, source, needs)
 
 
-def advantage_of(config: AlgorithmConfig) -> Entry[Estimator]:
+def advantage_of(config: AlgorithmConfig) -> Algorithm[Estimator]:
     """`algorithm.own_advantage` if there is one, else `algorithm.advantage`. Raises ConfigError if it cannot be had."""
     return _own(config.own_advantage, "own_advantage", ADVANTAGES) or ADVANTAGES[config.advantage]
 
 
-def loss_of(config: AlgorithmConfig) -> Entry[Callable[..., Any]]:
+def loss_of(config: AlgorithmConfig) -> Algorithm[Callable[..., Any]]:
     """`algorithm.own_loss` if there is one, else `algorithm.loss`. Raises ConfigError if it cannot be had."""
     return _own(config.own_loss, "own_loss", LOSSES) or LOSSES[config.loss]
 
@@ -140,22 +144,23 @@ def needs(config: AlgorithmConfig) -> frozenset[Need]:
     return frozenset(found)
 
 
-def _own(spec: str | None, key: str, entries: Mapping[str, Entry[F]]) -> Entry[F] | None:
+def _own(spec: str | None, key: str, entries: Mapping[str, Algorithm[F]]) -> Algorithm[F] | None:
     """The entry of a user's function; one that no decorator noted needs nothing."""
     if spec is None:
         return None
     function = load_function(spec, f"algorithm.{key}")
+    check_arguments(function, spec, f"algorithm.{key}", *ARGUMENTS[key])
     noted = (entry for entry in entries.values() if entry.function is function)
-    return next(noted, Entry(cast(F, function), "", frozenset()))
+    return next(noted, Algorithm(cast(F, function), "", frozenset()))
 
 
 def _note(
-    entries: dict[str, Entry[Any]], name: str, source: str, needs: Collection[Need]
+    entries: dict[str, Algorithm[Any]], name: str, source: str, needs: Collection[Need]
 ) -> Callable[[F], F]:
     def note(function: F) -> F:
         if name in entries and _origin(entries[name].function) != _origin(function):
             raise ValueError(f"two algorithms are called {name!r}: {entries[name].function} and {function}")
-        entries[name] = Entry(function, source, frozenset(needs))
+        entries[name] = Algorithm(function, source, frozenset(needs))
         return function
 
     return note

@@ -19,7 +19,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from asyncrl.config.algorithm import CorrectionConfig
+from asyncrl.config.sections.algorithm import CorrectionConfig
 from asyncrl.learner.algorithms.drift import Drift
 from asyncrl.learner.algorithms.registry import REJECTIONS, Gather, rejection
 

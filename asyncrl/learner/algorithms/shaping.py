@@ -17,11 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.config.algorithm import AlgorithmConfig, ShapingConfig
-from asyncrl.draws import uniform
-from asyncrl.learner.algorithms.kl import kl
-from asyncrl.learner.algorithms.registry import Context
-from asyncrl.learner.algorithms.segments import (
+from asyncrl.config.sections.algorithm import AlgorithmConfig, ShapingConfig
+from asyncrl.counter_rng import uniform
+from asyncrl.learner.algorithms.advantages.segments import (
     column,
     place_in_group,
     policy_tokens,
@@ -29,7 +27,9 @@ from asyncrl.learner.algorithms.segments import (
     rollout_sums,
     token_rewards,
 )
-from asyncrl.learner.batch import MicroBatch
+from asyncrl.learner.algorithms.kl import kl
+from asyncrl.learner.algorithms.registry import AlgorithmContext
+from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.telemetry.metrics import Mean, Metrics
 
 MAX_KL_ERROR = 0.2
@@ -39,7 +39,7 @@ RESAMPLING: Final = 1
 
 
 def shape(
-    batch: MicroBatch, config: AlgorithmConfig, max_tokens: int, kl_coef: float, context: Context
+    batch: MicroBatch, config: AlgorithmConfig, max_tokens: int, kl_coef: float, context: AlgorithmContext
 ) -> tuple[MicroBatch, Metrics]:
     """The batch with token_rewards, rewards_R and copies_R as `config.shaping` has it, and what it measured on the way.
 
@@ -101,7 +101,7 @@ def resampling_weights(rewards_B: Tensor, shaping: ShapingConfig) -> Tensor:
     return weights_B + WEIGHT_FLOOR
 
 
-def resampled_copies(batch: MicroBatch, shaping: ShapingConfig, context: Context) -> Tensor:
+def resampled_copies(batch: MicroBatch, shaping: ShapingConfig, context: AlgorithmContext) -> Tensor:
     """[R] float32: how often each rollout comes up in B draws with replacement from the B rollouts of all ranks.
 
     Who is drawn depends on seed, rewards, ordinals and places in the group alone. Rollouts without a policy token are

@@ -9,8 +9,8 @@ from typing import Final
 
 from torch import Tensor
 
-from asyncrl.learner.algorithms.segments import column
-from asyncrl.learner.batch import MicroBatch
+from asyncrl.learner.algorithms.advantages.segments import column
+from asyncrl.learner.data.batch import MicroBatch
 
 SUCCESS: Final = 0.5
 """A rollout with a reward above this, before any shaping, has succeeded."""

@@ -1,0 +1,200 @@
+"""What all processes of a run must have alike: a difference would change what is trained, and nobody would see it.
+
+The learner posts its values on the run's board under AGREED when it opens the streams. Whoever makes tasks, rollouts or
+columns compares its own before it leases anything, and ends by ConfigError where they differ. What may rightly differ
+from machine to machine (devices, threads, slots, addresses, folders) is not compared. Of a key that only one side
+reads, such as `queue.max_staleness`, another process gets a warning where its own value differs; it names the side
+whose value counts. A function that is given by name compares by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+from asyncrl.config.load import all_keys
+from asyncrl.config.schema import Config
+from asyncrl.errors import ConfigError
+from asyncrl.masking import masked_value
+from asyncrl.version import VERSION
+
+log = logging.getLogger(__name__)
+
+_warned: set[str] = set()
+
+AGREED = "agreed"
+"""Where on the run's board the learner's values are: {key: text}."""
+
+ASYNCRL = "asyncrl"
+"""The entry of the package's version, which is no key."""
+
+SECTIONS = (
+    "tasks.",
+    "evaluation.",
+    "reward.",
+    "agent.",
+    "batch.",
+    "critic.",
+    "reference.",
+    "reward_model.",
+    "teacher.",
+)
+"""Of these all keys, but for LOCAL ones."""
+
+LOCAL = ("reward.workers", "reward.max_failed_share", "agent.tool_workers")
+
+KEYS = (
+    "run.seed",
+    "model.path",  # its tokenizer makes the tokens; the weights are the learner's anyway
+    "model.dtype",
+    "generator.max_length",  # longer tasks are dropped
+    "generator.max_tokens",
+    "generator.temperature",
+    "generator.top_p",
+    "generator.top_k",
+    "generator.min_p",
+    "algorithm.advantage",  # some need a rollout more, and decide what a flat group is
+    "algorithm.own_advantage",
+    "algorithm.filter",
+    "placement.rewards.functions",
+)
+
+OF_THE_LEARNER = (
+    *(
+        "queue.max_staleness",
+        "queue.window",
+        "queue.depth",
+        "queue.wait_share",
+        "queue.max_bytes",
+        "queue.lease_s",
+    ),
+    *("run.versions", "run.target_accuracy", "algorithm.", "checkpoint."),
+    *("sync.keep", "sync.snapshots", "sync.fanout", "sync.delta", "sync.delta_share"),
+    *("learner.backend", "learner.mini_batches", "learner.epochs", "learner.optimizer."),
+)
+"""Keys whose value at the learner counts. Another process may have another value, and is told that it does nothing."""
+
+OF_THE_QUEUE = ("queue.store", "queue.durable", "queue.fsync", "queue.retained_bytes", "queue.redis_url")
+"""The same of the queue's own process."""
+
+ASIDE = "one side: "
+"""Before a key of these two among what the learner posts."""
+
+SHOWN = 200
+"""Characters of a value that are posted; what is longer is told apart by a digest."""
+
+REMEDY = (
+    "start all processes of a run with the same configuration; where the run goes on with another one on purpose, "
+    "begin its queue with `asyncrl queue --anew`"
+)
+
+
+class Registry(Protocol):
+    """The queue's board, as its clients see it."""
+
+    async def lookup(self, key: str, wait_s: float) -> Any: ...
+
+
+def is_agreed(key: str) -> bool:
+    """Whether all processes of a run must have this key alike.
+
+    >>> [is_agreed(key) for key in ("batch.group_size", "generator.slots", "placement.critic.where")]
+    [True, False, True]
+    """
+    of_placement = key.startswith("placement.") and key.endswith(".where")
+    return key in KEYS or of_placement or (key.startswith(SECTIONS) and key not in LOCAL)
+
+
+def agreed(config: Config) -> dict[str, str]:
+    """The values to agree on, each as one line of JSON, and the version of the package."""
+    values = {key: text for key, text in flat(config).items() if is_agreed(key)}
+    return {ASYNCRL: VERSION, **values}
+
+
+def posted(config: Config) -> dict[str, str]:
+    """All that the learner posts under AGREED: what must be alike, and what only one side uses."""
+    aside = (
+        key for key in all_keys() if key.startswith((*OF_THE_LEARNER, *OF_THE_QUEUE)) and not is_agreed(key)
+    )
+    return {**agreed(config), **{ASIDE + key: _text(_value(config, key)) for key in aside}}
+
+
+def one_sided(learners: Mapping[str, str], config: Config, *, queue: bool = False) -> Iterator[str]:
+    """A line for each key that has another value here than at the learner, where only one of the two counts.
+
+    Args:
+        learners: what the learner has posted.
+        config: of this process.
+        queue: whether this is the queue's process, whose own value of some keys counts.
+    """
+    for name, theirs in learners.items():
+        key = name.removeprefix(ASIDE)
+        if key == name or (ours := _text(_value(config, key))) == theirs:
+            continue
+        if not key.startswith(OF_THE_QUEUE):
+            yield f"{key} is {theirs} at the learner, whose value counts; {ours} here does nothing"
+        elif queue:
+            yield f"{key} is {ours} here at the queue, whose value counts; {theirs} at the learner does nothing"
+
+
+def flat(config: Config) -> dict[str, str]:
+    """Every key of a configuration and its value as one line of JSON, in the order of the schema."""
+    return {key: _text(_value(config, key)) for key in all_keys()}
+
+
+def differences(theirs: Mapping[str, str], ours: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """(key, their value, our value) where two configurations differ; a key that one of them lacks is '(none)' there.
+
+    >>> list(differences({"a": "1", "b": "2"}, {"a": "1", "c": "3"}))
+    [('b', '2', '(none)'), ('c', '(none)', '3')]
+    """
+    for key in dict.fromkeys((*theirs, *ours)):
+        pair = theirs.get(key, "(none)"), ours.get(key, "(none)")
+        if pair[0] != pair[1]:
+            yield key, *pair
+
+
+def check_agreed(learners: Mapping[str, str], config: Config) -> None:
+    """Raises ConfigError, under the first key that differs, with all of them and both values of each.
+
+    learners: what `agreed` made of the learner's configuration.
+    """
+    must = {key: text for key, text in learners.items() if not key.startswith(ASIDE)}
+    apart = list(differences(must, agreed(config)))
+    if not apart:
+        return
+    told = "; ".join(f"{key} is {theirs} at the learner and {ours} here" for key, theirs, ours in apart)
+    key, _, ours = apart[0]
+    raise ConfigError(key, ours, f"this process and the learner are of one run, but {told}", REMEDY)
+
+
+async def check_board(board: Registry, config: Config, wait_s: float, *, queue: bool = False) -> None:
+    """`check_agreed` with what the learner has posted, and a warning of each key in `one_sided`, once.
+
+    Raises DeadlineError if the learner posts nothing within wait_s.
+    """
+    learners = await board.lookup(AGREED, wait_s)
+    check_agreed(learners, config)
+    for line in one_sided(learners, config, queue=queue):
+        if line not in _warned:
+            _warned.add(line)
+            log.warning("%s", line)
+
+
+def _value(config: Config, key: str) -> Any:
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _text(value: Any) -> str:
+    """Alike for equal values, whatever order a mapping was written in. Passwords in URLs are masked."""
+    text = json.dumps(masked_value(value), sort_keys=True, ensure_ascii=False, default=str)
+    if len(text) <= SHOWN:
+        return text
+    digest = hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+    return f"{text[:SHOWN]}… ({len(text)} characters, digest {digest})"

@@ -1,0 +1,1 @@
+"""Functions that users name in a configuration: how they are found, imported and checked."""

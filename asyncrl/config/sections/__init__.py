@@ -1,0 +1,1 @@
+"""One dataclass per section of the YAML file."""

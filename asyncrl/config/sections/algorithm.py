@@ -1,0 +1,294 @@
+"""The section `algorithm:`: what is learned from a group. `asyncrl algorithms` explains every literal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from asyncrl.config.sections.limits import Amount, Count, NotNegative, Positive, Share, check_values
+from asyncrl.config.sections.rules import require
+
+GROUP_ADVANTAGES = (
+    *("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "gpg", "gdpo", "pass_at_k", "sppo", "prime"),
+    *("gigpo", "hgpo"),
+)
+"""Advantages that compare the rollouts of a task: those that need 'group' in `learner/algorithms/registry.py`."""
+
+
+OWN_WEIGHTS = ("decoupled_ppo", "aipo", "dppo_tv", "dppo_kl")
+"""Losses that weigh a token against μ themselves."""
+
+WITHOUT_RATIO = ("reinforce", "sppo", "gspo", "gmpo", "sapo")
+"""Losses in which a token's own ρ = π/π_p is no factor of its gradient."""
+
+
+UNSHAPED = ("gdpo", "distill")
+"""Advantages that are not made of the reward itself, but of its parts or of no reward at all."""
+
+
+@dataclass(frozen=True)
+class ShapingConfig:
+    """What is added to the reward of a rollout before advantages are made of it."""
+
+    kl_coef: NotNegative = (
+        0.0  # β: −β · KL(π_p‖reference) of each token in the reward; above 0 it needs a reference
+    )
+    kl_form: Literal["k1", "k2", "k3", "abs"] = "k1"  # estimator of that KL
+    kl_target: Positive | None = None  # adaptive β that keeps the mean KL of a rollout here; none: β is fixed
+    kl_horizon: Count = 10000  # rollouts over which the adaptive β moves
+    overlong_buffer: Amount = 0  # tokens before generator.max_tokens where the length penalty begins; 0: none
+    overlong_penalty: NotNegative = 1.0  # the most it takes off, at generator.max_tokens
+    resample: Literal["none", "pow", "max_min", "max_random"] = (
+        "none"  # PF-PPO: which rollouts are trained on, by reward
+    )
+    resample_power: Positive = 2.0  # p of |R|^p
+
+    @property
+    def changes_rewards(self) -> bool:
+        return self.kl_coef > 0 or self.overlong_buffer > 0 or self.resample != "none"
+
+    def __post_init__(self) -> None:
+        check_values("algorithm.shaping", self)
+        if self.kl_target is not None:
+            require(
+                self.kl_coef > 0,
+                "algorithm.shaping.kl_coef",
+                self.kl_coef,
+                "kl_target adapts it by factors, which cannot move it away from 0",
+                "set algorithm.shaping.kl_coef=0.001 or unset algorithm.shaping.kl_target",
+            )
+
+
+@dataclass(frozen=True)
+class KlLossConfig:
+    """KL to the reference as a term of the loss; needs a reference where coef > 0."""
+
+    coef: NotNegative = 0.0  # weight of the term
+    form: Literal["k1", "k2", "k3", "abs", "k1+", "k3+"] = (
+        "k3"  # '+': this value with the unbiased gradient of k2
+    )
+
+    def __post_init__(self) -> None:
+        check_values("algorithm.kl_loss", self)
+
+
+@dataclass(frozen=True)
+class CorrectionConfig:
+    """Off-policy correction: what multiplies or masks the loss of a token whose μ is not the proximal policy."""
+
+    kind: Literal["none", "tis", "icepop"] = (
+        "none"  # weights π_p/μ truncated at `high` / zero outside [low, high]
+    )
+    level: Literal["token", "sequence"] = (
+        "token"  # of the weight: each token's own, or the product over its rollout
+    )
+    low: NotNegative = 0.5  # least weight that icepop keeps
+    high: Positive = 2.0  # where tis truncates a weight; the most that icepop keeps
+    normalise: bool = False  # divide the weights by their mean over the batch (needs the whole batch)
+    reject: Literal[
+        "none",
+        "token_k1",
+        "token_k2",
+        "token_k3",
+        "seq_sum_k1",
+        "seq_sum_k2",
+        "seq_sum_k3",
+        "seq_mean_k1",
+        "seq_mean_k2",
+        "seq_mean_k3",
+        "seq_max_k1",
+        "seq_max_k2",
+        "seq_max_k3",
+        "m2po",
+    ] = "none"  # leave out tokens (token_*) or rollouts (seq_*) too far from μ; m2po: by the batch's second moment
+    reject_low: float | None = None  # k1: least π_p/μ that is kept; none: 1 / reject_high
+    reject_high: Positive = (
+        2.0  # k1: most π_p/μ that is kept; k2, k3: most divergence; m2po: τ (the paper: 0.04)
+    )
+
+    def __post_init__(self) -> None:
+        check_values("algorithm.correction", self)
+        section = "algorithm.correction"
+        require(
+            0 <= self.low <= self.high,
+            f"{section}.low",
+            self.low,
+            f"is a weight that is kept, and so is high={self.high}",
+            f"set {section}.low={min(1.0, self.high) / 2}",
+        )
+        low = 1 / self.reject_high if self.reject_low is None else self.reject_low
+        require(
+            not self.reject.endswith("k1") or 0 < low <= self.reject_high,
+            f"{section}.reject_low",
+            self.reject_low,
+            f"and reject_high={self.reject_high} bound a ratio π_p/μ; unset, it is 1 / reject_high",
+            f"set {section}.reject_low=0.5 and {section}.reject_high=2.0",
+        )
+        require(
+            not self.normalise or self.kind != "none",
+            f"{section}.normalise",
+            self.normalise,
+            f"has nothing to do: with {section}.kind=none every weight is 1",
+            f"set {section}.kind=tis",
+        )
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    advantage: Literal[
+        "gae",
+        "grpo",
+        "dr_grpo",
+        "rloo",
+        "reinforce_pp",
+        "reinforce_pp_baseline",
+        "remax",
+        "opo",
+        "gpg",
+        "gdpo",
+        "pass_at_k",
+        "vapo",
+        "prime",
+        "gigpo",
+        "hgpo",
+        "sppo",
+        "safe_rlhf",
+        "distill",
+    ] = "grpo"
+    loss: Literal[
+        "ppo",
+        "decoupled_ppo",
+        "gspo",
+        "cispo",
+        "gmpo",
+        "sapo",
+        "dppo_tv",
+        "dppo_kl",
+        "clip_cov",
+        "kl_cov",
+        "aipo",
+        "reinforce",
+        "sppo",
+    ] = "ppo"
+    own_advantage: str | None = None  # 'file.py:function' or 'package.module:function' in place of advantage
+    own_loss: str | None = None  # in place of loss, see docs/own_algorithm.md
+    aggregation: Literal[
+        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    ] = "token-mean"  # from a loss per token to one number, always over all groups of an optimizer step
+    norm_tokens: Count | None = None  # denominator of seq-mean-token-sum-norm; none: generator.max_tokens
+    advantage_scale: float = 1.0  # multiplies every advantage
+
+    # of advantages
+    gamma: Share = 1.0  # γ: discount of rewards per token (per step in gigpo, hgpo)
+    lam: Share = 1.0  # λ of gae
+    vapo_alpha: Positive = 0.05  # α: λ_policy = 1 − 1 / (α · length)
+    pass_k: int | None = None  # k of pass_at_k, at least 2; none: the group's size
+    step_weight: float = 1.0  # ω: weight of the step advantage in gigpo
+    hgpo_history: Amount = 2  # K: states before a step's own that its groups may have to share
+    hgpo_alpha: float = 1.0  # α: weight (k + 1)^α of the groups that share k of them
+    sppo_eta: float = 1.0  # η of sppo: how far the log-ratio is pulled
+    sppo_beta: float | None = None  # R − soft-mean_β(R) in place of P̂ − ½; none: P̂ − ½
+    prm_beta: Positive = 0.05  # β: the implicit process reward is β(log π_prm − log π_ref)
+    cost_part: str = "cost"  # safe_rlhf: the reward part that is a cost (give it reward.weights.<part>=0)
+    cost_limit: float = 0.0  # safe_rlhf: mean cost that is allowed
+    cost_lr: NotNegative = 0.1  # safe_rlhf: α of the multiplier's ascent
+    cost_multiplier: NotNegative = 1.0  # safe_rlhf: λ at the start
+    cost_multiplier_max: float = 5.0  # safe_rlhf: most that λ rises to
+
+    # of losses
+    clip_low: Positive = 0.2  # ε_lo
+    clip_high: Positive = 0.28  # ε_hi; above ε_lo it is clip-higher
+    dual_clip: float | None = None  # c of the dual clip for negative advantages; none: off
+    proximal: Literal["behaviour", "frozen", "loglinear"] = (
+        "behaviour"  # π_p of the ratio ρ = π/π_p: the recorded μ;
+    )
+    #               the policy frozen at the version's start; or a log-linear mean of μ and π that costs no forward
+    weight_cap: Positive = 5.0  # decoupled_ppo: most that π_p/μ multiplies · aipo: ρ_max · dppo: c
+    sapo_tau: tuple[float, float] = (1.0, 1.05)  # τ for positive and negative advantages
+    dppo_bound: Positive = 0.2  # divergence of a sampled token past which it moves no further out
+    cov_share: Positive = (
+        0.0002  # clip_cov, kl_cov: share of the batch's tokens that are detached or penalised
+    )
+    cov_range: tuple[float, float] = (1.0, 5.0)  # clip_cov: covariances between which a token may be detached
+    cov_kl_coef: NotNegative = 1.0  # kl_cov: weight of the penalty
+    lm_coef: NotNegative = (
+        0.0  # weight of the mean −log π of rollouts whose reward before shaping is above 0.5 (VAPO: 0.1)
+    )
+    truncated: Literal["refuse", "weigh"] = (
+        "refuse"  # samples of generator.top_p, top_k or min_p: refuse, or train on
+    )
+    #              them by the weight π/μ, which is exact for what could be drawn and blind to the rest
+    entropy_bonus: float = 0.0  # weight of the policy's entropy, which the loss then rewards
+
+    # around both
+    shaping: ShapingConfig = field(default_factory=ShapingConfig)
+    kl_loss: KlLossConfig = field(default_factory=KlLossConfig)
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    filter: Literal["none", "no_spread"] = (
+        "none"  # DAPO: drop groups whose rewards are all equal, and go on asking
+    )
+
+    def __post_init__(self) -> None:
+        check_values("algorithm", self)
+        require(
+            self.built_in_advantage not in UNSHAPED or not self.shaping.changes_rewards,
+            "algorithm.shaping",
+            self.shaping,
+            f"changes a reward that advantage '{self.advantage}' does not look at",
+            "unset kl_coef, overlong_buffer and resample; algorithm.kl_loss.coef keeps a policy near the reference too",
+        )
+        require(
+            self.built_in_advantage != "distill" or self.filter == "none",
+            "algorithm.filter",
+            self.filter,
+            "looks at rewards, and advantage 'distill' learns from a teacher whatever they are",
+            "set algorithm.filter=none",
+        )
+        require(
+            self.dual_clip is None or self.dual_clip > 1,
+            "algorithm.dual_clip",
+            self.dual_clip,
+            "bounds the loss of a negative advantage at ρ = c, which must lie above the ratio's own 1",
+            "set algorithm.dual_clip=3.0",
+        )
+        require(
+            min(self.sapo_tau) > 0,
+            "algorithm.sapo_tau",
+            self.sapo_tau,
+            "are temperatures, and above 0",
+            "set algorithm.sapo_tau=[1.0, 1.05]",
+        )
+        require(
+            self.cost_multiplier <= self.cost_multiplier_max,
+            "algorithm.cost_multiplier",
+            self.cost_multiplier,
+            f"is where λ starts, and must not be above algorithm.cost_multiplier_max={self.cost_multiplier_max}",
+            "set algorithm.cost_multiplier=1.0",
+        )
+        for key, value in (("gamma", self.gamma), ("lam", self.lam)):
+            rule = "is a discount, and lies between 0 and 1"
+            require(0 <= value <= 1, f"algorithm.{key}", value, rule, f"set algorithm.{key}=1.0")
+        require(
+            self.pass_k is None or self.pass_k >= 2,
+            "algorithm.pass_k",
+            self.pass_k,
+            "the best of one is the reward itself",
+            "set algorithm.pass_k=2 or more, or algorithm.advantage=rloo",
+        )
+
+    @property
+    def weighs_behaviour(self) -> bool:
+        """Whether π/μ, μ as recorded, is a factor of each token's gradient. What an own loss does is its business."""
+        if self.own_loss or self.loss in OWN_WEIGHTS or self.correction.kind != "none":
+            return True
+        return self.proximal == "behaviour" and self.loss not in WITHOUT_RATIO
+
+    @property
+    def built_in_advantage(self) -> str | None:
+        """`advantage`; none where `own_advantage` stands in its place."""
+        return None if self.own_advantage else self.advantage
+
+    @property
+    def built_in_loss(self) -> str | None:
+        """`loss`; none where `own_loss` stands in its place."""
+        return None if self.own_loss else self.loss

@@ -1,0 +1,177 @@
+"""`asyncrl demo`: a small model learns two-digit addition, from nothing but the installed package.
+
+    configuration and tokenizer ──▸ warm-up (asyncrl sft) ──▸ training (asyncrl train)
+    DIR/addition/model              DIR/addition/warm         DIR/demo
+
+The warm-up is made once: later demos begin with the training. Recipes: `configs/recipes/`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl.config.load import CONFIGS, load_config
+from asyncrl.config.schema import Config
+from asyncrl.errors import ConfigError, ProcessDiedError
+from asyncrl.launch.folder.run_folder import remove_run, run_folder
+from asyncrl.launch.supervise import die_with
+
+WARM_UP = CONFIGS / "recipes" / "sft_addition.yaml"
+TRAINING = CONFIGS / "recipes" / "demo.yaml"
+OWN_NAME = "demo"
+"""`run.name` of the recipe. A demo replaces an earlier one of this name; any other name is the user's."""
+MARK = ".demo"
+"""A file that a demo puts into the folder of its run. A folder without it is the user's and is never removed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demo:
+    """The folders of one demo and the checked configuration of its training."""
+
+    folder: Path
+    model: Path
+    warm: Path
+    config: Config
+
+    @property
+    def needs_warm_up(self) -> bool:
+        """Whether the training begins with the warmed-up model and that model is missing."""
+        return Path(self.config.model.path) == self.warm and not (self.warm / "config.json").exists()
+
+    @property
+    def replaces(self) -> bool:
+        """Whether the training takes the place of an earlier demo's."""
+        return run_folder(self.config) == self.folder / OWN_NAME and not self.config.run.resume
+
+    def plan(self, trains: bool = True) -> str:
+        """The steps to come, for the user to read before the first one starts."""
+        seconds = "about 2 minutes, only this time" if self.needs_warm_up else "is there already"
+        lines = [
+            "A model of 0.8 million parameters learns two-digit addition.",
+            f"  warm-up   {seconds}: {self.warm}",
+        ]
+        if trains:
+            folder = run_folder(self.config)
+            earlier = " (replaces the earlier run)" if self.replaces and folder.exists() else ""
+            lines.append(f"  training  about 3 minutes on two CPU cores: {folder}{earlier}")
+        return "\n".join(lines)
+
+
+def demo(folder: str, overrides: Sequence[str] = ()) -> Demo:
+    """Check the whole configuration before any work starts.
+
+    Args:
+        folder: Holds the model and the run; it need not exist.
+        overrides: "key=value" words for the training.
+
+    Raises:
+        ConfigError: An override is wrong.
+    """
+    models = Path(folder) / "addition"
+    words = [_word("run.dir", folder), _word("model.path", models / "warm"), *overrides]
+    return Demo(Path(folder), models / "model", models / "warm", load_config(TRAINING, words))
+
+
+def check(demo: Demo) -> None:
+    """Refuse a folder for the run that is not an earlier demo's, before any work starts.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    folder = run_folder(demo.config)
+    if not demo.replaces or not os.path.lexists(folder) or _is_a_demos(folder):
+        return
+    if folder.is_symlink() or not folder.is_dir() or any(folder.iterdir()):
+        rule = f"{folder} is there already, and no demo has made it (it holds no {MARK})"
+        raise ConfigError("run.name", OWN_NAME, rule, "set run.name=NAME, or give another folder by --dir")
+
+
+def clear(demo: Demo) -> None:
+    """Remove the run of an earlier demo, which would block the name, and mark the folder of this one.
+
+    Raises:
+        ConfigError: That run is still alive, or it is not of a demo.
+    """
+    check(demo)
+    if not demo.replaces:
+        return
+    folder = run_folder(demo.config)
+    if _is_a_demos(folder):
+        remove_run(demo.config)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MARK).touch()
+
+
+def warm_up(demo: Demo) -> None:
+    """Make the warmed-up model if it is missing.
+
+    Raises:
+        ConfigError: Its folder cannot be made, holds other files, or another demo is at work on it.
+        ProcessDiedError: The warm-up failed; its own message is on the terminal.
+    """
+    if not demo.needs_warm_up:
+        return
+    with _locked(demo.warm.parent):
+        if not demo.needs_warm_up:
+            return
+        if os.path.lexists(demo.warm) and (not demo.warm.is_dir() or any(demo.warm.iterdir())):
+            rule = f"{demo.warm} is no folder of a model, and the warmed-up model goes there"
+            raise ConfigError("--dir", str(demo.folder), rule, "move it away, or give another folder")
+        from asyncrl.tasks.addition import write_model_folder  # takes seconds, for transformers
+
+        write_model_folder(demo.model)
+        # An interrupted warm-up leaves no half of a model under `warm`.
+        partial = demo.warm.with_name("warm.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        _run_sft(demo.model, partial)
+        partial.rename(demo.warm)
+    print(f"the warmed-up model: {demo.warm}", flush=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One demo at a time makes a model in `folder`. The kernel frees the lock when the process ends."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("a")
+    except OSError as error:
+        rule = f"{folder} cannot be made or written: {error.strerror}"
+        raise ConfigError("--dir", str(folder.parent), rule, "give a folder that you may write") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            rule = f"another demo is making the warmed-up model in {folder}"
+            remedy = "wait until it trains, or give another folder"
+            raise ConfigError("--dir", str(folder.parent), rule, remedy) from None
+        yield
+
+
+def _is_a_demos(folder: Path) -> bool:
+    return not folder.is_symlink() and (folder / MARK).is_file()
+
+
+def _word(key: str, path: str | Path) -> str:
+    """A word of the command line, for any path."""
+    return f"{key}={json.dumps(str(path), ensure_ascii=False)}"
+
+
+def _run_sft(model: Path, output: Path) -> None:
+    """In a process of its own: the launcher of the run that follows stays small."""
+    words = [_word("model.path", model), _word("sft.output", output)]
+    done = subprocess.run(
+        [sys.executable, "-m", "asyncrl", "sft", str(WARM_UP), *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=die_with(os.getpid()),
+    )
+    if done.returncode:
+        raise ProcessDiedError(f"the warm-up ended with exit code {done.returncode}", done.returncode)

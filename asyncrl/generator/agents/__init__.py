@@ -1,0 +1,1 @@
+"""Rollouts of several turns: chat templates, tools, environments, trajectories."""

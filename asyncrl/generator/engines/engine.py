@@ -1,0 +1,111 @@
+"""The seam between the worker and whatever makes tokens.
+
+A worker holds one engine, asks it for many samples at once, and now and then flips it to a newer version:
+
+    sample(request) ──▸ n turns          any number of calls at the same time; the engine batches them
+    receiver ──▸ stage(v), flip(v)       waits for the decode step in progress; samples in flight go on (generator.kv)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from asyncrl.types import Array, Sampling, Turn, Version
+
+if TYPE_CHECKING:
+    import torch
+
+    from asyncrl.generator.engines.receiver import WeightReader, WeightReceiver
+
+
+class PromptTooLongError(ValueError):
+    """A prompt that leaves no room for a token of an answer. The task is dropped with reason 'too_long'."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """n samples of one prompt.
+
+    request_id  unique among the requests in flight
+    prompt_ids  [P] int64
+    ordinal     with `sampling.seed`, the sample's index 0..n-1 and the token's position it fixes every draw
+    place       fixes the first sample's row where rows are fixed; none: ordinal * n
+    """
+
+    request_id: str
+    prompt_ids: Array
+    sampling: Sampling
+    ordinal: int
+    n: int = 1
+    place: int | None = None
+
+
+def check_fits(request: SampleRequest, slots: int, max_length: int) -> None:
+    """Raises PromptTooLongError or ValueError for a request that an engine of this size can never run."""
+    if not 0 < len(request.prompt_ids) < max_length:
+        raise PromptTooLongError(
+            f"request {request.request_id}: a prompt of {len(request.prompt_ids)} tokens leaves no room for "
+            f"an answer within generator.max_length={max_length}"
+        )
+    if not 0 < request.n <= slots:
+        raise ValueError(f"request {request.request_id}: {request.n} samples need 1 to {slots} slots")
+
+
+class Sampler(Protocol):
+    """What makes rollouts of tasks needs no more of an engine."""
+
+    async def sample(self, request: SampleRequest) -> list[Turn]:
+        """n turns, in sample order. Cancelling the call aborts the request.
+
+        Raises PromptTooLongError, and ValueError if n is more than the engine can hold.
+        """
+        ...
+
+
+class Engine(Sampler, Protocol):
+    """Makes tokens with the newest version it was flipped to. All methods run on one event loop.
+
+    Of waiting requests, those with the lowest ordinal go first.
+    """
+
+    @property
+    def version(self) -> Version:
+        """What the next token is made with; NO_VERSION until the first flip of a worker's engine."""
+        ...
+
+    async def start(self) -> None: ...
+
+    async def abort(self, request_id: str) -> None:
+        """`sample` of that request returns soon: partial tokens and finish "abort" where it was not done."""
+        ...
+
+    def receiver(self, reader: WeightReader) -> WeightReceiver:
+        """What brings the learner's versions into this engine."""
+        ...
+
+    def stats(self) -> dict[str, float]:
+        """tokens (output tokens so far), running (samples being decoded), waiting (samples with no slot yet),
+        and seconds/<span> since the last call; some engines add kv_usage (share of the KV cache in use) and
+        preemptions (samples that lost their KV and were computed again, so far)."""
+        ...
+
+    async def close(self) -> None:
+        """Samples in flight raise RunClosedError."""
+        ...
+
+
+class LocalEngine(Engine, Protocol):
+    """An engine whose parameters are tensors of this process."""
+
+    def weight_targets(self) -> dict[str, torch.Tensor]:
+        """The live parameters under their checkpoint names; of tied ones, the first name only."""
+        ...
+
+    async def flip(self, staged: Mapping[str, torch.Tensor], version: Version) -> float:
+        """Between two decode steps, make `staged` live. The pause in seconds.
+
+        What becomes of samples in flight `generator.kv` says. The seconds do not count those in which a drain waits.
+        """
+        ...

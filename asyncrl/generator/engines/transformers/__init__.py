@@ -1,0 +1,1 @@
+"""The embedded engine: a transformers model with a static KV cache and continuous batching."""

@@ -1,0 +1,299 @@
+"""The embedded engine: a transformers model decoded in this process, on one thread of its own.
+
+  event loop                                      engine thread
+  ──────────                                      ─────────────
+  sample ─▸ inbox ───────────────────────────────▸ read between two steps
+  abort  ─▸ inbox ───────────────────────────────▸
+  sample ◂─ turns ───────────────────────────────── told by each step that finishes a request
+  flip   ─▸ _run, visit ─────────────────────────▸ copy staged over live
+  work   ─▸ _run, visit ─────────────────────────▸ steps, until nothing is left or a flip waits
+  nothing to do: _run waits for the inbox
+
+    generator.kv   keep: samples in flight go on with the keys and values that they have
+                   recompute: those are made again by the new weights, while everybody waits
+                   drain: no sample begins any more, the flip comes when all have ended. This wait needs no deadline:
+                   each of them has a last column, and waits for nothing but this thread
+
+The thread waits for the event loop only when it has nothing to do: however busy the loop is, the next step begins.
+Only `_run` visits the thread, one visit at a time, and only visits touch the batch: it needs no lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from asyncrl.config.schema import Config, KvAtFlip, ModelConfig
+from asyncrl.errors import ConfigError, RunClosedError
+from asyncrl.generator.engines.engine import SampleRequest
+from asyncrl.generator.engines.receiver import WeightReader, WeightReceiver, local_receiver
+from asyncrl.generator.engines.transformers.kv_cache import ATTENTION, UnsupportedAttentionError
+from asyncrl.generator.engines.transformers.slots import SlotBatch
+from asyncrl.models import checkpoint_tensors, load_causal_lm, load_config
+from asyncrl.telemetry.spans import Spans
+from asyncrl.types import NO_VERSION, Sampling, Turn, Version
+
+Result = TypeVar("Result")
+
+
+class TransformersEngine:
+    """See `Engine`. Makes a causal LM's tokens with continuous batching (`SlotBatch`)."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        slots: int,
+        max_length: int,
+        end_ids: Sequence[int],
+        version: Version = NO_VERSION,
+        fixed_shape: bool = False,
+        kv: KvAtFlip = "keep",
+    ) -> None:
+        self._kv = kv
+        self._targets = checkpoint_tensors(model)
+        check_attention(model, max_length)
+        self._batch = SlotBatch(
+            model,
+            slots=slots,
+            max_length=max_length,
+            end_ids=end_ids,
+            version=version,
+            fixed_shape=fixed_shape,
+        )
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._asked = self._added = 0  # samples; the first is the loop's to change, the other the thread's
+        self._flips: list[tuple[Mapping[str, Tensor], Version, asyncio.Future[float]]] = []
+        self._results: dict[str, asyncio.Future[list[Turn]]] = {}
+        self._wake = asyncio.Event()
+        self._spans = Spans()
+        self._loop: asyncio.AbstractEventLoop
+        self._runner: asyncio.Task[None] | None = None
+        self._ended = False
+
+    @property
+    def version(self) -> Version:
+        return self._batch.version
+
+    async def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._runner = asyncio.create_task(self._run(), name="engine")
+
+    async def sample(self, request: SampleRequest) -> list[Turn]:
+        self._alive()
+        if request.request_id in self._results:
+            raise ValueError(f"request {request.request_id} is in flight already")
+        result: asyncio.Future[list[Turn]] = self._loop.create_future()
+        self._results[request.request_id] = result
+        self._asked += request.n
+        self._put(lambda: self._add(request, result))
+        try:
+            return await result
+        except asyncio.CancelledError:
+            self._put(lambda: self._remove(request.request_id))
+            raise
+
+    async def abort(self, request_id: str) -> None:
+        self._put(lambda: self._remove(request_id))
+
+    def weight_targets(self) -> dict[str, Tensor]:
+        return dict(self._targets)
+
+    async def flip(self, staged: Mapping[str, Tensor], version: Version) -> float:
+        self._alive()
+        missing = sorted(self._targets.keys() - staged.keys())
+        if missing:
+            raise ValueError(f"flip to version {version} lacks {len(missing)} parameters, e.g. {missing[0]}")
+        done: asyncio.Future[float] = self._loop.create_future()
+        self._flips.append((staged, version, done))
+        self._wake.set()
+        return await done
+
+    def receiver(self, reader: WeightReader) -> WeightReceiver:
+        return local_receiver(self, reader)
+
+    def stats(self) -> dict[str, float]:
+        seconds = {f"seconds/{name}": value for name, value in self._spans.take().items()}
+        return {
+            "tokens": float(self._batch.tokens_made),
+            "running": float(self._batch.running),
+            "waiting": float(self._asked - self._added + self._batch.waiting),
+            "kv_usage": self._batch.running / self._batch.slots,
+            "preemptions": 0.0,
+            **seconds,
+        }
+
+    async def close(self) -> None:
+        if self._runner is not None:
+            self._runner.cancel()
+            await asyncio.gather(self._runner, return_exceptions=True)
+        self._end(RunClosedError("the engine was closed"))
+        self._thread.shutdown()
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                if self._may_flip:
+                    with self._spans("wait/weights"):
+                        await self._flip_next()
+                elif self._inbox or not self._batch.idle:
+                    with self._spans("compute"):
+                        await self._visit(self._steps)
+                else:
+                    self._wake.clear()
+                    with self._spans("wait/tasks"):
+                        await self._wake.wait()
+        except Exception as error:
+            self._end(error)
+            raise
+        finally:
+            self._ended = True
+
+    @property
+    def _may_flip(self) -> bool:
+        return bool(self._flips) and not (self._kv == "drain" and self._batch.running)
+
+    async def _flip_next(self) -> None:
+        staged, version, done = self._flips.pop(0)
+        start, recompute = time.perf_counter(), self._kv == "recompute"
+        try:
+            await self._visit(lambda: self._batch.flip(staged, self._targets, version, recompute))
+        except (RuntimeError, KeyError) as error:
+            _settle(done, error=error)
+        else:
+            _settle(done, time.perf_counter() - start)
+
+    # ---- in the thread
+
+    def _steps(self) -> None:
+        while not self._may_flip and not self._ended:
+            while self._inbox:
+                self._inbox.popleft()()
+            if self._batch.idle:
+                return
+            for request_id, turns in self._batch.step(admit=not self._flips):
+                self._tell(self._finish, request_id, turns)
+
+    def _add(self, request: SampleRequest, result: asyncio.Future[list[Turn]]) -> None:
+        if not result.done():
+            try:
+                self._batch.add(request)
+            except ValueError as error:
+                self._tell(self._refuse, request.request_id, error)
+        self._added += request.n
+
+    def _remove(self, request_id: str) -> None:
+        turns = self._batch.remove(request_id)
+        self._tell(self._finish, request_id, turns or [])
+
+    def _tell(self, act: Callable[..., None], *args: Any) -> None:
+        self._loop.call_soon_threadsafe(act, *args)
+
+    # ---- on the event loop
+
+    def _finish(self, request_id: str, turns: list[Turn]) -> None:
+        result = self._results.pop(request_id, None)
+        if result is not None:
+            _settle(result, turns)
+
+    def _refuse(self, request_id: str, error: Exception) -> None:
+        result = self._results.pop(request_id, None)
+        if result is not None:
+            _settle(result, error=error)
+
+    def _put(self, act: Callable[[], None]) -> None:
+        self._inbox.append(act)
+        self._wake.set()
+
+    async def _visit(self, work: Callable[[], Result]) -> Result:
+        return await self._loop.run_in_executor(self._thread, work)
+
+    def _alive(self) -> None:
+        if self._runner is None:
+            raise RuntimeError("the engine was not started")
+        if self._runner.done():
+            failure = None if self._runner.cancelled() else self._runner.exception()
+            raise failure or RunClosedError("the engine was closed")
+
+    def _end(self, error: Exception) -> None:
+        for result in self._results.values():
+            _settle(result, error=error)
+        for _, _, done in self._flips:
+            _settle(done, error=error)
+        self._results.clear()
+        self._flips.clear()
+
+
+def _settle(
+    future: asyncio.Future[Result], value: Result | None = None, error: Exception | None = None
+) -> None:
+    """Unless whoever waited has given up."""
+    if future.done():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(value)  # type: ignore[arg-type]
+
+
+def check_attention(model: PreTrainedModel, max_length: int) -> None:
+    """Run two tokens through the model. Raises ConfigError unless all layers attend by `attend`."""
+    probe = SlotBatch(model, slots=1, max_length=max_length, end_ids=(), version=NO_VERSION)
+    path = model.config._name_or_path or type(model).__name__
+    try:
+        probe.add(SampleRequest("probe", np.zeros(1, np.int64), Sampling(max_tokens=2), ordinal=0))
+        probe.step()
+        layers = model.config.get_text_config().num_hidden_layers
+        if probe.layers != layers:
+            raise UnsupportedAttentionError(
+                f"{layers - probe.layers} of {layers} layers without plain attention"
+            )
+    except UnsupportedAttentionError as error:
+        raise ConfigError(
+            "model.path",
+            path,
+            f"the embedded engine cannot run {type(model).__name__}: it uses {error}",
+            "use a model with full causal attention in every layer, e.g. Qwen2, Qwen3, Llama or GPT-2",
+        ) from error
+
+
+def end_ids_of(*sources: object) -> list[int]:
+    """Every token id that the generation config, the model's config or the tokenizer calls the end."""
+    found: set[int] = set()
+    for source in sources:
+        ids = getattr(source, "eos_token_id", None)
+        found.update(ids if isinstance(ids, list | tuple) else [] if ids is None else [ids])
+    return sorted(found)
+
+
+def load_end_ids(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Of a model that is not loaded here."""
+    model = load_config(config)
+    try:
+        generation = GenerationConfig.from_pretrained(config.path, local_files_only=True)
+    except OSError:
+        generation = GenerationConfig.from_model_config(model)
+    return end_ids_of(generation, model, tokenizer)
+
+
+def load_transformers_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> TransformersEngine:
+    """The engine that the config asks for, on the GPU if this process sees one."""
+    model = load_causal_lm(config.model, config.run.seed, ATTENTION)
+    return TransformersEngine(
+        model.to("cuda" if torch.cuda.is_available() else "cpu"),  # type: ignore[arg-type]
+        slots=config.generator.slots,
+        max_length=config.generator.max_length,
+        end_ids=end_ids_of(model.generation_config, model.config, tokenizer),
+        fixed_shape=config.fixed_shape,
+        kv=config.generator.kv,
+    )

@@ -1,0 +1,1 @@
+"""vLLM inside the generator process, with one weight receiver per rank."""

@@ -1,0 +1,307 @@
+"""vLLM behind the `Engine` protocol: its AsyncLLM in this process, the model in processes that it starts.
+
+    sample ─▸ generate ─▸ engine core ─▸ ranks        n samples share the prompt's KV
+    flip   ─▸ _run: pause ─▸ every rank copies its staged version ─▸ forget prefixes, label ─▸ resume
+
+Between pause and resume no step runs, so each token's version is the label of the step that made it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from asyncrl.config.schema import Config
+from asyncrl.counter_rng import stream_key
+from asyncrl.errors import AsyncRLError, ProcessDiedError, RunClosedError
+from asyncrl.generator.engines.engine import SampleRequest, check_fits
+from asyncrl.generator.engines.receiver import WeightReader, WeightReceiver
+from asyncrl.generator.engines.transformers.transformers_engine import load_end_ids
+from asyncrl.generator.engines.vllm.rank_weights import values_of
+from asyncrl.generator.engines.vllm.vllm_plugin import FORGET_PREFIXES
+from asyncrl.generator.engines.vllm.vllm_receiver import VllmReceiver
+from asyncrl.generator.engines.vllm.vllm_start import check_installed, start_vllm
+from asyncrl.telemetry.spans import Spans
+from asyncrl.types import NO_VERSION, Finish, Turn, Version
+
+CLOSE_S = 2.0
+"""Longest wait for vLLM's processes to end by themselves."""
+
+ABORT_AGAIN_S = 0.05
+"""An abort that comes before vLLM knows the request is lost: said again until the request has ended."""
+
+SEED_BITS = 62
+"""Of a request's seed; sample i has the seed + i, which must stay within an int64."""
+
+
+class _Counters:
+    """What vLLM tells after each step (its StatLoggerBase)."""
+
+    def __init__(self) -> None:
+        self.tokens = self.preemptions = self.running = self.waiting = 0
+        self.kv_usage = 0.0
+
+    def __call__(self, vllm_config: Any, engine_index: int = 0) -> _Counters:
+        return self
+
+    def record(
+        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+    ) -> None:
+        if scheduler_stats is not None:
+            self.kv_usage = scheduler_stats.kv_cache_usage
+            self.running = scheduler_stats.num_running_reqs
+            self.waiting = scheduler_stats.num_waiting_reqs
+        if iteration_stats is not None:
+            self.tokens += iteration_stats.num_generation_tokens
+            self.preemptions += iteration_stats.num_preempted_reqs
+
+    def log_engine_initialized(self) -> None: ...
+
+    def log(self) -> None: ...
+
+    def record_sleep_state(self, is_awake: int, level: int) -> None: ...
+
+
+class VllmEngine:
+    """See `Engine`. name: of the generator, for errors · load_weights: start with those of model.path as `version`."""
+
+    def __init__(
+        self,
+        config: Config,
+        name: str,
+        end_ids: Sequence[int],
+        *,
+        load_weights: bool = False,
+        version: Version = NO_VERSION,
+    ) -> None:
+        check_installed()
+        self._config, self._name, self._load_weights = config, name, load_weights
+        self._slots, self._max_length = config.generator.slots, config.generator.max_length
+        self._kv = config.generator.kv
+        self._end_ids = list(end_ids)
+        self._version = version
+        self._flipped = 0
+        self._llm: Any = None
+        self._by_priority = False  # generator.vllm.extra may say otherwise
+        self._counters = _Counters()
+        self._in_flight: dict[str, tuple[int, asyncio.Task[list[Turn]]]] = {}
+        self._flips: list[tuple[Version, asyncio.Future[float]]] = []
+        self._changed = asyncio.Event()
+        self._spans = Spans()
+        self._runner: asyncio.Task[None] | None = None
+        self._closed = False
+
+    @property
+    def version(self) -> Version:
+        return self._version
+
+    async def start(self) -> None:
+        """Blocks the event loop until vLLM is up. Raises ConfigError."""
+        self._llm = start_vllm(self._config, [self._counters], self._load_weights)
+        self._by_priority = self._llm.vllm_config.scheduler_config.policy == "priority"
+        await self._llm.engine_core.set_weight_version_async(str(self._version))
+        self._runner = asyncio.create_task(self._run(), name="engine")
+
+    async def sample(self, request: SampleRequest) -> list[Turn]:
+        self._alive()
+        check_fits(request, self._slots, self._max_length)
+        if request.request_id in self._in_flight:
+            raise ValueError(f"request {request.request_id} is in flight already")
+        task = asyncio.create_task(self._generate(request))
+        self._in_flight[request.request_id] = (request.n, task)
+        self._changed.set()
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if self._closed:
+                raise RunClosedError("the engine was closed") from None
+            raise
+        finally:
+            del self._in_flight[request.request_id]
+            self._changed.set()
+
+    async def abort(self, request_id: str) -> None:
+        while request_id in self._in_flight:
+            _, task = self._in_flight[request_id]
+            await self._llm.abort(request_id)
+            await asyncio.wait({task}, timeout=ABORT_AGAIN_S)
+            if task.done():
+                return
+
+    def receiver(self, reader: WeightReader) -> WeightReceiver:
+        return VllmReceiver(self, reader, self._config.model.dtype, self._config.model.path)
+
+    async def call(self, method: str, *args: Any) -> list[Any]:
+        """`WeightsExtension.<method>` on each rank: what it answers. Raises what one of them raised."""
+        self._alive()
+        return values_of(await self._or_died(self._llm.collective_rpc(method, args=args)), self._name)
+
+    async def flip(self, version: Version) -> float:
+        self._alive()
+        done: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._flips.append((version, done))
+        self._changed.set()
+        return await done
+
+    def stats(self) -> dict[str, float]:
+        samples = sum(n for n, _ in self._in_flight.values())
+        running = min(samples, self._counters.running)
+        return {
+            "tokens": float(self._counters.tokens),
+            "running": float(running),
+            "waiting": float(min(samples - running, self._counters.waiting)),
+            "kv_usage": self._counters.kv_usage,
+            "preemptions": float(self._counters.preemptions),
+            **{f"seconds/{name}": value for name, value in self._spans.take().items()},
+        }
+
+    async def close(self) -> None:
+        self._closed = True
+        tasks: list[asyncio.Task[Any]] = [task for _, task in self._in_flight.values()]
+        if self._runner is not None:
+            tasks.append(self._runner)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for _, done in self._flips:
+            if not done.done():
+                done.set_exception(RunClosedError("the engine was closed"))
+        if self._llm is not None:
+            self._llm.output_handler.cancel()  # it would take the end of the core for a failure
+            await asyncio.to_thread(_shut_down, self._llm)
+            self._llm = None
+
+    # ---- sampling
+
+    async def _generate(self, request: SampleRequest) -> list[Turn]:
+        from vllm.inputs import tokens_input
+
+        prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=f"{self._version}.{self._flipped}")
+        outputs = self._llm.generate(
+            prompt,
+            self._parameters(request),
+            request.request_id,
+            priority=request.ordinal if self._by_priority else 0,
+        )
+        last = await self._or_died(_last(outputs))
+        turns = [self._turn(request, of) for of in sorted(last.outputs, key=lambda of: of.index)]
+        return turns * request.n if len(turns) < request.n else turns
+
+    def _parameters(self, request: SampleRequest) -> Any:
+        """vLLM gives sample i the seed + i, and each sample draws from a generator of its own."""
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        sampling = request.sampling
+        greedy = sampling.temperature == 0
+        key = int(stream_key(sampling.seed, request.ordinal)) % (1 << SEED_BITS)
+        return SamplingParams(
+            n=1 if greedy else request.n,  # n greedy samples are one, n times
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            max_tokens=min(sampling.max_tokens, self._max_length - len(request.prompt_ids)),
+            seed=None if greedy else key,
+            logprobs=0,  # of the sampled token alone
+            flat_logprobs=True,
+            stop_token_ids=self._end_ids,
+            ignore_eos=True,  # the end tokens are named above
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _turn(self, request: SampleRequest, made: Any) -> Turn:
+        versions = np.empty(len(made.token_ids), np.int32)
+        for span in made.weight_versions:
+            versions[span.start : span.end] = int(span.version)
+        logprobs = [made.logprobs.logprobs[at] for at in made.logprobs.start_indices] if len(versions) else []
+        finish: Finish = made.finish_reason if made.finish_reason in ("stop", "length") else "abort"
+        return Turn(
+            prompt_ids=np.asarray(request.prompt_ids, np.int64),
+            output_ids=np.array(made.token_ids, np.int64),
+            logprobs=np.array(logprobs, np.float32),
+            versions=versions,
+            finish=finish,
+        )
+
+    # ---- time and versions
+
+    async def _run(self) -> None:
+        while True:
+            self._changed.clear()
+            if self._flips:
+                with self._spans("wait/weights"):
+                    await self._flip_next()
+            else:
+                with self._spans("compute" if self._in_flight else "wait/tasks"):
+                    await self._changed.wait()
+
+    async def _flip_next(self) -> None:
+        version, done = self._flips[0]
+        try:
+            pause_s = await self._flip_now(version)
+            if not done.done():
+                done.set_result(pause_s)
+        except AsyncRLError as error:
+            if not done.done():
+                done.set_exception(error)
+        del self._flips[0]
+
+    async def _flip_now(self, version: Version) -> float:
+        core, asked = self._llm.engine_core, time.perf_counter()
+        # What waits finds the prompts of its siblings in the cache, unless that is cleared.
+        mode = "wait" if self._kv == "drain" else "keep"
+        await self._or_died(core.pause_scheduler_async(mode=mode, clear_cache=self._kv != "keep"))
+        begun = time.perf_counter() if self._kv == "drain" else asked  # samples went on until then
+        await self.call("asyncrl_flip", version)
+        self._version = version
+        self._flipped += 1
+        # What was asked for before, and begins after, looks for prefixes under the old salt.
+        await self._or_died(core.call_utility_async(FORGET_PREFIXES))
+        await self._or_died(core.set_weight_version_async(str(version)))
+        await self._or_died(core.resume_scheduler_async())
+        return time.perf_counter() - begun
+
+    def _alive(self) -> None:
+        if self._closed:
+            raise RunClosedError("the engine was closed")
+        if self._runner is None:
+            raise RuntimeError("the engine was not started")
+
+    async def _or_died(self, answer: Any) -> Any:
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        try:
+            return await answer
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise ProcessDiedError(f"{self._name}: vLLM's engine process failed: {error}") from error
+
+
+def _shut_down(llm: Any) -> None:
+    """vLLM kills what does not end in time, and does not wait for its death."""
+    cores = [child for child in multiprocessing.active_children() if child.name.startswith("EngineCore")]
+    llm.shutdown(CLOSE_S)
+    for core in cores:
+        core.join(CLOSE_S)
+
+
+async def _last(outputs: Any) -> Any:
+    last = None
+    async for output in outputs:
+        last = output
+    return last
+
+
+def load_vllm_engine(
+    config: Config, tokenizer: PreTrainedTokenizerBase, name: str, load_weights: bool = False
+) -> VllmEngine:
+    """The engine that the config asks for. load_weights: those of model.path, as version 0; otherwise the learner's."""
+    version = 0 if load_weights else NO_VERSION
+    end_ids = load_end_ids(config.model, tokenizer)
+    return VllmEngine(config, name, end_ids, load_weights=load_weights, version=version)

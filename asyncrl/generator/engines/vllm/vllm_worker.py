@@ -1,0 +1,273 @@
+"""What runs inside each worker process of vLLM: its end of the weight stream. Imported by vLLM before a model is made.
+
+Weights must stay where `load_weights` put them, or an update in place does not reach what the model computes with:
+
+    linear layers on a CPU   kept as plain matrices: no oneDNN handlers, no prepacked copies (`_keep_weights_live`)
+    experts on a CPU         always packed by vLLM: they are flipped in a plain copy and packed again (`PackedExperts`)
+    anything else            refused by name (`vllm_layout.py`)
+
+Two ways in: `WeightsExtension` for this project's engine, `AsyncRLWeightTransfer` for vLLM's own weight updates
+(`POST /init_weight_transfer_engine`, `/start_weight_update`, `/update_weights`, `/finish_weight_update`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import torch
+import vllm._custom_ops
+from torch import Tensor, nn
+from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.layers import utils as vllm_linear
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.platforms import current_platform
+
+from asyncrl.config.schema import ModelConfig, SyncConfig
+from asyncrl.errors import AsyncRLError, WeightSyncError
+from asyncrl.generator.engines.receiver import Learner, WeightReader
+from asyncrl.generator.engines.vllm.rank_weights import BROKEN, TAKEN_BACK, RankWeights
+from asyncrl.generator.engines.vllm.vllm_layout import find_places, layout_of_places
+from asyncrl.generator.engines.vllm.vllm_start import GENERATOR
+from asyncrl.models import checkpoint_shapes
+from asyncrl.sync.stream.snapshot import SnapshotEvictedError
+from asyncrl.types import Version
+
+PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON")
+"""Expert kernels that compute with the weights as they are loaded."""
+
+Report = dict[str, Any]
+"""A call's answer as plain values; {"error": name, "detail": text} when it failed."""
+
+
+def _keep_weights_live() -> None:
+    vllm._custom_ops._supports_onednn = False
+    vllm_linear.check_cpu_sgl_kernel = lambda *_: False
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":  # torch may have been imported before that was said
+        torch._dynamo.config.disable = True
+
+
+def _end_with_generator() -> None:
+    """A generator that is killed tells nobody: end too, and take vLLM's engine core along, within a second.
+
+    The core is this process on one rank, else its parent. Not for a server that somebody else has started.
+    """
+    pid = int(os.environ.get(GENERATOR, "0"))
+    if not pid:
+        return
+    core = os.getpid() if os.getppid() == pid else os.getppid()
+
+    def watch() -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            generator = psutil.Process(pid)
+            while generator.is_running() and generator.status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.5)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(core, signal.SIGKILL)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="generator", daemon=True).start()
+
+
+_keep_weights_live()
+_end_with_generator()
+
+
+class PackedExperts:
+    """Plain copies of experts' weights that vLLM keeps packed, to be flipped in place of those."""
+
+    def __init__(self, model: nn.Module, vllm_config: Any) -> None:
+        self._vllm_config = vllm_config
+        self._layers: dict[str, Any] = {}
+        self.plain: dict[str, Tensor] = {}
+        for prefix, module in model.named_modules():
+            if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
+                self._add(prefix, module)
+
+    def _add(self, prefix: str, layer: Any) -> None:
+        if not current_platform.is_cpu():
+            backend = getattr(layer.quant_method, "unquantized_backend", None)
+            if getattr(backend, "name", None) not in PLAIN_EXPERTS:
+                raise WeightSyncError(
+                    f"the experts of {prefix} run on {backend}, which keeps their weights in a form of its own; "
+                    "set generator.vllm.extra.moe_backend=triton"
+                )
+            return
+        self._layers[prefix] = layer
+        loaded, _ = get_layerwise_info(layer).restore_metadata
+        for name in ("w13_weight", "w2_weight"):
+            like = loaded[name]
+            self.plain[f"{prefix}.{name}"] = torch.zeros(like.shape, dtype=like.dtype)
+
+    def pack(self) -> None:
+        """Make vLLM pack them as it did after loading."""
+        for prefix, layer in self._layers.items():
+            for name in ("w13_weight", "w2_weight"):
+                plain = self.plain[f"{prefix}.{name}"]
+                layer._parameters[name] = nn.Parameter(plain, requires_grad=False)
+            layer.quant_method.moe_kernel = None
+            with set_current_vllm_config(self._vllm_config):
+                layer.quant_method.process_weights_after_loading(layer)
+
+
+def rank_weights(model: nn.Module, vllm_config: Any, dtype: str, reader: WeightReader) -> RankWeights:
+    """The weights of this worker's model, from a learner whose policy has `dtype`.
+
+    Raises WeightSyncError, naming the parameter, if the model cannot be updated in place.
+    """
+    of = vllm_config.model_config
+    checkpoint = _checkpoint(ModelConfig(of.model, dtype, of.trust_remote_code))  # type: ignore[arg-type]
+    for name, module in model.named_modules():
+        if hasattr(module, "W_UK_T") or hasattr(module, "W_UV"):
+            raise WeightSyncError(f"{name} computes with copies of its weights, made when it was loaded")
+    experts = PackedExperts(model, vllm_config)
+    with set_current_vllm_config(vllm_config):
+        places = find_places(model, checkpoint, experts.plain)
+    return RankWeights(places, layout_of_places(checkpoint, places), reader, experts.pack)
+
+
+def _checkpoint(model: ModelConfig) -> dict[str, Tensor]:
+    """The parameters as the learner names them, on the meta device; of tied ones the first name only."""
+    shapes, _ = checkpoint_shapes(model)
+    return {
+        name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        for name, (shape, dtype) in shapes.items()
+    }
+
+
+class WeightsExtension:
+    """Methods of every worker, called through `collective_rpc`."""
+
+    rank: int
+    model_runner: Any
+    vllm_config: Any
+    asyncrl_weights: RankWeights | None = None
+
+    def asyncrl_prepare(self, dtype: str, reader: dict[str, Any]) -> Report:
+        """Its value is the floor of a flip in seconds."""
+
+        def work() -> float:
+            model = self.model_runner.get_model()
+            self.asyncrl_weights = rank_weights(
+                model, self.vllm_config, dtype, _reader_of_rank(reader, self.rank)
+            )
+            return self.asyncrl_weights.floor_s
+
+        return _report(work)
+
+    def asyncrl_open(self, endpoints: Sequence[str], lineage: int) -> Report:
+        return _report(lambda: self._prepared().open(Learner(tuple(endpoints), lineage)))
+
+    def asyncrl_stage(self, version: Version) -> Report:
+        return _report(lambda: self._prepared().stage(version))
+
+    def asyncrl_staged(self) -> Report:
+        """Its value is None while the transfer runs."""
+
+        def work() -> dict[str, Any] | None:
+            staged = self._prepared().staged()
+            return None if staged is None else {"bytes": staged.bytes, "seconds": staged.seconds}
+
+        return _report(work)
+
+    def asyncrl_flip(self, version: Version) -> Report:
+        return _report(lambda: self._prepared().flip(version))
+
+    def asyncrl_verify(self) -> Report:
+        return _report(lambda: self._prepared().verify())
+
+    def asyncrl_verified(self) -> Report:
+        """Its value is None while the ranks compare."""
+        return _report(lambda: self._prepared().verified())
+
+    def asyncrl_held(self, version: Version) -> Report:
+        return _report(lambda: self._prepared().held(version))
+
+    def asyncrl_close(self) -> Report:
+        return _report(lambda: self._prepared().close())
+
+    def _prepared(self) -> RankWeights:
+        if self.asyncrl_weights is None:
+            raise WeightSyncError("asyncrl_prepare comes first")
+        return self.asyncrl_weights
+
+
+def _reader_of_rank(reader: dict[str, Any], rank: int) -> WeightReader:
+    return WeightReader(**{**reader, "who": f"{reader['who']}/{rank}", "sync": SyncConfig(**reader["sync"])})
+
+
+def _report(work: Callable[[], Any]) -> Report:
+    """An exception would cross to the generator process without its type."""
+    try:
+        return {"value": work()}
+    except SnapshotEvictedError as error:
+        return {"error": TAKEN_BACK, "detail": str(error)}
+    except (AsyncRLError, OSError, RuntimeError, ValueError) as error:
+        return {"error": BROKEN, "detail": str(error) or type(error).__name__}
+
+
+@dataclass
+class LearnerInfo(WeightTransferInitInfo):
+    """Where the weights come from. dtype: of the learner's policy · sync: keys of `SyncConfig` · keys: queue.keys."""
+
+    run: str
+    who: str
+    endpoints: list[str]
+    lineage: int
+    dtype: str
+    sync: dict[str, Any] = field(default_factory=dict)
+    keys: str | None = None
+
+
+@dataclass
+class VersionInfo(WeightTransferUpdateInfo):
+    version: int
+
+
+class AsyncRLWeightTransfer(WeightTransferEngine):
+    """The same stream behind vLLM's own verbs: update_weights stages one version, finish flips it and verifies."""
+
+    init_info_cls = LearnerInfo
+    update_info_cls = VersionInfo
+
+    def init_transfer_engine(self, init_info: LearnerInfo) -> None:
+        of = self.parallel_config
+        rank = of.data_parallel_index * of.world_size + of.rank
+        reader = WeightReader(
+            init_info.run, f"{init_info.who}/{rank}", SyncConfig(**init_info.sync), init_info.keys
+        )
+        self._weights = rank_weights(self.model, self.vllm_config, init_info.dtype, reader)
+        self._weights.open(Learner(tuple(init_info.endpoints), init_info.lineage))
+
+    def start_weight_update(self) -> None:
+        """Nothing is touched before the version has arrived whole."""
+
+    def receive_weights(self, update_info: VersionInfo) -> None:
+        self._version = update_info.version
+        self._weights.stage(update_info.version)
+        while self._weights.staged() is None:
+            time.sleep(0.002)
+
+    def finish_weight_update(self) -> None:
+        self._weights.flip(self._version)
+        self._weights.verify()
+        while self._weights.verified() is None:
+            time.sleep(0.002)
+        self._weights.held(self._version)
+
+    def shutdown(self) -> None:
+        weights = getattr(self, "_weights", None)
+        if weights is not None:
+            weights.close()

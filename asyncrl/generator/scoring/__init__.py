@@ -1,0 +1,1 @@
+"""Scores of rollouts: reward functions, their parts and steps, and filters of groups."""

@@ -1,0 +1,222 @@
+"""Calling one reward function so that one bad call never stalls the others.
+
+value ──▸ plain function: one of `workers` ─────┐ deadline_s ──▸ read
+          async function: this event loop ──────┘ failed or late: again, `retries` times, then RewardError
+
+Whoever has made all calls of a task notes how it went: at too many (`failure_streak.py`) that is RewardFailedError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import reprlib
+import traceback
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AbstractAsyncContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from asyncrl.config.functions.function_spec import load_function
+from asyncrl.config.functions.signatures import check_reward
+from asyncrl.config.schema import RewardConfig
+from asyncrl.errors import ConfigError, RewardFailedError
+from asyncrl.generator.scoring.failure_streak import FailureStreak
+from asyncrl.generator.threads import as_failure, in_thread
+from asyncrl.types import Task
+
+Reward = Callable[..., Any]
+"""reward(task, text) or reward(task, text, rollout), plain or async -> float, its parts by name, or `Scored`;
+`per: group`: reward(task, texts) or reward(task, texts, rollouts) -> a list of these."""
+
+Result = TypeVar("Result")
+
+PACKAGE = Path(__file__).parents[2]
+
+log = logging.getLogger(__name__)
+
+
+class RewardError(Exception):
+    """A reward that failed every time it was tried. The task is dropped with reason 'reward'."""
+
+
+class RewardCall:
+    """One reward function with its deadline, retries and threads. name: of several; one alone has none.
+
+    failures   calls that failed so far
+    late       those among them that took too long
+    under_way  calls that have begun and not ended
+    """
+
+    def __init__(self, function: Reward, config: RewardConfig, name: str = "") -> None:
+        self.config, self.name = config, name
+        self.failures = self.late = self.under_way = 0
+        self._function = function
+        self._async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            type(function).__call__
+        )
+        self._takes_rollout = _takes_rollout(function)
+        self._place: AbstractAsyncContextManager[None] = (
+            nullcontext() if self._async else asyncio.Semaphore(config.workers)
+        )
+        # Who has failures count as 0 expects them.
+        self._streak = FailureStreak(config.max_failed_share if config.on_failure == "drop" else 1.0)
+        self._told: set[type[Exception]] = set()
+
+    async def __call__(self, task: Task, text: Any, rollout: Any, read: Callable[[Any], Result]) -> Result:
+        """What `read` makes of the function's value.
+
+        Raises RewardError after 1 + retries failures of either.
+        """
+        # A retry keeps the place among the workers: behind all first attempts its failure would be known too late.
+        async with self._place:
+            return await self._tried(task, text, rollout, read)
+
+    async def _tried(self, task: Task, text: Any, rollout: Any, read: Callable[[Any], Result]) -> Result:
+        arguments = (task, text, rollout) if self._takes_rollout else (task, text)
+        why = ""
+        for _ in range(1 + self.config.retries):
+            try:
+                value = await self._once(*arguments)
+            except TimeoutError:
+                why = f"took longer than reward.deadline_s={self.config.deadline_s}"
+                self._tell_late(task, why)
+            except Exception as error:
+                why = f"raised {type(error).__name__}: {error}{_place(error)}"
+                self._tell(task, error)
+            else:
+                try:
+                    result = read(value)
+                except Exception as error:
+                    why = f"returned {reprlib.repr(value)}: {error}"
+                else:
+                    return result
+            self.failures += 1
+        which = f"reward {self.name!r}" if self.name else "reward"
+        raise RewardError(f"the {which} of task {task.ordinal} {why}")
+
+    async def _once(self, *arguments: Any) -> Any:
+        """One attempt. The deadline does not count the wait for a free worker."""
+        call = self._in_loop if self._async else self._in_thread
+        self.under_way += 1
+        try:
+            async with asyncio.timeout(self.config.deadline_s):
+                return await call(*arguments)
+        finally:
+            self.under_way -= 1
+
+    def start(self) -> None:
+        """Starts the function, if it has something to start."""
+        if start := getattr(self._function, "start", None):
+            start()
+
+    def close(self) -> None:
+        """Closes the function, if it has something to close. Does not wait for calls that hang."""
+        if close := getattr(self._function, "close", None):
+            close()
+
+    def note(self, task: Task, failure: RewardError | None) -> None:
+        """How the calls of one task went, which were all made. Raises RewardFailedError if too many tasks failed."""
+        if failure is None:
+            self._streak.worked()
+            return
+        self._streak.failed(task.ordinal)
+        if self._streak.hopeless:
+            key = f"reward.functions.{self.name}" if self.name else "reward"
+            allow = f"; if so many may fail, set {key}.max_failed_share=1" if self._streak.too_many else ""
+            raise RewardFailedError(
+                f"{key}.function = {self.config.function!r} failed at {self._streak}; the last failure: {failure}. "
+                f"Remedy: correct the function, or the fields of the tasks that it reads{allow}"
+            )
+
+    def _tell_late(self, task: Task, why: str) -> None:
+        self.late += 1
+        if self.late == 1:
+            log.warning("%s at task %d %s, for the first time", self.config.function, task.ordinal, why)
+
+    def _tell(self, task: Task, error: Exception) -> None:
+        """The traceback of the first error of each kind: errors of the user's own code are found by it."""
+        if type(error) not in self._told:
+            self._told.add(type(error))
+            error.with_traceback(_of_function(error.__traceback__))
+            log.warning(
+                "%s at task %d, for the first time:", self.config.function, task.ordinal, exc_info=error
+            )
+
+    async def _in_loop(self, *arguments: Any) -> Any:
+        try:
+            return await self._function(*arguments)
+        except SystemExit as raised:
+            raise as_failure(raised) from raised
+
+    async def _in_thread(self, *arguments: Any) -> Any:
+        # A call that hangs for ever keeps its thread, and no place among the workers.
+        return await in_thread(self._function, *arguments)
+
+
+def load_reward(config: RewardConfig, key: str) -> Reward:
+    """The function that `config.function` names, with its options; of a class, an instance.
+
+    Raises ConfigError under `key`, the section or the entry of `reward.functions`, and what the class raises, under
+    `key`.options.
+    """
+    if config.function is None:
+        raise ConfigError(f"{key}.function", None, "names no reward function", "set it")
+    found, options = load_function(config.function, f"{key}.function"), config.options
+    try:
+        signature = inspect.signature(found)
+        # A function gets its task and text later, a class gets all it needs now.
+        (signature.bind if inspect.isclass(found) else signature.bind_partial)(**options)
+    except (TypeError, ValueError) as error:
+        remedy = f"give the keywords that {config.function} takes"
+        raise ConfigError(f"{key}.options", options, str(error), remedy) from None
+    if not inspect.isclass(found):
+        function = partial(found, **options) if options else found
+        check_reward(function, config.function, f"{key}.function", config.per)
+        return function
+    try:
+        made = found(**options)
+    except ConfigError as error:
+        raise ConfigError(f"{key}.options.{error.key}", error.value, error.rule, error.remedy) from None
+    if not callable(made):
+        raise ConfigError(
+            f"{key}.function", config.function, "its instances cannot be called", "give it __call__"
+        )
+    check_reward(made, config.function, f"{key}.function", config.per)
+    return made
+
+
+async def all_of(jobs: Iterable[Awaitable[Result]]) -> list[Result]:
+    """Their results in order; the first failure ends the others."""
+    tasks = [asyncio.ensure_future(job) for job in jobs]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _of_function(frames: TracebackType | None) -> TracebackType | None:
+    """From the function's own frame on, if there is one."""
+    first = frames
+    while first is not None and Path(first.tb_frame.f_code.co_filename).is_relative_to(PACKAGE / "generator"):
+        first = first.tb_next
+    return first or frames
+
+
+def _place(error: Exception) -> str:
+    """' (rewards.py:12)': where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+
+
+def _takes_rollout(function: Reward) -> bool:
+    """Whether a third positional argument fits."""
+    try:
+        inspect.signature(function).bind(None, None, None)
+    except TypeError:
+        return False
+    return True

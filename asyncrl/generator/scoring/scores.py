@@ -1,0 +1,96 @@
+"""From what a reward function returns to one number and what it is made of. Pure.
+
+    0.5                                      reward 0.5     parts {reward: 0.5}
+    {"right": 1, "cost": 3}                  reward 4       parts as they are; with reward.weights {cost: 0}: reward 1
+    Scored({"right": 1}, [Step(0, 3, .2)])   reward 1.2     parts {right: 1, steps: 0.2}
+
+Of several functions each names its parts: 0.5 of "style" is part "style", {"short": 1} of it "style/short".
+The parts are logged as they came; the reward is their weighted sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from asyncrl.generator.scoring.steps import LARGEST, check_steps, real
+from asyncrl.types import Scored, Step
+
+ALONE = "reward"
+"""The name of the only part when the function returns a number."""
+
+STEPS = "steps"
+"""The name of the part that the rewards of the steps add up to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What one answer earned.
+
+    reward  the sum of its parts times their weights
+    parts   as the function gave them, and the sum of the steps' rewards as part "steps"
+    steps   their rewards times the weight of that part; none: the function speaks of no steps
+    answer  what the text comes to, by the first function that says so
+    """
+
+    reward: float
+    parts: Mapping[str, float]
+    steps: tuple[Step, ...] | None = None
+    answer: str | None = None
+
+
+NOTHING = Score(0.0, {})
+
+
+def score_of(value: Any, text: str, weights: Mapping[str, float], name: str = "") -> Score:
+    """value: what the function returned for `text`. weights: of the parts, 1 where there is none.
+    name: of the function, where there are several.
+
+    Raises ValueError or TypeError, with what is wrong, for anything that is no reward.
+    """
+    scored = value if isinstance(value, Scored) else Scored(value)
+    parts, steps = _numbers(scored.parts, name), None
+    if scored.steps is not None:
+        of_steps = _part(name, STEPS)
+        told, weight = tuple(scored.steps), weights.get(of_steps, 1.0)
+        check_steps(told, text)
+        if of_steps in parts:
+            raise ValueError(f"a part may not be called {STEPS!r} beside steps: their rewards add up to it")
+        parts[of_steps] = float(sum(step.reward for step in told))
+        steps = tuple(replace(step, reward=weight * step.reward) for step in told)
+    reward = sum(weights.get(part, 1.0) * number for part, number in parts.items())
+    _check_finite({**parts, "the weighted sum": reward})
+    return Score(reward, parts, steps, scored.answer)
+
+
+def joined(scores: Sequence[Score]) -> Score:
+    """What one answer earned by several functions. Raises ValueError if two of them speak of steps."""
+    if len(scores) == 1:
+        return scores[0]
+    stepwise = [score.steps for score in scores if score.steps is not None]
+    if len(stepwise) > 1:
+        raise ValueError("two functions speak of steps, and an answer has only one division into steps")
+    reward = sum(score.reward for score in scores)
+    _check_finite({"the sum of all functions": reward})
+    parts = {name: part for score in scores for name, part in score.parts.items()}
+    answers = [score.answer for score in scores if score.answer is not None]
+    return Score(reward, parts, next(iter(stepwise), None), next(iter(answers), None))
+
+
+def _numbers(parts: Any, name: str) -> dict[str, float]:
+    if isinstance(parts, Mapping):
+        if strange := [part for part in parts if not isinstance(part, str)]:
+            raise TypeError(f"the name of a part must be a text, not {strange[0]!r}")
+        return {_part(name, part): real(number) for part, number in parts.items()}
+    return {name or ALONE: real(parts)}
+
+
+def _part(function: str, part: str) -> str:
+    return f"{function}/{part}" if function else part
+
+
+def _check_finite(numbers: Mapping[str, float]) -> None:
+    for name, number in numbers.items():
+        if not abs(number) <= LARGEST:
+            raise ValueError(f"{name} is not a finite number from {-LARGEST:g} to {LARGEST:g}")

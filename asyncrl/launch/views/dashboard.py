@@ -1,0 +1,306 @@
+"""What a person sees of a run: a table that stays in place on a terminal, a line now and then elsewhere.
+
+Of a whole run everything comes from the rows that the learner appends to metrics.jsonl; the dashboard talks to no
+process. A process that was started by hand shows itself in the same way (process_view.py).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from asyncrl.config.schema import Config
+from asyncrl.launch.views.drops import Drops
+from asyncrl.launch.views.plain_text import cell, without_control
+
+LINE_EVERY_S = 10.0
+
+STILL_S = 5.0
+"""Without a new version for so long, the wait for the first one and tasks that were dropped since are shown."""
+
+LINE_LENGTH = 120
+"""Most characters of a line with values. What a line must have, such as a wait, may be longer."""
+
+LOSSES = ("heldout/unscored", "queue/dropped/reward")
+"""Not shown while they are 0."""
+
+COLUMNS: tuple[tuple[str, str, str, str], ...] = (
+    # label in the table · in a line, empty: not there · key of the metrics row · format
+    ("reward", "reward", "reward/mean", "{:.3f}"),
+    ("held-out accuracy", "held-out", "heldout/accuracy", "{:.1%}"),
+    ("held-out answers without a score", "unscored", "heldout/unscored", "{:.0f}"),
+    ("tasks dropped, their reward failed", "reward failed", "queue/dropped/reward", "{:.0f}"),
+    ("staleness, mean", "staleness", "staleness/mean", "{:.2f}"),
+    ("staleness, max", "", "staleness/max", "{:.0f}"),
+    ("groups ready", "ready", "queue/ready", "{:.0f}"),
+    ("groups leased", "", "queue/leased", "{:.0f}"),
+    ("generators busy", "generators", "busy/generator", "{:.0%}"),
+    ("learner busy", "learner", "busy/learner", "{:.0%}"),
+    ("learner waits for groups", "", "share/wait/groups", "{:.0%}"),
+    ("learner tokens/s", "", "learner/tokens_per_s", "{:,.0f}"),
+    ("learner FLOPs used", "", "learner/mfu", "{:.1%}"),
+    ("learner memory, GiB", "", "learner/memory_gib", "{:.1f}"),
+    ("generator tokens/s", "tokens/s", "tokens_per_s", "{:,.0f}"),
+    ("rollout length", "length", "length/mean", "{:.1f}"),
+    ("entropy", "", "entropy", "{:.3f}"),
+    ("gradient norm", "", "grad_norm", "{:.3f}"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """label: in the table · short: in a line, where an empty one leaves the value out"""
+
+    label: str
+    short: str
+    text: str
+
+
+class Source(Protocol):
+    """Where the figures of a dashboard come from."""
+
+    def read(self) -> bool:
+        """Take in what is new; whether a line about it is due when its time has come."""
+
+    def alert(self) -> object:
+        """Each new value of this gets a line at once."""
+
+    def where(self) -> str:
+        """How far it is."""
+
+    def notes(self) -> list[str]:
+        """Sentences about now, e.g. what is waited for."""
+
+    def values(self) -> Iterator[Value]: ...
+
+
+class Dashboard(Protocol):
+    def refresh(self) -> None:
+        """Show what is new. Called about once a second, never blocks."""
+
+    def say(self, text: str) -> None:
+        """One line that stays."""
+
+
+class RowTail:
+    """Rows of a JSONL file as they are appended. A file that was replaced is read from its start."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset, self._inode = path, 0, 0
+
+    def new_rows(self) -> list[dict[str, Any]]:
+        try:
+            with self._path.open("rb") as file:
+                stat = self._path.stat()
+                if stat.st_ino != self._inode or stat.st_size < self._offset:
+                    self._inode, self._offset = stat.st_ino, 0
+                file.seek(self._offset)
+                whole, newline, _ = file.read().rpartition(b"\n")
+        except FileNotFoundError:
+            return []
+        self._offset += len(whole) + len(newline)
+        return [row for row in map(_row, whole.splitlines()) if row]
+
+
+def _row(line: bytes) -> dict[str, Any]:
+    """The row of a line; empty for a damaged line, which must not end the run that is shown."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return {}
+    return row if isinstance(row, dict) else {}
+
+
+class RunProgress:
+    """The latest value of every metric, and how far the run is."""
+
+    def __init__(self, config: Config, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self.name = config.run.name
+        self._clock, self._moved = clock, clock()
+        self._drops = Drops(folder / "logs")
+        self._tail = RowTail(folder / "metrics.jsonl")
+        self.versions = config.run.versions
+        self.version = 0
+        self.latest: dict[str, Any] = {}
+        self._first: tuple[int, float] | None = None
+
+    def read(self) -> bool:
+        """Take in new rows and drops; whether there is something to show: rows, or drops while none come."""
+        rows = self._tail.new_rows()
+        self._drops.read()
+        if rows:
+            self._moved = self._clock()
+            self._drops.begin_anew()
+        for row in rows:
+            evaluation = any(key.startswith("heldout/") for key in row)
+            self.latest.update(row)
+            # An evaluation arrives later than the version that it is of.
+            if not evaluation:
+                self.version = int(row.get("version", self.version))
+            # Counted from version 1 on: what comes before it is loading.
+            if self._first is None and self.version >= 1:
+                self._first = (self.version, self.latest["time"])
+        return bool(rows or self.notes())
+
+    def seconds_left(self) -> float | None:
+        """At the pace so far."""
+        if self._first is None or self.version == self._first[0]:
+            return None
+        pace = (self.latest["time"] - self._first[1]) / (self.version - self._first[0])
+        return float(pace * (self.versions - self.version))
+
+    def where(self) -> str:
+        """'version 3 of 10, 20 s left'"""
+        left = self.seconds_left()
+        ending = "" if left is None else f", {duration(left)} left"
+        return f"version {self.version} of {self.versions}{ending}"
+
+    def alert(self) -> object:
+        """The last evaluation, whether tasks are dropped while no version comes, and each 5 s before the first."""
+        waited = int((self._clock() - self._moved) // STILL_S) if self._first_wait() else None
+        return self.latest.get("heldout/accuracy"), bool(self._dropped()), waited
+
+    def notes(self) -> list[str]:
+        """What is dropped while no version comes, and why the last one was; else the wait for the first version."""
+        return self._dropped() or self._first_wait()
+
+    def _first_wait(self) -> list[str]:
+        """Processes load for a while, and a run without a version must not look dead."""
+        waited = self._clock() - self._moved
+        if self.version >= 1 or waited < STILL_S:
+            return []
+        return [f"waiting for the learner and the first groups ({duration(waited)})"]
+
+    def _dropped(self) -> list[str]:
+        still_s, text = self._clock() - self._moved, self._drops.text()
+        return [f"no new version for {duration(still_s)}: {text}"] if text and still_s >= STILL_S else []
+
+    def values(self) -> Iterator[Value]:
+        """What is known."""
+        for label, short, key, shape in COLUMNS:
+            value = self.latest.get(key)
+            if isinstance(value, (int, float)) and (value or key not in LOSSES):
+                yield Value(label, short, shape.format(value))
+
+
+class LiveDashboard:
+    """One table that is drawn anew in place. name: of what it shows."""
+
+    def __init__(self, source: Source, live: Live, name: str) -> None:
+        self._source, self._live, self._name = source, live, name
+
+    def refresh(self) -> None:
+        if self._source.read():
+            self._live.update(self._table(), refresh=True)
+
+    def say(self, text: str) -> None:
+        self._live.console.print(without_control(text), highlight=False, markup=False)
+
+    def _table(self) -> Table:
+        title = f"{self._name}: {self._source.where()}"
+        table = Table(title=cell(title), title_justify="left", show_header=False)
+        for value in self._source.values():
+            table.add_row(cell(value.label), cell(value.text))
+        for note in self._source.notes():
+            table.add_row("now", cell(note))
+        return table
+
+
+class LineDashboard:
+    """For a file or a pipe: one line every `every_s` seconds, and one for each new `alert` of the source."""
+
+    def __init__(
+        self,
+        source: Source,
+        console: Console,
+        every_s: float = LINE_EVERY_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._source, self._console, self._every_s, self._clock = source, console, every_s, clock
+        self._said, self._alert = clock(), source.alert()
+
+    def refresh(self) -> None:
+        if not self._source.read():
+            return
+        now, alert = self._clock(), self._source.alert()
+        if now - self._said >= self._every_s or alert != self._alert:
+            self._said, self._alert = now, alert
+            self.say(one_line(self._source))
+
+    def say(self, text: str) -> None:
+        self._console.print(without_control(text), highlight=False, markup=False, soft_wrap=True)
+
+
+def one_line(source: Source) -> str:
+    """How far it is, the notes, and as many values as a line has room for, in their order."""
+    line = "  ".join([source.where(), *source.notes()])
+    for value in source.values():
+        longer = f"{line}  {value.short} {value.text}"
+        if value.short and len(longer) <= LINE_LENGTH:
+            line = longer
+    return line
+
+
+class QuietDashboard:
+    """Messages only."""
+
+    def refresh(self) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        print(without_control(text), file=sys.stderr, flush=True)
+
+
+@contextmanager
+def open_dashboard(config: Config, folder: Path) -> Iterator[Dashboard]:
+    """The one that fits `launch.quiet` and where the output goes."""
+    console = Console()
+    if config.launch.quiet:
+        yield QuietDashboard()
+    elif console.is_terminal:
+        # Refreshed by hand: a refresh thread would be alive while the launcher forks.
+        with Live(console=console, auto_refresh=False) as live:
+            yield LiveDashboard(RunProgress(config, folder), live, config.run.name)
+    else:
+        yield LineDashboard(RunProgress(config, folder), console)
+
+
+def print_summary(summary: Mapping[str, Any], folder: Path) -> None:
+    """The run in one table; nested keys are joined with dots."""
+    table = Table(title=cell(folder), title_justify="left", show_header=False)
+    for key, value in flat(summary):
+        table.add_row(cell(key), cell(f"{value:,.4g}" if isinstance(value, float) else value))
+    Console().print(table)
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """
+    >>> list(flat({"versions": 3, "staleness": {"max": 2}}))
+    [('versions', 3), ('staleness.max', 2)]
+    """
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def duration(seconds: float) -> str:
+    """
+    >>> duration(75), duration(3700)
+    ('1 min 15 s', '1 h 1 min')
+    """
+    whole = max(0, round(seconds))
+    if whole >= 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 60} min {whole % 60} s" if whole >= 60 else f"{whole} s"

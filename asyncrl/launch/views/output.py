@@ -1,0 +1,69 @@
+"""Output that may lose its reader: the terminal closes, or the program at the other end of a pipe ends."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO, cast
+
+NO_READER = (errno.EIO, errno.EPIPE, errno.ENXIO)
+"""What a write fails with once a terminal or a pipe has no reader."""
+
+
+class LastingOutput:
+    """A text stream that drops everything from the first write on that finds no reader.
+
+    Errors of other kinds, e.g. a full disk, stay errors.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._drop_the_rest(error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._drop_the_rest(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _drop_the_rest(self, error: OSError) -> None:
+        if error.errno not in NO_READER:
+            raise error
+        drop_output(self._stream)
+
+
+def drop_output(stream: TextIO) -> None:
+    """Lead the descriptor of a stream to nowhere, so that what its buffer still holds can be written, too."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, stream.fileno())
+    finally:
+        os.close(nowhere)
+    with suppress(OSError):
+        stream.flush()
+
+
+@contextmanager
+def lasting_output() -> Iterator[None]:
+    """Inside, stdout and stderr are `LastingOutput`: a run does not end because nobody reads what it shows."""
+    before = sys.stdout, sys.stderr
+    lasting = [cast(TextIO, LastingOutput(stream)) for stream in before]
+    sys.stdout, sys.stderr = lasting
+    try:
+        yield
+    finally:
+        for stream in lasting:
+            stream.flush()
+        sys.stdout, sys.stderr = before

@@ -1,0 +1,1 @@
+"""Advantages: from rewards to one number per policy token."""

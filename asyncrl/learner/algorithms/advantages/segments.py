@@ -1,0 +1,213 @@
+"""What the estimators share: sums over rollouts and groups, the recursion backwards in time, whitening.
+
+All on the CPU, in float64: rewards that differ in the sixth digit count as different, equal ones give exactly 0. Tokens
+outside the loss mask (prompts, tool output) are skipped: their values never matter, and no discount counts them.
+
+Axes:  R rollouts · N tokens · P policy tokens · K values of any kind, each with the id of the group it belongs to
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from asyncrl.errors import TrainingError
+from asyncrl.learner.algorithms.registry import Gather
+from asyncrl.learner.data.batch import MicroBatch
+
+STD_EPSILON = 1e-6
+WHITEN_EPSILON = 1e-8
+
+
+def zeros(size: int) -> Tensor:
+    return torch.zeros(size, dtype=torch.float64)
+
+
+# --- rollouts
+
+
+def policy_tokens(batch: MicroBatch) -> Tensor:
+    """[R] int64: how many tokens of each rollout the policy made."""
+    return torch.bincount(batch.seq_N[batch.loss_mask_N], minlength=batch.rollouts)
+
+
+def rollout_sums(values_N: Tensor, batch: MicroBatch) -> Tensor:
+    """[R]: the sum over the policy tokens of each rollout."""
+    mask_N = batch.loss_mask_N
+    return zeros(batch.rollouts).index_add_(0, batch.seq_N[mask_N], values_N[mask_N].double())
+
+
+def rollout_means(values_N: Tensor, batch: MicroBatch) -> Tensor:
+    """[R]: the mean over the policy tokens of each rollout; 0 for a rollout without any."""
+    return rollout_sums(values_N, batch) / policy_tokens(batch).clamp(min=1)
+
+
+def on_policy_tokens(values_P: Tensor, batch: MicroBatch) -> Tensor:
+    """[N]: values of the policy tokens put where these are, 0 elsewhere."""
+    return zeros(batch.tokens).masked_scatter_(batch.loss_mask_N, values_P.double())
+
+
+def at_last_token(values_R: Tensor, batch: MicroBatch) -> Tensor:
+    """[N]: each rollout's value on its last policy token, 0 elsewhere; a rollout without one has no place for it."""
+    owner_P = batch.seq_N[batch.loss_mask_N]
+    last_P = torch.cat([owner_P[1:] != owner_P[:-1], owner_P.new_ones(1).bool()])[: len(owner_P)]
+    return on_policy_tokens(torch.where(last_P, values_R.double()[owner_P], 0.0), batch)
+
+
+def token_rewards(batch: MicroBatch) -> Tensor:
+    """[N]: the rewards as they fall along the rollouts: the column `token_rewards` that `shaping.py` makes or, before
+    there is one, the steps' rewards at their steps and the rest of R on the last policy token."""
+    if "token_rewards" in batch.columns:
+        return batch.columns["token_rewards"].double()
+    if "step_rewards" not in batch.columns:
+        return at_last_token(batch.rewards_R, batch)
+    steps_N = torch.where(batch.loss_mask_N, batch.columns["step_rewards"].double(), 0.0)
+    return steps_N + at_last_token(batch.rewards_R.double() - rollout_sums(steps_N, batch), batch)
+
+
+# --- groups
+
+
+def place_in_group(batch: MicroBatch) -> Tensor:
+    """[R] int64: the rollout's index in its group."""
+    _, sizes_G = torch.unique_consecutive(batch.group_R, return_counts=True)
+    return torch.cat([torch.arange(size) for size in sizes_G.tolist()])
+
+
+def group_sizes(ids_K: Tensor) -> Tensor:
+    """[K] int64: how many values have the same id."""
+    return torch.bincount(ids_K)[ids_K]
+
+
+def group_sums(values_K: Tensor, ids_K: Tensor) -> Tensor:
+    """[K]: the sum over all values with the same id."""
+    groups = len(torch.bincount(ids_K))
+    return zeros(groups).index_add_(0, ids_K, values_K.double())[ids_K]
+
+
+def above_least(values_K: Tensor, ids_K: Tensor) -> Tensor:
+    """[K]: how far each value lies above the least of its group; exactly 0 where all are equal, as no mean promises."""
+    least = zeros(len(torch.bincount(ids_K)))
+    least.scatter_reduce_(0, ids_K, values_K.double(), "amin", include_self=False)
+    return values_K.double() - least[ids_K]
+
+
+def has_spread(values_K: Tensor, ids_K: Tensor) -> Tensor:
+    """[K] bool: whether the values of the group differ."""
+    return group_sums(above_least(values_K, ids_K), ids_K) > 0
+
+
+def centred(values_K: Tensor, ids_K: Tensor) -> Tensor:
+    """[K]: value − mean of its group."""
+    offset_K = above_least(values_K, ids_K)
+    return offset_K - group_sums(offset_K, ids_K) / group_sizes(ids_K)
+
+
+def standardised(values_K: Tensor, ids_K: Tensor) -> Tensor:
+    """[K]: (value − mean of its group) / (unbiased standard deviation of the group + 1e-6); 0 in a group of one."""
+    centred_K = centred(values_K, ids_K)
+    variance_K = group_sums(centred_K**2, ids_K) / (group_sizes(ids_K) - 1).clamp(min=1)
+    return centred_K / (variance_K.sqrt() + STD_EPSILON)
+
+
+def leave_one_out(values_K: Tensor, ids_K: Tensor) -> Tensor:
+    """[K]: value − mean of the others of its group = n / (n − 1) · (value − mean); 0 in a group of one."""
+    size_K = group_sizes(ids_K)
+    return centred(values_K, ids_K) * size_K / (size_K - 1).clamp(min=1)
+
+
+def by_group(function: Callable[[Tensor], Tensor], values_R: Tensor, batch: MicroBatch) -> Tensor:
+    """[R]: `function` of the values of each group, [n] → [n]. A group's rollouts are adjacent."""
+    _, sizes_G = torch.unique_consecutive(batch.group_R, return_counts=True)
+    return torch.cat([function(values_n) for values_n in values_R.double().split(sizes_G.tolist())])
+
+
+# --- time
+
+
+def reverse_sums(values_K: Tensor, decay_R: Tensor, owner_K: Tensor) -> Tensor:
+    """[K]: x_k = v_k + decay · x_{k+1} within each owner, whose values are adjacent and in order of time.
+
+    One loop over time for all owners at once. decay_R [R] of each owner, owner_K int64 its number, rising.
+    """
+    counts_R = torch.bincount(owner_K, minlength=len(decay_R))
+    time_K = torch.arange(len(owner_K)) - (counts_R.cumsum(0) - counts_R)[owner_K]
+    sums_TR = torch.zeros(int(counts_R.max()), len(decay_R), dtype=torch.float64)
+    sums_TR[time_K, owner_K] = values_K.double()
+    for t in range(len(sums_TR) - 2, -1, -1):
+        sums_TR[t] += decay_R * sums_TR[t + 1]
+    return sums_TR[time_K, owner_K]
+
+
+def returns_to_go(rewards_N: Tensor, decay_R: Tensor | float, batch: MicroBatch) -> Tensor:
+    """[N]: G_t = r_t + decay · G of the rollout's next policy token; 0 outside the mask."""
+    mask_N = batch.loss_mask_N
+    each_R = torch.as_tensor(decay_R, dtype=torch.float64).expand(batch.rollouts)
+    return on_policy_tokens(reverse_sums(rewards_N[mask_N], each_R, batch.seq_N[mask_N]), batch)
+
+
+def of_next_token(values_N: Tensor, batch: MicroBatch) -> Tensor:
+    """[N]: the value at the rollout's next policy token, 0 at the last one and outside the mask."""
+    values_P, owner_P = values_N[batch.loss_mask_N].double(), batch.seq_N[batch.loss_mask_N]
+    next_P = torch.zeros_like(values_P)
+    next_P[:-1] = torch.where(owner_P[1:] == owner_P[:-1], values_P[1:], 0.0)
+    return on_policy_tokens(next_P, batch)
+
+
+# --- all ranks
+
+
+def over_ranks(sums_K: Tensor, gather: Gather) -> Tensor:
+    """[K]: each of these sums, summed over all ranks."""
+    return torch.stack(gather(sums_K.double())).sum(0)
+
+
+def whiten(values_N: Tensor, batch: MicroBatch, gather: Gather) -> Tensor:
+    """[N]: (x − mean) / sqrt(unbiased variance + 1e-8) over the policy tokens of all ranks; 0 outside the mask.
+
+    Exactly 0 where all values are equal. `copies_R` has no say: what is resampled is drawn from whitened rollouts.
+    """
+    values_P = values_N[batch.loss_mask_N].double()
+    least_here = values_P.amin() if len(values_P) else values_P.new_tensor(torch.inf)
+    offset_P = values_P - torch.cat(gather(least_here.reshape(1))).min()
+    total, count = over_ranks(torch.stack([offset_P.sum(), torch.ones_like(offset_P).sum()]), gather)
+    centred_P = offset_P - total / count
+    squares = over_ranks((centred_P**2).sum().reshape(1), gather)
+    variance = squares / (count - 1).clamp(min=1)
+    return on_policy_tokens(centred_P * torch.rsqrt(variance + WHITEN_EPSILON), batch)
+
+
+# --- what a batch must bring along
+
+
+def column(batch: MicroBatch, name: str) -> Tensor:
+    """[N], a column that the algorithm cannot do without; 0 in a batch without policy tokens, which lacks nothing.
+
+    Raises TrainingError where it is missing.
+    """
+    if name in batch.columns:
+        return batch.columns[name]
+    of_steps = name in ("step", "anchor")
+    _refuse_without(
+        batch, f"column {name!r}", "steps from the reward function" if of_steps else "a model that makes it"
+    )
+    dtype = torch.int64 if of_steps else torch.float64
+    return torch.zeros(batch.tokens, dtype=dtype, device=batch.loss_mask_N.device)
+
+
+def reward_part(batch: MicroBatch, name: str) -> Tensor:
+    """[R], one part of the reward; 0 in a batch without policy tokens. Raises TrainingError where it is missing."""
+    if name in batch.parts_R:
+        return batch.parts_R[name]
+    _refuse_without(batch, f"reward part {name!r}", "it from the reward function, for every rollout")
+    return zeros(batch.rollouts)
+
+
+def _refuse_without(batch: MicroBatch, what: str, remedy: str) -> None:
+    if batch.loss_mask_N.any():
+        first, last = batch.ordinals_R.aminmax()
+        raise TrainingError(
+            f"the groups of tasks {int(first)} to {int(last)} lack the {what}: the algorithm needs {remedy}"
+        )

@@ -1,0 +1,1 @@
+"""Backends: they hold the models, gradients and optimizers of the learner."""

@@ -1,0 +1,105 @@
+"""What a network starts from, where that is safetensors: it is built empty, cut, and only then filled.
+
+    whole network on the meta device ─▸ stages, experts, matrices, FSDP cut it ─▸ `allocate` what is left here ─▸ `fill`
+
+So a rank reads and holds its own boxes and no more, whatever the mesh, and a single process reads each byte once.
+Every process makes and reads the whole model where there is nothing to cut out of: see `origin_of`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from asyncrl.config.schema import Config
+from asyncrl.learner.backends.dtensor_layout import layout_of_dtensors
+from asyncrl.learner.backends.slices import Slices
+from asyncrl.learner.models.networks import blueprint
+from asyncrl.models import body_prefix, checkpoint_names, load_config, renames_oddly, tied_names
+from asyncrl.sync.layout.names import Names
+from asyncrl.telemetry.bars import tracked
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointSource:
+    """A checkpoint, and what the parameters of a network in memory are called there."""
+
+    def __init__(self, slices: Slices, names: Names) -> None:
+        self._slices, self._names = slices, names
+
+    @torch.no_grad()
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Parameters and constants in place, of each what this rank has of it; in the names of the whole language model
+        in memory. Their dtype need not be the checkpoint's. Raises ConfigError as `Slices.read` does."""
+        layout, live = layout_of_dtensors(tensors, self._names)
+        for name, param in tracked([*layout.items()], f"reading {self._slices.path}"):
+            found = live.get(name, [])
+            views = [found] if isinstance(found, Tensor) else found
+            for box, view in zip(param.boxes, views, strict=True):
+                view.copy_(self._slices.read(name, param.shape, box))
+
+
+def origin_of(name: str, config: Config) -> CheckpointSource | None:
+    """Of POLICY or of one of `roles.MODELS`.
+
+    None where every process has to make the whole of it first: random weights, which depend on how many are drawn;
+    weights that are not safetensors, quantized or of code that comes with the model; names that only transformers can
+    bring together with those in memory; a body saved without its head; a head that is there although it is tied.
+    """
+    plan = blueprint(name, config)
+    model = dataclasses.replace(config.model, path=plan.path)
+    found, slices = load_config(model, plan.key), Slices.of(plan.path, plan.key)
+    why = "it has no safetensors" if slices is None else _whole_because(found, slices)
+    if slices is None or why is not None:
+        log.info("%s: every process makes all of %s: %s", name, plan.path, why)
+        return None
+    names = checkpoint_names(found)
+    if any(there.endswith(rule.here) for rule in names.fused for there in slices.names):
+        names = dataclasses.replace(names, fused=())  # experts were saved as they are in memory
+    return CheckpointSource(slices, names)
+
+
+def _whole_because(config: PretrainedConfig, slices: Slices) -> str | None:
+    if getattr(config, "quantization_config", None) is not None:
+        return "its weights are quantized"
+    prefix = body_prefix(config)
+    if prefix is None:
+        return "its code comes with it"
+    if renames_oddly(config):
+        return "its names in the checkpoint are known to transformers alone"
+    if tied := sorted(tied_names(config) & set(slices.names)):
+        return f"it has {tied[0]}, which its config.json ties: transformers looks whether it is the same"
+    if not any(name.startswith(f"{prefix}.") for name in slices.names):
+        return f"its safetensors have nothing below {prefix!r}"
+    return None
+
+
+def allocate(network: nn.Module, device: torch.device) -> None:
+    """Memory for all that is on the meta device, with nothing in it yet. Tied parameters stay one."""
+    places = defaultdict[nn.Parameter, list[tuple[nn.Module, str]]](list)
+    for module in network.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places[parameter].append((module, name))
+    # As `nn.Module.to_empty`, which would empty what is there already.
+    network._apply(lambda t: torch.empty_like(t, device=device) if is_empty(t) else t)
+    for (first, own), *others in places.values():
+        for module, name in others:
+            module._parameters[name] = first._parameters[own]
+
+
+def move(network: nn.Module, device: torch.device) -> None:
+    """To the device, but for what has no memory."""
+    network._apply(lambda t: t if is_empty(t) else t.to(device))
+
+
+def is_empty(tensor: Tensor) -> bool:
+    """Whether it is yet to be allocated and filled."""
+    return tensor.device.type == "meta"

@@ -1,0 +1,1 @@
+"""The FSDP2 backend, with pipeline stages and offloading."""

@@ -1,0 +1,105 @@
+"""`ParkedState`: optimizer state that waits in host memory, or in files, while activations need the device's memory.
+
+forward, backward: activations on the device, state elsewhere ─▸ fetch ─▸ optimizer step ─▸ park
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from asyncrl.config.schema import LearnerConfig
+from asyncrl.config.sections.rules import require
+
+
+class Offload(NamedTuple):
+    """Where state waits. folder: in files of it, best on a disk of this machine; none: in host memory."""
+
+    folder: Path | None
+
+    @staticmethod
+    def of(config: LearnerConfig, device: torch.device) -> Offload | None:
+        """None where it stays on the device. Raises ConfigError for what would save nothing, and for no such folder."""
+        if config.offload == "none":
+            return None
+        if config.offload_folder is not None:
+            folder = Path(config.offload_folder)
+            require(
+                folder.is_dir() and os.access(folder, os.W_OK),
+                "learner.offload_folder",
+                config.offload_folder,
+                "must be a folder of every machine of the learner that it may write to",
+                "make it, best on a disk of that machine, or name another one",
+            )
+            return Offload(folder)
+        require(
+            device.type == "cuda",
+            "learner.offload",
+            config.offload,
+            "moves the optimizer's state from a GPU to host memory, and this learner is on the CPU",
+            "set learner.offload=none, or disk with learner.offload_folder",
+        )
+        return Offload(None)
+
+
+class ParkedState:
+    """The tensors of the state stay the same objects; while they are parked they have no storage."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, offload: Offload) -> None:
+        self._optimizer, self._folder = optimizer, offload.folder
+        self._elsewhere: list[Tensor] = []  # used again at each parking
+        self._parked: list[tuple[Tensor, Tensor]] = []
+
+    def park(self) -> None:
+        """Does nothing where it is parked already. Raises OSError for a full disk."""
+        if self._parked:
+            return
+        tensors = list(self._tensors())
+        if [(t.shape, t.dtype) for t in tensors] != [(e.shape, e.dtype) for e in self._elsewhere]:
+            self._elsewhere = [self._room_for(tensor) for tensor in tensors]
+        for tensor, elsewhere in zip(tensors, self._elsewhere, strict=True):
+            elsewhere.copy_(tensor)
+            tensor.untyped_storage().resize_(0)
+        self._parked = list(zip(tensors, self._elsewhere, strict=True))
+
+    def fetch(self) -> None:
+        """Back to the device, bit for bit. Does nothing where it is there."""
+        for tensor, elsewhere in self._parked:
+            tensor.untyped_storage().resize_(elsewhere.untyped_storage().nbytes())
+            tensor.copy_(elsewhere)
+        self._parked = []
+
+    def _room_for(self, tensor: Tensor) -> Tensor:
+        if self._folder is None:
+            return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        return in_a_file(self._folder, tensor)
+
+    @torch.no_grad()
+    def _tensors(self) -> Iterator[Tensor]:
+        """This rank's part of each, without step counters."""
+        for state in self._optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    yield value.to_local() if isinstance(value, DTensor) else value
+
+
+def in_a_file(folder: Path, like: Tensor) -> Tensor:
+    """A tensor of this shape and dtype whose memory is a file: the system writes it out when it needs the memory.
+
+    The file has lost its name by then, so its space is free again however the process ends. Raises OSError where the
+    disk has no room: all of it is taken now, since a write to memory that finds none would end the process.
+    """
+    if not like.numel():
+        return torch.empty_like(like, device="cpu")
+    with tempfile.NamedTemporaryFile(dir=folder, prefix="asyncrl-optimizer-") as file:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, like.nbytes)
+        made = torch.from_file(file.name, shared=True, size=like.numel(), dtype=like.dtype)
+    return made.view(like.shape)

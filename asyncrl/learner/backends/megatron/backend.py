@@ -1,0 +1,161 @@
+"""The Megatron-core backend: this rank's place among the others, and the models that all of them hold together.
+
+It computes on GPUs, one process each, as Megatron-core does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch import Tensor
+
+from asyncrl.config.schema import Config
+from asyncrl.config.sections.rules import require
+from asyncrl.errors import ConfigError
+from asyncrl.learner import ranks
+from asyncrl.learner.backends import storage
+from asyncrl.learner.backends.backend import AuxiliaryModel
+from asyncrl.learner.backends.megatron import state, weights
+from asyncrl.learner.backends.megatron.architecture import architecture
+from asyncrl.learner.backends.megatron.grid import check_model, grid
+from asyncrl.learner.backends.megatron.model import MegatronModel
+from asyncrl.learner.backends.megatron.network import Head, build
+from asyncrl.learner.backends.of_policy import OfPolicy
+from asyncrl.learner.models.networks import Critic, blueprint, check_vocabularies
+from asyncrl.learner.models.roles import POLICY
+from asyncrl.models import load_config
+from asyncrl.sync.layout.layout import Layout
+
+
+class MegatronBackend(OfPolicy):
+    """`Backend` on RANK and WORLD_SIZE as torchrun sets them (neither set: one process).
+
+    models: what stands beside the policy, of `roles.MODELS`. Raises ConfigError for a model that cannot be loaded,
+    does not go with the policy or with the axes of `learner.parallel`, and without a GPU.
+    """
+
+    def __init__(self, config: Config, models: Collection[str] = ()) -> None:
+        check_vocabularies(models, config)
+        logging.getLogger("megatron").setLevel(logging.WARNING)  # it lists every parameter
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.world = int(os.environ.get("WORLD_SIZE", "1"))
+        self._grid = grid(config.learner.parallel, self.rank, self.world)
+        self.data_rank, self.data_world = self._grid.data_rank, self._grid.data
+        self.speaks = self._grid.speaks
+        self._config, self._device = config, _device(config)
+        _join(self._device, self.world)
+        self._initialise()
+        self._writers: dist.ProcessGroup | None = None
+        self._models: dict[str, MegatronModel] = {}
+        for name in (POLICY, *sorted(models)):  # the same order on every rank
+            self._models[name] = self._load(name)
+        self._policy = self._models[POLICY]
+        if "reference" in models and config.reference.update_every is not None:
+            self._check_same_shapes()
+
+    def _initialise(self) -> None:
+        """Megatron's process groups, in the order of `grid.py`."""
+        found = self._grid
+        ps.initialize_model_parallel(
+            tensor_model_parallel_size=found.tensor,
+            pipeline_model_parallel_size=found.pipeline,
+            virtual_pipeline_model_parallel_size=found.chunks if found.chunks > 1 else None,
+            expert_model_parallel_size=found.expert,
+            expert_tensor_parallel_size=found.expert_tensor,
+            distributed_timeout_minutes=int(ranks.COLLECTIVE_DEADLINE.total_seconds() // 60),
+        )
+        model_parallel_cuda_manual_seed(self._config.run.seed)
+
+    def _load(self, name: str) -> MegatronModel:
+        config, found = self._config, self._grid
+        plan = blueprint(name, config)
+        model = dataclasses.replace(config.model, path=plan.path)
+        hf = load_config(model, plan.key)
+        shape = architecture(hf, plan.key, plan.path)
+        check_model(found, shape.gpt)
+        head: Head = "values" if plan.make is Critic else "logprobs"
+        chunks = build(shape, found, getattr(torch, model.dtype), hf, head, self._device)
+        gpt, read = shape.padded(found.tensor), weights.reader(model, config.run.seed, plan.key)
+        for chunk in chunks:
+            weights.fill(chunk.body_parameters(), gpt, chunk.place, read)
+        return MegatronModel(name, chunks, gpt, found, plan.optimizer, self._device, self._models.get(POLICY))
+
+    def _check_same_shapes(self) -> None:
+        """Raise ConfigError unless the policy's weights can be copied into the reference."""
+        require(
+            self._models["reference"].gpt == self._policy.gpt,
+            "reference.path",
+            self._config.reference.path,
+            "has another architecture than the policy, whose weights it takes over with reference.update_every",
+            "set reference.path=null, or reference.update_every=null",
+        )
+
+    @property
+    def models(self) -> Mapping[str, AuxiliaryModel]:
+        return {name: model for name, model in self._models.items() if name != POLICY}
+
+    def gather(self, mine: Tensor) -> list[Tensor]:
+        return ranks.gather(mine, self._grid.speakers)
+
+    def layout(self) -> Layout:
+        return self._policy.in_checkpoint()[0]
+
+    def local_tensors(self) -> Mapping[str, Any]:
+        return self._policy.in_checkpoint()[1]
+
+    def save(self, folder: Path) -> None:
+        state.save(folder, {name: model for name, model in self._models.items() if model.changes})
+
+    def stage(self) -> Callable[[Path], None]:
+        """∀ What `save` would write now, copied: the function writes it, also while the next step runs. On all ranks at
+        once again, one copy at a time."""
+        written = state.staged({name: model for name, model in self._models.items() if model.changes})
+        if self._writers is None:
+            self._writers = dist.new_group(backend="gloo", timeout=ranks.COLLECTIVE_DEADLINE)
+        return lambda folder: storage.save(folder, written, self._writers)
+
+    def load(self, folder: Path) -> None:
+        state.load(folder, self._models)
+
+    def export_hf(self, folder: Path) -> None:
+        every = self.exchange(state.export_bytes(self._policy))
+        state.export(folder, self._policy, {name: size for sizes in every for name, size in sizes.items()})
+        if self.rank == 0:
+            state.export_configs(folder, self._config)
+        self.exchange(None)
+
+    def close(self) -> None:
+        ps.destroy_model_parallel()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _device(config: Config) -> torch.device:
+    ranks.own_device()
+    try:
+        return torch.device(torch.cuda.current_device())
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            "learner.backend",
+            config.learner.backend,
+            f"computes on GPUs, and there is none ({str(error).splitlines()[0]})",
+            "set learner.backend=fsdp",
+        ) from error
+
+
+def _join(device: torch.device, world: int) -> None:
+    """Megatron wants a process group even for one process."""
+    if world > 1:
+        ranks.join(device)
+    elif not dist.is_initialized():
+        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

@@ -1,0 +1,144 @@
+"""How the learner's ranks are laid out for Megatron-core, and what goes with what.
+
+    pp   pipeline stages, outermost     other layers, the same rows
+    dp   data ranks                     other rows; they share the optimizer (DistributedOptimizer)
+    tp   parts of each matrix           the same rows
+
+Experts are spread over ranks of (dp × tp) of one stage, each expert whole on one of them. Where they are not spread
+(expert: 1) their matrices are cut over tp like the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asyncrl.config.sections.parallel import ParallelConfig
+from asyncrl.config.sections.rules import require
+from asyncrl.sync.layout.megatron import Gpt, MegatronPlace
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Sizes of the axes, and this rank. chunks: runs of layers that each stage has, several if interleaved."""
+
+    rank: int
+    pipeline: int
+    data: int
+    tensor: int
+    expert: int = 1
+    chunks: int = 1
+    sequence: bool = False
+
+    @property
+    def tensor_rank(self) -> int:
+        return self.rank % self.tensor
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank // self.tensor % self.data
+
+    @property
+    def stage(self) -> int:
+        return self.rank // (self.tensor * self.data)
+
+    @property
+    def expert_rank(self) -> int:
+        return self.rank % (self.tensor * self.data) % self.expert
+
+    @property
+    def expert_tensor(self) -> int:
+        """Ranks that share the matrices of one expert."""
+        return self.tensor if self.expert == 1 else 1
+
+    @property
+    def speakers(self) -> list[int]:
+        """The rank of each data rank that has its losses: of the last stage, the first of those that share matrices."""
+        first = (self.pipeline - 1) * self.data * self.tensor
+        return [first + data * self.tensor for data in range(self.data)]
+
+    @property
+    def speaks(self) -> bool:
+        return self.rank in self.speakers
+
+    def place(self, chunk: int) -> MegatronPlace:
+        """Of a model chunk of this rank."""
+        return MegatronPlace(
+            tp=(self.tensor_rank, self.tensor),
+            pp=(self.stage, self.pipeline),
+            vpp=(chunk, self.chunks),
+            ep=(self.expert_rank, self.expert),
+            expert_tp=(self.rank % self.expert_tensor, self.expert_tensor),
+        )
+
+
+def grid(parallel: ParallelConfig, rank: int, world: int) -> Grid:
+    """Raises ConfigError for what does not go up, or not with Megatron."""
+    for key, why in (
+        ("context", "needs TransformerEngine's attention, which is not used here"),
+        ("replicate", "is not built for Megatron's optimizer"),
+    ):
+        size = getattr(parallel, key)
+        require(size == 1, f"learner.parallel.{key}", size, why, f"set {key}=1, or learner.backend=fsdp")
+    width = parallel.pipeline * parallel.tensor
+    require(
+        world % width == 0,
+        "learner.parallel",
+        f"pipeline {parallel.pipeline} · tensor {parallel.tensor}",
+        f"takes multiples of {width} processes, and the learner has {world}",
+        f"set learner.processes={width} or a multiple (torchrun: --nproc-per-node), or smaller axes",
+    )
+    interleaved = parallel.pipeline > 1 and parallel.pipeline_schedule == "interleaved"
+    found = Grid(
+        rank,
+        parallel.pipeline,
+        world // width,
+        parallel.tensor,
+        parallel.expert,
+        parallel.pipeline_stages_per_rank if interleaved else 1,
+        parallel.sequence and parallel.tensor > 1,
+    )
+    require(
+        found.data * found.tensor % parallel.expert == 0,
+        "learner.parallel.expert",
+        parallel.expert,
+        f"must divide the {found.data * found.tensor} ranks of a pipeline stage",
+        "set a divisor of learner.processes / pipeline",
+    )
+    return found
+
+
+def check_model(found: Grid, gpt: Gpt) -> None:
+    """Raise ConfigError unless such a model can be cut so."""
+    layers = found.pipeline * found.chunks
+    _divides("pipeline", layers, "layers", gpt.layers)
+    _divides("tensor", found.tensor, "key heads", gpt.key_heads)
+    _divides("tensor", found.tensor, "rows of a feed-forward layer", gpt.ffn)
+    experts = gpt.mixture.experts if gpt.mixture is not None else 0
+    require(
+        found.expert == 1 or experts > 0,
+        "learner.parallel.expert",
+        found.expert,
+        "shares out experts, and the model has none",
+        "set learner.parallel.expert=1",
+    )
+    if gpt.mixture is not None:
+        _divides("expert", found.expert, "experts", experts)
+        _divides("tensor", found.expert_tensor, "rows of an expert", gpt.mixture.ffn)
+        _divides("tensor", found.tensor, "rows of the shared expert", gpt.mixture.shared)
+        require(
+            found.tensor == 1 or found.sequence,
+            "learner.parallel.sequence",
+            False,
+            "must be true in a model with experts whose matrices are shared: Megatron asks for it",
+            "set learner.parallel.sequence=true",
+        )
+
+
+def _divides(key: str, parts: int, what: str, count: int) -> None:
+    require(
+        count % parts == 0,
+        f"learner.parallel.{key}",
+        parts,
+        f"must divide the {count} {what} of the model",
+        f"set learner.parallel.{key} to a divisor of {count} (of its chunks, if interleaved)",
+    )

@@ -1,0 +1,304 @@
+"""`MegatronModel`: one network over all ranks, its gradients and its optimizer.
+
+    micro-batches ─▸ schedule (plain, 1F1B, interleaved) ─▸ gradients added up in float32 buffers, on each rank
+                                                                │ once a step: summed over data ranks and parts
+    parameters ◂── all-gather ◂── masters ◂── AdamW on 1/dp of the elements ◂── · the one factor
+
+Schedules, buffers and optimizer are Megatron's (DistributedOptimizer at any number of data ranks). A frozen network has
+neither buffers nor optimizer.
+
+Axes:  N packed tokens
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig as CoreOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor, nn
+
+from asyncrl.config.schema import OptimizerConfig
+from asyncrl.learner.backends.megatron.grid import Grid
+from asyncrl.learner.backends.megatron.network import Packed, PackedGpt, check_tokens
+from asyncrl.learner.data.batch import MicroBatch
+from asyncrl.learner.models.roles import Loss
+from asyncrl.sync.layout.layout import ParamLayout
+from asyncrl.sync.layout.megatron import Gpt, MegatronPart, checkpoint_views
+from asyncrl.sync.tensors.bucket import BoxTensors, dtype_name
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class MegatronModel:
+    """`backend.Model`, and the policy.
+
+    chunks: of this rank, with their weights · optimizer: none for a frozen network · policy: what `copy_from_policy`
+    copies
+    """
+
+    def __init__(
+        self,
+        name: str,
+        chunks: Sequence[PackedGpt],
+        gpt: Gpt,
+        found: Grid,
+        optimizer: OptimizerConfig | None,
+        device: torch.device,
+        policy: MegatronModel | None = None,
+    ) -> None:
+        self.name, self.chunks, self.gpt = name, list(chunks), gpt
+        self._grid, self._device, self._policy = found, device, policy
+        self._clip = optimizer.grad_clip if optimizer else 0.0
+        self._accumulated = self._summed = False
+        self.changes = optimizer is not None  # from what it was loaded with: goes into checkpoints
+        self._called: list[nn.Module] = list(chunks)
+        self._optimizer: Any = None
+        if optimizer is None:
+            for chunk in chunks:
+                chunk.requires_grad_(False)
+            return
+        self._called = [
+            DistributedDataParallel(
+                chunk.config,
+                DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
+                chunk,
+            )
+            for chunk in chunks
+        ]
+        self._optimizer = get_megatron_optimizer(
+            _core_config(optimizer, chunks[0].config.bf16),
+            cast(Any, self._called),
+            config_overrides={},  # weight decay on every parameter, as the other backend has it
+        )
+
+    # ------------------------------------------------------------------ passes
+
+    def accumulate(self, batches: Sequence[MicroBatch], loss: Loss) -> None:
+        if self._optimizer is None:
+            raise TypeError("a frozen model is not trained: it has no gradient")
+        if self._summed:
+            raise RuntimeError(f"{self.name}: its gradient was summed over ranks; step or forget it first")
+
+        def differentiate(number: int, batch: MicroBatch, said: Any) -> Tensor:
+            return loss(batch, *said) if number < len(batches) else 0.0 * said[0].sum()
+
+        # Interleaved stages take turns, in rounds of as many micro-batches as there are stages.
+        rounds = self._grid.pipeline if self._grid.chunks > 1 else 1
+        fill = [MicroBatch.empty()] * (-len(batches) % rounds)
+        if batches:
+            self._run([*batches, *fill], differentiate)
+            self._accumulated = True
+
+    @torch.no_grad()
+    def predict(self, batch: MicroBatch) -> Tensor:
+        return self._asked(batch, (batch.tokens,))
+
+    @torch.no_grad()
+    def predict_next(self, batch: MicroBatch) -> Tensor:
+        """Of a language model, see `Backend.predict_next`."""
+        return self._asked(batch, (batch.rollouts, self.gpt.vocab), following=True)
+
+    def _asked(self, batch: MicroBatch, shape: tuple[int, ...], following: bool = False) -> Tensor:
+        """∀ What the last stage says first, on the CPU of every rank."""
+        answer = torch.zeros(shape, device=self._device)
+
+        def keep(number: int, _: MicroBatch, said: Any) -> Tensor:
+            if number == 0:
+                answer.copy_(said if following else said[0])
+            return answer.sum()
+
+        fill = [MicroBatch.empty()] * (self._grid.pipeline - 1 if self._grid.chunks > 1 else 0)
+        self._run([batch, *fill], keep, forward_only=True, following=following)
+        if self._grid.pipeline > 1:
+            last = ps.get_pipeline_model_parallel_last_rank()
+            dist.broadcast(answer, last, group=ps.get_pipeline_model_parallel_group())
+        return answer.cpu()
+
+    def _run(
+        self,
+        batches: Sequence[MicroBatch],
+        conclude: Any,
+        forward_only: bool = False,
+        following: bool = False,
+    ) -> None:
+        """All micro-batches through all stages. conclude: (number of the micro-batch, batch, what the head says) →
+        what is differentiated."""
+        lengths = [-(-batch.tokens // self._grid.tensor) * self._grid.tensor for batch in batches]
+        if self._grid.chunks > 1:  # Megatron's interleaved stages pass on one shape
+            lengths = [max(lengths)] * len(lengths)
+
+        def step(batch_of: Iterator[tuple[int, MicroBatch]], chunk: nn.Module) -> tuple[Any, Any]:
+            number, batch = next(batch_of)
+            check_tokens(batch, self.gpt.vocab, self.name)
+            here = batch.to(self._device)
+            said = chunk(here, Packed.of(here, lengths[number], self._device), following=following)
+
+            def losses(output: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
+                return conclude(number, here, output), torch.tensor(0, dtype=torch.int), {}
+
+            return said, losses
+
+        get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[enumerate(batches) for _ in self._called],
+            model=self._called,
+            num_microbatches=len(batches),
+            seq_length=lengths[0],  # unless each micro-batch says its own
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    # ------------------------------------------------------------------ steps
+
+    @torch.no_grad()
+    def gradient_norm(self, scale: float) -> float:
+        if not self._accumulated:
+            return 0.0  # no group had an advantage
+        if not self._summed:
+            finalize_model_grads(cast(Any, self._called))
+            self._summed = True
+        self._optimizer.prepare_grads()
+        return scale * float(self._optimizer.get_grad_norm())
+
+    @torch.no_grad()
+    def optimizer_step(self, scale: float, lr: float) -> float:
+        norm = self.gradient_norm(scale)
+        if self._accumulated and math.isfinite(norm):
+            for chunk in self._called:
+                cast(Any, chunk).scale_gradients(scale * min(1.0, self._clip / (norm + 1e-6)))
+            self._optimizer.prepare_grads()
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            self._optimizer.step_with_ready_grads()
+        self.forget_gradients()
+        return norm
+
+    def forget_gradients(self) -> None:
+        if self._accumulated:
+            for chunk in self._called:
+                cast(Any, chunk).zero_grad_buffer()
+            self._optimizer.zero_grad()
+        self._accumulated = self._summed = False
+
+    @torch.no_grad()
+    def copy_from_policy(self) -> None:
+        if self._policy is None or self._optimizer is not None:
+            raise TypeError("only a frozen model beside a policy takes over the policy's weights")
+        for mine, theirs in zip(self.chunks, self._policy.chunks, strict=True):
+            for name, parameter in mine.named_parameters():
+                parameter.copy_(theirs.get_parameter(name))
+        self.changes = True
+
+    # ------------------------------------------------------------------ in the names of the checkpoint
+
+    def in_checkpoint(self) -> tuple[dict[str, ParamLayout], dict[str, BoxTensors]]:
+        """(layout, live tensors) of this rank; of tied weights on two stages the first alone has them."""
+        layout: dict[str, ParamLayout] = {}
+        views: dict[str, BoxTensors] = {}
+        for chunk in self.chunks:
+            own = {name: p.detach() for name, p in chunk.body_parameters().items() if not is_copy(p)}
+            held, found = checkpoint_views(own, dtype_name(chunk.config.params_dtype), self.gpt, chunk.place)
+            layout |= held
+            views |= {name: boxes[0] if len(boxes) == 1 else boxes for name, boxes in found.items()}
+        return layout, views
+
+    def shards(self) -> Iterator[Shard]:
+        """What a checkpoint keeps of this rank, live: masters and moments of what it steps on; of a frozen network its
+        parameters."""
+        for chunk in self.chunks:
+            for name, parameter in chunk.named_parameters():
+                parts = chunk.parts(name, self.gpt)
+                shape, copy = tuple(parameter.shape), is_copy(parameter)
+                if self._optimizer is None:
+                    yield Shard(parts, shape, 0, {"": parameter.detach().view(-1)}, None, copy)
+                    continue
+                for owner in self._optimizer.chained_optimizers:
+                    if parameter in owner.model_param_gbuf_map:
+                        start = owner._get_model_param_range_map(parameter)["param"].start
+                        yield Shard(parts, shape, start, *_stepped(owner, parameter), copy)
+
+    def publish_masters(self) -> None:
+        """∀ Masters → the parameters that forward reads, after they were loaded."""
+        if self._optimizer is not None:
+            for owner in self._optimizer.chained_optimizers:
+                owner._copy_main_params_to_model_params()
+            for chunk in self._called:
+                cast(Any, chunk).start_param_sync(force_sync=True)
+
+
+class Shard(NamedTuple):
+    """A flat range of one parameter, from element `start` on.
+
+    parts: of which the parameter consists · tensors: the range of the master (""), and of each moment · counter: of
+    optimizer steps · copy: of a tied weight, whose first has it
+    """
+
+    parts: list[MegatronPart]
+    shape: tuple[int, ...]
+    start: int
+    tensors: dict[str, Tensor]
+    counter: StepCounter | None
+    copy: bool
+
+
+class StepCounter:
+    """How many steps AdamW has made. torch's keeps a tensor for each parameter, that of Apex and TransformerEngine,
+    which Megatron prefers where they are installed, a number for a group of them."""
+
+    def __init__(self, group: dict[str, Any], state: dict[str, Any]) -> None:
+        self._group, self._state = group, state
+        if "step" not in state and "step" not in group:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+        self.value = torch.tensor(float(state["step"] if "step" in state else group["step"]))
+
+    def put_back(self) -> None:
+        """`value`, after it was loaded."""
+        if "step" in self._state:
+            self._state["step"].copy_(self.value)
+        else:
+            self._group["step"] = int(self.value)
+
+
+def is_copy(parameter: Tensor) -> bool:
+    """Whether it is the head's copy of an embedding that the first stage has."""
+    return getattr(parameter, "shared", False)
+
+
+def _stepped(owner: Any, parameter: nn.Parameter) -> tuple[dict[str, Tensor], StepCounter]:
+    """({"": the master, moment: …}, its counter) of the range that this rank steps on; moments that no step has made
+    yet are made here."""
+    group, number = owner.model_param_group_index_map[parameter]
+    found = owner.optimizer.param_groups[group]
+    master = found["params"][number]
+    moments = owner.optimizer.state[master]
+    for key in MOMENTS:
+        if key not in moments:
+            moments[key] = torch.zeros_like(master)
+    tensors = {"": master.detach(), **{key: moments[key] for key in MOMENTS}}
+    return {key: tensor.view(-1) for key, tensor in tensors.items()}, StepCounter(found, moments)
+
+
+def _core_config(optimizer: OptimizerConfig, bf16: bool) -> CoreOptimizerConfig:
+    return CoreOptimizerConfig(
+        optimizer="adam",
+        lr=optimizer.lr,
+        adam_beta1=optimizer.betas[0],
+        adam_beta2=optimizer.betas[1],
+        adam_eps=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+        bf16=bf16,
+        use_distributed_optimizer=True,
+        clip_grad=0.0,  # done here, with the scale, in one multiplication
+    )

@@ -1,0 +1,348 @@
+"""A Megatron-core GPT of packed documents, which answers as `networks.LanguageModel` and `networks.Critic` do.
+
+    tokens [1, N] ─▸ embedding ─▸ layers of this stage ─▸ … ─▸ hidden [N, D] ─▸ head ─▸ log-probs, entropies or values
+                                      │                         gathered over tp
+                                      └ attention within each document (`models/attention.py`), rotary positions of
+                                        each document as transformers computes them
+
+Megatron's own attention cannot take packed documents without TransformerEngine, which is used nowhere here: what runs
+on a GPU is what is tested on a CPU.
+
+Axes:  N packed tokens, with those that fill up the last part · T of them under the loss mask · D hidden size
+· H heads · E head size
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state as ps
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from asyncrl.errors import TrainingError
+from asyncrl.learner.backends.megatron.architecture import Architecture
+from asyncrl.learner.backends.megatron.grid import Grid
+from asyncrl.learner.data.batch import MicroBatch
+from asyncrl.learner.models.attention import Documents, packed_attention
+from asyncrl.learner.models.logprobs import Words, next_logprobs, token_logprobs
+from asyncrl.sync.layout.layout import Box
+from asyncrl.sync.layout.megatron import Gpt, MegatronPart, MegatronPlace, parts_of
+
+if not hasattr(moe_utils, "te_general_gemm"):
+    moe_utils.te_general_gemm = (
+        None  # 0.16.1 asks for it by name where TransformerEngine is not installed, too
+    )
+
+Head = Literal["logprobs", "values"]
+VALUE_HEAD = ("weight_D", "bias_1")
+FILL_TOKENS = 64
+"""Longest document that fills a batch up: attention over them costs next to nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A micro-batch as Megatron takes it: [1, N] ids and positions, and what travels to the attention, under the
+    name that Megatron has for such things. N is a multiple of the ranks that share the tokens."""
+
+    token_ids_1N: Tensor
+    position_ids_1N: Tensor
+    documents: Documents
+    cos_NE: Tensor | None = None
+    sin_NE: Tensor | None = None
+    qkv_format: str = "documents"
+
+    @staticmethod
+    def of(batch: MicroBatch, tokens: int, device: torch.device) -> Packed:
+        """Filled up to `tokens` with documents that nobody looks at."""
+        fill = tokens - batch.tokens
+        extra = [FILL_TOKENS] * (fill // FILL_TOKENS) + [fill % FILL_TOKENS] * (fill % FILL_TOKENS > 0)
+        position_ids_N = torch.cat([batch.position_ids_N, *(torch.arange(n, device=device) for n in extra)])
+        documents = Documents([*batch.lengths_R, *extra], device)
+        return Packed(F.pad(batch.token_ids_N, (0, fill))[None], position_ids_N[None], documents)
+
+
+class RmsNorm(nn.Module):
+    """As transformers computes it: in float32 up to the weight. Under sequence parallelism each rank sees some of the
+    tokens; Megatron adds the gradients of what is marked so."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        cast(Any, self.weight).sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        full = x.float()
+        full = full * torch.rsqrt(full.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * full.to(x.dtype)
+
+
+class DocumentAttention(nn.Module):
+    """Megatron's core attention: queries [N, 1, H, E] → [N, 1, H · E] of this rank's heads."""
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, windows: tuple[int | None, ...], **_: Any
+    ) -> None:
+        super().__init__()
+        self.window = windows[layer_number - 1]  # numbers count from 1, over the whole model
+        self.scaling = cast(int, config.kv_channels) ** -0.5
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: Packed, **__: Any
+    ) -> Tensor:
+        cos_N1E, sin_N1E = (
+            cast(Tensor, x)[:, None] for x in (packed_seq_params.cos_NE, packed_seq_params.sin_NE)
+        )
+        q_1HNE, k_1HNE = (_rotated(x[:, 0], cos_N1E, sin_N1E).transpose(0, 1)[None] for x in (query, key))
+        out_1NHE, _none = packed_attention(
+            self,
+            q_1HNE,
+            k_1HNE,
+            value[:, 0].transpose(0, 1)[None],
+            None,
+            documents=packed_seq_params.documents,
+            scaling=self.scaling,
+            sliding_window=self.window,
+        )
+        return out_1NHE[0].flatten(1)[:, None]
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    left, right = x.chunk(2, -1)
+    return x * cos + torch.cat([-right, left], -1) * sin
+
+
+class PackedGpt(GPTModel):
+    """One model chunk of this rank, with a head if it is the last. Critics start with a head of 0.
+
+    gpt: with its padded vocabulary · positions: the transformers configuration, which says how they are rotated
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layers: TransformerBlockSubmodules,
+        gpt: Gpt,
+        place: MegatronPlace,
+        positions: Any,
+        head: Head,
+        interleaved: bool,
+    ) -> None:
+        super().__init__(
+            config,
+            layers,
+            gpt.padded_vocab,
+            positions.max_position_embeddings,
+            pre_process=place.is_first,
+            post_process=place.is_last,
+            share_embeddings_and_output_weights=gpt.tied and head == "logprobs",
+            position_embedding_type="none",
+            vp_stage=place.vpp[0] if interleaved else None,
+        )
+        self.vocabulary, self.head, self.place = gpt.vocab, head, place
+        self.rotary = LlamaRotaryEmbedding(positions)
+        if head == "values" and self.post_process:
+            del self.output_layer
+            like = self.decoder.final_layernorm.weight
+            self.weight_D = nn.Parameter(torch.zeros_like(like))
+            self.bias_1 = nn.Parameter(like.new_zeros(1))
+
+    def forward(self, batch: MicroBatch, packed: Packed, following: bool = False) -> Any:
+        """The head's output on the last chunk, as in `models/networks.py`; hidden states on the others."""
+        cos_1NE, sin_1NE = self.rotary(self._like(), packed.position_ids_1N)
+        packed = replace(packed, cos_NE=cos_1NE[0], sin_NE=sin_1NE[0])
+        hidden_N1D = super().forward(
+            packed.token_ids_1N, packed.position_ids_1N, cast(Any, None), packed_seq_params=cast(Any, packed)
+        )
+        if not self.post_process:
+            return hidden_N1D
+        hidden_ND = self._whole(hidden_N1D)[: batch.tokens, 0]
+        if following:
+            return self._following(hidden_ND, batch)
+        at_T = torch.nonzero(batch.loss_mask_N)[:, 0]
+        hidden_TD = hidden_ND.index_select(0, at_T - 1)
+        said = self._logprobs(hidden_TD, batch, at_T) if self.head == "logprobs" else self._values(hidden_TD)
+        return tuple(values_T.new_zeros(batch.tokens).index_copy(0, at_T, values_T) for values_T in said)
+
+    def body_parameters(self) -> dict[str, nn.Parameter]:
+        """Those that are in the checkpoint of a language model: all but a critic's head."""
+        return {name: p for name, p in self.named_parameters() if name not in VALUE_HEAD}
+
+    def parts(self, name: str, gpt: Gpt) -> list[MegatronPart]:
+        """Of which boxes a parameter consists, in the names that checkpoints of a run have for such a network."""
+        if name in VALUE_HEAD:
+            shape = tuple(self.get_parameter(name).shape)
+            return [MegatronPart(name, shape, Box.whole(shape))]
+        parts = parts_of(name, gpt, self.place)
+        if self.head == "logprobs":
+            return parts
+        return [part._replace(name=f"body.{part.name.removeprefix('model.')}") for part in parts]
+
+    def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Megatron would make all logits here."""
+        return hidden_states
+
+    def _like(self) -> Tensor:
+        return next(self.decoder.parameters())
+
+    def _whole(self, hidden_N1D: Tensor) -> Tensor:
+        """All tokens. Heads give every rank the whole gradient of them."""
+        if not self.config.sequence_parallel:
+            return hidden_N1D
+        return tensor_parallel.gather_from_sequence_parallel_region(
+            hidden_N1D, tensor_parallel_output_grad=False
+        )
+
+    def _columns(self) -> tuple[Tensor, Words | None]:
+        """(this rank's rows of the head's weight without padding, which words they are; none: all)."""
+        weight_VD = (
+            self.shared_embedding_or_output_weight()
+            if self.share_embeddings_and_output_weights
+            else self.output_layer.weight
+        )
+        rank, ranks = self.place.tp
+        if ranks == 1:
+            return weight_VD, None
+        most, start = len(weight_VD), rank * len(weight_VD)
+        words = Words(ps.get_tensor_model_parallel_group(), start, most, self.vocabulary)
+        return weight_VD[: self.vocabulary - start], words
+
+    def _logprobs(self, hidden_TD: Tensor, batch: MicroBatch, at_T: Tensor) -> tuple[Tensor, Tensor]:
+        weight_VD, words = self._columns()
+        target_T, temperature_T = batch.token_ids_N[at_T], batch.temperature_R[batch.seq_N[at_T]]
+        return token_logprobs(hidden_TD, weight_VD, target_T, temperature_T, words=words)
+
+    def _values(self, hidden_TD: Tensor) -> tuple[Tensor]:
+        full = torch.promote_types(hidden_TD.dtype, torch.float32)
+        return (hidden_TD.to(full) @ self.weight_D.to(full) + self.bias_1.to(full),)
+
+    def _following(self, hidden_ND: Tensor, batch: MicroBatch) -> Tensor:
+        """[R, vocabulary] log-probs of what may come after each rollout."""
+        ends_R = torch.tensor(batch.lengths_R, device=hidden_ND.device).cumsum(0) - 1
+        weight_VD, words = self._columns()
+        return next_logprobs(hidden_ND[ends_R], weight_VD, batch.temperature_R, words=words)
+
+
+def build(
+    shape: Architecture, found: Grid, dtype: torch.dtype, positions: Any, head: Head, device: torch.device
+) -> list[PackedGpt]:
+    """This rank's chunks, with weights that are still to be loaded. ∀, since tied weights meet."""
+    gpt = shape.padded(found.tensor)
+    config = transformer_config(shape, found, dtype, device)
+    return [
+        PackedGpt(
+            config,
+            _layers(shape, found.place(chunk)),
+            gpt,
+            found.place(chunk),
+            positions,
+            head,
+            interleaved=found.chunks > 1,
+        ).to(device)
+        for chunk in range(found.chunks)
+    ]
+
+
+def transformer_config(
+    shape: Architecture, found: Grid, dtype: torch.dtype, device: torch.device
+) -> TransformerConfig:
+    """Losses and gradients are sums, which nobody divides; nothing is dropped out; no balancing loss."""
+    gpt = shape.gpt
+    return TransformerConfig(
+        num_layers=gpt.layers,
+        hidden_size=gpt.hidden,
+        num_attention_heads=gpt.heads,
+        num_query_groups=gpt.key_heads,
+        kv_channels=gpt.head_dim,
+        ffn_hidden_size=gpt.ffn,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.epsilon,
+        qk_layernorm=gpt.qk_norm,
+        add_qkv_bias=gpt.qkv_bias,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        pipeline_dtype=dtype,
+        tensor_model_parallel_size=found.tensor,
+        pipeline_model_parallel_size=found.pipeline,
+        virtual_pipeline_model_parallel_size=found.chunks if found.chunks > 1 else None,
+        sequence_parallel=found.sequence,
+        variable_seq_lengths=found.chunks == 1,
+        moe_token_dispatcher_type="alltoall",  # of any number of tokens
+        calculate_per_token_loss=True,
+        use_cpu_initialization=device.type == "cpu",
+        # Fusions are Apex's and TransformerEngine's, or CUDA's alone.
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+        **_mixture(shape, found),
+    )
+
+
+def _mixture(shape: Architecture, found: Grid) -> dict[str, Any]:
+    mixture = shape.gpt.mixture
+    if mixture is None:
+        return {}
+    return {
+        "num_moe_experts": mixture.experts,
+        "moe_ffn_hidden_size": mixture.ffn,
+        "moe_layer_freq": [int(has) for has in shape.mixed],
+        "moe_router_topk": shape.experts_per_token,
+        "moe_router_pre_softmax": not shape.renormalised,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": False,
+        "moe_shared_expert_intermediate_size": mixture.shared or None,
+        "moe_shared_expert_gate": mixture.shared > 0,
+        "expert_model_parallel_size": found.expert,
+        "expert_tensor_parallel_size": found.expert_tensor,
+    }
+
+
+def _layers(shape: Architecture, place: MegatronPlace) -> TransformerBlockSubmodules:
+    layers = [_layer(shape, shape.mixed[number]) for number in place.layers(shape.gpt)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RmsNorm)
+
+
+def _layer(shape: Architecture, has_experts: bool) -> ModuleSpec:
+    """Megatron's own, with the norms and the attention of this file."""
+    gpt = shape.gpt
+    experts = gpt.mixture.experts if has_experts and gpt.mixture is not None else None
+    spec = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=gpt.qk_norm, normalization="RMSNorm")
+    parts: Any = spec.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RmsNorm
+    inner = parts.self_attention.submodules
+    inner.core_attention = partial(DocumentAttention, windows=shape.windows)
+    if gpt.qk_norm:
+        inner.q_layernorm = inner.k_layernorm = RmsNorm
+    return spec
+
+
+def check_tokens(batch: MicroBatch, vocabulary: int, name: str) -> None:
+    """Raise TrainingError for a token beyond the model's table: a policy with a larger one can sample its padding."""
+    largest = int(batch.token_ids_N.max())
+    if largest >= vocabulary:
+        raise TrainingError(
+            f"token {largest} is beyond the {vocabulary} of {name}, which stands beside a policy with a larger "
+            "vocabulary; use a model with as large a one"
+        )

@@ -1,0 +1,117 @@
+"""A Megatron learner's tensors on disk, in the names and boxes of `learner/backends/storage.py`.
+
+    policy.NAME · optimizer.MOMENT.NAME · critic.NAME · …      every rank writes the boxes of what it steps on
+
+No trace of tp, pp, ep or dp is left in it: a checkpoint loads at other sizes, and, of a dense model, in the other
+backend.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from asyncrl.config.schema import Config
+from asyncrl.learner.backends import storage
+from asyncrl.learner.backends.boxes import Boxes, joined, whole_bytes
+from asyncrl.learner.backends.megatron.boxes import BoxShard, cuts
+from asyncrl.learner.backends.megatron.model import MegatronModel, Shard, StepCounter
+from asyncrl.learner.models.roles import POLICY
+from asyncrl.models import load_config
+from asyncrl.sync.layout.layout import Box
+
+
+def save(folder: Path, models: Mapping[str, MegatronModel]) -> None:
+    """∀ These models, their optimizers, and torch's random state. Raises OSError if the disk does not take it."""
+    state, _ = _state(models, copies=False)
+    storage.save(folder, state)
+
+
+def staged(models: Mapping[str, MegatronModel]) -> dict[str, Any]:
+    """What `save` would write now, as a copy in the memory of the CPU: for `storage.save`, at leisure."""
+    state, _ = _state(models, copies=False)
+    return {name: x.copied() if isinstance(x, Boxes) else x.clone() for name, x in state.items()}
+
+
+def load(folder: Path, models: Mapping[str, MegatronModel]) -> None:
+    """∀ The inverse. Raises ConfigError for a folder that lacks a trained model."""
+    found = storage.models_in(folder)
+    for name, model in models.items():
+        model.changes |= name in found  # a reference that had moved on
+    changing = {name: model for name, model in models.items() if model.changes}
+    storage.require_models(folder, changing)
+    state, counters = _state(changing, copies=True)
+    storage.load_state(folder, state)
+    for counter in counters:
+        counter.put_back()
+    for model in changing.values():
+        model.publish_masters()
+    torch.set_rng_state(state[storage.RNG])
+
+
+def export(folder: Path, policy: MegatronModel, sizes: Mapping[str, int]) -> None:
+    """∀ The policy's weights as Hugging Face's safetensors."""
+    layout, views = policy.in_checkpoint()
+    storage.write_hf_weights(
+        folder, {name: joined(layout[name], view) for name, view in views.items()}, sizes
+    )
+
+
+def export_bytes(policy: MegatronModel) -> dict[str, int]:
+    """Of each whole parameter that this rank has a part of."""
+    return whole_bytes(policy.in_checkpoint()[0])
+
+
+def export_configs(folder: Path, config: Config) -> None:
+    """What stands beside the weights."""
+    model = config.model
+    with torch.device("meta"):
+        causal_lm = AutoModelForCausalLM.from_config(load_config(model), dtype=getattr(torch, model.dtype))
+    with suppress(OSError):  # a folder without one
+        causal_lm.generation_config = GenerationConfig.from_pretrained(model.path, local_files_only=True)
+    storage.write_hf_configs(folder, causal_lm, config)
+
+
+def _state(models: Mapping[str, MegatronModel], copies: bool) -> tuple[dict[str, Any], list[StepCounter]]:
+    """(flat names → live tensors, counters of steps). copies: those of tied weights too, which are loaded but not
+    saved."""
+    state: dict[str, Any] = {storage.RNG: torch.get_rng_state()}
+    counters: list[StepCounter] = []
+    for model_name, model in models.items():
+        shapes: dict[str, tuple[int, ...]] = {}
+        pieces = defaultdict[str, list[tuple[Box, Tensor]]](list)
+        for shard in model.shards():
+            if shard.copy and not copies:
+                continue
+            counters += [shard.counter] if shard.counter is not None else []
+            for cut, views in _cut(shard):
+                if shard.counter is not None:
+                    state[_name(model_name, "step", cut.name)] = shard.counter.value
+                for kind, view in views.items():
+                    name = _name(model_name, kind, cut.name)
+                    shapes[name] = cut.shape
+                    pieces[name].append((cut.box, view))
+        state |= {name: Boxes(shapes[name], found) for name, found in pieces.items()}
+    return state, counters
+
+
+def _name(model: str, kind: str, parameter: str) -> str:
+    """kind: empty for the master."""
+    if not kind:
+        return f"{model}.{parameter}"
+    return f"{storage.OPTIMIZER}.{kind}.{parameter if model == POLICY else f'{model}.{parameter}'}"
+
+
+def _cut(shard: Shard) -> Iterator[tuple[BoxShard, dict[str, Tensor]]]:
+    """Each box of it, with the view of each of its tensors."""
+    stop = shard.start + len(shard.tensors[""])
+    for cut in cuts(shard.parts, shard.shape, shard.start, stop):
+        here = slice(cut.start - shard.start, cut.stop - shard.start)
+        yield cut, {kind: flat[here].view(cut.box.shape) for kind, flat in shard.tensors.items()}

@@ -1,0 +1,1 @@
+"""Checks before data is trained on: finite numbers, and log-probs that engine and learner agree on."""

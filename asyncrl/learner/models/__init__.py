@@ -1,0 +1,1 @@
+"""Networks that the learner trains or evaluates: attention over packed tokens, log-probs, LoRA."""

@@ -1,0 +1,282 @@
+"""Causal attention within each document of a packed sequence, for any Hugging Face model that takes its
+attention from the registry: load it with `attn_implementation=PACKED` and call it with
+`documents=Documents(lengths)`.
+
+Hugging Face hands unknown keyword arguments of a model's forward on to the attention function, so the
+documents travel with the call, without a global. Where several ranks share them (`context.py`) they say that too.
+
+Axes:  N packed tokens · n of them, of this rank's slice · D documents of one bucket · L longest of them · H query
+heads · K key heads · E head size
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from asyncrl.errors import ConfigError
+from asyncrl.learner.models.kernels import PLAIN, Rule, attend, flash, flash_attn_varlen_func
+from asyncrl.learner.parallel.context import ContextParallel
+
+PACKED = "asyncrl_packed"
+
+CHANGES_SCORES = {"s_aux", "position_bias", "head_mask"}
+"""Options of an attention call (sinks, ALiBi, pruned heads) that are refused."""
+
+GROWTH, SLACK = 1.35, 8
+"""Documents share a bucket while the longest is within GROWTH times, or SLACK tokens of, the shortest: a
+short list of large attention calls that wastes little on padding."""
+
+
+class LengthBucket(NamedTuple):
+    """Documents of similar length: index_DL tells where each token is in the packed sequence (clamped past a
+    document's end), keep_DL which of them are real."""
+
+    index_DL: Tensor
+    keep_DL: Tensor
+
+
+class Documents:
+    """Where one document ends and the next begins, in the forms that attention kernels want, made when first
+    asked.
+
+    context: who shares the tokens, none: nobody · multiple: of what each of those computes. The last document is
+    padding, where it takes some.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        device: torch.device | None = None,
+        context: ContextParallel | None = None,
+        multiple: int = 1,
+    ) -> None:
+        padding = -sum(lengths) % (multiple * (context.multiple if context else 1))
+        self.lengths = (*lengths, padding) if padding else tuple(lengths)
+        self.device, self.context = device, context
+
+    @cached_property
+    def boundaries(self) -> Tensor:
+        """[documents + 1] int32: 0, then where each document ends."""
+        ends = torch.tensor(self.lengths).cumsum(0)
+        return F.pad(ends, (1, 0)).to(self.device, torch.int32)
+
+    @cached_property
+    def spans(self) -> list[slice]:
+        """Of the packed tokens, what this rank computes, as slices of one length: all, but in a context."""
+        tokens = sum(self.lengths)
+        return self.context.spans(tokens) if self.context else [slice(0, tokens)]
+
+    def mine(self, values_N: Tensor) -> Tensor:
+        """[n] this rank's part of values that all ranks have, 0 in the padding."""
+        padded_N = F.pad(values_N, (0, sum(self.lengths) - len(values_N)))
+        return torch.cat([padded_N[span] for span in self.spans])
+
+    @cached_property
+    def place_N(self) -> Tensor:
+        """Where each packed token is in this rank's part, -1: in that of another."""
+        mine_n = self.mine(torch.arange(sum(self.lengths), device=self.device))
+        nowhere_N = mine_n.new_full((sum(self.lengths),), -1)
+        return nowhere_N.index_copy(0, mine_n, torch.arange(len(mine_n), device=self.device))
+
+    def whole(self, part: Tensor) -> Tensor:
+        """What the ranks have filled in, each some of it, 0 elsewhere, on all of them; to be used alike on all."""
+        return self.context.whole(part) if self.context else part
+
+    @cached_property
+    def cuts(self) -> list[DocumentSlice]:
+        """What of the documents is in each of `spans`."""
+        return [DocumentSlice.of(self.lengths, span.start, span.stop, self.device) for span in self.spans]
+
+    @cached_property
+    def buckets(self) -> list[LengthBucket]:
+        order = sorted(range(len(self.lengths)), key=self.lengths.__getitem__)
+        length_D = torch.tensor(self.lengths)
+        start_D = length_D.cumsum(0) - length_D
+        buckets, at = [], 0
+        while at < len(order):
+            shortest = self.lengths[order[at]]
+            limit = max(shortest * GROWTH, shortest + SLACK)
+            stop = at
+            while stop < len(order) and self.lengths[order[stop]] <= limit:
+                stop += 1
+            members = torch.tensor(order[at:stop])
+            step_L = torch.arange(int(length_D[members].max()))
+            index_DL = start_D[members, None] + step_L.minimum(length_D[members, None] - 1)
+            keep_DL = step_L < length_D[members, None]
+            buckets.append(LengthBucket(index_DL.to(self.device), keep_DL.to(self.device)))
+            at = stop
+        return buckets
+
+    @cached_property
+    def padded_P(self) -> Tensor:
+        """The packed token at each place of all buckets, one bucket after another, padding included."""
+        return torch.cat([index_DL.flatten() for index_DL, _ in self.buckets])
+
+    @cached_property
+    def unpad_N(self) -> Tensor:
+        """Where each packed token is among those places."""
+        real_N = torch.nonzero(torch.cat([keep_DL.flatten() for _, keep_DL in self.buckets]))[:, 0]
+        return torch.empty_like(real_N).scatter_(0, self.padded_P[real_N], real_N)
+
+
+@dataclass(frozen=True)
+class DocumentSlice:
+    """What of some documents is in a slice of their tokens.
+
+    documents: the parts in the slice · before: tokens of the first one that are before it · seen: the keys that queries
+    of the slice see, from the first token of the first document on
+    """
+
+    documents: Documents
+    before: int
+    seen: slice
+
+    @staticmethod
+    def of(
+        lengths: Sequence[int], start: int, stop: int, device: torch.device | None = None
+    ) -> DocumentSlice:
+        """Documents of these lengths, tokens start … stop - 1. Of lengths 3, 4, 2, tokens 2 … 4 are the last of the
+        first document, with 2 before it, and 2 of the second; they see keys 0 … 4."""
+        parts: list[int] = []
+        at = before = 0
+        for length in lengths:
+            low, high = max(at, start), min(at + length, stop)
+            if low < high:
+                before = before if parts else low - at
+                parts.append(high - low)
+            at += length
+        return DocumentSlice(Documents(parts, device), before, slice(start - before, stop))
+
+    @cached_property
+    def others(self) -> Documents:
+        """Without the first."""
+        return Documents(self.documents.lengths[1:], self.documents.device)
+
+    @cached_property
+    def key_boundaries(self) -> Tensor:
+        """[documents + 1] int32, of `seen`."""
+        edges = self.documents.boundaries + self.before
+        edges[0] = 0
+        return edges
+
+    @property
+    def longest(self) -> int:
+        """Keys of one document."""
+        first, *others = self.documents.lengths
+        return max(first + self.before, *others)
+
+
+@torch.compiler.disable
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    documents: Documents,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """query [1, H, N, E], key and value [1, K, N, E] (values of any width) → [1, N, H, E]. The signature is Hugging
+    Face's.
+
+    Raises ConfigError for what a family does to its attention beyond that.
+    """
+    _refuse(options, module)
+    rule = Rule(scaling, sliding_window, softcap)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    context = documents.context
+    if context is None:
+        out = whole_attention(q, k, v, documents, rule)
+    elif context.way == "ulysses":
+        k, v = context.repeated(k), context.repeated(v)
+        q, k, v = (context.heads_of_all_tokens(x) for x in (q, k, v))
+        out = context.tokens_of_all_heads(whole_attention(q, k, v, documents, rule))
+    else:
+        k, v = context.all_tokens(k), context.all_tokens(v)
+        slices = zip(q.chunk(len(documents.cuts)), documents.cuts, strict=True)
+        out = torch.cat([slice_attention(queries, k, v, cut, rule) for queries, cut in slices])
+    return out[None], None
+
+
+def whole_attention(
+    q_NHE: Tensor, k_NKE: Tensor, v_NKF: Tensor, documents: Documents, rule: Rule = PLAIN
+) -> Tensor:
+    """[N, H, F]."""
+    if not _flash(q_NHE):
+        return _bucketed(q_NHE, k_NKE, v_NKF, documents, rule)
+    edges, longest = documents.boundaries, max(documents.lengths)
+    return flash(q_NHE, k_NKE, v_NKF, (edges, edges), (longest, longest), rule)
+
+
+def slice_attention(
+    q_nHE: Tensor, k_NKE: Tensor, v_NKF: Tensor, cut: DocumentSlice, rule: Rule = PLAIN
+) -> Tensor:
+    """[n, H, F]: queries of a slice, which see keys from before it."""
+    k, v = (x[cut.seen] for x in (k_NKE, v_NKF))
+    if _flash(q_nHE):  # sees the keys of a document aligned to its last query
+        edges = cut.documents.boundaries, cut.key_boundaries
+        return flash(q_nHE, k, v, edges, (max(cut.documents.lengths), cut.longest), rule)
+    if not cut.before:
+        return _bucketed(q_nHE, k, v, cut.documents, rule)
+    first = cut.documents.lengths[0]
+    parts = [_continued(q_nHE[:first], k[: cut.before + first], v[: cut.before + first], rule)]
+    if len(cut.documents.lengths) > 1:
+        k, v = (x[cut.before + first :] for x in (k, v))
+        parts.append(_bucketed(q_nHE[first:], k, v, cut.others, rule))
+    return torch.cat(parts)
+
+
+def _flash(query: Tensor) -> bool:
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    return flash_attn_varlen_func is not None and query.is_cuda and half
+
+
+def _continued(q_nHE: Tensor, k_LKE: Tensor, v_LKF: Tensor, rule: Rule) -> Tensor:
+    """[n, H, F]: the last n of L tokens of one document."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (q_nHE, k_LKE, v_LKF))
+    return attend(q, k, v, rule)[0].transpose(0, 1)
+
+
+def _bucketed(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, documents: Documents, rule: Rule) -> Tensor:
+    """One dense causal attention per bucket. Padding is at the end, so no real token can see it."""
+    shapes = [index_DL.shape for index_DL, _ in documents.buckets]
+    padded = (x.index_select(0, documents.padded_P) for x in (q_NHE, k_NKE, v_NKE))
+    parts = []
+    for shape, *bucket in zip(shapes, *(x.split([s.numel() for s in shapes]) for x in padded), strict=True):
+        q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in bucket)
+        parts.append(attend(q, k, v, rule).transpose(1, 2).flatten(0, 1))
+    return torch.cat(parts).index_select(0, documents.unpad_N)
+
+
+def _refuse(options: dict[str, Any], module: nn.Module) -> None:
+    """What would be left out without a word. All else that families pass on is for other kernels."""
+    for option in CHANGES_SCORES & options.keys():
+        if options[option] is not None:
+            config = cast(Any, module).config
+            raise ConfigError(
+                "model.path",
+                config.name_or_path or config.model_type,
+                f"its attention has {option!r}, which packed attention does not know",
+                "use a family of docs/models.md",
+            )
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """The documents say all there is to say."""
+
+
+ALL_ATTENTION_FUNCTIONS.register(PACKED, packed_attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(PACKED, _no_mask)

@@ -1,0 +1,319 @@
+"""The learner's networks: language models, which say log-probs, and critics, which say values.
+
+    name                        network          weights from             trained by
+    policy                      LanguageModel    model.path               learner.optimizer
+    critic, cost_critic         Critic           critic.path (its body)   critic.optimizer
+    reference                   LanguageModel    reference.path           nobody: frozen
+    reward_model                LanguageModel    reward_model.path        reward_model.optimizer, unless it is frozen
+    teacher                     LanguageModel    teacher.path             nobody: frozen
+
+Where a path is not set, that of the policy is taken; the teacher must have its own.
+
+What a network says of token t it reads off the hidden state at t-1, which has seen the tokens before t and no more.
+
+Axes:  N packed tokens · n of them on this rank, all but in a context · T of those under the loss mask · S rows of those
+between layers · R rollouts · D hidden size · V vocabulary
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Final, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from asyncrl.config.schema import Config, OptimizerConfig
+from asyncrl.config.sections.rules import require
+from asyncrl.errors import ConfigError, TrainingError
+from asyncrl.learner.data.batch import MicroBatch
+from asyncrl.learner.models.attention import PACKED, Documents
+from asyncrl.learner.models.logprobs import Words, next_logprobs, token_logprobs
+from asyncrl.learner.models.lora import adapt, without_adapters
+from asyncrl.learner.models.roles import POLICY
+from asyncrl.learner.parallel.experts import check_experts
+from asyncrl.learner.parallel.tensor_parallel import local_part, parallelize, vocabulary_part
+from asyncrl.models import empty_causal_lm, load_causal_lm, load_config, load_tokenizer, text_body
+
+HEAD_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
+"""What some families multiply or divide their logits by: Cohere, Granite, Falcon-H1."""
+
+WRAPPER: Final = "causal_lm."
+"""What `LanguageModel` puts before the names of its parameters."""
+
+
+class LanguageModel(nn.Module):
+    """A causal language model that answers with log-probs. They are computed inside `forward`, because only
+    there is the sharded head whole.
+
+    words: of this rank, where the head is cut by them · token_multiple: what tokens of a forward are padded to
+    """
+
+    def __init__(self, causal_lm: PreTrainedModel) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+        _freeze_beside(causal_lm)
+        self._softcap = head_softcap(causal_lm)
+        self.words: Words | None = None
+        self.token_multiple = 1
+
+    @property
+    def body(self) -> PreTrainedModel:
+        return text_body(self.causal_lm)
+
+    def forward(
+        self,
+        batch: MicroBatch,
+        documents: Documents,
+        following: bool = False,
+        before_SD: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """(logp_N, entropy_N), 0 outside the loss mask. following: (logp_RV,), of what may come after each rollout.
+        before_SD: see `stream`."""
+        weight_VD = local_part(self.causal_lm.get_output_embeddings().weight)
+        if following:
+            hidden_nD = stream(self, batch, documents, before_SD)
+            ends_R = torch.tensor(batch.lengths_R, device=hidden_nD.device).cumsum(0) - 1
+            place_R = documents.place_N[ends_R]
+            here_r = torch.nonzero(place_R >= 0)[:, 0]
+            hidden_rD, temperature_r = hidden_nD[place_R[here_r]], batch.temperature_R[here_r]
+            logp_rV = next_logprobs(hidden_rD, weight_VD, temperature_r, self.words, self._softcap)
+            return (documents.whole(_spread(logp_rV, here_r, batch.rollouts)),)
+        at_T, hidden_TD = _seen_before(self, batch, documents, before_SD)
+        target_T, temperature_T = batch.token_ids_N[at_T], batch.temperature_R[batch.seq_N[at_T]]
+        said = token_logprobs(
+            hidden_TD, weight_VD, target_T, temperature_T, words=self.words, softcap=self._softcap
+        )
+        return tuple(documents.whole(_spread(values_T, at_T, batch.tokens)) for values_T in said)
+
+
+def _freeze_beside(causal_lm: PreTrainedModel) -> None:
+    """Parts that text does not go through, such as a vision tower, stay as they are."""
+    text = {
+        id(p) for part in (text_body(causal_lm), causal_lm.get_output_embeddings()) for p in part.parameters()
+    }
+    for parameter in causal_lm.parameters():
+        if id(parameter) not in text:
+            parameter.requires_grad_(False)
+
+
+def head_softcap(causal_lm: PreTrainedModel) -> float | None:
+    """At what the model caps its logits, if it does.
+
+    Raises ConfigError for a head that does anything else to hidden · weightᵀ, which log-probs are computed from.
+    """
+    config = causal_lm.config.get_text_config()
+    scales = {key: getattr(config, key, None) for key in HEAD_SCALES}
+    done = [f"{key}={scale}" for key, scale in scales.items() if scale not in (None, 1)]
+    if getattr(causal_lm.get_output_embeddings(), "bias", None) is not None:
+        done.append("a bias")
+    require(
+        not done,
+        "model.path",
+        config.name_or_path or config.model_type,
+        f"its head has {', '.join(done)}, which the learner's log-probs do not know",
+        "use a family of docs/models.md",
+    )
+    return getattr(config, "final_logit_softcapping", None)
+
+
+class Critic(nn.Module):
+    """The body of a language model under a linear value head, which starts at 0 and works in float32 at least."""
+
+    def __init__(self, causal_lm: PreTrainedModel) -> None:
+        super().__init__()
+        self.body = text_body(causal_lm)
+        self.body_name = next(name for name, part in causal_lm.named_modules() if part is self.body)
+        self.token_multiple = 1
+        self.weight_D = nn.Parameter(torch.zeros(self.body.config.hidden_size, dtype=causal_lm.dtype))
+        self.bias_1 = nn.Parameter(torch.zeros(1, dtype=causal_lm.dtype))
+
+    def forward(
+        self, batch: MicroBatch, documents: Documents, before_SD: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """(values_N,), of the state before each token; 0 outside the loss mask. before_SD: see `stream`."""
+        at_T, hidden_TD = _seen_before(self, batch, documents, before_SD)
+        full = torch.promote_types(hidden_TD.dtype, torch.float32)
+        values_T = hidden_TD.to(full) @ self.weight_D.to(full) + self.bias_1.to(full)
+        return (documents.whole(_spread(values_T, at_T, batch.tokens)),)
+
+
+class Blueprint(NamedTuple):
+    """How a network is made. key: of `path` in the configuration · optimizer: none for a frozen network."""
+
+    key: str
+    path: str
+    make: type[LanguageModel] | type[Critic]
+    optimizer: OptimizerConfig | None
+
+
+def blueprint(name: str, config: Config) -> Blueprint:
+    """Of POLICY or of one of `roles.MODELS`. Raises ConfigError for a teacher without a path."""
+    base, critic, prm = config.model.path, config.critic, config.reward_model
+    match name:
+        case "policy":
+            return Blueprint("model.path", base, LanguageModel, config.learner.optimizer)
+        case "critic" | "cost_critic":
+            return Blueprint("critic.path", critic.path or base, Critic, critic.optimizer)
+        case "reference":
+            return Blueprint("reference.path", config.reference.path or base, LanguageModel, None)
+        case "reward_model":
+            optimizer = None if prm.frozen else prm.optimizer
+            return Blueprint("reward_model.path", prm.path or base, LanguageModel, optimizer)
+        case "teacher":
+            path = config.teacher.path
+            if path is None:
+                raise ConfigError(
+                    "teacher.path",
+                    path,
+                    "must be set where there is a teacher",
+                    "name its folder or hub name",
+                )
+            return Blueprint("teacher.path", path, LanguageModel, None)
+    raise ValueError(f"no model is called {name!r}")
+
+
+def load_network(name: str, config: Config, empty: bool = False) -> LanguageModel | Critic:
+    """On the CPU, in `model.dtype`; without weights on disk, random ones that are the same for every name.
+
+    empty: parameters that a checkpoint has stay on the meta device, for `checkpoint_source.py` to fill; adapters and
+    value heads are made here.
+    Raises ConfigError as `load_causal_lm` does, and for a policy that lacks what is to be spread or adapted.
+    """
+    plan = blueprint(name, config)
+    model = dataclasses.replace(config.model, path=plan.path)
+    if empty:
+        causal_lm = empty_causal_lm(model, PACKED, plan.key)
+    else:
+        causal_lm = load_causal_lm(model, config.run.seed, PACKED, plan.key)
+    if name == POLICY:
+        check_experts(causal_lm, config)
+    if name == POLICY and model.lora.rank:
+        adapt(causal_lm, model.lora, config.run.seed)
+    return plan.make(causal_lm)
+
+
+def check_vocabularies(names: Iterable[str], config: Config) -> None:
+    """Raise ConfigError for a network whose token ids cannot be the policy's.
+
+    Tokenizers decide, since models of one family are padded to different sizes; where a folder has none, sizes do.
+    """
+    policy = Vocabulary.of(blueprint(POLICY, config), config)
+    for name in names:
+        plan = blueprint(name, config)
+        if plan.path == config.model.path:
+            continue
+        other = Vocabulary.of(plan, config)
+        if policy.tokens is None or other.tokens is None:
+            same, difference = (
+                other.size == policy.size,
+                f"{other.size} tokens, the policy one of {policy.size}",
+            )
+        elif other.tokens != policy.tokens:
+            same, difference = False, "other tokens than the policy's"
+        else:
+            most = max(policy.tokens.values())
+            same, difference = other.size > most, f"{other.size} tokens, its tokenizer ids up to {most}"
+        require(
+            same,
+            plan.key,
+            plan.path,
+            f"has a vocabulary of {difference}",
+            "use a model with the policy's tokenizer",
+        )
+
+
+class Vocabulary(NamedTuple):
+    """size: rows of the token table, some of which may be padding · tokens: ids by token, where there is a tokenizer"""
+
+    size: int
+    tokens: dict[str, int] | None
+
+    @staticmethod
+    def of(plan: Blueprint, config: Config) -> Vocabulary:
+        model = dataclasses.replace(config.model, path=plan.path)
+        size = load_config(model, key=plan.key).get_text_config().vocab_size
+        try:
+            return Vocabulary(size, load_tokenizer(model).get_vocab())
+        except ConfigError:
+            return Vocabulary(size, None)
+
+
+def named_parameters(network: nn.Module) -> dict[str, nn.Parameter]:
+    """Tied ones once. Those of a language model go by the names that its checkpoint has for them."""
+    return {name.removeprefix(WRAPPER): parameter for name, parameter in network.named_parameters()}
+
+
+def named_constants(network: nn.Module) -> dict[str, Tensor]:
+    """Buffers that its checkpoint has."""
+    kept, named = network.state_dict().keys(), network.named_buffers()
+    return {name.removeprefix(WRAPPER): buffer for name, buffer in named if name in kept}
+
+
+def name_at_start(network: LanguageModel | Critic, name: str) -> str:
+    """What a parameter or constant of a network is called in the language model that it was made of."""
+    if isinstance(network, Critic):
+        return network.body_name + name.removeprefix("body")
+    return without_adapters(name)
+
+
+def spread_over_tensor(network: LanguageModel | Critic, mesh: DeviceMesh, sequence: bool) -> None:
+    """Cut the network's matrices over the ranks of a one-dimensional mesh. Raises ConfigError, see `parallelize`."""
+    top = network.causal_lm.get_output_embeddings() if isinstance(network, LanguageModel) else None
+    head = getattr(top, "weight", None)  # none: it is on another pipeline stage
+    parallelize(network, network.body, head, mesh, sequence)
+    network.token_multiple *= mesh.size() if sequence else 1
+    if isinstance(network, LanguageModel) and head is not None:
+        total = head.shape[0]
+        mine = vocabulary_part(total, mesh)
+        network.words = Words(mesh.get_group(), mine.start, -(-total // mesh.size()), total)
+
+
+def _seen_before(
+    network: LanguageModel | Critic, batch: MicroBatch, documents: Documents, before_SD: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(at_T: the tokens under the loss mask, hidden_TD: the state before each of them), where this rank has that.
+
+    Raises TrainingError for a token beyond the body's table: a policy with a larger one can sample its padding.
+    """
+    config = network.body.config
+    largest, rows = int(batch.token_ids_N.max()), config.get_text_config().vocab_size
+    if largest >= rows:
+        name = config.name_or_path or type(network.body).__name__
+        raise TrainingError(
+            f"token {largest} is beyond the {rows} of {name}, which stands "
+            "beside a policy with a larger vocabulary; use a model with as large a one"
+        )
+    at_T = torch.nonzero(batch.loss_mask_N)[:, 0]
+    before_T = documents.place_N[at_T - 1]
+    here_T = before_T >= 0
+    return at_T[here_T], stream(network, batch, documents, before_SD).index_select(0, before_T[here_T])
+
+
+def stream(
+    network: LanguageModel | Critic,
+    batch: MicroBatch,
+    documents: Documents,
+    before_SD: Tensor | None = None,
+) -> Tensor:
+    """[n, D], the state after each token of this rank, padding included.
+
+    before_SD: what earlier pipeline stages made of them. With sequence parallelism it is of S, a part of the n, and so
+    is what comes of it, until the last layer has put them together.
+    """
+    ids_1n = documents.mine(batch.token_ids_N)[None]
+    output = network.body(
+        **({"input_ids": ids_1n} if before_SD is None else {"inputs_embeds": before_SD[None]}),
+        position_ids=documents.mine(batch.position_ids_N)[None],
+        documents=documents,
+        use_cache=False,
+    )
+    return cast(Tensor, output.last_hidden_state[0])
+
+
+def _spread(values_T: Tensor, at_T: Tensor, count: int) -> Tensor:
+    """Values of the tokens (or rollouts) at `at_T` → of all of them, 0 elsewhere."""
+    return values_T.new_zeros(count, *values_T.shape[1:]).index_copy(0, at_T, values_T)

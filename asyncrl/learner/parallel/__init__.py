@@ -1,0 +1,1 @@
+"""Axes of parallelism: the mesh, tensor, context and expert parallelism."""

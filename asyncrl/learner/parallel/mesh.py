@@ -1,0 +1,226 @@
+"""The named axes that the learner's processes are laid out on, outermost first:
+
+    pp           pipeline stages: other layers                            the same rows
+    replicate    copies of the whole model                                other rows
+    shard        FSDP: parts of parameters, gradients, optimizer state    other rows
+    cp           other tokens of the same micro-batch; FSDP too           the same rows
+    tp           parts of each matrix                                     the same rows
+
+Experts (`ep`) have no axis of their own: the ranks of shard × cp, which all have tokens of their own, are laid out
+again as part × ep: neighbours have other experts, and `part` shards each of them.
+
+A *data rank* is all ranks with the same rows: they claim the same groups and go through the same calls. One of them
+*speaks*: what is summed or counted over rows comes from it alone. It is the one that has the loss: of the last stage,
+cp 0, tp 0. Speaking ranks, in rank order, are in the order of their data ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from asyncrl.config.sections.parallel import ParallelConfig
+from asyncrl.config.sections.rules import require
+
+PIPELINE: Final = "pp"
+REPLICATE: Final = "replicate"
+SHARD: Final = "shard"
+CONTEXT: Final = "cp"
+TENSOR: Final = "tp"
+AXES: Final = (PIPELINE, REPLICATE, SHARD, CONTEXT, TENSOR)
+PART: Final = "part"
+EXPERT: Final = "ep"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What of a model's shape decides how it can be spread; 0 experts: a dense one."""
+
+    heads: int
+    key_heads: int
+    layers: int
+    experts: int = 0
+
+    @staticmethod
+    def of(config: Any) -> ModelShape:
+        """Of a transformers configuration."""
+        text = config.get_text_config()
+        key_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        experts = next((n for key in _EXPERTS if (n := getattr(text, key, None))), 0)
+        return ModelShape(text.num_attention_heads, key_heads, text.num_hidden_layers, experts)
+
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def axis_sizes(parallel: ParallelConfig, world: int, model: ModelShape | None = None) -> dict[str, int]:
+    """The size of each of AXES for `world` processes. Raises ConfigError for what does not go up, or not with the model
+    (none: whatever the model)."""
+    require(
+        world % parallel.processes == 0,
+        "learner.parallel",
+        " · ".join(
+            f"{key} {getattr(parallel, key)}" for key in ("pipeline", "replicate", "context", "tensor")
+        ),
+        f"takes multiples of {parallel.processes} processes, and the learner has {world}",
+        f"set learner.processes={parallel.processes} or a multiple (torchrun: --nproc-per-node), or smaller axes",
+    )
+    sizes = {
+        PIPELINE: parallel.pipeline,
+        REPLICATE: parallel.replicate,
+        SHARD: world // parallel.processes,
+        CONTEXT: parallel.context,
+        TENSOR: parallel.tensor,
+    }
+    spread = sizes[SHARD] * sizes[CONTEXT]
+    require(
+        spread % parallel.expert == 0,
+        "learner.parallel.expert",
+        parallel.expert,
+        f"must divide the {spread} processes of shard × context that hold one copy of a layer",
+        f"set learner.parallel.expert to a divisor of {spread}, or add processes",
+    )
+    if model is not None:
+        _check_model(parallel, model)
+    return sizes
+
+
+def _check_model(parallel: ParallelConfig, model: ModelShape) -> None:
+    """Rules between the axes and the model's shape."""
+    require(
+        parallel.stages <= model.layers,
+        "learner.parallel.pipeline",
+        parallel.pipeline,
+        f"makes {parallel.stages} stages of the model's {model.layers} layers",
+        "set learner.parallel.pipeline or learner.parallel.pipeline_stages_per_rank lower",
+    )
+    for what, count in (("attention heads", model.heads), ("key heads", model.key_heads)):
+        require(
+            count % parallel.tensor == 0,
+            "learner.parallel.tensor",
+            parallel.tensor,
+            f"must divide the {count} {what} of the model",
+            f"set learner.parallel.tensor to a divisor of {math.gcd(model.heads, model.key_heads)}",
+        )
+    heads = model.heads // parallel.tensor
+    require(
+        parallel.context_way != "ulysses" or heads % parallel.context == 0,
+        "learner.parallel.context",
+        parallel.context,
+        f"must divide the {heads} attention heads that each process of learner.parallel.tensor has, for ulysses",
+        f"set learner.parallel.context to a divisor of {heads}, or learner.parallel.context_way=all_gather",
+    )
+    require(
+        model.experts % parallel.expert == 0,
+        "learner.parallel.expert",
+        parallel.expert,
+        f"must divide the {model.experts} experts of the model",
+        f"set learner.parallel.expert to a divisor of {model.experts}",
+    )
+
+
+class Mesh:
+    """This process's place. Every rank makes it at the same time.
+
+    experts       ranks that the experts of a layer are spread over
+    device_mesh   of parameters; none for one process, else the axes of more than one rank, and always `shard`, which
+                  cp is folded into
+    """
+
+    def __init__(
+        self, sizes: Mapping[str, int], rank: int, device_type: str = "cpu", experts: int = 1
+    ) -> None:
+        self._sizes, self._at = dict(sizes), coordinates(sizes, rank)
+        self.device_mesh: DeviceMesh | None = None
+        self._contexts: DeviceMesh | None = None
+        self._experts: DeviceMesh | None = None
+        outer, tensor = {axis: sizes[axis] for axis in (PIPELINE, REPLICATE)}, {TENSOR: sizes[TENSOR]}
+        shards = sizes[SHARD] * sizes[CONTEXT]
+        if math.prod(sizes.values()) > 1:
+            self.device_mesh = _device_mesh(device_type, outer | {SHARD: shards} | tensor)
+        if sizes[CONTEXT] > 1:
+            self._contexts = _device_mesh(device_type, sizes)
+        if experts > 1:
+            again = {PART: shards // experts, EXPERT: experts}
+            self._experts = _device_mesh(device_type, outer | again | tensor)
+
+    def size(self, axis: str) -> int:
+        return self._sizes[axis]
+
+    def index(self, axis: str) -> int:
+        """Of this rank along the axis."""
+        return self._at[axis]
+
+    def axis(self, axis: str) -> DeviceMesh | None:
+        """The mesh of one axis; none where it has a single rank."""
+        mesh = self._contexts if axis in (CONTEXT, SHARD) and self._contexts is not None else self.device_mesh
+        return mesh[axis] if mesh is not None and self.size(axis) > 1 else None
+
+    @property
+    def fsdp(self) -> DeviceMesh | None:
+        """What `fully_shard` takes: (replicate, shard) or shard; none for one process."""
+        return self._sharding(self.device_mesh, SHARD)
+
+    @property
+    def experts(self) -> DeviceMesh | None:
+        """Those who share the experts of a layer: ep or, where each of those is several ranks, (ep, tp). None where
+        every rank holds all experts."""
+        if self._experts is None:
+            return None
+        return self._experts[(EXPERT, TENSOR) if self.size(TENSOR) > 1 else EXPERT]
+
+    @property
+    def expert_fsdp(self) -> DeviceMesh | None:
+        """What `fully_shard` takes for experts that are spread."""
+        return self._sharding(self._experts, PART)
+
+    def _sharding(self, mesh: DeviceMesh | None, axis: str) -> DeviceMesh | None:
+        if mesh is None:
+            return None
+        return mesh[(REPLICATE, axis) if self.size(REPLICATE) > 1 else axis]
+
+    @property
+    def data_rank(self) -> int:
+        """Of those with rows of their own."""
+        return self.index(REPLICATE) * self.size(SHARD) + self.index(SHARD)
+
+    @property
+    def data_world(self) -> int:
+        return self.size(REPLICATE) * self.size(SHARD)
+
+    @property
+    def speaks(self) -> bool:
+        return speaks(self._sizes, self._at)
+
+    @property
+    def speakers(self) -> list[int]:
+        """The ranks that speak, in the order of their data ranks."""
+        ranks = range(math.prod(self._sizes.values()))
+        return [rank for rank in ranks if speaks(self._sizes, coordinates(self._sizes, rank))]
+
+
+def _device_mesh(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
+    """The axes of more than one rank, and those that shard."""
+    axes = tuple(axis for axis, size in sizes.items() if size > 1 or axis in (SHARD, PART))
+    return init_device_mesh(device_type, tuple(sizes[axis] for axis in axes), mesh_dim_names=axes)
+
+
+def coordinates(sizes: Mapping[str, int], rank: int) -> dict[str, int]:
+    """Where `rank` stands on each axis: the last one changes fastest.
+
+    >>> coordinates({"pp": 1, "replicate": 1, "shard": 2, "cp": 1, "tp": 2}, 3)
+    {'pp': 0, 'replicate': 0, 'shard': 1, 'cp': 0, 'tp': 1}
+    """
+    at = {}
+    for axis in reversed(AXES):
+        rank, at[axis] = divmod(rank, sizes[axis])
+    return {axis: at[axis] for axis in AXES}
+
+
+def speaks(sizes: Mapping[str, int], at: Mapping[str, int]) -> bool:
+    """Whether the rank at these coordinates answers for its data rank."""
+    return at[PIPELINE] == sizes[PIPELINE] - 1 and at[CONTEXT] == 0 and at[TENSOR] == 0

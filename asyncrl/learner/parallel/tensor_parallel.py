@@ -1,0 +1,233 @@
+"""Tensor parallelism of a Hugging Face decoder: the ranks of the tp axis share each matrix.
+
+                N/tp tokens          N tokens, some of the heads or columns           N/tp tokens
+    stream ──▸ norm ──▸ all-gather ──▸ q k v │ attention │ o      ──▸ reduce-scatter ──▸ + stream
+           ──▸ norm ──▸ all-gather ──▸ gate up │ activation │ down ──▸ reduce-scatter ──▸ + stream
+
+That is sequence parallelism. Without it (`learner.parallel.sequence: false`) every rank has all tokens of the stream,
+and the two moves are a copy and an all-reduce. Which matrices are cut by columns and which by rows says the model's own
+`base_model_tp_plan`. Embedding and head are cut by the vocabulary; after the last layer hidden states are whole again.
+Experts stay whole: with sequence parallelism each rank sends its own tokens through them.
+
+Parameters are DTensors, for FSDP, checkpoints and layouts; modules compute with their local parts. What is whole on
+each rank but has seen only some of the tokens or heads (norms, biases after a sum, Qwen3's q_norm) sums its gradient
+over the ranks.
+
+Axes:  1 batch · N tokens · D hidden size
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, Final, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from transformers import PreTrainedModel
+
+from asyncrl.errors import ConfigError
+from asyncrl.learner.parallel.tp_collectives import TensorParallelCollectives, copied
+
+COLUMNS: Final = "colwise"
+ROWS: Final = "rowwise"
+BY_HEADS: Final = "replicated_with_grad_allreduce"
+"""Styles of transformers' plans: cut by output, cut by input, whole with other heads on each rank."""
+
+LAYERS: Final = "layers.*."
+BODY: Final = {"embed_tokens", "layers", "norm", "rotary_emb"}
+"""Parts of a decoder that are known here."""
+
+
+def parallelize(
+    network: nn.Module, body: PreTrainedModel, head: Tensor | None, mesh: DeviceMesh, sequence: bool
+) -> None:
+    """Spread `network`, a decoder `body` with something after it, over the ranks of the one-dimensional `mesh`, before
+    FSDP does. head: its parameter with a row for each word, if it has one; whoever reads it gets this rank's rows.
+    With `sequence` the tokens of a forward are to be a multiple of the ranks.
+
+    Raises ConfigError for a model with no plan, or one that asks for more than columns and rows.
+    """
+    plan = plan_of(body)
+    edges = TensorParallelCollectives(mesh.get_group(), sequence)
+    spread = _Spread(mesh, edges)
+    if head is not None:
+        spread.placed[head] = Shard(0)
+    if isinstance(body.embed_tokens, nn.Embedding):  # else it is on another pipeline stage
+        spread.embedding(body.embed_tokens)
+    for layer in cast(nn.ModuleList, body.layers):
+        if layer._parameters:
+            raise _refusal(body, f"parameters of its own in a {type(layer).__name__}")
+        for name, child in layer.named_children():
+            if _token_by_token(child):
+                spread.whole(child, partial=sequence)
+            else:
+                spread.block(child, _styles(body, plan, name, child))
+    norm = cast(nn.Module, body.norm)
+    spread.whole(norm, partial=sequence)
+    if any(True for _ in norm.parameters()):  # else so is this, and tokens stay apart on the way there
+        norm.register_forward_hook(lambda *call: edges.show(call[-1]))
+    spread.whole(network, partial=False)  # what is left: a value head
+    spread.finish(network)
+
+
+def plan_of(body: PreTrainedModel) -> dict[str, str]:
+    """{module within a decoder layer: style}, as the model's configuration has it, but for the experts'."""
+    given = getattr(body.config, "base_model_tp_plan", None) or {}
+    plan = {
+        name.removeprefix(LAYERS): style
+        for name, style in given.items()
+        if name.startswith(LAYERS) and "experts" not in name
+    }
+    unknown = {name for name, _ in body.named_children()} - BODY
+    odd = set(plan.values()) - {COLUMNS, ROWS, BY_HEADS}
+    why = next((f"part {name!r}" for name in sorted(unknown)), None)
+    why = why or next((f"style {style!r} in its plan" for style in sorted(odd)), None)
+    if "self_attn.o_proj" not in plan:
+        why = "no plan for its attention"
+    if why is not None:
+        raise _refusal(body, why)
+    return plan
+
+
+def _token_by_token(child: nn.Module) -> bool:
+    """Norms and experts: the same on all ranks, whichever tokens each of them has."""
+    norm = type(child).__name__.endswith("Norm")
+    return norm or any("experts" in where for where, _ in child.named_modules())
+
+
+def _styles(
+    body: PreTrainedModel, plan: dict[str, str], name: str, child: nn.Module
+) -> dict[nn.Module, str | None]:
+    """Of each module inside a part of a decoder layer. Raises ConfigError for one with parameters and no style."""
+    styles = {inner: plan.get(f"{name}.{where}") for where, inner in child.named_modules() if where}
+    odd = next(
+        (inner for inner, style in {child: None, **styles}.items() if style is None and inner._parameters),
+        None,
+    )
+    if odd is not None:
+        raise _refusal(body, f"no style for a {type(odd).__name__} in a {type(child).__name__}")
+    return styles
+
+
+def _refusal(body: PreTrainedModel, why: str) -> ConfigError:
+    return ConfigError(
+        "learner.parallel.tensor",
+        body.config.name_or_path,
+        f"is a {type(body).__name__}, which nobody here knows how to cut: {why}",
+        "set learner.parallel.tensor=1, or use a model like Qwen2, Qwen3, Llama, Gemma, Mistral or Mixtral",
+    )
+
+
+class _Spread:
+    """Hooks on modules at once; their parameters as DTensors in the end, tied ones once."""
+
+    def __init__(self, mesh: DeviceMesh, edges: TensorParallelCollectives) -> None:
+        self._mesh, self._edges = mesh, edges
+        self.placed: dict[Tensor, Shard] = {}
+        self._seen: set[nn.Module] = set()
+
+    def embedding(self, module: nn.Embedding) -> None:
+        """Each rank looks its own words up, the others' are 0; tied to the head, which is cut alike."""
+        self.placed[module.weight] = Shard(0)
+        part = vocabulary_part(module.weight.shape[0], self._mesh)
+        padding = module.padding_idx
+        module.padding_idx = padding - part.start if padding is not None and padding in part else None
+        self._local(module, ())
+        look_up, edges = module.forward, self._edges
+
+        def forward(ids_1N: Tensor) -> Tensor:
+            mine_1N = (ids_1N >= part.start) & (ids_1N < part.stop)
+            found_1ND = look_up(torch.where(mine_1N, ids_1N - part.start, 0))
+            return edges.leave(found_1ND.masked_fill(~mine_1N[..., None], 0.0))
+
+        module.forward = forward  # type: ignore[method-assign,assignment]
+
+    def block(self, child: nn.Module, styles: dict[nn.Module, str | None]) -> None:
+        """Attention or a dense MLP: in by columns, out by rows."""
+        child.register_forward_pre_hook(self._entering, with_kwargs=True)
+        for module, style in styles.items():
+            if style == COLUMNS:
+                self.placed |= dict.fromkeys(module.parameters(), Shard(0))
+                self._local(module, ())
+            elif style == ROWS:
+                self._rows(cast(nn.Linear, module))
+            else:
+                self._local(module, module._parameters if style == BY_HEADS else ())
+
+    def whole(self, module: nn.Module, partial: bool) -> None:
+        """Parameters that every rank has all of. partial: it computes with other tokens on each."""
+        for inner in module.modules():
+            if inner not in self._seen:
+                self._local(inner, inner._parameters if partial else ())
+
+    def finish(self, network: nn.Module) -> None:
+        """Parameters → DTensors on the mesh. All ranks have the same ones, so nothing travels."""
+        made: dict[nn.Parameter, nn.Parameter] = {}
+        for module in network.modules():
+            for name, plain in module._parameters.items():
+                if plain is None or isinstance(plain, DTensor):  # experts that are spread already
+                    continue
+                if plain not in made:
+                    placement = self.placed.get(plain, Replicate())
+                    spread = distribute_tensor(plain.detach(), self._mesh, [placement], src_data_rank=None)
+                    made[plain] = nn.Parameter(spread, requires_grad=plain.requires_grad)
+                module._parameters[name] = made[plain]
+
+    def _entering(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        if args:
+            return (self._edges.enter(args[0]), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": self._edges.enter(kwargs["hidden_states"])}
+
+    def _rows(self, module: nn.Linear) -> None:
+        """The bias is added once, to the sum."""
+        self._seen.add(module)
+        self.placed[module.weight] = Shard(1)
+        edges = self._edges
+
+        def forward(input: Tensor) -> Tensor:
+            out = edges.leave(F.linear(input, local_part(module.weight)))
+            if module.bias is None:
+                return out
+            bias = local_part(module.bias)
+            return out + (copied(bias, edges.group) if edges.sequence else bias)
+
+        module.forward = forward  # type: ignore[method-assign]
+
+    def _local(self, module: nn.Module, partial: Collection[str]) -> None:
+        """Let `module` see the local parts of its own parameters. partial: names of those whose gradient is a term of a
+        sum."""
+        self._seen.add(module)
+        if not module._parameters:
+            return
+        plain, group = module.forward, self._edges.group
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            held = dict(module._parameters)
+            for name, parameter in held.items():
+                if parameter is not None:
+                    part = local_part(parameter)
+                    part = copied(part, group) if name in partial else part
+                    module._parameters[name] = cast(nn.Parameter, part)
+            try:
+                return plain(*args, **kwargs)
+            finally:
+                module._parameters.update(held)
+
+        module.forward = forward
+
+
+def vocabulary_part(rows: int, mesh: DeviceMesh) -> range:
+    """Rows of the embedding and the head that this rank of the one-dimensional mesh has: those of `Shard(0)`."""
+    most = -(-rows // mesh.size())
+    first = min(rows, most * mesh.get_local_rank())
+    return range(first, min(rows, first + most))
+
+
+def local_part(parameter: Tensor) -> Tensor:
+    """What this rank has of it; gradients find their way back."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

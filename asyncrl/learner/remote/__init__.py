@@ -1,0 +1,1 @@
+"""Models that learn in a pool's processes, seen from the learner."""

@@ -1,0 +1,196 @@
+"""The learner's end of a model that learns on a pool: its passes and steps are made there, in step with the policy's.
+
+    trainer thread   ─ learn ─ the policy's passes ─ found: wait ─ gradient_norm: wait ─ optimizer_step: wait ─▸ publish
+                         │                               ▲                    ▲                     ▲
+    the pool             └────── the model's passes ──────┴────────────────────┴─────────────────────┘
+
+Each rank of the learner has a line of its own and makes the same calls in the same order. The pool does a call once all
+of them have made it, with the batches of all ranks in their order, so the outcome does not depend on who was first.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from asyncrl.config.schema import Config
+from asyncrl.errors import DeadlineError, PoolLostError, RefusedError, WireError
+from asyncrl.learner.data.batch import MicroBatch
+from asyncrl.learner.remote import remote_protocol
+from asyncrl.learner.remote.remote_protocol import BATCH, BEGIN, FORGET, HELLO, LEARN, NORM, SAVE, STEP
+from asyncrl.learner.remote.rpc_client import RpcAnswer, RpcClient
+from asyncrl.learner.training.passes import Look, Objective, PassResult
+from asyncrl.learner.training.trainables import objective_beside
+from asyncrl.sync.stream.control import SocketKeys
+from asyncrl.types import Version
+
+HELLO_S = 5.0
+"""For an answer that a live pool gives at once; then the board is looked at again."""
+
+RETRY_S = 0.2
+"""Between two looks at the board, where it names a process that does not answer."""
+
+
+class Registry(Protocol):
+    """What is needed of the queue's blocking client."""
+
+    def lookup(self, key: str, wait_s: float) -> Any: ...
+
+
+class RemoteModel:
+    """`LearningModel`, of one rank of the learner. name: of the model · speaks: for rows of its own, see `Backend` ·
+    board: where the pool says where it is
+
+    Whatever waits raises DeadlineError after `placement.<name>.deadline_s`, RefusedError for what the pool could not
+    do, and PoolLostError once it is gone: nothing brings the gradients back, but a checkpoint has the rest.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: Config,
+        rank: int,
+        world: int,
+        board: Registry,
+        keys: SocketKeys | None = None,
+        speaks: bool = True,
+    ) -> None:
+        self.name, self._speaks = name, speaks
+        self._rank, self._world, self._board, self._keys = rank, world, board, keys
+        self._who, self._whom = f"learner rank {rank}", f"the pool of the {name}"
+        self._deadline_s = config.placement.places[name].deadline_s
+        self._save_deadline_s = config.checkpoint.deadline_s
+        self._reads = objective_beside(name, config).reads
+        self._line: RpcClient | None = None
+        self._session = ""
+        self._version: Version = 0
+        self._calls = itertools.count()
+        self._learning: deque[RpcAnswer] = deque()
+
+    # ------------------------------------------------------------------ the run
+
+    def open(self, epoch: int, checkpoint: str | None, version: Version) -> None:
+        """∀ Begin: the pool takes the model of `checkpoint`, the name of its folder, or begins it anew. epoch: of this
+        learner; the pool listens to none of before. version: of the policy, for errors."""
+        self._version = version
+        until = time.monotonic() + self._deadline_s
+        while (incarnation := self._meet(until)) is None:
+            pass
+        begun = self._call(
+            BEGIN, incarnation=incarnation, epoch=epoch, world=self._world, checkpoint=checkpoint
+        )
+        self._session = str(self._answer(begun, f"the model for version {version}").get("session"))
+
+    def check(self) -> None:
+        """Raises PoolLostError if the pool is gone; for waits for something else."""
+        if self._line is not None:
+            self._line.check()
+
+    def save(self, folder: Path) -> Callable[[], None]:
+        """∀ The pool writes the model as it is now into that folder of the run's checkpoints, before it goes on. What
+        comes back waits until it is written, in any thread; raises as the class says, and OSError."""
+        answer = self._call(SAVE, folder=folder.name)
+
+        def written() -> None:
+            try:
+                self._answer(answer, f"its part of {folder.name}", self._save_deadline_s)
+            except RefusedError as refusal:
+                if refusal.reason != remote_protocol.BAD_FOLDER:
+                    raise
+                raise OSError(errno.EIO, refusal.detail, str(folder)) from None
+
+        return written
+
+    def close(self) -> None:
+        if self._line is not None:
+            self._line.close()
+
+    # ------------------------------------------------------------------ training
+
+    def learn(
+        self,
+        objective: Objective,
+        batches: Sequence[MicroBatch],
+        passes: int,
+        version: Version,
+        look: Look | None = None,
+    ) -> None:
+        """The pool has the same objective of the same configuration, and makes passes of its own number."""
+        self._version = version
+        call, mine = next(self._calls), batches if self._speaks else ()
+        for batch in mine:
+            self._ask(BATCH, {"call": call, "frames": remote_protocol.encode_batch(batch, self._reads)})
+        self._learning.append(self._ask(LEARN, {"call": call, "batches": len(mine), "version": version}))
+
+    def found(self, wait: bool) -> PassResult:
+        every = []
+        while self._learning and (wait or self._learning[0].done()):
+            fields = self._answer(self._learning.popleft(), f"its passes for version {self._version}")
+            every.append(PassResult.from_wire(fields.get("found")))
+        return PassResult.total(every)
+
+    def gradient_norm(self, scale: float) -> float:
+        return self._number(self._call(NORM, scale=float(scale)), "the gradient norm")
+
+    def optimizer_step(self, scale: float, lr: float) -> float:
+        return self._number(self._call(STEP, scale=float(scale), lr=float(lr)), "the optimizer step")
+
+    def forget_gradients(self) -> None:
+        self._learning.clear()
+        self._call(FORGET)
+
+    # ------------------------------------------------------------------ the line
+
+    def _meet(self, until: float) -> str | None:
+        """The incarnation that the line is to now. None: what the board names does not answer. A process that has died
+        may have left it there."""
+        left_s = until - time.monotonic()
+        posted = self._posted(left_s)
+        line = RpcClient(str(posted["endpoint"]), self._who, self._whom, self._keys)
+        try:
+            said = line.wait(line.ask(HELLO, {}), "an answer to a hello", min(HELLO_S, left_s))
+            if said.get("incarnation") == posted["incarnation"]:
+                self._line = line
+                return str(posted["incarnation"])
+        except (DeadlineError, PoolLostError, RefusedError):
+            pass
+        line.close()
+        time.sleep(min(RETRY_S, max(0.0, until - time.monotonic())))
+        return None
+
+    def _posted(self, left_s: float) -> Mapping[str, Any]:
+        """What the pool has put on the run's board. Raises DeadlineError."""
+        detail = "what the run's board names does not answer"
+        try:
+            if left_s > 0:
+                posted: Mapping[str, Any] = self._board.lookup(remote_protocol.board_key(self.name), left_s)
+                return posted
+        except DeadlineError as late:
+            detail = str(late)
+        what = f"a process to begin version {self._version} with"
+        raise DeadlineError(self._who, self._whom, what, self._deadline_s, detail)
+
+    def _call(self, kind: str, **said: Any) -> RpcAnswer:
+        return self._ask(kind, {"call": next(self._calls), **said})
+
+    def _ask(self, kind: str, fields: Mapping[str, Any]) -> RpcAnswer:
+        return self._open_line.ask(kind, {"session": self._session, "rank": self._rank, **fields})
+
+    def _number(self, answer: RpcAnswer, what: str) -> float:
+        value = self._answer(answer, f"{what} of version {self._version}").get("value")
+        if type(value) is not float:
+            raise WireError(f"{self._whom} says {value!r} for {what}")
+        return value
+
+    def _answer(self, answer: RpcAnswer, what: str, seconds: float | None = None) -> Mapping[str, Any]:
+        return self._open_line.wait(answer, what, seconds or self._deadline_s)
+
+    @property
+    def _open_line(self) -> RpcClient:
+        assert self._line is not None, "open comes first"
+        return self._line

@@ -1,0 +1,133 @@
+"""What a learner and a pool that trains a model for it say to each other: micro-batches, and calls.
+
+    learner rank 0   begin 0 ── batch · batch · learn 1 ── norm 2 ── step 3 ─▸ ┐
+    learner rank 1   begin 0 ── batch · learn 1 ────────── norm 2 ── step 3 ─▸ ├─▸ 0, 1, 2, 3: each done once, when all
+                                                                               │   ranks have made it
+
+    begin    with the model of a checkpoint, or anew
+    learn    add the gradients of the batches that came with it, those of rank 0 first
+    norm, step, forget   as a `Model` has them
+    save     into a checkpoint
+
+Axes:  N tokens · R rollouts
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from types import NoneType
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from asyncrl.errors import WireError
+from asyncrl.learner.algorithms.advantages.segments import column
+from asyncrl.learner.data.batch import MicroBatch, segments
+from asyncrl.queue.wire.columns import decode_columns, encode_columns
+from asyncrl.types import Array
+
+HELLO, BATCH = "hello", "batch"
+"""Requests that are no calls: each is answered by itself."""
+
+BEGIN, LEARN, NORM, STEP, FORGET, SAVE = "begin", "learn", "norm", "step", "forget", "save"
+
+BAD_FOLDER = "folder"
+"""Why BEGIN and SAVE are refused: something is wrong with the folder of the checkpoint."""
+
+SAYS: Final[Mapping[str, Mapping[str, tuple[type, ...]]]] = {
+    BEGIN: {"epoch": (int,), "checkpoint": (str, NoneType)},
+    LEARN: {"version": (int,)},
+    NORM: {"scale": (float,)},
+    STEP: {"scale": (float,), "lr": (float,)},
+    FORGET: {},
+    SAVE: {"folder": (str,)},
+}
+"""What goes with each call, the same on all ranks."""
+
+OF_ROLLOUTS: Final = {"lengths": "<i8", "ordinals": "<i8", "copies": "<f4", "temperature": "<f4"}
+OF_TOKENS: Final = {"token_ids": "<i8", "loss_mask": "|b1"}
+COLUMN: Final = "<f4"
+
+
+def board_key(model: str) -> str:
+    """Where on the run's board the pool of a model says where it is: {endpoint, incarnation}."""
+    return f"pool/{model}"
+
+
+def encode_batch(batch: MicroBatch, reads: Sequence[str]) -> list[bytes]:
+    """What a model that learns needs of a batch. reads: the columns of its objective."""
+    arrays: dict[str, Array] = {
+        "lengths": np.array(batch.lengths_R, np.int64),
+        "ordinals": batch.ordinals_R.numpy(),
+        "copies": batch.copies_R.numpy(),
+        "temperature": batch.temperature_R.numpy(),
+        "token_ids": batch.token_ids_N.numpy(),
+        "loss_mask": batch.loss_mask_N.numpy(),
+    }
+    arrays |= {name: column(batch, name).float().numpy() for name in reads}
+    return [bytes(frame) for frame in encode_columns(arrays).frames]
+
+
+def decode_batch(frames: Any, reads: Sequence[str]) -> MicroBatch:
+    """The inverse; what `encode_batch` leaves out is as in an empty batch. Anything else is a WireError."""
+    if not isinstance(frames, list) or not all(isinstance(frame, bytes) for frame in frames):
+        raise WireError("a micro-batch is a list of frames")
+    arrays = decode_columns(frames)
+    expected = {**OF_ROLLOUTS, **OF_TOKENS, **dict.fromkeys(reads, COLUMN)}
+    if {name: array.dtype.str for name, array in arrays.items()} != expected:
+        raise WireError(f"a micro-batch of {sorted(arrays)}, expected is {sorted(expected)}")
+    lengths, tokens = arrays["lengths"], arrays["token_ids"]
+    _check(lengths, arrays, len(tokens))
+    seq_N, position_ids_N = segments(lengths)
+    mask_N = torch.from_numpy(arrays["loss_mask"].copy())
+    if bool((mask_N & (position_ids_N == 0)).any()):
+        raise WireError("a rollout's first token has a loss mask, but nothing predicts it")
+    ordinals_R, zeros_N = torch.from_numpy(arrays["ordinals"].copy()), torch.zeros(len(tokens))
+    return dataclasses.replace(
+        MicroBatch.empty(),
+        token_ids_N=torch.from_numpy(tokens.copy()),
+        position_ids_N=position_ids_N,
+        seq_N=seq_N,
+        loss_mask_N=mask_N,
+        behaviour_N=zeros_N,
+        versions_N=zeros_N.int(),
+        advantages_N=zeros_N,
+        lengths_R=tuple(lengths.tolist()),
+        group_R=torch.unique_consecutive(ordinals_R, return_inverse=True)[1],
+        rewards_R=torch.zeros(len(lengths)),
+        greedy_R=torch.full((len(lengths),), torch.nan),
+        ordinals_R=ordinals_R,
+        copies_R=torch.from_numpy(arrays["copies"].copy()),
+        temperature_R=torch.from_numpy(arrays["temperature"].copy()),
+        columns={name: torch.from_numpy(arrays[name].copy()) for name in reads},
+    )
+
+
+def _check(lengths: Array, arrays: Mapping[str, Array], tokens: int) -> None:
+    """Raise WireError unless these are as many rollouts and tokens. The sum of Python's numbers does not wrap."""
+    numbers = lengths.tolist()
+    if not numbers or min(numbers) < 1 or sum(numbers) != tokens:
+        raise WireError(f"{len(numbers)} lengths that sum up to {sum(numbers)} for {tokens} tokens")
+    for name, array in arrays.items():
+        count = len(numbers) if name in OF_ROLLOUTS else tokens
+        if len(array) != count:
+            raise WireError(f"{name!r} has {len(array)} values, the micro-batch needs {count}")
+    if arrays["token_ids"].min() < 0:
+        raise WireError("a token below 0")
+    if not (np.isfinite(arrays["temperature"]) & (arrays["temperature"] > 0)).all():
+        raise WireError("a temperature that is not above 0")
+
+
+def what_goes_with(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that go with a call of this kind. Anything else is a WireError."""
+    if kind not in SAYS:
+        raise WireError(f"no call is named {kind!r}")
+    said = {}
+    for name, needed in SAYS[kind].items():
+        value = fields.get(name)
+        if type(value) not in needed:
+            raise WireError(f"{kind}: {name} = {value!r} is not of the right type")
+        said[name] = value
+    return said

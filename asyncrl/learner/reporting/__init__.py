@@ -1,0 +1,1 @@
+"""Reports: metrics rows, rollouts as text, evaluation, utilization."""

@@ -1,0 +1,203 @@
+"""What the learner tells about a run: one row of metrics.jsonl per version, and summary.json at the end.
+
+The summary is computed from the rows alone, so a resumed run is summed up as a whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from asyncrl.disk import replace_text
+from asyncrl.learner.ports import Published
+from asyncrl.learner.reporting.evaluation import ACCURACY, PREFIX
+from asyncrl.telemetry.sinks import json_numbers
+from asyncrl.telemetry.spans import busy_share
+from asyncrl.types import NO_VERSION, Version
+
+ROWS, SUMMARY = "metrics.jsonl", "summary.json"
+DROPPED = "queue/dropped/"
+EDGE_VERSIONS = 5
+"""reward_start and reward_end are means over this many versions."""
+
+WorkerStats = Mapping[str, Any]
+"""What a worker says of itself (generator/worker.py): tokens, seconds {span: s} and weights/flips since its start,
+held, weights/pauses_ms and weights/fetches_ms of its last flips, and weights/floor_ms, the least a pause can be."""
+
+
+class GeneratorTotals:
+    """The generators as the learner hears of them: totals since their start in, differences between versions out."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, WorkerStats] = {}
+        self._tokens = self._flips = 0.0
+
+    def update(self, stats: Mapping[str, WorkerStats]) -> dict[str, float]:
+        """One step later. Workers report at their heartbeats and with each group, so a row may show several at once.
+        One that has no weights yet has nothing to report.
+
+        busy/generator and generator/time/<span> are means over workers, tokens_per_s is the sum of theirs;
+        tokens_generated, weight_updates, agent/…, reward/… and pool/<stage>/… are totals. A worker whose totals fell
+        was started anew: they count from 0.
+        """
+        pools = {name: now for name, now in stats.items() if "stage" in now}
+        generators = {name: now for name, now in stats.items() if name not in pools}
+        stats = {name: now for name, now in generators.items() if now.get("held", 0) != NO_VERSION}
+        tokens, spans = 0.0, Counter[str]()
+        for name, now in stats.items():
+            before = self._before.get(name, {})
+            if now.get("tokens", 0) < before.get("tokens", 0):
+                before = {}
+            tokens += now.get("tokens", 0) - before.get("tokens", 0)
+            self._flips += now.get("weights/flips", 0) - before.get("weights/flips", 0)
+            spans.update(_difference(now.get("seconds", {}), before.get("seconds", {})))
+        self._before |= stats  # a queue that was started again has not heard of everybody yet
+        self._tokens += tokens
+        row: dict[str, float] = {"generators": len(generators)}
+        if self._before:
+            row |= {"tokens_generated": self._tokens, "weight_updates": self._flips}
+        if sum(spans.values()) > 0:
+            row["busy/generator"] = busy_share(spans)
+            row["tokens_per_s"] = tokens * len(stats) / sum(spans.values())
+            row |= {f"generator/time/{name}": s / len(stats) for name, s in spans.items()}
+        for name, key in (("pause_ms_p50", "weights/pauses_ms"), ("fetch_ms_p50", "weights/fetches_ms")):
+            times = [ms for now in stats.values() for ms in now.get(key, ())]
+            if times:
+                row[name] = median(times)
+        floors = [now["weights/floor_ms"] for now in stats.values() if "weights/floor_ms" in now]
+        if floors:
+            row["pause_floor_ms"] = median(floors)
+        row |= _totals(stats, "agent/") | _totals(stats, "reward/")
+        row |= {f"pool/{key}": total for key, total in _of_stages(pools.values()).items()}
+        held = [now["held"] for now in stats.values() if "held" in now]
+        if held:
+            row["held/min"] = min(held)
+        return row
+
+
+def publish_values(published: Published, stats: Mapping[str, float]) -> dict[str, float]:
+    """What a version cost rank 0, and what its publisher counts (`Publisher.stats`), as sync/…"""
+    return {
+        **{f"sync/{name}": value for name, value in stats.items()},
+        "sync/pause_ms": 1e3 * published.pause_s,
+        "sync/floor_ms": 1e3 * published.floor_s,
+    }
+
+
+def step_row(
+    version: Version,
+    values: Mapping[str, float],
+    spans: Mapping[str, float],
+    depth: Mapping[str, Any],
+    pool: Mapping[str, float],
+) -> dict[str, Any]:
+    """The row of the step that published `version`. Ledger counts come as queue/…, seconds per span as
+    time/…."""
+    counts = {f"queue/{name}": count for name, count in depth.items() if isinstance(count, (int, float))}
+    counts |= {f"{DROPPED}{reason}": n for reason, n in depth.get("dropped_by_reason", {}).items()}
+    times = {f"time/{name}": seconds for name, seconds in spans.items()}
+    seconds = {"step_s": sum(spans.values()), "busy/learner": busy_share(spans)}
+    return {"version": version, **values, **seconds, **pool, **counts, **times}
+
+
+def summarise(
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    max_staleness: int,
+    wall_s: float,
+    ended: str,
+    dropped: Mapping[str, int] | None = None,
+) -> dict[str, Any]:
+    """The run in one record.
+
+    Args:
+        wall_s: Of this process; everything else is of the whole run.
+        ended: Why.
+        dropped: Tasks that the queue counts as dropped, by reason; none: those of the last row, if it is not known.
+    """
+    steps = [row for row in rows if "step_s" in row]
+    accuracy = [row[ACCURACY] for row in rows if ACCURACY in row]
+    heldout = {k.removeprefix(PREFIX): v for row in rows for k, v in row.items() if k.startswith(PREFIX)}
+    rewards = [row["reward/mean"] for row in steps if "reward/mean" in row]
+    train_s = sum(row["step_s"] for row in steps)
+    last = steps[-1] if steps else {}
+    return {
+        "ended": ended,
+        "heldout_accuracy_start": accuracy[0] if accuracy else None,
+        "heldout_accuracy_end": accuracy[-1] if accuracy else None,
+        "heldout": heldout,
+        "reward_start": mean(rewards[:EDGE_VERSIONS]) if rewards else None,
+        "reward_end": mean(rewards[-EDGE_VERSIONS:]) if rewards else None,
+        "wall_s": wall_s,
+        "train_s": train_s,
+        "versions": last.get("version", 0),
+        "groups_trained": sum(row.get("groups", 0) for row in steps),
+        "rollouts_trained": sum(row.get("rollouts", 0) for row in steps),
+        "tokens_generated": last.get("tokens_generated"),
+        "utilization": {
+            "generator": _busy_over(steps, "generator/time/"),
+            "learner": _busy_over(steps, "time/"),
+        },
+        "staleness": {
+            "mean": _over_groups(steps, "staleness/mean"),
+            "max": max((row.get("staleness/max", 0) for row in steps), default=0),
+            "bound": max_staleness,
+        },
+        "weight_updates": last.get("weight_updates"),
+        "pause_ms_p50": _median(steps, "pause_ms_p50"),
+        "publish_ms_p50": _median(steps, "sync/pause_ms"),
+        "tasks_dropped": last.get("queue/dropped", 0) if dropped is None else sum(dropped.values()),
+        "tasks_dropped_by_reason": _reasons(last) if dropped is None else dict(dropped),
+    }
+
+
+def _reasons(row: Mapping[str, Any]) -> dict[str, int]:
+    return {key.removeprefix(DROPPED): n for key, n in row.items() if key.startswith(DROPPED)}
+
+
+def write_summary(run_folder: Path, summary: Mapping[str, Any]) -> None:
+    """Whole or not at all."""
+    replace_text(run_folder / SUMMARY, json.dumps(json_numbers(summary), indent=2, allow_nan=False) + "\n")
+
+
+def _difference(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
+    return {name: max(0.0, seconds - before.get(name, 0.0)) for name, seconds in now.items()}
+
+
+def _totals(stats: Mapping[str, WorkerStats], prefix: str) -> dict[str, float]:
+    """Of the processes that there are now."""
+    totals = Counter[str]()
+    for now in stats.values():
+        totals.update({name: count for name, count in now.items() if name.startswith(prefix)})
+    return dict(totals)
+
+
+def _of_stages(pools: Iterable[WorkerStats]) -> dict[str, float]:
+    """<stage>/groups, <stage>/busy_s, <stage>/dropped/<reason>, …: over the processes that there are now."""
+    totals = Counter[str]()
+    for now in pools:
+        counts = {name: count for name, count in now.items() if name != "stage"}
+        totals.update({f"{now['stage']}/{name}": count for name, count in counts.items()})
+    return dict(totals)
+
+
+def _busy_over(rows: Sequence[Mapping[str, Any]], prefix: str) -> float | None:
+    """Share of work in all seconds of a pool; a span's seconds stand under prefix + its name."""
+    spans = Counter[str]()
+    for row in rows:
+        spans.update({key.removeprefix(prefix): s for key, s in row.items() if key.startswith(prefix)})
+    return busy_share(spans) if spans else None
+
+
+def _over_groups(rows: Sequence[Mapping[str, Any]], key: str) -> float:
+    groups = sum(row.get("groups", 0) for row in rows)
+    return sum(row.get(key, 0) * row.get("groups", 0) for row in rows) / groups if groups else 0.0
+
+
+def _median(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    values = [row[key] for row in rows if key in row]
+    return median(values) if values else None

@@ -1,0 +1,1 @@
+"""The groups of one version become optimizer steps."""

@@ -1,0 +1,162 @@
+"""From groups to a batch that is ready to train on.
+
+    groups ─▸ tokens ─▸ what the other models ─▸ shaped rewards ─▸ advantages, ─▸ weights against
+                        say of them (columns)                      returns        the behaviour policy
+              └────── score(), per claim ──────┘ └───── ready(), per claim or for the whole version ─────┘
+
+Whatever one rank asks of a model, or of all ranks, every rank asks too, with groups or without.
+
+Axes:  N tokens · R rollouts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from asyncrl.config.schema import Config
+from asyncrl.learner.algorithms.advantages.advantages import advantages
+from asyncrl.learner.algorithms.advantages.return_advantages import value_targets
+from asyncrl.learner.algorithms.advantages.segments import column
+from asyncrl.learner.algorithms.corrections import correction_weights
+from asyncrl.learner.algorithms.losses.covariance_losses import select_covariance
+from asyncrl.learner.algorithms.losses.terms import lm_weights
+from asyncrl.learner.algorithms.registry import AlgorithmContext
+from asyncrl.learner.algorithms.rejections import kept
+from asyncrl.learner.algorithms.shaping import shape
+from asyncrl.learner.backends.backend import Backend
+from asyncrl.learner.data.batch import MicroBatch
+from asyncrl.learner.data.packing import bins
+from asyncrl.learner.reporting.batch_metrics import advantage_metrics, batch_metrics, value_metrics
+from asyncrl.learner.training import requirements
+from asyncrl.learner.training.adaptive_coefficients import AdaptiveCoefficients
+from asyncrl.learner.training.objective import proximal, unrejected
+from asyncrl.telemetry.metrics import Mean, Metrics
+from asyncrl.telemetry.spans import Spans
+from asyncrl.types import Group, Version
+
+Predict = Callable[[MicroBatch], Tensor]
+
+NO_ROWS = torch.zeros(0, dtype=torch.int64)
+
+SELECTING = ("clip_cov", "kl_cov")
+"""Losses that treat some tokens of an optimizer step apart."""
+
+
+class Experience:
+    """The same calls on every rank, in the same order."""
+
+    def __init__(self, backend: Backend, config: Config, spans: Spans) -> None:
+        self._backend, self._config, self._spans = backend, config, spans
+        self._whole = requirements.whole_batch(config)
+        self._proximal = requirements.proximal_pass(config)
+        self._models: dict[str, Predict] = {
+            requirements.COLUMN_OF.get(name, name): model.predict for name, model in backend.models.items()
+        }
+        if self._proximal:
+            self._models["proximal"] = backend.predict
+
+    def score(self, groups: Sequence[Group]) -> MicroBatch | None:
+        """∀ One claim's groups, none where this rank has none, with a column of what each other model says of their
+        tokens, and `proximal`, what the policy itself says before it moves, where that is needed."""
+        with self._spans("compute/pack"):
+            batch = MicroBatch.of(groups) if groups else None
+        columns = self._ask(self._models, batch)
+        return batch and batch.with_columns(**columns)
+
+    def ready(
+        self, batch: MicroBatch | None, version: Version, controls: AdaptiveCoefficients
+    ) -> tuple[MicroBatch | None, Metrics]:
+        """∀ A scored batch, and what was measured of it. It gets shaped rewards, advantages and the columns
+
+            outcome                 the reward of the token's rollout before any shaping
+            returns, cost_returns   what the critics are to learn
+            kept, weight            bool, what the off-policy correction does not reject; and its weights, where they
+                                    stay the same for the whole version
+
+        Raises TrainingError for groups that lack what the algorithm needs.
+        """
+        if batch is None and not self._whole:
+            return None, Metrics()
+        with self._spans("compute/pack"):
+            made, metrics = self._made(batch or MicroBatch.empty(), version, controls)
+        return (None, Metrics()) if batch is None else (made, metrics)
+
+    def for_step(self, batch: MicroBatch | None, version: Version, moved: bool) -> MicroBatch | None:
+        """∀ What one optimizer step is to train on, with the columns that depend on who else is in it: `lm`, and
+        `selected` for the policy as it is. moved: since `proximal` was asked for."""
+        config = self._config.algorithm
+        selects = config.loss in SELECTING and config.own_loss is None
+        if not selects and not config.lm_coef:
+            return batch
+        some, columns = unrejected(batch or MicroBatch.empty()), {}
+        if config.lm_coef:
+            columns["lm"] = lm_weights(some, config, requirements.norm_tokens(self._config), self._gather)
+        if selects:
+            now_N = column(some, "proximal")
+            if moved:
+                now_N = self._ask({"now": self._backend.predict}, batch)["now"]
+            old_N = proximal(some, now_N, config, version)
+            columns["selected"] = select_covariance(some, now_N, old_N, config, self._context(version))
+        return batch and batch.with_columns(**columns)
+
+    def _made(
+        self, batch: MicroBatch, version: Version, controls: AdaptiveCoefficients
+    ) -> tuple[MicroBatch, Metrics]:
+        config, context = self._config.algorithm, self._context(version, controls.cost_multiplier)
+        metrics = batch_metrics(batch, version)
+        batch = batch.with_columns(outcome=batch.rewards_R[batch.seq_N])
+        batch, shaped = shape(batch, config, self._config.generator.max_tokens, controls.kl_coef, context)
+        batch = batch.with_columns(**value_targets(batch, config))
+        batch = batch.with_advantages(advantages(batch, config, context))
+        if self._proximal:
+            batch, rejected = self._corrected(batch, version)
+            metrics.merge([rejected])
+        metrics.merge([shaped, advantage_metrics(batch), value_metrics(batch)])
+        return batch, metrics
+
+    def _corrected(self, batch: MicroBatch, version: Version) -> tuple[MicroBatch, Metrics]:
+        """A log-linear π_p moves with the policy: what it rejects stays as it is now, its weights are made anew with
+        every step. (Normalised ones cannot be, and go with single steps only.)"""
+        config, mask_N = self._config.algorithm, batch.loss_mask_N
+        log_w_N = proximal(batch, column(batch, "proximal"), config, version) - batch.behaviour_N
+        about = (log_w_N, mask_N, batch.seq_N, batch.rollouts, config.correction)
+        gather = self._gather if self._whole else None
+        columns = {"kept": kept(*about, gather)}
+        if config.proximal != "loglinear" or config.correction.normalise:
+            columns["weight"] = correction_weights(*about, gather)
+        metrics, made = Metrics(), int(mask_N.sum())
+        metrics.add("share/rejected", Mean(made - int(columns["kept"].sum()), made))
+        return batch.with_columns(**columns), metrics
+
+    def _ask(self, models: Mapping[str, Predict], batch: MicroBatch | None) -> dict[str, Tensor]:
+        """∀ A column of each model's answers; of no batch, those of an empty one."""
+        if not models:
+            return {}
+        pieces: list[tuple[Tensor, MicroBatch]] = []
+        if batch is not None:
+            packed = bins(batch, range(batch.rollouts), self._config.learner.micro_batch_tokens)
+            pieces = [(batch.tokens_of(rollouts), batch.select(rollouts)) for rollouts in packed]
+        with self._spans("wait/ranks"):
+            passes = max(self._backend.exchange(len(pieces)))
+        columns = {name: torch.zeros(batch.tokens if batch else 1) for name in models}
+        for turn in range(passes):
+            rows, piece = pieces[turn] if turn < len(pieces) else (NO_ROWS, MicroBatch.empty())
+            for name, predict in models.items():
+                with self._spans("compute/predict"):
+                    columns[name][rows] = predict(piece)[: len(rows)]
+        return columns
+
+    def _context(self, version: Version, multiplier: float = 1.0) -> AlgorithmContext:
+        return AlgorithmContext(
+            gather=self._gather,
+            cost_multiplier=multiplier,
+            part_weights=self._config.reward.weights,
+            seed=(self._config.run.seed, version),
+        )
+
+    def _gather(self, mine: Tensor) -> list[Tensor]:
+        with self._spans("wait/ranks"):
+            return self._backend.gather(mine)

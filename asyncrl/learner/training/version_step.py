@@ -1,0 +1,224 @@
+"""What the groups of one version do to the models: two ways, the same result where both can go.
+
+    streaming      claim ─▸ score ─▸ ready ─▸ accumulate ──┐
+                     ▲                                     ├─▸ optimizer step
+                     └──────── the next claim ◂────────────┘
+
+    whole batch    claim ─▸ score ──┐                ┌─▸ mini-batch ─▸ accumulate ─▸ optimizer step ─┐
+                     ▲              ├─▸ ready, once ─┤                                               │
+                     └─ next claim ◂┘                └──────── the next one, epoch after epoch ◂─────┘
+
+Whatever needs statistics over the version's groups, or takes several optimizer steps, goes the second way; only the
+passes of other models over its tokens are done while claims are still coming in. Nothing here knows where groups come
+from: a plain loop over lists trains exactly like the stream.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean
+
+from asyncrl.config.schema import Config
+from asyncrl.errors import TrainingError
+from asyncrl.learner.backends.backend import Backend, of_rows
+from asyncrl.learner.checks.behaviour import BehaviourGate, Gap, values
+from asyncrl.learner.checks.finite_check import NotFinite, unsound
+from asyncrl.learner.data.batch import MicroBatch
+from asyncrl.learner.models.roles import POLICY
+from asyncrl.learner.reporting.batch_metrics import version_values
+from asyncrl.learner.training import requirements
+from asyncrl.learner.training.accumulator import Accumulator, OptimizerStep
+from asyncrl.learner.training.adaptive_coefficients import AdaptiveCoefficients
+from asyncrl.learner.training.experience import Experience
+from asyncrl.learner.training.mini_batches import mini_batches
+from asyncrl.learner.training.passes import LearningModel
+from asyncrl.telemetry.metrics import Metrics
+from asyncrl.telemetry.spans import Spans
+from asyncrl.types import COLUMNS, Group, Version
+
+Pooled = Mapping[str, LearningModel]
+
+
+@dataclass(frozen=True, slots=True)
+class VersionReport:
+    """What training on one version's groups did, over all ranks.
+
+    values   every metric; losses, gradient norms and learning rates are means over the optimizer steps
+    refused  what kept the last of these steps from being made, empty if nothing did
+    """
+
+    values: Mapping[str, float]
+    refused: str = ""
+
+
+class VersionStep(ABC):
+    """One version after the other: `add` each claim, then `step` or `abandon`. The same calls on every rank, in the
+    same order, whatever groups each of them holds. pooled: models that learn on pools."""
+
+    def __init__(
+        self, backend: Backend, config: Config, spans: Spans | None = None, pooled: Pooled | None = None
+    ) -> None:
+        spans = spans or Spans()
+        self._backend, self._config = backend, config
+        self._experience = Experience(backend, config, spans)
+        self.gate = BehaviourGate(config) if config.generator.makes_real_tokens else None
+        self._accumulator = Accumulator(backend, config, spans, self.gate, pooled)
+        self._spans = spans
+        self.controls = AdaptiveCoefficients.start(config.algorithm)
+        self._begin()
+
+    def add(self, groups: Sequence[Group], version: Version) -> None:
+        """∀ Take in one claim's groups, none where this rank has none, for the policy of `version`. Raises NotFinite as
+        `step` does."""
+        if self.gate is not None:
+            self.gate.admit(groups)
+        for group in groups:
+            self._columns |= group.columns.keys() & COLUMNS.keys()
+            self._parts |= set(group.reward_parts)
+            self._ordinals.append(group.task.ordinal)
+        scored = self._experience.score(groups)
+        if scored is not None:
+            self._bad |= unsound(scored)
+        self._take(scored, version)
+
+    @abstractmethod
+    def _take(self, scored: MicroBatch | None, version: Version) -> None:
+        """∀ Of one claim."""
+
+    @abstractmethod
+    def _train(self, version: Version) -> list[OptimizerStep]:
+        """∀ The optimizer steps of `version`, all its groups being in; the last one may have been refused."""
+
+    def step(self, version: Version) -> VersionReport:
+        """∀ Finish `version`: afterwards the policy is that of version + 1, unless the report says what was refused.
+
+        Raises NotFinite, on all ranks, for groups without which `version` must be begun anew: `abandon` what came in.
+        """
+        self._agree_what_came()
+        steps = self._train(version)
+        self._metrics.merge(step.metrics for step in steps)
+        report = self._report(steps)
+        if not report.refused:
+            self._move_on(version, report)
+        self._begin()
+        return report
+
+    def abandon(self) -> None:
+        """Forget what came in since the last step."""
+        self._accumulator.abandon()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._metrics = Metrics()
+        self._columns, self._parts, self._ordinals = set[str](), set[str](), list[int]()
+        self._bad = set[int]()
+
+    def _agree_what_came(self) -> None:
+        """∀ Which columns and parts of the reward the groups of all ranks brought along. Some group may lack what the
+        algorithm looks at. Raises TrainingError if all of them do, and NotFinite."""
+        mine = [sorted(self._columns), sorted(self._parts), self._ordinals, sorted(self._bad)]
+        with self._spans("wait/ranks"):
+            every = self._backend.exchange(mine)
+        columns, parts, ordinals, bad = (
+            [name for each in some for name in each] for some in zip(*every, strict=True)
+        )
+        if bad:
+            raise NotFinite(set(bad))
+        self._columns, self._parts = set(columns), set(parts)
+        lacking = [f"column {name!r}" for name in requirements.columns(self._config) if name not in columns]
+        lacking += [f"reward part {name!r}" for name in requirements.parts(self._config) if name not in parts]
+        if lacking and ordinals:
+            raise TrainingError(
+                f"all groups of tasks {min(ordinals)} to {max(ordinals)} lack the {lacking[0]}, which the algorithm "
+                "looks at: it comes from the reward function"
+            )
+
+    def _report(self, steps: Sequence[OptimizerStep]) -> VersionReport:
+        with self._spans("wait/ranks"):
+            every = of_rows(self._backend, self._metrics.to_wire())
+        merged = Metrics()
+        merged.merge(Metrics.from_wire(metrics) for metrics in every)
+        told = version_values(merged) | self.controls.adapted(self._config.algorithm)
+        told |= values("train", Gap.of(step.gap for step in steps))
+        told["optimizer_steps"] = float(len(steps))
+        for name in steps[-1].losses:
+            prefix = "" if name == POLICY else f"{name}/"
+            told[f"{prefix}loss"] = mean(step.losses[name] for step in steps)
+            told[f"{prefix}grad_norm"] = mean(step.norms[name] for step in steps)
+            told[f"{prefix}lr"] = mean(step.rates[name] for step in steps)
+        refused = [f"gradient norm {steps[-1].norms[name]} of the {name}" for name in steps[-1].refused]
+        where = f" in optimizer step {len(steps)}" if len(steps) > 1 else ""
+        return VersionReport(told, ", ".join(refused) + where if refused else "")
+
+    def _move_on(self, version: Version, report: VersionReport) -> None:
+        if version >= requirements.first_policy_version(self._config):
+            self.controls = self.controls.after(report.values, self._config.algorithm)
+        every = self._config.reference.update_every
+        if every and (version + 1) % every == 0 and "reference" in self._backend.models:
+            self._backend.models["reference"].copy_from_policy()
+
+
+class Streaming(VersionStep):
+    """Every claim is trained on as it arrives; one optimizer step when the last one is in."""
+
+    def _take(self, scored: MicroBatch | None, version: Version) -> None:
+        columns, parts = requirements.columns(self._config), requirements.parts(self._config)
+        scored = scored and scored.completed(columns, parts)
+        batch, measured = self._experience.ready(scored, version, self.controls)
+        self._metrics.merge([measured])
+        self._accumulator.add(batch, version)
+
+    def _train(self, version: Version) -> list[OptimizerStep]:
+        return [self._accumulator.step(version)]
+
+
+class WholeBatch(VersionStep):
+    """Claims are scored as they arrive; when the last one is in, mini-batch by mini-batch is trained on."""
+
+    def __init__(
+        self, backend: Backend, config: Config, spans: Spans | None = None, pooled: Pooled | None = None
+    ) -> None:
+        super().__init__(backend, config, spans, pooled)
+        self._claims: list[MicroBatch] = []
+
+    def _take(self, scored: MicroBatch | None, version: Version) -> None:
+        if scored is not None:
+            self._claims.append(scored)
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._claims.clear()
+
+    def _train(self, version: Version) -> list[OptimizerStep]:
+        mine = MicroBatch.joined(self._claims).completed(self._columns, self._parts) if self._claims else None
+        self._claims.clear()
+        batch, measured = self._experience.ready(mine, version, self.controls)
+        self._metrics.merge([measured])
+        steps: list[OptimizerStep] = []
+        for number, ordinals in enumerate(self._mini_batches(batch, version)):
+            part = batch and batch.of_ordinals(ordinals)
+            part = self._experience.for_step(part, version, moved=number > 0)
+            self._accumulator.add(part, version, number)
+            steps.append(self._accumulator.step(version, number))
+            if steps[-1].refused:
+                break
+        return steps
+
+    def _mini_batches(self, batch: MicroBatch | None, version: Version) -> list[list[int]]:
+        """Ordinals of each optimizer step, the same on every rank: of all ranks' groups."""
+        mine = [] if batch is None else batch.ordinals_R.unique().tolist()
+        with self._spans("wait/ranks"):
+            every = of_rows(self._backend, mine)
+        learner = self._config.learner
+        ordinals = [ordinal for each in every for ordinal in each]
+        return mini_batches(ordinals, learner.mini_batches, learner.epochs, self._config.run.seed, version)
+
+
+def version_step(
+    backend: Backend, config: Config, spans: Spans | None = None, pooled: Pooled | None = None
+) -> VersionStep:
+    """The way that `config` asks for. pooled: models that learn on pools."""
+    way = WholeBatch if requirements.whole_batch(config) else Streaming
+    return way(backend, config, spans, pooled)

@@ -1,0 +1,160 @@
+"""The pool's end of a model that learns: it answers the ranks of a learner, and adds the model's column to groups.
+
+    ControlServer's thread   hello · begin, batch, learn, step … ─▸ checked ─▸ call_barrier.py ─▸ what is due
+                                                                                                │
+    the lessons' thread      ◂─ answers ── one after the other on all ranks of the model ◂──────┘
+    hands of the worker      groups ─▸ the model as it is now ─▸ columns
+
+A learner begins with an epoch, that of its stream at the queue; from then on none with an older one is listened to.
+A process that is started anew has another incarnation and no session: it cannot be taken for the one before.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Mapping
+from queue import SimpleQueue
+from typing import Any
+
+from asyncrl.errors import DeadlineError, RefusedError
+from asyncrl.generator.threads import in_thread
+from asyncrl.learner.remote import remote_protocol
+from asyncrl.learner.remote.remote_protocol import BAD_FOLDER, BATCH, BEGIN, HELLO, LEARN, NORM, SAVE, STEP
+from asyncrl.learner.stream import TRAIN
+from asyncrl.learner.training.passes import PassResult
+from asyncrl.learner.training.requirements import COLUMN_OF
+from asyncrl.pool.call_barrier import BarrierCall, CallBarrier
+from asyncrl.pool.trained_model import TrainedModel
+from asyncrl.pool.worker import Doing
+from asyncrl.sync.stream.control import ControlRequest, ControlServer, Fields, SocketKeys
+from asyncrl.types import Array, Group
+
+
+class TrainingServer:
+    """`Work` of a model that learns, in rank 0 of its process. host: this machine, as the learner sees it."""
+
+    at_once = 1
+
+    def __init__(self, model: TrainedModel, host: str, keys: SocketKeys | None = None) -> None:
+        self._model, self._incarnation = model, uuid.uuid4().hex
+        self._steps, self._epoch, self._session = 0, -1, ""
+        self._lockstep: CallBarrier[ControlRequest] | None = None
+        self._begun = threading.Event()
+        self._broken: BaseException | None = None
+        self._due: SimpleQueue[BarrierCall[ControlRequest] | None] = SimpleQueue()
+        self._server = ControlServer(host, f"pool of the {model.name}", self._handle, keys)
+        self._thread = threading.Thread(target=self._teach, name=f"lessons of the {model.name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def where(self) -> dict[str, str]:
+        """For the run's board."""
+        return {"endpoint": self._server.endpoint, "incarnation": self._incarnation}
+
+    def close(self) -> None:
+        self._server.close()
+        self._due.put(None)
+
+    # ------------------------------------------------------------------ groups
+
+    @property
+    def streams(self) -> Mapping[str, Doing]:
+        return {TRAIN: self.columns}
+
+    def stats(self) -> Mapping[str, float]:
+        """steps made · malformed: requests that made no sense · strangers: peers without the right keys."""
+        return {"steps": self._steps, "malformed": self._server.malformed, "strangers": self._server.refused}
+
+    async def ready(self) -> None:
+        """Once a learner has said what to begin with. Raises DeadlineError after `learner.groups_deadline_s`."""
+        seconds = self._model.config.learner.groups_deadline_s
+        if not await in_thread(self._begun.wait, seconds):
+            who, what = f"the pool of the {self._model.name}", "the checkpoint to begin with"
+            raise DeadlineError(who, "the learner", what, seconds)
+
+    def check(self) -> None:
+        """Raises what a call has failed with."""
+        if self._broken is not None:
+            raise self._broken
+
+    async def columns(self, group: Group) -> Mapping[str, Array]:
+        """By the weights of now. What is not finite is the learner's to deal with, as if the model were there."""
+        name = self._model.name
+        return {COLUMN_OF.get(name, name): (await self._model.said(group)).numpy()}
+
+    # ------------------------------------------------------------------ requests, in the server's thread
+
+    def _handle(self, request: ControlRequest) -> Fields | None:
+        fields = request.fields
+        if request.kind == HELLO:
+            return {"incarnation": self._incarnation}
+        if request.kind == BEGIN:
+            self._let_begin(fields["incarnation"], fields["epoch"], fields["world"])
+        elif not self._session or fields["session"] != self._session:
+            raise RefusedError("session", f"this pool has no session {fields['session']!r}")
+        assert self._lockstep is not None
+        rank, number = fields["rank"], fields["call"]
+        if request.kind == BATCH:
+            remote_protocol.decode_batch(fields["frames"], self._model.reads)
+            self._lockstep.batch(rank, number, fields["frames"])
+            return {}
+        said = remote_protocol.what_goes_with(request.kind, fields)
+        call = self._lockstep.call(rank, number, request.kind, said, request, fields.get("batches", 0))
+        if call is not None:
+            self._due.put(call)
+        return None
+
+    def _let_begin(self, incarnation: str, epoch: int, world: int) -> None:
+        """The first rank of a new learner ends the session of the one before."""
+        if incarnation != self._incarnation:
+            raise RefusedError("session", f"this pool is not {incarnation!r}: look at the run's board")
+        if epoch < self._epoch:
+            raise RefusedError("fenced", f"learner epoch {epoch}, this pool has begun with {self._epoch}")
+        if epoch > self._epoch:
+            self._lockstep = CallBarrier(world)
+            self._epoch, self._session = epoch, self._session_of(epoch)
+
+    def _session_of(self, epoch: int) -> str:
+        return f"{self._incarnation}/{epoch}"
+
+    # ------------------------------------------------------------------ calls, in the lessons' thread
+
+    def _teach(self) -> None:
+        while (call := self._due.get()) is not None:
+            try:
+                answers = self._answers(call)
+            except RefusedError as refusal:
+                for request in call.tickets.values():
+                    self._server.refuse(request, refusal.reason, refusal.detail)
+            except (
+                BaseException
+            ) as error:  # gradients, or more, are not what the learner thinks: this process ends
+                self._broken = error
+                return
+            else:
+                for rank, request in call.tickets.items():
+                    self._server.answer(request, answers[rank])
+
+    def _answers(self, call: BarrierCall[ControlRequest]) -> Mapping[int, Fields]:
+        """To each rank. Raises RefusedError."""
+        if call.kind == LEARN:
+            return self._learned(call)
+        value: Any = self._model.together(call.kind, dict(call.said))
+        if call.kind in (BEGIN, SAVE) and value:
+            raise RefusedError(BAD_FOLDER, f"{call.kind}: {value}")
+        answer: Fields = {"value": float(value)} if call.kind in (NORM, STEP) else {}
+        self._steps += call.kind == STEP
+        if call.kind == BEGIN:
+            answer = {"session": self._session_of(call.said["epoch"])}
+            self._begun.set()
+        return dict.fromkeys(call.tickets, answer)
+
+    def _learned(self, call: BarrierCall[ControlRequest]) -> Mapping[int, Fields]:
+        batches = [frames for rank in sorted(call.batches) for frames in call.batches[rank]]
+        found = iter(self._model.together(LEARN, {**call.said, "batches": batches}))
+        answers = {}
+        for rank in sorted(call.batches):
+            mine = [PassResult.from_wire(next(found)) for _ in call.batches[rank]]
+            answers[rank] = {"found": PassResult.total(mine).to_wire()}
+        return answers

@@ -1,0 +1,203 @@
+"""The broker: one ROUTER socket, one thread, one loop. Everybody connects to it; it connects to nobody.
+
+        ┌──────────────────────────────── serve() ───────────────────────────────┐
+        │  poll ─▸ take what has come ─▸ desk: receive … tick ─▸ before_send ─┐  │
+        │   ▴                                                                 ▾  │
+        │   └──────────────────────── send the replies ◂──────────────────────┘  │
+        └────────────────────────────────────────────────────────────────────────┘
+
+Who is answered what is decided in dispatcher.py; here are the sockets. A peer that does not read is sent no more than
+`UNREAD` messages, and one that sends faster than it is served is not read: neither can make the broker grow.
+"""
+
+from __future__ import annotations
+
+import resource
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from asyncrl.errors import ConfigError
+from asyncrl.queue.broker.dispatcher import Dispatcher, OutgoingReply
+from asyncrl.queue.broker.service import QueueService
+from asyncrl.queue.wire import sockets, wire
+from asyncrl.queue.wire.client_state import MAX_REQUESTS, Message
+from asyncrl.queue.wire.envelope import pack_replies
+from asyncrl.queue.wire.keys import ZAP_ADDRESS, ServerKeys, zap_reply
+
+TICK_S = 0.1
+"""Longest pause between two looks at deadlines."""
+
+BURST = 256
+"""Messages taken between two looks at the parked requests."""
+
+UNREAD = 2 * MAX_REQUESTS
+"""Messages in each direction that wait for one peer."""
+
+HANDOVER_S = 5e-4
+"""How long another thread of the process keeps the interpreter when the loop wants it back, which it gives away with
+every call of ZeroMQ: Python's own 5 ms are as long as a busy feeder's tasks take."""
+
+BACKLOG = 1024
+HEARTBEAT_MS = 10_000
+OPEN_FILES = 1 << 16
+
+HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+class Broker:
+    """Binds at once; `serve` runs the loop until `stop`, which any thread or signal handler may call.
+
+    ConfigError if the address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        run: str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        keys: ServerKeys | None = None,
+    ) -> None:
+        self.take_up(QueueService(run), lambda: None)
+        self._clock, self._keys = clock, keys
+        _allow_open_files(OPEN_FILES)
+        sockets.keep_freed_memory()
+        sys.setswitchinterval(HANDOVER_S)
+        self._context = zmq.Context()
+        self._zap = self._context.socket(zmq.REP)
+        self._zap.bind(ZAP_ADDRESS)
+        self._socket = self._router()
+        self._monitor = self._socket.get_monitor_socket(HANDSHAKE_FAILED)
+        self.bound_address = self._bind(address)
+        self._wake_in, self._wake_out = socket.socketpair()
+
+    def take_up(self, service: QueueService, before_send: Callable[[], None]) -> None:
+        """Go on with this instead of an empty queue. Before `serve`.
+
+        before_send: called with a burst of messages decided and none of the replies sent; what it raises ends `serve`.
+        """
+        self.service, self.desk, self._before_send = service, Dispatcher(service), before_send
+
+    def stop(self) -> None:
+        """End `serve` soon. Again, or afterwards: nothing."""
+        with suppress(OSError):
+            self._wake_out.send(b"x")
+
+    def close(self) -> None:
+        """Free the address, if `serve` has not done it."""
+        self._close_sockets()
+        self._wake_in.close()
+        self._wake_out.close()
+
+    def serve(self) -> None:
+        """Answer until stopped, then close the socket."""
+        poller = zmq.Poller()
+        for readable in (self._socket, self._zap, self._monitor, self._wake_in):
+            poller.register(readable, zmq.POLLIN)
+        try:
+            while True:
+                ready = dict(poller.poll(int(TICK_S * 1000)))
+                if self._wake_in.fileno() in ready:
+                    return
+                if self._zap in ready:
+                    self._let_in()
+                if self._monitor in ready:
+                    self._count_failed_handshakes()
+                letters = self._take() if self._socket in ready else []
+                # First those who waited: what was answered at once is mostly a receipt.
+                letters = self.desk.tick(self._clock()) + letters
+                self._before_send()
+                self._send(letters)
+        finally:
+            self.close()
+
+    # ------------------------------------------------------------------ the loop's steps
+
+    def _take(self) -> list[OutgoingReply]:
+        letters: list[OutgoingReply] = []
+        for _ in range(BURST):
+            message = sockets.receive(self._socket)
+            if not message:
+                break
+            identity, *frames = message
+            letters += self.desk.receive(identity.bytes, frames, self._clock())
+        return letters
+
+    def _send(self, letters: Sequence[OutgoingReply]) -> None:
+        by_client: dict[bytes, list[Message]] = {}
+        for letter in letters:
+            by_client.setdefault(letter.identity, []).append(letter.reply)
+        for identity, replies in by_client.items():
+            for message in pack_replies(replies):
+                self._send_to(identity, message)
+
+    def _send_to(self, identity: bytes, message: Sequence[Any]) -> None:
+        """Lost if the client has gone, or does not read; it will ask again."""
+        try:
+            sockets.send(self._socket, [identity, *message])
+        except zmq.Again:
+            self.service.refused["unread"] += 1
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+
+    def _let_in(self) -> None:
+        request = self._zap.recv_multipart()
+        self._zap.send_multipart(zap_reply(request, self._keys.client if self._keys else b""))
+
+    def _count_failed_handshakes(self) -> None:
+        with suppress(zmq.Again):
+            while parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK)):
+                self.service.refused["handshake"] += 1
+
+    # ------------------------------------------------------------------ sockets
+
+    def _router(self) -> zmq.Socket:
+        router = self._context.socket(zmq.ROUTER)
+        router.set_hwm(UNREAD)
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a full or lost peer is an error, not a silent drop
+        router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        router.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
+        router.setsockopt(zmq.LINGER, 1000)
+        router.setsockopt(zmq.BACKLOG, BACKLOG)
+        router.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        if self._keys is not None:
+            self._keys.apply(router)
+        return router
+
+    def _bind(self, address: str) -> str:
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self._close_sockets()
+            taken = error.errno == zmq.EADDRINUSE
+            rule = "another process uses this address" if taken else f"cannot be bound: {error}"
+            remedy = "stop that process, choose another port, or set queue.address=tcp://127.0.0.1:*"
+            raise ConfigError("queue.address", address, rule, remedy) from error
+        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def _close_sockets(self) -> None:
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+        for each in (self._monitor, self._zap, self._socket):
+            each.close()
+        self._context.term()
+
+
+def _allow_open_files(most: int) -> None:
+    """Every client is an open file, and many shells allow 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

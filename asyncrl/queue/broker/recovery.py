@@ -1,0 +1,119 @@
+"""Keeps a queue over the death of its broker: what it decides goes into a journal, what it is given into a store.
+
+    requests ─▸ service ── records ──▸ journal ┐
+                   └───── payloads ──▸ store ──┴─ flush ─▸ only now are the replies sent
+
+    the next broker:   journal ─▸ replay ─▸ service as it was ─▸ what is of no payload any more is made again
+
+Payloads are flushed before the journal that speaks of them: what the journal says is ready is there, or was lost with
+its machine. Leases begin anew, so that whoever still works has time to say so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+from asyncrl.errors import JournalError
+from asyncrl.queue.broker.records import CODEC, Closed, Happened, Posted, Record, StreamState, TasksKept
+from asyncrl.queue.broker.service import QueueService
+from asyncrl.queue.ledger.events import Renewed
+from asyncrl.queue.storage.journal import Journal, NoJournal
+from asyncrl.queue.storage.store import PayloadKey, PayloadStore
+
+log = logging.getLogger(__name__)
+
+TASKS_AT_ONCE = 1024
+"""Of one record of a snapshot."""
+
+
+class Recovery:
+    """The service of run `run` as its journal and its store left it; new if they are empty.
+
+    anew: what they say is forgotten. A run that is closed is over: the next one begins anew in any case.
+    """
+
+    def __init__(
+        self, run: str, journal: Journal, store: PayloadStore, *, now: float, anew: bool = False
+    ) -> None:
+        self._journal, self._store = journal, store
+        self.service = QueueService(run, store=store) if anew else self._replayed(run)
+        if anew or self.service.closed is not None:
+            self.service = QueueService(run, store=store)
+            self._journal.compact(())
+        self.recovered = bool(self.service.streams)
+        if not isinstance(journal, NoJournal):
+            self.service.note = self._note
+        self._recover(now)
+        self.flush()
+
+    def flush(self) -> None:
+        """What was decided so far is kept; its replies may be sent."""
+        self._store.tidy()
+        self._store.flush()
+        self._journal.flush()
+        if self._journal.overgrown:
+            self._journal.compact(CODEC.encode(record) for record in self._snapshot())
+
+    def close(self) -> None:
+        """Let another broker have it."""
+        self._store.close()
+        self._journal.close()
+
+    # ------------------------------------------------------------------ writing
+
+    def _note(self, record: Record) -> None:
+        # A recovery gives all leases a new deadline anyway, and nothing is as frequent as their renewal.
+        if not (isinstance(record, Happened) and isinstance(record.event, Renewed)):
+            self._journal.append(CODEC.encode(record))
+
+    def _snapshot(self) -> Iterator[Record]:
+        for name, stream in self.service.streams.items():
+            yield StreamState(name, stream.ledger.book)
+            tasks = list(stream.tasks.items())
+            for at in range(0, len(tasks), TASKS_AT_ONCE):
+                yield TasksKept(name, tuple(tasks[at : at + TASKS_AT_ONCE]))
+        for key, value in self.service.directory.items():
+            yield Posted(key, value)
+        if self.service.closed is not None:
+            yield Closed(self.service.closed)
+
+    # ------------------------------------------------------------------ reading
+
+    def _replayed(self, run: str) -> QueueService:
+        service = QueueService(run, store=self._store)
+        for packed in self._journal.replay():
+            match CODEC.decode(packed):
+                case Happened(stream, event):
+                    service.add_stream(stream).replay(event)
+                case TasksKept(stream, tasks):
+                    service.add_stream(stream).tasks.update(tasks)
+                case StreamState(stream, book):
+                    service.add_stream(stream).ledger.book = book
+                case Posted(key, value):
+                    service.directory[key] = value
+                case Closed(reason):
+                    service.closed = reason
+                case other:
+                    raise JournalError(f"a record of kind {type(other).__name__} in a journal")
+        return service
+
+    def _recover(self, now: float) -> None:
+        """What the store has and nobody needs is dropped; of what is needed and is not there the ledgers are told."""
+        stored = self._store.recovered()
+        needed: set[PayloadKey] = set()
+        for name, stream in self.service.streams.items():
+            lost: set[int] = set()
+            for ordinal, part, stamp in stream.needed():
+                key = PayloadKey(name, ordinal, part)
+                if stamp == stored.get(key):
+                    needed.add(key)
+                else:
+                    lost.add(ordinal)
+            stream.ledger.recover(now, lost)
+            if lost:
+                log.warning(
+                    "stream %s: the payloads of %d groups are lost and will be made again", name, len(lost)
+                )
+        for key in stored.keys() - needed:
+            self._store.drop(*key)

@@ -1,0 +1,1 @@
+"""A client of the broker: a pure session in a shell of asyncio, and the replies it returns."""

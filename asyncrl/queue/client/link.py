@@ -1,0 +1,167 @@
+"""How a client's messages travel: a `Link` may lose them, but says when it is connected (again).
+
+`SocketLink` is a ZeroMQ DEALER on an event loop. The loop watches the sockets' descriptors, which tell of news
+only once: at first, after every send and every wake-up all that has come must be taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.queue.wire import sockets
+from asyncrl.queue.wire.keys import ClientKeys
+
+BURST = 64
+"""Messages taken before other work of the loop gets its turn."""
+
+FAILED_HANDSHAKES = 5
+"""So many without a reason, before the first that succeeds, mean that the keys do not fit."""
+
+COPIED = 1 << 17
+"""Smaller frames are copied: to hear from ZeroMQ when one is not needed any more takes longer."""
+
+MAX_RECONNECT_MS = 1000
+HEARTBEAT_MS = 10_000
+"""Of the connection itself: a peer whose machine is gone is noticed after two."""
+
+EVENTS = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+class Listener(Protocol):
+    """Who is told what happens on a link, on the event loop."""
+
+    def heard(self, frames: Sequence[Any]) -> None: ...
+
+    def connected(self) -> None:
+        """For the first time or again: what was sent before may be lost."""
+
+    def disconnected(self) -> None:
+        """Until `connected` nothing arrives and nothing leaves. A link that is not there at once begins with it."""
+
+    def turned_away(self, error: AsyncRLError) -> None:
+        """The other side will not have us; nothing more will come."""
+
+
+class Link(Protocol):
+    address: str
+
+    def open(self, listener: Listener) -> None:
+        """On a running event loop. ConfigError for an address that is none."""
+
+    def send(self, frames: Sequence[Any]) -> None:
+        """Without waiting; lost while not connected."""
+
+    def close(self) -> None: ...
+
+
+class SocketLink:
+    """keys: of a broker that asks for them; ConfigError (key queue.keys) for the listener if they do not fit."""
+
+    def __init__(self, address: str, keys: ClientKeys | None = None) -> None:
+        self.address = address
+        self._keys = keys
+        self._up = self._was_up = self._scheduled = False
+        self._failures = 0
+
+    def open(self, listener: Listener) -> None:
+        self._listener, self._loop = listener, asyncio.get_running_loop()
+        sockets.keep_freed_memory()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.set_hwm(0)  # the session's credit bounds what is under way
+        self._socket.copy_threshold = COPIED
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.IDENTITY, uuid.uuid4().bytes)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        if self._keys is not None:
+            self._keys.apply(self._socket)
+        self._monitor = self._socket.get_monitor_socket(EVENTS)
+        self._loop.add_reader(self._socket.fileno(), self._take)
+        self._loop.add_reader(self._monitor.fileno(), self._watch)
+        try:
+            self._socket.connect(self.address)
+        except zmq.ZMQError as error:
+            self.close()
+            remedy = "give it as tcp://HOST:PORT, e.g. queue.address=tcp://127.0.0.1:5555"
+            raise ConfigError("queue.address", self.address, f"cannot be used: {error}", remedy) from error
+        listener.disconnected()
+        self._watch()
+        self._soon()
+
+    def send(self, frames: Sequence[Any]) -> None:
+        if self._up:
+            with suppress(zmq.Again):
+                sockets.send(self._socket, frames)
+            self._soon()
+
+    def close(self) -> None:
+        for socket in (self._socket, self._monitor):
+            self._loop.remove_reader(socket.fileno())
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(0)
+        self._context.term()
+
+    # ------------------------------------------------------------------ what the descriptors tell
+
+    def _soon(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._take)
+
+    def _take(self) -> None:
+        self._scheduled = False
+        for _ in range(BURST):
+            frames = [] if self._socket.closed else sockets.receive(self._socket)
+            if not frames:
+                return
+            self._listener.heard(frames)
+        self._soon()
+
+    def _watch(self) -> None:
+        while not self._monitor.closed:
+            try:
+                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
+            except zmq.Again:
+                return
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._take()  # answers of the connection before: what is asked again would be done again
+                self._up = self._was_up = True
+                self._listener.connected()
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._up = False
+                self._listener.disconnected()
+            elif self._hopeless(event):
+                self._listener.turned_away(self._misfit())
+
+    def _hopeless(self, event: int) -> bool:
+        """Whether a failed handshake says that the next would fail too."""
+        if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            return True
+        self._failures += 1
+        # Keys that were right once are right: then the broker is being started again.
+        return not self._was_up and self._failures >= FAILED_HANDSHAKES
+
+    def _misfit(self) -> ConfigError:
+        given = None if self._keys is None else self._keys.path
+        return ConfigError(
+            "queue.keys",
+            given,
+            f"the queue at {self.address} did not accept {'these keys' if given else 'a client without keys'}",
+            "set queue.keys to the folder of `asyncrl keys` that the queue was started with, or leave both without",
+        )

@@ -1,0 +1,217 @@
+"""What a stream is opened with: its pace, its stages, and the frontier that a rewind goes back to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from types import NoneType
+from typing import Any
+
+from asyncrl.types import Version
+
+MAX_NAMES = 32
+"""Stages of a stream, and columns of one stage or claim."""
+
+MAX_NAME = 64
+"""Characters of the name of a stage or column."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageSettings:
+    """A pool that works on committed groups: it takes those that have `needs` and gives them `adds`.
+
+    >>> StageSettings("critic", needs=("rewards",), adds=("values",)).name
+    'critic'
+    """
+
+    name: str
+    needs: tuple[str, ...] = ()
+    adds: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_names("stages", (self.name,))
+        check_names(f"needs of stage {self.name!r}", self.needs)
+        check_names(f"adds of stage {self.name!r}", self.adds)
+        if not self.adds:
+            raise ValueError(f"stage {self.name!r} adds nothing")
+
+    @staticmethod
+    def from_wire(wire: Mapping[str, Any]) -> StageSettings:
+        return StageSettings(wire["name"], _names(wire["needs"]), _names(wire["adds"]))
+
+
+KINDS: dict[str, tuple[type, ...]] = {
+    "groups_per_version": (int,),
+    "max_staleness": (int, NoneType),
+    "window": (int, NoneType),
+    "depth": (int,),
+    "max_bytes": (int,),
+    "lease_s": (int, float),
+    "learners": (int,),
+    "columns": (list, tuple),
+    "stages": (list, tuple),
+    "wait_share": (int, float, NoneType),
+    "retain": (bool,),
+    "even_tokens": (int, float, NoneType),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StreamSettings:
+    """How a stream is paced. The learner sends it when it opens the stream.
+
+    groups_per_version  B · max_staleness  η, None: unbounded · window  W, None: any order
+    depth               most groups leased or ready at once
+    max_bytes           payload bytes above which nothing new is leased
+    lease_s             a lease not renewed for this long goes back to pending
+    learners            learner ranks that share the groups of a step
+    columns             what a group must have to be claimed, beyond what every group has
+    stages              the pools that add columns
+    wait_share          the share of its time that the learner may wait for groups: no more is leased ahead than
+                        that takes; None: as much as the bound and the depth allow
+    even_tokens         length of a rollout at which attention costs the learner as much as all else; None: groups
+                        cost what they have of tokens
+    retain              keep trained steps until a checkpoint holds them, to hand them out again after a rewind
+    """
+
+    groups_per_version: int
+    max_staleness: int | None
+    window: int | None
+    depth: int
+    max_bytes: int
+    lease_s: float
+    learners: int = 1
+    columns: tuple[str, ...] = ()
+    stages: tuple[StageSettings, ...] = ()
+    wait_share: float | None = None
+    retain: bool = True
+    even_tokens: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("groups_per_version", "depth", "max_bytes", "lease_s", "learners"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} = {getattr(self, name)!r} must be above 0")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window = {self.window} must be at least 1")
+        if self.even_tokens is not None and not self.even_tokens > 0:
+            raise ValueError(f"even_tokens = {self.even_tokens!r} must be above 0")
+        if self.wait_share is not None and not 0 < self.wait_share < 1:
+            raise ValueError(f"wait_share = {self.wait_share!r} must be between 0 and 1")
+        self._check_stages()
+        self._check_bound()
+
+    def _check_stages(self) -> None:
+        check_names("columns", self.columns)
+        check_names("stages", tuple(stage.name for stage in self.stages))
+        check_names("columns added by stages", tuple(name for stage in self.stages for name in stage.adds))
+
+    def _check_bound(self) -> None:
+        if self.max_staleness is None:
+            if self.wait_share is not None:
+                raise ValueError("wait_share is for a bounded stream")
+            return
+        if self.window is None:
+            raise ValueError("a bounded stream needs a window")
+        if self.spare_versions < 0:
+            raise ValueError(
+                f"window = {self.window} leaves no room under max_staleness = {self.max_staleness}"
+            )
+        if self.depth < self.groups_per_version + self.window - 1:
+            raise ValueError(f"depth = {self.depth} does not hold one batch and the window")
+
+    @property
+    def spare_versions(self) -> int:
+        """S = η - ceil((W - 1) / B). Only for a bounded stream."""
+        assert self.max_staleness is not None
+        assert self.window is not None
+        return self.max_staleness - math.ceil((self.window - 1) / self.groups_per_version)
+
+    def cost(self, tokens: int, squares: int) -> float:
+        """Of a group with so many tokens, whose lengths' squares add up to `squares`: in tokens of short rollouts."""
+        return tokens + (squares / self.even_tokens if self.even_tokens else 0.0)
+
+    def same_steps(self, other: StreamSettings) -> bool:
+        """Whether a step recorded under `other` may be handed out under these."""
+        names = ("groups_per_version", "max_staleness", "window", "learners", "columns", "stages")
+        return all(getattr(self, name) == getattr(other, name) for name in names)
+
+    def to_wire(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_wire(wire: Mapping[str, Any]) -> StreamSettings:
+        """ValueError, TypeError or KeyError unless every value is of the right kind."""
+        values = dict(wire)
+        for name, value in values.items():
+            if type(value) not in KINDS[name]:
+                raise ValueError(f"{name} = {value!r} is not of the right kind")
+        values["columns"] = _names(values.get("columns", ()))
+        values["stages"] = tuple(StageSettings.from_wire(stage) for stage in values.get("stages", ()))
+        return StreamSettings(**values)
+
+
+FRONTIER_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Frontier:
+    """Which ordinals have ended and what admission still needs to know: all that a rewind goes back to.
+
+    frontier      lowest ordinal that has not ended · kept: how many below it were trained
+    trained, dropped_ordinals   ends above the frontier
+    published     F: groups trained when a version was published, for the versions that still matter
+    """
+
+    lineage: int = 0
+    version: Version = 0
+    frontier: int = 0
+    kept: int = 0
+    trained: tuple[int, ...] = ()
+    dropped_ordinals: tuple[int, ...] = ()
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    published: Mapping[Version, int] = field(default_factory=lambda: {0: 0})
+    grants: int = 0
+
+    @property
+    def trained_total(self) -> int:
+        return self.kept + len(self.trained)
+
+    def to_wire(self) -> dict[str, Any]:
+        return {"format": FRONTIER_FORMAT, **asdict(self)}
+
+    @staticmethod
+    def from_wire(wire: Mapping[str, Any]) -> Frontier:
+        """ValueError, TypeError or KeyError for anything that `to_wire` did not make."""
+        if wire["format"] != FRONTIER_FORMAT:
+            raise ValueError(f"snapshot format {wire['format']!r}, this side reads {FRONTIER_FORMAT}")
+        frontier = Frontier(
+            trained=tuple(sorted(wire["trained"])),
+            dropped_ordinals=tuple(sorted(wire["dropped_ordinals"])),
+            dropped=dict(wire["dropped"]),
+            published=dict(wire["published"]),
+            **{name: wire[name] for name in ("lineage", "version", "frontier", "kept", "grants")},
+        )
+        numbers = [frontier.lineage, frontier.version, frontier.frontier, frontier.kept, frontier.grants]
+        numbers += [*frontier.trained, *frontier.dropped_ordinals, *frontier.dropped.values()]
+        numbers += [*frontier.published, *frontier.published.values()]
+        if any(type(number) is not int or not 0 <= number < 1 << 40 for number in numbers) or (
+            frontier.version not in frontier.published
+        ):
+            raise ValueError("not a snapshot of a stream")
+        return frontier
+
+
+def check_names(what: str, names: tuple[str, ...]) -> None:
+    """ValueError unless these are a few distinct, short, plain names."""
+    if len(names) > MAX_NAMES or len(set(names)) < len(names):
+        raise ValueError(f"{what}: at most {MAX_NAMES} names, none twice, not {names!r}")
+    for name in names:
+        if type(name) is not str or not 0 < len(name) <= MAX_NAME:
+            raise ValueError(f"{what}: {name!r} is no name of 1 to {MAX_NAME} characters")
+
+
+def _names(wire: Any) -> tuple[str, ...]:
+    if not isinstance(wire, list | tuple):
+        raise ValueError(f"{wire!r} is not a list of names")
+    return tuple(wire)

@@ -1,0 +1,1 @@
+"""Journals and payload stores of the broker: in memory, in files, in Redis."""

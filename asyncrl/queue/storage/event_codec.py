@@ -1,0 +1,210 @@
+"""Values of the ledger ⇄ msgpack: what the journal and its snapshots are made of. Never pickle.
+
+    None, bool, int, float, str, bytes      as they are; an int of more than 64 bits as ["int", "digits"]
+    tuple, list, set, frozenset             ["tuple", member, …]
+    dict, Counter                           ["dict", key, value, key, value, …]
+    a member of an Enum                     ["State", "READY"]
+    an object of a known class              ["Leased", value, value, …] in the order of its fields
+
+A dataclass or NamedTuple is known by itself. A plain class is known by an example, whose attributes are its fields.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from itertools import chain
+from operator import attrgetter
+from types import MappingProxyType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import msgpack
+
+from asyncrl.errors import JournalError
+
+SCALARS = frozenset((type(None), bool, int, float, str, bytes))
+SEQUENCES: dict[str, Callable[[Iterable[Any]], Any]] = {
+    "tuple": tuple,
+    "list": list,
+    "set": set,
+    "frozenset": frozenset,
+}
+MAPPINGS: dict[str, Callable[[Any], Any]] = {"dict": dict, "Counter": Counter}
+LARGE = "int"
+NOT_CLASSES = frozenset((*SEQUENCES, *MAPPINGS, LARGE))
+MAX_NESTING = 64
+
+
+class Codec:
+    """classes: dataclasses, NamedTuples and enums, with all that their fields may hold · examples: one object of every
+    plain class · tags: names in the journal of classes whose name in the code is another.
+
+    ValueError if two of them have the same tag.
+    """
+
+    def __init__(
+        self,
+        classes: Iterable[type],
+        examples: Iterable[object] = (),
+        tags: Mapping[type, str] = MappingProxyType({}),
+    ) -> None:
+        self._kinds: dict[str, Kind] = {}
+        reachable = dict.fromkeys(held for cls in classes for held in _held_by(cls))
+        for kind in chain(map(_kind, reachable), map(_kind_of, examples)):
+            kind.tag = tags.get(kind.made, kind.tag)
+            if kind.tag in self._kinds or kind.tag in NOT_CLASSES:
+                raise ValueError(f"two classes are called {kind.tag}")
+            self._kinds[kind.tag] = kind
+        self._by_class = {kind.made: kind for kind in self._kinds.values()}
+
+    @property
+    def schema(self) -> str:
+        """Names of the classes and their fields: what both sides of a journal must agree on."""
+        return ";".join(f"{tag}({','.join(kind.names)})" for tag, kind in sorted(self._kinds.items()))
+
+    def encode(self, value: object) -> bytes:
+        """TypeError for a value of a class that is not known."""
+        return msgpack.packb(self._dump(value), use_bin_type=True, default=_large)
+
+    def decode(self, packed: bytes) -> Any:
+        """The value of `encode`. JournalError names the tag or the field that is wrong."""
+        try:
+            tree = msgpack.unpackb(packed, raw=False, use_list=True)
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            raise JournalError(f"a record that is not msgpack: {error}") from error
+        return self._load(tree, 0)
+
+    # ------------------------------------------------------------------ to plain lists
+
+    def _dump(self, value: Any) -> Any:
+        cls = type(value)
+        if cls in SCALARS:
+            return value
+        kind = self._by_class.get(cls)
+        if kind is not None:
+            return [kind.tag, *[v if type(v) in SCALARS else self._dump(v) for v in kind.take(value)]]
+        if cls.__name__ in SEQUENCES:
+            return [cls.__name__, *map(self._dump, value)]
+        if cls.__name__ in MAPPINGS:
+            return [cls.__name__, *map(self._dump, chain.from_iterable(value.items()))]
+        raise TypeError(f"{cls.__name__} is unknown to the codec")
+
+    # ------------------------------------------------------------------ and back
+
+    def _load(self, tree: Any, depth: int) -> Any:
+        if type(tree) is not list:
+            return tree
+        if not tree or type(tree[0]) is not str or depth > MAX_NESTING:
+            raise JournalError(f"a record without a tag: {str(tree)[:80]}")
+        tag, values = tree[0], [self._load(member, depth + 1) for member in tree[1:]]
+        try:
+            if tag in SEQUENCES:
+                return SEQUENCES[tag](values)
+            if tag == LARGE and len(values) == 1:
+                return int(values[0])
+            if tag in MAPPINGS:
+                return MAPPINGS[tag](dict(zip(values[::2], values[1::2], strict=True)))
+            if tag in self._kinds:
+                return self._kinds[tag].make(values)
+        except (TypeError, ValueError, KeyError) as error:
+            raise JournalError(f"{tag}: {error}") from error
+        raise JournalError(f"a record of unknown kind {tag!r}")
+
+
+class Kind:
+    """One class that the codec knows. fields: the types allowed in each; none: any.
+
+    `build` makes an object of the values of all fields.
+    """
+
+    def __init__(
+        self, made: type, fields: Mapping[str, frozenset[type] | None], build: Callable[[list[Any]], Any]
+    ) -> None:
+        self.tag, self.made, self.names = made.__name__, made, tuple(fields)
+        self._allowed, self._build = tuple(fields.values()), build
+        self.take = _taker(self.names)
+
+    def make(self, values: list[Any]) -> Any:
+        if len(values) != len(self.names):
+            raise JournalError(f"{self.tag}: {len(values)} values for {len(self.names)} fields")
+        for name, value, allowed in zip(self.names, values, self._allowed, strict=True):
+            if allowed is not None and type(value) not in allowed:
+                raise JournalError(f"{self.tag}.{name} = {str(value)[:80]!r} is a {type(value).__name__}")
+        return self._build(values)
+
+
+def _held_by(hint: Any) -> Iterator[type]:
+    """The dataclasses, NamedTuples and enums that a value of this type may consist of.
+
+    >>> [cls.__name__ for cls in _held_by(Counter[str] | None)]
+    []
+    """
+    if isinstance(hint, type) and (_field_names(hint) is not None or issubclass(hint, Enum)):
+        yield hint
+        inside = () if issubclass(hint, Enum) else get_type_hints(hint).values()
+    else:
+        inside = get_args(hint)
+    for part in inside:
+        yield from _held_by(part)
+
+
+def _large(value: Any) -> list[str]:
+    """For what msgpack cannot pack."""
+    if type(value) is int:
+        return [LARGE, str(value)]
+    raise TypeError(f"{type(value).__name__} is unknown to the codec")
+
+
+def _kind(cls: type) -> Kind:
+    if issubclass(cls, Enum):
+        return Kind(cls, {"name": frozenset((str,))}, lambda values: cls[values[0]])
+    hints, names = get_type_hints(cls), _field_names(cls)
+    assert names is not None, cls
+    return Kind(cls, {name: _allowed(hints[name]) for name in names}, lambda values: cls(*values))
+
+
+def _field_names(cls: type) -> Sequence[str] | None:
+    """Of a dataclass or NamedTuple, in order; None: it is neither."""
+    if is_dataclass(cls):
+        return [field.name for field in fields(cls)]
+    return getattr(cls, "_fields", None)
+
+
+def _kind_of(example: object) -> Kind:
+    cls, names = type(example), tuple(vars(example))
+
+    def build(values: list[Any]) -> object:
+        made = cls.__new__(cls)
+        vars(made).update(zip(names, values, strict=True))
+        return made
+
+    return Kind(cls, dict.fromkeys(names), build)
+
+
+def _allowed(hint: Any) -> frozenset[type] | None:
+    """The classes that a value of this type may have; None: any.
+
+    >>> sorted(cls.__name__ for cls in _allowed(float | None))
+    ['NoneType', 'float', 'int']
+    """
+    origin = get_origin(hint) or hint
+    if origin is object:
+        return None
+    if origin in (Union, types.UnionType):
+        parts = [_allowed(part) for part in get_args(hint)]
+        return None if None in parts else frozenset().union(*(part for part in parts if part is not None))
+    if origin is float:
+        return frozenset((float, int))
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return frozenset((dict, Counter))
+    return frozenset((origin,)) if isinstance(origin, type) else None
+
+
+def _taker(names: tuple[str, ...]) -> Callable[[Any], Iterable[Any]]:
+    if not names:
+        return lambda value: ()
+    get = attrgetter(*names)
+    return get if len(names) > 1 else lambda value: (get(value),)

@@ -1,0 +1,159 @@
+"""A shelf in Redis. A payload is a hash of its frames under a name that is used once; the index says whose it is.
+
+    asyncrl:{run}:payload:<epoch>-<n>     "0" frame · "1" frame · …
+    asyncrl:{run}:index                   key of the payload -> [name, stamp, frames, bytes]
+
+Large frames are costly to pass through a script (half the speed and less), so they are written without the guard, to
+expire by themselves; the guarded script that puts them into the index makes them stay. What a broker writes after it
+was taken over is in no index.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgpack
+from redis.client import Pipeline
+
+from asyncrl.queue.storage.redis_run import RedisRun
+from asyncrl.queue.storage.store import Frames, PayloadKey
+
+log = logging.getLogger(__name__)
+
+EXPIRES_S = 600
+"""Life of a payload that never gets into the index. Longer than any wait for the server."""
+
+BATCH = 64
+BATCH_BYTES = 64 << 20
+"""Payloads, and their bytes, in one pipeline; the server and this side hold all of it at once."""
+
+KEEP = """
+local puts = tonumber(ARGV[2])
+for i = 1, puts do
+  if redis.call('exists', KEYS[2 + i]) == 0 then return redis.error_reply('LOST') end
+  redis.call('persist', KEYS[2 + i])
+  redis.call('hset', KEYS[2], ARGV[1 + 2 * i], ARGV[2 + 2 * i])
+end
+for i = puts + 3, #KEYS do redis.call('unlink', KEYS[i]) end
+for i = 2 * puts + 3, #ARGV do redis.call('hdel', KEYS[2], ARGV[i]) end
+return 1
+"""
+"""KEYS: index, payloads to keep, payloads to delete. ARGV: how many to keep, their fields and entries, fields to
+delete."""
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadEntry:
+    name: str
+    stamp: int
+    frames: int
+    nbytes: int
+
+
+class RedisPayloads:
+    """Written and erased in one go by `flush`; what is read before that comes from here."""
+
+    def __init__(self, run: RedisRun) -> None:
+        self._run, self._index = run, run.key("index")
+        self._keep = run.script(KEEP)
+        self._entries: dict[PayloadKey, PayloadEntry] = {}
+        self._unwritten: dict[PayloadKey, Frames] = {}
+        self._unerased: dict[
+            PayloadKey, list[str]
+        ] = {}  # names of payloads in the index, or before, under this key
+        self._named = 0
+        self.nbytes = 0
+        found = run.call(lambda: dict(run.client.hgetall(self._index)))
+        for field, packed in found.items():
+            self._note(PayloadKey(*msgpack.unpackb(field)), PayloadEntry(*msgpack.unpackb(packed)))
+
+    def write(self, key: PayloadKey, frames: Frames, stamp: int) -> None:
+        self.erase(key)
+        self._named += 1
+        name = f"{self._run.epoch}-{self._named}"
+        self._unwritten[key] = frames
+        self._note(key, PayloadEntry(name, stamp, len(frames), sum(len(frame) for frame in frames)))
+
+    def read(self, key: PayloadKey) -> Frames:
+        entry = self._entries.get(key)
+        if entry is None:
+            return ()
+        if key in self._unwritten:
+            return self._unwritten[key]
+        fields = [str(i) for i in range(entry.frames)]
+        frames = self._run.call(lambda: self._run.client.hmget(self._payload(entry.name), fields))
+        if None in frames:  # whoever reads the group finds out, and it is dropped
+            log.error("Redis at %s has lost the payload of %s", self._run.where, key)
+        return [frame or b"" for frame in frames]
+
+    def erase(self, key: PayloadKey) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            return
+        self.nbytes -= entry.nbytes
+        if self._unwritten.pop(key, None) is None:
+            self._unerased.setdefault(key, []).append(entry.name)
+
+    def flush(self) -> None:
+        while self._unwritten or self._unerased:
+            self._flush_some()
+
+    def stamps(self) -> Mapping[PayloadKey, int]:
+        return {key: entry.stamp for key, entry in self._entries.items()}
+
+    def close(self) -> None:
+        self.flush()
+
+    def _flush_some(self) -> None:
+        """Payloads, then the script that makes them count, in one round trip."""
+        written = self._next_unwritten()
+        # What a payload replaces goes with it, or the index would for a while name one that is gone.
+        erased = {
+            key: names
+            for key, names in self._unerased.items()
+            if key in written or key not in self._unwritten
+        }
+
+        def fill(pipeline: Pipeline) -> None:
+            for key, frames in written.items():
+                name = self._payload(self._entries[key].name)
+                pipeline.hset(name, mapping={str(i): memoryview(frame) for i, frame in enumerate(frames)})
+                pipeline.expire(name, EXPIRES_S)
+            keys = [self._payload(self._entries[key].name) for key in written]
+            gone = [self._payload(name) for names in erased.values() for name in names]
+            entries = [part for key in written for part in self._indexed(key)]
+            dropped = [_field(key) for key in erased if key not in self._entries]
+            self._keep([self._index, *keys, *gone], [len(keys), *entries, *dropped], pipeline)
+
+        self._run.pipeline(fill)
+        for key in written:
+            del self._unwritten[key]
+        for key in erased:
+            del self._unerased[key]
+
+    def _next_unwritten(self) -> dict[PayloadKey, Frames]:
+        taken: dict[PayloadKey, Frames] = {}
+        size = 0
+        for key, frames in self._unwritten.items():
+            size += self._entries[key].nbytes
+            if taken and (size > BATCH_BYTES or len(taken) == BATCH):
+                break
+            taken[key] = frames
+        return taken
+
+    def _indexed(self, key: PayloadKey) -> tuple[bytes, bytes]:
+        entry = self._entries[key]
+        return _field(key), msgpack.packb([entry.name, entry.stamp, entry.frames, entry.nbytes])
+
+    def _payload(self, name: str) -> str:
+        return self._run.key("payload", name)
+
+    def _note(self, key: PayloadKey, entry: PayloadEntry) -> None:
+        self._entries[key] = entry
+        self.nbytes += entry.nbytes
+
+
+def _field(key: PayloadKey) -> bytes:
+    return msgpack.packb(list(key))

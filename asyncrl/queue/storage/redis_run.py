@@ -1,0 +1,116 @@
+"""One run's place in Redis, and the right to write there.
+
+    asyncrl:{run}:broker        epoch of the broker that has the run; a new one takes it over with the next number
+    asyncrl:{run}:journal       redis_journal.py
+    asyncrl:{run}:index, …      redis_payloads.py
+
+Every write that counts goes through a script that compares the epoch first, so that a broker which was taken for dead
+can write no more. A command whose answer was lost is sent again: every script does its work once, however often it
+comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import redis
+from redis.client import Pipeline
+
+from asyncrl.errors import ConfigError, JournalError
+from asyncrl.masking import masked_url
+from asyncrl.redis_place import DEADLINE_S, open_redis, patiently, refused
+
+KEY = "queue.redis_url"
+
+GUARD = """
+local epoch = redis.call('get', KEYS[1])
+if not epoch then return redis.error_reply('LOST') end
+if epoch ~= ARGV[1] then return redis.error_reply('TAKEN ' .. epoch) end
+"""
+"""First lines of every script: KEYS[1] is the fence, ARGV[1] the writer's epoch."""
+
+
+class RedisRun:
+    """A connection that has taken the run over.
+
+    ConfigError (key queue.redis_url) for a bad URL or a server that may evict keys, DeadlineError if there is no
+    server.
+    """
+
+    def __init__(self, url: str, run: str, *, deadline_s: float = DEADLINE_S) -> None:
+        self.run, self.where, self._deadline_s = run, masked_url(url), deadline_s
+        self.client = open_redis(url, KEY)
+        self._refuse_eviction()
+        self.epoch: int = self.call(lambda: self.client.incr(self.key("broker")))
+
+    def key(self, *words: str) -> str:
+        """The braces keep all keys of a run on one node of a cluster."""
+        return ":".join((f"asyncrl:{{{self.run}}}", *words))
+
+    def script(self, text: str) -> Script:
+        return Script(self, self.client.register_script(GUARD + text))
+
+    def call(self, command: Callable[[], Any]) -> Any:
+        """What `command` returns, tried again while the server cannot be reached.
+
+        DeadlineError after `deadline_s`; JournalError if another broker has the run, or the server has no memory.
+        """
+        who = f"the queue of run {self.run}"
+        try:
+            return patiently(command, who=who, where=self.where, key=KEY, deadline_s=self._deadline_s)
+        except redis.ResponseError as error:
+            raise self._named(error) from error
+
+    def pipeline(self, fill: Callable[[Pipeline], None]) -> list[Any]:
+        """The answers to the commands that `fill` puts into a pipeline; it may be asked to do so again."""
+
+        def run() -> list[Any]:
+            with self.client.pipeline(transaction=False) as pipeline:
+                fill(pipeline)
+                return pipeline.execute()
+
+        return self.call(run)
+
+    def close(self) -> None:
+        """Again: nothing."""
+        self.client.close()
+
+    def _refuse_eviction(self) -> None:
+        policy = self.call(lambda: self.client.info("memory")).get("maxmemory_policy", "noeviction")
+        if policy != "noeviction":
+            raise ConfigError(
+                KEY,
+                self.where,
+                f"this server may throw keys away (maxmemory-policy {policy})",
+                "CONFIG SET maxmemory-policy noeviction, or use another server",
+            )
+
+    def _named(self, error: redis.ResponseError) -> JournalError | ConfigError:
+        text = str(error)
+        if "TAKEN" in text:
+            newer = text.rpartition(" ")[2]
+            return JournalError(
+                f"broker {newer} has taken run {self.run} over at {self.where}; this one was broker {self.epoch}"
+            )
+        if "LOST" in text:
+            return JournalError(
+                f"Redis at {self.where} has lost what this broker wrote; was it started again without appendonly?"
+            )
+        if isinstance(error, redis.exceptions.NoPermissionError) or "NOAUTH" in text:
+            return refused(error, self.where, KEY)
+        return JournalError(f"Redis at {self.where} will not write: {text}")
+
+
+class Script:
+    """A script behind the guard."""
+
+    def __init__(self, run: RedisRun, script: Any) -> None:
+        self._run, self._script = run, script
+
+    def __call__(self, keys: list[str], args: list[Any], pipeline: Pipeline | None = None) -> Any:
+        """Inside a pipeline it is only queued; alone it is tried until it is answered."""
+        every = {"keys": [self._run.key("broker"), *keys], "args": [self._run.epoch, *args]}
+        if pipeline is not None:
+            return self._script(client=pipeline, **every)
+        return self._run.call(lambda: self._script(**every))

@@ -1,0 +1,166 @@
+"""What travels between a client and the broker: requests, and their replies.
+
+    client ▸ broker   frame 0: {newest, waiting, run, session, requests: [[number, op, arguments, frames], …]}
+    broker ▸ client   frame 0: {replies: [[number, value, error, frames], …]}
+                      frames 1…: the payload of the first one, of the second, …  each has as many as `frames` says
+
+All requests or replies of one turn of a loop travel in one message: the client's state (client_state.py) is sent once,
+and both sides and their I/O threads are woken once. Arguments and replies are packed each by itself: one that cannot be
+read is nobody else's problem, and a reply that is kept to be sent again is packed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from asyncrl.errors import WireError
+from asyncrl.queue.wire import wire
+from asyncrl.queue.wire.client_state import MAX_REQUESTS, Message
+
+SHARED_BYTES = 1 << 20
+"""More than that in one message would only delay the first of them. Half of it: 5 to 15 % fewer groups a second."""
+
+MAX_SESSION = 256
+"""Characters of a session's name."""
+
+FIELDS = {"newest": int, "waiting": list, "run": str, "session": str, "requests": list}
+REQUEST = [int, str, bytes, int]
+REPLY = 4
+"""Fields of a client's message, of a request in it, and how many a reply has."""
+
+
+class WireRequest(NamedTuple):
+    """One request as it travels. args: packed."""
+
+    number: int
+    op: str
+    args: bytes
+    frames: Sequence[Any]
+
+
+class ClientMessage(NamedTuple):
+    """A client's message. newest, waiting: see client_state.py."""
+
+    newest: int
+    waiting: Sequence[int]
+    run: str
+    session: str
+    requests: Sequence[WireRequest] = ()
+
+
+def pack_calls(call: ClientMessage) -> list[Message]:
+    """As few messages as the limits allow; one for a call without requests."""
+    parts = [[asked.args, *asked.frames] for asked in call.requests]
+    shared = list(_shared(parts)) or [range(0)]
+    return [_packed_call(call, call.requests[share.start : share.stop]) for share in shared]
+
+
+def unpack_call(frames: Sequence[Any]) -> ClientMessage:
+    """What the frames behind the identity say. WireError unless every field is of its kind."""
+    message = _head(frames)
+    for name, kind in FIELDS.items():
+        if type(message.get(name)) is not kind:
+            raise WireError(f"envelope: {name} = {message.get(name)!r:.100} must be {kind.__name__}")
+    newest, waiting = message["newest"], message["waiting"]
+    numbers = {*map(type, waiting)} <= {int}
+    if (
+        len(waiting) > 4 * MAX_REQUESTS
+        or not numbers
+        or (waiting and not 0 < min(waiting) <= max(waiting) <= newest)
+    ):
+        raise WireError(f"envelope: waiting must be some of the numbers up to newest = {newest}")
+    if len(message["session"]) > MAX_SESSION:
+        raise WireError(f"envelope: a session of {len(message['session'])} characters")
+    return ClientMessage(
+        newest, waiting, message["run"], message["session"], _requests(message["requests"], frames)
+    )
+
+
+def pack_reply(number: int, value: Any, error: Sequence[str] | None, frames: Sequence[Any]) -> Message:
+    """A part of a message: a packed reply, and its payload. TypeError, ValueError, OverflowError for what msgpack
+    cannot pack."""
+    return [wire.pack_value([number, value, error, len(frames)]), *frames]
+
+
+def pack_replies(parts: Sequence[Message]) -> list[Message]:
+    """`pack_reply`'s in as few messages as the limits allow, in the same order."""
+    return [_packed_replies(parts[share.start : share.stop]) for share in _shared(parts)]
+
+
+def unpack_replies(frames: Sequence[Any]) -> list[tuple[int, Any, Any, Sequence[Any]]]:
+    """[(number, value, error, frames)]. WireError for anything else."""
+    packed = _head(frames).get("replies")
+    if not isinstance(packed, list) or {*map(type, packed)} - {bytes}:
+        raise WireError("a message of the queue without replies")
+    replies, at = [], 1
+    for one in packed:
+        reply = wire.unpack_value(one)
+        if not isinstance(reply, list) or len(reply) != REPLY or not type(reply[0]) is type(reply[3]) is int:
+            raise WireError("a reply that is none")
+        number, value, error, count = reply
+        replies.append((number, value, error, frames[at : at + count]))
+        at += count
+    return replies
+
+
+# ---------------------------------------------------------------------- messages
+
+
+def _packed_call(call: ClientMessage, requests: Sequence[WireRequest]) -> Message:
+    entries = [[asked.number, asked.op, asked.args, len(asked.frames)] for asked in requests]
+    head = wire.pack(
+        {
+            "newest": call.newest,
+            "waiting": call.waiting,
+            "run": call.run,
+            "session": call.session,
+            "requests": entries,
+        }
+    )
+    return [head, *(frame for asked in requests for frame in asked.frames)]
+
+
+def _packed_replies(parts: Sequence[Message]) -> Message:
+    head = wire.pack({"replies": [part[0] for part in parts]})
+    return [head, *(frame for part in parts for frame in part[1:])]
+
+
+def _head(frames: Sequence[Any]) -> dict[str, Any]:
+    if not 0 < len(frames) <= wire.MAX_FRAMES:
+        raise WireError(f"a message of {len(frames)} frames; 1 to {wire.MAX_FRAMES} are allowed")
+    return wire.unpack(frames[0])
+
+
+def _requests(entries: list[Any], frames: Sequence[Any]) -> list[WireRequest]:
+    requests, at = [], 1
+    for entry in entries:
+        if not isinstance(entry, list) or [*map(type, entry)] != REQUEST or entry[3] < 0:
+            raise WireError(f"envelope: {entry!r:.100} must be [number, op, arguments, frames]")
+        number, op, args, count = entry
+        requests.append(WireRequest(number, op, args, tuple(frames[at : at + count])))
+        at += count
+    if at != len(frames):
+        raise WireError(f"envelope: {len(frames) - 1} frames behind it, its requests have {at - 1}")
+    return requests
+
+
+def _shared(parts: Sequence[Message]) -> Iterator[range]:
+    """Which of them go into one message: frames of all, and bytes, unless one alone has more.
+
+    >>> list(_shared([[bytes(600_000)], [bytes(400_000), b"x"], [bytes(100_000)], [bytes(9_000_000)]]))
+    [range(0, 2), range(2, 3), range(3, 4)]
+    """
+    start, frames, nbytes = 0, 1, 0
+    for at, part in enumerate(parts):
+        size = _size(part)
+        if at > start and (frames + len(part) - 1 > wire.MAX_FRAMES or nbytes + size > SHARED_BYTES):
+            yield range(start, at)
+            start, frames, nbytes = at, 1, 0
+        frames, nbytes = frames + len(part) - 1, nbytes + size
+    if parts:
+        yield range(start, len(parts))
+
+
+def _size(part: Iterable[Any]) -> int:
+    return sum(map(len, part))

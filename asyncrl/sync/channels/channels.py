@@ -1,0 +1,114 @@
+"""Which kind of channel joins two processes, and opening it.
+
+    sync.backend    auto: shm where both ends can map each other's memory, else nccl between GPUs, else gloo
+                    shm · nccl · gloo: that one, or a refusal that says why not
+
+The generator says in its `attach` where it is (`EndPlace`); the learner rank chooses and says so in its answer.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+
+from asyncrl.errors import RefusedError
+from asyncrl.sync.channels.shared_memory import AVAILABLE, gpu_name, visible_gpus
+from asyncrl.sync.channels.shm_transport import make_shm_channel
+from asyncrl.sync.channels.torch_transport import make_channel
+from asyncrl.sync.channels.transport import Channel
+
+Kind = Literal["gloo", "nccl", "shm"]
+
+
+@dataclass(frozen=True, slots=True)
+class EndPlace:
+    """Where an end is. host: what processes share that can pass each other memory, "" where nobody can · gpu: that its
+    tensors are on, "" for the CPU · sees: all GPUs that its process can open."""
+
+    host: str
+    gpu: str = ""
+    sees: tuple[str, ...] = ()
+
+    def shares_memory_with(self, other: EndPlace) -> bool:
+        """A GPU's memory can be opened only by a process that sees this GPU."""
+        return (
+            bool(self.host)
+            and self.host == other.host
+            and bool(self.gpu) == bool(other.gpu)
+            and (not self.gpu or (self.gpu in other.sees and other.gpu in self.sees))
+        )
+
+    def to_wire(self) -> dict[str, Any]:
+        return {"host": self.host, "gpu": self.gpu, "sees": list(self.sees)}
+
+    @staticmethod
+    def from_wire(fields: Mapping[str, Any]) -> EndPlace:
+        """Raises KeyError and TypeError for anything that `to_wire` does not make."""
+        return EndPlace(str(fields["host"]), str(fields["gpu"]), tuple(map(str, fields["sees"])))
+
+
+def place_of(device: torch.device) -> EndPlace:
+    """This process, with its tensors on `device`."""
+    if device.type != "cuda":
+        return EndPlace(_host())
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return EndPlace(_host(), gpu_name(index), tuple(visible_gpus()))
+
+
+def choose(wanted: str, here: EndPlace, there: EndPlace) -> Kind:
+    """`wanted`: sync.backend. Raises RefusedError("backend") for one that cannot join the two."""
+    on_gpus = bool(here.gpu) and bool(there.gpu)
+    if wanted == "auto":
+        return "shm" if here.shares_memory_with(there) else "nccl" if on_gpus else "gloo"
+    if wanted == "shm" and not here.shares_memory_with(there):
+        raise RefusedError("backend", "sync.backend is shm, and the two cannot map each other's memory")
+    if wanted == "nccl" and not on_gpus:
+        raise RefusedError("backend", "sync.backend is nccl, and the weights are not on a GPU at both ends")
+    return cast(Kind, wanted)
+
+
+def open_channel(
+    kind: Kind,
+    store: dist.Store,
+    name: str,
+    member: int,
+    *,
+    who: str,
+    whom: str,
+    own_host: str,
+    device: torch.device,
+    deadline_s: float,
+    transfer_s: float | None = None,
+) -> Channel:
+    """As `torch_transport.make_channel`, for every kind."""
+    if kind == "shm":
+        return make_shm_channel(store, name, member, who=who, whom=whom, device=device, deadline_s=deadline_s)
+    return make_channel(
+        kind,
+        store,
+        name,
+        member,
+        who=who,
+        whom=whom,
+        own_host=own_host,
+        device=device,
+        deadline_s=deadline_s,
+        transfer_s=deadline_s if transfer_s is None else transfer_s,
+    )
+
+
+def _host() -> str:
+    """This boot of this machine, its network namespace (sockets meet there) and the user."""
+    if not AVAILABLE:
+        return ""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/net')}/{os.getuid()}"
+    except OSError:
+        return ""

@@ -1,0 +1,312 @@
+"""Channels between two processes of one host, over memory that both have mapped.
+
+      sender                             socket                             receiver
+      lie in a segment? else copied ──▸ DATA segment, places ───────────▸ maps a new segment once, copies out
+      their send is done            ◂── TAKEN ─────────────────────────── after each
+
+Tensors that lie in a shared segment already (`shared_memory`) are copied once, by the receiver, from where they lie to
+where they belong; others are copied into a segment first. The socket carries packets of some 40 bytes and the places
+(shared_parts.py) and, with the first mention of a segment, the descriptor
+that opens it. When an end dies the kernel closes its socket, which the other notices at once, and frees memory that
+nobody maps any more: neither socket nor segment has a name in a file system.
+
+On a GPU the same packets carry a CUDA IPC handle instead of a descriptor; each end lets the device finish before it
+sends a packet. That part has not been run.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from asyncrl.errors import DeadlineError, WeightSyncError
+from asyncrl.sync.channels.shared_memory import SharedSegment, cuda_handle, mapped, shared_memory
+from asyncrl.sync.channels.shared_parts import described, views
+from asyncrl.sync.channels.torch_transport import SOURCE
+from asyncrl.sync.channels.transport import ChannelEnd, Transfer, bytes_of, named
+from asyncrl.sync.plan.plan import ALIGN
+
+PACKET = struct.Struct("<BQQQQ")
+"""Kind, number of the segment, how many numbers say where in it, bytes that they are of, bytes of the segment; the
+numbers follow, and perhaps a CUDA handle."""
+
+DATA, TAKEN = 1, 2
+LONGEST = 1 << 16
+MOST_PARTS = 1024
+"""Bytes of a packet, and tensors that one tells of."""
+
+LEAST_SLOT = 4096
+CREDENTIALS = struct.Struct("3i")
+"""Of SO_PEERCRED: process, user, group."""
+
+
+def make_shm_channel(
+    store: dist.Store,
+    name: str,
+    member: int,
+    *,
+    who: str,
+    whom: str,
+    device: torch.device,
+    deadline_s: float,
+) -> ShmChannel:
+    """Meet the other member, of the same host and user, through `store`.
+
+    Raises DeadlineError when it does not come, WeightSyncError for everything else.
+    """
+    deadline = time.monotonic() + deadline_s
+    try:
+        joined = (_accepted if member == SOURCE else _connected)(store, f"{name}/socket", deadline)
+    except (OSError, RuntimeError) as error:
+        if time.monotonic() >= deadline:
+            raise DeadlineError(who, whom, f"weight channel {name}", deadline_s) from error
+        raise WeightSyncError(f"{who}: no shared-memory channel {name} to {whom}: {error}") from error
+    return ShmChannel(joined, who, whom, device)
+
+
+def _accepted(store: dist.Store, key: str, deadline: float) -> socket.socket:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        address = f"asyncrl-{secrets.token_hex(16)}"
+        listener.bind(f"\0{address}")  # Linux's abstract names: gone with the socket
+        listener.listen(1)
+        store.set(key, address)
+        while True:
+            listener.settimeout(max(0.001, deadline - time.monotonic()))
+            joined, _ = listener.accept()
+            if _user(joined) == os.getuid():
+                return joined
+            joined.close()
+
+
+def _connected(store: dist.Store, key: str, deadline: float) -> socket.socket:
+    left = max(0.001, deadline - time.monotonic())
+    store.wait([key], timedelta(seconds=left))
+    joined = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        joined.connect(f"\0{store.get(key).decode()}")
+        if _user(joined) != os.getuid():
+            raise OSError("the other end belongs to another user")
+    except OSError:
+        joined.close()
+        raise
+    return joined
+
+
+def _user(joined: socket.socket) -> int:
+    packed = joined.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    return int(CREDENTIALS.unpack(packed)[1])
+
+
+@dataclass(frozen=True, slots=True)
+class _ShmTransfer:
+    channel: ShmChannel
+    verb: Literal["send", "recv"]
+    number: int
+    what: str
+
+    def wait(self, seconds: float) -> None:
+        self.channel.finish(lambda done: done[self.verb] >= self.number, self.what, seconds)
+
+
+class ShmChannel(ChannelEnd):
+    """A `transport.SharingChannel` over a connected socket of two processes of one host."""
+
+    def __init__(self, joined: socket.socket, who: str, whom: str, device: torch.device) -> None:
+        super().__init__(who, whom, device)
+        joined.setblocking(False)
+        self._socket = joined
+        self._lock = threading.Lock()  # of everything below, and of reading the socket
+        self._begun = {"send": 0, "recv": 0}
+        self._done = {"send": 0, "recv": 0}
+        self._slots: list[torch.Tensor] = []  # segments for what does not lie in one, free now
+        # What the peer reads, and whether it is a slot.
+        self._leaving: deque[tuple[Sequence[torch.Tensor], bool]] = deque()
+        self._told: set[int] = set()  # numbers of our segments that the peer has mapped
+        self._mapped: dict[int, torch.Tensor] = {}  # the peer's, by its numbers
+        self._arrived: deque[Arrived] = deque()
+        self._expected: deque[Sequence[torch.Tensor]] = deque()
+
+    def send(self, data: torch.Tensor) -> Transfer:
+        return self.send_parts([data])
+
+    def recv(self, into: torch.Tensor) -> Transfer:
+        return self.recv_parts([into])
+
+    def send_parts(self, parts: Sequence[torch.Tensor]) -> Transfer:
+        with self._lock:
+            self.check()
+            for some in _packets(parts):
+                place = described(some) if some[0].device.type == self.device.type else None
+                slot = None if place else self._slot(sum(map(_room, some)))
+                shared = some if slot is None else _copied(some, slot)
+                _finish(self.device)
+                self._tell(shared, place or described(shared))
+                self._leaving.append((shared if slot is None else [slot], slot is not None))
+                self._begun["send"] += 1
+            return _ShmTransfer(self, "send", self._begun["send"], named("send", *parts))
+
+    def recv_parts(self, into: Sequence[torch.Tensor]) -> Transfer:
+        with self._lock:
+            self.check()
+            packets = _packets(into)
+            self._expected.extend(packets)
+            self._begun["recv"] += len(packets)
+            return _ShmTransfer(self, "recv", self._begun["recv"], named("recv", *into))
+
+    def close(self) -> None:
+        self.ends()
+        with suppress(OSError):  # wakes a thread that waits here, which then lets go of the lock
+            self._socket.shutdown(socket.SHUT_RDWR)
+        with self._lock:
+            self._socket.close()
+            for tensors in (self._slots, self._leaving, self._mapped, self._arrived, self._expected):
+                tensors.clear()
+
+    def finish(self, done: Callable[[dict[str, int]], bool], what: str, seconds: float) -> None:
+        """Take packets, and copy what has come, until `done`. Raises what `Transfer.wait` raises."""
+        deadline = time.monotonic() + seconds
+        if not self._lock.acquire(timeout=max(0.0, seconds)):
+            raise self.late(what, seconds)
+        try:
+            while True:
+                while self._arrived and self._expected:
+                    self._copy(self._arrived.popleft(), self._expected.popleft())
+                if done(self._done):
+                    return
+                self.check()
+                if not self._readable(deadline):
+                    raise self.late(what, seconds)
+                self._take_packet()
+        finally:
+            self._lock.release()
+
+    # With the lock held.
+
+    def _slot(self, size: int) -> torch.Tensor:
+        """The smallest free one that is large enough; else a new one, in place of one too small."""
+        fitting = [index for index, slot in enumerate(self._slots) if slot.numel() >= size]
+        if fitting:
+            return self._slots.pop(min(fitting, key=lambda index: self._slots[index].numel()))
+        if self._slots:
+            self._slots.pop()
+        try:
+            return shared_memory(max(LEAST_SLOT, 1 << (size - 1).bit_length()), self.device)
+        except OSError as error:
+            raise self.breaks(error) from error
+
+    def _tell(self, parts: Sequence[torch.Tensor], place: tuple[SharedSegment, list[int]] | None) -> None:
+        assert place is not None
+        segment, numbers = place
+        size = sum(map(bytes_of, parts))
+        packet = PACKET.pack(DATA, segment.number, len(numbers), size, segment.size)
+        packet += struct.pack(f"<{len(numbers)}Q", *numbers)
+        if segment.number in self._told:
+            self._post(packet, [])
+        else:
+            self._post(packet + cuda_handle(parts[0]), [segment.fd] if segment.fd >= 0 else [])
+            self._told.add(segment.number)
+
+    def _post(self, packet: bytes, fds: list[int]) -> None:
+        try:
+            socket.send_fds(self._socket, [packet], fds, socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            raise self.breaks(f"{self.whom} leaves its packets unread") from None
+        except OSError as error:
+            raise self.breaks(error) from error
+
+    def _readable(self, deadline: float) -> bool:
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(max(0.0, 1000 * (deadline - time.monotonic()))))
+
+    def _take_packet(self) -> None:
+        try:
+            packet, fds, *_ = socket.recv_fds(self._socket, LONGEST, 1, socket.MSG_CMSG_CLOEXEC)
+        except OSError as error:
+            raise self.breaks(error) from error
+        try:
+            if not packet:
+                raise self.breaks(f"{self.whom} closed it, or died")
+            kind, number, count, length, size = PACKET.unpack_from(packet)
+            if kind == TAKEN and self._leaving:
+                self._taken()
+            elif kind == DATA and count <= LONGEST:
+                numbers = struct.unpack_from(f"<{count}Q", packet, PACKET.size)
+                if number not in self._mapped:
+                    handle = packet[PACKET.size + 8 * count :]
+                    self._mapped[number] = mapped(size, fds[0] if fds else -1, handle)
+                self._arrived.append(Arrived(self._mapped[number], numbers, length))
+            else:
+                raise self.breaks(f"a packet of kind {kind} came")
+        except (OSError, struct.error, WeightSyncError) as error:
+            raise self.breaks(error) from error
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _taken(self) -> None:
+        tensors, is_slot = self._leaving.popleft()
+        if is_slot:
+            self._slots += tensors
+        self._done["send"] += 1
+
+    def _copy(self, arrived: Arrived, into: Sequence[torch.Tensor]) -> None:
+        expected = sum(map(bytes_of, into))
+        if arrived.bytes != expected:
+            raise self.breaks(f"{arrived.bytes} bytes came where {expected} were expected")
+        try:
+            there = views(arrived.memory, into, arrived.numbers)
+        except WeightSyncError as error:
+            raise self.breaks(error) from error
+        torch._foreach_copy_(list(into), there)
+        _finish(self.device)
+        self._post(PACKET.pack(TAKEN, 0, 0, 0, 0), [])
+        self._done["recv"] += 1
+
+
+class Arrived(NamedTuple):
+    """What the peer tells of: tensors in its memory, by numbers (shared_parts.py), and how many bytes they have."""
+
+    memory: torch.Tensor
+    numbers: Sequence[int]
+    bytes: int
+
+
+def _packets(parts: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
+    """Both ends divide them alike."""
+    return [parts[at : at + MOST_PARTS] for at in range(0, len(parts), MOST_PARTS)]
+
+
+def _copied(parts: Sequence[torch.Tensor], slot: torch.Tensor) -> list[torch.Tensor]:
+    """Copies, one after another in the slot."""
+    copies, at = [], 0
+    for part in parts:
+        room = slot[at : at + bytes_of(part)]
+        copies.append(room.view(part.dtype).view(part.shape).copy_(part))
+        at += _room(part)
+    return copies
+
+
+def _room(part: torch.Tensor) -> int:
+    """Bytes, so that the next one begins aligned."""
+    return -(-bytes_of(part) // ALIGN) * ALIGN
+
+
+def _finish(device: torch.device) -> None:
+    """What this thread has asked of the device is done."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

@@ -1,0 +1,1 @@
+"""Deltas: what changed between two versions, as bytes."""

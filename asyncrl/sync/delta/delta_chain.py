@@ -1,0 +1,219 @@
+"""The steps v-1 -> v of one learner rank's shards, made once for everybody and kept for those that lag.
+
+      publish(v) ─▸ thread: shards of v-1 against v, tile by tile ─▸ Step
+                      └ v-1 was overwritten meanwhile: no step, and v is taken in full          │
+      sender: base -> v? ◂── the steps between them, each as messages of the sender's plan ◂────┘
+                             (made once per plan: replicas share them)
+
+The learner waits for nothing here: the snapshot of v-1 is read without a hold on it, and the step is thrown away if
+it was not whole to the end. Steps are made only once somebody has asked for one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from asyncrl.sync.delta.delta import HEADER_BYTES, encode, read, to_bytes
+from asyncrl.sync.delta.delta_boxes import cut
+from asyncrl.sync.delta.delta_stream import MOST_STEPS, Deltas
+from asyncrl.sync.layout.layout import ITEM_BYTES, Box, Layout
+from asyncrl.sync.plan.plan import Piece, SourcePlan, split
+from asyncrl.sync.tensors.bucket import Shards
+from asyncrl.types import Version
+
+log = logging.getLogger(__name__)
+
+TILE_BYTES = 1 << 20
+"""Compared at once: what is computed on the way stays in the cache."""
+
+Messages = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A part of a held box, and the record of its changes."""
+
+    box: Box
+    record: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaStep:
+    """From `base`, the version published before it, to `version`. tiles: of each parameter, all that is held."""
+
+    base: Version
+    version: Version
+    tiles: Mapping[str, Sequence[Tile]]
+    routed: dict[SourcePlan, Messages] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        """Memory it takes."""
+        records = (tile.record for tiles in self.tiles.values() for tile in tiles)
+        messages = (message for routed in self.routed.values() for message in routed)
+        return sum(part.numel() for parts in (records, messages) for part in parts)
+
+
+def make_step(
+    base: Version, version: Version, old: Shards, new: Shards, still_good: Callable[[], bool]
+) -> DeltaStep | None:
+    """None as soon as `still_good()` no longer says so: it is asked after each tile was read."""
+    tiles: dict[str, list[Tile]] = {}
+    for name, box in tiled(new.layout):
+        record = encode(old.view(name, box), new.view(name, box))
+        if not still_good():
+            return None
+        tiles.setdefault(name, []).append(Tile(box, record))
+    return DeltaStep(base, version, tiles)
+
+
+def tiled(layout: Layout) -> list[tuple[str, Box]]:
+    """All that a rank holds, in boxes of at most TILE_BYTES."""
+    return [
+        (name, tile)
+        for name, param in layout.items()
+        for box in param.boxes
+        for tile in split(box, TILE_BYTES // ITEM_BYTES[param.dtype])
+    ]
+
+
+def route(step: DeltaStep, source: SourcePlan, layout: Layout) -> Messages:
+    """One message for each bucket of a plan: a record for each piece, or nothing where none has changes."""
+    messages = []
+    for bucket in source.buckets:
+        records = [_record(step.tiles[piece.name], piece, layout) for piece in bucket.pieces]
+        changed = any(bool(record[:HEADER_BYTES].view(torch.int64)[1]) for record in records)
+        messages.append(torch.cat(records) if changed else torch.empty(0, dtype=torch.uint8))
+    return tuple(messages)
+
+
+def _record(tiles: Sequence[Tile], piece: Piece, layout: Layout) -> torch.Tensor:
+    inside = [tile for tile in tiles if tile.box.intersection(piece.box)]
+    if len(inside) == 1 and inside[0].box == piece.box:
+        return inside[0].record
+    item = ITEM_BYTES[layout[piece.name].dtype]
+    changes = [(t.box, c) for t in inside for c in read(t.record, [(t.box.elements, item)])]
+    return to_bytes(cut(changes, piece.box))
+
+
+class DeltaChain:
+    """The newest steps, in at most `most_bytes` of memory. Thread-safe.
+
+    holding(version) -> the rank's shards of a version while a snapshot holds it, else None; called from a thread.
+    """
+
+    def __init__(
+        self, name: str, layout: Layout, most_bytes: int, holding: Callable[[Version], Shards | None]
+    ) -> None:
+        self._layout, self._most_bytes, self._holding = layout, most_bytes, holding
+        self._routing = threading.Lock()  # one plan after another; nobody who publishes waits for it
+        self._changed = threading.Condition()  # guards all below
+        self._steps: deque[DeltaStep] = deque()  # oldest first
+        self._published: Version | None = None
+        self._to_make: deque[tuple[Version, Version]] = deque()  # (base, version); the first is being made
+        self._wanted = self._closing = False
+        self._thread = threading.Thread(target=self._run, name=f"weight deltas, {name}", daemon=True)
+        self._thread.start()
+
+    def published(self, version: Version) -> None:
+        """A new version can be read. Returns at once."""
+        with self._changed:
+            if self._wanted and self._published is not None:
+                self._to_make.append((self._published, version))
+            self._published = version
+            self._changed.notify_all()
+
+    def find(
+        self, base: Version | None, version: Version, source: SourcePlan, wait_s: float
+    ) -> Deltas | None:
+        """The way from `base` to `version` for a plan; None when there is none, or none in `wait_s`.
+
+        Waits for a step that is being made. From the first call on steps are made.
+        """
+        with self._changed:
+            self._wanted = True
+            if base is None:
+                return None
+            self._changed.wait_for(lambda: self._closing or self._made(version), max(0.0, wait_s))
+            steps = self._path(base, version)
+        return None if steps is None else [self._routed(step, source) for step in steps]
+
+    @property
+    def bytes(self) -> int:
+        """Memory that the steps take."""
+        with self._changed:
+            return sum(step.bytes for step in self._steps)
+
+    def close(self) -> None:
+        """May be called again."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _made(self, version: Version) -> bool:
+        """Whether there is nothing to wait for: the step to this version is there, or will not come."""
+        published = self._published is not None and self._published >= version
+        return published and all(later > version for _, later in self._to_make)
+
+    def _path(self, base: Version, version: Version) -> list[DeltaStep] | None:
+        """Backwards from `version`."""
+        path: list[DeltaStep] = []
+        at = version
+        for step in reversed(self._steps):
+            if at == base or len(path) == MOST_STEPS:
+                break
+            if step.version == at:
+                path.append(step)
+                at = step.base
+        return path[::-1] if at == base else None
+
+    def _routed(self, step: DeltaStep, source: SourcePlan) -> Messages:
+        with self._routing:
+            if source not in step.routed:
+                messages = route(step, source, self._layout)
+                with self._changed:
+                    step.routed[source] = messages
+                    self._evict()
+            return step.routed[source]
+
+    def _evict(self) -> None:
+        while sum(step.bytes for step in self._steps) > self._most_bytes:
+            self._steps.popleft()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing or self._to_make)
+                if self._closing:
+                    return
+                base, version = self._to_make[0]
+            step = None
+            try:
+                step = self._make(base, version)
+            except Exception:  # without it this version is taken in full
+                log.exception("no delta from version %d to %d", base, version)
+            with self._changed:
+                self._to_make.popleft()
+                if step is not None:
+                    self._steps.append(step)
+                    self._evict()
+                self._changed.notify_all()
+
+    def _make(self, base: Version, version: Version) -> DeltaStep | None:
+        old, new = self._holding(base), self._holding(version)
+        if old is None or new is None:
+            return None
+        return make_step(
+            base,
+            version,
+            old,
+            new,
+            lambda: not self._closing and None not in (self._holding(base), self._holding(version)),
+        )

@@ -1,0 +1,1 @@
+"""Plans: who sends what to whom, and the cost. Pure; no torch."""

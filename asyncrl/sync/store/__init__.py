@@ -1,0 +1,1 @@
+"""Stored versions: written by learner ranks to a folder or Redis, read by generators."""

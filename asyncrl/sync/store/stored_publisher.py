@@ -1,0 +1,286 @@
+"""The learner's end of stored weights: each rank writes its shards of a version where generators find them.
+
+      trainer ── publish(v) ──▸ snapshot (the only pause)
+                                     │ newest, pinned
+      writer thread ◂────────────────┘ tensors, or changes ▸ manifest ▸ delete what nobody needs any more
+
+The trainer waits for no write. A writer that is slower than the learner's steps goes on with the newest version when it
+is done with one; those between are never stored. No rank waits for another: readers take a version that all have
+written.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from asyncrl.config.schema import SyncConfig
+from asyncrl.errors import AsyncRLError, WeightSyncError
+from asyncrl.sync.delta.delta import encode
+from asyncrl.sync.layout.layout import ITEM_BYTES, Layout
+from asyncrl.sync.store.blobs import Blobs, Bytes
+from asyncrl.sync.store.stored import (
+    Manifest,
+    blocks,
+    header_of,
+    manifest_key,
+    tensors_key,
+    to_bytes,
+    version_of,
+)
+from asyncrl.sync.store.stored_delta import KIND, Chain, all_blocks, delta_header, delta_key
+from asyncrl.sync.stream.publisher import PublishReport
+from asyncrl.sync.stream.sender import FAST_BYTES_S, LATENCY_S
+from asyncrl.sync.stream.snapshot import Pin, SnapshotEvictedError, Snapshots
+from asyncrl.sync.tensors.bucket import BoxTensors, Shards, flat_bytes
+from asyncrl.sync.tensors.row_hash import digest
+from asyncrl.sync.tensors.tensor_buffer import TensorBuffer
+from asyncrl.types import Version
+
+RETRY_S = 1.0
+"""Pause after a failed write."""
+
+FAILURES = 5
+"""Failed writes in a row after which `publish` raises."""
+
+CLOSE_S = 1.0
+"""How long `close` waits for a write that it has told to end."""
+
+log = logging.getLogger(__name__)
+
+
+class StoredPublisher:
+    """Stores `tensors`, this rank's live shards as `layout` says. `endpoint` is what generators must know.
+
+    Raises WeightSyncError when tensors and layout do not match.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        layout: Layout,
+        tensors: Mapping[str, BoxTensors],
+        config: SyncConfig,
+        lineage: int,
+        blobs: Blobs,
+    ) -> None:
+        self.rank, self.world, self.lineage = rank, world, lineage
+        self.name = f"learner rank {rank}"
+        self.endpoint = f"rank-{rank:05d}/{lineage}-{secrets.token_hex(8)}"
+        self._config, self._blobs = config, blobs
+        self._live = Shards(layout, tensors)
+        self._arenas = (TensorBuffer(self._live), TensorBuffer(self._live))
+        self._floor_s = min(self._arenas[0].floor() for _ in range(2))
+        self._snapshots = Snapshots(2)
+        self._chain = Chain(self._arenas[0].bytes)  # the writer's
+        self._slow = False  # the store, by the last full version
+        self._changed = threading.Condition()  # guards what follows
+        self._stored: Version = -1
+        self._failed = 0
+        self._why = ""
+        self._closing = False
+        self._counts = Counter({"stored": 0, "bytes": 0, "delta_bytes": 0, "failures": 0})
+        self._thread = threading.Thread(target=self._run, name=f"storing weights of {self.name}", daemon=True)
+        self._thread.start()
+        # A thread that is inside torch while the interpreter is taken down aborts the process.
+        atexit.register(self.close)
+
+    def publish(self, version: Version) -> PublishReport:
+        """Copy the live shards and return; they are stored from then on. Versions must rise.
+
+        Raises WeightSyncError when the last versions could not be stored.
+        """
+        if self._failed >= FAILURES:
+            raise WeightSyncError(
+                f"{self.name}: {self._failed} times in a row weights could not be stored at {self._blobs.where}: "
+                f"{self._why}"
+            )
+        slot = self._snapshots.begin(version)
+        pause_s = self._arenas[slot].take(self._live)
+        with self._changed:
+            self._snapshots.commit(slot)
+            self._changed.notify_all()
+        return PublishReport(pause_s, self._arenas[slot].bytes, self._floor_s)
+
+    def stats(self) -> dict[str, float]:
+        """Since the start: versions stored, bytes, those of deltas among them, failures."""
+        with self._changed:
+            return dict(self._counts)
+
+    def close(self, wait_s: float = 0.0) -> None:
+        """Let the newest version be stored, at most `wait_s`, then end. May be called again."""
+        atexit.unregister(self.close)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting(), wait_s)
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(CLOSE_S)
+        self._blobs.close()
+
+    # The writer thread.
+
+    def _waiting(self) -> bool:
+        newest = self._snapshots.newest
+        return newest is not None and newest > self._stored
+
+    def _run(self) -> None:
+        swept = False
+        while not self._closing:
+            try:
+                if not swept:
+                    self._sweep()
+                    swept = True
+                self._store_newest()
+            except SnapshotEvictedError:
+                continue
+            except (OSError, AsyncRLError) as error:
+                self._fails(error)
+
+    def _store_newest(self) -> None:
+        """Once there is one that is not stored; returns when told to end too."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing or self._waiting())
+            version = self._snapshots.newest
+            pin = None if self._closing or version is None else self._snapshots.pin(version, "the writer")
+        if pin is None:
+            return
+        try:
+            self._store(pin)
+        finally:
+            self._snapshots.release(pin)
+        with self._changed:
+            self._stored, self._failed = pin.version, 0
+            self._counts["stored"] += 1
+            self._changed.notify_all()
+
+    def _store(self, pin: Pin) -> None:
+        """All of a version or what changed since the last, the manifest behind it; then older ones go."""
+        begun = time.monotonic()
+        written = self._store_changes(pin)
+        if written is None:
+            written = self._store_full(pin)
+            self._chain.add_full(pin.version)
+            self._slow = time.monotonic() - begun > LATENCY_S + written / FAST_BYTES_S
+        else:
+            self._chain.add_delta(pin.version, written)
+            self._count("delta_bytes", written)
+        self._count("bytes", written)
+        self._prune()
+
+    def _store_full(self, pin: Pin) -> int:
+        """Returns the bytes of the blob."""
+        layout = self._live.layout
+        digests: dict[str, list[int]] = {name: [] for name in layout}
+        header = header_of(layout, {"version": str(pin.version), "rank": str(self.rank)})
+        self._blobs.put(tensors_key(self.endpoint, pin.version), self._parts(pin, header, digests))
+        size = len(header) + sum(param.bytes for param in layout.values())
+        self._put_manifest(pin, "full", None, size, len(header), digests)
+        return size
+
+    def _store_changes(self, pin: Pin) -> int | None:
+        """Returns the bytes of the blob; None: store all of it."""
+        if (
+            self._config.delta == "never"
+            or not (self._slow or self._config.delta == "always")
+            or not self._chain.goes_on
+        ):
+            return None
+        base = self._chain.newest
+        digests: dict[str, list[int]] = {name: [] for name in self._live.layout}
+        records = []
+        for name, block in all_blocks(self._live.layout):
+            self._go_on(pin)
+            new = self._arenas[pin.slot].shards.view(name, block.box)
+            slot = self._snapshots.slot_of(base)
+            if slot is not None:
+                records.append(encode(self._arenas[slot].shards.view(name, block.box), new))
+            if slot is None or self._snapshots.slot_of(base) != slot:
+                return None  # nobody holds the base: it was overwritten meanwhile
+            if self._config.verify:
+                digests[name].append(digest(new, block.box, self._live.layout[name].shape, name))
+        header = delta_header(records)
+        size = len(header) + sum(map(len, records))
+        if size >= self._arenas[pin.slot].bytes:
+            return None
+        parts: list[Bytes] = [header, *(record.numpy().data for record in records)]
+        self._blobs.put(delta_key(self.endpoint, pin.version), parts)
+        self._put_manifest(pin, KIND, base, size, len(header), digests)
+        return size
+
+    def _put_manifest(
+        self,
+        pin: Pin,
+        kind: str,
+        base: Version | None,
+        size: int,
+        header: int,
+        digests: dict[str, list[int]],
+    ) -> None:
+        manifest = Manifest(
+            self.lineage,
+            pin.version,
+            self.rank,
+            self.world,
+            kind=kind,
+            base=base,
+            size=size,
+            header=header,
+            layout=self._live.layout,
+            digests=digests if self._config.verify else None,
+        )
+        self._blobs.put(manifest_key(self.endpoint, pin.version), [to_bytes(manifest)])
+
+    def _count(self, event: str, amount: int) -> None:
+        with self._changed:
+            self._counts[event] += amount
+
+    def _parts(self, pin: Pin, header: bytes, digests: dict[str, list[int]]) -> Iterator[bytes | memoryview]:
+        """The blob, block by block; fills `digests` on the way."""
+        yield header
+        shards = self._arenas[pin.slot].shards
+        for name, param in shards.layout.items():
+            for box in param.boxes:
+                for block in blocks(box, ITEM_BYTES[param.dtype]):
+                    self._go_on(pin)
+                    values = shards.view(name, block.box)
+                    if self._config.verify:
+                        digests[name].append(digest(values, block.box, param.shape, name))
+                    yield flat_bytes(values.contiguous()).cpu().numpy().data
+
+    def _go_on(self, pin: Pin) -> None:
+        if self._closing:
+            raise SnapshotEvictedError(f"{self.name}: told to end while it stored version {pin.version}")
+        self._snapshots.moved(pin)
+
+    def _prune(self) -> None:
+        """Keep sync.keep versions and what they are changes of.
+
+        Manifests first: who finds one finds its tensors, or finds the manifest gone when it looks again.
+        """
+        versions = sorted(v for key in self._blobs.list(self.endpoint) if (v := version_of(key)) is not None)
+        needed = self._chain.first_needed(versions[-self._config.keep :][0])
+        for version in (v for v in versions if v < needed):
+            for key_of in (manifest_key, tensors_key, delta_key):
+                self._blobs.delete(key_of(self.endpoint, version))
+
+    def _sweep(self) -> None:
+        """Delete what earlier publishers of this rank left."""
+        for key in self._blobs.list(self.endpoint.partition("/")[0]):
+            if not key.startswith(f"{self.endpoint}/"):
+                self._blobs.delete(key)
+
+    def _fails(self, error: Exception) -> None:
+        with self._changed:
+            self._failed += 1
+            self._counts["failures"] += 1
+            self._why = str(error)
+            self._changed.notify_all()
+        log.warning("%s: weights could not be stored at %s: %s", self.name, self._blobs.where, error)
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing, RETRY_S)

@@ -1,0 +1,133 @@
+"""Who follows the learner, what each of them holds, and from whom it takes the next version. Pure; kept at rank 0.
+
+      join ─▸ member ── route? ─▸ its parent in the tree, or the learner
+               │  ▴ held v         (an acknowledgement: flipped and verified)
+      leave ◂──┘  └─ report: its parent failed ─▸ that one feeds nobody until it holds a later version
+      fenced: not heard of for too long; it must join anew
+
+Routes are asked for version by version, so nobody is told when the members change.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from asyncrl.sync.plan.tree import Links, Member, assign, leave
+from asyncrl.types import NO_VERSION, Version
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """bytes: of one version · endpoint: where it hands versions on; None: nowhere"""
+
+    member: Member
+    bytes: int
+    endpoint: str | None
+
+    def __post_init__(self) -> None:
+        if self.bytes < 0:
+            raise ValueError(f"{self.member.who} takes {self.bytes} bytes")
+
+
+@dataclass(slots=True)
+class _Entry:
+    joined: Joined
+    heard_at: float
+    held: Version = NO_VERSION
+    reported_at: Version | None = None  # what the member held when a child reported that it failed
+
+
+class Membership:
+    """Of one publisher. `host`: the learner's, where members take from it directly unless `fanout` is set."""
+
+    def __init__(
+        self,
+        host: str,
+        bucket_bytes: int,
+        links: Links,
+        fanout: int | None,
+        silence_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._host, self._bucket_bytes, self._links, self._fanout = host, bucket_bytes, links, fanout
+        self._silence_s, self._clock = silence_s, clock
+        self._entries: dict[str, _Entry] = {}
+        self._order: list[Member] = []  # places in the tree
+        self._parents: dict[str, str | None] | None = None  # None: members changed since
+        self._fenced = self._reports = 0
+
+    def join(self, joined: Joined) -> None:
+        """A new member, or an old one anew: what it held before is forgotten."""
+        self.leave(joined.member.who)
+        self._entries[joined.member.who] = _Entry(joined, self._clock())
+        self._order.append(joined.member)
+        self._parents = None
+
+    def leave(self, who: str) -> None:
+        if self._entries.pop(who, None) is not None:
+            self._order = leave(self._order, who)
+            self._parents = None
+
+    def heard(self, who: str) -> bool:
+        """Whether `who` is a member, which by this is not silent."""
+        entry = self._entries.get(who)
+        if entry is not None:
+            entry.heard_at = self._clock()
+        return entry is not None
+
+    def fence(self) -> list[str]:
+        """Those silent for too long are members no longer."""
+        since = self._clock() - self._silence_s
+        silent = [who for who, entry in self._entries.items() if entry.heard_at < since]
+        for who in silent:
+            self.leave(who)
+        self._fenced += len(silent)
+        return silent
+
+    def held(self, who: str, version: Version) -> None:
+        """`who` has flipped to a version and verified it."""
+        entry = self._entries[who]
+        entry.held = version
+        if entry.reported_at is not None and version > entry.reported_at:
+            entry.reported_at, self._parents = None, None
+
+    def report(self, parent: str) -> None:
+        """A child waited for `parent` in vain."""
+        self._reports += 1
+        entry = self._entries.get(parent)
+        if entry is not None and entry.reported_at is None:
+            entry.reported_at, self._parents = entry.held, None
+
+    def parent(self, who: str) -> Joined | None:
+        """Who hands versions on to `who`; None: the learner."""
+        if self._parents is None:
+            self._parents = self._assigned()
+        above = self._parents.get(who)
+        return None if above is None else self._entries[above].joined
+
+    def versions(self) -> dict[str, Version]:
+        """What each member has acknowledged; NO_VERSION before the first."""
+        return {who: entry.held for who, entry in list(self._entries.items())}
+
+    def stats(self) -> dict[str, float]:
+        """Now: members. Since the start: fenced ones, reports of parents that failed."""
+        return {"members": len(self._entries), "fenced": self._fenced, "reports": self._reports}
+
+    def _assigned(self) -> dict[str, str | None]:
+        """Of those that a tree serves; the others take from the learner."""
+        if self._fanout == 0:
+            return {}
+        in_tree = [member for member in self._order if self._relayed(self._entries[member.who])]
+        sizes = {member.layout: self._entries[member.who].joined.bytes for member in in_tree}
+        return assign(in_tree, sizes, self._bucket_bytes, self._links, self._fanout)
+
+    def _relayed(self, entry: _Entry) -> bool:
+        joined = entry.joined
+        if entry.reported_at is not None or joined.endpoint is None:
+            return False
+        # What fits a bucket cannot be pipelined; on its own host the learner is as near as anybody.
+        return self._fanout is not None or (
+            joined.bytes > self._bucket_bytes and joined.member.host != self._host
+        )

@@ -1,0 +1,203 @@
+"""A generator hands the version that it is staging on to others of its layout, bucket by bucket, from its own memory.
+
+      learner ──▸ staging of A ──▸ staging of B ──▸ staging of C       A and B are relays
+                   bucket 7          bucket 6         bucket 5
+
+A child asks for the buckets in the order in which they are bound to arrive here (`relay_plan`) and waits for each. Its
+acknowledgement waits until this generator has its own, with the learner's hash. A relay waits for no child: when the
+next version begins, or the transfer fails, the children are told that their version was taken back.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import torch
+
+from asyncrl.config.schema import SyncConfig
+from asyncrl.errors import DeadlineError, RefusedError
+from asyncrl.sync.delta.delta_stream import Deltas
+from asyncrl.sync.layout.layout import Layout
+from asyncrl.sync.plan.plan import Plan, SourcePlan, source_from_wire
+from asyncrl.sync.stream.control import SocketKeys
+from asyncrl.sync.stream.serving import VersionServer
+from asyncrl.sync.stream.snapshot import Pin, SnapshotEvictedError
+from asyncrl.sync.tensors.bucket import Shards
+from asyncrl.sync.tensors.checksum import ChecksumShare
+from asyncrl.types import Version
+
+
+def relay_plan(made: Plan) -> SourcePlan:
+    """All buckets of a plan as one stream: the first of each learner rank, then the second of each, …"""
+    buckets = {source.rank: source.buckets for source in made.sources}
+    return SourcePlan(0, tuple(buckets[rank][index] for rank, index in _turns(made)))
+
+
+def _turns(made: Plan) -> list[tuple[int, int]]:
+    """(rank, index of its bucket), in the order in which they are bound to arrive."""
+    return sorted(
+        ((source.rank, index) for source in made.sources for index in range(len(source.buckets))),
+        key=lambda key: (key[1], key[0]),
+    )
+
+
+class StagingProgress:
+    """What of which version lies in the staging memory, and who reads it. Thread-safe."""
+
+    def __init__(self, who: str) -> None:
+        self._who = who
+        self._changed = threading.Condition()
+        self._version: Version | None = None
+        self._pins: list[Pin] = []
+        self._arrived: set[int] = set()
+        self._whole = False
+        self._share: ChecksumShare | None = None
+
+    def begin(self, version: Version) -> None:
+        """From now on the memory is filled with this version; children of another one are cancelled.
+
+        Beginning the version that is there already changes nothing: the same bytes come again.
+        """
+        with self._changed:
+            if version != self._version:
+                self._cancel()
+                self._version = version
+
+    def arrived(self, bucket: int) -> None:
+        with self._changed:
+            self._arrived.add(bucket)
+            self._changed.notify_all()
+
+    def complete(self, share: ChecksumShare | None) -> None:
+        """All has arrived, and the learner's acknowledgement with it."""
+        with self._changed:
+            self._whole, self._share = True, share
+            self._changed.notify_all()
+
+    def withdraw(self) -> None:
+        """The transfer failed: what is there is of no use."""
+        with self._changed:
+            self._cancel()
+
+    def _cancel(self) -> None:
+        for pin in self._pins:
+            pin.held = False
+        self._pins.clear()
+        self._arrived.clear()
+        self._version, self._whole, self._share = None, False, None
+        self._changed.notify_all()
+
+    def pin(self, version: Version, who: str) -> Pin | None:
+        """As `Snapshots.pin`; a version that is still arriving may be pinned."""
+        with self._changed:
+            if self._version is None or version > self._version:
+                raise LookupError(version)
+            if version < self._version:
+                return None
+            pin = Pin(who, version, 0, time.monotonic())
+            self._pins.append(pin)
+            return pin
+
+    def moved(self, pin: Pin) -> None:
+        if not pin.held:
+            raise SnapshotEvictedError(f"version {pin.version} was taken back from {pin.who} by {self._who}")
+
+    def release(self, pin: Pin) -> None:
+        with self._changed:
+            pin.held = False
+            if pin in self._pins:
+                self._pins.remove(pin)
+            self._changed.notify_all()
+
+    def wait_for(self, pin: Pin, bucket: int | None, seconds: float) -> ChecksumShare | None:
+        """Until that bucket is here, or everything (None); then the learner's hash. TakenBackError, DeadlineError."""
+        with self._changed:
+
+            def here() -> bool:
+                return self._whole or bucket in self._arrived or not pin.held
+
+            if not self._changed.wait_for(here, max(0.0, seconds)):
+                what = "all of it" if bucket is None else f"bucket {bucket}"
+                raise DeadlineError(pin.who, self._who, f"version {pin.version}, {what}", seconds)
+            self.moved(pin)
+            return self._share
+
+
+class Relay:
+    """Serves `staging`, which its owner fills by `made`, to the members that rank 0 sends here."""
+
+    def __init__(
+        self,
+        who: str,
+        staging: Shards,
+        made: Plan,
+        config: SyncConfig,
+        *,
+        lineage: int,
+        host: str,
+        keys: SocketKeys | None = None,
+    ) -> None:
+        self.plan = relay_plan(made)
+        self.progress = StagingProgress(who)
+        self.who, self._staging = who, staging
+        self._places = {key: place for place, key in enumerate(_turns(made))}
+        self._outlet = VersionServer(f"{who}, a relay,", self, config, lineage=lineage, host=host, keys=keys)
+        self.endpoint = self._outlet.endpoint
+
+    def begin(self, version: Version) -> None:
+        self.progress.begin(version)
+        self._outlet.server.wake()
+
+    def arrived(self, rank: int | None, bucket: int) -> None:
+        """A bucket lies in the staging memory: of a learner rank, or of the stream of another relay (None)."""
+        self.progress.arrived(bucket if rank is None else self._places[rank, bucket])
+
+    def stats(self) -> dict[str, float]:
+        """As `VersionServer.stats`."""
+        return self._outlet.stats()
+
+    def close(self) -> None:
+        self.progress.withdraw()
+        self._outlet.close()
+
+    # What is handed on (`serving.Holdings`).
+
+    @property
+    def device(self) -> torch.device:
+        return self._staging.device
+
+    @property
+    def layout(self) -> Layout:
+        return self._staging.layout
+
+    def source(self, wire: Any) -> SourcePlan:
+        asked = source_from_wire(wire, 0, self.layout)
+        if asked != self.plan:
+            raise RefusedError("plan", f"{self.who} hands on another plan than this")
+        return self.plan
+
+    def pin(self, version: Version, who: str) -> Pin | None:
+        return self.progress.pin(version, who)
+
+    def moved(self, pin: Pin) -> None:
+        self.progress.moved(pin)
+
+    def release(self, pin: Pin) -> None:
+        self.progress.release(pin)
+
+    def shards(self, pin: Pin) -> Shards:
+        return self._staging
+
+    def ready(self, pin: Pin, bucket: int, seconds: float) -> None:
+        self.progress.wait_for(pin, bucket, seconds)
+
+    def deltas(
+        self, pin: Pin, base: Version | None, source: SourcePlan, slow: bool, seconds: float
+    ) -> Deltas | None:
+        """A relay keeps none: its children are near."""
+        return None
+
+    def share(self, pin: Pin, source: SourcePlan, seconds: float) -> ChecksumShare | None:
+        return self.progress.wait_for(pin, None, seconds)

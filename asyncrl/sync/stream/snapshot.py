@@ -1,0 +1,135 @@
+"""Copies of a learner rank's shards, so that generators read version v while the learner trains v + 1.
+
+    live shards ──copy──▸ [ slot: version v+1 ]   newest: what generators are told of
+                          [ slot: version v   ] ◂── pinned by a transfer that is still running
+
+A new version overwrites the slot that nobody reads. When both are being read, the learner does not wait: it
+cancels the transfers of one slot and overwrites it at once. What those still send is torn, which harms
+nobody, because a cancelled transfer never ends in an acknowledgement and a generator flips to nothing else.
+
+Of two slots the younger one's transfers are cancelled, so that the oldest transfer always gets to its end and no
+set of slow generators can starve each other for ever; unless the older one's have all stalled. With one slot, half
+the memory, every transfer that outlasts a version is cancelled. A generator that is slower than the learner's steps
+then gets none, until the learner itself must wait for groups.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from asyncrl.errors import WeightSyncError
+from asyncrl.types import Version
+
+STALLED_S = 5.0
+"""A transfer of which no bucket has moved for this long may be cancelled by a younger one."""
+
+
+class SnapshotEvictedError(WeightSyncError):
+    """The learner took the snapshot back for a newer version: start over with that."""
+
+
+@dataclass(eq=False, slots=True)
+class Pin:
+    """One transfer's hold on a slot."""
+
+    who: str
+    version: Version
+    slot: int
+    moved_at: float
+    held: bool = True
+
+
+@dataclass(slots=True)
+class _Slot:
+    version: Version | None = None  # None: empty, or being overwritten
+    pins: list[Pin] = field(default_factory=list)
+
+
+class Snapshots:
+    """Which slot holds what, and who reads it. Thread-safe bookkeeping; the bytes are the publisher's."""
+
+    def __init__(self, slots: int = 2, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._idle = threading.Condition()
+        self._slots = tuple(_Slot() for _ in range(slots))
+        self._published: Version = -1
+        self.cancelled = 0
+
+    def begin(self, version: Version) -> int:
+        """The slot to write `version` into; its readers, if any, are cancelled. Versions must rise."""
+        with self._idle:
+            if version <= self._published:
+                raise WeightSyncError(f"version {version} published after version {self._published}")
+            self._published = version
+            index = self._to_overwrite()
+            slot = self._slots[index]
+            for pin in slot.pins:
+                pin.held = False
+            self.cancelled += len(slot.pins)
+            slot.pins.clear()
+            slot.version = None
+            self._idle.notify_all()
+            return index
+
+    def commit(self, index: int) -> None:
+        """The slot of the last `begin` is written: it may be read."""
+        with self._idle:
+            self._slots[index].version = self._published
+
+    @property
+    def newest(self) -> Version | None:
+        """The newest version that can be pinned now."""
+        with self._idle:
+            return max((s.version for s in self._slots if s.version is not None), default=None)
+
+    def slot_of(self, version: Version) -> int | None:
+        """Where a version lies now; unlike `pin` this holds nothing: it may be overwritten at any moment."""
+        with self._idle:
+            return next((i for i, slot in enumerate(self._slots) if slot.version == version), None)
+
+    def pin(self, version: Version, who: str) -> Pin | None:
+        """Hold a version for reading; None: it is gone. Raises LookupError while it is still to come."""
+        with self._idle:
+            for index, slot in enumerate(self._slots):
+                if slot.version == version:
+                    pin = Pin(who, version, index, self._clock())
+                    slot.pins.append(pin)
+                    return pin
+            newest = max((s.version for s in self._slots if s.version is not None), default=-1)
+            if version > newest:
+                raise LookupError(version)
+            return None
+
+    def moved(self, pin: Pin) -> None:
+        """A bucket has moved. Raises TakenBackError when the pin is no longer good."""
+        with self._idle:
+            if not pin.held:
+                raise SnapshotEvictedError(f"version {pin.version} was taken back from {pin.who}")
+            pin.moved_at = self._clock()
+
+    def release(self, pin: Pin) -> None:
+        """Idempotent. A transfer that still runs on this pin ends at its next `moved`."""
+        with self._idle:
+            pin.held = False
+            if pin in self._slots[pin.slot].pins:
+                self._slots[pin.slot].pins.remove(pin)
+            self._idle.notify_all()
+
+    def wait_idle(self, seconds: float) -> bool:
+        """Until nothing is pinned, at most `seconds`; whether it came to that."""
+        with self._idle:
+            return self._idle.wait_for(lambda: not any(slot.pins for slot in self._slots), seconds)
+
+    def _to_overwrite(self) -> int:
+        slots = self._slots
+        by_age = sorted(range(len(slots)), key=lambda i: -1 if (v := slots[i].version) is None else v)
+        for index in by_age:
+            if not slots[index].pins:
+                return index
+        older, younger = by_age[0], by_age[-1]
+        alive_since = self._clock() - STALLED_S
+        alive = any(pin.moved_at > alive_since for pin in slots[older].pins)
+        return younger if alive else older

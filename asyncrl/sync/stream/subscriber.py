@@ -1,0 +1,363 @@
+"""The generator's end of the weight stream: pulls the newest version into staging memory, all or nothing.
+
+      newest ── ask rank 0 ──▸ version                                     ┌──────── the learner's ranks, all at once
+      stage(version) ── ask rank 0 for the route ──▸ pin ▸ receive from ───┤ or: failed, too late
+              │                                                            └──────── a relay that has it, or soon will
+              ├──▸ Staged: whole, with the learner's hash
+              └──▸ TakenBackError: whoever sent wanted the memory for a newer version
+      held(version): flipped and verified
+
+`fetch` is newest and stage, again when a version was taken back or a transfer broke. Waits for whom it takes from
+alone; what it stages it hands on (`relay`). Whoever calls flips the engine from the staging memory before it stages
+again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import zmq
+
+from asyncrl.config.schema import SyncConfig
+from asyncrl.errors import AsyncRLError, DeadlineError, RefusedError, WeightSyncError
+from asyncrl.sync.channels.channels import place_of
+from asyncrl.sync.channels.torch_transport import own_address
+from asyncrl.sync.layout.layout import Layout, layout_key
+from asyncrl.sync.plan.plan import Plan, Plans, SourcePlan
+from asyncrl.sync.stream.control import SocketKeys
+from asyncrl.sync.stream.link import GRACE_S, Hello, Parent, PublisherLink
+from asyncrl.sync.stream.relay import Relay
+from asyncrl.sync.stream.snapshot import SnapshotEvictedError
+from asyncrl.sync.tensors.bucket import BoxTensors, Shards
+from asyncrl.sync.tensors.checksum import Checksum, ChecksumShare
+from asyncrl.types import Version
+
+ATTEMPTS = 3
+"""Transfers that may break in one fetch before it gives up; each comes with new channels."""
+
+PARENT_S = 2.0
+"""How long a parent may take to open a channel, and then to begin with a version, before the learner is asked."""
+
+IMPATIENT = 2
+"""After so many versions in a row that the parent took back, the next comes from the learner."""
+
+LEAST_BUCKET = 1 << 20
+"""Bytes. The two buckets that a generator may fill are shared out among its sources, down to this."""
+
+PLANS = Plans()
+"""Of this process: a learner that was started again, cut as before, needs no new one."""
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StagedWeights:
+    """A whole version in the staging memory.
+
+    proof: what it must hash to, None without sync.verify · seconds from pin to acknowledgement · bytes
+    received · source: the member it was taken from, None for the learner
+    """
+
+    version: Version
+    proof: Checksum | None
+    seconds: float
+    bytes: int
+    source: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Somebody to receive from. rank: of the learner; None for a relay."""
+
+    link: PublisherLink
+    plan: SourcePlan
+    rank: int | None
+
+
+class Subscriber:
+    """Fills `staging`, tensors as `layout` says, from the publishers at `endpoints` (any order, all ranks).
+
+    Blocking; one thread at a time. `who` must be unique among the subscribers: each rank of an engine has one of its
+    own. `lineage` (None: whatever the first publisher says) must be the publishers'. Raises WeightSyncError when
+    staging and layout do not match.
+    """
+
+    def __init__(
+        self,
+        who: str,
+        endpoints: Sequence[str],
+        layout: Layout,
+        config: SyncConfig,
+        staging: Mapping[str, BoxTensors],
+        lineage: int | None = None,
+        keys: SocketKeys | None = None,
+    ) -> None:
+        self.who, self.lineage = who, lineage
+        self._endpoints = list(endpoints)
+        self._layout = layout
+        self._staging = Shards(layout, staging)
+        self._config, self._keys = config, keys
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._links: list[PublisherLink] = []  # by rank
+        self._sources: list[_Source] = []  # the learner's ranks of the plan
+        self._plan = Plan(())
+        self._relay: Relay | None = None
+        self._staged: Version | None = None  # what lies whole in the staging memory
+        self._parent: tuple[Parent, _Source] | None = None  # whom it took from last
+        self._failed: str | None = None  # a parent that rank 0 is still to be told of
+        self._taken_back = 0  # versions in a row, by the parent
+        self._threads = ThreadPoolExecutor(len(self._endpoints), thread_name_prefix=f"weights of {who}")
+
+    def newest(self, newer_than: Version, wait_s: float) -> Version | None:
+        """The learner's newest version if it is above `newer_than`; None when there was none in `wait_s`.
+
+        Raises DeadlineError when a publisher does not answer, RefusedError("lineage") when it has another lineage,
+        WeightSyncError when it is gone.
+        """
+        deadline = time.monotonic() + wait_s
+        self._connect(max(wait_s, GRACE_S))
+        return self._as_member(
+            lambda: self._links[0].newest(newer_than, max(0.0, deadline - time.monotonic()))
+        )
+
+    def stage(self, version: Version) -> StagedWeights:
+        """Exactly this version, within sync.deadline_s, or TakenBackError: ask for the newest and stage that.
+
+        Raises DeadlineError, WeightSyncError and RefusedError when the transfer breaks; the staging memory then
+        holds no version, and the next call makes new channels.
+        """
+        self._connect(GRACE_S)
+        parent = self._as_member(lambda: self._links[0].route(self._failed))
+        self._failed = None
+        if parent is not None and self._relay is not None and self._taken_back < IMPATIENT:
+            try:
+                staged = self._stage_from(version, [self._at(parent)], PARENT_S, parent.who)
+                self._taken_back = 0
+                return staged
+            except SnapshotEvictedError:
+                self._taken_back += 1
+                raise
+            except AsyncRLError as error:
+                log.warning("%s takes version %d from the learner: %s", self.who, version, error)
+                self._failed = parent.who
+        self._taken_back = 0
+        return self._stage_from(version, self._sources, self._config.deadline_s, None)
+
+    def fetch(self, newer_than: Version, wait_s: float) -> StagedWeights | None:
+        """Stage the newest version above `newer_than`; None when none came, or none stayed long enough, in
+        `wait_s`.
+
+        A transfer that has begun may take sync.deadline_s longer. Raises as `newest`, and WeightSyncError or
+        DeadlineError when transfers keep breaking.
+        """
+        deadline = time.monotonic() + wait_s
+        broken = 0
+        while True:
+            version = self.newest(newer_than, max(0.0, deadline - time.monotonic()))
+            if version is None:
+                return None
+            try:
+                return self.stage(version)
+            except SnapshotEvictedError as error:
+                log.info("%s: %s", self.who, error)
+                if time.monotonic() >= deadline:
+                    return None
+            except (DeadlineError, WeightSyncError, RefusedError) as error:
+                broken += 1
+                if broken == ATTEMPTS or (isinstance(error, RefusedError) and error.reason != "session"):
+                    raise
+                log.warning("%s: version %d: %s; trying again", self.who, version, error)
+
+    def held(self, version: Version) -> None:
+        """Tell rank 0 that this version is flipped and verified, or still is. Raises as `newest`."""
+        self._connect(GRACE_S)
+        self._as_member(lambda: self._links[0].held(version))
+
+    def stats(self) -> dict[str, float]:
+        """Of what was handed on to others: transfers, bytes, failures, taken_back, … as `VersionServer.stats`."""
+        return {} if self._relay is None else self._relay.stats()
+
+    def close(self) -> None:
+        """Not while a fetch runs."""
+        self._threads.shutdown()
+        if self._relay is not None:
+            self._relay.close()
+        if self._links:
+            self._links[0].leave()
+        self._leave_parent()
+        for link in self._links:
+            link.close()
+        self._context.term()
+
+    # Getting to know the learner.
+
+    def _connect(self, seconds: float) -> None:
+        """Say hello to every rank, make the plan and join; once."""
+        if self._links:
+            return
+        links = [self._link(endpoint) for endpoint in self._endpoints]
+        try:
+            hellos = self._all([partial(link.hello, seconds) for link in links])
+            by_rank = sorted(zip(hellos, links, strict=True), key=lambda pair: pair[0].rank)
+            _check_one_learner(self.who, [hello for hello, _ in by_rank])
+            bucket = max(LEAST_BUCKET, self._config.bucket_bytes // len(links))
+            made = PLANS(
+                [hello.layout for hello, _ in by_rank], self._layout, min(bucket, self._config.bucket_bytes)
+            )
+            self._adopt(made, [link for _, link in by_rank])
+        except Exception:
+            for link in links:
+                link.close()
+            self._links = []
+            raise
+
+    def _adopt(self, made: Plan, links: list[PublisherLink]) -> None:
+        self._links, self._plan = links, made
+        self.lineage = links[0].lineage
+        self._sources = [_Source(links[source.rank], source, source.rank) for source in made.sources]
+        if self._config.fanout != 0 and made.sources and self._relay is None:
+            self._relay = self._open_relay()
+        self._join()
+        log.info(
+            "%s: weights of lineage %s from %d learner rank(s): %.1f MB in %d buckets",
+            self.who,
+            self.lineage,
+            len(self._sources),
+            made.bytes / 1e6,
+            sum(len(source.buckets) for source in made.sources),
+        )
+
+    def _open_relay(self) -> Relay:
+        learner = urlsplit(self._links[0].endpoint)
+        host = own_address(str(learner.hostname), int(learner.port or 0))
+        assert self.lineage is not None
+        return Relay(
+            self.who,
+            self._staging,
+            self._plan,
+            self._config,
+            lineage=self.lineage,
+            host=host,
+            keys=self._keys,
+        )
+
+    def _join(self) -> None:
+        host = place_of(self._staging.device).host
+        endpoint = None if self._relay is None else self._relay.endpoint
+        self._links[0].join(host, layout_key(self._layout), self._plan.bytes, endpoint)
+
+    def _as_member(self, ask: Callable[[], T]) -> T:
+        """Ask rank 0; once more after joining again, if this one was fenced meanwhile."""
+        try:
+            return ask()
+        except RefusedError as error:
+            if error.reason != "member":
+                raise
+        log.warning("%s was fenced, and joins again", self.who)
+        self._join()
+        return ask()
+
+    def _link(self, endpoint: str, whom: str | None = None) -> PublisherLink:
+        return PublisherLink(self._context, endpoint, self.who, self.lineage, self._keys, whom)
+
+    # One transfer.
+
+    def _at(self, parent: Parent) -> _Source:
+        """The parent as a source; the line to it is kept while it stays the same."""
+        if self._parent is None or self._parent[0] != parent:
+            self._leave_parent()
+            assert self._relay is not None
+            link = self._link(parent.endpoint, f"{parent.who} at {parent.endpoint}")
+            self._parent = (parent, _Source(link, self._relay.plan, None))
+        return self._parent[1]
+
+    def _leave_parent(self) -> None:
+        if self._parent is not None:
+            self._parent[1].link.close()
+            self._parent = None
+
+    def _stage_from(
+        self, version: Version, sources: Sequence[_Source], pin_s: float, parent: str | None
+    ) -> StagedWeights:
+        """Pin on all, receive from all. A failure drops all channels: some are in the middle of a stream."""
+        begun = time.monotonic()
+        relay = self._relay
+        try:
+            self._pin(version, sources, pin_s)
+            if relay is not None:
+                relay.begin(version)
+            base, self._staged = self._staged, None
+            shares = self._each(sources, lambda s: self._receive(version, s, base))
+            proof = Checksum.joined(shares, (piece for source in sources for piece in source.plan.pieces))
+            self._staged = version
+        except _NotBegunError:
+            raise
+        except Exception:
+            self._give_up(sources)
+            raise
+        if relay is not None:
+            relay.progress.complete(None if proof is None else proof.share)
+        total = sum(source.link.received_bytes for source in sources)
+        return StagedWeights(version, proof, time.monotonic() - begun, total, parent)
+
+    def _pin(self, version: Version, sources: Sequence[_Source], pin_s: float) -> None:
+        deadline_s = self._config.deadline_s
+        self._each(sources, lambda s: s.link.attach(s.plan, self._staging, pin_s, deadline_s))
+        if all(self._each(sources, lambda s: s.link.pin(version, pin_s))):
+            return
+        for source in sources:
+            source.link.unpin()
+        raise _NotBegunError(f"version {version} was gone before {self.who} could pin it")
+
+    def _receive(self, version: Version, source: _Source, base: Version | None) -> ChecksumShare | None:
+        relay = self._relay
+
+        def arrived(bucket: int) -> None:
+            if relay is not None:
+                relay.arrived(source.rank, bucket)
+
+        deadline_s = self._config.deadline_s
+        return source.link.receive(version, source.plan, self._staging, deadline_s, arrived, base)
+
+    def _give_up(self, sources: Sequence[_Source]) -> None:
+        """What is staged is torn; nobody may take it from here."""
+        if self._relay is not None:
+            self._relay.progress.withdraw()
+        for source in sources:
+            with contextlib.suppress(AsyncRLError):
+                source.link.drop()
+        if self._parent is not None and self._parent[1] in sources:
+            self._leave_parent()
+
+    def _each(self, sources: Sequence[_Source], work: Callable[[_Source], T]) -> list[T]:
+        return self._all([partial(work, source) for source in sources])
+
+    def _all(self, calls: Sequence[Callable[[], T]]) -> list[T]:
+        """All at once; returns when all have ended, and raises the first error among them."""
+        if len(calls) == 1:
+            return [calls[0]()]
+        futures = [self._threads.submit(call) for call in calls]
+        wait(futures)
+        return [future.result() for future in futures]
+
+
+def _check_one_learner(who: str, hellos: Sequence[Hello]) -> None:
+    ranks, lineages = [hello.rank for hello in hellos], {hello.lineage for hello in hellos}
+    if ranks != list(range(hellos[0].world)):
+        raise WeightSyncError(f"{who}: a learner of {hellos[0].world} ranks, but endpoints of ranks {ranks}")
+    if len(lineages) > 1:
+        raise WeightSyncError(f"{who}: learner ranks of several lineages: {sorted(lineages)}")
+
+
+class _NotBegunError(SnapshotEvictedError):
+    """The version was gone before anything was sent: the channels are good, and so is what was staged before."""

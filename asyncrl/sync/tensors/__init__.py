@@ -1,0 +1,1 @@
+"""Tensors as bytes: buckets, buffers of staging memory, checksums."""

@@ -1,0 +1,214 @@
+"""Moving pieces between a rank's tensors and flat byte buffers, and buckets over a channel.
+
+      sender                                   receiver
+      pack i+1 ║ send i   ─────bytes────▸      recv i+1 ║ unpack i
+
+Two buffers at each end: while one is on its way the other is filled or emptied. A piece that travels alone
+and lies in one stretch of memory at an end is sent from, or received into, the tensor itself. Ends that can read each
+other's memory need no buffers: every piece is copied once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from asyncrl.errors import WeightSyncError
+from asyncrl.sync.channels.shared_memory import shared_memory
+from asyncrl.sync.channels.transport import Channel, SharingChannel, Transfer
+from asyncrl.sync.layout.layout import Box, Layout, ParamLayout, whole_layout
+from asyncrl.sync.plan.plan import Bucket, SourcePlan
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch.bfloat16 → "bfloat16", as layouts spell it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def layout_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, ParamLayout]:
+    """The layout of a rank that holds every parameter whole."""
+    return whole_layout({name: (tensor.shape, dtype_name(tensor.dtype)) for name, tensor in tensors.items()})
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's memory as [bytes] uint8, no copy."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+BoxTensors = torch.Tensor | Sequence[torch.Tensor]
+"""What a rank has of one parameter: one tensor of each box's shape, in the order of the layout's boxes. A single
+box's may stand alone. Any strides: views into a fused parameter will do."""
+
+
+class Shards:
+    """One rank's tensors, addressed by boxes in checkpoint coordinates.
+
+    Raises WeightSyncError, naming the parameter, when a tensor is missing or does not fit its box.
+    """
+
+    def __init__(self, layout: Layout, tensors: Mapping[str, BoxTensors]) -> None:
+        self.layout = layout
+        self.tensors: dict[str, tuple[torch.Tensor, ...]] = {}
+        for name, param in layout.items():
+            if param.elements:
+                if name not in tensors:
+                    raise WeightSyncError(f"parameter {name}: in the layout, but there is no tensor of it")
+                given = tensors[name]
+                parts = (given,) if isinstance(given, torch.Tensor) else tuple(given)
+                _check(name, param, parts)
+                self.tensors[name] = tuple(part.detach() for part in parts)
+        # Each version asks for the same pieces; to slice a tensor takes longer than to copy a small one.
+        self._views: dict[tuple[str, Box], torch.Tensor] = {}
+
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        """All tensors, one per box, in the order of the layout."""
+        return [part for parts in self.tensors.values() for part in parts]
+
+    @property
+    def device(self) -> torch.device:
+        return next((part.device for part in self.parts), torch.device("cpu"))
+
+    def view(self, name: str, box: Box) -> torch.Tensor:
+        """The elements of `box`, which one held box must contain, as a view of shape `box.shape`."""
+        key = (name, box)
+        if (found := self._views.get(key)) is None:
+            found = self._views[key] = self._view(name, box)
+        return found
+
+    def _view(self, name: str, box: Box) -> torch.Tensor:
+        parts = self.tensors.get(name, ())
+        for held, part in zip(
+            self.layout[name].boxes, parts, strict=False
+        ):  # of an empty parameter: no parts
+            if held.contains(box):
+                return part[box.within(held).slices()]
+        raise WeightSyncError(f"parameter {name}: {box} is not held here")
+
+
+def _check(name: str, param: ParamLayout, parts: Sequence[torch.Tensor]) -> None:
+    here = [f"{dtype_name(part.dtype)} {tuple(part.shape)}" for part in parts]
+    there = [f"{param.dtype} {box.shape}" for box in param.boxes]
+    if here != there:
+        raise WeightSyncError(
+            f"parameter {name}: the tensor is {' and '.join(here) or 'missing'}, its layout says {' and '.join(there)}"
+        )
+
+
+def views(bucket: Bucket, shards: Shards) -> list[torch.Tensor]:
+    """The bucket's pieces where they lie."""
+    return [shards.view(piece.name, piece.box) for piece in bucket.pieces]
+
+
+def pack(bucket: Bucket, shards: Shards, buffer: torch.Tensor) -> torch.Tensor:
+    """Copy the bucket's pieces into `buffer` [bytes] uint8; returns the part that is to be sent."""
+    for piece, source in zip(bucket.pieces, views(bucket, shards), strict=True):
+        buffer[piece.at : piece.at + piece.bytes].view(source.dtype).view(source.shape).copy_(source)
+    return buffer[: bucket.length]
+
+
+def unpack(bucket: Bucket, shards: Shards, buffer: torch.Tensor) -> None:
+    """The inverse of `pack`."""
+    for piece, target in zip(bucket.pieces, views(bucket, shards), strict=True):
+        target.copy_(buffer[piece.at : piece.at + piece.bytes].view(target.dtype).view(target.shape))
+
+
+def in_place(bucket: Bucket, shards: Shards, device: torch.device) -> torch.Tensor | None:
+    """The bucket's bytes where they lie in the tensor; None where they must be packed."""
+    if len(bucket.pieces) > 1:
+        return None
+    (tensor,) = views(bucket, shards)
+    return flat_bytes(tensor) if tensor.is_contiguous() and tensor.device.type == device.type else None
+
+
+class Buffers:
+    """The two bucket buffers of one end, made on first use and kept from version to version."""
+
+    def __init__(self, source: SourcePlan, shards: Shards, device: torch.device) -> None:
+        self._device = device
+        self._direct = [in_place(bucket, shards, device) is not None for bucket in source.buckets]
+        packed = [b.length for b, direct in zip(source.buckets, self._direct, strict=True) if not direct]
+        self._size = max(packed, default=0)
+        self._buffers: dict[int, torch.Tensor] = {}
+
+    def take(self, index: int, bytes_: int = 0) -> torch.Tensor:
+        """The buffer for message `index`, of at least `bytes_`: free again once message index - 2 is done."""
+        buffer = self._buffers.get(index % 2)
+        if buffer is None or len(buffer) < bytes_:
+            size = max(self._size, bytes_)
+            buffer = self._buffers[index % 2] = shared_memory(size, self._device)
+        return buffer
+
+
+def send_buckets(
+    source: SourcePlan,
+    shards: Shards,
+    channel: Channel,
+    buffers: Buffers,
+    seconds_left: Callable[[], float],
+    moved: Callable[[], None],
+    ready: Callable[[int], None] = lambda index: None,
+) -> None:
+    """Send all of a plan. `ready(index)` is called before a bucket is read and may wait, `moved()` after it has left;
+    both may raise to end the transfer.
+
+    Raises DeadlineError and WeightSyncError of the channel.
+    """
+    flying: list[Transfer] = []
+    for index, bucket in enumerate(source.buckets):
+        if len(flying) == _ahead(channel):
+            flying.pop(0).wait(seconds_left())
+            moved()
+        ready(index)
+        if isinstance(channel, SharingChannel):
+            flying.append(channel.send_parts(views(bucket, shards)))
+            continue
+        data = in_place(bucket, shards, channel.device)
+        if data is None:
+            data = pack(bucket, shards, buffers.take(index))
+        flying.append(channel.send(data))
+    for transfer in flying:
+        transfer.wait(seconds_left())
+        moved()
+
+
+def receive_buckets(
+    source: SourcePlan,
+    shards: Shards,
+    channel: Channel,
+    buffers: Buffers,
+    seconds_left: Callable[[], float],
+    arrived: Callable[[int], None] = lambda index: None,
+) -> None:
+    """Receive all of a plan into `shards`; `arrived(index)` is called when a bucket lies there.
+
+    Raises DeadlineError and WeightSyncError of the channel.
+    """
+
+    def begin(index: int) -> tuple[torch.Tensor | None, Transfer]:
+        bucket = source.buckets[index]
+        if isinstance(channel, SharingChannel):
+            return None, channel.recv_parts(views(bucket, shards))
+        direct = in_place(bucket, shards, channel.device)
+        if direct is not None:
+            return None, channel.recv(direct)
+        packed = buffers.take(index)[: bucket.length]
+        return packed, channel.recv(packed)
+
+    ahead = _ahead(channel)
+    flying = [begin(index) for index in range(min(ahead, len(source.buckets)))]
+    for index, bucket in enumerate(source.buckets):
+        packed, transfer = flying.pop(0)
+        transfer.wait(seconds_left())
+        if packed is not None:
+            unpack(bucket, shards, packed)
+        arrived(index)
+        if index + ahead < len(source.buckets):
+            flying.append(begin(index + ahead))
+
+
+def _ahead(channel: Channel) -> int:
+    """How many buckets may be on their way: as many as there are buffers, or, where none are needed, so many that the
+    receiver need not wait until the sender is given a processor."""
+    return 4 if isinstance(channel, SharingChannel) else 2

@@ -1,0 +1,89 @@
+"""The state of one process, for whoever shows it: its latest figures and what it waits for.
+
+The loops of the process write it, a view on another thread reads it (`launch/views/process_view.py`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+LATE, UNDER_WAY = "late/", "under_way/"
+"""Figures of reward functions, before the name of each: calls that took too long, and calls now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """since, until: by the clock of the status; until: when the wait ends with an error, None if it has no end of its
+    own."""
+
+    whom: str
+    since: float
+    until: float | None = None
+
+    def text(self, now: float) -> str:
+        """
+        >>> Wait("the queue at tcp://10.0.0.1:5555", 100.0, 160.0).text(now=112.4)
+        'waiting for the queue at tcp://10.0.0.1:5555 (12 s, gives up at 60 s)'
+        >>> Wait("the learner's weights", 100.0).text(now=103.0)
+        "waiting for the learner's weights (3 s)"
+        """
+        end = "" if self.until is None else f", gives up at {self.until - self.since:.0f} s"
+        return f"waiting for {self.whom} ({now - self.since:.0f} s{end})"
+
+
+class ProcessStatus:
+    """Any thread may write and read it.
+
+    figures  what the process counts; replaced whole
+    failure  why a task was dropped last; empty if none was, or if that is no failure
+    warning  a mistake that the process goes on with, for the terminal of the run; empty without one
+    loaded   set once models and engines are there. From then on a view may use the terminal: what loads may fork, and
+             a fork must not find another thread in the middle of a line.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.figures: Mapping[str, Any] = {}
+        self.failure = self.warning = ""
+        self.loaded = threading.Event()
+        self.clock = clock
+        self._waits: dict[str, Wait] = {}
+        self._lock = threading.Lock()
+
+    def wait_begins(self, whom: str, seconds: float | None = None) -> None:
+        """A wait that has begun already goes on, and its end is set anew.
+
+        Args:
+            whom: for whom or what, as it follows "waiting for".
+            seconds: from now until the process gives up; None if it does not.
+        """
+        now = self.clock()
+        until = None if seconds is None else now + seconds
+        with self._lock:
+            before = self._waits.get(whom)
+            self._waits[whom] = Wait(whom, now if before is None else before.since, until)
+
+    def wait_ends(self, whom: str) -> None:
+        """Without a wait that has begun: nothing."""
+        with self._lock:
+            self._waits.pop(whom, None)
+
+    @contextmanager
+    def waiting(self, whom: str, seconds: float | None = None) -> Iterator[None]:
+        """`wait_begins` and `wait_ends` around a block."""
+        self.wait_begins(whom, seconds)
+        try:
+            yield
+        finally:
+            self.wait_ends(whom)
+
+    def waits(self, least_s: float) -> list[Wait]:
+        """Those that have taken as long as this, the longest first."""
+        now = self.clock()
+        with self._lock:
+            found = [wait for wait in self._waits.values() if now - wait.since >= least_s]
+        return sorted(found, key=lambda wait: wait.since)

@@ -1,0 +1,85 @@
+"""The blocks of README.md, run as a reader would run them, with a small model and few versions."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from processes import finished, started, until
+from processes import rows as steps
+
+README = Path(__file__).parents[2] / "README.md"
+SMALL = {
+    "run": {"versions": 2, "name": "small"},
+    "batch": {"groups": 4, "group_size": 2},
+    "generator": {"slots": 8, "max_tokens": 4, "max_length": 16, "threads": 1},
+    "learner": {"micro_batch_tokens": 256, "threads": 1},
+}
+WORDS = [f"{section}.{key}={value}" for section, keys in SMALL.items() for key, value in keys.items()]
+
+pytestmark = pytest.mark.slow
+
+
+def block(language: str) -> str:
+    (found,) = re.findall(rf"^```{language}\n(.*?)^```", README.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    return str(found)
+
+
+@pytest.fixture
+def folder(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the files that README names, to work in."""
+    monkeypatch.chdir(tmp_path)
+    Path("my-model").symlink_to(model_folder)
+    rows = [{"prompt": f"0{a}+0{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
+    Path("problems.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return tmp_path
+
+
+def test_the_script_trains(folder: Path) -> None:
+    script = block("python")
+    assert script.count("max_staleness=2)") == 1
+    Path("script.py").write_text(script.replace("max_staleness=2)", f"max_staleness=2, **{SMALL})"))
+    with started("script.py") as process:
+        code, printed = finished(process)
+    assert code == 0, printed
+    assert re.search(r"small/final \d\.\d+$", printed.rstrip()), printed
+
+
+def test_the_file_trains(folder: Path) -> None:
+    Path("my.yaml").write_text(block("yaml"))
+    Path("my_reward.py").write_text(block("python").split("if __name__")[0].replace("import asyncrl\n", ""))
+    with started("asyncrl", "train", "my.yaml", *WORDS) as process:
+        code, printed = finished(process)
+    assert code == 0, printed
+    assert json.loads(Path("runs/small/summary.json").read_text())["versions"] == 2
+
+
+def test_the_three_terminals_train(folder: Path) -> None:
+    """The queue first: its port was free a moment ago, and README has a fixed one."""
+    Path("my.yaml").write_text(block("yaml"))
+    Path("my_reward.py").write_text(block("python").split("if __name__")[0].replace("import asyncrl\n", ""))
+    lines = re.findall(
+        r"^ {4}((?:asyncrl|torchrun) .*CONFIG queue\.address=.*)$", README.read_text("utf-8"), re.M
+    )
+    assert [line.split()[0] for line in lines] == ["asyncrl", "asyncrl", "asyncrl", "torchrun"]
+    del lines[2]  # the learner as one process, where the last line has two ranks
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    processes = []
+    with ExitStack() as stack:
+        for line in lines:
+            words = shlex.split(line.replace("CONFIG", "my.yaml").replace("5555", str(port)), comments=True)
+            module = ["torch.distributed.run"] if words[0] == "torchrun" else ["asyncrl"]
+            processes.append(stack.enter_context(started(*module, *words[1:], *WORDS)))
+            if len(processes) == 1:
+                until(Path("runs/small/address").exists, "address", processes[0])
+        for process in reversed(processes):
+            code, printed = finished(process)
+            assert code == 0, printed
+    assert [row["version"] for row in steps(Path("runs/small"))] == [1, 2]

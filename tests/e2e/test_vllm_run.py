@@ -1,0 +1,38 @@
+"""A run whose generator is vLLM, in its own process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import missing
+import pytest
+from processes import finished, rows, started
+
+from asyncrl.tasks.addition import write_model_folder
+
+pytest.importorskip("vllm", reason=missing.VLLM)
+
+STARTS_S = 300.0
+"""vLLM starts in seconds, or in minutes where many share the cores."""
+
+
+def test_a_run_trains_on_what_vllm_generates(config_file: Path) -> None:
+    run, model = config_file.parent / "it", config_file.parent / "model"
+    write_model_folder(model, hidden_size=128, layers=2)  # vLLM wants heads of 32
+    words = (
+        f"model.path={model}",
+        "generator.engine=vllm",
+        "generator.slots=8",
+        "evaluation.source=null",
+        "run.versions=3",
+        "learner.groups_deadline_s=300",
+    )
+    with started("asyncrl", "train", str(config_file), *words, executed=True) as launcher:
+        code, printed = finished(launcher, STARTS_S)
+    assert code == 0, printed
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["versions"], summary["groups_trained"], summary["tasks_dropped"]) == (3, 12, 0)
+    told = rows(run)
+    assert max(row["staleness/max"] for row in told) <= 2
+    assert any(name.startswith("logprob_gap/") for row in told for name in row)

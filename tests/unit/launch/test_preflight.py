@@ -1,0 +1,100 @@
+"""What is told before any process is started, from the command line and from a script alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import asyncrl
+from asyncrl import cli
+from asyncrl.config.load import load_config
+from asyncrl.errors import ConfigError
+from asyncrl.launch import local
+from asyncrl.launch.checks.preflight import preflight
+from asyncrl.tasks.addition import write_model_folder
+
+GOOD = """\
+run: {{dir: {folder}}}
+model: {{path: {folder}/model}}
+tasks: {{source: asyncrl.tasks.addition:train}}
+reward: {{function: "asyncrl.tasks.addition:reward"}}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    write_model_folder(tmp_path / "model", hidden_size=32, layers=1)
+    path = tmp_path / "config.yaml"
+    path.write_text(GOOD.format(folder=tmp_path))
+    return path
+
+
+BAD = [
+    ("tasks.source=asyncrl.tasks.addition:nothing",),
+    ("tasks.chat=true",),
+    ("tasks.chat_template=nowhere.jinja",),
+    ("evaluation.source=asyncrl.tasks.addition:nothing",),
+    ("reward.function=asyncrl.tasks.addition:nothing",),
+    ("reward.options={digits: 2}",),
+    ("algorithm.own_loss=nowhere.py:loss",),
+    ("generator.own_engine=nowhere.py:engine",),
+    ("reference.path=nowhere", "algorithm.kl_loss.coef=0.1"),
+    ("critic.path=nowhere", "algorithm.advantage=gae"),
+    ("teacher.path=nowhere", "algorithm.advantage=distill"),
+    ("reference.update_every=2",),
+    ("model.path=made/by/nobody",),
+    ("model.path=~/made-by-nobody",),
+    ("run.dir=/dev/null/runs",),
+    ("tasks.source=gone.jsonl",),
+    ("evaluation.source=gone.parquet",),
+    ("learner.devices='63'",),
+    ("reward.function=os:getpid",),
+    ("algorithm.own_loss=os:getpid",),
+    ("generator.own_engine=os:getpid",),
+    ("learner.parallel.tensor=8", "learner.processes=8"),  # of 4 heads
+    ("learner.parallel.context=2", "learner.processes=2", "learner.backend=megatron"),
+    ("learner.parallel.pipeline=3", "learner.processes=3", "learner.backend=megatron"),  # of 2 layers
+]
+
+
+@pytest.mark.parametrize("overrides", BAD, ids=[words[0].partition("=")[0] for words in BAD])
+def test_what_would_stop_a_process_starts_none(
+    config: Path,
+    overrides: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def start(*words: object) -> None:
+        raise AssertionError("the run was started")
+
+    monkeypatch.setattr(local, "train", start)
+    key = overrides[0].partition("=")[0]
+    with pytest.raises(ConfigError) as refusal:
+        asyncrl.train(config, overrides)
+    assert refusal.value.key == key
+    for command in ("train", "config"):
+        assert cli.main([command, str(config), *overrides]) == 2
+        assert f"ConfigError: {key} = " in capsys.readouterr().err
+
+
+def test_a_folder_without_a_model_is_refused(config: Path) -> None:
+    (config.parent / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"^model\.path = .*has no config\.json"):
+        preflight(load_config(config, [f"model.path={config.parent}/empty"]))
+    (config.parent / "empty" / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"^model\.path = .*cannot be read"):
+        preflight(load_config(config, [f"model.path={config.parent}/empty"]))
+
+
+def test_the_rules_can_be_checked_without_the_files(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", str(config), "model.path=made/by/nobody", "--rules-only"]) == 0
+    assert "valid" in capsys.readouterr().out
+    assert cli.main(["config", str(config), "sync.keep=5"]) == 0
+    assert "sync.keep=5 does nothing: sync.backend=auto" in capsys.readouterr().err
+
+
+def test_a_good_configuration_passes(config: Path) -> None:
+    preflight(load_config(config))
+    beside = config.parent / "model"
+    preflight(load_config(config, ["algorithm.advantage=distill", f"teacher.path={beside}/../model"]))

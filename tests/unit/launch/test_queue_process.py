@@ -1,0 +1,169 @@
+"""The queue's process from its start to its end, run here: a real broker, its feeder, and a visitor beside them."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+from processes import signals_must_be_heard
+
+from asyncrl.config.config_consistency import AGREED, agreed
+from asyncrl.config.schema import Config, GeneratorConfig, QueueConfig, RunConfig
+from asyncrl.errors import ConfigError, TaskError
+from asyncrl.launch import queue_process
+from asyncrl.launch.queue_process import Feeder, run_queue
+from asyncrl.queue.client import channel
+from asyncrl.queue.client.client import BlockingClient
+from asyncrl.queue.ledger.events import StreamSettings
+from asyncrl.types import Task
+
+PATIENCE_S = 30.0
+TRAIN = StreamSettings(
+    groups_per_version=2, max_staleness=1, window=1, depth=8, max_bytes=1 << 20, lease_s=30.0
+)
+Visit = Callable[[BlockingClient], None]
+
+
+class Tasks:
+    """Without end, or with a first task that cannot be read."""
+
+    def __init__(self, broken: bool = False) -> None:
+        self.broken = broken
+
+    def task_at(self, ordinal: int) -> Task:
+        if self.broken:
+            raise TaskError("tasks.jsonl, line 1: no prompt")
+        return Task(ordinal, "1+1=")
+
+
+@pytest.fixture
+def tasks(monkeypatch: pytest.MonkeyPatch) -> Tasks:
+    tasks = Tasks()
+    monkeypatch.setattr(queue_process, "train_stream", lambda config: tasks)
+    return tasks
+
+
+@pytest.fixture
+def no_feeder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it would not end by itself, and is not what the test is about."""
+    monkeypatch.setattr(Feeder, "run", lambda self: None)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return Config(
+        run=RunConfig(name="it", dir=str(tmp_path)),
+        generator=GeneratorConfig(heartbeat_s=0.01),
+        queue=QueueConfig(store="file", deadline_s=PATIENCE_S),
+    )
+
+
+@pytest.fixture(autouse=True)
+def _process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Undo what the queue changes in its process. A signal that it does not handle, or no end in time, is an error."""
+
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    monkeypatch.setattr(channel, "GOODBYE_S", 0.05)
+    interval = sys.getswitchinterval()
+    with signals_must_be_heard():
+        signal.setitimer(signal.ITIMER_REAL, PATIENCE_S)
+        yield
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    sys.setswitchinterval(interval)
+
+
+def serve(config: Config, visit: Visit, number: signal.Signals | None = None, *, anew: bool = False) -> None:
+    """`run_queue` until it ends, with a client that visits it once it has announced its address.
+
+    number: a signal that follows the visit.
+    """
+    reading, writing = os.pipe()
+    failures: list[BaseException] = []
+
+    def come() -> None:
+        try:
+            with open(reading, encoding="utf-8") as pipe:
+                client = BlockingClient(
+                    pipe.readline().strip(), run="it", who="visitor", deadline_s=PATIENCE_S
+                )
+            try:
+                client.connect()
+                visit(client)
+            finally:
+                client.close()
+            if number is not None:
+                os.kill(os.getpid(), number)
+        except BaseException as failure:
+            failures.append(failure)
+            os.kill(os.getpid(), signal.SIGALRM)
+
+    visitor = threading.Thread(target=come)
+    visitor.start()
+    try:
+        run_queue(config, announce=writing, anew=anew)
+    finally:
+        visitor.join(PATIENCE_S)
+    assert failures == []
+
+
+@pytest.mark.usefixtures("tasks", "no_feeder")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_ends_it_in_order_and_the_next_one_goes_on(config: Config, number: signal.Signals) -> None:
+    found: list[object] = []
+
+    def until_told(visit: Visit) -> None:
+        by_hand = number == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt) if by_hand else nullcontext():
+            serve(config, visit, number)
+
+    until_told(lambda client: client.post("k", "kept"))
+    until_told(lambda client: found.append(client.lookup("k", 1.0)))
+    assert found == ["kept"]
+
+
+@pytest.mark.usefixtures("tasks", "no_feeder")
+def test_anew_forgets_what_was_left(config: Config) -> None:
+    found: list[object] = []
+    serve(config, lambda client: client.open("train", TRAIN), signal.SIGTERM)
+    serve(config, lambda client: found.append(client.connect().streams), signal.SIGTERM)
+    serve(config, lambda client: found.append(client.connect().streams), signal.SIGTERM, anew=True)
+    assert found == [("train",), ()]
+
+
+@pytest.mark.usefixtures("tasks")
+def test_it_ends_by_the_error_of_its_feeder_where_the_learner_has_another_configuration(
+    config: Config,
+) -> None:
+    """Its exit code keeps the launcher from starting it again, and its message is the cause that users see."""
+    others = {**agreed(config), "run.seed": "7"}
+    with pytest.raises(ConfigError, match=r"run\.seed is 7 at the learner and 0 here"):
+        serve(config, lambda client: client.post(AGREED, others))
+
+
+def test_it_ends_by_the_error_of_a_task_that_cannot_be_read(config: Config, tasks: Tasks) -> None:
+    tasks.broken = True
+
+    def learner(client: BlockingClient) -> None:
+        client.post(AGREED, agreed(config))
+        client.open("train", TRAIN)
+
+    with pytest.raises(TaskError, match=r"tasks\.jsonl, line 1: no prompt"):
+        serve(config, learner)
+
+
+@pytest.mark.usefixtures("tasks")
+def test_it_ends_by_itself_once_the_run_is_closed(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    def learner(client: BlockingClient) -> None:
+        client.post(AGREED, agreed(config))
+        client.open("train", TRAIN)
+        client.finish("stopped")
+
+    serve(config, learner)
+    assert capsys.readouterr().out.endswith("run it: closed by the learner (stopped); the queue ends\n")

@@ -1,0 +1,344 @@
+"""The Megatron backend on one, two and four gloo processes: log-probs, gradients and weights are the FSDP backend's.
+
+Megatron-core runs on the CPU by `megatron_shim.py`, in processes of its own. The sizes run one after another, the
+single process last: it goes on from everybody's checkpoints.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron_cases import (
+    batches,
+    config_of,
+    needs_megatron,
+    own,
+    says,
+    train,
+    write_model,
+    write_weights,
+)
+from rank_processes import run_ranks
+from transformers import AutoModelForCausalLM
+
+from asyncrl.errors import ConfigError
+from asyncrl.learner.backends.backend import Backend
+from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend, end_rank
+from asyncrl.models import checkpoint_tensors
+from asyncrl.sync.layout.layout import from_wire, to_wire
+from asyncrl.sync.tensors.bucket import BoxTensors
+
+pytestmark = [needs_megatron, pytest.mark.timeout(900)]
+
+FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "mixtral", "qwen3_moe", "qwen2_moe")
+DENSE = FAMILIES[:4]
+INTERLEAVED = {"pipeline": 2, "pipeline_schedule": "interleaved", "pipeline_stages_per_rank": 2}
+CASES: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
+    4: {
+        "tensor pipeline": ("qwen2", {"tensor": 2, "pipeline": 2}),
+        "data tensor": ("qwen3", {"tensor": 2}),
+        "data interleaved": ("qwen2", INTERLEAVED),
+        "tensor pipeline expert": ("qwen3_moe", {"tensor": 2, "pipeline": 2, "expert": 2}),
+        "data expert": ("mixtral", {"expert": 2}),
+    },
+    2: {
+        "data": ("qwen2", {}),
+        "tensor": ("qwen2", {"tensor": 2, "sequence": False}),
+        "sequence": ("qwen3", {"tensor": 2}),
+        "sequence tied": ("qwen2", {"tensor": 2}),
+        "pipeline": ("qwen3", {"pipeline": 2}),
+        "pipeline tied": ("qwen2", {"pipeline": 2}),
+        "interleaved": ("qwen2", INTERLEAVED),
+        "expert": ("qwen3_moe", {"expert": 2}),
+        "expert tensor": ("qwen2_moe", {"expert": 2, "tensor": 2}),
+        "tensor mixtral": ("mixtral", {"tensor": 2}),
+    },
+    1: {family: (family, {}) for family in FAMILIES},
+}
+EVERY = [(world, name) for world, cases in CASES.items() for name in cases]
+OTHERS = [(world, name) for world, name in EVERY if world > 1]
+STAND_FOR_ALL = ("sequence tied", "pipeline")
+BESIDE = ("critic", "reference")
+LOADED: dict[str, dict[str, Any]] = {
+    "qwen2 weights": {"tensor": 2, "sequence": False},
+    "qwen3 weights": {"pipeline": 2},
+    "mixtral weights": {"tensor": 2, "expert": 2},
+}
+"""Models with weights, in one file or (mixtral) in several."""
+STUCK_S = 300
+"""Importing Megatron takes seconds, and four ranks do it at once."""
+
+
+# ---------------------------------------------------------------------- in the ranks
+
+
+def of_two_steps(backend: Backend) -> dict[str, Any]:
+    seen: dict[str, Any] = {
+        "before": says(backend),
+        "norms": train(backend, range(2)),
+        "after": says(backend),
+    }
+    return seen | {"layout": to_wire(backend.layout()), "tensors": copied(backend.local_tensors())}
+
+
+def quick_main(folder: Path) -> None:
+    """One of two ranks: the cases that stand for all in `make test`."""
+    import megatron_shim
+
+    megatron_shim.install()
+    for name in STAND_FOR_ALL:
+        seen = of_two_steps(made(folder, *CASES[2][name]))
+        torch.save(seen, folder / f"2 {name} {os.environ['RANK']}")
+    end_rank()
+
+
+def rank_main(folder: Path) -> None:
+    """All cases of this world, one after the other: what each said and holds, before and after two steps."""
+    import megatron_shim
+
+    megatron_shim.install()
+    world, rank = int(os.environ["WORLD_SIZE"]), os.environ["RANK"]
+    for name, (family, parallel) in CASES[world].items():
+        backend = made(folder, family, parallel)
+        seen = of_two_steps(backend)
+        seen["data"] = (backend.data_rank, backend.data_world, backend.speaks)
+        seen["gathered"] = backend.gather(torch.tensor([backend.data_rank]))
+        backend.export_hf(folder / f"{world} {name} exported")
+        if name.startswith("data"):
+            write = backend.stage()
+            train(backend, range(5, 6))  # what is written was copied before
+            write(folder / f"{world} {name} saved")
+        else:
+            backend.save(folder / f"{world} {name} saved")
+        torch.save(seen, folder / f"{world} {name} {rank}")
+    if world == 2:
+        torch.save(half_precision(folder), folder / f"half {rank}")
+        for name, parallel in LOADED.items():
+            torch.save(says(made(folder, name, parallel)), folder / f"{name} {rank}")
+        for name in ("sequence", "pipeline tied"):
+            torch.save(beside(folder, *CASES[2][name]), folder / f"beside {name} {rank}")
+    if world == 4:
+        torch.save(went_on(folder, "by fsdp", *CASES[4]["tensor pipeline"]), folder / f"on {rank}")
+    if world == 1:
+        for other, name in OTHERS:
+            on = went_on(folder, f"{other} {name} saved", CASES[other][name][0], {})
+            torch.save(on, folder / f"{other} {name} on")
+    end_rank()
+
+
+def made(
+    folder: Path, family: str, parallel: dict[str, Any], dtype: str = "float32", models: Any = ()
+) -> Backend:
+    """A Megatron backend, in place of the last one."""
+    from megatron.core import parallel_state
+
+    from asyncrl.learner.backends.megatron.backend import MegatronBackend
+
+    parallel_state.destroy_model_parallel()
+    return MegatronBackend(config_of(folder, family, "megatron", dtype, **parallel), models)
+
+
+def went_on(folder: Path, saved: str, family: str, parallel: dict[str, Any]) -> list[float]:
+    """The norms of the third step, from a checkpoint after two."""
+    backend = made(folder, family, parallel)
+    backend.load(folder / saved)
+    return train(backend, range(2, 3))
+
+
+def half_precision(folder: Path) -> tuple[bool, dict[str, Any]]:
+    """Whether a run in bfloat16 that goes on from its checkpoint has every bit of one that went through; and what it
+    said before."""
+    through = made(folder, "qwen3", {"tensor": 2}, "bfloat16")
+    before = says(through)
+    train(through, range(2))
+    through.save(folder / "half")
+    train(through, range(2, 3))
+    kept = copied(through.local_tensors())
+    again = made(folder, "qwen3", {"tensor": 2}, "bfloat16")
+    again.load(folder / "half")
+    train(again, range(2, 3))
+    found = copied(again.local_tensors())
+    same = all(torch.equal(a, b) for name in kept for a, b in zip(kept[name], found[name], strict=True))
+    return same, before
+
+
+def beside(folder: Path, family: str, parallel: dict[str, Any]) -> dict[str, Any]:
+    """A critic that learns, and a reference that follows the policy, through a checkpoint."""
+    backend = made(folder, family, parallel, models=BESIDE)
+    said = follow(backend)
+    backend.save(folder / f"beside {parallel}")
+    again = made(folder, family, parallel, models=BESIDE)
+    again.load(folder / f"beside {parallel}")
+    said["again"] = [again.models[name].predict(batches(7)[1]) for name in BESIDE]
+    return said
+
+
+def follow(backend: Backend) -> dict[str, Any]:
+    train(backend, range(1))
+    backend.models["reference"].copy_from_policy()
+    critic, norms = backend.models["critic"], []
+    for step in range(2):
+        critic.accumulate(own(batches(step), backend), lambda batch, value_N: (value_N - 1.0).square().sum())
+        norms.append(critic.optimizer_step(0.1, lr=1e-2))
+    return {"norms": norms, "says": [backend.models[name].predict(batches(7)[1]) for name in BESIDE]}
+
+
+def copied(tensors: Mapping[str, BoxTensors]) -> dict[str, list[torch.Tensor]]:
+    every = {name: [held] if isinstance(held, torch.Tensor) else held for name, held in tensors.items()}
+    return {name: [view.clone() for view in views] for name, views in every.items()}
+
+
+# ---------------------------------------------------------------------- here
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("megatron")
+    for family in FAMILIES:
+        write_model(folder / family, family)  # ranks share it
+    for name in LOADED:
+        small_files = {"max_shard_size": "30KB"} if name.startswith("mixtral") else {}
+        write_weights(folder / name, name.split()[0], **small_files)
+    alone = FsdpBackend(config_of(folder, "qwen2"))
+    train(alone, range(2))
+    alone.save(folder / "by fsdp")
+    for world in CASES:
+        run_ranks("test_megatron_backend:rank_main", folder, world, STUCK_S)
+    return folder
+
+
+def put_together(ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Whole parameters of all ranks' boxes; where several have one, it must be the same."""
+    whole: dict[str, torch.Tensor] = {}
+    for rank in ranks:
+        for name, param in from_wire(rank["layout"]).items():
+            into = whole.setdefault(name, torch.full(param.shape, torch.nan))
+            for box, view in zip(param.boxes, rank["tensors"][name], strict=True):
+                there = into[box.slices()]
+                assert torch.equal(there, view) or bool(there.isnan().all()), f"{name} {box}"
+                into[box.slices()] = view
+    return whole
+
+
+def close(theirs: Any, ours: Any, atol: float = 2e-6) -> None:
+    torch.testing.assert_close(theirs, ours, atol=atol, rtol=1e-5)
+
+
+def assert_the_same(folder: Path, world: int, name: str) -> None:
+    """As the other backend, before and after two steps, on every rank."""
+    family, _ = CASES[world][name]
+    ranks = [torch.load(folder / f"{world} {name} {rank}", weights_only=False) for rank in range(world)]
+    alone = FsdpBackend(config_of(folder, family))
+    before, norms, after = says(alone), train(alone, range(2)), says(alone)
+    for rank in ranks:
+        close(rank["before"], before)
+        close(rank["norms"], norms)
+        close(rank["after"], after)
+    whole = put_together(ranks)
+    assert whole.keys() == alone.local_tensors().keys()
+    for parameter, tensor in alone.local_tensors().items():
+        close(whole[parameter], tensor)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two")
+    for name in STAND_FOR_ALL:
+        write_model(folder / CASES[2][name][0], CASES[2][name][0])
+    run_ranks("test_megatron_backend:quick_main", folder, 2, STUCK_S)
+    return folder
+
+
+@pytest.mark.parametrize("name", STAND_FOR_ALL)
+def test_two_ranks_say_and_learn_what_the_other_backend_does(two_ranks: Path, name: str) -> None:
+    assert_the_same(two_ranks, 2, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "name"), EVERY)
+def test_it_says_and_learns_what_the_other_backend_does(folder: Path, world: int, name: str) -> None:
+    assert_the_same(folder, world, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "name"), EVERY)
+def test_plain_transformers_reads_an_export(folder: Path, world: int, name: str) -> None:
+    ranks = [torch.load(folder / f"{world} {name} {rank}", weights_only=False) for rank in range(world)]
+    exported = AutoModelForCausalLM.from_pretrained(folder / f"{world} {name} exported")
+    tensors, whole = checkpoint_tensors(exported), put_together(ranks)
+    assert tensors.keys() == whole.keys()
+    assert all(torch.equal(tensors[parameter], whole[parameter]) for parameter in whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "name"), OTHERS)
+def test_checkpoints_go_on_at_another_size_and_with_the_other_backend(
+    folder: Path, world: int, name: str
+) -> None:
+    family, _ = CASES[world][name]
+    alone = FsdpBackend(config_of(folder, family))
+    through = train(alone, range(3))[2:]
+    close(torch.load(folder / f"{world} {name} on"), through)
+    if family in DENSE:
+        loaded = FsdpBackend(config_of(folder, family))
+        loaded.load(folder / f"{world} {name} saved")
+        exported = FsdpBackend(config_of(folder, family))
+        exported.load_policy(folder / f"{world} {name} saved")
+        close(says(exported), says(loaded))
+        close(train(loaded, range(2, 3)), through)
+    else:
+        with pytest.raises(ConfigError, match=r"or its experts by megatron"):
+            FsdpBackend(config_of(folder, family)).load_policy(folder / f"{world} {name} saved")
+
+
+@pytest.mark.slow
+def test_the_other_backends_checkpoint_goes_on_here(folder: Path) -> None:
+    alone = FsdpBackend(config_of(folder, "qwen2"))
+    through = train(alone, range(3))[2:]
+    for rank in range(4):
+        close(torch.load(folder / f"on {rank}"), through)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOADED)
+def test_ranks_read_their_boxes_of_a_checkpoint(folder: Path, name: str) -> None:
+    files = len(list((folder / name).glob("*.safetensors")))
+    assert (files > 1) == name.startswith("mixtral")
+    ours = says(FsdpBackend(config_of(folder, name)))
+    for rank in range(2):
+        close(torch.load(folder / f"{name} {rank}"), ours)
+
+
+@pytest.mark.slow
+def test_data_ranks_speak_once(folder: Path) -> None:
+    for world, name in EVERY:
+        ranks = [torch.load(folder / f"{world} {name} {rank}", weights_only=False) for rank in range(world)]
+        data_world = ranks[0]["data"][1]
+        assert sorted(rank["data"][0] for rank in ranks if rank["data"][2]) == list(range(data_world))
+        assert [int(said) for said in ranks[0]["gathered"]] == list(range(data_world))
+
+
+@pytest.mark.slow
+def test_a_loaded_checkpoint_goes_on_bit_for_bit_in_half_precision(folder: Path) -> None:
+    ours = says(FsdpBackend(config_of(folder, "qwen3", dtype="bfloat16")))
+    for rank in range(2):
+        same, before = torch.load(folder / f"half {rank}", weights_only=False)
+        assert same
+        torch.testing.assert_close(before, ours, atol=5e-3, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sequence", "pipeline tied"])
+def test_models_beside_the_policy(folder: Path, name: str) -> None:
+    family, _ = CASES[2][name]
+    ours = follow(FsdpBackend(config_of(folder, family), BESIDE))
+    for rank in range(2):
+        theirs = torch.load(folder / f"beside {name} {rank}", weights_only=False)
+        close(theirs["norms"], ours["norms"])
+        close(theirs["says"], ours["says"], atol=2e-5)
+        close(theirs["again"], theirs["says"])

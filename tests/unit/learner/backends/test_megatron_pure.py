@@ -1,0 +1,173 @@
+"""What of the Megatron backend needs no Megatron: ranks and axes, architectures, flat ranges as boxes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron_cases import write_model
+from transformers import AutoConfig, Gemma2Config, LlamaConfig, Qwen2Config
+
+from asyncrl.config.sections.parallel import ParallelConfig
+from asyncrl.errors import ConfigError
+from asyncrl.learner.backends.boxes import Boxes
+from asyncrl.learner.backends.megatron.architecture import architecture
+from asyncrl.learner.backends.megatron.boxes import cuts, rectangles
+from asyncrl.learner.backends.megatron.grid import check_model, grid
+from asyncrl.learner.parallel.mesh import AXES, coordinates, speaks
+from asyncrl.sync.layout.layout import Box
+from asyncrl.sync.layout.megatron import MIXTRAL, Gpt, MegatronPart, Mixture
+
+MODEL = Gpt(layers=4, hidden=8, heads=4, key_heads=2, head_dim=2, ffn=12, vocab=9, padded_vocab=9)
+
+
+@given(st.integers(1, 5), st.integers(1, 5), st.data())
+def test_a_flat_range_is_its_rectangles_in_order(rows: int, width: int, data: st.DataObject) -> None:
+    start, stop = sorted(data.draw(st.tuples(st.integers(0, rows * width), st.integers(0, rows * width))))
+    matrix = np.arange(rows * width).reshape(rows, width)
+    found = [matrix[box.slices()].ravel() for box in rectangles((rows, width), start, stop)]
+    assert np.concatenate([*found, []]).tolist() == list(range(start, stop))
+    assert len(found) <= 3
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(1, 4), st.data())
+def test_cuts_say_where_each_element_lies_in_the_checkpoint(
+    heights: list[int], width: int, data: st.DataObject
+) -> None:
+    """A shard of parts of two checkpoint parameters, by turns, and a padded row at its end."""
+    whole = {name: np.random.default_rng(n).normal(size=(9, width + 2)) for n, name in enumerate("ab")}
+    parts, low = [], 0
+    for n, height in enumerate(heights):
+        parts.append(MegatronPart("ab"[n % 2], (9, width + 2), Box((low, 1), (height, width))))
+        low += height
+    shard = np.concatenate([*(whole[p.name][p.box.slices()] for p in parts), np.full((1, width), np.nan)])
+    size = shard.size
+    start, stop = sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size))))
+    seen: list[int] = []
+    for cut in cuts(parts, shard.shape, start, stop):
+        there = whole[cut.name][cut.box.slices()]
+        assert np.array_equal(shard.ravel()[cut.start : cut.stop].reshape(cut.box.shape), there)
+        seen += range(cut.start, cut.stop)
+    assert seen == list(range(start, min(stop, size - width)))
+
+
+def test_boxes_are_saved_and_loaded_in_place(tmp_path: Path) -> None:
+    whole = torch.arange(12.0).reshape(3, 4)
+    held = [(Box((0, 0), (1, 4)), whole[:1].clone()), (Box((1, 0), (2, 4)), whole[1:].clone())]
+    dcp.save({"x": Boxes((3, 4), held)}, checkpoint_id=str(tmp_path), no_dist=True)
+    left, right = torch.zeros(3, 3), torch.zeros(3, 1)
+    other = Boxes((3, 4), [(Box((0, 0), (3, 3)), left), (Box((0, 3), (3, 1)), right)])
+    dcp.load({"x": other}, checkpoint_id=str(tmp_path), no_dist=True)
+    assert torch.equal(torch.cat([left, right], 1), whole)
+    with pytest.raises(NotImplementedError, match="saved and loaded"):
+        other + 1
+
+
+def test_ranks_stand_where_the_other_backends_ranks_do() -> None:
+    parallel = ParallelConfig(tensor=2, pipeline=2)
+    sizes = {"pp": 2, "replicate": 1, "shard": 3, "cp": 1, "tp": 2}
+    for rank in range(12):
+        here, at = grid(parallel, rank, 12), coordinates(sizes, rank)
+        assert set(at) == set(AXES)
+        assert (here.stage, here.data_rank, here.tensor_rank) == (at["pp"], at["shard"], at["tp"])
+        assert here.speaks == speaks(sizes, at)
+    assert grid(parallel, 0, 12).speakers == [6, 8, 10]
+
+
+def test_experts_are_shared_out_or_their_matrices_are() -> None:
+    spread = [grid(ParallelConfig(tensor=2, expert=4), rank, 4).place(0) for rank in range(4)]
+    assert [(place.ep, place.expert_tp) for place in spread] == [((rank, 4), (0, 1)) for rank in range(4)]
+    cut = [grid(ParallelConfig(tensor=2), rank, 2).place(0) for rank in range(2)]
+    assert [(place.ep, place.expert_tp) for place in cut] == [((0, 1), (rank, 2)) for rank in range(2)]
+
+
+def test_stages_take_turns_only_if_asked_to() -> None:
+    parallel = ParallelConfig(pipeline=2, pipeline_schedule="interleaved")
+    layers = [
+        [list(grid(parallel, rank, 2).place(chunk).layers(MODEL)) for chunk in (0, 1)] for rank in (0, 1)
+    ]
+    assert layers == [[[0], [2]], [[1], [3]]]
+    assert grid(ParallelConfig(pipeline=2), 0, 2).chunks == 1
+
+
+@pytest.mark.parametrize(
+    ("world", "parallel", "key"),
+    [
+        (2, {"context": 2}, "context"),
+        (2, {"replicate": 2}, "replicate"),
+        (3, {"tensor": 2}, "parallel"),
+        (2, {"expert": 3}, "expert"),
+    ],
+)
+def test_what_megatron_is_not_asked_for_is_refused(world: int, parallel: dict[str, int], key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        grid(ParallelConfig(**parallel), 0, world)
+
+
+@pytest.mark.parametrize(
+    ("world", "parallel", "mixture", "why"),
+    [
+        (3, {"pipeline": 3}, None, "4 layers"),
+        (4, {"tensor": 4}, None, "2 key heads"),
+        (2, {"expert": 2}, None, "the model has none"),
+        (2, {"expert": 2}, Mixture(3, 4), "3 experts"),
+        (2, {"tensor": 2, "sequence": False}, Mixture(2, 4), "Megatron asks for it"),
+    ],
+)
+def test_what_does_not_go_with_the_model_is_refused(
+    world: int, parallel: dict[str, Any], mixture: Mixture | None, why: str
+) -> None:
+    import dataclasses
+
+    with pytest.raises(ConfigError, match=why):
+        check_model(grid(ParallelConfig(**parallel), 0, world), dataclasses.replace(MODEL, mixture=mixture))
+
+
+@pytest.mark.parametrize(
+    ("family", "bias", "norm", "mixture", "mixed"),
+    [
+        ("qwen2", True, False, None, 0),
+        ("qwen3", False, True, None, 0),
+        ("llama", False, False, None, 0),
+        ("mistral", False, False, None, 0),
+        ("mixtral", False, False, Mixture(4, 64, **MIXTRAL), 4),  # type: ignore[arg-type]
+        ("qwen3_moe", False, True, Mixture(4, 16), 3),
+        ("qwen2_moe", True, False, Mixture(4, 16, shared=24), 4),
+    ],
+)
+def test_architectures(
+    tmp_path: Path, family: str, bias: bool, norm: bool, mixture: Mixture | None, mixed: int
+) -> None:
+    write_model(tmp_path, family)
+    found = architecture(AutoConfig.from_pretrained(tmp_path), "model.path", "there")
+    assert (found.gpt.qkv_bias, found.gpt.qk_norm, found.gpt.mixture) == (bias, norm, mixture)
+    assert (found.gpt.layers, found.gpt.heads, found.gpt.key_heads, found.gpt.ffn) == (4, 4, 2, 64)
+    assert (found.gpt.vocab, found.padded(4).padded_vocab) == (33, 36)
+    assert sum(found.mixed) == mixed
+    assert found.windows == ((48,) * 4 if family == "mistral" else (None,) * 4)
+    assert math.isclose(found.epsilon, AutoConfig.from_pretrained(tmp_path).rms_norm_eps)
+
+
+def test_sliding_windows_are_of_the_layers_that_have_them() -> None:
+    config = Qwen2Config(num_hidden_layers=4, use_sliding_window=True, sliding_window=8, max_window_layers=2)
+    assert architecture(config, "model.path", "there").windows == (None, None, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (Gemma2Config(), "gemma2"),
+        (LlamaConfig(attention_bias=True), "attention_bias"),
+        (LlamaConfig(hidden_act="gelu"), "gelu"),
+    ],
+)
+def test_other_models_are_refused_by_name(config: Any, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        architecture(config, "reference.path", "there")

@@ -1,0 +1,208 @@
+"""Adapters in place of weights: what learns, what is published, saved and exported, on one process and on two ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from learner_cases import random_group, small_config, tiny_model
+from peft import PeftModel
+from rank_processes import run_ranks
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from asyncrl.config.schema import Config, LearnerConfig, ModelConfig, OptimizerConfig, ReferenceConfig
+from asyncrl.config.sections.lora import LoraConfig
+from asyncrl.config.sections.parallel import ParallelConfig
+from asyncrl.errors import ConfigError
+from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend, end_rank
+from asyncrl.learner.data.batch import MicroBatch
+from asyncrl.learner.models.lora import ADAPTER
+from asyncrl.models import load_causal_lm
+from asyncrl.sync.layout.layout import to_wire
+
+TARGETS = ("q_proj", "down_proj")
+BATCH = MicroBatch.of([random_group(100)])
+
+
+def config_in(
+    folder: Path, rank: int = 2, dtype: str = "float32", targets: tuple[str, ...] = TARGETS
+) -> Config:
+    path = tiny_model(folder / "model").path
+    lora = LoraConfig(rank=rank, alpha=6.0, targets=targets)
+    model: Any = ModelConfig(path=path, dtype=dtype, lora=lora)  # type: ignore[arg-type]
+    return small_config(folder, model=model, learner=LearnerConfig(optimizer=OptimizerConfig(grad_clip=0.5)))
+
+
+def step(backend: FsdpBackend, number: int) -> float:
+    groups = [random_group(2 * number + i) for i in range(2)]
+    mine = [MicroBatch.of(groups[backend.data_rank :: backend.data_world])]
+    backend.accumulate(mine, lambda batch, logp_N, entropy_N: -logp_N.sum())
+    return backend.optimizer_step(1 / 10, lr=1e-2)
+
+
+def trained(config: Config, steps: int = 3) -> FsdpBackend:
+    backend = FsdpBackend(config, ("reference",))
+    for number in range(steps):
+        step(backend, number)
+    return backend
+
+
+def published(backend: FsdpBackend) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in backend.local_tensors().items()}
+
+
+def rank_main(folder: Path) -> None:
+    """One of two ranks."""
+    backend = trained(config_in(folder))
+    backend.save(folder / "saved_by_two")
+    backend.export_hf(folder / "exported_by_two")
+    says = {
+        "said": backend.predict(BATCH).tolist(),
+        "base": backend.models["reference"].predict(BATCH).tolist(),
+        "layout": to_wire(backend.layout()),
+    }
+    (folder / f"rank{backend.rank}.json").write_text(json.dumps(says))
+    backend.close()
+    end_rank()
+
+
+def adapted(names: Mapping[str, Tensor]) -> set[str]:
+    return {name for name in names if name.removesuffix(".weight").endswith(TARGETS)}
+
+
+def test_adapted_matrices_move_and_nothing_else(tmp_path: Path) -> None:
+    backend = FsdpBackend(config_in(tmp_path), ("reference",))
+    plain = FsdpBackend(config_in(tmp_path, rank=0))
+    start = published(backend)
+    assert start.keys() == published(plain).keys()
+    assert all(torch.equal(tensor, start[name]) for name, tensor in published(plain).items())
+    live = backend.local_tensors()  # a publisher asks once
+    for number in range(2):
+        assert step(backend, number) > 0
+    moved = {name for name, tensor in live.items() if not torch.equal(tensor, start[name])}
+    assert moved == adapted(start)
+    for name in moved:  # by a matrix of rank 2
+        assert torch.linalg.matrix_rank(live[name] - start[name], atol=1e-6) == 2
+
+
+@pytest.mark.parametrize(("dtype", "apart"), [("float32", 1e-5), ("bfloat16", 0.1)])
+def test_what_is_published_says_what_the_learner_says(tmp_path: Path, dtype: str, apart: float) -> None:
+    """Read by plain transformers, from an export."""
+    backend = trained(config_in(tmp_path, dtype=dtype))
+    backend.export_hf(tmp_path / "final")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype=getattr(torch, dtype))
+    live = backend.local_tensors()
+    assert all(torch.equal(parameter, live[name]) for name, parameter in model.named_parameters())
+    assert_says_the_same(model, backend, apart)
+
+
+def test_peft_puts_the_adapters_on_the_base(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    load_causal_lm(tiny_model(tmp_path / "model"), seed=4).save_pretrained(base)
+    config = config_in(tmp_path)
+    backend = trained(dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(base))))
+    backend.export_hf(tmp_path / "final")
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    before = logprobs_of(plain)
+    adapted = PeftModel.from_pretrained(plain, tmp_path / "final" / ADAPTER)
+    assert_says_the_same(adapted, backend, 1e-5)
+    assert (logprobs_of(adapted) - before).abs().max() > 0.01
+
+
+def logprobs_of(model: torch.nn.Module) -> Tensor:
+    """[n] of the first rollout of BATCH, prompt and all, but its first token."""
+    ids = BATCH.token_ids_N[: BATCH.lengths_R[0]]
+    with torch.no_grad():
+        logp_NV = model(input_ids=ids[None]).logits[0].float().log_softmax(-1)
+    return logp_NV[:-1].gather(1, ids[1:, None])[:, 0]
+
+
+def assert_says_the_same(model: torch.nn.Module, backend: FsdpBackend, apart: float) -> None:
+    said_N = backend.predict(BATCH)[: BATCH.lengths_R[0]]
+    here_N = BATCH.loss_mask_N[: BATCH.lengths_R[0]]
+    torch.testing.assert_close(said_N[here_N], logprobs_of(model)[here_N[1:]], atol=apart, rtol=0)
+
+
+def test_the_reference_is_the_base_and_takes_no_memory(tmp_path: Path) -> None:
+    backend = FsdpBackend(config_in(tmp_path), ("reference",))
+    reference, start = backend.models["reference"], backend.predict(BATCH)
+    for number in range(2):
+        step(backend, number)
+    assert torch.equal(reference.predict(BATCH), start)
+    assert not torch.allclose(backend.predict(BATCH), start, atol=1e-3)
+    assert backend._models.keys() == {"policy"}
+    with pytest.raises(TypeError, match="frozen"):
+        reference.accumulate([], lambda *_: torch.zeros(()))
+
+
+def test_a_checkpoint_holds_adapters_alone_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    backend, fresh = trained(config_in(tmp_path)), FsdpBackend(config_in(tmp_path), ("reference",))
+    backend.save(tmp_path / "saved")
+    kept = dcp.FileSystemReader(tmp_path / "saved").read_metadata().state_dict_metadata.keys()
+    assert all(key == "rng" or key.endswith((".up", ".down")) for key in kept)
+    fresh.load(tmp_path / "saved")
+    for _ in range(2):
+        assert all(torch.equal(tensor, published(backend)[name]) for name, tensor in published(fresh).items())
+        step(backend, 3), step(fresh, 3)
+
+
+def test_an_export_has_the_adapters_too_as_peft_names_them(tmp_path: Path) -> None:
+    """A matrix and its adapter of the file make the merged one."""
+    config = config_in(tmp_path)
+    start = published(FsdpBackend(config))
+    backend = trained(config)
+    backend.export_hf(tmp_path / "final")
+    said = json.loads((tmp_path / "final" / "adapter" / "adapter_config.json").read_text())
+    assert (said["peft_type"], said["r"], said["lora_alpha"]) == ("LORA", 2, 6.0)
+    assert set(said["target_modules"]) == set(TARGETS)
+    file = load_file(tmp_path / "final" / "adapter" / "adapter_model.safetensors")
+    name = "model.layers.1.self_attn.q_proj"
+    a, b = (file[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
+    assert len(file) == 2 * len(adapted(start))
+    torch.testing.assert_close(
+        backend.local_tensors()[f"{name}.weight"], start[f"{name}.weight"] + 6 / 2 * b @ a
+    )
+
+
+def test_two_ranks_have_the_adapters_of_one(tmp_path: Path) -> None:
+    alone = trained(config_in(tmp_path))
+    run_ranks("test_lora:rank_main", tmp_path)
+    base = alone.models["reference"].predict(BATCH)
+    for rank in range(2):
+        says = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        torch.testing.assert_close(torch.tensor(says["said"]), alone.predict(BATCH), atol=1e-4, rtol=0)
+        torch.testing.assert_close(torch.tensor(says["base"]), base, atol=1e-4, rtol=0)
+        assert says["layout"].keys() == to_wire(alone.layout()).keys()
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported_by_two")
+    for name, tensor in exported.named_parameters():
+        torch.testing.assert_close(tensor.detach(), alone.local_tensors()[name], atol=2e-5, rtol=0)
+    fresh = FsdpBackend(config_in(tmp_path), ("reference",))
+    fresh.load(tmp_path / "saved_by_two")
+    torch.testing.assert_close(fresh.predict(BATCH), alone.predict(BATCH), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("target", ["lm_head", "qkv_proj"])
+def test_a_target_that_is_not_there_is_refused(tmp_path: Path, target: str) -> None:
+    with pytest.raises(ConfigError, match=rf"model.lora.targets = \['{target}'\].*no such linear maps"):
+        FsdpBackend(config_in(tmp_path, targets=("q_proj", target)))
+
+
+def test_what_does_not_go_with_adapters_is_refused(tmp_path: Path) -> None:
+    model: Any = config_in(tmp_path).model
+    with pytest.raises(ConfigError, match=r"reference.update_every = 2"):
+        small_config(tmp_path, model=model, reference=ReferenceConfig(update_every=2))
+    for axis in ("tensor", "expert", "pipeline"):
+        learner = LearnerConfig(parallel=ParallelConfig(**{axis: 2}))  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=f"learner.parallel.{axis} = 2: does not cut adapters"):
+            small_config(tmp_path, model=model, learner=learner)
+    for wrong in ({"rank": -1}, {"alpha": 0.0}, {"targets": ()}):
+        with pytest.raises(ConfigError, match=f"model.lora.{next(iter(wrong))} = "):
+            LoraConfig(**wrong)  # type: ignore[arg-type]

@@ -1,0 +1,79 @@
+"""rollouts.jsonl: a few rollouts of some versions, as text, by hand-made groups and in the trainer's loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from learner_cases import random_group, small_config
+from trainer_cases import Case, FakeQueue
+
+from asyncrl.config.schema import ModelConfig, RunConfig
+from asyncrl.config.sections.telemetry import TelemetryConfig
+from asyncrl.learner.reporting.rollout_log import RolloutLog, rollout_row
+from asyncrl.models import load_tokenizer
+from asyncrl.telemetry.sinks import read_rows
+from asyncrl.types import Rollout, Task
+
+
+def written(folder: Path) -> list[dict[str, Any]]:
+    return list(read_rows(folder / "rollouts.jsonl"))
+
+
+def test_a_rollout_is_told_in_full() -> None:
+    """Of two turns: what the environment said between them is part of the answer."""
+    rollout = Rollout(
+        token_ids=np.arange(10, 17),
+        loss_mask=np.array([0, 0, 1, 1, 0, 1, 1], np.int8),
+        logprobs=np.zeros(7, np.float32),
+        versions=np.array([-1, -1, 3, 3, -1, 4, 4], np.int32),
+        finish="length",
+        reward=0.5,
+        reward_parts={"right": 0.5},
+    )
+    assert rollout_row(Task(7, "?", {}), rollout, lambda ids: " ".join(map(str, ids))) == {
+        "ordinal": 7,
+        "prompt": "10 11",
+        "answer": "12 13 14 15 16",
+        "reward": 0.5,
+        "parts": {"right": 0.5},
+        "tokens": 4,
+        "versions": [3, 4],
+        "finish": "length",
+    }
+
+
+def test_the_worst_and_the_best_of_four_groups_of_the_first_and_every_other_version(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    telemetry, model = TelemetryConfig(rollouts_every=2), ModelConfig(path=str(model_folder))
+    config = small_config(tmp_path, telemetry=telemetry, model=model)
+    flat = random_group(0, spread=False)
+    log = RolloutLog(tmp_path, config, None)
+    for version in range(1, 5):
+        log.write(version, [flat, *map(random_group, range(1, 7))])
+    log.close()
+    rows = written(tmp_path)
+    assert [row["version"] for row in rows] == [1] * 7 + [2] * 7 + [4] * 7
+    assert [row["ordinal"] for row in rows[:7]] == [0, 1, 1, 2, 2, 3, 3]
+    assert [row["reward"] for row in rows[:7]] == [1, 0, 1, 0, 1, 0, 1]
+    assert rows[0]["prompt"] == load_tokenizer(config.model).decode(flat.token_ids[:3])
+
+
+@pytest.mark.parametrize("every", [0, 2])
+def test_the_trainer_writes_what_it_has_trained_on(tmp_path: Path, every: int) -> None:
+    """Again after a resume: what was written of versions above that is gone."""
+    telemetry = TelemetryConfig(rollouts_every=every)
+    case = Case(small_config(tmp_path, telemetry=telemetry), FakeQueue())
+    case.trainer.run()
+    if not every:
+        assert not (case.folder / "rollouts.jsonl").exists()
+        return
+    told = [(row["version"], row["ordinal"]) for row in written(case.folder)]
+    assert told == [(1, 0), (1, 0), (1, 1), (1, 1), (2, 2), (2, 2), (2, 3), (2, 3)]
+    run = RunConfig(name="case", dir=str(tmp_path), versions=4, resume=True)
+    resumed = Case(small_config(tmp_path, telemetry=telemetry, run=run), FakeQueue())
+    resumed.trainer.run()
+    assert [row["version"] for row in written(case.folder)] == [1] * 4 + [2] * 4 + [4] * 4

@@ -1,0 +1,114 @@
+"""What a learner says when no groups come."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from asyncrl.errors import RefusedError
+from asyncrl.learner.stream import GroupStream, NoGroups, StopWaiting, _told
+from asyncrl.queue.client.client import Claim
+from asyncrl.telemetry.spans import Spans
+
+
+class Dry:
+    """A queue without groups, and the backend of a single rank."""
+
+    rank = data_rank = 0
+
+    def __init__(self, dropped: Mapping[str, int] | None) -> None:
+        self._dropped = dropped
+
+    def claim(self, stream: str, **_: Any) -> None:
+        return None
+
+    def status(self) -> dict[str, Any]:
+        if self._dropped is None:
+            raise RefusedError("full")
+        counts = {"pending": 6, "leased": 4, "ready": 0, "trained": 12, "dropped_by_reason": self._dropped}
+        return {"streams": {"train": counts}}
+
+    def exchange(self, mine: Any) -> list[Any]:
+        return [mine]
+
+
+@pytest.mark.parametrize(
+    ("dropped", "says"),
+    [
+        (
+            {"reward": 3, "filtered": 900},
+            "tasks: 6 pending, 4 leased, 0 ready, 12 trained; dropped: 900 filtered, 3 reward; nearly all groups have "
+            "equal rewards: give tasks that are solved now and then, raise batch.group_size, or set "
+            "algorithm.filter=none",
+        ),
+        (
+            {"filtered": 2, "reward": 3},
+            "tasks: 6 pending, 4 leased, 0 ready, 12 trained; dropped: 3 reward, 2 filtered",
+        ),
+        ({}, "tasks: 6 pending, 4 leased, 0 ready, 12 trained; dropped: none"),
+        (None, "the queue does not say why (full)"),
+    ],
+)
+def test_a_wait_in_vain_tells_where_the_tasks_are(dropped: Mapping[str, int] | None, says: str) -> None:
+    dry = Dry(dropped)
+    stream = GroupStream(
+        dry,  # type: ignore[arg-type]
+        dry,  # type: ignore[arg-type]
+        Spans(),
+        learner_epoch=0,
+        max_tokens=1,
+        whole=False,
+        deadline_s=1e-6,
+        stopping=lambda: False,
+        idle=lambda: None,
+    )
+    with pytest.raises(NoGroups) as error:
+        next(stream.step(3))
+    stream.close()
+    expected = (
+        "learner rank 0 waited 0.0 s for the generators: a group for version 4 (claim 0) did not come; "
+    )
+    assert str(error.value) == expected + says
+
+
+@pytest.mark.parametrize(
+    ("other", "end"), [([None, False, "", True], NoGroups), ([None, True, "", False], StopWaiting)]
+)
+def test_all_ranks_give_up_together(other: list[Any], end: type[Exception]) -> None:
+    """Rank 1 has its group. Rank 0 waits for its own in vain, or was asked to stop: both must leave the version, or the
+    other never would."""
+
+    class Full(Dry):
+        rank = data_rank = 1
+
+        def claim(self, stream: str, **_: Any) -> Claim:
+            return Claim([], last=True, ordinals_all=0)
+
+        def exchange(self, mine: Any) -> list[Any]:
+            return [other, mine]
+
+    full = Full({})
+    stream = GroupStream(
+        full,  # type: ignore[arg-type]
+        full,  # type: ignore[arg-type]
+        Spans(),
+        learner_epoch=0,
+        max_tokens=1,
+        whole=False,
+        deadline_s=600.0,
+        stopping=lambda: False,
+        idle=lambda: None,
+    )
+    with pytest.raises(end):
+        next(stream.step(3))
+    stream.close()
+
+
+def test_a_wait_in_vain_tells_which_pool_has_groups() -> None:
+    stages = {"reference": {"waiting": 3, "leased": 1}, "rewards": {"waiting": 0, "leased": 0}}
+    places = {"pending": 0, "leased": 0, "ready": 0, "trained": 12, "dropped_by_reason": {}}
+    assert _told({**places, "stages": stages}).endswith(
+        "; groups that wait for a pool: 4 reference, 0 rewards"
+    )

@@ -1,0 +1,109 @@
+"""The policy's objective: loss, correction, terms and aggregation put together."""
+
+from __future__ import annotations
+
+from math import log
+
+import pytest
+import torch
+from advantage_cases import tokens_batch
+from learner_cases import ORACLE, flat, oracle_batch
+
+from asyncrl.config.sections.algorithm import AlgorithmConfig, CorrectionConfig, KlLossConfig
+from asyncrl.learner.algorithms.losses.aggregation import AGGREGATIONS, Counts
+from asyncrl.learner.training.objective import PolicyObjective
+
+VERL = AlgorithmConfig(loss="ppo", dual_clip=3.0)
+
+
+def test_measures_what_the_oracle_measures() -> None:
+    logp_N = flat(ORACLE["inputs"]["log_prob"])
+    _, metrics = PolicyObjective(VERL, 9)(oracle_batch(), logp_N, torch.zeros_like(logp_N))
+    values, plain = metrics.values(), ORACLE["correction"]["is=token|th=2.0|bn=False"]
+    expected = ORACLE["loss"]["vanilla|token-mean|is=False"]["clipped"]
+    assert values["share/clipped"] == pytest.approx(expected, abs=1e-6)
+    assert values["kl/k1"] == pytest.approx(plain["k1"], abs=1e-6)
+    assert values["kl/k3"] == pytest.approx(plain["k3"], abs=1e-6)
+    assert values["ratio/ess"] == pytest.approx(plain["ess"], abs=1e-6)
+
+
+@pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS))
+@pytest.mark.parametrize("proximal", ["behaviour", "frozen", "loglinear"])
+def test_any_split_of_a_batch_gives_the_gradient_of_the_whole(aggregation: str, proximal: str) -> None:
+    batch = oracle_batch().with_columns(reference=flat(ORACLE["inputs"]["ref_log_prob"]))
+    config = AlgorithmConfig(
+        aggregation=aggregation,
+        proximal=proximal,
+        entropy_bonus=0.1,
+        kl_loss=KlLossConfig(0.2, "k3+"),
+        correction=CorrectionConfig("tis", "sequence", reject="seq_mean_k3"),
+    )
+    objective = PolicyObjective(config, norm_tokens=9)
+    logp_N = flat(ORACLE["inputs"]["log_prob"]).requires_grad_()
+
+    def gradient(parts: list[list[int]]) -> torch.Tensor:
+        total, counts = torch.zeros(()).double(), Counts()
+        for part in parts:
+            piece, at_N = batch.select(part), batch.tokens_of(part)
+            total = total + objective(piece, logp_N[at_N], logp_N[at_N].exp(), 4)[0]
+            counts = Counts.total([counts, Counts.of(piece)])
+        return torch.autograd.grad(total / objective.denominator(counts), logp_N)[0]
+
+    whole_N = gradient([list(range(12))])
+    split_N = gradient([[11, 0], [3, 4, 5, 7], [1], [2, 6, 8, 9, 10]])
+    assert whole_N.abs().sum() > 0
+    torch.testing.assert_close(whole_N, split_N, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("place", ["computed", "column"])
+@pytest.mark.parametrize(
+    ("loss", "weights", "slopes"),
+    [
+        ("ppo", [0.5, 2.0], [-0.5, -2.0]),
+        ("gmpo", [0.5, 2.0], [-1.0, -1.0]),  # √(½ · 2)
+        ("gmpo", [4.0, 2.25], [-3.0, -3.0]),
+        ("gmpo", [0.1, 2.0], [0.0, 0.0]),  # 0.1 is cut out, and with it the rollout
+    ],
+)
+def test_gmpo_weighs_a_rollout_by_the_geometric_mean(
+    loss: str, weights: list[float], slopes: list[float], place: str
+) -> None:
+    """Two policy tokens with ρ = A = 1, beside a rollout of one with the weight 1."""
+    log_w = [[0.0, *map(log, weights)], [0.0, 0.0]]
+    batch = tokens_batch(["011", "01"], [0.0] * 2, behaviour=[[-x for x in each] for each in log_w])
+    batch = batch.with_advantages(torch.ones(5))
+    if place == "column":
+        kept = [w if w >= 0.5 else 0.0 for w in weights]
+        batch = batch.with_columns(weight=torch.tensor([float("nan"), *kept, float("nan"), 1.0]))
+    correction = CorrectionConfig("icepop" if place == "computed" else "none", low=0.4, high=9.0)
+    config = AlgorithmConfig(loss=loss, proximal="frozen", aggregation="token-sum", correction=correction)
+    logp_N = torch.zeros(5, requires_grad=True)
+    total, metrics = PolicyObjective(config, 9)(batch, logp_N, torch.zeros(5))
+    (slope_N,) = torch.autograd.grad(total, logp_N)
+    assert total.dtype == logp_N.dtype
+    assert total.item() == pytest.approx(sum(slopes) - 1.0)
+    assert slope_N.tolist() == pytest.approx([0.0, *slopes, 0.0, -1.0])
+    assert metrics.values()["share/cut_out"] == pytest.approx(slopes.count(0.0) / 3)
+
+
+def test_rejected_tokens_have_no_gradient_and_all_others_have_one() -> None:
+    batch = oracle_batch().with_advantages(torch.ones(108))
+    kept_N = torch.arange(108) % 3 > 0
+    logp_N = flat(ORACLE["inputs"]["old_log_prob"]).requires_grad_()
+    objective = PolicyObjective(AlgorithmConfig(loss="reinforce"), 9)
+    total, _ = objective(batch.with_columns(kept=kept_N), logp_N, torch.zeros(108))
+    (gradient_N,) = torch.autograd.grad(total, logp_N)
+    assert torch.equal(gradient_N != 0, batch.loss_mask_N & kept_N)
+
+
+@pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS))
+def test_a_batch_without_policy_tokens_is_divided_by_one(aggregation: str) -> None:
+    assert PolicyObjective(AlgorithmConfig(aggregation=aggregation), 9).denominator(Counts()) == 1.0
+
+
+def test_what_stands_outside_the_mask_cannot_spoil_the_loss() -> None:
+    batch = oracle_batch()
+    logp_N = flat(ORACLE["inputs"]["log_prob"])
+    spoiled_N = torch.where(batch.loss_mask_N, logp_N, torch.inf)
+    total, _ = PolicyObjective(VERL, 9)(batch, spoiled_N, torch.zeros_like(logp_N))
+    assert total.isfinite()

@@ -1,0 +1,128 @@
+"""Loading the policy and its tokenizer, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config
+
+from asyncrl.config.schema import Config, EvaluationConfig, ModelConfig, TasksConfig
+from asyncrl.errors import ConfigError
+from asyncrl.models import encode_prompt, load_causal_lm, load_config, load_tokenizer, policy_tokenizer
+from asyncrl.types import Task
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A config and a tokenizer, no weights."""
+    Qwen2Config(
+        vocab_size=12,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    ).save_pretrained(tmp_path)
+    words = Tokenizer(models.WordLevel({str(digit): digit for digit in range(10)} | {"?": 10}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def weights(path: Path, seed: int) -> list[torch.Tensor]:
+    return [p.data for p in load_causal_lm(ModelConfig(path=str(path)), seed).parameters()]
+
+
+def test_a_folder_without_weights_starts_from_its_seed(folder: Path) -> None:
+    state = torch.get_rng_state()
+    first, same, other = weights(folder, 3), weights(folder, 3), weights(folder, 4)
+    assert all(torch.equal(a, b) for a, b in zip(first, same, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_saved_weights_are_loaded_in_the_dtype_of_the_config(folder: Path) -> None:
+    saved = load_causal_lm(ModelConfig(path=str(folder)), seed=1)
+    saved.save_pretrained(folder)
+    loaded = load_causal_lm(ModelConfig(path=str(folder), dtype="bfloat16"), seed=2)
+    assert not loaded.training
+    for mine, theirs in zip(loaded.parameters(), saved.parameters(), strict=True):
+        assert torch.equal(mine, theirs.to(torch.bfloat16))
+
+
+def test_the_tokenizer_beside_the_model_is_loaded(folder: Path) -> None:
+    tokenizer = load_tokenizer(ModelConfig(path=str(folder)))
+    assert tokenizer.encode("4 2", add_special_tokens=False) == [4, 2]
+
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }} 7{% endfor %}"
+CHAT = TasksConfig(source="tasks.jsonl", chat=True)
+ASKED = Task(7, [{"role": "user", "content": "4 2"}])
+
+
+def test_prompts_are_framed_with_a_template_of_ones_own(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "own.jinja"
+    file.write_text(TEMPLATE)
+    tasks = dataclasses.replace(CHAT, chat_template=str(file))
+    tokenizer = policy_tokenizer(Config(model=ModelConfig(path=str(folder)), tasks=tasks))
+    assert encode_prompt(tokenizer, ASKED).tolist() == [4, 2, 7]
+
+
+@pytest.mark.parametrize("text", [None, "{% for m in messages %}", "{{ raise_exception('no') }}"])
+def test_a_template_that_is_none_is_refused(folder: Path, tmp_path: Path, text: str | None) -> None:
+    file = tmp_path / "own.jinja"
+    if text is not None:
+        file.write_text(text)
+    tasks = dataclasses.replace(CHAT, chat_template=str(file))
+    with pytest.raises(ConfigError, match=r"^tasks.chat_template = .*own.jinja'"):
+        policy_tokenizer(Config(model=ModelConfig(path=str(folder)), tasks=tasks))
+
+
+def test_messages_without_a_template_are_refused(folder: Path) -> None:
+    model = ModelConfig(path=str(folder))
+    hard = {"source": "hard.jsonl", "system": "Be brief."}
+    for config, key in (
+        (Config(model=model, tasks=CHAT), "tasks.chat = True"),
+        (
+            Config(model=model, evaluation=EvaluationConfig(sets={"hard": hard})),
+            "evaluation.sets.hard.system",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=f"^{key}.*tasks.chat_template=FILE"):
+            policy_tokenizer(config)
+    with pytest.raises(ConfigError, match=r"^tasks.chat_template = None"):
+        encode_prompt(policy_tokenizer(Config(model=model)), ASKED)
+
+
+def test_a_model_without_a_tokenizer_is_refused(folder: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    with pytest.raises(ConfigError, match=r"^model.path = "):
+        load_tokenizer(ModelConfig(path=str(folder)))
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^model.path = .*there is no such folder"):
+        load_causal_lm(ModelConfig(path=str(tmp_path / "nowhere")), seed=0)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "nobody/nothing"])
+def test_a_name_that_is_not_in_the_cache_is_answered_with_how_to_fetch_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    message = rf"neither such a folder in {tmp_path} .*downloads nothing at run time.*`hf download {name}`"
+    with pytest.raises(ConfigError, match=message):
+        load_config(ModelConfig(path=name))
+
+
+def test_a_relative_folder_that_is_not_there_is_named_with_the_current_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"there is no such folder in {tmp_path}"):
+        load_config(ModelConfig(path="./models/mine"))

@@ -1,0 +1,342 @@
+"""Whatever is lost, repeated, late, damaged or forged on the way: who asks gets the answer to what was asked, or none.
+
+The real session and desk, and a service whose answers say which request they are for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import pytest
+from dispatcher_cases import reply, reply_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.errors import DeadlineError, RefusedError
+from asyncrl.queue.broker.dispatcher import Dispatcher
+from asyncrl.queue.broker.service import Reply, Request
+from asyncrl.queue.client.channel import Channel
+from asyncrl.queue.client.link import Listener
+from asyncrl.queue.client.session import RESEND_S, Outcome, ReplyValue, Session
+from asyncrl.queue.wire import wire
+from asyncrl.queue.wire.client_state import UNKNOWN
+from asyncrl.queue.wire.envelope import WireRequest, unpack_call, unpack_replies
+
+Frames = list[Any]
+
+DEADLINE_S = 40.0
+KINDS = ("echo", "refuse", "park", "grant")
+
+
+@dataclass
+class Echo:
+    """In place of the queue's service. held: what was granted and not given back · done: tokens of one desk's time."""
+
+    held: set[int] = field(default_factory=set)
+    done: set[tuple[str, int]] = field(default_factory=set)
+    grants: int = 0
+    posts: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    streams: dict[str, Any] = field(default_factory=dict)
+
+    def expire(self, now: float) -> None: ...
+
+    def answer(self, request: Request, now: float, late: bool = False) -> Reply | None:
+        token = request.get("token", int)
+        if request.op == "park" and not late and token > self.posts:
+            return None
+        assert (request.op, token) not in self.done, "done a second time"
+        self.done.add((request.op, token))
+        match request.op:
+            case "echo" | "park":
+                return Reply(token, [str(token).encode()])
+            case "refuse":
+                return Reply(error=("refused", "never", str(token)))
+            case "grant":
+                self.grants += 1
+                self.held.add(self.grants)
+                return Reply([token, self.grants])
+            case "give_back":
+                self.held.discard(token)
+                self.done.discard(("give_back", token))  # it may be asked for as often as the grant comes
+                return Reply()
+        raise AssertionError(f"nobody asked for {request.op!r}")
+
+
+def give_back(granted: Any) -> tuple[str, dict[str, Any]]:
+    return "give_back", {"token": granted[1]}
+
+
+class Seam:
+    """One client, one broker after another, and all messages between them, which may arrive in any order."""
+
+    def __init__(self, random: Random) -> None:
+        self.random, self.now = random, 0.0
+        self.service, self.session = Echo(), Session("run", "w/1", "here")
+        self.desk = Dispatcher(self.service)  # type: ignore[arg-type]
+        self.to_desk: list[Frames] = []
+        self.to_client: list[Frames] = []
+        self.asked: dict[int, tuple[str, int]] = {}  # those without an outcome: number -> (op, token)
+        self.ours: set[int] = set()
+        self.told: set[int] = set()  # tokens whose caller has got the grant
+        self.heard: dict[int, int] = {}  # grants that have reached the client -> token
+        self.all_given_back = True
+        self.tokens = 0
+
+    # ------------------------------------------------------------------ what may happen
+
+    def ask(self) -> None:
+        self.tokens += 1
+        op = self.random.choice(KINDS)
+        wait_s = 10.0 if op == "park" else 0.0
+        undo = give_back if op == "grant" else None
+        number = self.session.ask(op, {"token": self.tokens}, (), wait_s, DEADLINE_S, self.now, undo)
+        self.asked[number] = op, self.tokens
+        self.ours.add(number)
+
+    def give_up(self) -> None:
+        if self.asked:
+            number = self.random.choice(list(self.asked))
+            self.session.abandon(number)
+            del self.asked[number]
+
+    def wait(self) -> None:
+        self.now += self.random.choice((0.1, RESEND_S, DEADLINE_S))
+        self.settle(self.session.tick(self.now))
+        self.post(self.desk.tick(self.now))
+
+    def reach_desk(self) -> None:
+        if self.to_desk:
+            self.post(self.desk.receive(b"w", self._pick(self.to_desk), self.now))
+
+    def reach_client(self) -> None:
+        if self.to_client:
+            self._hear(self._pick(self.to_client))
+
+    def lose(self) -> None:
+        for messages in (self.to_desk, self.to_client):
+            del messages[self.random.randrange(len(messages) + 1) :]
+
+    def damage(self) -> None:
+        """A message that the desk cannot read and complains of, in place of a copy or of the only one."""
+        if self.to_desk:
+            damaged = self._pick(self.to_desk)[0][:-1]
+            self.post(self.desk.receive(b"w", [damaged], self.now))
+
+    def reconnect(self) -> None:
+        self.session.reconnected(self.now)
+
+    def restart(self) -> None:
+        self.desk = Dispatcher(self.service)  # type: ignore[arg-type]
+        self.service.done = set()
+        self.reconnect()
+
+    def be_forgotten(self) -> None:
+        self.desk._forget(b"w")
+        self.service.done = set()
+
+    def be_busy(self) -> None:
+        """As if it had not read for long."""
+        for caller in self.desk._callers.values():
+            caller.unread_bytes += 1 << 40
+
+    def be_free(self) -> None:
+        for caller in self.desk._callers.values():
+            caller.unread_bytes %= 1 << 40
+
+    def move(self) -> None:
+        self.service.posts += 3
+        self.post(self.desk.tick(self.now))
+
+    # ------------------------------------------------------------------ what must be true
+
+    def settle(self, outcomes: list[Outcome]) -> None:
+        for outcome in outcomes:
+            if outcome.request_id not in self.ours:
+                # Of what the session gives back by itself; what is lost on the way ends by its lease.
+                self.all_given_back &= not isinstance(outcome.result, DeadlineError)
+                continue
+            op, token = self.asked.pop(outcome.request_id)  # once, and not after it was given up
+            match outcome.result:
+                case ReplyValue([first, _]) if op == "grant":
+                    assert first == token
+                    self.told.add(token)
+                case ReplyValue(value, frames) if op in ("echo", "park"):
+                    assert (value, [bytes(frame) for frame in frames]) == (token, [str(token).encode()])
+                case RefusedError(reason="never", detail=detail) if op == "refuse":
+                    assert detail == str(token)
+                case DeadlineError():
+                    pass
+                case other:
+                    raise AssertionError(f"{op} {token} ended with {other!r}")
+
+    def end(self) -> None:
+        """Once nothing is lost any more all have their answers, and no grant that has come is left behind."""
+        self.be_free()
+        while self.to_client:
+            self.reach_client()
+        for _ in range(3):
+            self.session.reconnected(self.now)
+            self.service.posts = self.tokens
+            for _ in range(9):
+                self._exchange_all()
+            self.now += 11.0
+            self.settle(self.session.tick(self.now))
+        assert not self.asked
+        assert self.session.next_time() is None
+        assert not self.desk.parked
+        # Nor does the session know of a second grant, by another broker, for a caller that has got one.
+        left = {self.heard[granted] for granted in self.service.held & self.heard.keys()} - self.told
+        assert not (left and self.all_given_back)
+        assert not self.service.refused["bug"]
+
+    # ------------------------------------------------------------------ the wire
+
+    def post(self, letters: list[Any]) -> None:
+        self.to_client += [[bytes(frame) for frame in letter.frames] for letter in letters]
+
+    def collect(self) -> None:
+        self.to_desk += [[bytes(frame) for frame in message] for message in self.session.outgoing()]
+
+    def _pick(self, messages: list[Frames]) -> Frames:
+        """Mostly the oldest; a copy of it may stay."""
+        at = self.random.randrange(len(messages)) if self.random.random() < 0.3 else 0
+        return messages[at] if self.random.random() < 0.2 else messages.pop(at)
+
+    def _hear(self, frames: Frames) -> None:
+        for _, value, _, _ in unpack_replies(frames):
+            if isinstance(value, list):
+                self.heard[value[1]] = value[0]
+        self.settle(self.session.receive(frames, self.now))
+        self.collect()
+
+    def _exchange_all(self) -> None:
+        self.collect()
+        while self.to_desk:
+            self.post(self.desk.receive(b"w", self.to_desk.pop(0), self.now))
+        self.post(self.desk.tick(self.now))
+        while self.to_client:
+            self._hear(self.to_client.pop(0))
+
+
+STEPS = {
+    Seam.ask: 6,
+    Seam.give_up: 2,
+    Seam.wait: 2,
+    Seam.reach_desk: 8,
+    Seam.reach_client: 6,
+    Seam.lose: 1,
+    Seam.damage: 1,
+    Seam.reconnect: 1,
+    Seam.restart: 1,
+    Seam.be_forgotten: 1,
+    Seam.be_busy: 1,
+    Seam.be_free: 1,
+    Seam.move: 1,
+}
+
+
+def play(random: Random, steps: int) -> None:
+    seam = Seam(random)
+    for step in random.choices(list(STEPS), list(STEPS.values()), k=steps):
+        step(seam)
+        seam.collect()
+    seam.end()
+
+
+@given(st.randoms(use_true_random=False), st.integers(1, 60))
+@settings(max_examples=300)
+def test_who_asks_gets_the_answer_to_what_was_asked(random: Random, steps: int) -> None:
+    play(random, steps)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_who_waits_is_not_answered_by_a_complaint_or_a_notice(number: int) -> None:
+    """Neither bears a number that a request may have."""
+    desk, session = Dispatcher(Echo()), Session("run", "w/1", "here")  # type: ignore[arg-type]
+    for token in (1, 2):
+        session.ask("echo", {"token": token}, (), 0.0, DEADLINE_S, 0.0)
+    session.outgoing()  # lost
+    session.abandon(3 - number)
+    (notice,) = session.outgoing()
+    assert unpack_call(notice).requests == []
+    assert desk.receive(b"w", notice, 0.0) == []
+    (complaint,) = desk.receive(b"w", [b"noise"], 0.0)
+    assert reply_of([complaint])["id"] == UNKNOWN
+    assert session.receive(complaint.frames, 0.0) == []
+    assert session.ask("echo", {"token": 3}, (), 0.0, DEADLINE_S, 0.0) > UNKNOWN
+
+
+def asked_to_give_back(session: Session) -> list[int]:
+    return [token for message in session.outgoing() for op, token in asked_in(message) if op == "give_back"]
+
+
+def asked_in(message: Frames) -> list[tuple[str, int]]:
+    """(op, token) of the requests in a message."""
+    return [(asked.op, wire.unpack_value(asked.args)["token"]) for asked in unpack_call(message).requests]
+
+
+def test_a_grant_behind_a_refusal_of_the_same_request_is_given_back() -> None:
+    """The first copy of a request came while the client was busy, the second after that; then its caller left."""
+    session = Session("run", "w/1", "here")
+    number = session.ask("grant", {"token": 1}, (), 0.0, DEADLINE_S, 0.0, give_back)
+    session.abandon(number)
+    session.receive(reply(number, error=["refused", "busy", ""]), 0.0)
+    assert asked_to_give_back(session) == []
+    session.receive(reply(number, [1, 77]), 0.0)
+    assert asked_to_give_back(session) == [77]
+
+
+def test_both_grants_of_a_request_that_two_brokers_did_are_given_back() -> None:
+    session = Session("run", "w/1", "here")
+    number = session.ask("grant", {"token": 1}, (), 0.0, DEADLINE_S, 0.0, give_back)
+    session.abandon(number)
+    for granted in (77, 78):
+        session.receive(reply(number, [1, granted]), 0.0)
+    assert asked_to_give_back(session) == [77, 78]
+
+
+def test_the_answer_to_a_request_that_was_given_up_is_no_complaint() -> None:
+    session = Session("run", "w/1", "here")
+    given_up = session.ask("echo", {"token": 1}, (), 0.0, DEADLINE_S, 0.0)
+    session.ask("echo", {"token": 2}, (), 0.0, DEADLINE_S, 0.0)
+    session.abandon(given_up)
+    session.receive(reply(given_up, error=["wire", "", "token is no number"]), 0.0)
+    (late,) = session.tick(DEADLINE_S)
+    assert "token is no number" not in str(late.result)
+
+
+class Wire:
+    """A link whose messages are seen by the test."""
+
+    address = "here"
+
+    def __init__(self) -> None:
+        self.sent: list[WireRequest] = []
+
+    def open(self, listener: Listener) -> None: ...
+
+    def send(self, frames: Frames) -> None:
+        self.sent += unpack_call(frames).requests
+
+    def close(self) -> None: ...
+
+
+async def test_a_grant_that_comes_between_a_cancellation_and_its_effect_is_given_back() -> None:
+    """A task that is cancelled resumes a turn of the loop later; the reply may be read in between."""
+    link = Wire()
+    channel = Channel(link, "run", "w", DEADLINE_S)
+    channel.open()
+    asking = asyncio.create_task(channel.ask("grant", {"token": 1}, undo=give_back))
+    while not link.sent:
+        await asyncio.sleep(0)
+    asking.cancel()
+    channel.heard(reply(link.sent[0].number, [1, 77]))
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    await asyncio.sleep(0)
+    assert [wire.unpack_value(said.args)["token"] for said in link.sent if said.op == "give_back"] == [77]

@@ -1,0 +1,207 @@
+"""Deltas of tensors: any two come back bit for bit, and bytes that are no delta are refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from sharding import same_bits
+
+from asyncrl.errors import WireError
+from asyncrl.sync.delta.delta import (
+    HEADER_BYTES,
+    Changes,
+    add,
+    apply,
+    encode,
+    find,
+    most_bytes,
+    read,
+    to_bytes,
+)
+from asyncrl.sync.layout.layout import ITEM_BYTES
+
+ITEMS = sorted(ITEM_BYTES)
+
+
+def random_bits(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    values = 2 if dtype == torch.bool else 256
+    data = np.random.default_rng(seed).integers(0, values, count * dtype.itemsize, np.uint8)
+    return torch.tensor(data).view(dtype) if count else torch.empty(0, dtype=dtype)
+
+
+def header(record: torch.Tensor) -> list[int]:
+    return record[:HEADER_BYTES].view(torch.int64).tolist()
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two tensors of any dtype and bits, of which any share differs, near and far."""
+    dtype = getattr(torch, draw(st.sampled_from(ITEMS)))
+    shape = tuple(draw(st.lists(st.integers(0, 20), max_size=3)))
+    count = int(np.prod(shape))
+    old = random_bits(count, dtype, draw(st.integers(0, 99)))
+    new = old.clone()
+    share, far = draw(st.sampled_from([0.0, 0.001, 0.1, 0.6, 1.0])), draw(st.booleans())
+    changed = torch.from_numpy(np.random.default_rng(draw(st.integers(0, 99))).random(count) < share)
+    bits = new.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
+    other = random_bits(count, dtype, draw(st.integers(100, 199))).view(bits.dtype)
+    bits[changed] = other[changed] if far else bits[changed] ^ 1
+    return old.view(shape), new.view(shape)
+
+
+@given(pairs())
+def test_any_two_tensors_come_back_bit_for_bit(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+    old, new = pair
+    record = encode(old, new)
+    staged = old.clone()
+    apply(staged, record)
+    assert same_bits(staged, new)
+    assert record.numel() % 8 == 0
+    assert record.numel() <= most_bytes(new.numel() * new.element_size())
+
+
+@given(pairs(), st.integers(0, 2), st.booleans())
+def test_strided_views_change_nothing_beside_them(
+    pair: tuple[torch.Tensor, torch.Tensor], axis: int, turned: bool
+) -> None:
+    old, new = pair
+    assume(axis < old.dim())
+    shape = list(old.shape)
+    shape[axis] = 2 * shape[axis] + 3
+
+    def inside(content: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(a larger tensor, its view that holds `content`): every other element along the axis."""
+        around = torch.zeros(shape[::-1] if turned else shape, dtype=content.dtype)
+        around = around.permute(*range(around.dim())[::-1]) if turned else around
+        view = around[(slice(None),) * axis + (slice(2, 2 + 2 * content.shape[axis], 2),)]
+        view.copy_(content)
+        return around, view
+
+    (around, staged), (expected, after) = inside(old), inside(new)
+    apply(staged, encode(staged, after))
+    assert same_bits(around, expected)
+
+
+def test_the_record_by_hand() -> None:
+    old = torch.zeros(1000, dtype=torch.int16)
+    new = old.clone()
+    new[3], new[4], new[600] = 1, -127, 1000
+    record = encode(old, new)
+    # 3 unchanged · 0 · 595 = 2 · 255 + 85 unchanged
+    assert header(record) == [5, 3, 1]
+    assert record[24:26].view(torch.int16).tolist() == [1000]
+    assert record[26:31].tolist() == [3, 0, 255, 255, 85]
+    assert record[31:34].view(torch.int8).tolist() == [1, -127, -128]
+    assert record.numel() == 40
+    assert header(encode(old, old)) == [0, 0, -1]
+
+
+@pytest.mark.parametrize("gap", [0, 1, 253, 254, 255, 256, 509, 510, 511])
+def test_gaps_around_the_escape(gap: int) -> None:
+    old, new = torch.zeros(2000), torch.zeros(2000)
+    new[gap] = new[2 * gap + 1] = 1.0
+    staged = old.clone()
+    apply(staged, encode(old, new))
+    assert staged.nonzero().view(-1).tolist() == [gap, 2 * gap + 1]
+
+
+@pytest.mark.parametrize("step", [-129, -128, -127, 127, 128])
+def test_steps_around_the_mark_of_a_wide_one(step: int) -> None:
+    old, new = torch.zeros(1000, dtype=torch.int16), torch.zeros(1000, dtype=torch.int16)
+    new[:20], new[20] = 1, step
+    staged = old.clone()
+    apply(staged, encode(old, new))
+    assert torch.equal(staged, new)
+
+
+def test_changes_beyond_the_first_chunk_keep_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.sync.delta.delta.CHUNK", 16)
+    old, new = torch.zeros(50), torch.zeros(50)
+    new[[3, 15, 16, 40, 49]] = 1.0
+    changes = find(old, new)
+    assert changes.positions is not None
+    assert changes.positions.tolist() == [3, 15, 16, 40, 49]
+
+
+def test_when_most_elements_change_positions_are_left_out() -> None:
+    old = torch.arange(100, dtype=torch.int32)
+    record = encode(old, old + 1)
+    assert header(record) == [-1, 100, 0]
+    assert record.numel() == 24 + 100 + 4
+    assert header(encode(old, old + (1 << 20))) == [-1, 100, -1]
+
+
+def test_the_share_of_bf16_weights_that_an_adamw_step_changes() -> None:
+    """Weights of std 0.02, every master moved by 1e-6 either way: the usual step of RL fine-tuning."""
+    torch.manual_seed(0)
+    masters = 0.02 * torch.randn(1 << 20)
+    moved = masters + 1e-6 * torch.randn(1 << 20).sign()
+    old, new = masters.bfloat16(), moved.bfloat16()
+    changes = find(old, new)
+    assert 0.03 < changes.steps.numel() / old.numel() < 0.05
+    assert encode(old, new).numel() / (2 * old.numel()) < 0.05
+
+
+def test_records_lie_one_after_another() -> None:
+    a, b = torch.arange(10), torch.arange(300, dtype=torch.uint8)
+    records = [encode(a, a + 3), encode(b, b.flip(0))]
+    for tensor, changes in zip((a, b), read(torch.cat(records), [(10, 8), (300, 1)]), strict=True):
+        add(tensor, changes)
+    assert a.tolist() == list(range(3, 13))
+    assert b.tolist() == torch.arange(300, dtype=torch.uint8).flip(0).tolist()
+    with pytest.raises(WireError, match="of which"):
+        list(read(torch.cat([*records, torch.zeros(8, dtype=torch.uint8)]), [(10, 8), (300, 1)]))
+
+
+def test_other_shapes_and_dtypes_have_no_delta() -> None:
+    with pytest.raises(ValueError, match="against"):
+        find(torch.zeros(2), torch.zeros(3))
+    with pytest.raises(ValueError, match="against"):
+        find(torch.zeros(2), torch.zeros(2, dtype=torch.int32))
+
+
+def with_header(record: torch.Tensor, *fields: int) -> torch.Tensor:
+    return torch.cat([torch.tensor(fields).view(torch.uint8), record[HEADER_BYTES:]])
+
+
+SPARSE = to_bytes(Changes(torch.tensor([2, 900]), torch.tensor([1, 500], dtype=torch.int16)))
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        SPARSE[:16],
+        SPARSE[:-8],
+        torch.cat([SPARSE, SPARSE[:8]]),
+        with_header(SPARSE, 5, 2, 3),
+        with_header(SPARSE, 4, 2, 1),
+        with_header(SPARSE, 5, 3, 1),
+        with_header(SPARSE, 5, -2, 1),
+        with_header(SPARSE, -2, 2, 1),
+        with_header(SPARSE, -1, 2, 1),
+        with_header(SPARSE, 1 << 62, 1 << 62, 1 << 62),
+        to_bytes(Changes(torch.tensor([2, 1000]), torch.tensor([1, 500], dtype=torch.int16))),
+        to_bytes(Changes(None, torch.ones(999, dtype=torch.int16))),
+    ],
+)
+def test_what_is_no_delta_of_this_tensor_is_refused_and_changes_nothing(record: torch.Tensor) -> None:
+    staged = torch.zeros(1000, dtype=torch.bfloat16)
+    with pytest.raises(WireError):
+        apply(staged, record)
+    assert not staged.any()
+
+
+@given(arrays(np.uint8, st.integers(0, 80)), st.lists(st.integers(-2, 40), min_size=3, max_size=3))
+def test_any_bytes_are_a_delta_or_refused(body: np.ndarray, fields: list[int]) -> None:
+    record = torch.cat([torch.tensor(fields).view(torch.uint8), torch.from_numpy(body.copy())])
+    around = torch.zeros(64, dtype=torch.int32)
+    try:
+        apply(around[8:40], record)
+    except WireError:
+        assert not around.any()
+    assert not around[:8].any()
+    assert not around[40:].any()

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config.load import load_config
+from asyncrl.config.schema import Config
+from asyncrl.errors import ConfigError
+from asyncrl.launch.sync_plan import learner_pool, show
+from asyncrl.sync.layout.hf_sharding import Heads
+from asyncrl.sync.plan.cost_model import (
+    ModelCost,
+    PoolShape,
+    Speeds,
+    forecast,
+    parse_generators,
+    parse_learner,
+)
+
+MB = 10**6
+DENSE = ModelCost(
+    {
+        "model.layers.0.mlp.up_proj.weight": ((4000, 1000), "bfloat16"),
+        "model.layers.0.mlp.down_proj.weight": ((1000, 4000), "bfloat16"),
+        "model.norm.weight": ((1000,), "bfloat16"),
+    },
+    Heads(0, 0, 1),
+)
+SPEEDS = Speeds(network=100 * MB, local=1000 * MB, hop_s=0.0)
+
+
+def test_words() -> None:
+    assert parse_learner("tp 2 fsdp 64  ep 16") == PoolShape(fsdp=64, tp=2, ep=16)
+    assert parse_generators("64 tp 8 ep 4 host 4") == PoolShape(count=64, tp=8, ep=4, host=4)
+    assert parse_generators("3") == PoolShape(count=3)
+
+
+@pytest.mark.parametrize("words", ["8 dp", "fsdp x", "dp 4", "fsdp 0", "fsdp 4 ep 3", "fsdp 4, tp 2"])
+def test_words_that_mean_nothing_are_quoted(words: str) -> None:
+    with pytest.raises(ValueError, match=f"'{words}'"):
+        parse_learner(words)
+
+
+@pytest.mark.parametrize("words", ["", "tp 8", "0 tp 8", "4 fsdp 2", "4 tp 8 ep 3"])
+def test_generators_are_counted_first(words: str) -> None:
+    with pytest.raises(ValueError, match=f"'{words}'"):
+        parse_generators(words)
+
+
+def test_one_generator_by_hand() -> None:
+    made = forecast(DENSE, PoolShape(fsdp=4), PoolShape(tp=2), 1 * MB, SPEEDS)
+    assert made.bytes == 16 * MB + 2000
+    assert (made.held.least, made.held.most) == (4 * MB + 500, 4 * MB + 500)
+    assert made.received.most == made.received.least == 8 * MB + 2000, "the norm goes to both"
+    assert made.sent.mean == pytest.approx(4 * MB + 1000)
+    # Rows of up are cut alike at both ends: each sender has them for one rank; of down and the norm for both.
+    assert made.streams == 8
+    assert made.first_s == made.last_s == pytest.approx((8 * MB + 2000) / (100 * MB))
+
+
+def test_replicas_of_the_learner_share_and_many_generators_relay() -> None:
+    made = forecast(DENSE, PoolShape(replicate=2, fsdp=2), PoolShape(count=8, tp=1), 100_000, SPEEDS)
+    assert made.learner_ranks == 4
+    assert made.sent.unevenness < 1.05
+    assert made.hops > 1
+    assert made.direct < 8
+    assert 0.16 <= made.first_s <= made.last_s < 8 * 0.16 / 4 + 0.16
+
+
+def test_the_table_of_a_mixture_with_its_experts_dealt_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "qwen3_moe", "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "head_dim": 4,'
+        ' "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 8, "moe_intermediate_size": 8}'
+    )
+    show(config(), str(tmp_path), "fsdp 4 ep 4", "6 tp 4 ep 2")
+    said = capsys.readouterr().out
+    assert "69 parameters" in said
+    assert "4 ranks, each holds" in said
+    assert "6 of 4 ranks" in said
+    assert "streams into a generator" in said
+    for learner, generators in (("fsdp 3 ep 3", None), ("up 3", None), (None, "two")):
+        with pytest.raises(ConfigError, match="--learner or --generators"):
+            show(config(), str(tmp_path), learner, generators)
+
+
+def test_the_learners_ranks_are_those_of_its_axes() -> None:
+    axes = [f"learner.parallel.{axis}" for axis in ("replicate=2", "tensor=4", "expert=2")]
+    spread = config("learner.processes=32", *axes)
+    assert learner_pool(spread) == PoolShape(replicate=2, fsdp=4, tp=4, ep=2)
+    assert learner_pool(config()) == PoolShape(fsdp=1)
+
+
+def config(*overrides: str) -> Config:
+    return load_config("configs/recipes/demo.yaml", overrides)

@@ -1,0 +1,207 @@
+"""Versions stored as changes: what is on disk, who reads how much of it, and what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from delta_cases import DRIFTING, stepped
+from sharding import full_tensors, local_tensors, same_bits
+from stream_cases import by_rows
+
+import asyncrl.sync.store.stored_publisher as stored_publisher
+from asyncrl.config.schema import SyncConfig
+from asyncrl.errors import WeightSyncError
+from asyncrl.sync.layout.layout import Box, Layout, ParamLayout, layout_bytes, whole_layout
+from asyncrl.sync.store.blobs import FolderBlobs
+from asyncrl.sync.store.stored_delta import FULL_EVERY, Chain
+from asyncrl.sync.store.stored_publisher import StoredPublisher
+from asyncrl.sync.store.stored_stream import StoredStream
+from asyncrl.sync.stream.subscriber import StagedWeights
+from asyncrl.sync.tensors.bucket import Shards
+
+WHOLE = whole_layout({**DRIFTING, "large": ((1200, 500), "bfloat16")})  # of several blocks
+COLUMNS = {
+    name: ParamLayout(p.shape, p.dtype, (Box((0,) * (len(p.shape) - 1) + (7,), (*p.shape[:-1], 40)),))
+    for name, p in WHOLE.items()
+}
+WORLD = 2
+
+
+class Store:
+    """The publishers of a learner that drifts, and streams that read what they store."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.folder, self._stack = folder, stack
+        self.config = SyncConfig(
+            backend="file", folder=str(folder), bucket_mb=0.25, delta="always", keep=2, deadline_s=20.0
+        )
+        self.full = [full_tensors(WHOLE)]
+        layouts = [by_rows({n: (p.shape, p.dtype) for n, p in WHOLE.items()}, r, WORLD) for r in range(WORLD)]
+        self.live = [local_tensors(layout, self.full[0]) for layout in layouts]
+        self.layouts = layouts
+        self.publishers = [
+            StoredPublisher(rank, WORLD, layout, live, self.config, 1, FolderBlobs(folder))
+            for rank, (layout, live) in enumerate(zip(layouts, self.live, strict=True))
+        ]
+        for publisher in self.publishers:
+            stack.callback(publisher.close)
+
+    def publish(self, version: int) -> None:
+        """Returns when it is stored."""
+        while len(self.full) <= version:
+            self.full.append(stepped(self.full[-1], 0.02, len(self.full)))
+        for publisher, layout, live in zip(self.publishers, self.layouts, self.live, strict=True):
+            for name, parts in local_tensors(layout, self.full[version]).items():
+                for mine, new in zip(live[name], parts, strict=True):
+                    mine.copy_(new)
+            publisher.publish(version)
+        assert self.reader("waits", WHOLE).stream.newest(version - 1, 20.0) == version
+
+    def reader(self, who: str, layout: Layout) -> Reader:
+        return Reader(self, who, layout, self._stack)
+
+    def files(self, suffix: str) -> list[int]:
+        """The versions that rank 0 has stored as that."""
+        (series,) = (self.folder / "rank-00000").iterdir()
+        return sorted(int(file.stem) for file in series.glob(f"*.{suffix}"))
+
+
+class Reader:
+    def __init__(self, store: Store, who: str, layout: Layout, stack: ExitStack) -> None:
+        self.store, self.layout = store, layout
+        self.staging = local_tensors(layout, {name: torch.zeros_like(t) for name, t in store.full[0].items()})
+        endpoints = [publisher.endpoint for publisher in store.publishers]
+        self.stream = StoredStream(
+            who, endpoints, layout, store.config, self.staging, FolderBlobs(store.folder), 1
+        )
+        stack.callback(self.stream.close)
+
+    def take(self, version: int) -> StagedWeights:
+        staged = self.stream.stage(version)
+        for name, expected in local_tensors(self.layout, self.store.full[version]).items():
+            assert all(map(same_bits, self.staging[name], expected)), name
+        assert staged.proof is not None
+        assert staged.proof.holds(Shards(self.layout, self.staging))
+        return staged
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with ExitStack() as stack:
+        yield Store(tmp_path / "weights", stack)
+
+
+@pytest.mark.parametrize("layout", [WHOLE, COLUMNS])
+def test_who_keeps_up_reads_changes_and_who_joins_reads_from_the_full_version_on(
+    store: Store, layout: Layout
+) -> None:
+    steady, laggard = store.reader("steady", layout), store.reader("laggard", layout)
+    full = layout_bytes(layout)
+    for version in range(5):
+        store.publish(version)
+        staged = steady.take(version)
+        # Of blocks that are cut along columns the whole record is read.
+        assert staged.bytes == full if version == 0 else 0 < staged.bytes < 0.2 * layout_bytes(WHOLE)
+        if version == 1:
+            laggard.take(1)
+    assert laggard.take(4).bytes < 0.5 * layout_bytes(WHOLE)
+    assert full < store.reader("joiner", layout).take(4).bytes < full + 0.5 * layout_bytes(WHOLE)
+    assert (store.files("safetensors"), store.files("delta")) == ([0], [1, 2, 3, 4])
+
+
+def test_now_and_then_all_is_stored_and_what_nobody_needs_is_deleted(store: Store) -> None:
+    for version in range(FULL_EVERY + 2):
+        store.publish(version)
+    assert store.files("safetensors") == [FULL_EVERY], "with keep=2 the chain before it can go"
+    assert store.files("delta") == store.files("manifest")[1:] == [FULL_EVERY + 1]
+    store.reader("joiner", WHOLE).take(FULL_EVERY + 1)
+
+
+def test_by_hand() -> None:
+    """Four versions of 100 bytes: the third would make the chain longer than a full one."""
+    chain = Chain(100)
+    assert not chain.goes_on
+    chain.add_full(3)
+    chain.add_delta(4, 60)
+    assert chain.goes_on
+    chain.add_delta(6, 60)
+    assert not chain.goes_on
+    chain.add_full(7)
+    assert chain.goes_on
+    assert [chain.first_needed(version) for version in (3, 4, 6, 7)] == [3, 3, 3, 7]
+
+
+def test_a_staging_memory_that_was_written_to_is_read_anew(store: Store) -> None:
+    reader = store.reader("generator-0", COLUMNS)
+    for version in (0, 1):
+        store.publish(version)
+        reader.take(version)
+    reader.staging["large"][0].view(torch.uint8)[700, 5] ^= 1
+    store.publish(2)
+    assert reader.take(2).bytes > layout_bytes(COLUMNS)
+
+
+@pytest.mark.parametrize(
+    ("at", "what"), [(3, "in a blob of"), (9, "another hash"), (-5, "another hash"), (None, "is torn")]
+)
+def test_a_damaged_delta_is_named_and_the_next_full_version_is_good(
+    store: Store, at: int | None, what: str
+) -> None:
+    reader = store.reader("generator-0", WHOLE)
+    store.publish(0)
+    reader.take(0)
+    store.publish(1)
+    (file,) = (store.folder / "rank-00001").glob("*/00000001.delta")
+    data = bytearray(file.read_bytes())
+    if at is not None:
+        data[at] ^= 1
+    file.write_bytes(data if at is not None else data[:-8])
+    with pytest.raises(WeightSyncError, match=f"00000001.delta at .*{what}"):
+        reader.stream.stage(1)
+    for version in range(2, FULL_EVERY + 1):
+        store.publish(version)
+    reader.take(FULL_EVERY)
+
+
+def test_wrong_changes_with_a_right_checksum_are_found_by_the_hash_of_the_version(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = store.reader("generator-0", WHOLE)
+    store.publish(0)
+    reader.take(0)
+
+    def wrong(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        changed = new.clone()
+        changed.view(-1).view(torch.uint8)[0] ^= 1
+        return encode(old, changed)
+
+    encode = stored_publisher.encode
+    monkeypatch.setattr(stored_publisher, "encode", wrong)
+    store.publish(1)
+    with pytest.raises(WeightSyncError, match="is not what learner rank 0 has"):
+        reader.stream.stage(1)
+
+
+@pytest.mark.parametrize(("fast", "deltas"), [(1e18, [1]), (1e-18, [])])
+def test_auto_stores_changes_where_the_store_is_slow(
+    fast: float, deltas: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_publisher, "FAST_BYTES_S", fast)
+    monkeypatch.setattr(stored_publisher, "LATENCY_S", 0.0)
+    layout = whole_layout(DRIFTING)
+    full = full_tensors(layout)
+    config = SyncConfig(backend="file", folder=str(tmp_path), deadline_s=20.0)
+    publisher = StoredPublisher(0, 1, layout, full, config, 1, FolderBlobs(tmp_path))
+    try:
+        stream = StoredStream("g", [publisher.endpoint], layout, config, full, FolderBlobs(tmp_path), 1)
+        for version in (0, 1):
+            publisher.publish(version)
+            assert stream.newest(version - 1, 20.0) == version
+        (series,) = (tmp_path / "rank-00000").iterdir()
+        assert [int(file.stem) for file in series.glob("*.delta")] == deltas
+    finally:
+        publisher.close()
