@@ -186,7 +186,7 @@ class Rollouts:
         progress = TaskProgress(count, kept, keep)
         try:
             made: list[Trajectory] = await all_of(
-                play(task, request_id, sampling, sample=i, of=count, trajectory=one, note=progress.note)
+                play(task, request_id, sampling, sample=i, of=count, trajectory=one, changed=progress.changed)
                 for i, (sampling, one) in enumerate(zip(samplings, progress.trajectories, strict=True))
             )
         finally:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from asyncrl.generator.agents.chat import Message
-from asyncrl.generator.agents.env import Environment, Observation, Reply
+from asyncrl.generator.agents.env import Action, Environment, Observation
 from asyncrl.types import Rollout, Task
 
 
@@ -58,15 +58,15 @@ class ThreeTurns(Environment):
         self._ordinal, self._said = task.ordinal, list[str]()
         return [{"role": "user", "content": str(task.prompt)}]
 
-    async def step(self, reply: Reply) -> Observation:
-        self._said.append(reply.text)
+    async def step(self, action: Action) -> Observation:
+        self._said.append(action.text)
         line = json.dumps({"pid": os.getpid(), "ordinal": self._ordinal, "said": self._said}) + "\n"
         with (self._folder / "said").open("a") as file:
             file.write(line)
         while len(self._said) == 2 and not (self._folder / "gate").exists():
             await asyncio.sleep(0.02)
         answer: Message = {"role": "user", "content": str(len(self._said))}
-        return Observation([answer], reward=float(len(reply.text)), done=len(self._said) == 3)
+        return Observation([answer], reward=float(len(action.text)), done=len(self._said) == 3)
 
 
 def misspelt(task: Task, text: str) -> float:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from asyncrl.config.sections.agent import AgentConfig
 from asyncrl.generator.agents.agent import Agent
 from asyncrl.generator.agents.chat import Message
-from asyncrl.generator.agents.env import Environment, Observation, Reply, ToolEnvironment
+from asyncrl.generator.agents.env import Action, Environment, Observation, ToolEnvironment
 from asyncrl.generator.engines.engine import SampleRequest
 from asyncrl.types import Sampling, Task, Turn
 
@@ -90,7 +90,7 @@ class Counting(Environment):
         self._count = 0
         return [{"role": "user", "content": str(task.prompt)}]
 
-    async def step(self, reply: Reply) -> Observation:
+    async def step(self, action: Action) -> Observation:
         self._count += 1
         Counting.seen += 1
         says = f"turn {Counting.seen if self._drift else self._count}"

@@ -3,13 +3,13 @@
     environment ─ messages ─▸ chat.open ─▸ prompt ids
                                               │
           ┌───────────────────────────────────▼──────────────────────────────┐
-          │ engine ─ output ids, log-probs, versions ─▸ trajectory           │  one turn; interrupted, it goes on
+          │ engine ─ output ids, log-probs, versions ─▸ trajectory           │  one turn; interrupted, it continues
           │ text, tool calls ─▸ environment.step ─ messages ─▸ chat.after    │  from the tokens it has
           └──────────────────────────────────────────────────────────────────┘
-          until the environment says done, or a limit is reached
+          until the environment is done, or a limit is reached
 
-The trajectory only grows: what is sampled from is, token for token, what is trained on. After each turn and after
-each answer its bytes may be handed on (`progress.py`), and another worker goes on from there.
+The trajectory only grows: the tokens that are sampled from are those that are trained on. After each turn and after
+each answer its bytes may be sent to the queue (`progress.py`), and another worker continues from there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from asyncrl.config.schema import AgentConfig, Config
 from asyncrl.counter_rng import stream_key
 from asyncrl.errors import ConfigError
 from asyncrl.generator.agents.chat import Chat
-from asyncrl.generator.agents.env import Environment, Observation, Reply, ToolEnvironment
+from asyncrl.generator.agents.env import Action, Environment, Observation, ToolEnvironment
 from asyncrl.generator.agents.tool_formats import calls_in
 from asyncrl.generator.agents.tools import Tool, Toolbox, load_tools
 from asyncrl.generator.agents.trajectory import NO_IDS, ContextEntry, PolicyEntry, Trajectory, TrajectoryEnd
@@ -50,9 +50,9 @@ CLOSE_S = 5.0
 """Longest wait for an environment to close."""
 
 
-def check(tokenizer: PreTrainedTokenizerBase, config: AgentConfig) -> None:
-    """Raises ConfigError for tools, an environment or a chat template that cannot be used; says what they may do
-    that is not expected."""
+def check_agent(tokenizer: PreTrainedTokenizerBase, config: AgentConfig) -> None:
+    """Log what a chat template does that users may not expect. Raises ConfigError for tools, an environment or a
+    chat template that cannot be used."""
     _environments(config)
     chat = Chat(tokenizer)
     if config.tools:
@@ -78,17 +78,17 @@ class Agent:
         config: AgentConfig,
         max_length: int,
     ) -> None:
-        self._engine, self._make, self._config = engine, environment, config
+        self._engine, self._make_environment, self._config = engine, environment, config
         self._chat = Chat(tokenizer)
         self._max_length = min(config.max_tokens or max_length, max_length)
         self._counts: Counter[str] = Counter()
 
     @staticmethod
     def from_config(engine: Sampler, tokenizer: PreTrainedTokenizerBase, config: Config) -> Agent | None:
-        """None if rollouts are of one turn. Raises ConfigError as `check` does."""
+        """Returns None for rollouts of one turn. Raises ConfigError as `check_agent` does."""
         if not config.agent.several_turns:
             return None
-        check(tokenizer, config.agent)
+        check_agent(tokenizer, config.agent)
         environments = _environments(config.agent)
         return Agent(engine, tokenizer, environments, config.agent, config.generator.max_length)
 
@@ -101,61 +101,67 @@ class Agent:
         sample: int = 0,
         of: int = 1,
         trajectory: Trajectory | None = None,
-        note: Callable[[], None] = lambda: None,
+        changed: Callable[[], None] = lambda: None,
     ) -> Trajectory:
-        """One rollout to its end, the `sample`-th of `of` of the task.
+        """Play one rollout to its end.
 
-        trajectory: to go on from, else a new one. note: called whenever a turn or its answer is in it.
-        Raises PromptTooLongError if there is no room for a first turn, EnvironmentFailedError.
+        Args:
+            sample: Index of the rollout among the `of` rollouts of the task.
+            trajectory: A rollout to continue; None begins a new one.
+            changed: Called after each turn and each answer.
+
+        Raises:
+            PromptTooLongError: There is no room for a first turn.
+            EnvironmentFailedError: The environment raised, or took too long.
         """
-        growing = Trajectory() if trajectory is None else trajectory
-        if growing.ended:
-            return growing
-        environment = await self._made(task)
-        ask = _Ask(request_id, sampling, task.ordinal, sample, of)
+        trajectory = trajectory or Trajectory()
+        if trajectory.ended:
+            return trajectory
+        environment = await self._new_environment(task)
+        requests = _RequestMaker(request_id, sampling, task.ordinal, sample, of)
         try:
-            await self._begin(environment, task, growing)
-            while not growing.ended:
-                if not growing.unanswered:
-                    await self._say(growing, ask)
-                    note()
-                await self._answer(environment, task, growing)
-                note()
+            await self._begin(environment, task, trajectory)
+            while not trajectory.ended:
+                if not trajectory.unanswered:
+                    await self._sample_turn(trajectory, requests)
+                    changed()
+                await self._observe(environment, task, trajectory)
+                changed()
         finally:
             self._counts.update({f"agent/{name}": count for name, count in environment.counts.items()})
             with suppress(EnvironmentFailedError):
                 await self._guarded(environment.close(), task, "close", CLOSE_S)
-        self._counts.update(["agent/rollouts", f"agent/ended/{growing.ended}"])
-        self._counts["agent/turns"] += growing.turns
-        return growing
+        self._counts.update(["agent/rollouts", f"agent/ended/{trajectory.ended}"])
+        self._counts["agent/turns"] += trajectory.turns
+        return trajectory
 
     def stats(self) -> dict[str, float]:
-        """Totals: agent/rollouts, agent/turns, agent/ended/<why>, agent/resumed and agent/diverged of those that
-        another worker began, and what the environments count: agent/calls, agent/malformed, agent/tool_errors,
+        """Totals: agent/rollouts, agent/turns, agent/ended/<reason>, agent/resumed and agent/diverged of those that
+        another worker began, and the counts of environments: agent/calls, agent/malformed, agent/tool_errors,
         agent/tool_late."""
         return dict(self._counts)
 
     # ---- one rollout
 
-    async def _made(self, task: Task) -> Environment:
+    async def _new_environment(self, task: Task) -> Environment:
         async def make() -> Environment:
-            return self._make()
+            return self._make_environment()
 
         made: Environment = await self._guarded(make(), task, "making", self._config.deadline_s)
         return made
 
-    async def _begin(self, environment: Environment, task: Task, growing: Trajectory) -> None:
-        """What is kept of the trajectory, if the environment comes to the same again; else the prompt."""
+    async def _begin(self, environment: Environment, task: Task, trajectory: Trajectory) -> None:
+        """Keep a trajectory that the environment reproduces; otherwise begin with the prompt."""
         opening = await self._open(environment, task)
-        if growing.entries:
-            if await self._repeats(environment, task, growing, opening):
+        if trajectory.entries:
+            if await self._reproduces(environment, task, trajectory, opening):
                 self._counts["agent/resumed"] += 1
                 return
             log.info("task %d: the environment did not repeat itself; the rollout begins anew", task.ordinal)
             self._counts["agent/diverged"] += 1
-            growing.clear()
+            trajectory.clear()
             opening = await self._open(environment, task)
-        growing.add(ContextEntry(opening, state_hash(opening.tobytes())))
+        trajectory.add(ContextEntry(opening, state_hash(opening.tobytes())))
 
     async def _open(self, environment: Environment, task: Task) -> Array:
         async def prompt() -> Array:
@@ -169,65 +175,68 @@ class Agent:
             )
         return opening
 
-    async def _say(self, growing: Trajectory, ask: _Ask) -> None:
-        """One turn, asked for again with what it has as often as it is interrupted."""
-        while (left := self._left(growing, ask.sampling)) > 0:
-            (turn,) = await self._engine.sample(ask.request(growing.ids, left))
-            growing.add(PolicyEntry(turn.output_ids, turn.logprobs, turn.versions, turn.finish))
+    async def _sample_turn(self, trajectory: Trajectory, requests: _RequestMaker) -> None:
+        """Add one turn, in as many requests as interruptions make necessary."""
+        while (left := self._room(trajectory, requests.sampling)) > 0:
+            (turn,) = await self._engine.sample(requests.request(trajectory.ids, left))
+            trajectory.add(PolicyEntry(turn.output_ids, turn.logprobs, turn.versions, turn.finish))
             if turn.finish != "abort":
                 return
         nothing = NO_IDS, np.empty(0, np.float32), np.empty(0, np.int32)
-        growing.add(PolicyEntry(*nothing, "length"))
+        trajectory.add(PolicyEntry(*nothing, "length"))
 
-    def _left(self, growing: Trajectory, sampling: Sampling) -> int:
+    def _room(self, trajectory: Trajectory, sampling: Sampling) -> int:
         """Tokens that the turn may still have."""
-        said = len(growing.last_words) if growing.interrupted else 0
-        return min(sampling.max_tokens - said, self._max_length - growing.length)
+        sampled = len(trajectory.last_words) if trajectory.interrupted else 0
+        return min(sampling.max_tokens - sampled, self._max_length - trajectory.length)
 
-    async def _answer(self, environment: Environment, task: Task, growing: Trajectory) -> None:
-        """What the environment says to the last turn, or why the rollout is over."""
-        if growing.cut:
-            full = growing.length >= self._max_length
-            growing.add(TrajectoryEnd("total_tokens" if full else "turn_tokens"))
+    async def _observe(self, environment: Environment, task: Task, trajectory: Trajectory) -> None:
+        """Add the environment's answer to the last turn, or the end of the rollout."""
+        if trajectory.cut:
+            full = trajectory.length >= self._max_length
+            trajectory.add(TrajectoryEnd("total_tokens" if full else "turn_tokens"))
             return
-        seen = await self._step(environment, task, growing)
-        if seen.done or growing.turns >= self._config.max_turns:
-            growing.add(TrajectoryEnd("done" if seen.done else "max_turns", seen.parts))
-        elif growing.length + len(seen.given) >= self._max_length:
-            growing.add(TrajectoryEnd("total_tokens", seen.parts))
+        answer = await self._step(environment, task, trajectory)
+        if answer.done or trajectory.turns >= self._config.max_turns:
+            trajectory.add(TrajectoryEnd("done" if answer.done else "max_turns", answer.parts))
+        elif trajectory.length + len(answer.ids) >= self._max_length:
+            trajectory.add(TrajectoryEnd("total_tokens", answer.parts))
         else:
-            state = growing.ids.tobytes() + seen.given.tobytes() if seen.state is None else seen.state
-            growing.add(ContextEntry(seen.given, state_hash(state), seen.parts))
+            before = trajectory.ids.tobytes() + answer.ids.tobytes()
+            state = before if answer.state is None else answer.state
+            trajectory.add(ContextEntry(answer.ids, state_hash(state), answer.parts))
 
-    async def _step(self, environment: Environment, task: Task, growing: Trajectory) -> _Seen:
-        words, end = growing.last_words[:-1], int(growing.last_words[-1])
+    async def _step(self, environment: Environment, task: Task, trajectory: Trajectory) -> _Answer:
+        words, end = trajectory.last_words[:-1], int(trajectory.last_words[-1])
 
-        async def stepped() -> _Seen:
-            text = self._chat.said(words)
-            said = await environment.step(Reply(text, calls_in(text, self._config.tool_format)))
-            given = NO_IDS if said.done else self._chat.after(said.messages, end)
-            return _Seen(given, _parts(said), said.done, said.state)
+        async def step() -> _Answer:
+            text = self._chat.text_of(words)
+            observed = await environment.step(Action(text, calls_in(text, self._config.tool_format)))
+            ids = NO_IDS if observed.done else self._chat.after(observed.messages, end)
+            return _Answer(ids, _reward_parts(observed), observed.done, observed.state)
 
-        seen: _Seen = await self._guarded(stepped(), task, "step", self._config.deadline_s)
-        return seen
+        answer: _Answer = await self._guarded(step(), task, "step", self._config.deadline_s)
+        return answer
 
-    async def _repeats(self, environment: Environment, task: Task, kept: Trajectory, opening: Array) -> bool:
-        """Whether the environment, taken through the turns again, says what it said before."""
+    async def _reproduces(
+        self, environment: Environment, task: Task, kept: Trajectory, opening: Array
+    ) -> bool:
+        """Whether the environment gives the same answers when the turns are replayed to it."""
         prompt, *entries = kept.entries
-        again = Trajectory()
-        again.add(prompt)
         if not isinstance(prompt, ContextEntry) or not np.array_equal(prompt.ids, opening):
             return False
+        replayed = Trajectory()
+        replayed.add(prompt)
         for entry in entries:
             if isinstance(entry, ContextEntry) and not environment.stateless:
-                seen = await self._step(environment, task, again)
-                if seen.done or seen.parts != entry.parts or not np.array_equal(seen.given, entry.ids):
+                answer = await self._step(environment, task, replayed)
+                if answer.done or answer.parts != entry.parts or not np.array_equal(answer.ids, entry.ids):
                     return False
-            again.add(entry)
+            replayed.add(entry)
         return True
 
     async def _guarded(self, call: Any, task: Task, what: str, deadline_s: float) -> Any:
-        """Whatever goes wrong in an environment, or with the messages that it gives, is its task's affair alone."""
+        """Await user code. Any failure of it, or of the messages that it returns, concerns its task alone."""
         try:
             async with asyncio.timeout(deadline_s):
                 return await call
@@ -239,18 +248,18 @@ class Agent:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
-    """An answer to a turn. given [G] int64: its messages and the template's glue · parts: of its reward."""
+class _Answer:
+    """An observation as tokens. ids [G] int64: its messages and the template's glue · parts: of its reward."""
 
-    given: Array
+    ids: Array
     parts: Mapping[str, float]
     done: bool
     state: str | bytes | int | None
 
 
 @dataclass(frozen=True, slots=True)
-class _Ask:
-    """What the requests of one rollout have in common. sample: the rollout's index among the `of` of its task."""
+class _RequestMaker:
+    """Makes the requests of one rollout, the one with index `sample` among the `of` rollouts of its task."""
 
     request_id: str
     sampling: Sampling
@@ -260,7 +269,7 @@ class _Ask:
 
     def request(self, ids: Array, most: int) -> SampleRequest:
         """Up to `most` tokens after `ids`. An engine draws by (seed, ordinal, index in the request, position in the
-        turn), so that the seed has to tell turns and rollouts apart."""
+        turn), so the seed has to differ between turns and rollouts."""
         seed = int(stream_key(self.sampling.seed, self.sample, len(ids))) & SEEDS
         return SampleRequest(
             f"{self.request_id}/{self.sample}/{len(ids)}",
@@ -271,9 +280,10 @@ class _Ask:
         )
 
 
-def _parts(seen: Observation) -> dict[str, float]:
-    """Raises ValueError or TypeError for a reward that is none."""
-    named = seen.reward if isinstance(seen.reward, Mapping) else {STEPS: seen.reward} if seen.reward else {}
+def _reward_parts(observed: Observation) -> dict[str, float]:
+    """Raises ValueError or TypeError unless the reward is a finite number or finite parts."""
+    reward = observed.reward
+    named = reward if isinstance(reward, Mapping) else {STEPS: reward} if reward else {}
     parts = {str(name): float(part) for name, part in named.items()}
     for name, part in parts.items():
         if not abs(part) <= LARGEST:
@@ -302,7 +312,7 @@ def _environments(config: AgentConfig) -> Callable[[], Environment]:
             "agent.options", config.options, str(error), f"{config.environment} takes {takes}"
         ) from None
     if inspect.isclass(make):
-        for method, *names in (("reset", "self", "task"), ("step", "self", "reply")):
+        for method, *names in (("reset", "self", "task"), ("step", "self", "action")):
             check_arguments(
                 getattr(make, method), f"{config.environment}.{method}", "agent.environment", *names
             )

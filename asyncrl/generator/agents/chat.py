@@ -1,14 +1,14 @@
-"""Messages to tokens, append-only: a token that is in a rollout stays as it is.
+"""Messages to tokens, append-only: tokens in a rollout never change.
 
-    open    [system, user] ──────────────▸ the prompt, up to where the assistant's turn begins
-            the engine ──────────────────▸ what the policy said: kept as it came, never decoded and encoded again
-    after   [tool, …] or [user, …] ──────▸ the template's glue, the new messages, up to where the next turn begins
+    open    [system, user] ──────────────▸ the prompt, up to the beginning of the assistant's turn
+            the engine ──────────────────▸ the policy's tokens, never decoded and encoded again
+    after   [tool, …] or [user, …] ──────▸ the template's glue, the new messages, up to the beginning of the next turn
 
-The glue is found on a dummy: the template renders [user, assistant, the new messages], and what it puts behind the
-words of the assistant is taken. Of that, the token that ends a turn is left out: the policy has said its own.
+The glue comes from a dummy conversation: the template renders [user, assistant, the new messages], and the text behind
+the assistant's content is used, without the token that ends a turn, which the policy has sampled itself.
 
-Some templates rewrite what is past (Qwen3 takes the thoughts out of earlier turns). Here nothing is rewritten: the
-policy goes on from exactly the tokens it saw and said, and the learner sees the same. `rewrites` tells.
+Some templates rewrite earlier turns (Qwen3 removes their thoughts). Here they stay: the policy continues from exactly
+the tokens that it saw and sampled, and the learner trains on the same. See `rewrites`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from asyncrl.errors import ConfigError
 from asyncrl.types import Array
 
 Message = Mapping[str, Any]
-"""{"role": …, "content": …}; of a tool's answer also name and tool_call_id."""
+"""{"role": …, "content": …}; a tool's answer also has name and tool_call_id."""
 
 MARK = "1234567890123"
-"""What the dummy says. Digits: every tokenizer and every template takes them as they are."""
+"""The dummy's content. Digits: no tokenizer and no template changes them."""
 
 THOUGHT = "9876543210987"
 USER: Message = {"role": "user", "content": "0"}
@@ -50,24 +50,24 @@ class Chat:
             raise ConfigError(
                 "model.path",
                 tokenizer.name_or_path,
-                "its tokenizer has no chat template, which turns of several need",
+                "its tokenizer has no chat template, which rollouts of several turns need",
                 "use an instruction-tuned model, or set tasks.chat_template=FILE",
             )
         self._tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder.values()
         self._special = {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}
-        # A token of one letter cannot be told from text: toy tokenizers have those.
+        # Tokens of one letter, which toy tokenizers have, cannot be distinguished from text.
         forged = sorted((token for token in self._special if len(token) > 1), key=len, reverse=True)
         self._forged = re.compile("|".join(map(re.escape, forged))) if forged else None
 
     @property
     def rewrites(self) -> bool:
-        """Whether the template would take thoughts out of earlier turns."""
+        """Whether the template would remove thoughts from earlier turns."""
         thinking = {"role": "assistant", "content": f"<think>\n{THOUGHT}\n</think>\n\n{MARK}"}
         return THOUGHT not in self._render([USER, thinking, USER], opened=True)
 
     def shows(self, tools: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether a prompt says anything of these tools."""
+        """Whether a prompt mentions these tools."""
         return self._render([USER], opened=True, tools=tools) != self._render([USER], opened=True)
 
     def check_role(self, role: str) -> None:
@@ -92,25 +92,25 @@ class Chat:
         return self._encode(self._render(messages, opened=True, tools=tools))
 
     def after(self, messages: Sequence[Message], end: int) -> Array:
-        """[G] int64: what follows a turn whose last token is `end`, up to where the next turn begins.
+        """[G] int64: the tokens between a turn whose last token is `end` and the next turn.
 
-        Control tokens that a message's text spells out are taken apart, so that no tool can forge a turn.
+        Control tokens that a message's text spells out are broken up, so that no tool can forge a turn.
         """
         suffix, kept = self._behind([self._harmless(message) for message in messages])
-        cut = self._end_of_turn(suffix[:kept], str(self._tokenizer.decode([end])))
-        # In context: some tokenizers encode the beginning of a text in a way of its own.
-        head, whole = self._encode(MARK + suffix[:cut]), self._encode(MARK + suffix)
+        stop = self._end_of_turn(suffix[:kept], str(self._tokenizer.decode([end])))
+        # In context: some tokenizers encode the beginning of a text differently.
+        head, whole = self._encode(MARK + suffix[:stop]), self._encode(MARK + suffix)
         if np.array_equal(whole[: len(head)], head):
             return whole[len(head) :]
-        return self._encode(suffix[cut:])
+        return self._encode(suffix[stop:])
 
-    def said(self, ids: Array) -> str:
+    def text_of(self, ids: Array) -> str:
         """The text of a turn's tokens, control tokens spelled out."""
         text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return str(text)
 
     def _behind(self, messages: Sequence[Message]) -> tuple[str, int]:
-        """What the template puts behind the assistant's words, and how much of it closes the assistant's turn."""
+        """The template's text behind the assistant's content, and its length up to the end of that turn."""
         alone = self._render([USER, PLAIN], opened=False)
         closing = alone[alone.index(MARK) + len(MARK) :]
         try:
@@ -123,13 +123,10 @@ class Chat:
         shared = takewhile(lambda pair: pair[0] == pair[1], zip(suffix, closing, strict=False))
         return suffix, sum(1 for _ in shared)
 
-    def _end_of_turn(self, closing: str, said: str) -> int:
-        """Where in `closing` the token stops that ends a turn; 0 if the template has none."""
-        ends = [
-            (closing.find(token), len(token))
-            for token in {*self._special, said}
-            if token and token in closing
-        ]
+    def _end_of_turn(self, closing: str, sampled: str) -> int:
+        """The index in `closing` behind the token that ends a turn; 0 if the template has none."""
+        tokens = {*self._special, sampled}
+        ends = [(closing.find(token), len(token)) for token in tokens if token and token in closing]
         return sum(min(ends)) if ends else 0
 
     def _harmless(self, message: Message) -> Message:
@@ -141,7 +138,7 @@ class Chat:
     def _render(
         self, messages: Sequence[Message], *, opened: bool, tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
-        """opened: up to where an assistant's turn begins."""
+        """opened: up to the beginning of an assistant's turn."""
         return str(
             self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
@@ -156,5 +153,5 @@ class Chat:
 
 
 def tool_message(content: str, role: str = "tool", name: str = "tool", number: int = 0) -> dict[str, Any]:
-    """What a tool answers. number: of the call in its rollout; the id has nine letters, as Mistral's template asks."""
+    """A tool's answer. number: of the call in its rollout; the id has nine letters, as Mistral's template requires."""
     return {"role": role, "content": content, "name": name, "tool_call_id": f"call{number:05d}"}

@@ -1,4 +1,4 @@
-"""Examples of several turns: a task's 'target' texts, said in its own environment by no policy at all."""
+"""Demonstrations of several turns: a task's 'target' texts, played in its own environment without a policy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncrl.types import Rollout, Sampling, Task, Turn
 
 
 class Demonstration:
-    """Rollouts in which each turn is the next of the task's targets; what tools say is theirs."""
+    """Makes rollouts whose turns are the task's targets, with the answers of its tools."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: Config) -> None:
         self._tokenizer, self._weights = tokenizer, config.reward.weights
@@ -32,7 +32,7 @@ class Demonstration:
                 f"task {task.ordinal} has no list of texts under 'target', one a turn, which supervised training needs"
             )
         self._turns[task.ordinal] = target.copy()
-        played = await self._agent.play(task, "recital", Sampling())
+        played = await self._agent.play(task, "demonstration", Sampling())
         if left := self._turns.pop(task.ordinal):
             raise TaskError(f"task {task.ordinal} was over before its last {len(left)} targets were said")
         return replace(played.rollout(self._weights), columns={})
@@ -44,8 +44,5 @@ class Demonstration:
             raise TaskError(f"task {request.ordinal} goes on after its last target")
         words = self._tokenizer.encode(turns.pop(0), add_special_tokens=False)
         ids = np.array([*words, self._tokenizer.eos_token_id], np.int64)
-        return [
-            Turn(
-                request.prompt_ids, ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), "stop"
-            )
-        ]
+        zeros = np.zeros(len(ids))
+        return [Turn(request.prompt_ids, ids, zeros.astype(np.float32), zeros.astype(np.int32), "stop")]

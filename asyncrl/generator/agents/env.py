@@ -1,9 +1,9 @@
-"""What the policy acts in: an environment takes each of its turns and says what comes next.
+"""The environment that the policy acts in: it takes each turn and returns the next messages.
 
-    reset(task) ─▸ messages ─▸ [turn] ─▸ step(reply) ─▸ messages, reward ─▸ [turn] ─▸ step(reply) ─▸ done
+    reset(task) ─▸ messages ─▸ [turn] ─▸ step(action) ─▸ messages, reward ─▸ [turn] ─▸ step(action) ─▸ done
 
-One object lives for one rollout. `ToolEnvironment` is the usual one: calls are answered by tools, a turn without a
-call is the answer.
+One object lives for one rollout. `ToolEnvironment` is the usual one: tools answer calls, and a turn without a call is
+the final answer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from asyncrl.types import Task
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class Action:
     """One turn of the policy. calls: those in its text, by `agent.tool_format`."""
 
     text: str
@@ -32,12 +32,12 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What an environment answers to a turn.
+    """An environment's answer to a turn.
 
     messages  for the policy, before its next turn
-    reward    of the turn just taken: a number (the part 'steps'), or parts by name; `reward.weights` weighs them
+    reward    for the turn just taken: a number (the part 'steps'), or parts by name; `reward.weights` weighs them
     done      the rollout is over; messages are then of no use
-    state     that the next turn begins in, for algorithms that compare turns of one task that begin in equal states
+    state     in which the next turn begins, for algorithms that compare turns of one task that begin in equal states
               (gigpo, hgpo). None: all the tokens before it
     """
 
@@ -51,9 +51,9 @@ class Environment(ABC):
     """One rollout's environment: `agent.environment` names a class of this kind, made with `agent.options`.
 
     tools      schemas that the chat template shows to the policy
-    stateless  a rollout that another generator began goes on without this one having seen its first turns. Else they
-               are repeated to it, and the rollout begins anew unless everything it says is the same again
-    counts     of what happened, for the metrics agent/<name>
+    stateless  a rollout of another generator may continue although this object has not seen its first turns. Otherwise
+               they are replayed, and the rollout begins anew unless every observation is the same as before
+    counts     events, for the metrics agent/<name>
     """
 
     tools: Sequence[Schema] = ()
@@ -67,7 +67,7 @@ class Environment(ABC):
         """Begin, maybe not for the first time: the messages before the policy's first turn."""
 
     @abstractmethod
-    async def step(self, reply: Reply) -> Observation:
+    async def step(self, action: Action) -> Observation:
         """Answer one turn."""
 
     async def close(self) -> None:  # noqa: B027
@@ -75,20 +75,24 @@ class Environment(ABC):
 
 
 class ToolEnvironment(Environment):
-    """Calls are answered, those of one turn at the same time; a turn without calls ends the rollout.
+    """Answers the calls of a turn concurrently; a turn without calls ends the rollout.
 
-    An environment with a state may derive from it and give methods of its own as tools. role: of the answers.
+    An environment with a state may derive from it and pass its own methods as tools.
+
+    Args:
+        tools: Functions, or a toolbox that many environments share.
+        role: Role of the answers.
+        options: Keywords of `Toolbox`, for tools that are functions.
     """
 
     def __init__(
         self, tools: Sequence[Callable[..., Any]] | Toolbox, role: str = "tool", **options: Any
     ) -> None:
-        """options: of `Toolbox`, for tools that come as functions."""
         super().__init__()
-        self._box = tools if isinstance(tools, Toolbox) else Toolbox(tools, **options)
+        self._toolbox = tools if isinstance(tools, Toolbox) else Toolbox(tools, **options)
         self._role, self._answered = role, 0
-        self.tools = self._box.schemas
-        methods = any(inspect.ismethod(tool.function) for tool in self._box.tools.values())
+        self.tools = self._toolbox.schemas
+        methods = any(inspect.ismethod(tool.function) for tool in self._toolbox.tools.values())
         self.stateless = type(self) is ToolEnvironment and not methods
 
     async def reset(self, task: Task) -> Sequence[Message]:
@@ -96,16 +100,15 @@ class ToolEnvironment(Environment):
             return [{"role": "user", "content": task.prompt}]
         return task.prompt
 
-    async def step(self, reply: Reply) -> Observation:
-        if not reply.calls:
+    async def step(self, action: Action) -> Observation:
+        if not action.calls:
             return Observation(done=True)
-        texts = await asyncio.gather(*map(self._answer, reply.calls))
-        numbers = range(self._answered, self._answered + len(texts))
-        self._answered += len(texts)
+        texts = await asyncio.gather(*map(self._answer, action.calls))
+        first, self._answered = self._answered, self._answered + len(texts)
         return Observation(
             [
-                tool_message(text, self._role, getattr(call, "name", "tool"), number)
-                for text, call, number in zip(texts, reply.calls, numbers, strict=True)
+                tool_message(text, self._role, getattr(call, "name", "tool"), first + index)
+                for index, (text, call) in enumerate(zip(texts, action.calls, strict=True))
             ]
         )
 
@@ -115,12 +118,12 @@ class ToolEnvironment(Environment):
             self.counts["malformed"] += 1
             return f"Error: {call.problem}"
         try:
-            return await self._box.call(call)
+            return await self._toolbox.call(call)
         except ToolError as error:
             self.counts["tool_late" if error.late else "tool_errors"] += 1
             return f"Error: {error}"
 
 
 def of_the_environment(task: Task, text: str) -> dict[str, float]:
-    """`reward.function` of tasks whose reward is what their environment gives, and nothing else."""
+    """A `reward.function` that adds nothing to the environment's rewards."""
     return {}

@@ -1,10 +1,10 @@
-"""What is finished of a leased task, handed on with the lease: `QueueClient.progress`.
+"""The finished turns of a leased task, kept by the queue for its next lease: `QueueClient.progress`.
 
-    a turn ends ─▸ note ─▸ all trajectories of the task ─▸ queue        one message at a time; while one is under way,
-                                                                        what comes meanwhile waits for the next
-    re-leased ─▸ the trajectories as they were when the last message left
+    a turn ends ─▸ changed ─▸ all trajectories of the task ─▸ queue     one message at a time; changes during a send
+                                                                        go into the next message
+    leased again ─▸ the trajectories as they were in the last message
 
-The frames: what follows, then each trajectory's own bytes (`trajectory.py`).
+The frames: a header, then the bytes of each trajectory (`trajectory.py`).
 """
 
 from __future__ import annotations
@@ -23,29 +23,31 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 
 Send = Callable[[Sequence[bytes]], Awaitable[None]]
-"""Hands frames to the queue."""
+"""Sends frames to the queue."""
 
 
 class TaskProgress:
-    """The trajectories of one task, of which there are `count`.
+    """The `count` trajectories of one task.
 
-    kept  the frames that came with the lease; what this process cannot read is made anew
-    send  none: nothing is handed on
+    Args:
+        count: Rollouts of the task.
+        kept: Frames that came with the lease; unreadable ones are replaced by new trajectories.
+        send: None sends nothing.
     """
 
     def __init__(self, count: int, kept: Sequence[bytes] = (), send: Send | None = None) -> None:
-        self.trajectories = _read(kept, count)
+        self.trajectories = _unpack(kept, count)
         self._send, self._newer = send, False
         self._sending: asyncio.Task[None] | None = None
 
-    def note(self) -> None:
-        """Something has been finished."""
+    def changed(self) -> None:
+        """Send the trajectories, now or after the message under way."""
         self._newer = True
         if self._send is not None and self._sending is None:
-            self._sending = asyncio.create_task(self._hand_on(self._send))
+            self._sending = asyncio.create_task(self._send_all(self._send))
 
     def close(self) -> None:
-        """What is under way is given up."""
+        """Cancel the message under way."""
         if self._sending is not None:
             self._sending.cancel()
 
@@ -53,8 +55,8 @@ class TaskProgress:
         header = msgpack.packb({"format": FORMAT, "trajectories": len(self.trajectories)})
         return [header, *(bytes(trajectory.packed) for trajectory in self.trajectories)]
 
-    async def _hand_on(self, send: Send) -> None:
-        """Whatever refuses it, a lost lease or a queue that is gone, is for others to act on."""
+    async def _send_all(self, send: Send) -> None:
+        """A failure (a lost lease, a queue that is gone) ends the sending; the worker's other calls report it."""
         try:
             while self._newer:
                 self._newer = False
@@ -65,7 +67,7 @@ class TaskProgress:
         self._sending = None
 
 
-def _read(kept: Sequence[bytes], count: int) -> list[Trajectory]:
+def _unpack(kept: Sequence[bytes], count: int) -> list[Trajectory]:
     try:
         if kept:
             header, *packed = kept

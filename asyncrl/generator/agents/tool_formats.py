@@ -5,8 +5,10 @@
              <|python_tag|>add.call(a=1)                                             its form for built-in tools
     json     {"name": "add", "arguments": {"a": 1}}                                  alone, a list, or in a ``` block
 
-"arguments" and "parameters" are both taken in every format, as an object or as a string that holds one. A call that
-cannot be read becomes a `BadCall`, whose problem is told to the model. Thoughts, up to </think>, hold no calls.
+"arguments" and "parameters" are both accepted in every format, as an object or as a string that holds one. A call that
+cannot be parsed becomes a `BadCall`, whose problem is shown to the model. Thoughts, up to </think>, hold no calls.
+The parsers of transformers (`parse_response`) and of vLLM are not used: they take a malformed call for an answer, or
+reject the whole turn, and a policy learns from the problem of each call.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ DECODER = json.JSONDecoder(strict=False)
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool by name, and what to call it with."""
+    """The name of a tool, and its arguments."""
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -40,7 +42,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class BadCall:
-    """Something that was meant as a call. problem: a sentence for the model."""
+    """A malformed call. problem: a sentence for the model."""
 
     problem: str
 
@@ -49,7 +51,7 @@ AnyCall = ToolCall | BadCall
 
 
 def calls_in(text: str, tool_format: ToolFormat) -> tuple[AnyCall, ...]:
-    """In the order of the text. None: the text is an answer.
+    """The calls in the order of the text; without any, the text is an answer.
 
     >>> calls_in('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "hermes")
     (ToolCall(name='add', arguments={'a': 1}),)

@@ -9,9 +9,9 @@
         \"\"\"
         return a * b
 
-The signature and the docstring (Google style) become the JSON schema that the chat template shows to the model; what
-the model writes is checked against it. Plain functions run in threads, async ones on the event loop. Whatever goes
-wrong is said to the model as text: an unknown tool, bad arguments, an exception, a call past its deadline.
+The signature and the docstring (Google style) become the JSON schema that the chat template shows to the model, and
+against which its arguments are checked. Plain functions run in threads, async ones on the event loop. The model gets
+every failure as text: an unknown tool, bad arguments, an exception, a call past its deadline.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ import asyncio
 import functools
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import best_match
+from jsonschema.validators import extend
 from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
@@ -34,15 +37,11 @@ from asyncrl.generator.threads import in_thread
 
 Schema = Mapping[str, Any]
 
-KINDS: Mapping[str, tuple[type, ...]] = {
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "array": (list,),
-    "object": (dict,),
-    "null": (type(None),),
-}
+_INTEGERS = Draft202012Validator.TYPE_CHECKER.redefine(
+    "integer", lambda _, value: isinstance(value, int) and not isinstance(value, bool)
+)
+ArgumentValidator = extend(Draft202012Validator, type_checker=_INTEGERS)
+"""JSON Schema takes 1.0 for an integer. A Python function that wants an int does not."""
 
 
 class ToolError(Exception):
@@ -63,15 +62,13 @@ class Tool:
 
     @staticmethod
     def of(function: Callable[..., Any], key: str = "agent.tools") -> Tool:
-        """Raises ConfigError under `key` for a function without type hints or without a word on each argument."""
+        """Raises ConfigError under `key` for a function whose arguments lack type hints or descriptions."""
         schema = _schema(inspect.unwrap(getattr(function, "__func__", function)), key)
         return Tool(schema["function"]["name"], schema, function)
 
     async def call(self, arguments: Mapping[str, Any], deadline_s: float) -> str:
-        """What the function returns: a text as it is, anything else as JSON. Raises ToolError."""
-        parameters = self.schema["function"]["parameters"]
-        if wrong := next(_problems(arguments, parameters, "The arguments"), None):
-            raise ToolError(f"{wrong} {self.name} takes {json.dumps(parameters)}.")
+        """Call the function. Returns a string result as it is, any other as JSON. Raises ToolError."""
+        self._check(arguments)
         try:
             async with asyncio.timeout(deadline_s):
                 if inspect.iscoroutinefunction(self.function):
@@ -84,9 +81,16 @@ class Tool:
             raise ToolError(f"{self.name} raised {type(error).__name__}: {error}") from error
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
+    def _check(self, arguments: Mapping[str, Any]) -> None:
+        parameters = self.schema["function"]["parameters"]
+        validator = ArgumentValidator({**_standard(parameters), "additionalProperties": False})
+        if error := best_match(validator.iter_errors(arguments)):
+            where = error.json_path.removeprefix("$").lstrip(".") or "The arguments"
+            raise ToolError(f"{where}: {error.message}. {self.name} takes {json.dumps(parameters)}.")
+
 
 class Toolbox:
-    """Tools by name, at most `workers` calls at a time over all rollouts, answers cut at `most_chars`."""
+    """Tools by name, at most `workers` calls at a time over all rollouts, results cut at `most_chars`."""
 
     def __init__(
         self,
@@ -138,42 +142,11 @@ def _schema(function: Callable[..., Any], key: str) -> Schema:
     return {"type": "function", "function": named}
 
 
-def _problems(value: Any, schema: Schema, where: str) -> Iterator[str]:
-    """What is wrong with `value`, as sentences. Of JSON Schema: what type hints can say."""
-    if "anyOf" in schema:
-        if all(next(_problems(value, one, where), None) for one in schema["anyOf"]):
-            yield f"{where} are of none of the kinds that are allowed."
-        return
-    if value is None and schema.get("nullable"):
-        return
-    kinds = schema.get("type", [])
-    kinds = [kinds] if isinstance(kinds, str) else kinds
-    if kinds and not any(_is(value, kind) for kind in kinds):
-        yield f"{where} must be {' or '.join(kinds)}, not {json.dumps(value, default=str)[:80]}."
-    elif "enum" in schema and value not in schema["enum"]:
-        yield f"{where} must be one of {json.dumps(schema['enum'])}."
-    elif isinstance(value, dict):
-        yield from _problems_of_object(value, schema, where)
-    elif isinstance(value, list) and isinstance(schema.get("items"), Mapping):
-        for at, item in enumerate(value):
-            yield from _problems(item, schema["items"], f"{where}[{at}]")
-
-
-def _problems_of_object(value: Mapping[str, Any], schema: Schema, where: str) -> Iterator[str]:
-    known, others = schema.get("properties"), schema.get("additionalProperties")
-    for name in schema.get("required", ()):
-        if name not in value:
-            yield f"{where} lack {name!r}."
-    for name, item in value.items():
-        if known is not None and name in known:
-            yield from _problems(item, known[name], f"{name!r}")
-        elif isinstance(others, Mapping):
-            yield from _problems(item, others, f"{where}[{name!r}]")
-        elif known is not None:
-            yield f"{where} may not hold {name!r}."
-
-
-def _is(value: Any, kind: str) -> bool:
-    if isinstance(value, bool):  # which Python takes for an integer
-        return kind == "boolean"
-    return isinstance(value, KINDS.get(kind, (object,)))
+def _standard(schema: Any) -> Any:
+    """`get_json_schema` marks what may be None with OpenAPI's "nullable", which JSON Schema does not have."""
+    if isinstance(schema, list):
+        return [_standard(part) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    standard = {key: _standard(part) for key, part in schema.items() if key != "nullable" or part is not True}
+    return {"anyOf": [standard, {"type": "null"}]} if schema.get("nullable") is True else standard

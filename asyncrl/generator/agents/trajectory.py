@@ -1,13 +1,13 @@
-"""One rollout as it grows, entry by entry; what is in it never changes.
+"""One rollout as it grows, entry by entry; existing entries never change.
 
-    Given   the prompt, later what the environment answers     loss mask 0, NO_VERSION
-    Said    a turn of the policy, or a piece of one            loss mask 1, its log-probs and versions
-    Ended   why
+    ContextEntry     the prompt, later the environment's messages    loss mask 0, NO_VERSION
+    PolicyEntry      a turn of the policy, or a piece of one         loss mask 1, its log-probs and versions
+    TrajectoryEnd    the reason
 
-    Given Said Given Said Ended                 two turns
-    Given Said(abort) Said Ended                one turn, interrupted once
+    Context Policy Context Policy End           two turns
+    Context Policy(abort) Policy End            one turn, interrupted once
 
-`packed` is all of it as bytes, from which another process goes on.
+`packed` is the whole trajectory as bytes, from which another process continues.
 
 Axes:  L tokens of the rollout
 """
@@ -25,8 +25,8 @@ import numpy as np
 
 from asyncrl.types import COLUMNS, NO_VERSION, WITHOUT_STEPS, Array, Finish, Rollout
 
-Why = Literal["done", "max_turns", "turn_tokens", "total_tokens"]
-"""The environment said so · agent.max_turns · generator.max_tokens of one turn · no room for another turn."""
+EndReason = Literal["done", "max_turns", "turn_tokens", "total_tokens"]
+"""The environment is done · agent.max_turns · generator.max_tokens of one turn · no room for another turn."""
 
 
 NO_IDS = np.empty(0, np.int64)
@@ -43,7 +43,7 @@ class ContextEntry:
 
 @dataclass(frozen=True, slots=True)
 class PolicyEntry:
-    """ids [T] int64, logprobs [T] float32, versions [T] int32. finish "abort": the turn goes on with the next one."""
+    """ids [T] int64, logprobs [T] float32, versions [T] int32. finish "abort": the next entry continues the turn."""
 
     ids: Array
     logprobs: Array
@@ -55,7 +55,7 @@ class PolicyEntry:
 class TrajectoryEnd:
     """parts: reward of the last turn."""
 
-    why: Why
+    reason: EndReason
     parts: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -63,30 +63,28 @@ TrajectoryEntry = ContextEntry | PolicyEntry | TrajectoryEnd
 
 
 class Trajectory:
-    """Entries in order. `packed` grows with them."""
+    """Entries in order. `packed` grows with them. length: tokens so far · turns: finished ones."""
 
     def __init__(self) -> None:
         self.clear()
 
     @staticmethod
     def unpack(packed: bytes) -> Trajectory:
-        """Raises ValueError for bytes that are none."""
-        made = Trajectory()
+        """Raises ValueError for bytes that hold no trajectory."""
+        trajectory = Trajectory()
         try:
             for kind, *fields in msgpack.Unpacker(io.BytesIO(packed)):
-                made.add(READ[kind](*fields))
-            if made.packed != packed:
+                trajectory.add(ENTRY_READERS[kind](*fields))
+            if trajectory.packed != packed:
                 raise ValueError("cut off")
         except (KeyError, TypeError, ValueError, msgpack.UnpackException) as error:
             raise ValueError(f"no trajectory: {error!r}") from error
-        return made
+        return trajectory
 
     def clear(self) -> None:
-        """Begin anew."""
         self.entries: list[TrajectoryEntry] = []
         self.packed = bytearray()
         self.length = self.turns = 0
-        """Tokens so far · turns that are over."""
 
     def add(self, entry: TrajectoryEntry) -> None:
         self.entries.append(entry)
@@ -97,30 +95,34 @@ class Trajectory:
             self.turns += 1
 
     @property
-    def ended(self) -> Why | None:
+    def ended(self) -> EndReason | None:
         last = self.entries[-1] if self.entries else None
-        return last.why if isinstance(last, TrajectoryEnd) else None
+        return last.reason if isinstance(last, TrajectoryEnd) else None
 
     @property
     def interrupted(self) -> bool:
-        """The last turn is to be gone on with."""
-        last = self.entries[-1] if self.entries else None
-        return isinstance(last, PolicyEntry) and last.finish == "abort"
+        """The engine interrupted the last turn, which has to be continued."""
+        return self._last_finish == "abort"
 
     @property
     def unanswered(self) -> bool:
         """The last turn is over, and the environment has not answered yet."""
-        return bool(self.entries) and isinstance(self.entries[-1], PolicyEntry) and not self.interrupted
+        return self._last_finish not in (None, "abort")
 
     @property
     def cut(self) -> bool:
-        """The last turn ended because it may not be longer."""
+        """The last turn ended at its limit of tokens."""
+        return self._last_finish == "length"
+
+    @property
+    def _last_finish(self) -> Finish | None:
+        """None unless the last entry is the policy's."""
         last = self.entries[-1] if self.entries else None
-        return isinstance(last, PolicyEntry) and last.finish == "length"
+        return last.finish if isinstance(last, PolicyEntry) else None
 
     @property
     def last_words(self) -> Array:
-        """[T] int64: what the policy said last, up to now if that turn is not over; empty after an answer."""
+        """[T] int64: the last turn, as far as it goes if it is not over; empty after an answer."""
         pieces: list[Array] = [NO_IDS]
         for entry in reversed(self.entries):
             if isinstance(entry, ContextEntry):
@@ -139,7 +141,9 @@ class Trajectory:
         token_columns = [_columns(*at) for at in self._with_turns() if len(at[0].ids)]
         columns = {name: np.concatenate([c[name] for c in token_columns]) for name in token_columns[0]}
         total: Counter[str] = Counter()
-        for turn, parts in enumerate(self._parts()):
+        # Every entry behind the prompt that is not the policy's has the reward of the turn before it.
+        rewards = [entry.parts for entry in self.entries[1:] if not isinstance(entry, PolicyEntry)]
+        for turn, parts in enumerate(rewards):
             last = np.flatnonzero(columns["step"] == turn)[-1:]
             columns["step_rewards"][last] += _weighed(parts, weights)
             total.update(parts)
@@ -156,7 +160,7 @@ class Trajectory:
         )
 
     def _with_turns(self) -> list[tuple[ContextEntry | PolicyEntry, int, int]]:
-        """Each entry with tokens, the turn that it belongs to, and the state that this one began in."""
+        """Each entry with tokens, the index of its turn, and the anchor of the state that the turn began in."""
         found: list[tuple[ContextEntry | PolicyEntry, int, int]] = []
         turn, anchor = 0, 0
         for entry in self.entries:
@@ -168,21 +172,16 @@ class Trajectory:
                 turn += entry.finish != "abort"
         return found
 
-    def _parts(self) -> list[Mapping[str, float]]:
-        """Of each turn that was answered."""
-        answers = [entry for entry in self.entries[1:] if not isinstance(entry, PolicyEntry)]
-        return [entry.parts for entry in answers]
-
 
 def _weighed(parts: Mapping[str, float], weights: Mapping[str, float]) -> float:
     return float(sum(weights.get(name, 1.0) * part for name, part in parts.items()))
 
 
 def _columns(entry: ContextEntry | PolicyEntry, turn: int, anchor: int) -> dict[str, Array]:
-    size, said = len(entry.ids), isinstance(entry, PolicyEntry)
+    size, sampled = len(entry.ids), isinstance(entry, PolicyEntry)
     return {
         "token_ids": entry.ids,
-        "loss_mask": np.full(size, said, np.int8),
+        "loss_mask": np.full(size, sampled, np.int8),
         "logprobs": entry.logprobs if isinstance(entry, PolicyEntry) else np.zeros(size, np.float32),
         "versions": entry.versions if isinstance(entry, PolicyEntry) else np.full(size, NO_VERSION, np.int32),
         "step": np.full(size, turn, COLUMNS["step"]),
@@ -191,33 +190,36 @@ def _columns(entry: ContextEntry | PolicyEntry, turn: int, anchor: int) -> dict[
     }
 
 
-# ---------------------------------------------------------------------- bytes
+# ---- bytes: little-endian arrays
 
 
 def _fields(entry: TrajectoryEntry) -> list[Any]:
-    """Little-endian arrays."""
     if isinstance(entry, ContextEntry):
         return ["given", entry.ids.astype("<i8").tobytes(), entry.anchor, dict(entry.parts)]
     if isinstance(entry, PolicyEntry):
         arrays = [entry.ids.astype("<i8"), entry.logprobs.astype("<f4"), entry.versions.astype("<i4")]
         return ["said", *(array.tobytes() for array in arrays), entry.finish]
-    return ["ended", entry.why, dict(entry.parts)]
+    return ["ended", entry.reason, dict(entry.parts)]
 
 
-def _given(ids: bytes, anchor: int, parts: dict[str, float]) -> ContextEntry:
+def _context_entry(ids: bytes, anchor: int, parts: dict[str, float]) -> ContextEntry:
     return ContextEntry(np.frombuffer(ids, "<i8").astype(np.int64), anchor, parts)
 
 
-def _said(ids: bytes, logprobs: bytes, versions: bytes, finish: Finish) -> PolicyEntry:
-    said = PolicyEntry(
+def _policy_entry(ids: bytes, logprobs: bytes, versions: bytes, finish: Finish) -> PolicyEntry:
+    entry = PolicyEntry(
         np.frombuffer(ids, "<i8").astype(np.int64),
         np.frombuffer(logprobs, "<f4").astype(np.float32),
         np.frombuffer(versions, "<i4").astype(np.int32),
         finish,
     )
-    if not len(said.ids) == len(said.logprobs) == len(said.versions):
-        raise ValueError(f"{len(said.ids)} tokens, {len(said.logprobs)} log-probs")
-    return said
+    if not len(entry.ids) == len(entry.logprobs) == len(entry.versions):
+        raise ValueError(f"{len(entry.ids)} tokens, {len(entry.logprobs)} log-probs")
+    return entry
 
 
-READ: Mapping[str, Callable[..., TrajectoryEntry]] = {"given": _given, "said": _said, "ended": TrajectoryEnd}
+ENTRY_READERS: Mapping[str, Callable[..., TrajectoryEntry]] = {
+    "given": _context_entry,
+    "said": _policy_entry,
+    "ended": TrajectoryEnd,
+}

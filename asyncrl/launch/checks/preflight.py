@@ -51,7 +51,7 @@ def preflight(config: Config) -> None:
         from asyncrl.generator.agents import agent  # takes seconds, for transformers
         from asyncrl.models import policy_tokenizer
 
-        agent.check(policy_tokenizer(config), config.agent)
+        agent.check_agent(policy_tokenizer(config), config.agent)
     if models := requirements.models(config):
         from asyncrl.learner.models.networks import check_vocabularies  # takes seconds, for transformers
 

@@ -18,7 +18,7 @@ from asyncrl.config.sections.agent import AgentConfig
 from asyncrl.errors import ConfigError
 from asyncrl.generator.agents.agent import Agent, EnvironmentFailedError
 from asyncrl.generator.agents.chat import Message
-from asyncrl.generator.agents.env import Environment, Observation, Reply, ToolEnvironment
+from asyncrl.generator.agents.env import Action, Environment, Observation, ToolEnvironment
 from asyncrl.generator.agents.trajectory import ContextEntry, PolicyEntry, Trajectory, TrajectoryEnd
 from asyncrl.generator.engines.engine import PromptTooLongError
 from asyncrl.types import NO_VERSION, Task
@@ -111,7 +111,7 @@ async def test_a_call_that_cannot_be_done_is_answered_and_counted() -> None:
     shown = text_of(speaker, await play(made))
     for problem in (
         "Error: The tool call is not valid JSON",
-        "Error: 'b' must be integer",
+        "Error: b: 'x' is not of type 'integer'",
         "Error: There is no",
     ):
         assert problem in shown
@@ -197,7 +197,7 @@ async def test_no_two_requests_draw_alike() -> None:
 async def kept_after(made: Agent, notes: int) -> bytes:
     """What is left of a rollout that was killed after so many notes."""
     growing, packed = Trajectory(), list[bytes]()
-    await play(made, growing, note=lambda: packed.append(bytes(growing.packed)))
+    await play(made, growing, changed=lambda: packed.append(bytes(growing.packed)))
     return packed[notes - 1]
 
 
@@ -296,7 +296,7 @@ class Broken(Environment):
     async def reset(self, task: Task) -> Sequence[Message]:
         return [{"role": "user", "content": "go"}]
 
-    async def step(self, reply: Reply) -> Observation:
+    async def step(self, action: Action) -> Observation:
         if self._how == "raises":
             raise KeyError("no such room")
         if self._how == "hangs":

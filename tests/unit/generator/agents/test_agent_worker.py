@@ -201,12 +201,12 @@ async def test_what_is_kept_while_a_message_is_under_way_goes_with_the_next_one(
         await go_on.acquire()
 
     progress = TaskProgress(2, send=send)
-    progress.note()
+    progress.changed()
     await arrived.wait()
     arrived.clear()
     for trajectory in progress.trajectories:
         trajectory.add(TrajectoryEnd("done"))
-        progress.note()
+        progress.changed()
     go_on.release()
     await arrived.wait()
     assert [[Trajectory.unpack(f).ended for f in frames[1:]] for frames in sent] == [[None] * 2, ["done"] * 2]
@@ -223,10 +223,10 @@ async def test_a_queue_that_keeps_no_more_is_not_asked_again() -> None:
         raise RefusedError("full")
 
     progress = TaskProgress(1, send=send)
-    progress.note()
+    progress.changed()
     await asked.acquire()
     await asyncio.sleep(0)
-    progress.note()
+    progress.changed()
     await asyncio.sleep(0)
     assert asked.locked()
 

@@ -69,16 +69,20 @@ async def test_results_are_text_or_json() -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ({}, "The arguments lack 'item'."),
-        ({"item": 3}, "'item' must be string, not 3."),
-        ({"item": "tea", "count": True}, "'count' must be integer, not true."),
-        ({"item": "tea", "count": 1.5}, "'count' must be integer, not 1.5."),
-        ({"item": "tea", "count": None}, "'count' must be integer, not null."),
-        ({"item": "tea", "gift": 1}, "'gift' must be boolean, not 1."),
-        ({"item": "tea", "how": "slow"}, """'how' must be one of ["fast", "cheap"]."""),
-        ({"item": "tea", "sizes": [1, "2"]}, """'sizes'[1] must be number, not "2"."""),
-        ({"item": "tea", "notes": {"a": 1}}, "'notes'['a'] must be string, not 1."),
-        ({"item": "tea", "price": 1}, "The arguments may not hold 'price'."),
+        ({}, "The arguments: 'item' is a required property."),
+        ({"item": 3}, "item: 3 is not of type 'string'."),
+        ({"item": "tea", "count": True}, "count: True is not of type 'integer'."),
+        ({"item": "tea", "count": 1.5}, "count: 1.5 is not of type 'integer'."),
+        ({"item": "tea", "count": 1.0}, "count: 1.0 is not of type 'integer'."),
+        ({"item": "tea", "count": None}, "count: None is not of type 'integer'."),
+        ({"item": "tea", "gift": 1}, "gift: 1 is not of type 'boolean'."),
+        ({"item": "tea", "how": "slow"}, "how: 'slow' is not one of ['fast', 'cheap']."),
+        ({"item": "tea", "sizes": [1, "2"]}, "sizes[1]: '2' is not of type 'number'."),
+        ({"item": "tea", "notes": {"a": 1}}, "notes.a: 1 is not of type 'string'."),
+        (
+            {"item": "tea", "price": 1},
+            "The arguments: Additional properties are not allowed ('price' was unexpected).",
+        ),
     ],
 )
 async def test_arguments_that_do_not_fit_are_told_to_the_model(
