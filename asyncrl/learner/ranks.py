@@ -1,6 +1,6 @@
-"""The processes of one learner among themselves: their device, how they meet, and what they tell each other.
+"""The ranks of one learner: their devices, their process group, and small values that they exchange.
 
-Ranks talk by gloo on the CPU and by NCCL between GPUs.
+They communicate by gloo on the CPU and by NCCL between GPUs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ COLLECTIVE_DEADLINE = timedelta(minutes=10)
 
 
 def own_device() -> torch.device:
-    """Of this rank: the GPU that torchrun's LOCAL_RANK names, where there are any."""
+    """This rank's GPU, which torchrun's LOCAL_RANK names; the CPU where there is none."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -28,25 +28,33 @@ def own_device() -> torch.device:
 
 
 def join(device: torch.device) -> None:
-    """Meet the other ranks. Small values always travel on the CPU."""
+    """Join the process group of all ranks. Small values always travel on the CPU."""
     if not dist.is_initialized():
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, timeout=COLLECTIVE_DEADLINE)
 
 
 def exchange(value: Any) -> list[Any]:
-    """∀ A small msgpack-able value from every rank, in rank order, on every rank."""
+    """Collective: a small msgpack-able value from every rank, in rank order, on every rank."""
+    if _alone():
+        return [value]
     packed = torch.frombuffer(bytearray(msgpack.packb(value)), dtype=torch.uint8)
     return [msgpack.unpackb(message.numpy().tobytes()) for message in _gather_bytes(packed)]
 
 
-def gather(mine: Tensor, speakers: Sequence[int]) -> list[Tensor]:
-    """∀ A tensor of each of these ranks, in this order, on the CPU of every rank. One dtype; sizes of dimension 0 may
-    differ."""
+def gather(mine: Tensor, sources: Sequence[int]) -> list[Tensor]:
+    """Collective: a tensor from each rank of `sources`, in this order, on the CPU of every rank. All have one dtype;
+    sizes of dimension 0 may differ."""
     here = mine.detach().cpu().contiguous()
-    heard = here if dist.get_rank() in speakers else here[:0]
-    every = _gather_bytes(heard.reshape(-1).view(torch.uint8))
-    return [every[rank].view(here.dtype).reshape(-1, *here.shape[1:]) for rank in speakers]
+    if _alone():
+        return [here]
+    sent = here if dist.get_rank() in sources else here[:0]
+    every = _gather_bytes(sent.reshape(-1).view(torch.uint8))
+    return [every[rank].view(here.dtype).reshape(-1, *here.shape[1:]) for rank in sources]
+
+
+def _alone() -> bool:
+    return not dist.is_initialized() or dist.get_world_size() == 1
 
 
 def _gather_bytes(mine: Tensor) -> list[Tensor]:

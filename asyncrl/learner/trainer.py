@@ -567,7 +567,7 @@ def run_learner(
         return open_publisher(config.run.name, rank, world, layout, tensors, sync, lineage, keys)
 
     pooled = {
-        name: RemoteModel(name, config, backend.rank, backend.world, client, keys, backend.speaks)
+        name: RemoteModel(name, config, backend.rank, backend.world, client, keys, backend.is_data_leader)
         for name in requirements.taught_on_pools(config)
     }
     folder = Path(config.run.dir) / config.run.name

@@ -147,7 +147,7 @@ class Learner:
         if not whole:
             return
         batch = batch.select(whole)
-        apart = (self._backend.predict(batch) - batch.behaviour_N)[batch.loss_mask_N].abs()
+        apart = (self._backend.policy.predict(batch) - batch.behaviour_N)[batch.loss_mask_N].abs()
         name = "before" if self._epoch == 0 else "after"
         self._gaps[name] = float(torch.tensor([self._gaps.get(name, 0.0), apart.max()]).max())  # NaN stays
         self._compared = True

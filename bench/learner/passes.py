@@ -53,7 +53,7 @@ class Packed:
         self._even = TrainingFlops.of(config.model).even_tokens
 
     def prepare(self, batch: MicroBatch) -> None:
-        self._backend.forget_gradients()
+        self._backend.policy.forget_gradients()
         self._batch = batch
 
     def run(self) -> float:
@@ -65,7 +65,9 @@ class Packed:
 
         batch = self._batch
         passes = len(pack(batch, range(batch.rollouts), self._tokens))
-        self._backend.accumulate(pack(batch, range(batch.rollouts), self._tokens, passes, self._even), loss)
+        self._backend.policy.accumulate(
+            pack(batch, range(batch.rollouts), self._tokens, passes, self._even), loss
+        )
         return sum(losses)
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from asyncrl.learner.backends.backend import Model
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.reporting.flops import TrainingFlops, squares
@@ -26,18 +28,18 @@ from bench.process import Talk
 
 
 class Stopwatch:
-    """A backend's `accumulate`, `gradient_norm` and `optimizer_step`, timed. The loss in between is not the model's."""
+    """A policy whose `accumulate`, `gradient_norm` and `optimizer_step` are timed, without the losses in between."""
 
-    def __init__(self, backend: FsdpBackend, clock: Callable[[], float]) -> None:
-        self.seconds, self._clock = 0.0, clock
-        for name in ("gradient_norm", "optimizer_step"):
-            setattr(backend, name, self._timed(getattr(backend, name), 1))
-        accumulate = self._timed(backend.accumulate, 1)
+    def __init__(self, policy: Model, clock: Callable[[], float]) -> None:
+        self.seconds, self._clock, self._policy = 0.0, clock, policy
+        self.gradient_norm = self._timed(policy.gradient_norm, 1)
+        self.optimizer_step = self._timed(policy.optimizer_step, 1)
 
-        def without_loss(batches: Sequence[MicroBatch], loss: Callable[..., Tensor]) -> None:
-            accumulate(batches, self._timed(loss, -1))
+    def accumulate(self, batches: Sequence[MicroBatch], loss: Callable[..., Tensor]) -> None:
+        self._timed(self._policy.accumulate, 1)(batches, self._timed(loss, -1))
 
-        backend.accumulate = without_loss  # type: ignore[method-assign]
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._policy, name)
 
     def _timed(self, call: Callable[..., Tensor | float | None], sign: int) -> Callable[..., Tensor]:
         def timed(*args: object) -> object:
@@ -58,7 +60,9 @@ def main() -> None:
     groups = groups_of(samples("short", said["groups"], said["scale"]))
     backend = FsdpBackend(config)
     mine = _share(groups, backend.data_rank, backend.data_world, TrainingFlops.of(config.model))
-    step, watch = version_step(backend, config), Stopwatch(backend, clock)
+    watch = Stopwatch(backend.policy, clock)
+    backend.policy = cast(Any, watch)
+    step = version_step(backend, config)
     talk.tell("ready")
     version = 0
     while talk.hears() is not None:

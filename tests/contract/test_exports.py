@@ -65,6 +65,6 @@ def export(start: Path, final: Path) -> None:
         )
     )
     batch = MicroBatch.of([Group.from_rollouts(Task(0, ""), Sampling(), rollouts())])
-    backend.accumulate([batch], lambda _, logp_N, entropy_N: -logp_N.sum())
-    backend.optimizer_step(1.0, lr=1e-2)
+    backend.policy.accumulate([batch], lambda _, logp_N, entropy_N: -logp_N.sum())
+    backend.policy.optimizer_step(1.0, lr=1e-2)
     backend.export_hf(final)

@@ -91,8 +91,8 @@ def read(folder: Path) -> PreTrainedModel:
 
 def step(backend: FsdpBackend) -> float:
     """One optimizer step up in log-prob. Returns the gradient norm."""
-    backend.accumulate([packed()], lambda batch, logp_N, entropy_N: -logp_N.sum())
-    return backend.optimizer_step(1.0, lr=1e-3)
+    backend.policy.accumulate([packed()], lambda batch, logp_N, entropy_N: -logp_N.sum())
+    return backend.policy.optimizer_step(1.0, lr=1e-3)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -100,7 +100,7 @@ def test_a_learner_starts_with_what_transformers_loads(folder: Path, dtype: str)
     """Bit for bit, though it reads slices: parameters, constants, and the buffers that are computed."""
     config = config_of(folder, dtype)
     assert origin_of(POLICY, config) is not None
-    whole, filled = load_network(POLICY, config), FsdpBackend(config)._policy.network
+    whole, filled = load_network(POLICY, config), FsdpBackend(config).policy.network
     expected = dict([*whole.named_parameters(), *whole.named_buffers()])
     found = dict([*filled.named_parameters(), *filled.named_buffers()])
     assert found.keys() == expected.keys()
@@ -113,7 +113,7 @@ def test_packed_log_probs_are_those_of_plain_transformers(folder: Path) -> None:
     with torch.no_grad():
         expected = plain(read(folder))
     assert expected.abs().max() > 0.1
-    torch.testing.assert_close(backend_of(folder).predict(packed()), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(backend_of(folder).policy.predict(packed()), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_gradients_are_those_of_plain_transformers(folder: Path) -> None:
@@ -130,9 +130,9 @@ def test_a_saved_model_goes_on_where_it_was(folder: Path, tmp_path: Path) -> Non
     step(backend)
     backend.save(tmp_path / "saved")
     fresh.load(tmp_path / "saved")
-    assert torch.equal(fresh.predict(packed()), backend.predict(packed()))
+    assert torch.equal(fresh.policy.predict(packed()), backend.policy.predict(packed()))
     assert step(fresh) == step(backend)
-    assert torch.equal(fresh.predict(packed()), backend.predict(packed()))
+    assert torch.equal(fresh.policy.predict(packed()), backend.policy.predict(packed()))
 
 
 def test_transformers_reads_an_export_whole(folder: Path, tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_transformers_reads_an_export_whole(folder: Path, tmp_path: Path) -> Non
     backend.export_hf(tmp_path / "final")
     with torch.no_grad():
         torch.testing.assert_close(
-            plain(read(tmp_path / "final")), backend.predict(packed()), atol=1e-5, rtol=1e-5
+            plain(read(tmp_path / "final")), backend.policy.predict(packed()), atol=1e-5, rtol=1e-5
         )
     assert names_in(tmp_path / "final") == names_in(folder), "other readers go by the names of the original"
 
@@ -197,4 +197,4 @@ def test_what_would_be_wrong_is_refused_by_name(name: str, tmp_path: Path) -> No
     family, why = REFUSED[name]
     family.save_config(tmp_path)
     with pytest.raises(ConfigError, match=f"model.path = .*{why}"):
-        backend_of(tmp_path).predict(packed())
+        backend_of(tmp_path).policy.predict(packed())

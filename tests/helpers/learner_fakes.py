@@ -104,7 +104,7 @@ class FakeBackend:
         self.rank, self._meeting = rank, meeting or Meeting(1)
         self.world, self._sharing = self._meeting.world, sharing
         self.data_rank, self.data_world = rank // sharing, self.world // sharing
-        self.speaks = rank % sharing == sharing - 1
+        self.is_data_leader = rank % sharing == sharing - 1
         self.policy = Bigram(0, self.gather)
         names = ("critic", "cost_critic", "reference", "reward_model", "teacher")
         self._models = {
@@ -118,21 +118,6 @@ class FakeBackend:
     @property
     def models(self) -> Mapping[str, Bigram]:
         return self._models
-
-    def accumulate(self, batches: Sequence[MicroBatch], loss: Loss) -> None:
-        self.policy.accumulate(batches, loss)
-
-    def predict(self, batch: MicroBatch) -> Tensor:
-        return self.policy.predict(batch)
-
-    def gradient_norm(self, scale: float) -> float:
-        return self.policy.gradient_norm(scale)
-
-    def optimizer_step(self, scale: float, lr: float) -> float:
-        return self.policy.optimizer_step(scale, lr)
-
-    def forget_gradients(self) -> None:
-        self.policy.forget_gradients()
 
     def exchange(self, value: Any) -> list[Any]:
         return self._meeting.exchange(self.rank, value)

@@ -113,9 +113,9 @@ def train(backend: Backend, steps: range) -> list[float]:
     for step in steps:
         first, *rest = batches(step)
         for claim in ([first, first], rest):
-            backend.accumulate(own(claim, backend), loss)
-        norm = backend.gradient_norm(0.1)
-        assert backend.optimizer_step(0.1, lr=1e-2) == norm
+            backend.policy.accumulate(own(claim, backend), loss)
+        norm = backend.policy.gradient_norm(0.1)
+        assert backend.policy.optimizer_step(0.1, lr=1e-2) == norm
         norms.append(norm)
     return norms
 
@@ -123,4 +123,4 @@ def train(backend: Backend, steps: range) -> list[float]:
 def says(backend: Backend) -> dict[str, Any]:
     """What a backend answers now, the same on every rank."""
     batch = batches(7)[1]
-    return {"logp_N": backend.predict(batch), "following_RV": backend.predict_next(batch)}
+    return {"logp_N": backend.policy.predict(batch), "following_RV": backend.policy.predict_next(batch)}

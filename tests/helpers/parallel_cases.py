@@ -95,19 +95,19 @@ def train(backend: FsdpBackend, steps: range) -> dict[str, Any]:
         return total
 
     for step in steps:
-        backend.accumulate(micro_batches(step, backend), loss)
-        masters = backend._policy._masters
+        backend.policy.accumulate(micro_batches(step, backend), loss)
+        masters = backend.policy._masters
         grads.append(parts({name: m.grad for name, m in masters.items() if m.grad is not None}))
-        norms.append(backend.optimizer_step(1 / 50, LR))
+        norms.append(backend.policy.optimizer_step(1 / 50, LR))
     probe = MicroBatch.of([random_group(100)])
     return {
-        "losses": losses if backend.speaks else [],
+        "losses": losses if backend.is_data_leader else [],
         "norms": norms,
         "grads": grads,
-        "weights": parts(backend._policy._parameters),
+        "weights": parts(backend.policy._parameters),
         "published": published(backend),
-        "said": backend.predict(probe),
-        "next": backend.predict_next(probe),
+        "said": backend.policy.predict(probe),
+        "next": backend.policy.predict_next(probe),
     }
 
 

@@ -119,7 +119,7 @@ def trained(config: Config) -> tuple[FsdpBackend, Outcome]:
             step.add(part, version)
         values.append(dict(step.step(version).values))
     tensors = {n: _copy(t) for n, t in backend.local_tensors().items()}
-    following = backend.predict_next(probe_batch(prompts(33, 5)))
+    following = backend.policy.predict_next(probe_batch(prompts(33, 5)))
     return backend, Outcome(values, dict(backend.layout()), tensors, following)
 
 

@@ -1,12 +1,12 @@
-"""`Backend`: what holds the policy and the models beside it, their gradients and optimizers, on one process or on many.
+"""`Backend` holds the policy and the models beside it, their gradients and optimizers, on one process or on several.
 
-    backend.accumulate … optimizer_step  the policy
-    backend.models["critic"]             what the algorithm needs beside it: a `AuxiliaryModel` per name
+    backend.policy              the model that is trained and published
+    backend.models["critic"]    the models that the algorithm needs beside it, by name
 
-The trainer knows nothing of devices, shards or process groups; a backend knows nothing of rewards, queues or
-steps. Every rank calls the collective methods (marked ∀) in the same order, whether it has tokens or not.
+The trainer does not depend on devices, shards or process groups; a backend does not depend on rewards, queues or steps.
+Methods marked "Collective" are called on every rank in the same order, also by ranks without tokens.
 
-Axes:  N packed tokens of a micro-batch
+Axes:  N packed tokens of a micro-batch · R rollouts
 """
 
 from __future__ import annotations
@@ -22,90 +22,88 @@ from asyncrl.learner.models.roles import Loss
 from asyncrl.sync.layout.layout import Layout
 
 
-class AuxiliaryModel(Protocol):
-    """A network beside the policy. Critics and the reward model are trained, of the others `accumulate` raises
-    TypeError; those others may copy the policy."""
+class Model(Protocol):
+    """One network with its gradient and, if it is trained, its optimizer. `accumulate` of a frozen model raises
+    TypeError."""
 
     def predict(self, batch: MicroBatch) -> Tensor:
-        """∀ [N] float32 on the CPU, without gradient, 0 where the loss mask is 0: the log-prob of each token; of
-        critics the value of the state before it."""
+        """Collective: [N] float32 on the CPU of every rank, without gradient, 0 where the loss mask is 0: the log-prob
+        of each token, or a critic's value of the state before it."""
         ...
 
     def accumulate(self, batches: Sequence[MicroBatch], loss: Loss) -> None:
-        """∀ As `Backend.accumulate`, for this model's own gradient."""
+        """Collective: add the gradient of the losses of these micro-batches, summed over data ranks.
+
+        Args:
+            batches: equally many on every rank.
+            loss: called once for each batch, in order, where there are outputs: under pipelining on the last stage.
+        """
         ...
 
     def gradient_norm(self, scale: float) -> float:
-        """∀ As `Backend.gradient_norm`, of this model's own gradient."""
+        """Collective: the global norm of the accumulated gradient times `scale`. The gradient does not change."""
         ...
 
     def optimizer_step(self, scale: float, lr: float) -> float:
-        """∀ As `Backend.optimizer_step`, with this model's own optimizer."""
+        """Collective: multiply the accumulated gradient by `scale`, clip it, make a step, and drop the gradient.
+
+        Returns:
+            The global gradient norm before clipping. If it is not finite, no parameter changes.
+        """
         ...
 
     def forget_gradients(self) -> None:
-        """Drop what has accumulated."""
+        """Drop the accumulated gradient."""
         ...
 
     def copy_from_policy(self) -> None:
-        """Take over the policy's weights of now, shard to shard. Raises TypeError for a model that is trained."""
+        """Copy the policy's weights, shard to shard.
+
+        Raises:
+            TypeError: The model is trained, or is the policy.
+        """
+        ...
+
+
+class Policy(Model, Protocol):
+    def predict_next(self, batch: MicroBatch) -> Tensor:
+        """Collective: log-probs of every token that may follow each rollout, [R, vocabulary], as `predict`."""
         ...
 
 
 class Backend(Protocol):
-    """rank, world: among all processes of the learner · data_rank, data_world: among those with rows of their own; the
-    ranks of one data rank are given the same rows, and one of them `speaks` for them, see `mesh.py`."""
+    """One rank's part of all models.
+
+    rank, world            this process among all processes of the learner
+    data_rank, data_world  its group among the groups of processes that have rows of their own (`mesh.py`)
+    is_data_leader         whether it is the one of its group whose values are counted
+    """
 
     rank: int
     world: int
     data_rank: int
     data_world: int
-    speaks: bool
+    is_data_leader: bool
 
     @property
-    def models(self) -> Mapping[str, AuxiliaryModel]:
-        """Beside the policy, by the names of MODELS: those that were asked for."""
-        ...
+    def policy(self) -> Policy: ...
 
-    def accumulate(self, batches: Sequence[MicroBatch], loss: Loss) -> None:
-        """∀ Add the gradient of the losses of these micro-batches, summed over data ranks, to what has accumulated.
-        Every rank has equally many. `loss` is called once for each, in order, wherever there are outputs: under
-        pipelining on the last stage alone."""
-        ...
-
-    def predict(self, batch: MicroBatch) -> Tensor:
-        """∀ The policy's log-probs [N] float32 on the CPU, without gradient, on every rank."""
-        ...
-
-    def predict_next(self, batch: MicroBatch) -> Tensor:
-        """∀ The policy's log-probs of every token that may follow each rollout, [R, vocabulary] float32 on the CPU, as
-        `predict`."""
-        ...
-
-    def gradient_norm(self, scale: float) -> float:
-        """∀ The global norm of the accumulated gradient times `scale`, which stays as it is."""
-        ...
-
-    def optimizer_step(self, scale: float, lr: float) -> float:
-        """∀ Multiply the accumulated gradient by `scale`, clip it, step, forget it. Returns the global
-        gradient norm before clipping. If that is not finite nothing moves."""
-        ...
-
-    def forget_gradients(self) -> None:
-        """Drop what has accumulated, of the policy."""
+    @property
+    def models(self) -> Mapping[str, Model]:
+        """The models beside the policy, by the names of `roles.MODELS`."""
         ...
 
     def exchange(self, value: Any) -> list[Any]:
-        """∀ A small msgpack-able value from every rank, in rank order, on every rank."""
+        """Collective: a small msgpack-able value from every rank, in rank order, on every rank."""
         ...
 
     def gather(self, mine: Tensor) -> list[Tensor]:
-        """∀ A tensor of every data rank (of the one that speaks), in their order, on the CPU of every rank. One dtype;
-        sizes of dimension 0 may differ, those of the others must not."""
+        """Collective: a tensor from each data leader, in order, on the CPU of every rank. All have one dtype, and the
+        same sizes but for dimension 0."""
         ...
 
     def layout(self) -> Layout:
-        """What this rank holds of the policy, in checkpoint names; tied parameters once."""
+        """This rank's boxes of the policy, in checkpoint names; tied parameters once."""
         ...
 
     def local_tensors(self) -> Mapping[str, Tensor]:
@@ -113,27 +111,34 @@ class Backend(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """∀ All models that change, their optimizers and the random state, loadable at any world size."""
+        """Collective: write all models that change, their optimizers and the random state. Any world size can load
+        them."""
         ...
 
     def stage(self) -> Callable[[Path], None]:
-        """∀ Copy what `save` keeps, so that it may change again. The function that comes back writes the copy into a
-        folder, as `save` does: once, on every rank, from any thread, while other methods are being called."""
+        """Collective: copy everything that `save` writes, so that training can go on.
+
+        Returns:
+            A function that writes the copy into a folder. It is called once, on every rank, from any thread.
+        """
         ...
 
     def load(self, folder: Path) -> None:
-        """∀ The inverse of `save`, for a backend just made. Raises ConfigError for a folder that lacks a trained model
-        of this backend."""
+        """Collective: the inverse of `save`, for a new backend.
+
+        Raises:
+            ConfigError: The folder lacks a trained model of this backend.
+        """
         ...
 
     def export_hf(self, folder: Path) -> None:
-        """∀ The policy as a folder that plain transformers reads."""
+        """Collective: write the policy as a Hugging Face folder."""
         ...
 
     def close(self) -> None: ...
 
 
-def of_rows(backend: Backend, value: Any) -> list[Any]:
-    """∀ `backend.exchange` of what is counted over rows: from the ranks that speak, in the order of data ranks."""
-    every = backend.exchange([backend.speaks, value if backend.speaks else None])
-    return [said for speaks, said in every if speaks]
+def exchange_per_data_rank(backend: Backend, value: Any) -> list[Any]:
+    """Collective: `backend.exchange` of the data leaders' values alone, in the order of data ranks."""
+    every = backend.exchange([backend.is_data_leader, value if backend.is_data_leader else None])
+    return [sent for leads, sent in every if leads]

@@ -40,7 +40,7 @@ class LogprobProbes:
 
     def note(self, version: Version) -> None:
         """∀ The policy of now is `version`."""
-        logp_PV = self._backend.predict_next(self._prompts)
+        logp_PV = self._backend.policy.predict_next(self._prompts)
         if self._backend.rank == 0:
             self._says[version] = logp_PV
         for old in [v for v in self._says if v <= version - self._kept]:

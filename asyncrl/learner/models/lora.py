@@ -127,7 +127,7 @@ class Merged:
 
 
 class BaseUnderAdapters:
-    """`backend.Model`: the reference that needs no memory, the policy with its adapters off."""
+    """`Model`: the reference that needs no memory, the policy with its adapters off."""
 
     def __init__(self, network: nn.Module, predict: Callable[[MicroBatch], Tensor]) -> None:
         self._network, self._predict = network, predict

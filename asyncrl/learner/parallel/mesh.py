@@ -9,9 +9,9 @@
 Experts (`ep`) have no axis of their own: the ranks of shard × cp, which all have tokens of their own, are laid out
 again as part × ep: neighbours have other experts, and `part` shards each of them.
 
-A *data rank* is all ranks with the same rows: they claim the same groups and go through the same calls. One of them
-*speaks*: what is summed or counted over rows comes from it alone. It is the one that has the loss: of the last stage,
-cp 0, tp 0. Speaking ranks, in rank order, are in the order of their data ranks.
+A *data rank* is all ranks with the same rows: they claim the same groups and make the same calls. Its *leader* is the
+one whose values are summed or counted over rows: the one that has the loss, on the last stage, at cp 0 and tp 0.
+Leaders in rank order are in the order of their data ranks.
 """
 
 from __future__ import annotations
@@ -193,14 +193,14 @@ class Mesh:
         return self.size(REPLICATE) * self.size(SHARD)
 
     @property
-    def speaks(self) -> bool:
-        return speaks(self._sizes, self._at)
+    def is_data_leader(self) -> bool:
+        return is_data_leader(self._sizes, self._at)
 
     @property
-    def speakers(self) -> list[int]:
-        """The ranks that speak, in the order of their data ranks."""
+    def data_leaders(self) -> list[int]:
+        """The leader of each data rank, in order."""
         ranks = range(math.prod(self._sizes.values()))
-        return [rank for rank in ranks if speaks(self._sizes, coordinates(self._sizes, rank))]
+        return [rank for rank in ranks if is_data_leader(self._sizes, coordinates(self._sizes, rank))]
 
 
 def _device_mesh(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
@@ -221,6 +221,6 @@ def coordinates(sizes: Mapping[str, int], rank: int) -> dict[str, int]:
     return {axis: at[axis] for axis in AXES}
 
 
-def speaks(sizes: Mapping[str, int], at: Mapping[str, int]) -> bool:
+def is_data_leader(sizes: Mapping[str, int], at: Mapping[str, int]) -> bool:
     """Whether the rank at these coordinates answers for its data rank."""
     return at[PIPELINE] == sizes[PIPELINE] - 1 and at[CONTEXT] == 0 and at[TENSOR] == 0

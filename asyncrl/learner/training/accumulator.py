@@ -23,7 +23,7 @@ from torch import Tensor
 
 from asyncrl.config.schema import Config
 from asyncrl.learner.algorithms.losses.aggregation import Counts
-from asyncrl.learner.backends.backend import Backend, of_rows
+from asyncrl.learner.backends.backend import Backend, exchange_per_data_rank
 from asyncrl.learner.checks.behaviour import BehaviourGate, Gap
 from asyncrl.learner.checks.finite_check import NotFinite
 from asyncrl.learner.data.batch import MicroBatch
@@ -170,7 +170,7 @@ class Accumulator:
         counted = {name: astuple(counts) for name, counts in self._counts.items()}
         with self._spans("wait/ranks"):
             told = [counted, self._losses, astuple(self._gap), sorted(self._bad)]
-            every = of_rows(self._backend, told)
+            every = exchange_per_data_rank(self._backend, told)
         self._require_sound((bad for *_, bad in every), number)
         scales, losses = {}, {}
         for t in learning:

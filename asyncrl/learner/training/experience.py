@@ -56,7 +56,7 @@ class Experience:
             requirements.COLUMN_OF.get(name, name): model.predict for name, model in backend.models.items()
         }
         if self._proximal:
-            self._models["proximal"] = backend.predict
+            self._models["proximal"] = backend.policy.predict
 
     def score(self, groups: Sequence[Group]) -> MicroBatch | None:
         """∀ One claim's groups, none where this rank has none, with a column of what each other model says of their
@@ -97,7 +97,7 @@ class Experience:
         if selects:
             now_N = column(some, "proximal")
             if moved:
-                now_N = self._ask({"now": self._backend.predict}, batch)["now"]
+                now_N = self._ask({"now": self._backend.policy.predict}, batch)["now"]
             old_N = proximal(some, now_N, config, version)
             columns["selected"] = select_covariance(some, now_N, old_N, config, self._context(version))
         return batch and batch.with_columns(**columns)

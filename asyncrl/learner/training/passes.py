@@ -16,9 +16,9 @@ from torch import Tensor
 
 from asyncrl.errors import WireError
 from asyncrl.learner.algorithms.losses.aggregation import Counts
+from asyncrl.learner.backends.backend import Model
 from asyncrl.learner.checks.finite_check import blamed
 from asyncrl.learner.data.batch import MicroBatch
-from asyncrl.learner.models.roles import Loss
 from asyncrl.telemetry.metrics import Metrics
 from asyncrl.types import Version
 
@@ -69,20 +69,8 @@ class PassResult:
             raise WireError(f"not what passes have found: {error!r}") from error
 
 
-class Accumulates(Protocol):
-    """The part of `Model` that passes need; the backend itself is the policy's."""
-
-    def accumulate(self, batches: Sequence[MicroBatch], loss: Loss) -> None: ...
-
-    def gradient_norm(self, scale: float) -> float: ...
-
-    def optimizer_step(self, scale: float, lr: float) -> float: ...
-
-    def forget_gradients(self) -> None: ...
-
-
 class LearningModel(Protocol):
-    """∀ All of these; the last three as `backend.Model` has them."""
+    """∀ All of these; the last three as `Model` has them."""
 
     def learn(
         self,
@@ -109,7 +97,7 @@ class LearningModel(Protocol):
 class LocalModel:
     """`LearningModel` of a model that this process holds its part of."""
 
-    def __init__(self, model: Accumulates) -> None:
+    def __init__(self, model: Model) -> None:
         self._model = model
         self._found: list[PassResult] = []
 
@@ -139,7 +127,7 @@ class LocalModel:
 
 
 def run_passes(
-    model: Accumulates,
+    model: Model,
     objective: Objective,
     batches: Sequence[MicroBatch],
     passes: int,

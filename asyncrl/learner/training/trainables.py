@@ -54,7 +54,7 @@ def trainables(
     found = [
         Trainable(
             POLICY,
-            LocalModel(backend),
+            LocalModel(backend.policy),
             objective,
             config.learner.optimizer,
             since=first_policy_version(config),

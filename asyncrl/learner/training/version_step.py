@@ -22,7 +22,7 @@ from statistics import mean
 
 from asyncrl.config.schema import Config
 from asyncrl.errors import TrainingError
-from asyncrl.learner.backends.backend import Backend, of_rows
+from asyncrl.learner.backends.backend import Backend, exchange_per_data_rank
 from asyncrl.learner.checks.behaviour import BehaviourGate, Gap, values
 from asyncrl.learner.checks.finite_check import NotFinite, unsound
 from asyncrl.learner.data.batch import MicroBatch
@@ -137,7 +137,7 @@ class VersionStep(ABC):
 
     def _report(self, steps: Sequence[OptimizerStep]) -> VersionReport:
         with self._spans("wait/ranks"):
-            every = of_rows(self._backend, self._metrics.to_wire())
+            every = exchange_per_data_rank(self._backend, self._metrics.to_wire())
         merged = Metrics()
         merged.merge(Metrics.from_wire(metrics) for metrics in every)
         told = version_values(merged) | self.controls.adapted(self._config.algorithm)
@@ -210,7 +210,7 @@ class WholeBatch(VersionStep):
         """Ordinals of each optimizer step, the same on every rank: of all ranks' groups."""
         mine = [] if batch is None else batch.ordinals_R.unique().tolist()
         with self._spans("wait/ranks"):
-            every = of_rows(self._backend, mine)
+            every = exchange_per_data_rank(self._backend, mine)
         learner = self._config.learner
         ordinals = [ordinal for each in every for ordinal in each]
         return mini_batches(ordinals, learner.mini_batches, learner.epochs, self._config.run.seed, version)

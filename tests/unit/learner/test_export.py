@@ -69,8 +69,10 @@ def test_weights_in_half_precision_and_adapters_too(tmp_path: Path, rank: int) -
     config = dataclasses.replace(config, model=model, learner=learner)
     Case(config, FakeQueue())  # makes the model
     backend = FsdpBackend(config)
-    backend.accumulate([MicroBatch.of([random_group(0)])], lambda batch, logp_N, entropy_N: -logp_N.sum())
-    backend.optimizer_step(1.0, lr=1e-2)
+    backend.policy.accumulate(
+        [MicroBatch.of([random_group(0)])], lambda batch, logp_N, entropy_N: -logp_N.sum()
+    )
+    backend.policy.optimizer_step(1.0, lr=1e-2)
     saver = Saver(tmp_path / "half", backend, config.checkpoint)
     saver.begin(Meta(1, b"", None))
     assert saver.finish() == 1

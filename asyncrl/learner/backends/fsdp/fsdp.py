@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -22,14 +22,13 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sections.rules import require
 from asyncrl.learner import ranks
 from asyncrl.learner.backends import storage
-from asyncrl.learner.backends.backend import AuxiliaryModel
+from asyncrl.learner.backends.backend import Model
 from asyncrl.learner.backends.boxes import joined, whole_bytes
 from asyncrl.learner.backends.checkpoint_source import origin_of
 from asyncrl.learner.backends.fsdp.layers import prepare_layers
 from asyncrl.learner.backends.fsdp.offload import Offload
 from asyncrl.learner.backends.fsdp.sharded import ShardedModel
 from asyncrl.learner.backends.fsdp.stages import load_stages
-from asyncrl.learner.backends.of_policy import OfPolicy
 from asyncrl.learner.models.lora import ADAPTER, BaseUnderAdapters, write_peft_config
 from asyncrl.learner.models.networks import LanguageModel, blueprint, check_vocabularies, load_network
 from asyncrl.learner.models.roles import POLICY
@@ -40,7 +39,7 @@ from asyncrl.sync.layout.layout import Layout
 REFERENCE = "reference"
 
 
-class FsdpBackend(OfPolicy):
+class FsdpBackend:
     """`Backend` on RANK and WORLD_SIZE as torchrun sets them (neither set: one process).
 
     models: what stands beside the policy, of `roles.MODELS` · device: the rank's own unless given. Raises
@@ -60,7 +59,8 @@ class FsdpBackend(OfPolicy):
         if self.world > 1:
             ranks.join(device)
         self._mesh = mesh = Mesh(sizes[0], self.rank, device.type, config.learner.parallel.expert)
-        self.data_rank, self.data_world, self.speaks = mesh.data_rank, mesh.data_world, mesh.speaks
+        self.data_rank, self.data_world = mesh.data_rank, mesh.data_world
+        self.is_data_leader = mesh.is_data_leader
         self._config = config
         self._writers: dist.ProcessGroup | None = None  # of the threads that write checkpoints, on all ranks
         self._write_deadline = timedelta(seconds=config.checkpoint.deadline_s)
@@ -80,26 +80,29 @@ class FsdpBackend(OfPolicy):
             self._models[name] = ShardedModel(
                 network, optimizer, device, mesh, parallel, policy, offload, origin
             )
-        self._policy = self._models[POLICY]
+        self.policy = self._models[POLICY]
         self._lora = config.model.lora
-        self._base: dict[str, AuxiliaryModel] = {}
+        self._base: dict[str, Model] = {}
         if REFERENCE in names and over_base:
-            self._base[REFERENCE] = BaseUnderAdapters(self._policy.network, self._policy.predict)
+            self._base[REFERENCE] = BaseUnderAdapters(self.policy.network, self.policy.predict)
         if REFERENCE in models and config.reference.update_every is not None:
-            _check_same_shapes(self._policy, self._models[REFERENCE], config)
+            _check_same_shapes(self.policy, self._models[REFERENCE], config)
 
     @property
-    def models(self) -> Mapping[str, AuxiliaryModel]:
+    def models(self) -> Mapping[str, Model]:
         return {name: model for name, model in self._models.items() if name != POLICY} | self._base
 
+    def exchange(self, value: Any) -> list[Any]:
+        return ranks.exchange(value)
+
     def gather(self, mine: Tensor) -> list[Tensor]:
-        return [mine.detach().cpu()] if self.world == 1 else ranks.gather(mine, self._mesh.speakers)
+        return ranks.gather(mine, self._mesh.data_leaders)
 
     def layout(self) -> Layout:
-        return self._policy.layout()
+        return self.policy.layout()
 
     def local_tensors(self) -> Mapping[str, Tensor]:
-        return self._policy.local_tensors()
+        return self.policy.local_tensors()
 
     def save(self, folder: Path) -> None:
         storage.save(folder, self._state())
@@ -126,22 +129,22 @@ class FsdpBackend(OfPolicy):
 
     def load_policy(self, folder: Path) -> None:
         """∀ The policy's weights of what was saved, and nothing else: to export them, not to train on."""
-        storage.load_weights(folder, POLICY, self._policy.state().masters)
-        self._policy.publish_masters()
+        storage.load_weights(folder, POLICY, self.policy.state().masters)
+        self.policy.publish_masters()
 
     def export_hf(self, folder: Path) -> None:
-        layout, tensors, constants = self.layout(), self.local_tensors(), self._policy.constants()
+        layout, tensors, constants = self.layout(), self.local_tensors(), self.policy.constants()
         weights = {name: joined(param, tensors[name]) for name, param in layout.items() if param.elements}
         mine = whole_bytes(layout) | {name: constant.nbytes for name, constant in constants.items()}
         sizes = {name: size for every in self.exchange(mine) for name, size in every.items()}
         storage.write_hf_weights(folder, {**weights, **constants}, sizes)
-        adapters, beside = self._policy.adapters(), folder / ADAPTER
+        adapters, beside = self.policy.adapters(), folder / ADAPTER
         if adapters:
             storage.write_hf_weights(beside, adapters)
         if self.rank == 0:
             if adapters:
                 write_peft_config(beside, self._lora, self._config.model.path)
-            causal_lm = cast(LanguageModel, self._policy.network).causal_lm
+            causal_lm = cast(LanguageModel, self.policy.network).causal_lm
             storage.write_hf_configs(folder, causal_lm, self._config)
         self.exchange(None)
 

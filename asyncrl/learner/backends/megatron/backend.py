@@ -23,20 +23,19 @@ from asyncrl.config.sections.rules import require
 from asyncrl.errors import ConfigError
 from asyncrl.learner import ranks
 from asyncrl.learner.backends import storage
-from asyncrl.learner.backends.backend import AuxiliaryModel
+from asyncrl.learner.backends.backend import Model
 from asyncrl.learner.backends.megatron import state, weights
 from asyncrl.learner.backends.megatron.architecture import architecture
 from asyncrl.learner.backends.megatron.grid import check_model, grid
 from asyncrl.learner.backends.megatron.model import MegatronModel
 from asyncrl.learner.backends.megatron.network import Head, build
-from asyncrl.learner.backends.of_policy import OfPolicy
 from asyncrl.learner.models.networks import Critic, blueprint, check_vocabularies
 from asyncrl.learner.models.roles import POLICY
 from asyncrl.models import load_config
 from asyncrl.sync.layout.layout import Layout
 
 
-class MegatronBackend(OfPolicy):
+class MegatronBackend:
     """`Backend` on RANK and WORLD_SIZE as torchrun sets them (neither set: one process).
 
     models: what stands beside the policy, of `roles.MODELS`. Raises ConfigError for a model that cannot be loaded,
@@ -50,7 +49,7 @@ class MegatronBackend(OfPolicy):
         self.world = int(os.environ.get("WORLD_SIZE", "1"))
         self._grid = grid(config.learner.parallel, self.rank, self.world)
         self.data_rank, self.data_world = self._grid.data_rank, self._grid.data
-        self.speaks = self._grid.speaks
+        self.is_data_leader = self._grid.is_data_leader
         self._config, self._device = config, _device(config)
         _join(self._device, self.world)
         self._initialise()
@@ -58,7 +57,7 @@ class MegatronBackend(OfPolicy):
         self._models: dict[str, MegatronModel] = {}
         for name in (POLICY, *sorted(models)):  # the same order on every rank
             self._models[name] = self._load(name)
-        self._policy = self._models[POLICY]
+        self.policy = self._models[POLICY]
         if "reference" in models and config.reference.update_every is not None:
             self._check_same_shapes()
 
@@ -92,7 +91,7 @@ class MegatronBackend(OfPolicy):
     def _check_same_shapes(self) -> None:
         """Raise ConfigError unless the policy's weights can be copied into the reference."""
         require(
-            self._models["reference"].gpt == self._policy.gpt,
+            self._models["reference"].gpt == self.policy.gpt,
             "reference.path",
             self._config.reference.path,
             "has another architecture than the policy, whose weights it takes over with reference.update_every",
@@ -100,17 +99,20 @@ class MegatronBackend(OfPolicy):
         )
 
     @property
-    def models(self) -> Mapping[str, AuxiliaryModel]:
+    def models(self) -> Mapping[str, Model]:
         return {name: model for name, model in self._models.items() if name != POLICY}
 
+    def exchange(self, value: Any) -> list[Any]:
+        return ranks.exchange(value)
+
     def gather(self, mine: Tensor) -> list[Tensor]:
-        return ranks.gather(mine, self._grid.speakers)
+        return ranks.gather(mine, self._grid.data_leaders)
 
     def layout(self) -> Layout:
-        return self._policy.in_checkpoint()[0]
+        return self.policy.in_checkpoint()[0]
 
     def local_tensors(self) -> Mapping[str, Any]:
-        return self._policy.in_checkpoint()[1]
+        return self.policy.in_checkpoint()[1]
 
     def save(self, folder: Path) -> None:
         state.save(folder, {name: model for name, model in self._models.items() if model.changes})
@@ -127,8 +129,8 @@ class MegatronBackend(OfPolicy):
         state.load(folder, self._models)
 
     def export_hf(self, folder: Path) -> None:
-        every = self.exchange(state.export_bytes(self._policy))
-        state.export(folder, self._policy, {name: size for sizes in every for name, size in sizes.items()})
+        every = self.exchange(state.export_bytes(self.policy))
+        state.export(folder, self.policy, {name: size for sizes in every for name, size in sizes.items()})
         if self.rank == 0:
             state.export_configs(folder, self._config)
         self.exchange(None)

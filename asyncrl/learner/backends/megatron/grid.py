@@ -51,14 +51,14 @@ class Grid:
         return self.tensor if self.expert == 1 else 1
 
     @property
-    def speakers(self) -> list[int]:
+    def data_leaders(self) -> list[int]:
         """The rank of each data rank that has its losses: of the last stage, the first of those that share matrices."""
         first = (self.pipeline - 1) * self.data * self.tensor
         return [first + data * self.tensor for data in range(self.data)]
 
     @property
-    def speaks(self) -> bool:
-        return self.rank in self.speakers
+    def is_data_leader(self) -> bool:
+        return self.rank in self.data_leaders
 
     def place(self, chunk: int) -> MegatronPlace:
         """Of a model chunk of this rank."""

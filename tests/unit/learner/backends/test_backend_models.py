@@ -64,7 +64,7 @@ def train_likelihood(model: Any, batch: MicroBatch) -> float:
 
 def train(backend: FsdpBackend, step: int) -> list[float]:
     """One step of everything that learns; the gradient norms."""
-    norms = [train_critic(backend, step), train_likelihood(backend, groups_of(step, backend))]
+    norms = [train_critic(backend, step), train_likelihood(backend.policy, groups_of(step, backend))]
     if "reward_model" in backend.models:
         norms.append(train_likelihood(backend.models["reward_model"], groups_of(step + 10, backend)))
     return norms
@@ -74,7 +74,7 @@ def predictions(backend: FsdpBackend) -> dict[str, Tensor]:
     """Of every model, on the same tokens whatever the rank."""
     batch = MicroBatch.of([random_group(100)])
     beside = {name: model.predict(batch) for name, model in backend.models.items()}
-    return {"policy": backend.predict(batch), **beside}
+    return {"policy": backend.policy.predict(batch), **beside}
 
 
 def shards(model: Any) -> Mapping[str, Tensor]:
@@ -100,7 +100,7 @@ def said_with_gradient(model: Any, batch: MicroBatch) -> Tensor:
 def wrong_predictions(backend: FsdpBackend) -> list[str]:
     """Models that do not predict what their forward says, or not with the weights of now: a prediction leaves nothing
     behind that the next one reads in place of weights that a step has moved."""
-    batch, trained = MicroBatch.of([random_group(100)]), {"policy": backend, **backend.models}
+    batch, trained = MicroBatch.of([random_group(100)]), {"policy": backend.policy, **backend.models}
     del trained["reference"]
     wrong = []
     for name, model in trained.items():
@@ -234,7 +234,7 @@ def test_a_loaded_checkpoint_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 def test_a_frozen_model_is_kept_only_once_it_has_changed(tmp_path: Path) -> None:
     backend = FsdpBackend(config_in(tmp_path), ("reference",))
-    train_likelihood(backend, groups_of(0, backend))
+    train_likelihood(backend.policy, groups_of(0, backend))
     backend.save(tmp_path / "before")
     before = shards(backend.models["reference"])
     backend.models["reference"].copy_from_policy()
@@ -260,7 +260,7 @@ def test_a_frozen_model_is_kept_only_once_it_has_changed(tmp_path: Path) -> None
 def test_a_checkpoint_of_the_policy_alone_loads_for_the_policy_alone(tmp_path: Path) -> None:
     """Its keys are those of checkpoints from before there were other models."""
     trained = FsdpBackend(config_in(tmp_path, "float32"))
-    train_likelihood(trained, groups_of(0, trained))
+    train_likelihood(trained.policy, groups_of(0, trained))
     trained.save(tmp_path / "saved")
     keys = dcp.FileSystemReader(tmp_path / "saved").read_metadata().state_dict_metadata.keys()
     moments = ("optimizer.exp_avg", "optimizer.exp_avg_sq", "optimizer.step")

@@ -45,14 +45,14 @@ def step(backend: FsdpBackend, number: int) -> list[float]:
     """Of the policy and the critic, on the same four groups whoever has which; the gradient norms."""
     groups = [random_group(4 * number + i) for i in range(4)]
     mine = [MicroBatch.of(groups[backend.data_rank :: backend.data_world])]
-    backend.accumulate(mine, lambda batch, logp_N, entropy_N: -logp_N.sum())
+    backend.policy.accumulate(mine, lambda batch, logp_N, entropy_N: -logp_N.sum())
     backend.models["critic"].accumulate(mine, lambda batch, value_N: (value_N - 1).square().sum())
-    return [model.optimizer_step(1 / 50, lr=1e-2) for model in (backend, backend.models["critic"])]
+    return [model.optimizer_step(1 / 50, lr=1e-2) for model in (backend.policy, backend.models["critic"])]
 
 
 def after_step(backend: FsdpBackend, number: int) -> dict[str, Any]:
     norms, batch = step(backend, number), MicroBatch.of([random_group(100)])
-    said = [model.predict(batch).tolist() for model in (backend, backend.models["critic"])]
+    said = [model.predict(batch).tolist() for model in (backend.policy, backend.models["critic"])]
     return {"norms": norms, "said": said}
 
 

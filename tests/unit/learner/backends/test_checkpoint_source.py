@@ -94,7 +94,7 @@ def count_reads() -> Counter[str]:
 def memory_of(backend: FsdpBackend) -> int:
     """Bytes of the storages that the policy's parameters are in, whatever part of them is used; without adapters."""
     found = {}
-    for name, parameter in backend._policy._parameters.items():
+    for name, parameter in backend.policy._parameters.items():
         if name.endswith((UP, DOWN)):
             continue
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -108,7 +108,7 @@ def rank_main(folder: Path) -> None:
     for name, run in RUNS.items():
         seen.clear()
         backend = FsdpBackend(config_of(folder, run), run.models)
-        here = {n: c for n, c in backend._policy.constants().items() if not c.is_meta}
+        here = {n: c for n, c in backend.policy.constants().items() if not c.is_meta}
         said = Loaded(published(backend), here, beside(backend), seen["model.path"], memory_of(backend))
         torch.save(said, folder / f"{name}.{backend.rank}.pt")
     end_rank()
@@ -116,7 +116,7 @@ def rank_main(folder: Path) -> None:
 
 def beside(backend: FsdpBackend) -> Parts:
     found = {n: p for model in backend.models.values() for n, p in model._parameters.items()}  # type: ignore[attr-defined]
-    adapters = {n: p for n, p in backend._policy._parameters.items() if n.endswith((UP, DOWN))}
+    adapters = {n: p for n, p in backend.policy._parameters.items() if n.endswith((UP, DOWN))}
     return parts(found | adapters)
 
 

@@ -61,7 +61,7 @@ def trained(config: Config, first: int, steps: int) -> tuple[FsdpBackend, list[V
 
 def accumulate(backend: FsdpBackend) -> None:
     """The gradient of a likelihood, to do something with."""
-    backend.accumulate([MicroBatch.of([random_group(0)])], lambda _, logp_N, __: -logp_N.sum())
+    backend.policy.accumulate([MicroBatch.of([random_group(0)])], lambda _, logp_N, __: -logp_N.sum())
 
 
 def whole_state(backend: FsdpBackend) -> dict[str, torch.Tensor]:
@@ -79,7 +79,7 @@ def rank_main(folder: Path) -> None:
         "values": [r.values for r in reports],
         "layout": to_wire(backend.layout()),
         "shapes": {name: list(t.shape) for name, t in backend.local_tensors().items()},
-        "following": backend.predict_next(probe_batch(prompts(33, 32))).tolist(),
+        "following": backend.policy.predict_next(probe_batch(prompts(33, 32))).tolist(),
         "exchange": backend.exchange({"rank": backend.rank, "text": "x" * backend.rank}),
     }
     (folder / f"rank{backend.rank}.json").write_text(json.dumps(says))
@@ -100,11 +100,11 @@ def test_what_may_follow_a_prompt_is_what_predict_says_of_each_token(
 ) -> None:
     alone, _ = trained(config_in(tmp_path), 0, 3)
     asked = prompts(33, 32)
-    following_PV = alone.predict_next(probe_batch(asked))
+    following_PV = alone.policy.predict_next(probe_batch(asked))
     for prompt, row_V in zip(asked, following_PV, strict=True):
         goes_on = [rollout([*prompt.tolist(), token], len(prompt)) for token in range(33)]
         batch = MicroBatch.of([Group.from_rollouts(Task(0, ""), Sampling(), goes_on)])
-        torch.testing.assert_close(alone.predict(batch)[batch.loss_mask_N], row_V, atol=1e-5, rtol=0)
+        torch.testing.assert_close(alone.policy.predict(batch)[batch.loss_mask_N], row_V, atol=1e-5, rtol=0)
     for says in two_ranks[1]:
         torch.testing.assert_close(torch.tensor(says["following"]), following_PV, atol=1e-4, rtol=0)
 
@@ -180,7 +180,7 @@ def test_small_updates_survive_half_precision(tmp_path: Path) -> None:
     before = whole_state(backend)["model.norm.weight"]
     for _ in range(8):
         accumulate(backend)
-        backend.optimizer_step(1.0, lr=1e-3)
+        backend.policy.optimizer_step(1.0, lr=1e-3)
     assert not torch.equal(before, backend.local_tensors()["model.norm.weight"])
 
 
@@ -189,9 +189,9 @@ def test_in_half_precision_the_masters_gather_the_gradients_of_all_micro_batches
 
     def gradient(*ordinals: int) -> torch.Tensor:
         batches = [MicroBatch.of([random_group(ordinal)]) for ordinal in ordinals]
-        backend.accumulate(batches, lambda _, logp_N, __: -logp_N.sum())
-        gathered = backend._policy._masters["model.norm.weight"].grad.clone()
-        backend.forget_gradients()
+        backend.policy.accumulate(batches, lambda _, logp_N, __: -logp_N.sum())
+        gathered = backend.policy._masters["model.norm.weight"].grad.clone()
+        backend.policy.forget_gradients()
         return gathered
 
     torch.testing.assert_close(gradient(0, 1), gradient(0) + gradient(1))
@@ -201,10 +201,10 @@ def test_a_step_that_is_not_finite_moves_nothing(tmp_path: Path) -> None:
     backend = FsdpBackend(config_in(tmp_path))
     before = whole_state(backend)
     accumulate(backend)
-    norm = backend.optimizer_step(float("nan"), lr=1.0)
+    norm = backend.policy.optimizer_step(float("nan"), lr=1.0)
     assert norm != norm
     assert all(torch.equal(before[name], tensor) for name, tensor in backend.local_tensors().items())
-    assert backend.optimizer_step(1.0, lr=1.0) == 0.0  # the bad gradient is gone
+    assert backend.policy.optimizer_step(1.0, lr=1.0) == 0.0  # the bad gradient is gone
 
 
 @pytest.mark.parametrize("share", [0.5, 20.0], ids=["below the limit", "above it"])
@@ -214,10 +214,10 @@ def test_the_gradient_that_adam_takes_is_clipped(tmp_path: Path, share: float) -
     optimizer = config.learner.optimizer
     backend = FsdpBackend(config)
     accumulate(backend)
-    scale = share * optimizer.grad_clip / backend.gradient_norm(1.0)
-    norm = backend.optimizer_step(scale, lr=0.0)
+    scale = share * optimizer.grad_clip / backend.policy.gradient_norm(1.0)
+    norm = backend.policy.optimizer_step(scale, lr=0.0)
     assert norm == pytest.approx(share * optimizer.grad_clip)
-    moments = [state["exp_avg"] for state in backend._policy._optimizer.state.values()]
+    moments = [state["exp_avg"] for state in backend.policy._optimizer.state.values()]
     taken = float(torch.nn.utils.get_total_norm(moments)) / (1 - optimizer.betas[0])
     assert taken == pytest.approx(min(norm, optimizer.grad_clip), rel=1e-4)
 
@@ -233,12 +233,12 @@ def test_a_step_is_adamw_with_the_settings_of_the_optimizer(tmp_path: Path) -> N
     first, second = torch.zeros_like(expected), torch.zeros_like(expected)
     for step in (1, 2):
         accumulate(backend)
-        gradient = 2.0 * backend._policy._masters[name].grad
+        gradient = 2.0 * backend.policy._masters[name].grad
         first = beta1 * first + (1 - beta1) * gradient
         second = beta2 * second + (1 - beta2) * gradient**2
         size = (second / (1 - beta2**step)).sqrt() + eps
         expected = expected * (1 - lr * decay) - lr * first / (1 - beta1**step) / size
-        backend.optimizer_step(2.0, lr)
+        backend.policy.optimizer_step(2.0, lr)
         torch.testing.assert_close(backend.local_tensors()[name], expected, atol=1e-6, rtol=1e-6)
 
 
@@ -246,7 +246,7 @@ def test_a_gradient_that_another_stage_counts_too_is_left_out_of_the_norm(tmp_pa
     """As on the last stage of a pipeline, whose head is the token table of the first."""
     backend = FsdpBackend(config_in(tmp_path))
     accumulate(backend)
-    whole, policy = backend.gradient_norm(1.0), backend._policy
+    whole, policy = backend.policy.gradient_norm(1.0), backend.policy
     repeated = policy._masters["model.embed_tokens.weight"].grad
 
     class LastStage:
@@ -254,7 +254,7 @@ def test_a_gradient_that_another_stage_counts_too_is_left_out_of_the_norm(tmp_pa
             self.repeated = repeated
 
     policy._tied = LastStage()
-    assert backend.gradient_norm(2.0) == pytest.approx(
+    assert backend.policy.gradient_norm(2.0) == pytest.approx(
         2 * math.sqrt(whole**2 - float(repeated.norm()) ** 2), rel=1e-5
     )
 

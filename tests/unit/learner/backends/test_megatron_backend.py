@@ -106,7 +106,7 @@ def rank_main(folder: Path) -> None:
     for name, (family, parallel) in CASES[world].items():
         backend = made(folder, family, parallel)
         seen = of_two_steps(backend)
-        seen["data"] = (backend.data_rank, backend.data_world, backend.speaks)
+        seen["data"] = (backend.data_rank, backend.data_world, backend.is_data_leader)
         seen["gathered"] = backend.gather(torch.tensor([backend.data_rank]))
         backend.export_hf(folder / f"{world} {name} exported")
         if name.startswith("data"):
@@ -315,7 +315,7 @@ def test_ranks_read_their_boxes_of_a_checkpoint(folder: Path, name: str) -> None
 
 
 @pytest.mark.slow
-def test_data_ranks_speak_once(folder: Path) -> None:
+def test_each_data_rank_is_gathered_once(folder: Path) -> None:
     for world, name in EVERY:
         ranks = [torch.load(folder / f"{world} {name} {rank}", weights_only=False) for rank in range(world)]
         data_world = ranks[0]["data"][1]

@@ -21,7 +21,7 @@ from asyncrl.learner.backends.boxes import Boxes
 from asyncrl.learner.backends.megatron.architecture import architecture
 from asyncrl.learner.backends.megatron.boxes import cuts, rectangles
 from asyncrl.learner.backends.megatron.grid import check_model, grid
-from asyncrl.learner.parallel.mesh import AXES, coordinates, speaks
+from asyncrl.learner.parallel.mesh import AXES, coordinates, is_data_leader
 from asyncrl.sync.layout.layout import Box
 from asyncrl.sync.layout.megatron import MIXTRAL, Gpt, MegatronPart, Mixture
 
@@ -77,8 +77,8 @@ def test_ranks_stand_where_the_other_backends_ranks_do() -> None:
         here, at = grid(parallel, rank, 12), coordinates(sizes, rank)
         assert set(at) == set(AXES)
         assert (here.stage, here.data_rank, here.tensor_rank) == (at["pp"], at["shard"], at["tp"])
-        assert here.speaks == speaks(sizes, at)
-    assert grid(parallel, 0, 12).speakers == [6, 8, 10]
+        assert here.is_data_leader == is_data_leader(sizes, at)
+    assert grid(parallel, 0, 12).data_leaders == [6, 8, 10]
 
 
 def test_experts_are_shared_out_or_their_matrices_are() -> None:

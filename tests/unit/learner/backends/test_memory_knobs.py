@@ -31,7 +31,7 @@ def config_in(folder: Path, dtype: str = "float32", **learner: object) -> Config
 def gradients(backend: FsdpBackend) -> dict[str, torch.Tensor]:
     """Of two micro-batches of different sizes, by parameter."""
     batches = [MicroBatch.of([random_group(0)]), MicroBatch.of([random_group(1, size=3)])]
-    backend.accumulate(batches, lambda _, logp_N, entropy_N: 0.1 * entropy_N.sum() - logp_N.sum())
+    backend.policy.accumulate(batches, lambda _, logp_N, entropy_N: 0.1 * entropy_N.sum() - logp_N.sum())
     masters = backend._models["policy"].state().masters
     return {name: master.grad.clone() for name, master in masters.items() if master.grad is not None}
 
@@ -51,7 +51,7 @@ def saved_bytes(backend: FsdpBackend) -> int:
         return logp_N.sum()
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        backend.accumulate([MicroBatch.of([random_group(0, size=32)])], loss)
+        backend.policy.accumulate([MicroBatch.of([random_group(0, size=32)])], loss)
     return sum(kept.values())
 
 
@@ -139,12 +139,12 @@ def test_a_learner_with_its_state_on_disk_goes_the_same_way(tmp_path: Path) -> N
 
 def step(backend: FsdpBackend) -> None:
     gradients(backend)
-    backend.optimizer_step(0.1, lr=1e-2)
+    backend.policy.optimizer_step(0.1, lr=1e-2)
 
 
 def state_bytes(backend: FsdpBackend) -> int:
     """Memory that Adam's moments take now."""
-    optimizer = backend._policy._optimizer
+    optimizer = backend.policy._optimizer
     assert optimizer is not None
     moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     assert moments

@@ -140,14 +140,14 @@ def answers(backend: FsdpBackend) -> dict[str, Any]:
     """What the policy says of a batch of a length that no other has."""
     batch = MicroBatch.of([random_group(77, size=5)])
     return {
-        "predicted": backend.predict(batch).tolist(),
-        "following": backend.predict_next(probe_batch(prompts(33, 32))).tolist(),
+        "predicted": backend.policy.predict(batch).tolist(),
+        "following": backend.policy.predict_next(probe_batch(prompts(33, 32))).tolist(),
     }
 
 
 def table(backend: FsdpBackend) -> list[list[float]] | None:
     """This rank's part of the token table, if it has some: of a tied one the last stage has it too."""
-    masters = backend._policy.state().masters
+    masters = backend.policy.state().masters
     held = masters.get("model.embed_tokens.weight")
     return None if held is None else local_part(held).detach().tolist()
 
@@ -216,7 +216,7 @@ def test_stages_train_what_one_process_does(ran: Callable[[str], Path], name: st
                 torch.tensor(rank[key]), torch.tensor(values), atol=2e-5, rtol=1e-5, msg=key
             )
     exported = AutoModelForCausalLM.from_pretrained(folder / f"{name}_exported")
-    weights = alone._policy.parameters()
+    weights = alone.policy.parameters()
     assert {n for n, _ in exported.named_parameters()} == weights.keys()
     for n, tensor in exported.named_parameters():
         torch.testing.assert_close(
@@ -319,7 +319,7 @@ def test_a_stage_hands_its_states_to_the_next(tmp_path: Path, kind: str) -> None
         else:
             (logp_N, _) = stage(state)
     alone = FsdpBackend(config_of(tmp_path, case, ParallelConfig()))
-    torch.testing.assert_close(logp_N.float(), alone.predict(batch))
+    torch.testing.assert_close(logp_N.float(), alone.policy.predict(batch))
 
 
 def test_more_stages_than_layers_are_refused() -> None:

@@ -44,8 +44,8 @@ def config_in(
 def step(backend: FsdpBackend, number: int) -> float:
     groups = [random_group(2 * number + i) for i in range(2)]
     mine = [MicroBatch.of(groups[backend.data_rank :: backend.data_world])]
-    backend.accumulate(mine, lambda batch, logp_N, entropy_N: -logp_N.sum())
-    return backend.optimizer_step(1 / 10, lr=1e-2)
+    backend.policy.accumulate(mine, lambda batch, logp_N, entropy_N: -logp_N.sum())
+    return backend.policy.optimizer_step(1 / 10, lr=1e-2)
 
 
 def trained(config: Config, steps: int = 3) -> FsdpBackend:
@@ -65,7 +65,7 @@ def rank_main(folder: Path) -> None:
     backend.save(folder / "saved_by_two")
     backend.export_hf(folder / "exported_by_two")
     says = {
-        "said": backend.predict(BATCH).tolist(),
+        "said": backend.policy.predict(BATCH).tolist(),
         "base": backend.models["reference"].predict(BATCH).tolist(),
         "layout": to_wire(backend.layout()),
     }
@@ -126,18 +126,18 @@ def logprobs_of(model: torch.nn.Module) -> Tensor:
 
 
 def assert_says_the_same(model: torch.nn.Module, backend: FsdpBackend, apart: float) -> None:
-    said_N = backend.predict(BATCH)[: BATCH.lengths_R[0]]
+    said_N = backend.policy.predict(BATCH)[: BATCH.lengths_R[0]]
     here_N = BATCH.loss_mask_N[: BATCH.lengths_R[0]]
     torch.testing.assert_close(said_N[here_N], logprobs_of(model)[here_N[1:]], atol=apart, rtol=0)
 
 
 def test_the_reference_is_the_base_and_takes_no_memory(tmp_path: Path) -> None:
     backend = FsdpBackend(config_in(tmp_path), ("reference",))
-    reference, start = backend.models["reference"], backend.predict(BATCH)
+    reference, start = backend.models["reference"], backend.policy.predict(BATCH)
     for number in range(2):
         step(backend, number)
     assert torch.equal(reference.predict(BATCH), start)
-    assert not torch.allclose(backend.predict(BATCH), start, atol=1e-3)
+    assert not torch.allclose(backend.policy.predict(BATCH), start, atol=1e-3)
     assert backend._models.keys() == {"policy"}
     with pytest.raises(TypeError, match="frozen"):
         reference.accumulate([], lambda *_: torch.zeros(()))
@@ -178,7 +178,7 @@ def test_two_ranks_have_the_adapters_of_one(tmp_path: Path) -> None:
     base = alone.models["reference"].predict(BATCH)
     for rank in range(2):
         says = json.loads((tmp_path / f"rank{rank}.json").read_text())
-        torch.testing.assert_close(torch.tensor(says["said"]), alone.predict(BATCH), atol=1e-4, rtol=0)
+        torch.testing.assert_close(torch.tensor(says["said"]), alone.policy.predict(BATCH), atol=1e-4, rtol=0)
         torch.testing.assert_close(torch.tensor(says["base"]), base, atol=1e-4, rtol=0)
         assert says["layout"].keys() == to_wire(alone.layout()).keys()
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported_by_two")
@@ -186,7 +186,7 @@ def test_two_ranks_have_the_adapters_of_one(tmp_path: Path) -> None:
         torch.testing.assert_close(tensor.detach(), alone.local_tensors()[name], atol=2e-5, rtol=0)
     fresh = FsdpBackend(config_in(tmp_path), ("reference",))
     fresh.load(tmp_path / "saved_by_two")
-    torch.testing.assert_close(fresh.predict(BATCH), alone.predict(BATCH), atol=1e-4, rtol=0)
+    torch.testing.assert_close(fresh.policy.predict(BATCH), alone.policy.predict(BATCH), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("target", ["lm_head", "qkv_proj"])

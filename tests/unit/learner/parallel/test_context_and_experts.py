@@ -115,6 +115,6 @@ def test_checkpoints_and_exports_of_spread_experts_are_whole(ran: Ran, run: str,
     for parameter, tensor in loaded.local_tensors().items():
         assert torch.equal(torch.as_tensor(tensor), whole[parameter])
     exported = AutoModelForCausalLM.from_pretrained(folder / "exported")
-    inside = dict(loaded._policy.network.named_parameters())
+    inside = dict(loaded.policy.network.named_parameters())
     for parameter, tensor in exported.named_parameters():
         assert torch.equal(tensor, inside[f"causal_lm.{parameter}"])

@@ -1,4 +1,4 @@
-"""The axes of the learner's processes: sizes, places, who speaks, and what is refused."""
+"""The axes of the learner's processes: sizes, places, who leads a data rank, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import MixtralConfig, Qwen2Config
 
 from asyncrl.config.sections.parallel import ParallelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.learner.parallel.mesh import AXES, Mesh, ModelShape, axis_sizes, coordinates, speaks
+from asyncrl.learner.parallel.mesh import AXES, Mesh, ModelShape, axis_sizes, coordinates, is_data_leader
 
 SHAPE = ModelShape(heads=4, key_heads=2, layers=2)
 
@@ -31,18 +31,20 @@ def test_places_by_hand() -> None:
     sizes = {"pp": 2, "replicate": 1, "shard": 2, "cp": 1, "tp": 2}
     assert coordinates(sizes, 0) == dict.fromkeys(AXES, 0)
     assert coordinates(sizes, 5) == {"pp": 1, "replicate": 0, "shard": 0, "cp": 0, "tp": 1}
-    assert [rank for rank in range(8) if speaks(sizes, coordinates(sizes, rank))] == [4, 6]
+    assert [rank for rank in range(8) if is_data_leader(sizes, coordinates(sizes, rank))] == [4, 6]
 
 
 @given(st.lists(st.integers(1, 3), min_size=5, max_size=5))
-def test_each_data_rank_has_one_who_speaks_in_its_order(lengths: list[int]) -> None:
+def test_each_data_rank_has_one_leader_in_its_order(lengths: list[int]) -> None:
     sizes = dict(zip(AXES, lengths, strict=True))
     world = 1
     for length in lengths:
         world *= length
     places = [coordinates(sizes, rank) for rank in range(world)]
     assert len({tuple(place.values()) for place in places}) == world
-    data_ranks = [at["replicate"] * sizes["shard"] + at["shard"] for at in places if speaks(sizes, at)]
+    data_ranks = [
+        at["replicate"] * sizes["shard"] + at["shard"] for at in places if is_data_leader(sizes, at)
+    ]
     assert data_ranks == list(range(sizes["replicate"] * sizes["shard"]))
 
 
@@ -51,7 +53,7 @@ def test_one_process_needs_no_device_mesh() -> None:
     assert mesh.device_mesh is None
     assert mesh.fsdp is None
     assert mesh.axis("tp") is None
-    assert (mesh.data_rank, mesh.data_world, mesh.speaks, mesh.speakers) == (0, 1, True, [0])
+    assert (mesh.data_rank, mesh.data_world, mesh.is_data_leader, mesh.data_leaders) == (0, 1, True, [0])
 
 
 @pytest.mark.parametrize(

@@ -91,11 +91,11 @@ def shared_words() -> dict[str, list[Tensor]]:
 def reference_after_a_step(backend: FsdpBackend) -> tuple[Tensor, Tensor]:
     """What the reference says before and after it has taken over the policy's weights."""
     reference, batch = backend.models["reference"], MicroBatch.of([random_group(0)])
-    backend.accumulate([batch], lambda _, logp_N, __: -logp_N.sum())
-    backend.optimizer_step(1 / 50, LR)
+    backend.policy.accumulate([batch], lambda _, logp_N, __: -logp_N.sum())
+    backend.policy.optimizer_step(1 / 50, LR)
     before_N = reference.predict(batch)
     reference.copy_from_policy()
-    assert torch.equal(reference.predict(batch), backend.predict(batch))
+    assert torch.equal(reference.predict(batch), backend.policy.predict(batch))
     return before_N, reference.predict(batch)
 
 

@@ -216,7 +216,7 @@ def test_two_ranks_of_a_learner_make_the_steps_of_one_and_repeat_them(
         pools = pools_of(config)
 
         def work(backend: FakeBackend) -> None:
-            pooled = pools.open(rank=backend.rank, world=backend.world, speaks=backend.speaks)
+            pooled = pools.open(rank=backend.rank, world=backend.world, speaks=backend.is_data_leader)
             training = version_step(backend, config, pooled=pooled)
             for version in range(2):
                 groups = pools.scored(
@@ -232,7 +232,7 @@ def test_two_ranks_of_a_learner_make_the_steps_of_one_and_repeat_them(
 
     alone, twice, again = trained(1), trained(2), trained(2)
     assert_equal(again, twice)
-    assert_equal(trained(2, sharing=2), twice)  # of two that have the same rows one speaks
+    assert_equal(trained(2, sharing=2), twice)  # of two that have the same rows one leads
     for name, tensor in alone.items():
         assert torch.allclose(twice[name], tensor, atol=1e-9), name
 

@@ -320,7 +320,7 @@ def poisoned(ordinal: int, bad: Sequence[int]) -> Group:
 
 def test_a_bad_step_stops_the_run(tmp_path: Path) -> None:
     case = Case(small_config(tmp_path), FakeQueue())
-    case.backend.gradient_norm = lambda scale: math.nan  # type: ignore[method-assign]
+    case.backend.policy.gradient_norm = lambda scale: math.nan  # type: ignore[method-assign]
     with pytest.raises(TrainingError, match="version 0 has gradient norm nan"):
         case.trainer.run()
     assert sorted(case.publisher.published) == [0]
@@ -330,8 +330,8 @@ def test_a_bad_step_stops_the_run(tmp_path: Path) -> None:
 def test_bad_steps_may_be_skipped_but_not_for_ever(tmp_path: Path, bad: int, survives: bool) -> None:
     learner = LearnerConfig(micro_batch_tokens=64, on_bad_step="skip", optimizer=OptimizerConfig(lr=1e-2))
     case = Case(small_config(tmp_path, learner=learner), FakeQueue())
-    norms, norm = [math.nan] * bad, case.backend.gradient_norm
-    case.backend.gradient_norm = lambda scale: norms.pop() if norms else norm(scale)  # type: ignore[method-assign]
+    norms, norm = [math.nan] * bad, case.backend.policy.gradient_norm
+    case.backend.policy.gradient_norm = lambda scale: norms.pop() if norms else norm(scale)  # type: ignore[method-assign]
     if survives:
         case.trainer.run()
         assert case.queue.of("reject") == [(0, "not_finite")] * 2
