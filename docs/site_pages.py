@@ -31,6 +31,8 @@ MADE = ("runs/", "build/")
 
 FILES = (".py", ".md", ".yaml", ".key", ".json", ".jsonl", ".toml")
 DEMO = "configs/recipes/demo.yaml"
+OTHER_PROJECT = re.compile(r"^\| (?:verl|TRL|OpenRLHF) \d.*\n(?:\|.*\n)*", re.MULTILINE)
+"""A table with keys of another project in its first column."""
 
 log = logging.getLogger("mkdocs.hooks.pages")
 
@@ -65,10 +67,12 @@ def linked_files(page: Path) -> Iterator[Path]:
 
 
 def faults(text: str) -> list[str]:
-    """Paths, configuration keys and commands of a page that do not exist."""
+    """Paths, configuration keys, their values and commands of a page that do not exist."""
+    text = OTHER_PROJECT.sub(lambda table: re.sub(r"^\|[^|]*\|", "| |", table[0], flags=re.MULTILINE), text)
     return [
         *(f"there is no path {path}" for path in missing_paths(text)),
         *(f"there is no key {key}" for key in unknown_keys(text)),
+        *impossible_values(text),
         *refused_commands(text),
     ]
 
@@ -83,14 +87,30 @@ def missing_paths(text: str) -> Iterator[str]:
 
 
 def unknown_keys(text: str) -> Iterator[str]:
-    """Words such as `section.key` and `section.key=value` within backticks that name no configuration key."""
+    """Keys that the configuration does not have."""
     known = all_keys()
+    for key, _ in keys(text):
+        if not key.startswith(FREE) and not any(f"{one}.".startswith(f"{key}.") for one in known):
+            yield key
+
+
+def impossible_values(text: str) -> Iterator[str]:
+    """`key=value` with a value that the key does not choose from, or of another type."""
+    for key, value in sorted(set(keys(text))):
+        try:
+            if value:
+                load_config(ROOT / DEMO, [f"{key}={value}"])
+        except ConfigError as refusal:  # others are about keys that go together
+            if refusal.key == key and "Invalid value" in str(refusal):
+                yield str(refusal)
+
+
+def keys(text: str) -> Iterator[tuple[str, str]]:
+    """(key, value, empty if none is given) of words such as `section.key` and `section.key=value` within backticks."""
     for word in " ".join(re.findall(r"`([^`\n]+)`", text)).split():
-        match = re.match(r"([a-z_]+(?:\.[a-z_0-9]+)+)(?:=.*)?$", word)
+        match = re.match(r"([a-z_]+(?:\.[a-z_0-9]+)+)(?:=(.*))?$", word)
         if match and match[1].partition(".")[0] in sections(Config) and not match[1].endswith(FILES):
-            key = match[1]
-            if not key.startswith(FREE) and not any(f"{one}.".startswith(f"{key}.") for one in known):
-                yield key
+            yield match[1], match[2] or ""
 
 
 def refused_commands(text: str) -> Iterator[str]:

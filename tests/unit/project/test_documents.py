@@ -36,11 +36,20 @@ def test_paths_keys_and_commands_exist(page: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_faults_are_found() -> None:
-    text = "`asyncrl/nowhere.py` `asyncrl/api.py` `queue.max_stale=1` `queue.max_staleness=1`\n\n    asyncrl fly\n"
-    path, key, command = faults(text)
+    text = (
+        "`asyncrl/nowhere.py` `asyncrl/api.py` `queue.max_stale=1` `queue.max_staleness=1` `sync.delta=true`"
+    )
+    path, key, value, command = faults(f"{text}\n\n    asyncrl fly\n")
     assert path == "there is no path asyncrl/nowhere.py"
     assert key == "there is no key queue.max_stale"
+    assert value.startswith("sync.delta = True: Invalid value")
     assert command.startswith("asyncrl fly is refused")
+
+
+def test_keys_of_other_projects_are_not_looked_up() -> None:
+    table = "| verl 0.9.1 | asyncrl |\n|---|---|\n| `algorithm.adv_estimator` | `algorithm.advantag` |\n"
+    assert faults(table) == ["there is no key algorithm.advantag"]
+    assert faults(table.replace("advantag`", "advantage`")) == []
 
 
 def test_every_page_is_in_the_navigation() -> None:
