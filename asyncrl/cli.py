@@ -250,7 +250,7 @@ def _run_here(config: Config) -> int:
     from asyncrl.launch.folder.run_folder import run_folder
     from asyncrl.launch.local import train
     from asyncrl.launch.views.dashboard import print_summary
-    from asyncrl.queue.wire.keys import client_keys, server_keys
+    from asyncrl.rpc.keys import client_keys, server_keys
 
     preflight(config)
     server_keys(config.queue.keys), client_keys(config.queue.keys)
@@ -310,7 +310,7 @@ def _sync_plan(arguments: Arguments) -> int:
 
 
 def _keys(arguments: Arguments) -> int:
-    from asyncrl.queue.wire.keys import make_keys
+    from asyncrl.rpc.keys import make_keys
 
     make_keys(Path(arguments.folder))
     print(

@@ -27,7 +27,7 @@ from asyncrl.generator.worker import Worker
 from asyncrl.models import checkpoint_tensors, load_causal_lm, load_config, policy_tokenizer
 from asyncrl.probes import prompts
 from asyncrl.queue.client.client import QueueClient
-from asyncrl.queue.wire.keys import client_keys
+from asyncrl.rpc.keys import client_keys
 from asyncrl.telemetry.status import ProcessStatus
 from asyncrl.types import Task
 

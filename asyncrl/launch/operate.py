@@ -23,7 +23,7 @@ from asyncrl.launch.folder.run_folder import find_run, read_address, read_summar
 from asyncrl.launch.views.plain_text import cell, without_control
 from asyncrl.queue.client.client import QueueClient
 from asyncrl.queue.client.replies import Peek
-from asyncrl.queue.wire.keys import client_keys
+from asyncrl.rpc.keys import client_keys
 from asyncrl.types import Array, Group, Rollout
 
 DEADLINE_S = 10.0

@@ -536,7 +536,7 @@ def run_learner(
     from asyncrl.learner.backends.factory import make_backend
     from asyncrl.learner.backends.fsdp.fsdp import end_rank
     from asyncrl.queue.client.client import BlockingClient
-    from asyncrl.queue.wire.keys import client_keys
+    from asyncrl.rpc.keys import client_keys
     from asyncrl.sync.channels.torch_transport import own_host
     from asyncrl.sync.factory import open_publisher
 

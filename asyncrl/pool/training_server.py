@@ -1,6 +1,6 @@
 """The pool's end of a model that learns: it answers the ranks of a learner, and adds the model's column to groups.
 
-    ControlServer's thread   hello · begin, batch, learn, step … ─▸ checked ─▸ call_barrier.py ─▸ what is due
+    RpcServer's thread   hello · begin, batch, learn, step … ─▸ checked ─▸ call_barrier.py ─▸ what is due
                                                                                                 │
     the lessons' thread      ◂─ answers ── one after the other on all ranks of the model ◂──────┘
     hands of the worker      groups ─▸ the model as it is now ─▸ columns
@@ -27,7 +27,9 @@ from asyncrl.learner.training.requirements import COLUMN_OF
 from asyncrl.pool.call_barrier import BarrierCall, CallBarrier
 from asyncrl.pool.trained_model import TrainedModel
 from asyncrl.pool.worker import Doing
-from asyncrl.sync.stream.control import ControlRequest, ControlServer, Fields, SocketKeys
+from asyncrl.rpc.keys import ClientKeys
+from asyncrl.rpc.message import Fields
+from asyncrl.rpc.server import RpcRequest, RpcServer
 from asyncrl.types import Array, Group
 
 
@@ -36,14 +38,14 @@ class TrainingServer:
 
     at_once = 1
 
-    def __init__(self, model: TrainedModel, host: str, keys: SocketKeys | None = None) -> None:
+    def __init__(self, model: TrainedModel, host: str, keys: ClientKeys | None = None) -> None:
         self._model, self._incarnation = model, uuid.uuid4().hex
         self._steps, self._epoch, self._session = 0, -1, ""
-        self._lockstep: CallBarrier[ControlRequest] | None = None
+        self._lockstep: CallBarrier[RpcRequest] | None = None
         self._begun = threading.Event()
         self._broken: BaseException | None = None
-        self._due: SimpleQueue[BarrierCall[ControlRequest] | None] = SimpleQueue()
-        self._server = ControlServer(host, f"pool of the {model.name}", self._handle, keys)
+        self._due: SimpleQueue[BarrierCall[RpcRequest] | None] = SimpleQueue()
+        self._server = RpcServer(host, f"pool of the {model.name}", self._handle, keys)
         self._thread = threading.Thread(target=self._teach, name=f"lessons of the {model.name}", daemon=True)
         self._thread.start()
 
@@ -85,7 +87,7 @@ class TrainingServer:
 
     # ------------------------------------------------------------------ requests, in the server's thread
 
-    def _handle(self, request: ControlRequest) -> Fields | None:
+    def _handle(self, request: RpcRequest) -> Fields | None:
         fields = request.fields
         if request.kind == HELLO:
             return {"incarnation": self._incarnation}
@@ -134,9 +136,9 @@ class TrainingServer:
                 return
             else:
                 for rank, request in call.tickets.items():
-                    self._server.answer(request, answers[rank])
+                    self._server.reply(request, answers[rank])
 
-    def _answers(self, call: BarrierCall[ControlRequest]) -> Mapping[int, Fields]:
+    def _answers(self, call: BarrierCall[RpcRequest]) -> Mapping[int, Fields]:
         """To each rank. Raises RefusedError."""
         if call.kind == LEARN:
             return self._learned(call)
@@ -150,7 +152,7 @@ class TrainingServer:
             self._begun.set()
         return dict.fromkeys(call.tickets, answer)
 
-    def _learned(self, call: BarrierCall[ControlRequest]) -> Mapping[int, Fields]:
+    def _learned(self, call: BarrierCall[RpcRequest]) -> Mapping[int, Fields]:
         batches = [frames for rank in sorted(call.batches) for frames in call.batches[rank]]
         found = iter(self._model.together(LEARN, {**call.said, "batches": batches}))
         answers = {}

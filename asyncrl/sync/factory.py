@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from asyncrl.config.schema import SyncConfig
+from asyncrl.rpc.keys import ClientKeys
 from asyncrl.sync.layout.layout import Layout
 from asyncrl.sync.store.blobs import open_blobs
 from asyncrl.sync.store.stored_publisher import StoredPublisher
 from asyncrl.sync.store.stored_stream import StoredStream
-from asyncrl.sync.stream.control import SocketKeys
 from asyncrl.sync.stream.publisher import Publisher
 from asyncrl.sync.stream.subscriber import Subscriber
 from asyncrl.sync.tensors.bucket import BoxTensors
@@ -23,7 +23,7 @@ def open_publisher(
     tensors: Mapping[str, BoxTensors],
     config: SyncConfig,
     lineage: int,
-    keys: SocketKeys | None = None,
+    keys: ClientKeys | None = None,
 ) -> Publisher | StoredPublisher:
     """Of one learner rank; see the classes."""
     if config.stored:
@@ -39,7 +39,7 @@ def open_stream(
     config: SyncConfig,
     staging: Mapping[str, BoxTensors],
     lineage: int,
-    keys: SocketKeys | None = None,
+    keys: ClientKeys | None = None,
 ) -> Subscriber | StoredStream:
     """Of one generator rank; see the classes."""
     if config.stored:

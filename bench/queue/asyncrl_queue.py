@@ -23,7 +23,7 @@ from asyncrl.queue.broker.durability import open_keeper
 from asyncrl.queue.client.client import Claim, Lease, QueueClient
 from asyncrl.queue.feeder import feed
 from asyncrl.queue.ledger.events import StreamSettings
-from asyncrl.queue.wire.keys import client_keys, make_keys, server_keys
+from asyncrl.rpc.keys import client_keys, make_keys, server_keys
 from asyncrl.types import Group, Sampling, Task
 from bench.queue.endpoint import Run
 from bench.queue.load import AHEAD, DEPTH, IN_FLIGHT, POOL, ROWS, Arrays, Columns, Load

@@ -16,7 +16,7 @@ from asyncrl.launch.folder.run_folder import write_address
 from asyncrl.queue.broker.broker import Broker
 from asyncrl.queue.client.client import BlockingClient
 from asyncrl.queue.ledger.ledger import StreamSettings
-from asyncrl.queue.wire.keys import client_keys, make_keys, server_keys
+from asyncrl.rpc.keys import client_keys, make_keys, server_keys
 from asyncrl.types import Group, Rollout, Sampling, Task
 
 TRAIN = StreamSettings(

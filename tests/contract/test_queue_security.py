@@ -13,7 +13,7 @@ import zmq
 from asyncrl.errors import ConfigError
 from asyncrl.queue.broker.broker import Broker
 from asyncrl.queue.client.client import QueueClient
-from asyncrl.queue.wire.keys import ClientKeys, client_keys, make_keys, server_keys
+from asyncrl.rpc.keys import ClientKeys, client_keys, make_keys, server_keys
 
 WAIT_S = 20.0
 

@@ -27,7 +27,8 @@ CHILD = """
 import json, os, signal, sys
 import torch
 from asyncrl.config.schema import SyncConfig
-from asyncrl.sync.stream import control, relay
+from asyncrl.rpc import client, server
+from asyncrl.sync.stream import relay
 from asyncrl.sync.tensors.bucket import Shards
 from asyncrl.sync.layout.layout import whole_layout
 from asyncrl.sync.stream.subscriber import Subscriber
@@ -45,8 +46,8 @@ def counted(original):
     return call
 
 # Every control message that leaves or comes in at a relay, and every bucket.
-control.ControlClient.begin = counted(control.ControlClient.begin)
-control.ControlServer._take = counted(control.ControlServer._take)
+client.RpcClient.request = counted(client.RpcClient.request)
+server.RpcServer._receive = counted(server.RpcServer._receive)
 relay.Relay.arrived = counted(relay.Relay.arrived)
 relay.Relay.ready = counted(relay.Relay.ready)
 

@@ -13,7 +13,7 @@ from processes import child, finished, rows, started, trained, until
 from asyncrl.config.load import load_config
 from asyncrl.evaluate import run as evaluate
 from asyncrl.queue.client.client import BlockingClient
-from asyncrl.queue.wire.keys import client_keys, make_keys
+from asyncrl.rpc.keys import client_keys, make_keys
 from asyncrl.sync.channels.torch_transport import LOOPBACK, own_address
 
 

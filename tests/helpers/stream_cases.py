@@ -10,8 +10,8 @@ import torch
 from sharding import full_tensors, local_tensors, same_bits
 
 from asyncrl.config.schema import SyncConfig
+from asyncrl.rpc.keys import ClientKeys
 from asyncrl.sync.layout.layout import Box, Layout, ParamLayout, grid, whole_layout
-from asyncrl.sync.stream.control import SocketKeys
 from asyncrl.sync.stream.publisher import Publisher, PublishReport
 from asyncrl.sync.stream.subscriber import StagedWeights, Subscriber
 from asyncrl.sync.tensors.bucket import Shards
@@ -43,7 +43,7 @@ class Learner:
         world: int,
         config: SyncConfig,
         lineage: int = 1,
-        keys: SocketKeys | None = None,
+        keys: ClientKeys | None = None,
     ) -> None:
         self.whole = whole_layout(shapes)
         self.layouts = [by_rows(shapes, rank, world) for rank in range(world)]

@@ -33,7 +33,7 @@ def test_names_are_unique() -> None:
 
 def test_a_text_that_is_gone_is_refused_by_name() -> None:
     gone = Mutant(
-        "gone", "nothing", "asyncrl/errors.py", "no such text", "", ("tests/unit/queue/wire/test_keys.py",)
+        "gone", "nothing", "asyncrl/errors.py", "no such text", "", ("tests/unit/rpc/test_keys.py",)
     )
     with pytest.raises(ValueError, match=r"gone: asyncrl/errors\.py holds the text of `old` 0 times"):
         gone.broken()

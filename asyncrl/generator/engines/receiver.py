@@ -18,7 +18,7 @@ from torch import Tensor
 from asyncrl.config.schema import Config, SyncConfig
 from asyncrl.generator.engines.engine import LocalEngine
 from asyncrl.generator.threads import OneThread
-from asyncrl.queue.wire.keys import client_keys
+from asyncrl.rpc.keys import client_keys
 from asyncrl.sync.factory import open_stream
 from asyncrl.sync.layout.layout import Layout
 from asyncrl.sync.tensors.bucket import BoxTensors, Shards, layout_of

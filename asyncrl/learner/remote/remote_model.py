@@ -23,10 +23,10 @@ from asyncrl.errors import DeadlineError, PoolLostError, RefusedError, WireError
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.remote import remote_protocol
 from asyncrl.learner.remote.remote_protocol import BATCH, BEGIN, FORGET, HELLO, LEARN, NORM, SAVE, STEP
-from asyncrl.learner.remote.rpc_client import RpcAnswer, RpcClient
 from asyncrl.learner.training.passes import Look, Objective, PassResult
 from asyncrl.learner.training.trainables import objective_beside
-from asyncrl.sync.stream.control import SocketKeys
+from asyncrl.rpc.client import RpcClient, RpcReply
+from asyncrl.rpc.keys import ClientKeys
 from asyncrl.types import Version
 
 HELLO_S = 5.0
@@ -57,7 +57,7 @@ class RemoteModel:
         rank: int,
         world: int,
         board: Registry,
-        keys: SocketKeys | None = None,
+        keys: ClientKeys | None = None,
         speaks: bool = True,
     ) -> None:
         self.name, self._speaks = name, speaks
@@ -66,11 +66,11 @@ class RemoteModel:
         self._deadline_s = config.placement.places[name].deadline_s
         self._save_deadline_s = config.checkpoint.deadline_s
         self._reads = objective_beside(name, config).reads
-        self._line: RpcClient | None = None
+        self._client: RpcClient | None = None
         self._session = ""
         self._version: Version = 0
         self._calls = itertools.count()
-        self._learning: deque[RpcAnswer] = deque()
+        self._learning: deque[RpcReply] = deque()
 
     # ------------------------------------------------------------------ the run
 
@@ -88,8 +88,8 @@ class RemoteModel:
 
     def check(self) -> None:
         """Raises PoolLostError if the pool is gone; for waits for something else."""
-        if self._line is not None:
-            self._line.check()
+        if self._client is not None:
+            self._client.check()
 
     def save(self, folder: Path) -> Callable[[], None]:
         """∀ The pool writes the model as it is now into that folder of the run's checkpoints, before it goes on. What
@@ -107,8 +107,8 @@ class RemoteModel:
         return written
 
     def close(self) -> None:
-        if self._line is not None:
-            self._line.close()
+        if self._client is not None:
+            self._client.close()
 
     # ------------------------------------------------------------------ training
 
@@ -151,15 +151,15 @@ class RemoteModel:
         may have left it there."""
         left_s = until - time.monotonic()
         posted = self._posted(left_s)
-        line = RpcClient(str(posted["endpoint"]), self._who, self._whom, self._keys)
+        client = RpcClient(str(posted["endpoint"]), self._who, self._whom, PoolLostError, self._keys)
         try:
-            said = line.wait(line.ask(HELLO, {}), "an answer to a hello", min(HELLO_S, left_s))
-            if said.get("incarnation") == posted["incarnation"]:
-                self._line = line
+            fields = client.call(HELLO, {}, "an answer to a hello", min(HELLO_S, left_s))
+            if fields.get("incarnation") == posted["incarnation"]:
+                self._client = client
                 return str(posted["incarnation"])
         except (DeadlineError, PoolLostError, RefusedError):
             pass
-        line.close()
+        client.close()
         time.sleep(min(RETRY_S, max(0.0, until - time.monotonic())))
         return None
 
@@ -175,22 +175,22 @@ class RemoteModel:
         what = f"a process to begin version {self._version} with"
         raise DeadlineError(self._who, self._whom, what, self._deadline_s, detail)
 
-    def _call(self, kind: str, **said: Any) -> RpcAnswer:
+    def _call(self, kind: str, **said: Any) -> RpcReply:
         return self._ask(kind, {"call": next(self._calls), **said})
 
-    def _ask(self, kind: str, fields: Mapping[str, Any]) -> RpcAnswer:
-        return self._open_line.ask(kind, {"session": self._session, "rank": self._rank, **fields})
+    def _ask(self, kind: str, fields: Mapping[str, Any]) -> RpcReply:
+        return self._open_client.request(kind, {"session": self._session, "rank": self._rank, **fields})
 
-    def _number(self, answer: RpcAnswer, what: str) -> float:
+    def _number(self, answer: RpcReply, what: str) -> float:
         value = self._answer(answer, f"{what} of version {self._version}").get("value")
         if type(value) is not float:
             raise WireError(f"{self._whom} says {value!r} for {what}")
         return value
 
-    def _answer(self, answer: RpcAnswer, what: str, seconds: float | None = None) -> Mapping[str, Any]:
-        return self._open_line.wait(answer, what, seconds or self._deadline_s)
+    def _answer(self, answer: RpcReply, what: str, seconds: float | None = None) -> Mapping[str, Any]:
+        return self._open_client.wait(answer, what, seconds or self._deadline_s)
 
     @property
-    def _open_line(self) -> RpcClient:
-        assert self._line is not None, "open comes first"
-        return self._line
+    def _open_client(self) -> RpcClient:
+        assert self._client is not None, "open comes first"
+        return self._client

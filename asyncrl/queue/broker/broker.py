@@ -13,23 +13,22 @@ Who is answered what is decided in dispatcher.py; here are the sockets. A peer t
 from __future__ import annotations
 
 import resource
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from asyncrl.errors import ConfigError
 from asyncrl.queue.broker.dispatcher import Dispatcher, OutgoingReply
 from asyncrl.queue.broker.service import QueueService
-from asyncrl.queue.wire import sockets, wire
+from asyncrl.queue.wire import wire
 from asyncrl.queue.wire.client_state import MAX_REQUESTS, Message
 from asyncrl.queue.wire.envelope import pack_replies
-from asyncrl.queue.wire.keys import ZAP_ADDRESS, ServerKeys, zap_reply
+from asyncrl.rpc import sockets
+from asyncrl.rpc.keys import ServerKeys
+from asyncrl.rpc.sockets import HandshakeGuard, Wakeup
 
 TICK_S = 0.1
 """Longest pause between two looks at deadlines."""
@@ -48,12 +47,6 @@ BACKLOG = 1024
 HEARTBEAT_MS = 10_000
 OPEN_FILES = 1 << 16
 
-HANDSHAKE_FAILED = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
-
 
 class Broker:
     """Binds at once; `serve` runs the loop until `stop`, which any thread or signal handler may call.
@@ -70,17 +63,15 @@ class Broker:
         keys: ServerKeys | None = None,
     ) -> None:
         self.take_up(QueueService(run), lambda: None)
-        self._clock, self._keys = clock, keys
+        self._clock = clock
         _allow_open_files(OPEN_FILES)
         sockets.keep_freed_memory()
         sys.setswitchinterval(HANDOVER_S)
         self._context = zmq.Context()
-        self._zap = self._context.socket(zmq.REP)
-        self._zap.bind(ZAP_ADDRESS)
         self._socket = self._router()
-        self._monitor = self._socket.get_monitor_socket(HANDSHAKE_FAILED)
+        self._guard = HandshakeGuard(self._socket, keys)
         self.bound_address = self._bind(address)
-        self._wake_in, self._wake_out = socket.socketpair()
+        self._wakeup = Wakeup()
 
     def take_up(self, service: QueueService, before_send: Callable[[], None]) -> None:
         """Go on with this instead of an empty queue. Before `serve`.
@@ -91,29 +82,26 @@ class Broker:
 
     def stop(self) -> None:
         """End `serve` soon. Again, or afterwards: nothing."""
-        with suppress(OSError):
-            self._wake_out.send(b"x")
+        self._wakeup.set()
 
     def close(self) -> None:
         """Free the address, if `serve` has not done it."""
         self._close_sockets()
-        self._wake_in.close()
-        self._wake_out.close()
+        self._wakeup.close()
 
     def serve(self) -> None:
         """Answer until stopped, then close the socket."""
         poller = zmq.Poller()
-        for readable in (self._socket, self._zap, self._monitor, self._wake_in):
-            poller.register(readable, zmq.POLLIN)
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wakeup, zmq.POLLIN)
+        self._guard.register(poller)
         try:
             while True:
                 ready = dict(poller.poll(int(TICK_S * 1000)))
-                if self._wake_in.fileno() in ready:
+                if self._wakeup.fileno() in ready:
                     return
-                if self._zap in ready:
-                    self._let_in()
-                if self._monitor in ready:
-                    self._count_failed_handshakes()
+                if failed := self._guard.handle(ready):
+                    self.service.refused["handshake"] += failed
                 letters = self._take() if self._socket in ready else []
                 # First those who waited: what was answered at once is mostly a receipt.
                 letters = self.desk.tick(self._clock()) + letters
@@ -152,15 +140,6 @@ class Broker:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
 
-    def _let_in(self) -> None:
-        request = self._zap.recv_multipart()
-        self._zap.send_multipart(zap_reply(request, self._keys.client if self._keys else b""))
-
-    def _count_failed_handshakes(self) -> None:
-        with suppress(zmq.Again):
-            while parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK)):
-                self.service.refused["handshake"] += 1
-
     # ------------------------------------------------------------------ sockets
 
     def _router(self) -> zmq.Socket:
@@ -172,8 +151,6 @@ class Broker:
         router.setsockopt(zmq.LINGER, 1000)
         router.setsockopt(zmq.BACKLOG, BACKLOG)
         router.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-        if self._keys is not None:
-            self._keys.apply(router)
         return router
 
     def _bind(self, address: str) -> str:
@@ -188,10 +165,8 @@ class Broker:
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def _close_sockets(self) -> None:
-        if not self._socket.closed:
-            self._socket.disable_monitor()
-        for each in (self._monitor, self._zap, self._socket):
-            each.close()
+        self._guard.close()
+        self._socket.close()
         self._context.term()
 
 

@@ -30,8 +30,8 @@ from asyncrl.queue.ledger.events import StreamSettings
 from asyncrl.queue.ledger.ledger_state import CORRUPT
 from asyncrl.queue.wire import wire
 from asyncrl.queue.wire.columns import REWARDS, encode_columns
-from asyncrl.queue.wire.keys import ClientKeys
 from asyncrl.queue.wire.payload import encode_group
+from asyncrl.rpc.keys import ClientKeys
 from asyncrl.telemetry.status import ProcessStatus
 from asyncrl.types import NO_VERSION, Array, Group, Task, Version
 

@@ -13,11 +13,11 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from asyncrl.errors import AsyncRLError, ConfigError
-from asyncrl.queue.wire import sockets
-from asyncrl.queue.wire.keys import ClientKeys
+from asyncrl.rpc import sockets
+from asyncrl.rpc.keys import ClientKeys
+from asyncrl.rpc.sockets import HANDSHAKE_FAILED, events_of
 
 BURST = 64
 """Messages taken before other work of the loop gets its turn."""
@@ -32,13 +32,7 @@ MAX_RECONNECT_MS = 1000
 HEARTBEAT_MS = 10_000
 """Of the connection itself: a peer whose machine is gone is noticed after two."""
 
-EVENTS = (
-    zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
+EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED
 
 
 class Listener(Protocol):
@@ -89,7 +83,7 @@ class SocketLink:
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         if self._keys is not None:
-            self._keys.apply(self._socket)
+            self._keys.connect_to_broker(self._socket)
         self._monitor = self._socket.get_monitor_socket(EVENTS)
         self._loop.add_reader(self._socket.fileno(), self._take)
         self._loop.add_reader(self._monitor.fileno(), self._watch)
@@ -134,11 +128,7 @@ class SocketLink:
         self._soon()
 
     def _watch(self) -> None:
-        while not self._monitor.closed:
-            try:
-                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
-            except zmq.Again:
-                return
+        for event in events_of(self._monitor):
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._take()  # answers of the connection before: what is asked again would be done again
                 self._up = self._was_up = True

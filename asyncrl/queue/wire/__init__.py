@@ -1,1 +1,1 @@
-"""Bytes between clients and the broker: envelopes, groups and columns, sockets and keys."""
+"""Bytes between clients and the broker: envelopes, groups and columns."""

@@ -1,4 +1,4 @@
-"""A subscriber's line to one learner rank, or to a relay: control messages and, once attached, the channel of bytes.
+"""A subscriber's connection to one learner rank, or to a relay: requests and, once attached, the channel of bytes.
 
 hello ▸ attach (channel) ▸ ┌ pin v ▸ send v ▸ receive buckets ▸ acknowledged ┐
                            └─────────────── next version ────────────────────┘
@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import zmq
 
 from asyncrl.errors import AsyncRLError, DeadlineError, RefusedError, WeightSyncError, WireError
+from asyncrl.rpc.client import RpcClient, RpcReply
+from asyncrl.rpc.keys import ClientKeys
 from asyncrl.sync.channels.channels import open_channel, place_of
 from asyncrl.sync.channels.torch_transport import TARGET, join_store, own_address
 from asyncrl.sync.channels.transport import Channel
 from asyncrl.sync.delta.delta_stream import announced, receive_deltas
 from asyncrl.sync.layout.layout import ParamLayout, from_wire
 from asyncrl.sync.plan.plan import SourcePlan, source_to_wire
-from asyncrl.sync.stream.control import ControlClient, SocketKeys
 from asyncrl.sync.stream.snapshot import SnapshotEvictedError
 from asyncrl.sync.tensors.bucket import Buffers, Shards, receive_buckets
 from asyncrl.sync.tensors.checksum import Checksum, ChecksumShare
@@ -59,38 +59,33 @@ class PublisherLink:
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
         endpoint: str,
         who: str,
         lineage: int | None,
-        keys: SocketKeys | None = None,
+        keys: ClientKeys | None = None,
         whom: str | None = None,
     ) -> None:
-        self.who, self.whom = who, whom or endpoint
+        self.endpoint, self.who, self.whom = endpoint, who, whom or endpoint
         self.lineage = lineage
-        self._control = ControlClient(context, endpoint, who, keys)
+        self._keys = keys
+        self._rpc = self._connected()
         self._session: _Session | None = None
         self.received_bytes = 0
         """Of the last version: what went over the channel."""
 
-    @property
-    def endpoint(self) -> str:
-        return self._control.endpoint
-
     def hello(self, seconds: float) -> Hello:
         """Fixes the lineage if it was not given. Raises DeadlineError, RefusedError("lineage")."""
-        fields = self._ask("hello", {}, "a hello", seconds)
+        fields = self._call("hello", "a hello", seconds)
         hello = Hello(fields["rank"], fields["world"], fields["lineage"], from_wire(fields["layout"]))
         self.lineage = hello.lineage
-        self.whom = f"learner rank {hello.rank} at {self._control.endpoint}"
+        self.whom = f"learner rank {hello.rank} at {self.endpoint}"
         return hello
 
     def newest(self, newer_than: Version, wait_s: float) -> Version | None:
         """The newest version above `newer_than`; None when none came in `wait_s`."""
-        request = {"newer_than": newer_than, "wait_s": wait_s}
-        version: Version | None = self._ask(
-            "newest", request, f"word of a version above {newer_than}", wait_s + GRACE_S
-        )["version"]
+        what = f"word of a version above {newer_than}"
+        found = self._call("newest", what, wait_s + GRACE_S, newer_than=newer_than, wait_s=wait_s)
+        version: Version | None = found["version"]
         return version
 
     # To rank 0 alone.
@@ -98,24 +93,23 @@ class PublisherLink:
     def join(self, host: str, layout: str, bytes_: int, endpoint: str | None) -> None:
         """Become a member. `layout`: its key · bytes of a version · endpoint of our relay."""
         fields = {"host": host, "layout": layout, "bytes": bytes_, "endpoint": endpoint}
-        self._ask("join", fields, "its membership", GRACE_S)
+        self._call("join", "its membership", GRACE_S, **fields)
 
     def route(self, failed: str | None) -> Parent | None:
         """From whom to take the next version; None: the learner's ranks. `failed`: the parent that did not deliver.
 
         Raises RefusedError("member") for one that must join again.
         """
-        parent = self._ask("route", {"failed": failed}, "a route", GRACE_S)["parent"]
+        parent = self._call("route", "a route", GRACE_S, failed=failed)["parent"]
         return None if parent is None else Parent(*parent)
 
     def held(self, version: Version) -> None:
         """Acknowledge a version: flipped and verified. Raises RefusedError("member")."""
-        self._ask("held", {"version": version}, f"word that it may hold version {version}", GRACE_S)
+        self._call("held", f"word that it may hold version {version}", GRACE_S, version=version)
 
     def leave(self) -> None:
         """Best effort: who just ends is fenced later."""
-        with contextlib.suppress(AsyncRLError):
-            self._control.begin("leave", {"who": self.who, "lineage": self.lineage})
+        self._request("leave")
 
     # To whoever hands a version on.
 
@@ -136,7 +130,7 @@ class PublisherLink:
             return
         deadline = time.monotonic() + meet_s
         wanted = {"plan": source_to_wire(source), "place": place_of(staging.device).to_wire()}
-        offer = self._ask("attach", wanted, "a channel", meet_s)
+        offer = self._call("attach", "a channel", meet_s, **wanted)
         store = join_store(offer["host"], offer["port"], max(0.001, deadline - time.monotonic()))
         channel = open_channel(
             offer["backend"],
@@ -158,7 +152,7 @@ class PublisherLink:
         Waits when it has not got that far yet; DeadlineError when it does not in `wait_s`.
         """
         request = {"version": version, "wait_s": wait_s, "session": self._attached.number}
-        fields = self._ask("pin", request, f"a hold on version {version}", wait_s + GRACE_S)
+        fields = self._call("pin", f"a hold on version {version}", wait_s + GRACE_S, **request)
         if fields.get("late"):
             raise DeadlineError(self.who, self.whom, f"version {version}", wait_s)
         return bool(fields["pinned"])
@@ -181,14 +175,7 @@ class PublisherLink:
         session, deadline = self._attached, time.monotonic() + deadline_s
         if staging.device.type == "cuda":
             torch.cuda.set_device(staging.device)
-        request = {
-            "version": version,
-            "base": base,
-            "session": session.number,
-            "who": self.who,
-            "lineage": self.lineage,
-        }
-        number = self._control.begin("send", request)
+        reply = self._request("send", version=version, base=base, session=session.number)
         what = f"version {version}"
 
         def seconds_left() -> float:
@@ -204,8 +191,8 @@ class PublisherLink:
         except WireError as error:
             raise WeightSyncError(f"{self.who}: {what} from {self.whom} cannot be read: {error}") from error
         except (DeadlineError, WeightSyncError) as error:
-            self._explain(number, what, error)
-        fields = self._control.finish(number, f"acknowledgement of {what}", max(seconds_left(), 0.0))
+            self._explain(reply, what, error)
+        fields = self._wait(reply, f"acknowledgement of {what}", seconds_left())
         self._check(fields, what)
         self.received_bytes = fields["bytes"]
         share = ChecksumShare.from_wire(fields["share"])
@@ -222,22 +209,19 @@ class PublisherLink:
     def unpin(self) -> None:
         """Best effort; the publisher forgets the hold anyway when it wants the memory."""
         if self._session is not None:
-            request = {"session": self._session.number, "who": self.who, "lineage": self.lineage}
-            with contextlib.suppress(WeightSyncError):
-                self._control.begin("unpin", request)
+            self._request("unpin", session=self._session.number)
 
     def drop(self) -> None:
         """Close the channel and the session."""
         if self._session is None:
             return
         session, self._session = self._session, None
-        with contextlib.suppress(AsyncRLError):
-            self._control.begin("bye", {"session": session.number, "lineage": self.lineage})
+        self._request("bye", session=session.number)
         session.channel.close()
 
     def close(self) -> None:
         self.drop()
-        self._control.close()
+        self._rpc.close()
 
     @property
     def _attached(self) -> _Session:
@@ -245,15 +229,28 @@ class PublisherLink:
             raise WeightSyncError(f"{self.who} is not attached to {self.whom}")
         return self._session
 
-    def _ask(self, kind: str, fields: dict[str, Any], what: str, seconds: float) -> dict[str, Any]:
-        return self._control.request(
-            kind, {**fields, "who": self.who, "lineage": self.lineage}, what, seconds
-        )
+    def _connected(self) -> RpcClient:
+        return RpcClient(self.endpoint, self.who, "the publisher", WeightSyncError, self._keys)
 
-    def _explain(self, number: int, what: str, broken: AsyncRLError) -> None:
-        """A broken channel is a symptom: the publisher's answer, if one comes, says what happened."""
+    def _request(self, kind: str, **fields: Any) -> RpcReply:
+        return self._rpc.request(kind, {**fields, "who": self.who, "lineage": self.lineage})
+
+    def _wait(self, reply: RpcReply, what: str, seconds: float) -> dict[str, Any]:
+        """Raises WeightSyncError where the connection was cut; the next request is made on a new one."""
+        try:
+            return self._rpc.wait(reply, what, seconds)
+        except WeightSyncError:
+            self._rpc.close()
+            self._rpc = self._connected()
+            raise
+
+    def _call(self, kind: str, what: str, seconds: float, **fields: Any) -> dict[str, Any]:
+        return self._wait(self._request(kind, **fields), what, seconds)
+
+    def _explain(self, reply: RpcReply, what: str, broken: AsyncRLError) -> None:
+        """A broken channel is a symptom: the publisher's reply, if one comes, has the reason."""
         with contextlib.suppress(DeadlineError, RefusedError):
-            self._check(self._control.finish(number, what, GRACE_S), what)
+            self._check(self._wait(reply, what, GRACE_S), what)
         raise WeightSyncError(f"{self.who}: {what} did not arrive from {self.whom}: {broken}") from broken
 
     def _check(self, fields: dict[str, Any], what: str) -> None:

@@ -23,6 +23,9 @@ import torch
 
 from asyncrl.config.schema import SyncConfig
 from asyncrl.errors import RefusedError
+from asyncrl.rpc.keys import ClientKeys
+from asyncrl.rpc.message import Fields
+from asyncrl.rpc.server import RpcRequest
 from asyncrl.sync.channels.channels import place_of
 from asyncrl.sync.channels.torch_transport import LOOPBACK
 from asyncrl.sync.delta.delta_chain import DeltaChain
@@ -30,7 +33,6 @@ from asyncrl.sync.delta.delta_stream import Deltas
 from asyncrl.sync.layout.layout import Layout, to_wire
 from asyncrl.sync.plan.plan import SourcePlan, source_from_wire
 from asyncrl.sync.plan.tree import Links, Member
-from asyncrl.sync.stream.control import ControlRequest, Fields, SocketKeys
 from asyncrl.sync.stream.membership import Joined, Membership
 from asyncrl.sync.stream.serving import Handler, VersionServer
 from asyncrl.sync.stream.snapshot import Pin, Snapshots
@@ -69,7 +71,7 @@ class Publisher:
         tensors: Mapping[str, BoxTensors],
         config: SyncConfig,
         lineage: int,
-        keys: SocketKeys | None = None,
+        keys: ClientKeys | None = None,
     ) -> None:
         self.rank, self.world, self.lineage = rank, world, lineage
         self.name = f"learner rank {rank}"
@@ -203,7 +205,7 @@ class Publisher:
 
     # Requests, in the control thread.
 
-    def _hello(self, request: ControlRequest) -> Fields:
+    def _hello(self, request: RpcRequest) -> Fields:
         return {
             "rank": self.rank,
             "world": self.world,
@@ -211,7 +213,7 @@ class Publisher:
             "layout": to_wire(self._live.layout),
         }
 
-    def _newest(self, request: ControlRequest) -> Fields | None:
+    def _newest(self, request: RpcRequest) -> Fields | None:
         self._heard(request)
         newer_than = int(request.fields["newer_than"])
 
@@ -224,7 +226,7 @@ class Publisher:
         self._outlet.server.park(request, look, float(request.fields["wait_s"]), {"version": None})
         return None
 
-    def _join(self, request: ControlRequest) -> Fields:
+    def _join(self, request: RpcRequest) -> Fields:
         fields = request.fields
         endpoint = fields["endpoint"]
         joined = Joined(
@@ -235,7 +237,7 @@ class Publisher:
         self._members.join(joined)
         return {}
 
-    def _route(self, request: ControlRequest) -> Fields:
+    def _route(self, request: RpcRequest) -> Fields:
         """From whom to take the next version: a member, or None for the learner's ranks."""
         failed = request.fields.get("failed")
         if failed is not None:
@@ -243,11 +245,11 @@ class Publisher:
         parent = self._members.parent(self._heard(request))
         return {"parent": None if parent is None else [parent.member.who, parent.endpoint]}
 
-    def _held(self, request: ControlRequest) -> Fields:
+    def _held(self, request: RpcRequest) -> Fields:
         self._members.held(self._heard(request), int(request.fields["version"]))
         return {}
 
-    def _leave(self, request: ControlRequest) -> Fields:
+    def _leave(self, request: RpcRequest) -> Fields:
         self._members.leave(str(request.fields["who"]))
         return {}
 
@@ -256,7 +258,7 @@ class Publisher:
             log.warning("%s: %s is silent for more than %.0f s", self.name, silent, self._config.silence_s)
             self._outlet.drop(silent)
 
-    def _heard(self, request: ControlRequest) -> str:
+    def _heard(self, request: RpcRequest) -> str:
         """Who asks. RefusedError("member") for one that was fenced."""
         who = str(request.fields["who"])
         if not self._members.heard(who):

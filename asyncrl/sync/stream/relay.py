@@ -18,10 +18,10 @@ import torch
 
 from asyncrl.config.schema import SyncConfig
 from asyncrl.errors import DeadlineError, RefusedError
+from asyncrl.rpc.keys import ClientKeys
 from asyncrl.sync.delta.delta_stream import Deltas
 from asyncrl.sync.layout.layout import Layout
 from asyncrl.sync.plan.plan import Plan, SourcePlan, source_from_wire
-from asyncrl.sync.stream.control import SocketKeys
 from asyncrl.sync.stream.serving import VersionServer
 from asyncrl.sync.stream.snapshot import Pin, SnapshotEvictedError
 from asyncrl.sync.tensors.bucket import Shards
@@ -137,7 +137,7 @@ class Relay:
         *,
         lineage: int,
         host: str,
-        keys: SocketKeys | None = None,
+        keys: ClientKeys | None = None,
     ) -> None:
         self.plan = relay_plan(made)
         self.progress = StagingProgress(who)

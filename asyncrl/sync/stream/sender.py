@@ -22,10 +22,11 @@ from typing import Protocol
 import torch
 
 from asyncrl.errors import DeadlineError, WeightSyncError
+from asyncrl.rpc.message import Fields
+from asyncrl.rpc.server import RpcRequest
 from asyncrl.sync.channels.transport import Channel
 from asyncrl.sync.delta.delta_stream import Deltas, announce, deltas_bytes, send_deltas
 from asyncrl.sync.plan.plan import SourcePlan
-from asyncrl.sync.stream.control import ControlRequest, Fields
 from asyncrl.sync.stream.snapshot import Pin, SnapshotEvictedError
 from asyncrl.sync.tensors.bucket import Buffers, Shards, send_buckets
 from asyncrl.sync.tensors.checksum import ChecksumShare
@@ -57,14 +58,14 @@ class BufferSource(Protocol):
 
     def release(self, pin: Pin) -> None: ...
 
-    def answer(self, request: ControlRequest, fields: Fields) -> None: ...
+    def answer(self, request: RpcRequest, fields: Fields) -> None: ...
 
     def count(self, event: str, amount: float = 1) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    request: ControlRequest
+    request: RpcRequest
     pin: Pin
 
 
@@ -92,7 +93,7 @@ class Sender:
     def ended(self) -> bool:
         return self._ended
 
-    def submit(self, request: ControlRequest, pin: Pin) -> bool:
+    def submit(self, request: RpcRequest, pin: Pin) -> bool:
         """Send the pinned version and answer the request; False when this sender has ended."""
         with self._lock:
             if not self._ended:

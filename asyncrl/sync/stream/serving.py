@@ -20,12 +20,14 @@ import torch.distributed as dist
 
 from asyncrl.config.schema import SyncConfig
 from asyncrl.errors import RefusedError
+from asyncrl.rpc.keys import ClientKeys
+from asyncrl.rpc.message import Fields
+from asyncrl.rpc.server import RpcRequest, RpcServer
 from asyncrl.sync.channels.channels import EndPlace, Kind, choose, open_channel, place_of
 from asyncrl.sync.channels.torch_transport import SOURCE, host_store
 from asyncrl.sync.channels.transport import Channel
 from asyncrl.sync.delta.delta_stream import Deltas
 from asyncrl.sync.plan.plan import SourcePlan
-from asyncrl.sync.stream.control import ControlRequest, ControlServer, Fields, SocketKeys
 from asyncrl.sync.stream.sender import Sender
 from asyncrl.sync.stream.snapshot import Pin
 from asyncrl.sync.tensors.bucket import Shards
@@ -41,7 +43,7 @@ MAX_SESSIONS = 1024
 COUNTED = ("transfers", "bytes", "failures", "taken_back", "delta_bytes")
 """What senders count."""
 
-Handler = Callable[[ControlRequest], Fields | None]
+Handler = Callable[[RpcRequest], Fields | None]
 
 
 class VersionSource(Protocol):
@@ -91,7 +93,7 @@ class VersionServer:
         lineage: int,
         host: str,
         handlers: Mapping[str, Handler] | None = None,
-        keys: SocketKeys | None = None,
+        keys: ClientKeys | None = None,
         on_wake: Callable[[], None] = lambda: None,
     ) -> None:
         self.name, self.lineage = name, lineage
@@ -110,7 +112,7 @@ class VersionServer:
             "bye": self._bye,
             **(handlers or {}),
         }
-        self.server = ControlServer(host, name, self._handle, keys, on_wake)
+        self.server = RpcServer(host, name, self._handle, keys, on_wake)
         self.endpoint = self.server.endpoint
 
     def stats(self) -> dict[str, float]:
@@ -164,8 +166,8 @@ class VersionServer:
     def release(self, pin: Pin) -> None:
         self._holdings.release(pin)
 
-    def answer(self, request: ControlRequest, fields: Fields) -> None:
-        self.server.answer(request, fields)
+    def answer(self, request: RpcRequest, fields: Fields) -> None:
+        self.server.reply(request, fields)
 
     def count(self, event: str, amount: float = 1) -> None:
         with self._count_lock:
@@ -173,7 +175,7 @@ class VersionServer:
 
     # Requests, in the control thread.
 
-    def _handle(self, request: ControlRequest) -> Fields | None:
+    def _handle(self, request: RpcRequest) -> Fields | None:
         if request.kind not in self._handlers:
             raise RefusedError("unknown", f"{self.name} knows no request {request.kind!r}")
         lineage = request.fields["lineage"]
@@ -184,7 +186,7 @@ class VersionServer:
             )
         return self._handlers[request.kind](request)
 
-    def _attach(self, request: ControlRequest) -> Fields:
+    def _attach(self, request: RpcRequest) -> Fields:
         """A new session with a channel of its own; an earlier one of the same subscriber ends."""
         who = str(request.fields["who"])
         source = self._holdings.source(request.fields["plan"])
@@ -210,7 +212,7 @@ class VersionServer:
             "backend": kind,
         }
 
-    def _pin(self, request: ControlRequest) -> Fields | None:
+    def _pin(self, request: RpcRequest) -> Fields | None:
         self._release_of(self._sender(request))
         version = int(request.fields["version"])
 
@@ -227,22 +229,22 @@ class VersionServer:
         self.server.park(request, look, float(request.fields["wait_s"]), {"pinned": False, "late": True})
         return None
 
-    def _send(self, request: ControlRequest) -> None:
+    def _send(self, request: RpcRequest) -> None:
         sender = self._sender(request)
         if sender.pin is None or sender.pin.version != request.fields["version"]:
             raise RefusedError("unpinned", f"{sender.who} did not pin version {request.fields['version']}")
         if not sender.submit(request, sender.pin):
             raise RefusedError("session", f"{sender.who} must attach to {self.name} again")
 
-    def _unpin(self, request: ControlRequest) -> Fields:
+    def _unpin(self, request: RpcRequest) -> Fields:
         self._release_of(self._sender(request))
         return {}
 
-    def _bye(self, request: ControlRequest) -> Fields:
+    def _bye(self, request: RpcRequest) -> Fields:
         self._end(int(request.fields["session"]))
         return {}
 
-    def _sender(self, request: ControlRequest) -> Sender:
+    def _sender(self, request: RpcRequest) -> Sender:
         sender = self._senders.get(request.fields["session"])
         if sender is None or sender.ended:
             raise RefusedError("session", f"{request.fields.get('who')} must attach to {self.name} again")

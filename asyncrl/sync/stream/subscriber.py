@@ -24,15 +24,13 @@ from functools import partial
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-import zmq
-
 from asyncrl.config.schema import SyncConfig
 from asyncrl.errors import AsyncRLError, DeadlineError, RefusedError, WeightSyncError
+from asyncrl.rpc.keys import ClientKeys
 from asyncrl.sync.channels.channels import place_of
 from asyncrl.sync.channels.torch_transport import own_address
 from asyncrl.sync.layout.layout import Layout, layout_key
 from asyncrl.sync.plan.plan import Plan, Plans, SourcePlan
-from asyncrl.sync.stream.control import SocketKeys
 from asyncrl.sync.stream.link import GRACE_S, Hello, Parent, PublisherLink
 from asyncrl.sync.stream.relay import Relay
 from asyncrl.sync.stream.snapshot import SnapshotEvictedError
@@ -100,14 +98,13 @@ class Subscriber:
         config: SyncConfig,
         staging: Mapping[str, BoxTensors],
         lineage: int | None = None,
-        keys: SocketKeys | None = None,
+        keys: ClientKeys | None = None,
     ) -> None:
         self.who, self.lineage = who, lineage
         self._endpoints = list(endpoints)
         self._layout = layout
         self._staging = Shards(layout, staging)
         self._config, self._keys = config, keys
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._links: list[PublisherLink] = []  # by rank
         self._sources: list[_Source] = []  # the learner's ranks of the plan
         self._plan = Plan(())
@@ -197,7 +194,6 @@ class Subscriber:
         self._leave_parent()
         for link in self._links:
             link.close()
-        self._context.term()
 
     # Getting to know the learner.
 
@@ -268,7 +264,7 @@ class Subscriber:
         return ask()
 
     def _link(self, endpoint: str, whom: str | None = None) -> PublisherLink:
-        return PublisherLink(self._context, endpoint, self.who, self.lineage, self._keys, whom)
+        return PublisherLink(endpoint, self.who, self.lineage, self._keys, whom)
 
     # One transfer.
 

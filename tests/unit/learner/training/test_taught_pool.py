@@ -36,7 +36,6 @@ from asyncrl.learner.checkpoint import Meta, Saver
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.remote import remote_protocol
 from asyncrl.learner.remote.remote_model import RemoteModel
-from asyncrl.learner.remote.rpc_client import RpcClient
 from asyncrl.learner.training import requirements
 from asyncrl.learner.training.outcome_objective import OutcomeObjective
 from asyncrl.learner.training.passes import NOBODY, PassResult
@@ -46,8 +45,9 @@ from asyncrl.pool.call_barrier import CallBarrier
 from asyncrl.pool.inference_model import InferenceModel
 from asyncrl.pool.trained_model import TrainedModel
 from asyncrl.pool.training_server import TrainingServer
-from asyncrl.queue.wire.keys import ClientKeys, client_keys, make_keys
-from asyncrl.sync.stream.control import decode, encode
+from asyncrl.rpc.client import RpcClient
+from asyncrl.rpc.keys import ClientKeys, client_keys, make_keys
+from asyncrl.rpc.message import decode, encode
 from asyncrl.telemetry.metrics import Mean, Metrics
 from asyncrl.types import Group
 
@@ -457,10 +457,11 @@ def test_a_pool_with_keys_trains_with_those_who_hold_them_and_with_nobody_else(
     (model,) = pools.open().values()
     assert model.gradient_norm(1.0) == 0
     for others in (None, strange):
-        line = RpcClient(pools.lessons["critic"].where["endpoint"], "a stranger", "the pool", others)
+        endpoint = pools.lessons["critic"].where["endpoint"]
+        client = RpcClient(endpoint, "a stranger", "the pool", PoolLostError, others)
         with pytest.raises(PoolLostError, match=r"a stranger has lost the pool.*queue\.keys"):
-            line.wait(line.ask("hello", {}), "a hello", 20)
-        line.close()
+            client.call("hello", {}, "a hello", 20)
+        client.close()
     assert pools.lessons["critic"].stats()["strangers"] >= 1
     assert model.gradient_norm(1.0) == 0
 

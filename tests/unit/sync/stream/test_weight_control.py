@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from stream_cases import CONFIG, SMALL, Generator, Learner, closing_all
 
 from asyncrl.errors import WeightSyncError
-from asyncrl.queue.wire.keys import ClientKeys, client_keys, make_keys
-from asyncrl.sync.stream.control import LONGEST_WAIT_S, PROTOCOL
+from asyncrl.rpc.keys import ClientKeys, client_keys, make_keys
+from asyncrl.rpc.message import PROTOCOL
+from asyncrl.rpc.server import LONGEST_WAIT_S
 
 closing = pytest.fixture(closing_all)
 
@@ -33,7 +34,7 @@ def test_with_keys_those_who_hold_them_get_weights_and_nobody_else(tmp_path: Pat
     learner.publish(0)
     for who, others in (("none", None), ("strange", strange)):
         outsider = closing(Generator(who, learner, learner.whole, CONFIG, keys=others))
-        with pytest.raises(WeightSyncError, match=rf"{who}.*hello.*queue\.keys"):
+        with pytest.raises(WeightSyncError, match=rf"{who}.*queue\.keys.*hello"):
             outsider.subscriber.fetch(-1, 5.0)
     insider = closing(Generator("insider", learner, learner.whole, CONFIG, keys=keys))
     insider.check(insider.subscriber.fetch(-1, 10.0), 0)
@@ -49,7 +50,7 @@ def test_relays_ask_for_the_keys_too(tmp_path: Path, closing: Callable) -> None:
     relay.check(relay.subscriber.fetch(-1, 10.0), 0)
     learner.endpoints = [relay.subscriber._relay.endpoint]
     outsider = closing(Generator("outsider", learner, learner.whole, CONFIG))
-    with pytest.raises(WeightSyncError, match=r"outsider.*hello.*queue\.keys"):
+    with pytest.raises(WeightSyncError, match=r"outsider.*queue\.keys.*hello"):
         outsider.subscriber.fetch(-1, 5.0)
 
 
@@ -149,6 +150,6 @@ def test_a_peer_waits_for_one_thing_at_a_time(closing: Callable) -> None:
     link = generator.subscriber._links[0]
     asked = {"who": "g", "lineage": 1, "newer_than": -1, "wait_s": 60.0}
     for _ in range(100):
-        link._control.begin("newest", asked)
+        link._rpc.request("newest", asked)
     link.held(3)  # all of them have been read
     assert len(learner.publishers[0]._outlet.server._parked) == 1

@@ -18,8 +18,8 @@ from stream_cases import CONFIG, LARGE, LARGE_CONFIG, SMALL, Generator, Learner,
 import asyncrl.sync.stream.link as link_module
 from asyncrl.config.schema import SyncConfig
 from asyncrl.errors import DeadlineError, RefusedError, WeightSyncError
+from asyncrl.rpc.server import RpcServer
 from asyncrl.sync.layout.layout import Box, ParamLayout
-from asyncrl.sync.stream.control import ControlServer
 from asyncrl.sync.stream.subscriber import Subscriber
 from asyncrl.sync.tensors.bucket import Shards
 
@@ -78,9 +78,9 @@ def test_a_waiting_generator_is_woken_and_waits_for_the_slower_rank(
     for publisher, event in zip(learner.publishers, parked, strict=True):
 
         def park(
-            *request: object, server: ControlServer = publisher._outlet.server, event: threading.Event = event
+            *request: object, server: RpcServer = publisher._outlet.server, event: threading.Event = event
         ) -> None:
-            ControlServer.park(server, *request)  # type: ignore[arg-type]
+            RpcServer.park(server, *request)  # type: ignore[arg-type]
             event.set()
 
         monkeypatch.setattr(publisher._outlet.server, "park", park)
@@ -254,7 +254,7 @@ def test_a_publisher_that_does_not_answer_is_named(
     generator.check(generator.subscriber.fetch(-1, 5.0), 0)
     learner.close()
     with pytest.raises(
-        WeightSyncError, match=f"generator-0 waited .* publisher at {learner.endpoints[0]} is gone"
+        WeightSyncError, match=f"generator-0 has lost the publisher at {learner.endpoints[0]}: it has ended"
     ):
         generator.subscriber.fetch(0, 5.0)
     with pytest.raises(DeadlineError, match=f"generator-0 waited .* publisher at {learner.endpoints[0]}"):

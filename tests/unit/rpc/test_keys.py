@@ -1,4 +1,4 @@
-"""Key files: made private, read strictly; and who is let in."""
+"""Key files: made private, read strictly; and which peers they admit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from zmq.utils import z85
 
 from asyncrl.errors import ConfigError
-from asyncrl.queue.wire.keys import CLIENT_FILE, SERVER_FILE, client_keys, make_keys, server_keys, zap_reply
+from asyncrl.rpc.keys import CLIENT_FILE, SERVER_FILE, client_keys, make_keys, server_keys
 
 
 def test_both_sides_know_each_others_public_key_and_nobody_else_reads_the_files(tmp_path: Path) -> None:
@@ -46,13 +46,13 @@ def test_a_bad_key_file_is_refused_with_its_remedy(tmp_path: Path) -> None:
             server_keys(str(tmp_path))
 
 
-def test_only_the_one_client_key_is_let_in(tmp_path: Path) -> None:
+def test_only_the_one_client_key_is_admitted(tmp_path: Path) -> None:
     make_keys(tmp_path)
     keys = server_keys(str(tmp_path))
     assert keys is not None
     ask = [b"1.0", b"7", b"", b"10.0.0.2", b"", b"CURVE"]
     known, unknown = z85.decode(keys.client), z85.decode(keys.public)
-    assert zap_reply([*ask, known], keys.client) == [b"1.0", b"7", b"200", b"OK", b"", b""]
+    assert keys.admits([*ask, known])
     for request in (
         [*ask, unknown],
         [*ask[:5], b"NULL"],
@@ -60,4 +60,4 @@ def test_only_the_one_client_key_is_let_in(tmp_path: Path) -> None:
         [*ask, known, b""],
         [],
     ):
-        assert zap_reply(request, keys.client)[2] == b"400"
+        assert not keys.admits(request)

@@ -9,7 +9,7 @@ import pytest
 
 FAULTS = """
 import resource
-from asyncrl.queue.wire import sockets
+from asyncrl.rpc import sockets
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -1,10 +1,11 @@
-"""CURVE keys of a run: who may talk to its broker. Without them the broker listens on loopback only.
+"""CURVE keys of a run: which processes may connect to its broker and to each other. Without keys the broker listens on
+loopback only.
 
-    DIR/server.key   for the broker     its key pair, and the public key of those it lets in
-    DIR/client.key   for everybody else their key pair, and the public key of the broker
+    DIR/server.key   for the broker     its key pair, and the public key of the peers that it admits
+    DIR/client.key   for all others     their key pair, and the public key of the broker
 
 A file holds `name = key` lines, keys in Z85. Both sides prove that they know their secret key, and everything
-between them is encrypted (http://curvezmq.org). The broker lets in the one client key that it was given.
+between them is encrypted (http://curvezmq.org). The broker admits the one client key that it was given.
 """
 
 from __future__ import annotations
@@ -22,33 +23,34 @@ from asyncrl.errors import ConfigError
 SERVER_FILE, CLIENT_FILE = "server.key", "client.key"
 PRIVATE = 0o600
 KEY_BYTES = 40
-"""Of a key in Z85."""
-
-ZAP_ADDRESS = "inproc://zeromq.zap.01"
-ZAP_VERSION = b"1.0"
+"""Length of a key in Z85."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerKeys:
-    """client: the public key of those who are let in."""
+    """The keys of a broker. client: the public key of the peers that it admits."""
 
     path: str
     public: bytes
     secret: bytes
     client: bytes
 
-    def apply(self, socket: zmq.Socket) -> None:
-        """Before it is bound."""
+    def serve(self, socket: zmq.Socket) -> None:
+        """Before the socket is bound."""
+        _set_own(socket, self.public, self.secret)
         socket.curve_server = True
-        socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
+
+    def admits(self, zap_request: Sequence[bytes]) -> bool:
+        """Whether a ZAP request is about a holder of the client keys."""
+        return _is_from(zap_request, self.client)
 
 
 @dataclass(frozen=True, slots=True)
 class ClientKeys:
-    """server: the public key of the broker.
+    """The keys of all others. server: the public key of the broker.
 
-    Learners and generators all hold these, so they also speak for them among each other: whoever serves the others
-    shows the same key pair, and lets in none but that.
+    Learners, generators and pools all hold these, so they use them among each other too: a process that serves others
+    shows the same key pair, and admits no other.
     """
 
     path: str
@@ -56,24 +58,33 @@ class ClientKeys:
     secret: bytes
     server: bytes
 
-    def apply(self, socket: zmq.Socket) -> None:
-        """Before it is connected."""
-        socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
+    def connect_to_broker(self, socket: zmq.Socket) -> None:
+        """Before the socket is connected."""
+        _set_own(socket, self.public, self.secret)
         socket.curve_serverkey = self.server
 
     def serve(self, socket: zmq.Socket) -> None:
-        """Let other holders of these keys in. Before it is bound."""
+        """Before the socket is bound."""
+        _set_own(socket, self.public, self.secret)
         socket.curve_server = True
-        socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
 
     def connect(self, socket: zmq.Socket) -> None:
-        """To one that `serve`s. Before it is connected."""
-        socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
+        """To a socket of another holder that serves. Before the socket is connected."""
+        _set_own(socket, self.public, self.secret)
         socket.curve_serverkey = self.public
 
-    def admit(self, zap_request: Sequence[bytes]) -> list[bytes]:
-        """libzmq's question to one that `serve`s, answered."""
-        return zap_reply(zap_request, self.public)
+    def admits(self, zap_request: Sequence[bytes]) -> bool:
+        """Whether a ZAP request is about a holder of the same keys."""
+        return _is_from(zap_request, self.public)
+
+
+def _set_own(socket: zmq.Socket, public: bytes, secret: bytes) -> None:
+    socket.curve_publickey, socket.curve_secretkey = public, secret
+
+
+def _is_from(zap_request: Sequence[bytes], public: bytes) -> bool:
+    """ZAP 1.0: version, id, domain, address, identity, mechanism, credentials (https://rfc.zeromq.org/spec/27)."""
+    return len(zap_request) == 7 and zap_request[5] == b"CURVE" and zap_request[6] == z85.decode(public)
 
 
 def make_keys(folder: Path) -> None:
@@ -112,14 +123,6 @@ def client_keys(folder: str | None) -> ClientKeys | None:
         return None
     path = Path(folder).expanduser() / CLIENT_FILE
     return ClientKeys(str(path), *_read(path, "public", "secret", "server"))
-
-
-def zap_reply(request: Sequence[bytes], allowed: bytes) -> list[bytes]:
-    """The answer to libzmq, which asks about every client (ZAP, https://rfc.zeromq.org/spec/27)."""
-    request_id = request[1] if len(request) > 1 else b""
-    known = len(request) == 7 and request[5] == b"CURVE" and request[6] == z85.decode(allowed)
-    status, text = (b"200", b"OK") if known else (b"400", b"unknown key")
-    return [ZAP_VERSION, request_id, status, text, b"", b""]
 
 
 def _read(path: Path, *names: str) -> list[bytes]:

@@ -1,0 +1,43 @@
+"""The message of a request and of its reply: msgpack of [protocol version, number, kind, fields]. No pickle.
+
+A reply has the number of its request, and the kind "ok" or "error". An error has the fields `reason` and `detail`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgpack
+
+from asyncrl.errors import WireError
+
+PROTOCOL = 2
+
+MAX_BYTES = 256 << 20
+"""Largest message; a layout or a plan of a large model is a few megabytes."""
+
+OK, ERROR = "ok", "error"
+
+Fields = dict[str, Any]
+
+
+def encode(number: int, kind: str, fields: Mapping[str, Any]) -> bytes:
+    return msgpack.packb([PROTOCOL, number, kind, fields])
+
+
+def decode(frame: bytes) -> tuple[int, str, Fields]:
+    """(number, kind, fields) of a message that `encode` made.
+
+    Raises:
+        WireError: for anything else.
+    """
+    try:
+        protocol, number, kind, fields = msgpack.unpackb(frame)
+    except Exception as error:
+        raise WireError(f"not an RPC message: {error!r}") from error
+    if protocol != PROTOCOL:
+        raise WireError(f"RPC protocol {protocol!r}, this side has {PROTOCOL}")
+    if not (isinstance(number, int) and isinstance(kind, str) and isinstance(fields, dict)):
+        raise WireError("not an RPC message: wrong types")
+    return number, kind, fields
