@@ -473,7 +473,12 @@ class Trainer:
         wall_s = time.monotonic() - self._started
         bound = self._config.queue.max_staleness
         summary = report.summarise(
-            rows, max_staleness=bound, wall_s=wall_s, ended=ended, dropped=self._dropped()
+            rows,
+            max_staleness=bound,
+            wall_s=wall_s,
+            ended=ended,
+            dropped=self._dropped(),
+            began=time.time() - wall_s,
         )
         report.write_summary(self._folder, summary)
 

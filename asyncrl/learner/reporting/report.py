@@ -5,7 +5,9 @@ The summary is computed from the rows alone, so a resumed run is summed up as a 
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -111,13 +113,16 @@ def summarise(
     wall_s: float,
     ended: str,
     dropped: Mapping[str, int] | None = None,
+    began: float = -math.inf,
 ) -> dict[str, Any]:
-    """The run in one record.
+    """The whole run in one record; docs/metrics.md has its keys.
 
     Args:
-        wall_s: Of this process; everything else is of the whole run.
+        rows: All rows of metrics.jsonl, of every process that trained this run.
+        wall_s: Seconds that this process has run. The summary adds the steps of those before it.
         ended: Why.
         dropped: Tasks that the queue counts as dropped, by reason; none: those of the last row, if it is not known.
+        began: When this process started, in seconds since 1970: rows before it are of earlier processes.
     """
     steps = [row for row in rows if "step_s" in row]
     accuracy = [row[ACCURACY] for row in rows if ACCURACY in row]
@@ -132,12 +137,12 @@ def summarise(
         "heldout": heldout,
         "reward_start": mean(rewards[:EDGE_VERSIONS]) if rewards else None,
         "reward_end": mean(rewards[-EDGE_VERSIONS:]) if rewards else None,
-        "wall_s": wall_s,
+        "wall_s": wall_s + sum(row["step_s"] for row in steps if row.get("time", began) < began),
         "train_s": train_s,
         "versions": last.get("version", 0),
         "groups_trained": sum(row.get("groups", 0) for row in steps),
         "rollouts_trained": sum(row.get("rollouts", 0) for row in steps),
-        "tokens_generated": last.get("tokens_generated"),
+        "tokens_generated": _grown(steps, "tokens_generated"),
         "utilization": {
             "generator": _busy_over(steps, "generator/time/"),
             "learner": _busy_over(steps, "time/"),
@@ -147,7 +152,7 @@ def summarise(
             "max": max((row.get("staleness/max", 0) for row in steps), default=0),
             "bound": max_staleness,
         },
-        "weight_updates": last.get("weight_updates"),
+        "weight_updates": _grown(steps, "weight_updates"),
         "pause_ms_p50": _median(steps, "pause_ms_p50"),
         "publish_ms_p50": _median(steps, "sync/pause_ms"),
         "tasks_dropped": last.get("queue/dropped", 0) if dropped is None else sum(dropped.values()),
@@ -196,6 +201,14 @@ def _busy_over(rows: Sequence[Mapping[str, Any]], prefix: str) -> float | None:
 def _over_groups(rows: Sequence[Mapping[str, Any]], key: str) -> float:
     groups = sum(row.get("groups", 0) for row in rows)
     return sum(row.get(key, 0) * row.get("groups", 0) for row in rows) / groups if groups else 0.0
+
+
+def _grown(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    """How much a total has grown in all. One that falls was counted anew, by the processes of a resumed run."""
+    values = [0.0, *(row[key] for row in rows if key in row)]
+    if len(values) == 1:
+        return None
+    return sum(now - before if now >= before else now for before, now in itertools.pairwise(values))
 
 
 def _median(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
