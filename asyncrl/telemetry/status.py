@@ -16,6 +16,19 @@ LATE, UNDER_WAY = "late/", "under_way/"
 """Figures of reward functions, before the name of each: calls that took too long, and calls now."""
 
 
+def without_timely_calls(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Calls under way are a sign of trouble only for a function that was late.
+
+    >>> without_timely_calls({"under_way/f": 3, "under_way/g": 2, "late/g": 1, "tokens": 9})
+    {'under_way/g': 2, 'late/g': 1, 'tokens': 9}
+    """
+    return {
+        name: value
+        for name, value in figures.items()
+        if not name.startswith(UNDER_WAY) or name.replace(UNDER_WAY, LATE, 1) in figures
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Wait:
     """since, until: by the clock of the status; until: when the wait ends with an error, None if it has no end of its

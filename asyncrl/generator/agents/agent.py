@@ -39,7 +39,7 @@ from asyncrl.generator.agents.tools import Tool, Toolbox, load_tools
 from asyncrl.generator.agents.trajectory import NO_IDS, ContextEntry, PolicyEntry, Trajectory, TrajectoryEnd
 from asyncrl.generator.engines.engine import PromptTooLongError, Sampler, SampleRequest
 from asyncrl.generator.scoring.scores import STEPS
-from asyncrl.generator.scoring.steps import LARGEST, state_hash
+from asyncrl.generator.scoring.steps import LARGEST, real, state_hash
 from asyncrl.types import Array, Sampling, Task
 
 log = logging.getLogger(__name__)
@@ -284,7 +284,7 @@ def _reward_parts(observed: Observation) -> dict[str, float]:
     """Raises ValueError or TypeError unless the reward is a finite number or finite parts."""
     reward = observed.reward
     named = reward if isinstance(reward, Mapping) else {STEPS: reward} if reward else {}
-    parts = {str(name): float(part) for name, part in named.items()}
+    parts = {str(name): real(part) for name, part in named.items()}
     for name, part in parts.items():
         if not abs(part) <= LARGEST:
             raise ValueError(f"its reward {name!r} is {part}, not a finite number")

@@ -79,13 +79,13 @@ class Scorer:
         return scores
 
     def stats(self) -> dict[str, float]:
-        """reward/failures: failed calls, also by name where there are several functions · late/<function>,
-        under_way/<function>: calls that took too long, and calls now, of a function that was late · reward/zeroed:
+        """reward/failures: failed calls, also by name where there are several functions · late/<function>:
+        calls that took too long · under_way/<function>: calls that have begun and not ended · reward/zeroed:
         answers that a failed function gave 0 · reward/missed_weights: weights of parts that no answer had so far."""
         return {
             "reward/failures": sum(call.failures for call in self._calls),
             **{f"reward/failures/{call.name}": call.failures for call in self._calls if call.name},
-            **{f"{UNDER_WAY}{call.config.function}": call.under_way for call in self._calls if call.late},
+            **{f"{UNDER_WAY}{call.config.function}": call.under_way for call in self._calls if call.late or call.under_way},
             **{f"{LATE}{call.config.function}": call.late for call in self._calls if call.late},
             "reward/zeroed": self._zeroed,
             "reward/missed_weights": len(self._missed),

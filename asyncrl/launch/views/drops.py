@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.disk import replace_text
-from asyncrl.telemetry.status import LATE, UNDER_WAY, ProcessStatus
+from asyncrl.telemetry.status import LATE, UNDER_WAY, ProcessStatus, without_timely_calls
 
 SUFFIX = ".drops.json"
 PREFIX = "dropped/"
@@ -41,7 +41,7 @@ def _report(path: Path, status: ProcessStatus, ended: threading.Event) -> None:
     written = None
     while True:
         over = ended.wait(EVERY_S)
-        figures = status.figures
+        figures = without_timely_calls(status.figures)
         now = {
             "dropped": _below(PREFIX, figures),
             "late": _below(LATE, figures),

@@ -19,6 +19,7 @@ from asyncrl.learner.ports import Published
 from asyncrl.learner.reporting.evaluation import ACCURACY, PREFIX
 from asyncrl.telemetry.sinks import json_numbers
 from asyncrl.telemetry.spans import busy_share
+from asyncrl.telemetry.status import without_timely_calls
 from asyncrl.types import NO_VERSION, Version
 
 ROWS, SUMMARY = "metrics.jsonl", "summary.json"
@@ -185,7 +186,7 @@ def _of_stages(pools: Iterable[WorkerStats]) -> dict[str, float]:
     """<stage>/groups, <stage>/busy_s, <stage>/dropped/<reason>, …: over the processes that there are now."""
     totals = Counter[str]()
     for now in pools:
-        counts = {name: count for name, count in now.items() if name != "stage"}
+        counts = {name: count for name, count in without_timely_calls(now).items() if name != "stage"}
         totals.update({f"{now['stage']}/{name}": count for name, count in counts.items()})
     return dict(totals)
 

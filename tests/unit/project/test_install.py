@@ -132,6 +132,27 @@ def test_versions_are_those_of_the_users_pip(install: ModuleType, monkeypatch: p
     assert install.known_to_pip("torch") == set()
 
 
+@pytest.mark.parametrize(("question", "unknown"), [("known_to_pip", set()), ("has_gpu", False)])
+def test_a_mute_index_or_driver_has_a_deadline_and_a_message(
+    install: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    question: str,
+    unknown: object,
+) -> None:
+    monkeypatch.undo()
+    mute = tmp_path / "mute"
+    mute.write_text("#!/bin/sh\nexec sleep 600\n")
+    mute.chmod(0o755)
+    monkeypatch.setattr(install.sys, "executable", str(mute))
+    monkeypatch.setattr(install.shutil, "which", lambda name: str(mute))
+    for limit in ("PIP_PROBE_S", "GPU_PROBE_S"):
+        monkeypatch.setattr(install, limit, 0.05)
+    assert getattr(install, question)(*(["torch"] if question == "known_to_pip" else [])) == unknown
+    assert "did not answer within 0.05 s" in capsys.readouterr().err
+
+
 def test_the_demo_gets_neither_tests_nor_linters_nor_vllm(
     install: ModuleType, pip: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -303,6 +303,8 @@ class Broken(Environment):
             await asyncio.Event().wait()
         if self._how == "mute":
             return Observation([{"role": "user"}])
+        if self._how == "text":
+            return Observation(reward="1.5")  # type: ignore[arg-type]
         return Observation(reward=float("nan"))
 
     async def close(self) -> None:
@@ -315,6 +317,7 @@ class Broken(Environment):
         ("raises", "step of task 3's environment raised KeyError: 'no such room'"),
         ("hangs", r"step of task 3's environment took longer than agent.deadline_s=0.01"),
         ("nan", "raised ValueError: its reward 'steps' is nan, not a finite number"),
+        ("text", "raised TypeError: str is no number"),
         ("mute", "raised KeyError|raised UndefinedError|raised TypeError"),
     ],
 )

@@ -17,6 +17,7 @@ class Dry:
     """A queue without groups, and the backend of a single rank."""
 
     rank = data_rank = 0
+    workers: Mapping[str, Any] = {"generator-0": {"under_way/x.py:quick": 0, "late/x.py:quick": 1}}
 
     def __init__(self, dropped: Mapping[str, int] | None) -> None:
         self._dropped = dropped
@@ -28,7 +29,7 @@ class Dry:
         if self._dropped is None:
             raise RefusedError("full")
         counts = {"pending": 6, "leased": 4, "ready": 0, "trained": 12, "dropped_by_reason": self._dropped}
-        return {"streams": {"train": counts}}
+        return {"streams": {"train": counts}, "workers": self.workers}
 
     def exchange(self, mine: Any) -> list[Any]:
         return [mine]
@@ -71,6 +72,26 @@ def test_a_wait_in_vain_tells_where_the_tasks_are(dropped: Mapping[str, int] | N
         "learner rank 0 waited 0.0 s for the generators: a group for version 4 (claim 0) did not come; "
     )
     assert str(error.value) == expected + says
+
+
+def test_a_wait_in_vain_names_the_rewards_whose_calls_do_not_end() -> None:
+    """They are not late yet: their deadline is longer than the learner's patience."""
+    dry = Dry({})
+    dry.workers = {"generator-0": {"under_way/x.py:slow": 64}, "rewards-0": {"under_way/x.py:slow": 8, "groups": 3}}
+    stream = GroupStream(
+        dry,  # type: ignore[arg-type]
+        dry,  # type: ignore[arg-type]
+        Spans(),
+        learner_epoch=0,
+        max_tokens=1,
+        whole=False,
+        deadline_s=1e-6,
+        stopping=lambda: False,
+        idle=lambda: None,
+    )
+    with pytest.raises(NoGroups, match=r"dropped: none; reward calls under way: 72 of x\.py:slow$"):
+        next(stream.step(3))
+    stream.close()
 
 
 @pytest.mark.parametrize(
