@@ -13,7 +13,9 @@ import os
 import socket
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -123,21 +125,28 @@ def _exit_code(arguments: Arguments) -> int:
         print(f"asyncrl {arguments.command}: {closed or 'the run is over'}", file=sys.stderr)
         return 0
     except AsyncRLError as error:
-        from asyncrl.launch.views.plain_text import without_control
-
-        print(
-            f"asyncrl {arguments.command}: {type(error).__name__}: {without_control(str(error))}",
-            file=sys.stderr,
-        )
+        _report(arguments, f"{type(error).__name__}: {error}")
         return error.exit_code
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
-        print(f"asyncrl {arguments.command}: cannot write: {error}", file=sys.stderr)
+        _report(arguments, f"cannot write: {error}")
         return DISK_EXIT_CODE
     except KeyboardInterrupt:
         print(f"asyncrl {arguments.command}: interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def _report(arguments: Arguments, error: str) -> None:
+    """Print why the command ends, on stderr, and give it to torchrun: it prints it as the root cause below its own
+    traceback, where a reader looks first."""
+    from asyncrl.launch.views.plain_text import without_control
+
+    message = f"asyncrl {arguments.command}: {without_control(error)}"
+    print(message, file=sys.stderr)
+    if (file := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:
+        with suppress(OSError):
+            Path(file).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
 
 
 def parse(words: Sequence[str]) -> Arguments:
@@ -363,9 +372,15 @@ def _pool(arguments: Arguments) -> int:
 
 
 def _learner(arguments: Arguments) -> int:
+    from asyncrl.launch.folder.run_folder import claimed_by_learner
+
     config = _split_run_config(arguments)
-    if os.environ.get("RANK", "0") == "0":
-        _keep_config(arguments, config)
+    by_hand = "ASYNCRL_LAUNCHED" not in os.environ and os.environ.get("RANK", "0") == "0"
+    with claimed_by_learner(config, arguments.config) if by_hand else nullcontext():
+        return _learn(arguments, config)
+
+
+def _learn(arguments: Arguments, config: Config) -> int:
     _loading(arguments, f"torch and the model {config.model.path}")
     from asyncrl.launch.folder.run_folder import run_folder
     from asyncrl.launch.views.process_view import LearnerView, shown
@@ -380,26 +395,6 @@ def _learner(arguments: Arguments) -> int:
     with shown("learner", LearnerView(config, run_folder(config), status), status, config):
         run_learner(config, heldout, status)
     return 0
-
-
-def _keep_config(arguments: Arguments, config: Config) -> None:
-    """As `asyncrl train` does before it starts a learner, with the config.yaml that it has written."""
-    from asyncrl.launch.folder.kept_code import keep_code
-    from asyncrl.launch.folder.kept_config import FILE, keep_config
-    from asyncrl.launch.folder.run_folder import (
-        OF_A_LEARNER,
-        refuse_a_past_run,
-        refuse_foreign_files,
-        run_folder,
-    )
-
-    folder = run_folder(config)
-    refuse_foreign_files(folder, config, OF_A_LEARNER)
-    if not config.run.resume:
-        refuse_a_past_run(folder, config)
-    if Path(arguments.config).resolve() != (folder / FILE).resolve():
-        keep_config(config, folder)
-        keep_code(config, folder)
 
 
 def _show_config(arguments: Arguments) -> int:

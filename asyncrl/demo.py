@@ -92,7 +92,10 @@ def check(demo: Demo) -> None:
         return
     if folder.is_symlink() or not folder.is_dir() or any(folder.iterdir()):
         rule = f"{folder} is there already, and no demo has made it (it holds no {MARK})"
-        raise ConfigError("run.name", OWN_NAME, rule, "set run.name=NAME, or give another folder by --dir")
+        remedy = (
+            f"set run.name=NAME, or give another folder by --dir; remove {folder} if a demo of an earlier "
+        )
+        raise ConfigError("run.name", OWN_NAME, rule, f"{remedy}version of asyncrl has made it")
 
 
 def clear(demo: Demo) -> None:

@@ -52,7 +52,7 @@ def find(target: str, keys: str | None = None) -> Target:
         return Target(target, None, keys)
     folder = find_run(target)
     if over := read_summary(folder):
-        said = f"{folder} has ended: {over['ended']}, at version {over['versions']}"
+        said = f"{folder} has ended: {over.get('ended')}, at version {over.get('versions')}"
         raise RunClosedError(
             f"{said}; what it said last is in rollouts.jsonl, all figures are in summary.json"
         )

@@ -85,7 +85,11 @@ class Scorer:
         return {
             "reward/failures": sum(call.failures for call in self._calls),
             **{f"reward/failures/{call.name}": call.failures for call in self._calls if call.name},
-            **{f"{UNDER_WAY}{call.config.function}": call.under_way for call in self._calls if call.late or call.under_way},
+            **{
+                f"{UNDER_WAY}{call.config.function}": call.under_way
+                for call in self._calls
+                if call.late or call.under_way
+            },
             **{f"{LATE}{call.config.function}": call.late for call in self._calls if call.late},
             "reward/zeroed": self._zeroed,
             "reward/missed_weights": len(self._missed),

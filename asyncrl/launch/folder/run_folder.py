@@ -82,6 +82,30 @@ def locked_run_folder(config: Config) -> Iterator[Path]:
 
 
 @contextmanager
+def claimed_by_learner(config: Config, file: str | Path) -> Iterator[None]:
+    """The folder of a run whose processes are started one by one: checked, locked while inside, with config.yaml and
+    code.json.
+
+    Args:
+        config: Of the run.
+        file: Where `config` was read from. The config.yaml of the folder itself is not written again.
+
+    Raises:
+        ConfigError: As `claimed_run_folder`.
+    """
+    folder = run_folder(config)
+    refuse_foreign_files(folder, config, OF_A_LEARNER)
+    with _open_lock(folder, config) as lock:
+        _write_owner(lock)
+        if not config.run.resume:
+            refuse_a_past_run(folder, config)
+        if Path(file).resolve() != (folder / FILE).resolve():
+            keep_config(config, folder)
+            keep_code(config, folder)
+        yield
+
+
+@contextmanager
 def _sharing(*folders: Path) -> Iterator[None]:
     token = _held.set(folders)
     try:
@@ -97,13 +121,14 @@ def refuse_foreign_files(folder: Path, config: Config, names: Iterable[str], wit
         folder: Of the run.
         config: Of the run. One that is resumed replaces less: only a config.yaml of the user's is in its way.
         names: The files and folders that the run replaces.
-        with_lock: Whether a run of the same kind leaves a lock.
+        with_lock: Whether the lock of a run must be there too. The queue of a run in separate processes writes
+            before its learner takes the lock.
 
     Raises:
         ConfigError: There are such files.
     """
     found = [name for name in ((FILE,) if config.run.resume else names) if os.path.lexists(folder / name)]
-    if with_lock and not _is_free_or_lock(folder / "lock"):
+    if not _is_free_or_lock(folder / "lock"):
         found.append("lock")
     elif _is_written(folder / FILE) and (config.run.resume or not with_lock or (folder / "lock").is_file()):
         return
@@ -113,7 +138,8 @@ def refuse_foreign_files(folder: Path, config: Config, names: Iterable[str], wit
             config.run.name,
             f"{folder} holds {', '.join(found)}, and not the lock and the {FILE} of a run of asyncrl; a run would "
             "replace them",
-            "set another run.name or run.dir, or move the files away",
+            "set another run.name or run.dir, or move the files away; a run whose processes were started one by one "
+            "by an earlier version left no lock: set run.resume=true to go on with it",
         )
 
 
@@ -160,9 +186,21 @@ def config_of(folder: Path) -> Config:
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """What the learner says of the whole run when it is over; empty if it did not get that far."""
+    """The learner's summary of a run that is over; empty if the run did not get that far.
+
+    Raises:
+        ConfigError: The file is damaged.
+    """
     path = folder / "summary.json"
-    summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if not path.exists():
+        return {}
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(summary, dict):
+            raise ValueError(f"it is no mapping but of type {type(summary).__name__}")
+    except ValueError as error:
+        remedy = "remove it: metrics.jsonl holds the figures of each version"
+        raise ConfigError("run", str(folder), f"{path} cannot be read ({error})", remedy) from None
     return summary
 
 

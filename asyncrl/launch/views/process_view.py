@@ -127,7 +127,9 @@ class GeneratorView(ProcessView):
         yield Value("samples under way", "samples", f"{now.get('running', 0) + now.get('waiting', 0):.0f}")
         yield Value("weight updates", "", str(now.get("weights/flips", 0)))
         yield from _counts("reward calls that took too long", "late", now, LATE)
-        yield from _counts("their reward's calls under way", "under way", without_timely_calls(now), UNDER_WAY)
+        yield from _counts(
+            "their reward's calls under way", "under way", without_timely_calls(now), UNDER_WAY
+        )
         yield from _counts("tasks dropped", "dropped", now, "dropped/")
         yield from _counts("refused by the queue", "refused", now, "refused/")
 

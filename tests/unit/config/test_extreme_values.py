@@ -165,6 +165,8 @@ def test_a_remedy_leads_on(base: Path, word: str, says: str) -> None:
 
 
 NESTED = "[" * 5000 + "]" * 5000
+
+
 @contextmanager
 def at_most_calls(most: int) -> Iterator[None]:
     """Inside, the function call after so many ends the test: work is counted, whatever the machine is busy with."""

@@ -38,7 +38,8 @@ def test_a_process_reports_what_it_drops(tmp_path: Path, monkeypatch: pytest.Mon
     with reported(path, status):
         status.loaded.set()
         status.failure = WHY
-        status.figures = {"tokens": 7, "dropped/reward": 3, "dropped/filtered": 1, "late/x.py:f": 2, "under_way/x.py:g": 8}
+        drops_of_a_worker = {"dropped/reward": 3, "dropped/filtered": 1, "late/x.py:f": 2}
+        status.figures = {"tokens": 7, **drops_of_a_worker, "under_way/x.py:g": 8}
     assert json.loads(path.read_text()) == {
         "dropped": {"reward": 3, "filtered": 1},
         "late": {"x.py:f": 2},

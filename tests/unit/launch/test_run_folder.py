@@ -14,6 +14,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch import local
 from asyncrl.launch.folder.run_folder import (
     OF_A_LEARNER,
+    claimed_by_learner,
     claimed_run_folder,
     locked_run_folder,
     read_summary,
@@ -164,6 +165,47 @@ def test_a_learner_that_is_started_by_hand_spares_the_users_files_too(config: Co
         refuse_foreign_files(run, config, OF_A_LEARNER)
     (run / "config.yaml").write_text(PRINTED)
     refuse_foreign_files(run, config, OF_A_LEARNER)
+
+
+def test_a_learner_that_is_started_by_hand_leaves_a_folder_that_a_run_knows(
+    config: Config, tmp_path: Path
+) -> None:
+    run = tmp_path / "it"
+    run.mkdir()
+    (run / "address").write_text("tcp://127.0.0.1:1")  # of the queue, which was started before
+    with (
+        claimed_by_learner(config, tmp_path / "base.yaml"),
+        pytest.raises(ConfigError, match="a live run uses"),
+        claimed_run_folder(config),
+    ):
+        pass
+    (run / "metrics.jsonl").write_text(json.dumps({"version": 1}) + "\n")
+    with (
+        pytest.raises(ConfigError, match=r"holds a run already.*run\.resume=true"),
+        claimed_run_folder(config),
+    ):
+        pass
+    with claimed_run_folder(changed(tmp_path, "run.resume=true")):
+        assert (run / "metrics.jsonl").exists()
+
+
+def test_a_run_in_separate_processes_of_an_earlier_version_is_refused_with_its_remedy(
+    config: Config, tmp_path: Path
+) -> None:
+    run = begun(config)
+    (run / "lock").unlink()
+    (run / "metrics.jsonl").write_text(json.dumps({"version": 1}) + "\n")
+    with pytest.raises(ConfigError, match=r"left no lock: set run\.resume=true"), claimed_run_folder(config):
+        pass
+    with claimed_run_folder(changed(tmp_path, "run.resume=true")):
+        assert (run / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "\xff"])
+def test_a_damaged_summary_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "summary.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ConfigError, match=r"summary\.json cannot be read.*Remedy: remove it"):
+        read_summary(tmp_path)
 
 
 def test_a_new_run_does_not_write_over_the_file_it_was_started_with(config: Config, tmp_path: Path) -> None:

@@ -160,6 +160,19 @@ def test_errors_become_exit_codes(
     assert cli.main(["train", config]) == code
 
 
+def test_torchrun_gets_the_message_of_a_rank_as_its_root_cause(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    assert cli.main(["config", config, "batch.groups=0"]) == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    shown = str(ChildFailedError("learner", {0: ProcessFailure(0, 4711, 2, str(file))}))
+    assert f"traceback : {message}" in shown
+
+
 def test_a_bug_keeps_its_traceback(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(arguments: cli.Arguments) -> int:
         raise ZeroDivisionError

@@ -105,7 +105,9 @@ def test_a_users_run_is_refused_before_the_warm_up(
 ) -> None:
     past_run(runs / "demo", of_demo=False)
     assert cli.main(["demo", "--dir", str(runs)]) == 2
-    assert "no demo has made it" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "no demo has made it" in error
+    assert f"remove {runs}/demo if a demo of an earlier version of asyncrl has made it" in error
     assert (runs / "demo/metrics.jsonl").exists()
     assert sft == []
 

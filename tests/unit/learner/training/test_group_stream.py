@@ -77,7 +77,10 @@ def test_a_wait_in_vain_tells_where_the_tasks_are(dropped: Mapping[str, int] | N
 def test_a_wait_in_vain_names_the_rewards_whose_calls_do_not_end() -> None:
     """They are not late yet: their deadline is longer than the learner's patience."""
     dry = Dry({})
-    dry.workers = {"generator-0": {"under_way/x.py:slow": 64}, "rewards-0": {"under_way/x.py:slow": 8, "groups": 3}}
+    dry.workers = {
+        "generator-0": {"under_way/x.py:slow": 64},
+        "rewards-0": {"under_way/x.py:slow": 8, "groups": 3},
+    }
     stream = GroupStream(
         dry,  # type: ignore[arg-type]
         dry,  # type: ignore[arg-type]
