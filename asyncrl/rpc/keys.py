@@ -110,7 +110,7 @@ def make_keys(folder: Path) -> None:
 
 
 def server_keys(folder: str | None) -> ServerKeys | None:
-    """None for None. ConfigError (key queue.keys) unless the file is one of `make_keys` and private."""
+    """The keys in a folder, if one is given. ConfigError (key queue.keys) unless it is private and from `make_keys`."""
     if folder is None:
         return None
     path = Path(folder).expanduser() / SERVER_FILE
@@ -118,7 +118,7 @@ def server_keys(folder: str | None) -> ServerKeys | None:
 
 
 def client_keys(folder: str | None) -> ClientKeys | None:
-    """None for None. ConfigError (key queue.keys) unless the file is one of `make_keys` and private."""
+    """The keys in a folder, if one is given. ConfigError (key queue.keys) unless it is private and from `make_keys`."""
     if folder is None:
         return None
     path = Path(folder).expanduser() / CLIENT_FILE

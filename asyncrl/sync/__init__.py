@@ -3,5 +3,5 @@
 layout ▸ plan (pure)      who holds what, who sends what
 bucket ▸ transport        bytes between tensors and over channels
 publisher ◂ subscriber    versions: snapshot, pin, send, acknowledge
-digest ▸ proof            whether what an engine runs on is what the learner published
+digest ▸ checksum            whether what an engine runs on is what the learner published
 """

@@ -40,8 +40,8 @@ def main() -> None:
         arrived = time.monotonic()
         torch._foreach_copy_(list(live.values()), staging.parts)
         flipped = time.monotonic()
-        assert staged.proof is not None
-        staged.proof.check(engine, "the live parameters")
+        assert staged.checksum is not None
+        staged.checksum.check(engine, "the live parameters")
         ended = time.monotonic()
         check(layout, live)
         for tensor in (*live.values(), *staging.parts):

@@ -59,7 +59,7 @@ held = -1
 while held < last:
     staged = subscriber.fetch(held, 60.0)  # to join the store of a relay that died meanwhile takes torch up to 30
     assert staged is not None, "no version came"
-    assert staged.proof.holds(Shards(layout, staging)), staged
+    assert staged.checksum.holds(Shards(layout, staging)), staged
     held = staged.version
     subscriber.held(held)
     print(held, messages, flush=True)

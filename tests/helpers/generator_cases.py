@@ -172,7 +172,7 @@ class FakeProof:
 @dataclass(frozen=True)
 class FakeStaged:
     version: int
-    proof: Any
+    checksum: Any
     seconds: float = 0.0
     bytes: int = 12
 

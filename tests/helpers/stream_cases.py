@@ -86,8 +86,8 @@ class Generator:
         assert staged.version == version
         for name, expected in local_tensors(self.layout, self.learner.at(version)).items():
             assert all(map(same_bits, self.staging[name], expected)), name
-        assert staged.proof is not None
-        assert staged.proof.holds(Shards(self.layout, self.staging))
+        assert staged.checksum is not None
+        assert staged.checksum.holds(Shards(self.layout, self.staging))
 
 
 def closing_all() -> Iterator[Callable]:

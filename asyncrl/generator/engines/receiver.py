@@ -40,12 +40,12 @@ class Learner:
 
 
 class StagedVersion(Protocol):
-    """A version that lies whole in the staging memory. proof: what it must hash to, None where nobody is to look."""
+    """A version that lies whole in the staging memory. checksum: what it must hash to, None where nobody is to look."""
 
     @property
     def version(self) -> Version: ...
     @property
-    def proof(self) -> Checksum | None: ...
+    def checksum(self) -> Checksum | None: ...
     @property
     def seconds(self) -> float: ...
     @property
@@ -73,7 +73,7 @@ class WeightReceiver(Protocol):
         ...
 
     async def stage(self, version: Version) -> StagedVersion:
-        """Bring this version beside the live parameters while the engine decodes. TakenBackError: it is gone."""
+        """Bring this version beside the live parameters while the engine decodes. SnapshotEvictedError: it is gone."""
         ...
 
     async def flip(self, version: Version) -> float:
@@ -196,9 +196,9 @@ class LocalReceiver(HoldsStream):
 
     async def verify(self) -> None:
         staged = self._staged
-        if self._verify and staged is not None and staged.proof is not None:
+        if self._verify and staged is not None and staged.checksum is not None:
             whose = f"after the flip to version {staged.version} the engine's parameters"
-            await self._thread(staged.proof.check, self._live, whose)
+            await self._thread(staged.checksum.check, self._live, whose)
 
     async def held(self, version: Version) -> None:
         await self._thread(self._opened.held, version)

@@ -75,10 +75,10 @@ class StoredPublisher:
         self.endpoint = f"rank-{rank:05d}/{lineage}-{secrets.token_hex(8)}"
         self._config, self._blobs = config, blobs
         self._live = Shards(layout, tensors)
-        self._arenas = (TensorBuffer(self._live), TensorBuffer(self._live))
-        self._floor_s = min(self._arenas[0].floor() for _ in range(2))
+        self._buffers = (TensorBuffer(self._live), TensorBuffer(self._live))
+        self._floor_s = min(self._buffers[0].floor() for _ in range(2))
         self._snapshots = Snapshots(2)
-        self._chain = Chain(self._arenas[0].bytes)  # the writer's
+        self._chain = Chain(self._buffers[0].bytes)  # the writer's
         self._slow = False  # the store, by the last full version
         self._changed = threading.Condition()  # guards what follows
         self._stored: Version = -1
@@ -102,11 +102,11 @@ class StoredPublisher:
                 f"{self._why}"
             )
         slot = self._snapshots.begin(version)
-        pause_s = self._arenas[slot].take(self._live)
+        pause_s = self._buffers[slot].take(self._live)
         with self._changed:
             self._snapshots.commit(slot)
             self._changed.notify_all()
-        return PublishReport(pause_s, self._arenas[slot].bytes, self._floor_s)
+        return PublishReport(pause_s, self._buffers[slot].bytes, self._floor_s)
 
     def stats(self) -> dict[str, float]:
         """Since the start: versions stored, bytes, those of deltas among them, failures."""
@@ -196,17 +196,17 @@ class StoredPublisher:
         records = []
         for name, block in all_blocks(self._live.layout):
             self._go_on(pin)
-            new = self._arenas[pin.slot].shards.view(name, block.box)
+            new = self._buffers[pin.slot].shards.view(name, block.box)
             slot = self._snapshots.slot_of(base)
             if slot is not None:
-                records.append(encode(self._arenas[slot].shards.view(name, block.box), new))
+                records.append(encode(self._buffers[slot].shards.view(name, block.box), new))
             if slot is None or self._snapshots.slot_of(base) != slot:
                 return None  # nobody holds the base: it was overwritten meanwhile
             if self._config.verify:
                 digests[name].append(digest(new, block.box, self._live.layout[name].shape, name))
         header = delta_header(records)
         size = len(header) + sum(map(len, records))
-        if size >= self._arenas[pin.slot].bytes:
+        if size >= self._buffers[pin.slot].bytes:
             return None
         parts: list[Bytes] = [header, *(record.numpy().data for record in records)]
         self._blobs.put(delta_key(self.endpoint, pin.version), parts)
@@ -243,7 +243,7 @@ class StoredPublisher:
     def _parts(self, pin: Pin, header: bytes, digests: dict[str, list[int]]) -> Iterator[bytes | memoryview]:
         """The blob, block by block; fills `digests` on the way."""
         yield header
-        shards = self._arenas[pin.slot].shards
+        shards = self._buffers[pin.slot].shards
         for name, param in shards.layout.items():
             for box in param.boxes:
                 for block in blocks(box, ITEM_BYTES[param.dtype]):

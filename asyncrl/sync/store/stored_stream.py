@@ -77,8 +77,12 @@ class StoredStream:
             time.sleep(min(POLL_S, max(0.0, deadline - time.monotonic())))
 
     def stage(self, version: Version) -> StagedWeights:
-        """Exactly this version. TakenBackError: it was deleted meanwhile. WeightSyncError: what is stored is torn,
-        damaged, or of another learner."""
+        """Stage exactly this version.
+
+        Raises:
+            SnapshotEvictedError: it was deleted meanwhile
+            WeightSyncError: a blob is torn, damaged, or of another learner
+        """
         begun = time.monotonic()
         paths = self._paths(version, None if self._staged is None else self._staged.version)
         if any(path[0].kind == KIND for path in paths) and not self._good():
@@ -90,14 +94,16 @@ class StoredStream:
             self._plan, self._sources = plan(sources, self._layout, self._bucket_bytes), sources
         taken = [self._take(source, paths[source.rank]) for source in self._plan.sources]
         verified = self._config.verify and all(path[-1].digests is not None for path in paths)
-        proof = None
+        checksum = None
         if verified:
             # Blocks and pieces are cut differently: only the hash by rows adds up over both.
             total = sum(hashed for hashed, _ in taken) % MOD
-            proof = Checksum(
+            checksum = Checksum(
                 ChecksumShare(ROWS, total), tuple(p for s in self._plan.sources for p in s.pieces)
             )
-        self._staged = StagedWeights(version, proof, time.monotonic() - begun, sum(read for _, read in taken))
+        self._staged = StagedWeights(
+            version, checksum, time.monotonic() - begun, sum(read for _, read in taken)
+        )
         return self._staged
 
     def fetch(self, newer_than: Version, wait_s: float) -> StagedWeights | None:
@@ -120,7 +126,7 @@ class StoredStream:
     def _good(self) -> bool:
         """Whether staging still holds what was staged last: a delta adds to that."""
         assert self._staged is not None
-        return self._staged.proof is None or self._staged.proof.holds(self._staging)
+        return self._staged.checksum is None or self._staged.checksum.holds(self._staging)
 
     def _paths(self, version: Version, base: Version | None) -> list[list[Manifest]]:
         """Of each rank, the manifests to take one after another: from `base` on, or from a full version."""
@@ -148,7 +154,7 @@ class StoredStream:
                     hashed = self._reader.take(source, manifest, tensors_key(series, manifest.version))
                     read += source.bytes
             except MissingBlobError as error:
-                self._manifest(source.rank, manifest.version)  # TakenBackError if it is gone too
+                self._manifest(source.rank, manifest.version)  # SnapshotEvictedError if it is gone too
                 raise WeightSyncError(f"{self.who}: {error}, though its manifest is there") from error
         if path[-1].kind == KIND and self._config.verify:
             hashed = self._deltas.check(source, path[-1])

@@ -29,7 +29,7 @@ from asyncrl.sync.tensors.checksum import Checksum, ChecksumShare
 from asyncrl.types import Version
 
 GRACE_S = 5.0
-"""For an answer that a live publisher gives at once."""
+"""For a reply that a live publisher gives at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Hello:
 
 
 class Parent(NamedTuple):
-    """A member that hands versions on."""
+    """A member with a relay."""
 
     who: str
     endpoint: str
@@ -82,23 +82,27 @@ class PublisherLink:
         return hello
 
     def newest(self, newer_than: Version, wait_s: float) -> Version | None:
-        """The newest version above `newer_than`; None when none came in `wait_s`."""
+        """The newest version above `newer_than`; None if none came in `wait_s`."""
         what = f"word of a version above {newer_than}"
         found = self._call("newest", what, wait_s + GRACE_S, newer_than=newer_than, wait_s=wait_s)
         version: Version | None = found["version"]
         return version
 
-    # To rank 0 alone.
+    # Requests to rank 0 alone.
 
     def join(self, host: str, layout: str, bytes_: int, endpoint: str | None) -> None:
-        """Become a member. `layout`: its key · bytes of a version · endpoint of our relay."""
+        """Become a member. `layout`: its key · bytes of a version · endpoint of the member's relay."""
         fields = {"host": host, "layout": layout, "bytes": bytes_, "endpoint": endpoint}
         self._call("join", "its membership", GRACE_S, **fields)
 
     def route(self, failed: str | None) -> Parent | None:
-        """From whom to take the next version; None: the learner's ranks. `failed`: the parent that did not deliver.
+        """The parent to take the next version from; None: the learner's ranks.
 
-        Raises RefusedError("member") for one that must join again.
+        Args:
+            failed: the parent that did not deliver the last one
+
+        Raises:
+            RefusedError: ("member") this one must join again
         """
         parent = self._call("route", "a route", GRACE_S, failed=failed)["parent"]
         return None if parent is None else Parent(*parent)
@@ -108,10 +112,10 @@ class PublisherLink:
         self._call("held", f"word that it may hold version {version}", GRACE_S, version=version)
 
     def leave(self) -> None:
-        """Best effort: who just ends is fenced later."""
+        """Best effort: a member that just ends is fenced later."""
         self._request("leave")
 
-    # To whoever hands a version on.
+    # Requests to any source of versions.
 
     def attach(self, source: SourcePlan, staging: Shards, meet_s: float, transfer_s: float) -> None:
         """Make the channel, unless there is one.
@@ -147,9 +151,9 @@ class PublisherLink:
         self._session = _Session(offer["session"], channel, Buffers(source, staging, channel.device))
 
     def pin(self, version: Version, wait_s: float) -> bool:
-        """Whether this one now holds the version for us; False: it is gone.
+        """Whether the source now holds the version for this subscriber; False: it is gone.
 
-        Waits when it has not got that far yet; DeadlineError when it does not in `wait_s`.
+        Waits if the source has not got that far yet; DeadlineError if it does not in `wait_s`.
         """
         request = {"version": version, "wait_s": wait_s, "session": self._attached.number}
         fields = self._call("pin", f"a hold on version {version}", wait_s + GRACE_S, **request)
@@ -166,11 +170,19 @@ class PublisherLink:
         arrived: Callable[[int], None] = lambda index: None,
         base: Version | None = None,
     ) -> ChecksumShare | None:
-        """Fill the staging memory with this one's part of a pinned version; returns the hash of what was sent.
+        """Fill the staging memory with the source's part of a pinned version.
 
-        `base` is the version that lies whole in the staging memory: the sender may answer with what changed since.
-        Calls `arrived` for each bucket that lies there. Raises TakenBackError when the learner wanted its snapshot
-        back, WeightSyncError (also when the changes do not give what the sender has) and DeadlineError.
+        Args:
+            arrived: called for each bucket that lies there
+            base: the version that lies whole in the staging memory; the sender may send the changes since
+
+        Returns:
+            The hash of what was sent.
+
+        Raises:
+            SnapshotEvictedError: the sender needed the memory for a newer version
+            WeightSyncError: the transfer broke, or base and changes do not give the sender's version
+            DeadlineError: it took longer than `deadline_s`
         """
         session, deadline = self._attached, time.monotonic() + deadline_s
         if staging.device.type == "cuda":
@@ -207,7 +219,7 @@ class PublisherLink:
         return share
 
     def unpin(self) -> None:
-        """Best effort; the publisher forgets the hold anyway when it wants the memory."""
+        """Best effort; the publisher ends the hold anyway when it needs the memory."""
         if self._session is not None:
             self._request("unpin", session=self._session.number)
 

@@ -1,11 +1,12 @@
-"""Who follows the learner, what each of them holds, and from whom it takes the next version. Pure; kept at rank 0.
+"""The generators that follow a learner: which version each holds, and which one it takes the next version from. Rank 0
+keeps this; pure.
 
       join ─▸ member ── route? ─▸ its parent in the tree, or the learner
                │  ▴ held v         (an acknowledgement: flipped and verified)
       leave ◂──┘  └─ report: its parent failed ─▸ that one feeds nobody until it holds a later version
-      fenced: not heard of for too long; it must join anew
+      fenced: silent for too long; it must join anew
 
-Routes are asked for version by version, so nobody is told when the members change.
+Generators request a route for each version, so nobody need be notified when the members change.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from asyncrl.types import NO_VERSION, Version
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """bytes: of one version · endpoint: where it hands versions on; None: nowhere"""
+    """bytes: of one version · endpoint: of its relay; None: it has none"""
 
     member: Member
     bytes: int
@@ -40,7 +41,7 @@ class _Entry:
 
 
 class Membership:
-    """Of one publisher. `host`: the learner's, where members take from it directly unless `fanout` is set."""
+    """The members of one publisher. host: the learner's; members there take from it directly unless `fanout` is set."""
 
     def __init__(
         self,
@@ -101,14 +102,14 @@ class Membership:
             entry.reported_at, self._parents = entry.held, None
 
     def parent(self, who: str) -> Joined | None:
-        """Who hands versions on to `who`; None: the learner."""
+        """The member that `who` takes versions from; None: the learner."""
         if self._parents is None:
             self._parents = self._assigned()
         above = self._parents.get(who)
         return None if above is None else self._entries[above].joined
 
     def versions(self) -> dict[str, Version]:
-        """What each member has acknowledged; NO_VERSION before the first."""
+        """The version that each member has acknowledged; NO_VERSION before the first."""
         return {who: entry.held for who, entry in list(self._entries.items())}
 
     def stats(self) -> dict[str, float]:
@@ -116,7 +117,7 @@ class Membership:
         return {"members": len(self._entries), "fenced": self._fenced, "reports": self._reports}
 
     def _assigned(self) -> dict[str, str | None]:
-        """Of those that a tree serves; the others take from the learner."""
+        """The parents of the members in the tree; the others take from the learner."""
         if self._fanout == 0:
             return {}
         in_tree = [member for member in self._order if self._relayed(self._entries[member.who])]
@@ -127,7 +128,7 @@ class Membership:
         joined = entry.joined
         if entry.reported_at is not None or joined.endpoint is None:
             return False
-        # What fits a bucket cannot be pipelined; on its own host the learner is as near as anybody.
+        # A version that fits a bucket cannot be pipelined; on its own host the learner is as near as any member.
         return self._fanout is not None or (
             joined.bytes > self._bucket_bytes and joined.member.host != self._host
         )

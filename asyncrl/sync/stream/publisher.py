@@ -2,12 +2,12 @@
 
       trainer ── publish(v) ──▸ snapshot (the only pause) ──▸ wakes parked requests
                                       │ pinned by
-      control thread ◂── newest? pin v, send v ──  generators      never blocks
+      RPC thread     ◂── newest? pin v, send v ──  generators      never blocks
       sender threads ── buckets ──▸ one generator each             wait for that generator alone
 
-Generators pull. Rank 0 is asked for the newest version and for whom to take it from; each rank that the generator's
-plan needs pins it, sends its part and acknowledges with a hash of what it sent. Once flipped and verified, the
-generator says what it holds. Nobody gathers the model, and the trainer waits for no generator.
+Generators pull. They request the newest version and its route from rank 0; each rank that the generator's plan needs
+pins it, sends its part and acknowledges with a hash of what it sent. Once flipped and verified, the generator reports
+the version that it holds. No process gathers the model, and the trainer waits for no generator.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from asyncrl.sync.layout.layout import Layout, to_wire
 from asyncrl.sync.plan.plan import SourcePlan, source_from_wire
 from asyncrl.sync.plan.tree import Links, Member
 from asyncrl.sync.stream.membership import Joined, Membership
-from asyncrl.sync.stream.serving import Handler, VersionServer
 from asyncrl.sync.stream.snapshot import Pin, Snapshots
+from asyncrl.sync.stream.version_server import Handler, VersionServer
 from asyncrl.sync.tensors.bucket import BoxTensors, Shards
 from asyncrl.sync.tensors.checksum import ChecksumShare
 from asyncrl.sync.tensors.tensor_buffer import TensorBuffer
@@ -57,10 +57,15 @@ class PublishReport:
 
 
 class Publisher:
-    """Serves `tensors`, this rank's live shards as `layout` says, to any number of subscribers.
+    """Serves this rank's live shards to any number of subscribers.
 
-    `lineage` is the learner's: a subscriber of another one is refused by name. `keys`: of a run that has some. Raises
-    WeightSyncError when tensors and layout do not match.
+    Args:
+        tensors: the live shards, cut as `layout`
+        lineage: the learner's; a subscriber of another one is refused by name
+        keys: that subscribers must hold too
+
+    Raises:
+        WeightSyncError: tensors and layout do not match
     """
 
     def __init__(
@@ -77,15 +82,15 @@ class Publisher:
         self.name = f"learner rank {rank}"
         self._config = config
         self._live = Shards(layout, tensors)
-        self._arenas = [TensorBuffer(self._live) for _ in range(config.snapshots)]
+        self._buffers = [TensorBuffer(self._live) for _ in range(config.snapshots)]
         # Twice each: the first time also gets the memory from the system.
-        self._floor_s = min(arena.floor() for arena in self._arenas for _ in range(2))
+        self._floor_s = min(buffer.floor() for buffer in self._buffers for _ in range(2))
         self._snapshots = Snapshots(config.snapshots)
         self._published = 0
         self._chain: DeltaChain | None = None
         if config.delta != "never" and config.snapshots == 2:
-            most_bytes = int(config.delta_share * self._arenas[0].bytes)
-            self._chain = DeltaChain(self.name, layout, most_bytes, self._holding)
+            most_bytes = int(config.delta_share * self._buffers[0].bytes)
+            self._chain = DeltaChain(self.name, layout, most_bytes, self._shards_of)
         self._shares: dict[tuple[Version, SourcePlan], ChecksumShare] = {}
         self._share_lock = threading.Lock()
         self._members = Membership(
@@ -107,7 +112,7 @@ class Publisher:
             "held": self._held,
             "leave": self._leave,
         }
-        self._outlet = VersionServer(
+        self._server = VersionServer(
             self.name,
             self,
             config,
@@ -117,23 +122,23 @@ class Publisher:
             keys=keys,
             on_wake=self._fence,
         )
-        self.endpoint = self._outlet.endpoint
+        self.endpoint = self._server.endpoint
         # A thread that is inside torch while the interpreter is taken down aborts the process.
         atexit.register(self.close)
 
     def publish(self, version: Version) -> PublishReport:
         """Copy the live shards and return; generators take the copy from then on. Versions must rise."""
         slot = self._snapshots.begin(version)
-        arena = self._arenas[slot]
+        buffer = self._buffers[slot]
         self._published += 1
         if self._published % REMEASURE == 0:
-            self._floor_s = min(arena.floor() for _ in range(2))
-        pause_s = arena.take(self._live)
+            self._floor_s = min(buffer.floor() for _ in range(2))
+        pause_s = buffer.take(self._live)
         self._snapshots.commit(slot)
         if self._chain is not None:
             self._chain.published(version)
-        self._outlet.server.wake()
-        return PublishReport(pause_s, arena.bytes, self._floor_s)
+        self._server.server.wake()
+        return PublishReport(pause_s, buffer.bytes, self._floor_s)
 
     def stats(self) -> dict[str, float]:
         """Since the start: transfers, bytes, failures, taken_back, malformed, refused, fenced, reports. Now:
@@ -142,28 +147,28 @@ class Publisher:
         held = [version for version in self._members.versions().values() if version >= 0]
         newest = self._snapshots.newest
         behind = {} if not held or newest is None else {"held": min(held), "lag": newest - min(held)}
-        allocated = sum(len(arena.memory) for arena in self._arenas)
-        return {**self._outlet.stats(), **self._members.stats(), "snapshot_bytes": allocated, **behind}
+        allocated = sum(len(buffer.memory) for buffer in self._buffers)
+        return {**self._server.stats(), **self._members.stats(), "snapshot_bytes": allocated, **behind}
 
     def held(self) -> dict[str, Version]:
-        """At rank 0: what each member has acknowledged; NO_VERSION before the first."""
+        """At rank 0: the version that each member has acknowledged; NO_VERSION before the first."""
         return self._members.versions()
 
     def close(self, wait_s: float = 0.0) -> None:
         """Let transfers in flight end, at most `wait_s`, then stop answering. May be called again."""
         atexit.unregister(self.close)
         self._snapshots.wait_idle(wait_s)
-        self._outlet.close()
+        self._server.close()
         if self._chain is not None:
             self._chain.close()
 
-    # What is handed on (`serving.Holdings`).
+    # As a VersionSource.
 
     @property
     def device(self) -> torch.device:
         return self._live.device
 
-    def source(self, wire: Any) -> SourcePlan:
+    def requested_plan(self, wire: Any) -> SourcePlan:
         return source_from_wire(wire, self.rank, self._live.layout)
 
     def pin(self, version: Version, who: str) -> Pin | None:
@@ -176,13 +181,13 @@ class Publisher:
         self._snapshots.release(pin)
 
     def shards(self, pin: Pin) -> Shards:
-        return self._arenas[pin.slot].shards
+        return self._buffers[pin.slot].shards
 
     def ready(self, pin: Pin, bucket: int, seconds: float) -> None:
-        """A snapshot is whole before anybody can pin it."""
+        """A snapshot is whole before it can be pinned."""
 
     def share(self, pin: Pin, source: SourcePlan, seconds: float = 0.0) -> ChecksumShare | None:
-        """Once for all generators of the same plan."""
+        """Computed once for all generators of the same plan."""
         if not self._config.verify:
             return None
         key = (pin.version, source)
@@ -199,11 +204,11 @@ class Publisher:
             return None
         return self._chain.find(base, pin.version, source, seconds)
 
-    def _holding(self, version: Version) -> Shards | None:
+    def _shards_of(self, version: Version) -> Shards | None:
         slot = self._snapshots.slot_of(version)
-        return None if slot is None else self._arenas[slot].shards
+        return None if slot is None else self._buffers[slot].shards
 
-    # Requests, in the control thread.
+    # Requests, in the RPC thread.
 
     def _hello(self, request: RpcRequest) -> Fields:
         return {
@@ -214,16 +219,16 @@ class Publisher:
         }
 
     def _newest(self, request: RpcRequest) -> Fields | None:
-        self._heard(request)
+        self._member(request)
         newer_than = int(request.fields["newer_than"])
 
-        def look() -> Fields | None:
+        def newer() -> Fields | None:
             newest = self._snapshots.newest
             return {"version": newest} if newest is not None and newest > newer_than else None
 
-        if (found := look()) is not None:
+        if (found := newer()) is not None:
             return found
-        self._outlet.server.park(request, look, float(request.fields["wait_s"]), {"version": None})
+        self._server.server.park(request, newer, float(request.fields["wait_s"]), {"version": None})
         return None
 
     def _join(self, request: RpcRequest) -> Fields:
@@ -238,15 +243,15 @@ class Publisher:
         return {}
 
     def _route(self, request: RpcRequest) -> Fields:
-        """From whom to take the next version: a member, or None for the learner's ranks."""
+        """The member to take the next version from; None: the learner's ranks."""
         failed = request.fields.get("failed")
         if failed is not None:
             self._members.report(str(failed))
-        parent = self._members.parent(self._heard(request))
+        parent = self._members.parent(self._member(request))
         return {"parent": None if parent is None else [parent.member.who, parent.endpoint]}
 
     def _held(self, request: RpcRequest) -> Fields:
-        self._members.held(self._heard(request), int(request.fields["version"]))
+        self._members.held(self._member(request), int(request.fields["version"]))
         return {}
 
     def _leave(self, request: RpcRequest) -> Fields:
@@ -256,10 +261,10 @@ class Publisher:
     def _fence(self) -> None:
         for silent in self._members.fence():
             log.warning("%s: %s is silent for more than %.0f s", self.name, silent, self._config.silence_s)
-            self._outlet.drop(silent)
+            self._server.drop(silent)
 
-    def _heard(self, request: RpcRequest) -> str:
-        """Who asks. RefusedError("member") for one that was fenced."""
+    def _member(self, request: RpcRequest) -> str:
+        """The member that sent the request. RefusedError("member") for one that was fenced."""
         who = str(request.fields["who"])
         if not self._members.heard(who):
             raise RefusedError("member", f"{who} must join the generators of {self.name} again")

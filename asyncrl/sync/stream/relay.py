@@ -3,9 +3,9 @@
       learner ──▸ staging of A ──▸ staging of B ──▸ staging of C       A and B are relays
                    bucket 7          bucket 6         bucket 5
 
-A child asks for the buckets in the order in which they are bound to arrive here (`relay_plan`) and waits for each. Its
+A child takes the buckets in the order in which they are bound to arrive here (`relay_plan`) and waits for each. Its
 acknowledgement waits until this generator has its own, with the learner's hash. A relay waits for no child: when the
-next version begins, or the transfer fails, the children are told that their version was taken back.
+next version begins, or the transfer fails, the children's transfers end as evicted.
 """
 
 from __future__ import annotations
@@ -20,31 +20,30 @@ from asyncrl.config.schema import SyncConfig
 from asyncrl.errors import DeadlineError, RefusedError
 from asyncrl.rpc.keys import ClientKeys
 from asyncrl.sync.delta.delta_stream import Deltas
-from asyncrl.sync.layout.layout import Layout
 from asyncrl.sync.plan.plan import Plan, SourcePlan, source_from_wire
-from asyncrl.sync.stream.serving import VersionServer
 from asyncrl.sync.stream.snapshot import Pin, SnapshotEvictedError
+from asyncrl.sync.stream.version_server import VersionServer
 from asyncrl.sync.tensors.bucket import Shards
 from asyncrl.sync.tensors.checksum import ChecksumShare
 from asyncrl.types import Version
 
 
-def relay_plan(made: Plan) -> SourcePlan:
+def relay_plan(plan: Plan) -> SourcePlan:
     """All buckets of a plan as one stream: the first of each learner rank, then the second of each, …"""
-    buckets = {source.rank: source.buckets for source in made.sources}
-    return SourcePlan(0, tuple(buckets[rank][index] for rank, index in _turns(made)))
+    buckets = {source.rank: source.buckets for source in plan.sources}
+    return SourcePlan(0, tuple(buckets[rank][index] for rank, index in _order(plan)))
 
 
-def _turns(made: Plan) -> list[tuple[int, int]]:
+def _order(plan: Plan) -> list[tuple[int, int]]:
     """(rank, index of its bucket), in the order in which they are bound to arrive."""
     return sorted(
-        ((source.rank, index) for source in made.sources for index in range(len(source.buckets))),
+        ((source.rank, index) for source in plan.sources for index in range(len(source.buckets))),
         key=lambda key: (key[1], key[0]),
     )
 
 
 class StagingProgress:
-    """What of which version lies in the staging memory, and who reads it. Thread-safe."""
+    """Which buckets of which version lie in the staging memory, and who reads them. Thread-safe."""
 
     def __init__(self, who: str) -> None:
         self._who = who
@@ -56,7 +55,7 @@ class StagingProgress:
         self._share: ChecksumShare | None = None
 
     def begin(self, version: Version) -> None:
-        """From now on the memory is filled with this version; children of another one are cancelled.
+        """From now on the memory is filled with this version; transfers of another one are cancelled.
 
         Beginning the version that is there already changes nothing: the same bytes come again.
         """
@@ -77,7 +76,7 @@ class StagingProgress:
             self._changed.notify_all()
 
     def withdraw(self) -> None:
-        """The transfer failed: what is there is of no use."""
+        """The transfer failed: the memory holds no version."""
         with self._changed:
             self._cancel()
 
@@ -112,7 +111,14 @@ class StagingProgress:
             self._changed.notify_all()
 
     def wait_for(self, pin: Pin, bucket: int | None, seconds: float) -> ChecksumShare | None:
-        """Until that bucket is here, or everything (None); then the learner's hash. TakenBackError, DeadlineError."""
+        """Wait until that bucket is here, or the whole version (None).
+
+        Returns:
+            The learner's hash, once the version is whole.
+
+        Raises:
+            SnapshotEvictedError, DeadlineError
+        """
         with self._changed:
 
             def here() -> bool:
@@ -126,55 +132,50 @@ class StagingProgress:
 
 
 class Relay:
-    """Serves `staging`, which its owner fills by `made`, to the members that rank 0 sends here."""
+    """Serves `staging`, which its owner fills by `plan`, to the members whose route leads here."""
 
     def __init__(
         self,
         who: str,
         staging: Shards,
-        made: Plan,
+        plan: Plan,
         config: SyncConfig,
         *,
         lineage: int,
         host: str,
         keys: ClientKeys | None = None,
     ) -> None:
-        self.plan = relay_plan(made)
+        self.plan = relay_plan(plan)
         self.progress = StagingProgress(who)
         self.who, self._staging = who, staging
-        self._places = {key: place for place, key in enumerate(_turns(made))}
-        self._outlet = VersionServer(f"{who}, a relay,", self, config, lineage=lineage, host=host, keys=keys)
-        self.endpoint = self._outlet.endpoint
+        self._indices = {key: index for index, key in enumerate(_order(plan))}
+        self._server = VersionServer(f"{who}, a relay,", self, config, lineage=lineage, host=host, keys=keys)
+        self.endpoint = self._server.endpoint
 
     def begin(self, version: Version) -> None:
         self.progress.begin(version)
-        self._outlet.server.wake()
+        self._server.server.wake()
 
     def arrived(self, rank: int | None, bucket: int) -> None:
-        """A bucket lies in the staging memory: of a learner rank, or of the stream of another relay (None)."""
-        self.progress.arrived(bucket if rank is None else self._places[rank, bucket])
+        """A bucket lies in the staging memory. rank: of the learner that sent it; None: another relay did."""
+        self.progress.arrived(bucket if rank is None else self._indices[rank, bucket])
 
     def stats(self) -> dict[str, float]:
         """As `VersionServer.stats`."""
-        return self._outlet.stats()
+        return self._server.stats()
 
     def close(self) -> None:
         self.progress.withdraw()
-        self._outlet.close()
+        self._server.close()
 
-    # What is handed on (`serving.Holdings`).
+    # As a VersionSource.
 
     @property
     def device(self) -> torch.device:
         return self._staging.device
 
-    @property
-    def layout(self) -> Layout:
-        return self._staging.layout
-
-    def source(self, wire: Any) -> SourcePlan:
-        asked = source_from_wire(wire, 0, self.layout)
-        if asked != self.plan:
+    def requested_plan(self, wire: Any) -> SourcePlan:
+        if source_from_wire(wire, 0, self._staging.layout) != self.plan:
             raise RefusedError("plan", f"{self.who} hands on another plan than this")
         return self.plan
 

@@ -1,11 +1,11 @@
-"""One generator's share of a publisher or a relay: its channel and the thread that sends on it.
+"""One subscriber's share of a publisher or a relay: its channel, and the thread that sends on it.
 
-      submit(request, pin) ──▸ jobs ──▸ send ║ hash what is pinned ▸ still pinned? ──▸ answer "sent"
-                                             └── broken, late, taken back: answer, drop the channel, end
+      submit(pin, base) ──▸ jobs ──▸ send ║ hash what is pinned ▸ still pinned? ──▸ result "sent"
+             future ◂──────────────────── └── broken, late, evicted: result, drop the channel, end
 
-What is sent are the version's buckets, or, where that is less and the link is slow, deltas to the version that the
-generator says it has. Waits only for its own generator, each time with the transfer's deadline. When it ends, the
-generator attaches anew; the publisher and the other senders do not notice.
+It sends the buckets of a version or, where that is less and the link is slow, deltas to the version that the subscriber
+has. It waits only for its own subscriber, each time with the transfer's deadline. When it ends, the subscriber attaches
+anew; the publisher and the other senders do not notice.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import logging
 import queue
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Protocol
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
 from asyncrl.errors import DeadlineError, WeightSyncError
 from asyncrl.rpc.message import Fields
-from asyncrl.rpc.server import RpcRequest
 from asyncrl.sync.channels.transport import Channel
 from asyncrl.sync.delta.delta_stream import Deltas, announce, deltas_bytes, send_deltas
 from asyncrl.sync.plan.plan import SourcePlan
@@ -34,54 +34,90 @@ from asyncrl.types import Version
 
 log = logging.getLogger(__name__)
 
-
 FAST_BYTES_S, LATENCY_S = 1e9, 0.05
 """A link that takes longer for a full stream is slow. Deltas are made at about that speed by one core."""
 
+COUNTED = ("transfers", "bytes", "failures", "taken_back", "delta_bytes")
 
-class BufferSource(Protocol):
-    """What a sender needs of its publisher or relay."""
 
-    name: str
+class VersionSource(Protocol):
+    """The versions that a publisher or a relay can send. Thread-safe."""
 
-    def shards(self, pin: Pin) -> Shards: ...
+    @property
+    def device(self) -> torch.device: ...
 
-    def ready(self, pin: Pin, bucket: int, seconds: float) -> None: ...
+    def requested_plan(self, wire: Any) -> SourcePlan:
+        """The plan in a request. Raises WireError or RefusedError for one that cannot be sent from here."""
 
-    def share(self, pin: Pin, source: SourcePlan, seconds: float) -> ChecksumShare | None: ...
+    def pin(self, version: Version, who: str) -> Pin | None:
+        """Hold a version; None: it is gone. Raises LookupError while it is still to come."""
 
-    def deltas(
-        self, pin: Pin, base: Version | None, source: SourcePlan, slow: bool, seconds: float
-    ) -> Deltas | None: ...
-
-    def moved(self, pin: Pin) -> None: ...
+    def moved(self, pin: Pin) -> None:
+        """A bucket has left. Raises SnapshotEvictedError if a newer version needed the memory meanwhile."""
 
     def release(self, pin: Pin) -> None: ...
 
-    def answer(self, request: RpcRequest, fields: Fields) -> None: ...
+    def shards(self, pin: Pin) -> Shards: ...
 
-    def count(self, event: str, amount: float = 1) -> None: ...
+    def ready(self, pin: Pin, bucket: int, seconds: float) -> None:
+        """Wait until that bucket of the plan may be read. Raises SnapshotEvictedError, DeadlineError."""
+
+    def share(self, pin: Pin, plan: SourcePlan, seconds: float) -> ChecksumShare | None:
+        """Hash of the plan's part of the pinned version. Raises SnapshotEvictedError, DeadlineError."""
+
+    def deltas(
+        self, pin: Pin, base: Version | None, plan: SourcePlan, slow: bool, seconds: float
+    ) -> Deltas | None:
+        """The changes from `base`, which the other end has, to the pinned version; None: send all of it. `slow`: the
+        link is."""
+
+
+class TransferCounts:
+    """Totals of all senders of one server. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, float] = defaultdict(float)
+        self._lock = threading.Lock()
+
+    def add(self, event: str, amount: float = 1) -> None:
+        with self._lock:
+            self._counts[event] += amount
+
+    def stats(self) -> dict[str, float]:
+        """Each of COUNTED, and the ratio of the delta bytes to the full streams that they replaced."""
+        with self._lock:
+            ratio = self._counts["delta_bytes"] / max(1.0, self._counts["delta_instead_of"])
+            return {**{name: self._counts[name] for name in COUNTED}, "delta_bytes_ratio": ratio}
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    request: RpcRequest
     pin: Pin
+    base: Version | None
+    result: Future[Fields] = field(default_factory=Future)
 
 
 class Sender:
+    """Args:
+    name: of the publisher or relay, for errors
+    who: the subscriber
+    plan: the part of each version that it takes
+    """
+
     def __init__(
         self,
+        name: str,
         who: str,
-        source: SourcePlan,
-        shelf: BufferSource,
+        plan: SourcePlan,
+        source: VersionSource,
         open_channel: Callable[[], Channel],
         deadline_s: float,
+        counts: TransferCounts,
     ) -> None:
         self.who = who
-        self.pin: Pin | None = None  # the publisher's field: what this generator asked to hold
-        self._source, self._shelf, self._open_channel = source, shelf, open_channel
-        self._deadline_s = deadline_s
+        self.pin: Pin | None = None  # set by the server: the version that this subscriber holds
+        self._name, self._plan, self._source, self._open_channel = name, plan, source, open_channel
+        self._deadline_s, self._counts = deadline_s, counts
         self._slow = False  # by the last full stream
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards _ended: no job may slip in after the last look at the queue
@@ -93,12 +129,21 @@ class Sender:
     def ended(self) -> bool:
         return self._ended
 
-    def submit(self, request: RpcRequest, pin: Pin) -> bool:
-        """Send the pinned version and answer the request; False when this sender has ended."""
+    def submit(self, pin: Pin, base: Version | None) -> Future[Fields] | None:
+        """Send the pinned version.
+
+        Args:
+            base: the version that the subscriber has whole
+
+        Returns:
+            The acknowledgement, which never fails; None if this sender has ended.
+        """
+        job = _Job(pin, base)
         with self._lock:
-            if not self._ended:
-                self._jobs.put(_Job(request, pin))
-            return not self._ended
+            if self._ended:
+                return None
+            self._jobs.put(job)
+        return job.result
 
     def close(self) -> None:
         """End after the jobs already there. Does not wait."""
@@ -118,13 +163,13 @@ class Sender:
             buffers: Buffers | None = None
             while (job := self._jobs.get()) is not None:
                 if buffers is None:
-                    buffers = Buffers(self._source, self._shelf.shards(job.pin), channel.device)
+                    buffers = Buffers(self._plan, self._source.shards(job.pin), channel.device)
                 self._transfer(job, channel, buffers, hasher)
         except SnapshotEvictedError:
-            self._shelf.count("taken_back")
+            self._counts.add("taken_back")
         except (DeadlineError, WeightSyncError) as error:
             failure = str(error)
-            self._shelf.count("failures")
+            self._counts.add("failures")
             log.warning("weights to %s: %s", self.who, error)
         finally:
             self._end(failure)
@@ -133,22 +178,21 @@ class Sender:
                 channel.close()
 
     def _transfer(self, job: _Job, channel: Channel, buffers: Buffers, hasher: Executor) -> None:
-        """Answers in any case; raises what must end this sender."""
-        begun = time.monotonic()
-        pin, shelf = job.pin, self._shelf
-        fields: Fields = {"status": "failed", "detail": f"{shelf.name} failed"}
+        """Sets the job's result in any case; raises errors that must end this sender."""
+        deadline = time.monotonic() + self._deadline_s
+        pin, plan, source = job.pin, self._plan, self._source
+        fields: Fields = {"status": "failed", "detail": f"{self._name} failed"}
 
         def seconds_left() -> float:
-            return begun + self._deadline_s - time.monotonic()
+            return deadline - time.monotonic()
 
         try:
-            shards = shelf.shards(pin)
+            shards = source.shards(pin)
             if shards.device.type == "cuda":
                 torch.cuda.set_device(shards.device)
-            hashing = hasher.submit(shelf.share, pin, self._source, seconds_left())
-            base = job.request.fields.get("base")
-            deltas = shelf.deltas(pin, base, self._source, self._slow, seconds_left())
-            if deltas is not None and deltas_bytes(deltas) >= self._source.bytes:
+            hashing = hasher.submit(source.share, pin, plan, seconds_left())
+            deltas = source.deltas(pin, job.base, plan, self._slow, seconds_left())
+            if deltas is not None and deltas_bytes(deltas) >= plan.bytes:
                 deltas = None
             announce(deltas, channel, seconds_left)
             if deltas is None:
@@ -156,11 +200,10 @@ class Sender:
             else:
                 sent = self._send_deltas(pin, deltas, channel, seconds_left)
             share = hashing.result()
-            # Only a version that was whole to the very end is acknowledged.
-            shelf.moved(pin)
+            source.moved(pin)  # only a version that was whole to the very end is acknowledged
             fields = {"status": "sent", "share": share, "bytes": sent}
-            shelf.count("transfers")
-            shelf.count("bytes", sent)
+            self._counts.add("transfers")
+            self._counts.add("bytes", sent)
         except SnapshotEvictedError as error:
             fields = {"status": "gone", "detail": str(error)}
             raise
@@ -168,41 +211,41 @@ class Sender:
             fields = {"status": "failed", "detail": str(error)}
             raise
         finally:
-            shelf.release(pin)
-            shelf.answer(job.request, fields)
+            source.release(pin)
+            job.result.set_result(fields)
 
     def _send_full(
         self, pin: Pin, shards: Shards, channel: Channel, buffers: Buffers, seconds_left: Callable[[], float]
     ) -> int:
         """Returns the bytes that were sent."""
-        begun, shelf, source = time.monotonic(), self._shelf, self._source
+        begun, source, plan = time.monotonic(), self._source, self._plan
         send_buckets(
-            source,
+            plan,
             shards,
             channel,
             buffers,
             seconds_left,
-            lambda: shelf.moved(pin),
-            lambda index: shelf.ready(pin, index, seconds_left()),
+            lambda: source.moved(pin),
+            lambda index: source.ready(pin, index, seconds_left()),
         )
-        self._slow = time.monotonic() - begun > LATENCY_S + source.bytes / FAST_BYTES_S
-        return source.bytes
+        self._slow = time.monotonic() - begun > LATENCY_S + plan.bytes / FAST_BYTES_S
+        return plan.bytes
 
     def _send_deltas(
         self, pin: Pin, deltas: Deltas, channel: Channel, seconds_left: Callable[[], float]
     ) -> int:
         """Returns the bytes that were sent."""
-        send_deltas(deltas, channel, seconds_left, lambda: self._shelf.moved(pin))
-        self._shelf.count("delta_bytes", deltas_bytes(deltas))
-        self._shelf.count("delta_instead_of", self._source.bytes)
+        send_deltas(deltas, channel, seconds_left, lambda: self._source.moved(pin))
+        self._counts.add("delta_bytes", deltas_bytes(deltas))
+        self._counts.add("delta_instead_of", self._plan.bytes)
         return deltas_bytes(deltas)
 
     def _end(self, failure: str) -> None:
         with self._lock:
             self._ended = True
         if self.pin is not None:
-            self._shelf.release(self.pin)
+            self._source.release(self.pin)
         while not self._jobs.empty():
             if (job := self._jobs.get()) is not None:
-                self._shelf.release(job.pin)
-                self._shelf.answer(job.request, {"status": "failed", "detail": failure})
+                self._source.release(job.pin)
+                job.result.set_result({"status": "failed", "detail": failure})

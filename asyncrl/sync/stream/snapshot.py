@@ -1,16 +1,16 @@
 """Copies of a learner rank's shards, so that generators read version v while the learner trains v + 1.
 
-    live shards ──copy──▸ [ slot: version v+1 ]   newest: what generators are told of
+    live shards ──copy──▸ [ slot: version v+1 ]   newest: the one that generators request
                           [ slot: version v   ] ◂── pinned by a transfer that is still running
 
-A new version overwrites the slot that nobody reads. When both are being read, the learner does not wait: it
-cancels the transfers of one slot and overwrites it at once. What those still send is torn, which harms
-nobody, because a cancelled transfer never ends in an acknowledgement and a generator flips to nothing else.
+A new version overwrites the slot without readers. When both are being read, the learner does not wait: it cancels the
+transfers of one slot and overwrites it at once. Buckets that those still send are torn. This does no harm: a cancelled
+transfer never ends in an acknowledgement, and a generator flips to acknowledged versions only.
 
-Of two slots the younger one's transfers are cancelled, so that the oldest transfer always gets to its end and no
-set of slow generators can starve each other for ever; unless the older one's have all stalled. With one slot, half
-the memory, every transfer that outlasts a version is cancelled. A generator that is slower than the learner's steps
-then gets none, until the learner itself must wait for groups.
+The transfers of the younger slot are cancelled, so that the oldest transfer always gets to its end and no set of slow
+generators can starve each other for ever; unless those of the older slot have all stalled. With one slot, half the
+memory, every transfer that outlasts a version is cancelled. A generator that is slower than the learner's steps then
+gets none, until the learner itself must wait for groups.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STALLED_S = 5.0
 
 
 class SnapshotEvictedError(WeightSyncError):
-    """The learner took the snapshot back for a newer version: start over with that."""
+    """The memory was needed for a newer version: start over with that one."""
 
 
 @dataclass(eq=False, slots=True)
@@ -49,7 +49,7 @@ class _Slot:
 
 
 class Snapshots:
-    """Which slot holds what, and who reads it. Thread-safe bookkeeping; the bytes are the publisher's."""
+    """Which slot holds which version, and who reads it. Thread-safe bookkeeping; the publisher has the bytes."""
 
     def __init__(self, slots: int = 2, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -104,14 +104,14 @@ class Snapshots:
             return None
 
     def moved(self, pin: Pin) -> None:
-        """A bucket has moved. Raises TakenBackError when the pin is no longer good."""
+        """A bucket has moved. Raises SnapshotEvictedError when the pin is no longer good."""
         with self._idle:
             if not pin.held:
                 raise SnapshotEvictedError(f"version {pin.version} was taken back from {pin.who}")
             pin.moved_at = self._clock()
 
     def release(self, pin: Pin) -> None:
-        """Idempotent. A transfer that still runs on this pin ends at its next `moved`."""
+        """Again: nothing. A transfer that still runs on this pin ends at its next `moved`."""
         with self._idle:
             pin.held = False
             if pin in self._slots[pin.slot].pins:
@@ -119,7 +119,7 @@ class Snapshots:
             self._idle.notify_all()
 
     def wait_idle(self, seconds: float) -> bool:
-        """Until nothing is pinned, at most `seconds`; whether it came to that."""
+        """Wait until nothing is pinned, at most `seconds`. Returns whether that is so."""
         with self._idle:
             return self._idle.wait_for(lambda: not any(slot.pins for slot in self._slots), seconds)
 

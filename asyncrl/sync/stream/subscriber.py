@@ -1,14 +1,14 @@
 """The generator's end of the weight stream: pulls the newest version into staging memory, all or nothing.
 
-      newest ── ask rank 0 ──▸ version                                     ┌──────── the learner's ranks, all at once
-      stage(version) ── ask rank 0 for the route ──▸ pin ▸ receive from ───┤ or: failed, too late
+      newest ── at rank 0 ───▸ version                                     ┌──────── the learner's ranks, all at once
+      stage(version) ── route from rank 0 ─────────▸ pin ▸ receive from ───┤ or: failed, too late
               │                                                            └──────── a relay that has it, or soon will
-              ├──▸ Staged: whole, with the learner's hash
-              └──▸ TakenBackError: whoever sent wanted the memory for a newer version
+              ├──▸ StagedWeights: whole, with the learner's hash
+              └──▸ SnapshotEvictedError: the sender needed the memory for a newer version
       held(version): flipped and verified
 
-`fetch` is newest and stage, again when a version was taken back or a transfer broke. Waits for whom it takes from
-alone; what it stages it hands on (`relay`). Whoever calls flips the engine from the staging memory before it stages
+`fetch` is newest and stage, again when a version was evicted or a transfer broke. It waits only for the process that it
+takes from, and hands on what it stages (`relay`). The caller flips the engine from the staging memory before it stages
 again.
 """
 
@@ -42,16 +42,16 @@ ATTEMPTS = 3
 """Transfers that may break in one fetch before it gives up; each comes with new channels."""
 
 PARENT_S = 2.0
-"""How long a parent may take to open a channel, and then to begin with a version, before the learner is asked."""
+"""How long a parent may take to open a channel, and then to begin with a version, before the learner sends it."""
 
 IMPATIENT = 2
-"""After so many versions in a row that the parent took back, the next comes from the learner."""
+"""After so many versions in a row that the parent evicted, the next comes from the learner."""
 
 LEAST_BUCKET = 1 << 20
 """Bytes. The two buckets that a generator may fill are shared out among its sources, down to this."""
 
 PLANS = Plans()
-"""Of this process: a learner that was started again, cut as before, needs no new one."""
+"""The plans of this process: a learner that was started again, cut as before, needs no new one."""
 
 T = TypeVar("T")
 
@@ -62,12 +62,12 @@ log = logging.getLogger(__name__)
 class StagedWeights:
     """A whole version in the staging memory.
 
-    proof: what it must hash to, None without sync.verify · seconds from pin to acknowledgement · bytes
-    received · source: the member it was taken from, None for the learner
+    checksum: None without sync.verify · seconds from pin to acknowledgement · bytes received · source: the member it
+    was taken from, None for the learner
     """
 
     version: Version
-    proof: Checksum | None
+    checksum: Checksum | None
     seconds: float
     bytes: int
     source: str | None = None
@@ -75,7 +75,7 @@ class StagedWeights:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Somebody to receive from. rank: of the learner; None for a relay."""
+    """A process to receive from. rank: of the learner; None for a relay."""
 
     link: PublisherLink
     plan: SourcePlan
@@ -83,11 +83,18 @@ class _Source:
 
 
 class Subscriber:
-    """Fills `staging`, tensors as `layout` says, from the publishers at `endpoints` (any order, all ranks).
+    """Fills staging memory from the publishers of all learner ranks. Blocking; one thread at a time.
 
-    Blocking; one thread at a time. `who` must be unique among the subscribers: each rank of an engine has one of its
-    own. `lineage` (None: whatever the first publisher says) must be the publishers'. Raises WeightSyncError when
-    staging and layout do not match.
+    Args:
+        who: unique among the subscribers: each rank of an engine has one of its own
+        endpoints: of all learner ranks, in any order
+        layout: of this generator rank
+        staging: its tensors
+        lineage: the publishers must have this one; None: that of the first publisher
+        keys: that the publishers hold too
+
+    Raises:
+        WeightSyncError: staging and layout do not match
     """
 
     def __init__(
@@ -110,9 +117,9 @@ class Subscriber:
         self._plan = Plan(())
         self._relay: Relay | None = None
         self._staged: Version | None = None  # what lies whole in the staging memory
-        self._parent: tuple[Parent, _Source] | None = None  # whom it took from last
-        self._failed: str | None = None  # a parent that rank 0 is still to be told of
-        self._taken_back = 0  # versions in a row, by the parent
+        self._parent: tuple[Parent, _Source] | None = None  # the one it took from last
+        self._failed: str | None = None  # a parent, not reported to rank 0 yet
+        self._evicted = 0  # versions in a row, by the parent
         self._threads = ThreadPoolExecutor(len(self._endpoints), thread_name_prefix=f"weights of {who}")
 
     def newest(self, newer_than: Version, wait_s: float) -> Version | None:
@@ -128,26 +135,28 @@ class Subscriber:
         )
 
     def stage(self, version: Version) -> StagedWeights:
-        """Exactly this version, within sync.deadline_s, or TakenBackError: ask for the newest and stage that.
+        """Stage exactly this version, within sync.deadline_s.
 
-        Raises DeadlineError, WeightSyncError and RefusedError when the transfer breaks; the staging memory then
-        holds no version, and the next call makes new channels.
+        Raises:
+            SnapshotEvictedError: it is gone; take the newest
+            DeadlineError, WeightSyncError, RefusedError: the transfer broke. The staging memory then holds no version,
+                and the next call makes new channels.
         """
         self._connect(GRACE_S)
         parent = self._as_member(lambda: self._links[0].route(self._failed))
         self._failed = None
-        if parent is not None and self._relay is not None and self._taken_back < IMPATIENT:
+        if parent is not None and self._relay is not None and self._evicted < IMPATIENT:
             try:
                 staged = self._stage_from(version, [self._at(parent)], PARENT_S, parent.who)
-                self._taken_back = 0
+                self._evicted = 0
                 return staged
             except SnapshotEvictedError:
-                self._taken_back += 1
+                self._evicted += 1
                 raise
             except AsyncRLError as error:
                 log.warning("%s takes version %d from the learner: %s", self.who, version, error)
                 self._failed = parent.who
-        self._taken_back = 0
+        self._evicted = 0
         return self._stage_from(version, self._sources, self._config.deadline_s, None)
 
     def fetch(self, newer_than: Version, wait_s: float) -> StagedWeights | None:
@@ -176,12 +185,12 @@ class Subscriber:
                 log.warning("%s: version %d: %s; trying again", self.who, version, error)
 
     def held(self, version: Version) -> None:
-        """Tell rank 0 that this version is flipped and verified, or still is. Raises as `newest`."""
+        """Report to rank 0 that this version is flipped and verified, or still is. Raises as `newest`."""
         self._connect(GRACE_S)
         self._as_member(lambda: self._links[0].held(version))
 
     def stats(self) -> dict[str, float]:
-        """Of what was handed on to others: transfers, bytes, failures, taken_back, … as `VersionServer.stats`."""
+        """Counts of the relay: transfers, bytes, failures, taken_back, … as `VersionServer.stats`."""
         return {} if self._relay is None else self._relay.stats()
 
     def close(self) -> None:
@@ -195,10 +204,10 @@ class Subscriber:
         for link in self._links:
             link.close()
 
-    # Getting to know the learner.
+    # The learner's ranks.
 
     def _connect(self, seconds: float) -> None:
-        """Say hello to every rank, make the plan and join; once."""
+        """Connect to every rank, make the plan and join; once."""
         if self._links:
             return
         links = [self._link(endpoint) for endpoint in self._endpoints]
@@ -207,21 +216,21 @@ class Subscriber:
             by_rank = sorted(zip(hellos, links, strict=True), key=lambda pair: pair[0].rank)
             _check_one_learner(self.who, [hello for hello, _ in by_rank])
             bucket = max(LEAST_BUCKET, self._config.bucket_bytes // len(links))
-            made = PLANS(
+            plan = PLANS(
                 [hello.layout for hello, _ in by_rank], self._layout, min(bucket, self._config.bucket_bytes)
             )
-            self._adopt(made, [link for _, link in by_rank])
+            self._adopt(plan, [link for _, link in by_rank])
         except Exception:
             for link in links:
                 link.close()
             self._links = []
             raise
 
-    def _adopt(self, made: Plan, links: list[PublisherLink]) -> None:
-        self._links, self._plan = links, made
+    def _adopt(self, plan: Plan, links: list[PublisherLink]) -> None:
+        self._links, self._plan = links, plan
         self.lineage = links[0].lineage
-        self._sources = [_Source(links[source.rank], source, source.rank) for source in made.sources]
-        if self._config.fanout != 0 and made.sources and self._relay is None:
+        self._sources = [_Source(links[source.rank], source, source.rank) for source in plan.sources]
+        if self._config.fanout != 0 and plan.sources and self._relay is None:
             self._relay = self._open_relay()
         self._join()
         log.info(
@@ -229,8 +238,8 @@ class Subscriber:
             self.who,
             self.lineage,
             len(self._sources),
-            made.bytes / 1e6,
-            sum(len(source.buckets) for source in made.sources),
+            plan.bytes / 1e6,
+            sum(len(source.buckets) for source in plan.sources),
         )
 
     def _open_relay(self) -> Relay:
@@ -252,16 +261,16 @@ class Subscriber:
         endpoint = None if self._relay is None else self._relay.endpoint
         self._links[0].join(host, layout_key(self._layout), self._plan.bytes, endpoint)
 
-    def _as_member(self, ask: Callable[[], T]) -> T:
-        """Ask rank 0; once more after joining again, if this one was fenced meanwhile."""
+    def _as_member(self, request: Callable[[], T]) -> T:
+        """A request to rank 0; once more after joining again, if this one was fenced meanwhile."""
         try:
-            return ask()
+            return request()
         except RefusedError as error:
             if error.reason != "member":
                 raise
         log.warning("%s was fenced, and joins again", self.who)
         self._join()
-        return ask()
+        return request()
 
     def _link(self, endpoint: str, whom: str | None = None) -> PublisherLink:
         return PublisherLink(endpoint, self.who, self.lineage, self._keys, whom)
@@ -269,7 +278,7 @@ class Subscriber:
     # One transfer.
 
     def _at(self, parent: Parent) -> _Source:
-        """The parent as a source; the line to it is kept while it stays the same."""
+        """The parent as a source; the connection to it is kept while it stays the same."""
         if self._parent is None or self._parent[0] != parent:
             self._leave_parent()
             assert self._relay is not None
@@ -294,7 +303,7 @@ class Subscriber:
                 relay.begin(version)
             base, self._staged = self._staged, None
             shares = self._each(sources, lambda s: self._receive(version, s, base))
-            proof = Checksum.joined(shares, (piece for source in sources for piece in source.plan.pieces))
+            checksum = Checksum.joined(shares, (piece for source in sources for piece in source.plan.pieces))
             self._staged = version
         except _NotBegunError:
             raise
@@ -302,9 +311,9 @@ class Subscriber:
             self._give_up(sources)
             raise
         if relay is not None:
-            relay.progress.complete(None if proof is None else proof.share)
+            relay.progress.complete(None if checksum is None else checksum.share)
         total = sum(source.link.received_bytes for source in sources)
-        return StagedWeights(version, proof, time.monotonic() - begun, total, parent)
+        return StagedWeights(version, checksum, time.monotonic() - begun, total, parent)
 
     def _pin(self, version: Version, sources: Sequence[_Source], pin_s: float) -> None:
         deadline_s = self._config.deadline_s
@@ -326,7 +335,7 @@ class Subscriber:
         return source.link.receive(version, source.plan, self._staging, deadline_s, arrived, base)
 
     def _give_up(self, sources: Sequence[_Source]) -> None:
-        """What is staged is torn; nobody may take it from here."""
+        """The staged version is torn; no member may take it from here."""
         if self._relay is not None:
             self._relay.progress.withdraw()
         for source in sources:

@@ -136,9 +136,9 @@ class FolderReceiver(HoldsStream):
 
     def _stage(self, version: Version) -> StagedVersion:
         staged = self._opened.stage(version)
-        if self._reader.sync.verify and staged.proof is not None:
+        if self._reader.sync.verify and staged.checksum is not None:
             whose = f"{self._reader.who}: the parameters of version {version} as they arrived"
-            staged.proof.check(Shards(self._layout, self._staging), whose)
+            staged.checksum.check(Shards(self._layout, self._staging), whose)
         write_checkpoint(self._path(version), self._staging, self._model)
         self._forget({version, self._live})
         return staged

@@ -129,7 +129,7 @@ class VllmServer:
         return ServerReceiver(engine, lambda: VllmReceiver(ranks, reader, model.dtype, model.path))
 
     async def call(self, method: str, *args: Any) -> list[Any]:
-        """`WeightsExtension.<method>` on each rank: what it answers. Raises WeightSyncError or TakenBackError."""
+        """`WeightsExtension.<method>` on each rank: what it answers. Raises WeightSyncError or SnapshotEvictedError."""
         try:
             reports = await self._rpc(method, *args)
         except (ServerRefusedError, UnreachableError) as error:

@@ -32,8 +32,8 @@ Places = Mapping[str, Sequence[tuple[Box, Tensor]]]
 
 
 def values_of(reports: Sequence[Mapping[str, Any]], who: str) -> list[Any]:
-    """What all ranks answered (see `vllm_worker.Report`). Raises TakenBackError or WeightSyncError for the first that
-    failed."""
+    """The values that all ranks report (see `vllm_worker.Report`). Raises SnapshotEvictedError or WeightSyncError for
+    the first that failed."""
     for rank, report in enumerate(reports):
         if "error" in report:
             text = f"{who}, rank {rank}: {report['detail']}"
@@ -62,7 +62,7 @@ class RankWeights:
         self._stream: WeightStream | None = None
         self._staged: Future[StagedVersion] | None = None
         self._verified: Future[Version] | None = None
-        self._proof: Checksum | None = None
+        self._checksum: Checksum | None = None
         self._live: Version | None = None
 
     def open(self, learner: Learner) -> None:
@@ -93,7 +93,7 @@ class RankWeights:
         self._after_flip()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._live, self._proof = version, staged.proof
+        self._live, self._checksum = version, staged.checksum
         return time.perf_counter() - begun
 
     def verify(self) -> None:
@@ -121,10 +121,10 @@ class RankWeights:
 
     @torch.no_grad()
     def _compare(self, version: Version) -> Version:
-        if self._proof is not None:
+        if self._checksum is not None:
             live = {name: self._as_staged(name) for name in self._staging.tensors}
             whose = f"after the flip to version {version} the engine's parameters"
-            self._proof.check(Shards(self._layout, live), whose)
+            self._checksum.check(Shards(self._layout, live), whose)
         return version
 
     def _as_staged(self, name: str) -> list[Tensor]:

@@ -336,7 +336,7 @@ def test_without_verify_nothing_is_hashed(tmp_path: Path) -> None:
     run.written(0)
     staged = run.stream().stage(0)
     run.check(WHOLE, 0)
-    assert staged.proof is None
+    assert staged.checksum is None
     run.close()
 
 

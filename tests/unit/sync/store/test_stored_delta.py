@@ -84,8 +84,8 @@ class Reader:
         staged = self.stream.stage(version)
         for name, expected in local_tensors(self.layout, self.store.full[version]).items():
             assert all(map(same_bits, self.staging[name], expected)), name
-        assert staged.proof is not None
-        assert staged.proof.holds(Shards(self.layout, self.staging))
+        assert staged.checksum is not None
+        assert staged.checksum.holds(Shards(self.layout, self.staging))
         return staged
 
 

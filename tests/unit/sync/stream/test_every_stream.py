@@ -238,6 +238,6 @@ def check(
     for name, parts in expected.items():
         for mine, golden_part in zip(staging[name], parts, strict=True):
             assert same_bits(mine, golden_part), name
-    assert staged.proof is not None
-    assert staged.proof.holds(Shards(layout, staging))
+    assert staged.checksum is not None
+    assert staged.checksum.holds(Shards(layout, staging))
     assert staged.bytes == sum(param.bytes for param in layout.values())

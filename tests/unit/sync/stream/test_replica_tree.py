@@ -317,7 +317,7 @@ def test_a_parent_that_opens_no_channel_is_passed_by_long_before_the_deadline_of
             over.wait(60.0)
         return open_channel(*words, who=who, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("asyncrl.sync.stream.serving.open_channel", opened)
+    monkeypatch.setattr("asyncrl.sync.stream.version_server.open_channel", opened)
     learner = closing(Learner(LARGE, 1, CHAIN))
     a = closing(Generator("a", learner, learner.whole, CHAIN))
     b = closing(Generator("b", learner, learner.whole, replace(CHAIN, deadline_s=200.0)))

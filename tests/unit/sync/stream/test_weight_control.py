@@ -123,7 +123,7 @@ def test_no_request_ends_the_control_thread(
         _, number, verdict, fields = msgpack.unpackb(dealer.recv())
         if number == 7 and verdict == "ok" and "world" in fields:
             break
-    assert learner.publishers[0]._outlet.server._thread.is_alive()
+    assert learner.publishers[0]._server.server._thread.is_alive()
 
 
 @pytest.mark.parametrize("wait_s", [float("inf"), float("nan"), -1.0, 2 * LONGEST_WAIT_S])
@@ -152,4 +152,4 @@ def test_a_peer_waits_for_one_thing_at_a_time(closing: Callable) -> None:
     for _ in range(100):
         link._rpc.request("newest", asked)
     link.held(3)  # all of them have been read
-    assert len(learner.publishers[0]._outlet.server._parked) == 1
+    assert len(learner.publishers[0]._server.server._parked) == 1

@@ -78,12 +78,12 @@ def test_a_waiting_generator_is_woken_and_waits_for_the_slower_rank(
     for publisher, event in zip(learner.publishers, parked, strict=True):
 
         def park(
-            *request: object, server: RpcServer = publisher._outlet.server, event: threading.Event = event
+            *request: object, server: RpcServer = publisher._server.server, event: threading.Event = event
         ) -> None:
             RpcServer.park(server, *request)  # type: ignore[arg-type]
             event.set()
 
-        monkeypatch.setattr(publisher._outlet.server, "park", park)
+        monkeypatch.setattr(publisher._server.server, "park", park)
     learner.train(0)
     fetched = threads.submit(generator.subscriber.fetch, -1, 20.0)
     for event, publisher in zip(parked, learner.publishers, strict=True):
@@ -200,10 +200,10 @@ def test_a_wrong_byte_in_live_parameters_is_found(closing: Callable) -> None:
     staged = generator.subscriber.fetch(-1, 10.0)
     generator.check(staged, 0)
     assert staged is not None
-    assert staged.proof is not None
+    assert staged.checksum is not None
     generator.staging["head"][0].view(torch.uint8)[7, 3] += 1
     with pytest.raises(WeightSyncError, match="the engine's do not hash to"):
-        staged.proof.check(Shards(generator.layout, generator.staging), "the engine's")
+        staged.checksum.check(Shards(generator.layout, generator.staging), "the engine's")
 
 
 def test_without_verify_there_is_no_proof(closing: Callable) -> None:
@@ -213,7 +213,7 @@ def test_without_verify_there_is_no_proof(closing: Callable) -> None:
     learner.publish(0)
     staged = generator.subscriber.fetch(-1, 10.0)
     assert staged is not None
-    assert staged.proof is None
+    assert staged.checksum is None
 
 
 def test_another_lineage_is_refused_by_name(closing: Callable) -> None:

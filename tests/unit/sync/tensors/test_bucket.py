@@ -49,9 +49,9 @@ def test_a_destination_gets_its_bits_and_their_digest_from_any_sharding(
     for name, expected in local_tensors(destination, full).items():
         assert all(map(same_bits, staging[name], expected))
     for by, sent in shares.items():
-        proof = Checksum.joined(sent, (piece for source in made.sources for piece in source.pieces))
-        assert proof is not None, by
-        assert proof.holds(target), by
+        checksum = Checksum.joined(sent, (piece for source in made.sources for piece in source.pieces))
+        assert checksum is not None, by
+        assert checksum.holds(target), by
 
 
 def test_pack_and_unpack_by_hand() -> None:

@@ -16,7 +16,7 @@ LAYOUT = whole_layout({"a": ((3, 4), "float32"), "b": ((), "bfloat16"), "c": ((3
 WAYS = pytest.mark.parametrize("by", [ROWS, PIECES])
 
 
-def proof_of(tensors: dict[str, torch.Tensor], by: str) -> Checksum:
+def checksum_of(tensors: dict[str, torch.Tensor], by: str) -> Checksum:
     (source,) = plan([LAYOUT], LAYOUT, 1 << 20).sources
     return Checksum(
         ChecksumShare(by, hash_of(by, source.pieces, Shards(LAYOUT, tensors))), tuple(source.pieces)
@@ -27,19 +27,19 @@ def proof_of(tensors: dict[str, torch.Tensor], by: str) -> Checksum:
 @given(st.sampled_from(["a", "b", "c"]), st.integers(0, 47), st.integers(1, 255))
 def test_one_wrong_byte_anywhere_is_found(by: str, name: str, at: int, change: int) -> None:
     tensors = full_tensors(LAYOUT)
-    proof = proof_of(tensors, by)
-    assert proof.holds(Shards(LAYOUT, tensors))
+    checksum = checksum_of(tensors, by)
+    assert checksum.holds(Shards(LAYOUT, tensors))
     memory = tensors[name].view(-1).view(torch.uint8)
     memory[at % len(memory)] ^= change
     with pytest.raises(WeightSyncError, match=r"ours do not hash to [0-9a-f]{16}, as the learner's do"):
-        proof.check(Shards(LAYOUT, tensors), "ours")
+        checksum.check(Shards(LAYOUT, tensors), "ours")
 
 
 @WAYS
 def test_two_parameters_that_are_swapped_are_found(by: str) -> None:
     tensors = full_tensors(LAYOUT)
-    proof = proof_of(tensors, by)
-    assert not proof.holds(Shards(LAYOUT, {**tensors, "a": tensors["c"], "c": tensors["a"]}))
+    checksum = checksum_of(tensors, by)
+    assert not checksum.holds(Shards(LAYOUT, {**tensors, "a": tensors["c"], "c": tensors["a"]}))
 
 
 def test_pieces_with_gaps_in_memory_hash_as_their_copies() -> None:

@@ -1,21 +1,17 @@
-"""Handing a version on: the requests that a publisher and a relay answer alike.
+"""Sends versions to subscribers: the requests that a publisher and a relay answer alike.
 
-      control thread ◂── attach ▸ pin v ▸ send v ──  one session for each who pulls     never blocks
-      sender threads ─── buckets ──▸ one of them each                                    waits for that one alone
+      RPC thread      ◂── attach ▸ pin v ▸ send v ──  one session for each subscriber    never blocks
+      sender threads  ─── buckets ──▸ one of them each                                   waits for that one alone
 
-A `VersionSource` supplies the bytes: a learner's snapshot, or the part that a generator has staged. Its owner answers
-all other requests.
+A `VersionSource` supplies the bytes: the snapshot of a learner, or the part that a generator has staged. Its owner
+answers all other requests.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 
 from asyncrl.config.schema import SyncConfig
@@ -26,68 +22,32 @@ from asyncrl.rpc.server import RpcRequest, RpcServer
 from asyncrl.sync.channels.channels import EndPlace, Kind, choose, open_channel, place_of
 from asyncrl.sync.channels.torch_transport import SOURCE, host_store
 from asyncrl.sync.channels.transport import Channel
-from asyncrl.sync.delta.delta_stream import Deltas
-from asyncrl.sync.plan.plan import SourcePlan
-from asyncrl.sync.stream.sender import Sender
-from asyncrl.sync.stream.snapshot import Pin
-from asyncrl.sync.tensors.bucket import Shards
-from asyncrl.sync.tensors.checksum import ChecksumShare
-from asyncrl.types import Version
+from asyncrl.sync.stream.sender import Sender, TransferCounts, VersionSource
 
 CLOSE_S = 1.0
-"""How long `close` waits for senders stuck on their generators; their threads die with the process."""
+"""How long `close` waits for senders stuck on their subscribers; their threads die with the process."""
 
 MAX_SESSIONS = 1024
 """Each has a thread and a channel of its own."""
 
-COUNTED = ("transfers", "bytes", "failures", "taken_back", "delta_bytes")
-"""What senders count."""
-
 Handler = Callable[[RpcRequest], Fields | None]
 
 
-class VersionSource(Protocol):
-    """What can be handed on. Thread-safe."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def source(self, wire: Any) -> SourcePlan:
-        """The plan that somebody asks for; raises WireError or RefusedError for what cannot be sent from here."""
-
-    def pin(self, version: Version, who: str) -> Pin | None:
-        """Hold a version; None: it is gone. Raises LookupError while it is still to come."""
-
-    def moved(self, pin: Pin) -> None:
-        """A bucket has left. Raises TakenBackError when the memory was wanted back meanwhile."""
-
-    def release(self, pin: Pin) -> None: ...
-
-    def shards(self, pin: Pin) -> Shards: ...
-
-    def ready(self, pin: Pin, bucket: int, seconds: float) -> None:
-        """Wait until that bucket of the plan may be read. Raises TakenBackError, DeadlineError."""
-
-    def share(self, pin: Pin, source: SourcePlan, seconds: float) -> ChecksumShare | None:
-        """Hash of what `source` sends of the pinned version. Raises TakenBackError, DeadlineError."""
-
-    def deltas(
-        self, pin: Pin, base: Version | None, source: SourcePlan, slow: bool, seconds: float
-    ) -> Deltas | None:
-        """What makes `base`, which the other end has, into the pinned version; None: send all of it. `slow`: the
-        link is."""
-
-
 class VersionServer:
-    """Serves `holdings` until `close`.
+    """Serves the versions of `source` until `close`.
 
-    `handlers`, the owner's requests by kind, and `on_wake` run in the control thread.
+    Args:
+        name: of this publisher or relay, for errors
+        host: address of this machine at which subscribers reach it
+        handlers: the owner's requests by kind, in the RPC thread
+        keys: that subscribers must hold too
+        on_wake: called after each `server.wake`, in the RPC thread
     """
 
     def __init__(
         self,
         name: str,
-        holdings: VersionSource,
+        source: VersionSource,
         config: SyncConfig,
         *,
         lineage: int,
@@ -97,12 +57,11 @@ class VersionServer:
         on_wake: Callable[[], None] = lambda: None,
     ) -> None:
         self.name, self.lineage = name, lineage
-        self._holdings, self._config, self._host = holdings, config, host
+        self._source, self._config, self._host = source, config, host
         self._senders: dict[int, Sender] = {}  # by session
         self._retired: list[Sender] = []
         self._sessions = 0
-        self._counts: dict[str, float] = defaultdict(float)
-        self._count_lock = threading.Lock()
+        self._counts = TransferCounts()
         self._store: dist.TCPStore | None = None
         self._handlers: dict[str, Handler] = {
             "attach": self._attach,
@@ -117,21 +76,16 @@ class VersionServer:
 
     def stats(self) -> dict[str, float]:
         """Since the start: transfers, bytes, failures, taken_back, malformed, refused (at the handshake), delta_bytes
-        and their ratio to what they stood for. Now: subscribers attached."""
-        with self._count_lock:
-            counts = {name: self._counts[name] for name in COUNTED}
-            ratio = self._counts["delta_bytes"] / max(1.0, self._counts["delta_instead_of"])
-        attached = sum(not sender.ended for sender in list(self._senders.values()))
+        and their ratio to the full streams that they replaced. Now: subscribers attached."""
         return {
-            **counts,
+            **self._counts.stats(),
             "malformed": self.server.malformed,
             "refused": self.server.refused,
-            "subscribers": attached,
-            "delta_bytes_ratio": ratio,
+            "subscribers": sum(not sender.ended for sender in list(self._senders.values())),
         }
 
     def drop(self, who: str) -> None:
-        """End the session of one who is gone. In the control thread."""
+        """End the session of a subscriber that is gone. In the RPC thread."""
         for session, sender in list(self._senders.items()):
             if sender.who == who:
                 self._end(session)
@@ -144,36 +98,7 @@ class VersionServer:
         for sender in self._retired:
             sender.join(deadline - time.monotonic())
 
-    # What senders need (`sender.Shelf`).
-
-    def shards(self, pin: Pin) -> Shards:
-        return self._holdings.shards(pin)
-
-    def ready(self, pin: Pin, bucket: int, seconds: float) -> None:
-        self._holdings.ready(pin, bucket, seconds)
-
-    def share(self, pin: Pin, source: SourcePlan, seconds: float) -> ChecksumShare | None:
-        return self._holdings.share(pin, source, seconds)
-
-    def deltas(
-        self, pin: Pin, base: Version | None, source: SourcePlan, slow: bool, seconds: float
-    ) -> Deltas | None:
-        return self._holdings.deltas(pin, base, source, slow, seconds)
-
-    def moved(self, pin: Pin) -> None:
-        self._holdings.moved(pin)
-
-    def release(self, pin: Pin) -> None:
-        self._holdings.release(pin)
-
-    def answer(self, request: RpcRequest, fields: Fields) -> None:
-        self.server.reply(request, fields)
-
-    def count(self, event: str, amount: float = 1) -> None:
-        with self._count_lock:
-            self._counts[event] += amount
-
-    # Requests, in the control thread.
+    # Requests, in the RPC thread.
 
     def _handle(self, request: RpcRequest) -> Fields | None:
         if request.kind not in self._handlers:
@@ -189,8 +114,8 @@ class VersionServer:
     def _attach(self, request: RpcRequest) -> Fields:
         """A new session with a channel of its own; an earlier one of the same subscriber ends."""
         who = str(request.fields["who"])
-        source = self._holdings.source(request.fields["plan"])
-        here = place_of(self._holdings.device)
+        plan = self._source.requested_plan(request.fields["plan"])
+        here = place_of(self._source.device)
         kind = choose(self._config.backend, here, EndPlace.from_wire(request.fields["place"]))
         for session, sender in list(self._senders.items()):
             if sender.who == who or sender.ended:
@@ -202,7 +127,13 @@ class VersionServer:
         self._sessions += 1
         name = f"{who}/{self._sessions}"
         self._senders[self._sessions] = Sender(
-            who, source, self, lambda: self._open_channel(kind, name, who), self._config.deadline_s
+            self.name,
+            who,
+            plan,
+            self._source,
+            lambda: self._open_channel(kind, name, who),
+            self._config.deadline_s,
+            self._counts,
         )
         return {
             "session": self._sessions,
@@ -216,25 +147,28 @@ class VersionServer:
         self._release_of(self._sender(request))
         version = int(request.fields["version"])
 
-        def look() -> Fields | None:
+        def try_pin() -> Fields | None:
             sender = self._sender(request)  # it may have ended meanwhile
             try:
-                sender.pin = self._holdings.pin(version, sender.who)
+                sender.pin = self._source.pin(version, sender.who)
             except LookupError:
-                return None  # this one is a little behind the one that named the version
+                return None  # this rank is a little behind the one that named the version
             return {"pinned": sender.pin is not None}
 
-        if (found := look()) is not None:
+        if (found := try_pin()) is not None:
             return found
-        self.server.park(request, look, float(request.fields["wait_s"]), {"pinned": False, "late": True})
+        late = {"pinned": False, "late": True}
+        self.server.park(request, try_pin, float(request.fields["wait_s"]), late)
         return None
 
     def _send(self, request: RpcRequest) -> None:
         sender = self._sender(request)
         if sender.pin is None or sender.pin.version != request.fields["version"]:
             raise RefusedError("unpinned", f"{sender.who} did not pin version {request.fields['version']}")
-        if not sender.submit(request, sender.pin):
+        result = sender.submit(sender.pin, request.fields.get("base"))
+        if result is None:
             raise RefusedError("session", f"{sender.who} must attach to {self.name} again")
+        result.add_done_callback(lambda sent: self.server.reply(request, sent.result()))
 
     def _unpin(self, request: RpcRequest) -> Fields:
         self._release_of(self._sender(request))
@@ -252,7 +186,7 @@ class VersionServer:
 
     def _release_of(self, sender: Sender) -> None:
         if sender.pin is not None:
-            self._holdings.release(sender.pin)
+            self._source.release(sender.pin)
             sender.pin = None
 
     def _end(self, session: int) -> None:
@@ -272,6 +206,6 @@ class VersionServer:
             who=self.name,
             whom=who,
             own_host=self._host,
-            device=self._holdings.device,
+            device=self._source.device,
             deadline_s=self._config.deadline_s,
         )
