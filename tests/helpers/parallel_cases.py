@@ -96,7 +96,7 @@ def train(backend: FsdpBackend, steps: range) -> dict[str, Any]:
 
     for step in steps:
         backend.policy.accumulate(micro_batches(step, backend), loss)
-        masters = backend.policy._masters
+        masters = backend.policy._masters.tensors
         grads.append(parts({name: m.grad for name, m in masters.items() if m.grad is not None}))
         norms.append(backend.policy.optimizer_step(1 / 50, LR))
     probe = MicroBatch.of([random_group(100)])
@@ -104,7 +104,7 @@ def train(backend: FsdpBackend, steps: range) -> dict[str, Any]:
         "losses": losses if backend.is_data_leader else [],
         "norms": norms,
         "grads": grads,
-        "weights": parts(backend.policy._parameters),
+        "weights": parts(backend.policy._masters.parameters),
         "published": published(backend),
         "said": backend.policy.predict(probe),
         "next": backend.policy.predict_next(probe),

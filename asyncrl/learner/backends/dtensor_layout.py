@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from asyncrl.errors import WeightSyncError
+from asyncrl.learner.parallel.mesh import local_part
 from asyncrl.sync.layout.layout import Box, ParamLayout
 from asyncrl.sync.layout.names import Names, checkpoint_layout
 from asyncrl.sync.layout.sharding import Local, chunk
@@ -102,8 +103,7 @@ def _cuts(placements: Sequence[Any], sizes: Sequence[int], dims: int) -> Iterato
 
 
 def _views(parameter: Tensor, dim: int, boxes: Sequence[Box]) -> Iterator[Tensor]:
-    tensor = parameter.detach()
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local_part(parameter.detach())
     start = 0
     for box in boxes:
         yield local.narrow(dim, start, box.shape[dim]) if local.dim() else local

@@ -28,6 +28,7 @@ from asyncrl.config.sections.lora import LoraConfig
 from asyncrl.config.sections.rules import require
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.models.roles import Loss
+from asyncrl.learner.parallel.mesh import local_part
 from asyncrl.models import text_body
 
 BASE, DOWN, UP = ".base.", ".down", ".up"
@@ -122,7 +123,7 @@ class Merged:
         for name, (frozen, where) in self._from.items():
             down_rI, up_Or = (self._masters[where + part] for part in (DOWN, UP))
             whole_rI = down_rI.full_tensor() if isinstance(down_rI, DTensor) else down_rI
-            into_OI, frozen_OI, mine_Or = (_local(t) for t in (self.tensors[name], frozen, up_Or))
+            into_OI, frozen_OI, mine_Or = (local_part(t) for t in (self.tensors[name], frozen, up_Or))
             into_OI.copy_(frozen_OI.to(mine_Or.dtype) + self._scale * mine_Or @ whole_rI)
 
 
@@ -180,7 +181,3 @@ def write_peft_config(folder: Path, lora: LoraConfig, base: str) -> None:
         "inference_mode": True,
     }
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -35,7 +35,8 @@ from asyncrl.learner.models.logprobs import Words, next_logprobs, token_logprobs
 from asyncrl.learner.models.lora import adapt, without_adapters
 from asyncrl.learner.models.roles import POLICY
 from asyncrl.learner.parallel.experts import check_experts
-from asyncrl.learner.parallel.tensor_parallel import local_part, parallelize, vocabulary_part
+from asyncrl.learner.parallel.mesh import local_part
+from asyncrl.learner.parallel.tensor_parallel import parallelize, vocabulary_part
 from asyncrl.models import empty_causal_lm, load_causal_lm, load_config, load_tokenizer, text_body
 
 HEAD_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")

@@ -30,7 +30,7 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.rules import require
 from asyncrl.learner.parallel.all_to_all import all_to_all
-from asyncrl.learner.parallel.tensor_parallel import local_part
+from asyncrl.learner.parallel.mesh import local_part
 
 
 def experts_of(network: nn.Module) -> Iterator[nn.Module]:

@@ -21,7 +21,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from asyncrl.config.sections.parallel import ParallelConfig
 from asyncrl.config.sections.rules import require
@@ -224,3 +226,8 @@ def coordinates(sizes: Mapping[str, int], rank: int) -> dict[str, int]:
 def is_data_leader(sizes: Mapping[str, int], at: Mapping[str, int]) -> bool:
     """Whether the rank at these coordinates answers for its data rank."""
     return at[PIPELINE] == sizes[PIPELINE] - 1 and at[CONTEXT] == 0 and at[TENSOR] == 0
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, differentiable; a plain tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

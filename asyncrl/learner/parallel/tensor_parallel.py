@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from transformers import PreTrainedModel
 
 from asyncrl.errors import ConfigError
+from asyncrl.learner.parallel.mesh import local_part
 from asyncrl.learner.parallel.tp_collectives import TensorParallelCollectives, copied
 
 COLUMNS: Final = "colwise"
@@ -226,8 +227,3 @@ def vocabulary_part(rows: int, mesh: DeviceMesh) -> range:
     most = -(-rows // mesh.size())
     first = min(rows, most * mesh.get_local_rank())
     return range(first, min(rows, first + most))
-
-
-def local_part(parameter: Tensor) -> Tensor:
-    """What this rank has of it; gradients find their way back."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

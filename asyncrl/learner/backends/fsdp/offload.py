@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from asyncrl.config.schema import LearnerConfig
 from asyncrl.config.sections.rules import require
+from asyncrl.learner.parallel.mesh import local_part
 
 
 class Offload(NamedTuple):
@@ -87,7 +87,7 @@ class ParkedState:
         for state in self._optimizer.state.values():
             for value in state.values():
                 if isinstance(value, Tensor) and value.dim() > 0:
-                    yield value.to_local() if isinstance(value, DTensor) else value
+                    yield local_part(value)
 
 
 def in_a_file(folder: Path, like: Tensor) -> Tensor:

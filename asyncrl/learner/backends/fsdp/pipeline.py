@@ -1,4 +1,4 @@
-"""Passes through all pipeline stages of one network, each rank with the stages that it has.
+"""Passes through all pipeline stages of one network. Every rank computes its own stages.
 
     1f1b, 2 ranks             rank 0   F0 F1 B0 F2 B1 F3 B2 B3        stage 0
                               rank 1      F0 B0 F1 B1 F2 B2 F3 B3     stage 1
@@ -6,10 +6,11 @@
     interleaved, 2 per rank   rank 0   stages 0 and 2                 a smaller bubble, more messages
                               rank 1   stages 1 and 3
 
-Micro-batches are of different lengths, messages of one schedule all of one: rows without meaning fill them up between
-two stages. No stage computes on these rows.
+Micro-batches have different lengths, but all messages of one schedule have the same: between two stages they are padded
+with rows that no stage computes on.
 
-Axes:  N packed tokens · S rows of them between two stages · W rows of a message · D hidden size · V vocabulary
+Axes:  N packed tokens · S rows of them between two stages · W rows of a message, padding included · D hidden size · V
+vocabulary
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
@@ -31,12 +32,12 @@ from asyncrl.learner.models.networks import LanguageModel
 from asyncrl.learner.models.roles import Loss
 
 WIDTH_STEP: Final = 256
-"""Messages are a multiple of it long, so that one schedule serves micro-batches of about the same length."""
+"""W is a multiple of it, so that one schedule serves micro-batches of about the same length."""
 
 
 def turns_of(batches: int, ranks: int, kind: str) -> int:
-    """Micro-batches of a schedule that has room for `batches`. Both kinds need one for each rank; interleaved ones
-    come in rounds of as many as there are ranks.
+    """The number of micro-batches in a schedule for `batches` of them: at least one for each rank, and for an
+    interleaved schedule a multiple of the ranks.
 
     >>> [turns_of(n, 4, "1f1b") for n in (1, 4, 5)], [turns_of(n, 4, "interleaved") for n in (1, 4, 5)]
     ([4, 4, 5], [4, 4, 8])
@@ -45,8 +46,13 @@ def turns_of(batches: int, ranks: int, kind: str) -> int:
 
 
 class Pipeline:
-    """stages: of this rank, sharded already · group: the ranks of the pipeline, first to last · documents: of a
-    micro-batch, and who shares its tokens"""
+    """Runs micro-batches through the stages of one network.
+
+    Args:
+        stages: those of this rank, sharded already.
+        group: the ranks of the pipeline, first to last.
+        documents: makes the documents of a micro-batch.
+    """
 
     def __init__(
         self,
@@ -66,8 +72,7 @@ class Pipeline:
         self._loss: Loss | None = None
 
     def accumulate(self, batches: Sequence[MicroBatch], loss: Loss) -> None:
-        """∀ Forward, loss and backward of each; equally many on every rank. `loss` is called on the last stage only, in
-        their order."""
+        """Collective: forward, loss and backward of each batch, see `Model.accumulate`."""
         if not batches:
             return
         self._here, self._loss = [batch.to(self._device) for batch in batches], loss
@@ -79,7 +84,7 @@ class Pipeline:
         for stage in self._stages:
             stage.expect(expected, width)
         schedule = self._schedule(turns, width)
-        numbers = torch.arange(turns)  # which the schedule hands out one by one
+        numbers = torch.arange(turns)  # the schedule hands them out one by one
         begin = (numbers,) if self._stages[0].first else ()
         target = numbers if self._stages[-1].last else None
         with _gradients_aside(self._stages):
@@ -88,10 +93,10 @@ class Pipeline:
 
     @torch.no_grad()
     def predict(self, batch: MicroBatch, following: bool = False) -> Tensor:
-        """∀ The first of what the network says of one batch, float32 on the CPU of every rank."""
+        """Collective: the network's first output for one batch, float32 on the CPU of every rank."""
         here = batch.to(self._device)
         shape = (batch.rollouts, self._vocabulary) if following else (batch.tokens,)
-        said = torch.empty(shape, device=self._device)
+        output = torch.empty(shape, device=self._device)
         documents = self._documents(here)
         for stage in self._stages:
             rows = stage.rows(documents)
@@ -101,17 +106,17 @@ class Pipeline:
                 dist.recv(state_SD, group=self._group, group_src=(self._rank - 1) % self._ranks)
             out = stage(state_SD)
             if stage.last:
-                said = out[0].float().contiguous()
+                output = out[0].float().contiguous()
             else:
                 dist.send(out, group=self._group, group_dst=(self._rank + 1) % self._ranks)
-            _reshard(stage)
-        dist.broadcast(said, group=self._group, group_src=self._ranks - 1)
-        return said.cpu()
+            reshard(stage)
+        dist.broadcast(output, group=self._group, group_src=self._ranks - 1)
+        return output.cpu()
 
     def _schedule(self, turns: int, width: int) -> Any:
-        """The one of last time, if it has these sizes: its buffers are of them."""
+        """The last schedule if it has these sizes, which its buffers have, else a new one."""
         if self._made is None or self._made[0] != (turns, width):
-            self._made = None  # its buffers go before others come
+            self._made = None  # frees its buffers before others are allocated
             stages: list[Any] = [self._runner(stage, width) for stage in self._stages]
             settings: dict[str, Any] = {"loss_fn": self._loss_of_turn, "scale_grads": False}
             if self._kind == "1f1b":
@@ -122,18 +127,18 @@ class Pipeline:
         return self._made[1]
 
     def _runner(self, stage: ModelStage, width: int) -> PipelineStage:
-        """With sizes told beforehand, torch runs nothing to find them out."""
+        """A stage with its sizes given, so that torch does not run it to find them."""
         number = torch.empty(1, dtype=torch.int64, device="meta")
         hidden = torch.empty((width, self._hidden), dtype=self._dtype, device="meta", requires_grad=True)
-        # What leaves the last stage goes nowhere: only how many tensors it is must be right.
-        said = (hidden,) * (2 if isinstance(stage.network, LanguageModel) else 1)
+        # The outputs of the last stage are not sent: only their number must be right.
+        outputs = (hidden,) * (2 if isinstance(stage.network, LanguageModel) else 1)
         return PipelineStage(
             stage,
             stage.index,
             stage.stages,
             self._device,
             input_args=number if stage.first else hidden,
-            output_args=said if stage.last else hidden,
+            output_args=outputs if stage.last else hidden,
             group=self._group,
         )
 
@@ -146,7 +151,8 @@ class Pipeline:
 
 @contextmanager
 def _gradients_aside(stages: Sequence[ModelStage]) -> Iterator[None]:
-    """The first step of a schedule forgets the gradients that it finds. So what has accumulated is added afterwards."""
+    """Set accumulated gradients aside and add them afterwards: the first step of a schedule drops those that it
+    finds."""
     parameters = [parameter for stage in stages for parameter in stage.parameters()]
     before = [parameter.grad for parameter in parameters]
     for parameter in parameters:
@@ -157,8 +163,9 @@ def _gradients_aside(stages: Sequence[ModelStage]) -> Iterator[None]:
             parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
 
 
-def _reshard(stage: ModelStage) -> None:
-    """What stays whole until a backward would be found old by the next forward, where none comes."""
-    for module in stage.modules():
+def reshard(network: nn.Module) -> None:
+    """Shard the parameters again that stay whole until their backward. After a prediction none comes, and the next
+    forward would compute with old weights."""
+    for module in network.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

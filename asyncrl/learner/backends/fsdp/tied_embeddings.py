@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncrl.learner.parallel.tensor_parallel import local_part
+from asyncrl.learner.parallel.mesh import local_part
 
 
 class TiedEmbedding:

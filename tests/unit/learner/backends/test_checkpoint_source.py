@@ -94,7 +94,7 @@ def count_reads() -> Counter[str]:
 def memory_of(backend: FsdpBackend) -> int:
     """Bytes of the storages that the policy's parameters are in, whatever part of them is used; without adapters."""
     found = {}
-    for name, parameter in backend.policy._parameters.items():
+    for name, parameter in backend.policy._masters.parameters.items():
         if name.endswith((UP, DOWN)):
             continue
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -115,8 +115,8 @@ def rank_main(folder: Path) -> None:
 
 
 def beside(backend: FsdpBackend) -> Parts:
-    found = {n: p for model in backend.models.values() for n, p in model._parameters.items()}  # type: ignore[attr-defined]
-    adapters = {n: p for n, p in backend.policy._parameters.items() if n.endswith((UP, DOWN))}
+    found = {n: p for model in backend.models.values() for n, p in model._masters.parameters.items()}  # type: ignore[attr-defined]
+    adapters = {n: p for n, p in backend.policy._masters.parameters.items() if n.endswith((UP, DOWN))}
     return parts(found | adapters)
 
 

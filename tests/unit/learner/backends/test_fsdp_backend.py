@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.config.schema import Config, LearnerConfig, OptimizerConfig
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend, end_rank
-from asyncrl.learner.backends.fsdp.sharded import _counts_here
+from asyncrl.learner.backends.fsdp.masters import _counts_here
 from asyncrl.learner.checks.logprob_check import probe_batch
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.training.version_step import VersionReport, version_step
@@ -190,7 +190,7 @@ def test_in_half_precision_the_masters_gather_the_gradients_of_all_micro_batches
     def gradient(*ordinals: int) -> torch.Tensor:
         batches = [MicroBatch.of([random_group(ordinal)]) for ordinal in ordinals]
         backend.policy.accumulate(batches, lambda _, logp_N, __: -logp_N.sum())
-        gathered = backend.policy._masters["model.norm.weight"].grad.clone()
+        gathered = backend.policy._masters.tensors["model.norm.weight"].grad.clone()
         backend.policy.forget_gradients()
         return gathered
 
@@ -217,7 +217,7 @@ def test_the_gradient_that_adam_takes_is_clipped(tmp_path: Path, share: float) -
     scale = share * optimizer.grad_clip / backend.policy.gradient_norm(1.0)
     norm = backend.policy.optimizer_step(scale, lr=0.0)
     assert norm == pytest.approx(share * optimizer.grad_clip)
-    moments = [state["exp_avg"] for state in backend.policy._optimizer.state.values()]
+    moments = [state["exp_avg"] for state in backend.policy._masters.optimizer.state.values()]
     taken = float(torch.nn.utils.get_total_norm(moments)) / (1 - optimizer.betas[0])
     assert taken == pytest.approx(min(norm, optimizer.grad_clip), rel=1e-4)
 
@@ -233,7 +233,7 @@ def test_a_step_is_adamw_with_the_settings_of_the_optimizer(tmp_path: Path) -> N
     first, second = torch.zeros_like(expected), torch.zeros_like(expected)
     for step in (1, 2):
         accumulate(backend)
-        gradient = 2.0 * backend.policy._masters[name].grad
+        gradient = 2.0 * backend.policy._masters.tensors[name].grad
         first = beta1 * first + (1 - beta1) * gradient
         second = beta2 * second + (1 - beta2) * gradient**2
         size = (second / (1 - beta2**step)).sqrt() + eps
@@ -247,13 +247,13 @@ def test_a_gradient_that_another_stage_counts_too_is_left_out_of_the_norm(tmp_pa
     backend = FsdpBackend(config_in(tmp_path))
     accumulate(backend)
     whole, policy = backend.policy.gradient_norm(1.0), backend.policy
-    repeated = policy._masters["model.embed_tokens.weight"].grad
+    repeated = policy._masters.tensors["model.embed_tokens.weight"].grad
 
     class LastStage:
         def join(self) -> None:
             self.repeated = repeated
 
-    policy._tied = LastStage()
+    policy._masters.tied = LastStage()
     assert backend.policy.gradient_norm(2.0) == pytest.approx(
         2 * math.sqrt(whole**2 - float(repeated.norm()) ** 2), rel=1e-5
     )

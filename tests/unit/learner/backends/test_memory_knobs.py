@@ -144,7 +144,7 @@ def step(backend: FsdpBackend) -> None:
 
 def state_bytes(backend: FsdpBackend) -> int:
     """Memory that Adam's moments take now."""
-    optimizer = backend.policy._optimizer
+    optimizer = backend.policy._masters.optimizer
     assert optimizer is not None
     moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     assert moments

@@ -1,0 +1,168 @@
+"""`Masters`: the tensors that an optimizer steps on, and the gradients that they collect.
+
+    parameters (model.dtype) ─▸ forward ─▸ backward ─▸ gradients of one micro-batch, summed over ranks by FSDP2
+        ▲                                                   │ take_gradients: added up in float32
+        └── publish ── masters ◂── step ◂───────────────────┘ the one division happens there
+
+The masters of half-precision parameters are float32 copies, so that no small update is lost; float32 parameters are
+their own masters, and so are frozen ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from asyncrl.config.schema import OptimizerConfig
+from asyncrl.learner.backends.fsdp.offload import Offload, ParkedState
+from asyncrl.learner.backends.fsdp.tied_embeddings import TiedEmbedding
+from asyncrl.learner.backends.storage import ModelState
+from asyncrl.learner.models.lora import Merged
+from asyncrl.learner.parallel.mesh import local_part
+
+
+class Masters:
+    """The masters of one network's parameters on this rank, by name.
+
+    Attributes:
+        parameters: what the network computes with.
+        tensors: their masters.
+        optimizer: AdamW on the masters that are trained; None for a frozen network.
+        tied: the token table that another pipeline stage has as well, if this rank has a copy of one.
+        merged: the matrices with their LoRA adapters added; None without adapters.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        config: OptimizerConfig | None,
+        device: torch.device,
+        several: bool = False,
+        offload: Offload | None = None,
+        adapter_scale: float | None = None,
+    ) -> None:
+        """
+        Args:
+            config: None for a frozen network.
+            several: whether other ranks hold other parts.
+            offload: where optimizer state waits between steps; None: on the device.
+            adapter_scale: of LoRA; None without adapters.
+        """
+        self.parameters, self._device, self._several = parameters, device, several
+        self.tensors = {name: _master(parameter) for name, parameter in parameters.items()}
+        self._trained = {name: master for name, master in self.tensors.items() if master.requires_grad}
+        self.optimizer = _adamw(self._trained, config) if config else None
+        self._grad_clip = config.grad_clip if config else 0.0
+        self._parked = ParkedState(self.optimizer, offload) if self.optimizer and offload else None
+        self.tied: TiedEmbedding | None = None
+        self.merged = Merged(parameters, self.tensors, adapter_scale) if adapter_scale is not None else None
+
+    @property
+    def published(self) -> Mapping[str, Tensor]:
+        """The live tensors that generators and exports take: parameters with their adapters merged."""
+        return self.parameters if self.merged is None else self.merged.tensors
+
+    def begin_accumulation(self) -> None:
+        """To be called before more gradient is added."""
+        if self.tied is not None:
+            self.tied.begin()
+
+    def take_gradients(self) -> None:
+        """Move the gradients of one micro-batch, or of one pipeline schedule, to the masters."""
+        for name, parameter in self.parameters.items():
+            master = self.tensors[name]
+            if master is not parameter and parameter.grad is not None:
+                grad = parameter.grad.float()
+                master.grad = grad if master.grad is None else master.grad.add_(grad)
+                parameter.grad = None
+
+    @torch.no_grad()
+    def gradient_norm(self, scale: float) -> float:
+        """Collective: see `Model`. Each element counts on one of the ranks that hold it."""
+        repeated = None
+        if self.tied is not None:
+            self.tied.join()
+            repeated = self.tied.repeated
+        counted = [grad for grad in self._gradients() if _counts_here(grad) and grad is not repeated]
+        mine = [local_part(grad) for grad in counted]
+        norm = torch.nn.utils.get_total_norm(mine).to(
+            self._device
+        )  # 0 without gradients: no group had an advantage
+        if self._several:
+            square = norm.double().square()
+            dist.all_reduce(square)
+            norm = square.sqrt()
+        return scale * float(norm)
+
+    @torch.no_grad()
+    def step(self, scale: float, lr: float) -> float:
+        """Collective: see `Model.optimizer_step`."""
+        norm, grads = self.gradient_norm(scale), self._gradients()
+        if self.optimizer is not None and grads and math.isfinite(norm):
+            torch._foreach_mul_(grads, scale * min(1.0, self._grad_clip / (norm + 1e-6)))
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            if self._parked is not None:
+                self._parked.fetch()
+            self.optimizer.step()
+            if self._parked is not None:
+                self._parked.park()
+            self.publish()
+        self.forget_gradients()
+        return norm
+
+    def forget_gradients(self) -> None:
+        for tensor in (*self.parameters.values(), *self.tensors.values()):
+            tensor.grad = None
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Collective: copy the masters into the parameters, and merge adapters anew."""
+        for name, parameter in self.parameters.items():
+            if self.tensors[name] is not parameter:
+                parameter.copy_(self.tensors[name])
+        if self.merged is not None:
+            self.merged.refresh()
+
+    def state(self) -> ModelState:
+        """The live tensors that a checkpoint keeps: all of a frozen network, because it may take over the policy's."""
+        if self._parked is not None:
+            self._parked.fetch()
+        return ModelState(self._trained if self.optimizer else self.tensors, self.optimizer)
+
+    def _gradients(self) -> list[Tensor]:
+        return [master.grad for master in self.tensors.values() if master.grad is not None]
+
+
+def _counts_here(tensor: Tensor) -> bool:
+    """Whether this rank is the first of those that hold the same part."""
+    if not isinstance(tensor, DTensor):
+        return True
+    at = tensor.device_mesh.get_coordinate() or ()
+    return all(
+        not index
+        for index, placement in zip(at, tensor.placements, strict=True)
+        if isinstance(placement, Replicate)
+    )
+
+
+def _adamw(masters: Mapping[str, Tensor], config: OptimizerConfig) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        masters.values(),
+        lr=config.lr,
+        betas=(config.betas[0], config.betas[1]),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+
+
+def _master(parameter: nn.Parameter) -> Tensor:
+    if not parameter.requires_grad or parameter.dtype in (torch.float32, torch.float64):
+        return parameter
+    return parameter.detach().float().requires_grad_()
