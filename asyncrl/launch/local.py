@@ -11,6 +11,8 @@
            the learner dies        so is it, from the newest checkpoint, `launch.learner_restarts` times
            a pool that learns dies the learner too: both go on from the newest checkpoint
            one dies too often      everything is killed, ProcessDiedError
+           the learner hangs   while it loads, or silent for learner.groups_deadline_s: everything is killed,
+                               DeadlineError
            Ctrl-C, SIGTERM, SIGHUP the learner ends its step and writes a checkpoint, then all are stopped
            Ctrl-C again            everything is killed
            the learner was told    the same: somebody sent it SIGTERM
@@ -41,10 +43,9 @@ from asyncrl.launch.supervise import (
     describe_exit,
     wait_line,
 )
-from asyncrl.launch.views import drops
-from asyncrl.launch.views.dashboard import Dashboard, open_dashboard
-from asyncrl.launch.views.drops import Drops
+from asyncrl.launch.views.dashboard import Dashboard, RunProgress, open_dashboard
 from asyncrl.launch.views.output import lasting_output
+from asyncrl.launch.views.process_reports import ProcessReports, clear
 from asyncrl.launch.views.process_view import LAUNCHED
 
 QUEUE, LEARNER = "queue", "learner"
@@ -62,10 +63,12 @@ def train(config: Config) -> dict[str, Any]:
     to stop).
     """
     with claimed_run_folder(config) as (folder, changed):
-        drops.clear(folder / "logs")
-        supervisor = Supervisor(folder / "logs")
-        with lasting_output(), supervisor.interrupts(), open_dashboard(config, folder) as dashboard:
-            return LocalRun(config, folder, supervisor, dashboard, changed).run()
+        logs = folder / "logs"
+        clear(logs)
+        supervisor, reports = Supervisor(logs), ProcessReports(logs)
+        progress = RunProgress(config, folder, reports)
+        with lasting_output(), supervisor.interrupts(), open_dashboard(config, progress) as dashboard:
+            return LocalRun(config, folder, supervisor, dashboard, reports, changed).run()
 
 
 class LocalRun:
@@ -78,10 +81,11 @@ class LocalRun:
         folder: Path,
         supervisor: Supervisor,
         dashboard: Dashboard,
+        reports: ProcessReports,
         changed: bool = False,
     ) -> None:
         self._config, self._folder, self._changed = config, folder, changed
-        self._supervisor, self._dashboard, self._drops = supervisor, dashboard, Drops(folder / "logs")
+        self._supervisor, self._dashboard, self._reports = supervisor, dashboard, reports
         self._generators = [f"generator-{i}" for i in range(config.generator.count)]
         pools = config.placement.pools
         self._pools = {f"{of}-{i}": (of, i) for of, place in pools.items() for i in range(place.processes)}
@@ -101,7 +105,7 @@ class LocalRun:
         self._watch()
         self._wind_down()
         if self._stopped():
-            raise self._stopped_error()
+            raise stopped_error(self._folder)
         return read_summary(self._folder)
 
     def _start_queue(self) -> str:
@@ -119,21 +123,21 @@ class LocalRun:
 
     def _run_queue(self, *words: str) -> None:
         command = process_command(self._folder, "queue", *words)
-        self._supervisor.start(QUEUE, command, process_env(threads=1), says=True)
+        self._start(QUEUE, command, process_env(threads=1), says=True)
 
     def _start_learner(self, *more: str) -> None:
         learner = self._config.learner
         words = process_command(self._folder, "learner", f"queue.address={self._address}", *more)
         env = process_env(learner.threads or shared_threads(self._config), learner.devices)
         stop_s = self._config.launch.stop_deadline_s
-        self._supervisor.start(LEARNER, by_torchrun(words, learner.processes, stop_s), env)
+        self._start(LEARNER, by_torchrun(words, learner.processes, stop_s), env)
 
     def _start_generator(self, name: str) -> None:
         generator = self._config.generator
         words = process_command(self._folder, "generator", f"queue.address={self._address}", "--name", name)
         devices = share_of_devices(generator.devices, self._generators.index(name), generator.count)
         env = process_env(generator.threads or shared_threads(self._config), devices)
-        self._supervisor.start(name, words, env)
+        self._start(name, words, env)
 
     def _start_pool(self, name: str) -> None:
         model, index = self._pools[name]
@@ -142,7 +146,11 @@ class LocalRun:
         devices = share_of_devices(place.devices, index, place.processes)
         env = process_env(place.threads or shared_threads(self._config), devices)
         stop_s = self._config.launch.stop_deadline_s
-        self._supervisor.start(name, by_torchrun(words, place.ranks, stop_s), env)
+        self._start(name, by_torchrun(words, place.ranks, stop_s), env)
+
+    def _start(self, name: str, command: list[str], env: dict[str, str], *, says: bool = False) -> None:
+        self._reports.started(name)
+        self._supervisor.start(name, command, env, says=says)
 
     def _watch(self) -> None:
         """Until the learner has ended well."""
@@ -150,10 +158,12 @@ class LocalRun:
             event = self._supervisor.next_event(REFRESH_S)
             self._refresh()
             self._restart_who_left_early()
+            self._check_learner()
             if isinstance(event, Interrupted):
                 raise self._interrupted(event)
             if not isinstance(event, ChildEnded):
                 continue
+            self._reports.ended(event.name)
             if event == ChildEnded(LEARNER, 0):
                 return
             if event == ChildEnded(QUEUE, 0):
@@ -181,8 +191,23 @@ class LocalRun:
             del self._left[name]
             self._restart_worker(ChildEnded(name, 0))
 
+    def _check_learner(self) -> None:
+        """Raise DeadlineError for a learner that hangs. One that has loaded has deadlines of its own for all it waits
+        for, but not if it is stopped, e.g. by SIGSTOP."""
+        limit_s = self._config.learner.groups_deadline_s
+        remedy = (
+            f"its log: {self._supervisor.log(LEARNER)}; learner.groups_deadline_s={limit_s:g} is the limit"
+        )
+        for what, since_s in (
+            ("its report that it has loaded", self._reports.loading()),
+            ("a sign of life", self._reports.silent()),
+        ):
+            if since_s.get(LEARNER, 0.0) > limit_s:
+                raise DeadlineError("the launcher", "the learner", what, since_s[LEARNER], remedy)
+
     def _refresh(self) -> None:
-        for warning in self._drops.warnings():
+        self._reports.read()
+        for warning in self._reports.new_warnings():
             self._dashboard.say(warning)
         self._dashboard.refresh()
 
@@ -239,14 +264,6 @@ class LocalRun:
         """Whether the learner has ended because somebody wanted it to."""
         return read_summary(self._folder).get("ended") == StoppedError.ended
 
-    def _stopped_error(self) -> StoppedError:
-        saved = {path.name for path in self._folder.glob("checkpoints/v*")} - {OF_VERSION_0}
-        if not saved:
-            return StoppedError(
-                "stopped before the first step, so there is nothing to resume; start it again"
-            )
-        return StoppedError(f"stopped; run.resume=true goes on from the newest checkpoint of {self._folder}")
-
     def _interrupted(self, event: Interrupted) -> BaseException:
         """Take the run down in order; the caller raises what this returns."""
         by_hand = event.number == signal.SIGINT
@@ -267,19 +284,29 @@ class LocalRun:
         code = self._supervisor.code(LEARNER) or 0
         if not by_hand and code > 1 and code != StoppedError.exit_code:  # it said why it could not save
             return self._died(ChildEnded(LEARNER, code))
-        stopped = self._stopped_error()
+        stopped = stopped_error(self._folder)
         self._dashboard.say(str(stopped))
         return KeyboardInterrupt() if by_hand else stopped
 
     def _died(self, event: ChildEnded) -> ProcessDiedError:
         cause, lines = self._supervisor.why_it_ended(event.name)
         because = f": {cause}" if cause else ""
+        if loading := [name for name in self._reports.loading() if name != event.name]:
+            lines = [*lines, f"not loaded yet at that time: {', '.join(loading)}"]
         rest = "\n".join(f"    {line}" for line in lines or ["(nothing)"])
         return ProcessDiedError(
             f"{event.name} ended ({describe_exit(event.code)}) before the run was over{because}\n"
             f"from {self._supervisor.log(event.name)}:\n{rest}",
             event.code,
         )
+
+
+def stopped_error(folder: Path) -> StoppedError:
+    """The error of a run that was stopped, which names the remedy."""
+    saved = {path.name for path in folder.glob("checkpoints/v*")} - {OF_VERSION_0}
+    if not saved:
+        return StoppedError("stopped before the first step, so there is nothing to resume; start it again")
+    return StoppedError(f"stopped; run.resume=true goes on from the newest checkpoint of {folder}")
 
 
 def process_command(folder: Path, process: str, *words: str) -> list[str]:

@@ -20,13 +20,16 @@ from rich.live import Live
 from rich.table import Table
 
 from asyncrl.config.schema import Config
-from asyncrl.launch.views.drops import Drops
 from asyncrl.launch.views.plain_text import cell, without_control
+from asyncrl.launch.views.process_reports import ProcessReports
 
 LINE_EVERY_S = 10.0
 
 STILL_S = 5.0
 """Without a new version for so long, the wait for the first one and tasks that were dropped since are shown."""
+
+MOST_NAMED = 3
+"""Processes that a line names."""
 
 LINE_LENGTH = 120
 """Most characters of a line with values. What a line must have, such as a wait, may be longer."""
@@ -122,12 +125,18 @@ def _row(line: bytes) -> dict[str, Any]:
 
 
 class RunProgress:
-    """The latest value of every metric, and how far the run is."""
+    """The latest value of every metric, how far the run is, and what its processes report."""
 
-    def __init__(self, config: Config, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        reports: ProcessReports | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.name = config.run.name
         self._clock, self._moved = clock, clock()
-        self._drops = Drops(folder / "logs")
+        self._reports = reports or ProcessReports(folder / "logs")
         self._tail = RowTail(folder / "metrics.jsonl")
         self.versions = config.run.versions
         self.version = 0
@@ -135,12 +144,11 @@ class RunProgress:
         self._first: tuple[int, float] | None = None
 
     def read(self) -> bool:
-        """Take in new rows and drops; whether there is something to show: rows, or drops while none come."""
+        """Take in new rows; whether there is something to show: rows, or notes while none come."""
         rows = self._tail.new_rows()
-        self._drops.read()
         if rows:
             self._moved = self._clock()
-            self._drops.begin_anew()
+            self._reports.begin_anew()
         for row in rows:
             evaluation = any(key.startswith("heldout/") for key in row)
             self.latest.update(row)
@@ -166,23 +174,33 @@ class RunProgress:
         return f"version {self.version} of {self.versions}{ending}"
 
     def alert(self) -> object:
-        """The last evaluation, whether tasks are dropped while no version comes, and each 5 s before the first."""
+        """The last evaluation, whether tasks are dropped while no version comes, who is silent, and each 5 s before the
+        first version."""
         waited = int((self._clock() - self._moved) // STILL_S) if self._first_wait() else None
-        return self.latest.get("heldout/accuracy"), bool(self._dropped()), waited
+        silent = tuple(self._reports.silent())
+        return self.latest.get("heldout/accuracy"), bool(self._dropped()), silent, waited
 
     def notes(self) -> list[str]:
-        """What is dropped while no version comes, and why the last one was; else the wait for the first version."""
-        return self._dropped() or self._first_wait()
+        """Tasks dropped while no version comes, else the wait for the first version; and silent processes."""
+        silent = self._reports.silent()
+        return [
+            *(self._dropped() or self._first_wait()),
+            *([f"no word from {_with_durations(silent)}"] if silent else []),
+        ]
 
     def _first_wait(self) -> list[str]:
         """Processes load for a while, and a run without a version must not look dead."""
         waited = self._clock() - self._moved
         if self.version >= 1 or waited < STILL_S:
             return []
-        return [f"waiting for the learner and the first groups ({duration(waited)})"]
+        wait, loading = (
+            f"waiting for the learner and the first groups ({duration(waited)})",
+            self._reports.loading(),
+        )
+        return [f"{wait}; loading: {_with_durations(loading)}" if loading else wait]
 
     def _dropped(self) -> list[str]:
-        still_s, text = self._clock() - self._moved, self._drops.text()
+        still_s, text = self._clock() - self._moved, self._reports.text()
         return [f"no new version for {duration(still_s)}: {text}"] if text and still_s >= STILL_S else []
 
     def values(self) -> Iterator[Value]:
@@ -262,7 +280,7 @@ class QuietDashboard:
 
 
 @contextmanager
-def open_dashboard(config: Config, folder: Path) -> Iterator[Dashboard]:
+def open_dashboard(config: Config, progress: RunProgress) -> Iterator[Dashboard]:
     """The one that fits `launch.quiet` and where the output goes."""
     console = Console()
     if config.launch.quiet:
@@ -270,9 +288,9 @@ def open_dashboard(config: Config, folder: Path) -> Iterator[Dashboard]:
     elif console.is_terminal:
         # Refreshed by hand: a refresh thread would be alive while the launcher forks.
         with Live(console=console, auto_refresh=False) as live:
-            yield LiveDashboard(RunProgress(config, folder), live, config.run.name)
+            yield LiveDashboard(progress, live, config.run.name)
     else:
-        yield LineDashboard(RunProgress(config, folder), console)
+        yield LineDashboard(progress, console)
 
 
 def print_summary(summary: Mapping[str, Any], folder: Path) -> None:
@@ -293,6 +311,16 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield from flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def _with_durations(seconds_by_name: Mapping[str, float]) -> str:
+    """
+    >>> _with_durations({"learner": 35.2, "generator-0": 20.0, "generator-1": 3.0, "generator-2": 3.0})
+    'learner 35 s, generator-0 20 s, generator-1 3 s and 1 more'
+    """
+    named = [f"{name} {duration(seconds)}" for name, seconds in seconds_by_name.items()]
+    more = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
+    return ", ".join(named[:MOST_NAMED]) + more
 
 
 def duration(seconds: float) -> str:

@@ -25,6 +25,7 @@ from rich.live import Live
 from asyncrl.config.schema import Config
 from asyncrl.launch.folder.run_folder import run_folder
 from asyncrl.launch.views.dashboard import (
+    MOST_NAMED,
     Dashboard,
     LineDashboard,
     LiveDashboard,
@@ -33,7 +34,7 @@ from asyncrl.launch.views.dashboard import (
     Value,
     duration,
 )
-from asyncrl.launch.views.drops import SUFFIX, reported
+from asyncrl.launch.views.process_reports import SILENT_S, SUFFIX, reported
 from asyncrl.telemetry.status import LATE, UNDER_WAY, ProcessStatus, without_timely_calls
 
 LAUNCHED = "ASYNCRL_LAUNCHED"
@@ -44,13 +45,6 @@ LINE_EVERY_S = 5.0
 
 SHOWN_WAIT_S = 2.0
 """A shorter wait is not worth a word."""
-
-SILENT_S = 15.0
-"""A client with a request open writes every 5 s (queue/client/session.py), a worker with every heartbeat: one that is
-silent for longer has ended or is cut off, or it is a learner that computes."""
-
-MOST_SILENT = 3
-"""Silent clients that a line names."""
 
 Figures = Mapping[str, Any]
 
@@ -194,10 +188,12 @@ class QueueView(ProcessView):
             yield Value("refused", "refused", _listed(refused))
 
     def notes(self) -> list[str]:
-        """The waits, and of which clients the queue has had no message for long."""
+        """The waits, and the clients of which no message has come for SILENT_S. A client with an open request writes
+        every 5 s (queue/client/session.py), a worker with every heartbeat: a silent one has ended or is cut off, or it
+        is a learner that computes."""
         silent = [(name, self._silent_s(name)) for name in self._heard]
         lost = [f"no word from {name} for {duration(s)}" for name, s in silent if s >= SILENT_S]
-        return [*super().notes(), *lost[:MOST_SILENT]]
+        return [*super().notes(), *lost[:MOST_NAMED]]
 
     def _silent_s(self, name: str) -> float:
         """Seconds since the last message of a client; without end if it has left or was forgotten."""
@@ -233,13 +229,16 @@ class LearnerView(RunProgress):
 @contextmanager
 def shown(name: str, source: Source, status: ProcessStatus, config: Config) -> Iterator[None]:
     """Inside, the process shows itself on stdout, unless `launch.quiet` is set. One that `asyncrl train` has started
-    reports what it drops (drops.py)."""
-    if config.launch.quiet or os.environ.get("RANK", "0") != "0":
+    reports to it instead (process_reports.py)."""
+    if os.environ.get("RANK", "0") != "0":
         yield
         return
     if LAUNCHED in os.environ:
         with reported(run_folder(config) / "logs" / f"{name}{SUFFIX}", status):
             yield
+        return
+    if config.launch.quiet:
+        yield
         return
     shower = _Shower(f"{name} of run {config.run.name}", source, status)
     shower.start()

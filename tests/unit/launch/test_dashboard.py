@@ -108,7 +108,7 @@ def test_lines_for_a_pipe_tell_each_evaluation(metrics: Path, tmp_path: Path) ->
 def test_the_wait_for_the_first_version_gets_a_line_every_five_seconds(metrics: Path, tmp_path: Path) -> None:
     now = [100.0]
     out = io.StringIO()
-    progress = RunProgress(Config(), tmp_path, lambda: now[0])
+    progress = RunProgress(Config(), tmp_path, clock=lambda: now[0])
     dashboard = LineDashboard(progress, Console(file=out, width=200), clock=lambda: now[0])
     for _ in range(14):
         now[0] += 1.0
@@ -136,7 +136,7 @@ def test_a_line_has_at_most_120_characters_and_whole_values(metrics: Path, tmp_p
 
 
 def test_without_a_terminal_there_are_lines(tmp_path: Path) -> None:
-    with open_dashboard(Config(), tmp_path) as dashboard:
+    with open_dashboard(Config(), RunProgress(Config(), tmp_path)) as dashboard:
         assert isinstance(dashboard, LineDashboard)
 
 

@@ -27,7 +27,9 @@ from asyncrl.config.sections.reward import RewardConfig
 from asyncrl.errors import ConfigError, DeadlineError, ProcessDiedError, StoppedError
 from asyncrl.launch import local
 from asyncrl.launch.folder.run_folder import claimed_run_folder
+from asyncrl.launch.views import process_reports
 from asyncrl.launch.views.dashboard import QuietDashboard
+from asyncrl.launch.views.process_reports import ProcessReports
 
 # Words of a stand-in: $1 is the folder's config.yaml; the queue's last one is the descriptor to announce on.
 QUEUE = "for fd; do :; done; echo tcp://127.0.0.1:1 >/dev/fd/$fd; exec sleep 600"
@@ -96,7 +98,7 @@ def test_a_warning_of_a_generator_is_seen_on_the_terminal(
 ) -> None:
     scripts["generator"] = (
         'printf \'{"dropped": {}, "late": {}, "under_way": {}, "last": "", "warning": "names rigth"}\' '
-        "> $(dirname $1)/logs/$4.drops.json"
+        "> $(dirname $1)/logs/$4.report.json"
     )
     assert local.train(config) == {"versions": 3}
     assert capsys.readouterr().err.count("warns: names rigth") == 1
@@ -326,6 +328,27 @@ def test_a_journal_of_other_rules_is_begun_anew(
         assert ((tmp_path / "it" / "word").read_text() == "--anew\n") == anew
 
 
+@pytest.mark.parametrize(
+    ("report", "missing"), [("", "its report that it has loaded"), ("learner", "a sign of life")]
+)
+def test_a_learner_that_hangs_is_named(
+    config: Config,
+    scripts: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    report: str,
+    missing: str,
+) -> None:
+    """While it loads, or later: a learner that is stopped keeps no deadline of its own."""
+    monkeypatch.setattr(process_reports, "SILENT_S", 0.0)
+    monkeypatch.setattr(local, "REFRESH_S", 0.01)
+    scripts["learner"] = (
+        f"{f'echo {{}} > $(dirname $1)/logs/{report}.report.json; ' if report else ''}exec sleep 600"
+    )
+    impatient = dataclasses.replace(config.learner, groups_deadline_s=0.2 if report else 0.01)
+    with pytest.raises(DeadlineError, match=rf"for the learner: {missing} did not come.*learner\.log"):
+        local.train(dataclasses.replace(config, learner=impatient))
+
+
 def test_a_queue_that_never_listens(config: Config, scripts: dict[str, str]) -> None:
     scripts["queue"] = "exec sleep 600"
     impatient = dataclasses.replace(config.launch, start_deadline_s=0.01)
@@ -478,12 +501,13 @@ def test_several_learner_ranks_are_started_by_torchrun(config: Config, tmp_path:
     started: dict[str, Any] = {}
 
     class Recorder:
-        def start(self, name: str, command: list[str], env: dict[str, str]) -> None:
+        def start(self, name: str, command: list[str], env: dict[str, str], *, says: bool) -> None:
             started[name] = (command, env)
 
     learner = dataclasses.replace(config.learner, processes=2, threads=3, devices="0,1")
     recorder: Any = Recorder()
-    run = local.LocalRun(dataclasses.replace(config, learner=learner), tmp_path, recorder, QuietDashboard())
+    split = dataclasses.replace(config, learner=learner)
+    run = local.LocalRun(split, tmp_path, recorder, QuietDashboard(), ProcessReports(tmp_path))
     run._start_learner()
     command, env = started["learner"]
     text = " ".join(command)

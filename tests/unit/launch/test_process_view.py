@@ -16,7 +16,7 @@ from rich.console import Console
 from asyncrl.config.schema import Config, LaunchConfig, RunConfig
 from asyncrl.launch.views import process_view
 from asyncrl.launch.views.dashboard import LINE_LENGTH, LineDashboard, one_line
-from asyncrl.launch.views.drops import Drops
+from asyncrl.launch.views.process_reports import ProcessReports
 from asyncrl.launch.views.process_view import (
     LAUNCHED,
     GeneratorView,
@@ -265,9 +265,9 @@ def test_one_that_was_launched_reports_what_it_drops(tmp_path: Path, monkeypatch
     status = ProcessStatus()
     with shown("g", GeneratorView(status), status, Config(run=RunConfig(name="it", dir=str(tmp_path)))):
         status.figures = {"dropped/reward": 3}
-    dropped = Drops(tmp_path / "it/logs")
-    dropped.read()
-    assert dropped.text() == "tasks dropped: reward 3"
+    reports = ProcessReports(tmp_path / "it/logs")
+    reports.read()
+    assert reports.text() == "tasks dropped: reward 3"
 
 
 def test_log_lines_pass_the_table_and_go_back_where_they_went() -> None:

@@ -22,7 +22,7 @@ from asyncrl.launch.folder.run_folder import (
     refuse_own_config,
     remove_empty,
 )
-from asyncrl.launch.views.drops import SUFFIX
+from asyncrl.launch.views.process_reports import SUFFIX
 
 BASE = """\
 run: {{dir: {folder}, name: it}}

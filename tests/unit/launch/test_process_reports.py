@@ -1,18 +1,21 @@
-"""Tasks that are dropped are shown while no version comes, with why the last one was."""
+"""What launched processes report: that they have loaded and live, warnings, and drops with why the last one was."""
 
 from __future__ import annotations
 
 import io
 import json
+import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from asyncrl.config.schema import Config
-from asyncrl.launch.views import drops
+from asyncrl.launch.views import process_reports
 from asyncrl.launch.views.dashboard import STILL_S, LineDashboard, RowTail, RunProgress
-from asyncrl.launch.views.drops import SUFFIX, Drops, reported
+from asyncrl.launch.views.process_reports import SILENT_S, SUFFIX, ProcessReports, reported
 from asyncrl.learner.reporting.report import step_row, summarise
 from asyncrl.telemetry.status import ProcessStatus
 
@@ -33,7 +36,7 @@ def write(logs: Path, name: str, dropped: dict[str, int], last: str = "", **call
 
 
 def test_a_process_reports_what_it_drops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drops, "EVERY_S", 0.01)
+    monkeypatch.setattr(process_reports, "EVERY_S", 0.01)
     status, path = ProcessStatus(), tmp_path / f"generator-0{SUFFIX}"
     with reported(path, status):
         status.loaded.set()
@@ -57,44 +60,47 @@ def test_a_warning_of_a_process_is_returned_once(tmp_path: Path) -> None:
     status = ProcessStatus()
     with reported(tmp_path / f"generator-0{SUFFIX}", status):
         status.warning = "reward.weights names rigth"
-    dropped = Drops(tmp_path)
-    assert dropped.warnings() == ["generator-0 warns: reward.weights names rigth"]
-    assert dropped.warnings() == []
-    dropped.read()
-    assert dropped.text() == ""
+    reports = ProcessReports(tmp_path)
+    reports.read()
+    assert reports.new_warnings() == ["generator-0 warns: reward.weights names rigth"]
+    assert reports.new_warnings() == []
+    reports.read()
+    assert reports.text() == ""
 
 
 def test_drops_are_counted_over_processes_and_since_a_version(tmp_path: Path) -> None:
-    dropped = Drops(tmp_path)
-    dropped.read()
-    assert dropped.text() == ""
+    reports = ProcessReports(tmp_path)
+    reports.read()
+    assert reports.text() == ""
     write(tmp_path, "generator-0", {"reward": 30}, WHY)
     write(tmp_path, "generator-1", {"reward": 1, "filtered": 40})
-    dropped.read()
-    assert dropped.text() == f"tasks dropped: filtered 40, reward 31; the last one: {WHY}"
-    dropped.begin_anew()
-    assert dropped.text() == ""
+    reports.read()
+    assert reports.text() == f"tasks dropped: filtered 40, reward 31; the last one: {WHY}"
+    reports.begin_anew()
+    assert reports.text() == ""
     write(tmp_path, "generator-1", {"reward": 2, "filtered": 40})
-    dropped.read()
-    assert dropped.text() == f"tasks dropped: reward 1; the last one: {WHY}"
+    reports.read()
+    assert reports.text() == f"tasks dropped: reward 1; the last one: {WHY}"
 
 
 def test_calls_that_take_too_long_are_told_before_any_task_is_dropped(tmp_path: Path) -> None:
-    dropped = Drops(tmp_path)
+    reports = ProcessReports(tmp_path)
     write(tmp_path, "generator-0", {}, late={"x.py:slow": 4}, under_way={"x.py:slow": 64})
     write(tmp_path, "generator-1", {}, late={"x.py:slow": 1}, under_way={"x.py:slow": 8})
-    dropped.read()
-    assert dropped.text() == "calls of reward x.py:slow that took too long: 5, under way: 72"
-    dropped.begin_anew()
-    assert dropped.text() == ""
+    reports.read()
+    assert reports.text() == "calls of reward x.py:slow that took too long: 5, under way: 72"
+    reports.begin_anew()
+    assert reports.text() == ""
 
 
 def test_the_launcher_shows_them_while_no_version_comes(tmp_path: Path) -> None:
     clock, console = Clock(), Console(file=io.StringIO(), width=300)
-    progress = RunProgress(Config(), tmp_path, clock)
+    reports = ProcessReports(tmp_path / "logs", clock)
+    progress = RunProgress(Config(), tmp_path, reports, clock)
     dashboard = LineDashboard(progress, console, every_s=10.0, clock=clock)
 
     def printed() -> list[str]:
+        reports.read()
         dashboard.refresh()
         text = console.file.getvalue()  # type: ignore[attr-defined]
         console.file = io.StringIO()
@@ -136,12 +142,76 @@ def test_the_summary_counts_what_was_dropped_after_the_last_row() -> None:
 def test_a_damaged_file_counts_for_nothing(tmp_path: Path, text: str) -> None:
     write(tmp_path, "generator-0", {"reward": 3}, WHY)
     (tmp_path / f"generator-1{SUFFIX}").write_text(text)
-    dropped = Drops(tmp_path)
-    dropped.read()
-    assert dropped.text() == f"tasks dropped: reward 3; the last one: {WHY}"
-    assert dropped.warnings() == []
+    reports = ProcessReports(tmp_path)
+    reports.read()
+    assert reports.text() == f"tasks dropped: reward 3; the last one: {WHY}"
+    assert reports.new_warnings() == []
 
 
 def test_a_damaged_row_does_not_end_the_view(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(b'garbage\n[1]\n\xff\n{"version": 3}\n')
     assert RowTail(tmp_path / "metrics.jsonl").new_rows() == [{"version": 3}]
+
+
+def test_a_process_is_loading_until_its_report_and_silent_once_that_gets_old(tmp_path: Path) -> None:
+    clock = Clock()
+    reports = ProcessReports(tmp_path, clock)
+    for name in ("learner", "generator-0"):
+        reports.started(name)
+    write(tmp_path, "generator-0", {})
+    clock.now = 40.0
+    reports.read()
+    assert (reports.loading(), reports.silent()) == ({"learner": 40.0}, {})
+    write(tmp_path, "learner", {})
+    for clock.now in (50.0, 50.0 + SILENT_S):
+        os.utime(tmp_path / f"generator-0{SUFFIX}", (clock.now, clock.now))
+        reports.read()
+    assert (reports.loading(), reports.silent()) == ({}, {"learner": SILENT_S})
+    reports.started("learner")  # again: its first report does not count any more
+    reports.read()
+    assert (reports.loading(), reports.silent()) == ({"learner": 0.0}, {})
+    reports.ended("learner")
+    assert reports.loading() == {}
+
+
+def test_a_process_gives_a_sign_of_life_once_it_has_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_reports, "EVERY_S", 0.001)
+    status, path = ProcessStatus(), tmp_path / f"learner{SUFFIX}"
+    with reported(path, status):
+        assert not path.exists()
+        status.loaded.set()
+        for _ in range(2):
+            until(path.exists)
+            os.utime(path, (0, 0))
+            until(lambda: path.stat().st_mtime > 0)
+
+
+def until(look: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60.0
+    while not look():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_the_launcher_names_who_is_loading_and_who_is_silent(tmp_path: Path) -> None:
+    clock = Clock()
+    reports = ProcessReports(tmp_path / "logs", clock)
+    progress = RunProgress(Config(), tmp_path, reports, clock)
+    reports.started("learner")
+    clock.now = 20.0
+    reports.started("generator-0")
+    clock.now = 35.0
+    wait = "waiting for the learner and the first groups (35 s)"
+    assert progress.notes() == [f"{wait}; loading: learner 35 s, generator-0 15 s"]
+    write(tmp_path / "logs", "learner", {})
+    write(tmp_path / "logs", "generator-0", {})
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"time": 1.0, "version": 1}) + "\n")
+    reports.read()
+    progress.read()
+    assert progress.notes() == []
+    quiet = progress.alert()
+    clock.now += 75.0
+    assert progress.notes() == ["no word from learner 1 min 15 s, generator-0 1 min 15 s"]
+    assert progress.alert() != quiet
