@@ -384,7 +384,7 @@ def _learn(arguments: Arguments, config: Config) -> int:
     _loading(arguments, f"torch and the model {config.model.path}")
     from asyncrl.launch.folder.run_folder import run_folder
     from asyncrl.launch.views.process_view import LearnerView, shown
-    from asyncrl.learner.trainer import run_learner
+    from asyncrl.learner.process import run_learner
     from asyncrl.learner.training import requirements
     from asyncrl.tasks.source import held_out
     from asyncrl.telemetry.status import ProcessStatus

@@ -49,7 +49,7 @@ PRELOADED = (
     "asyncrl.launch.checks.preflight",
     "asyncrl.launch.queue_process",
     "asyncrl.learner.backends.fsdp.fsdp",
-    "asyncrl.learner.trainer",
+    "asyncrl.learner.process",
     "asyncrl.pool.process",
     "asyncrl.tasks.addition",
     "transformers.models.qwen2.modeling_qwen2",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from asyncrl.learner.stream import TRAIN
+from asyncrl.learner.train_stream import TRAIN
 from asyncrl.pool.model import PoolModel
 from asyncrl.pool.worker import Doing, LeftOut
 from asyncrl.types import Array, Group

@@ -16,7 +16,7 @@ from asyncrl.generator.scoring.group_filter import FILTERED, passes_filter
 from asyncrl.generator.scoring.rewards import RewardError, Scorer
 from asyncrl.generator.scoring.scores import Score
 from asyncrl.learner.reporting.evaluation import EVAL
-from asyncrl.learner.stream import TRAIN
+from asyncrl.learner.train_stream import TRAIN
 from asyncrl.pool.worker import Doing, LeftOut
 from asyncrl.queue.wire.columns import REWARDS
 from asyncrl.queue.wire.payload import PART

@@ -19,7 +19,7 @@ from asyncrl.config.config_consistency import AGREED, agreed
 from asyncrl.config.schema import Config
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.data.batch import MicroBatch
-from asyncrl.learner.trainer import train_settings
+from asyncrl.learner.stream_settings import train_settings
 from asyncrl.queue.broker.broker import Broker
 from asyncrl.queue.broker.durability import open_keeper
 from asyncrl.queue.client.client import BlockingClient, QueueClient

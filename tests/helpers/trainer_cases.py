@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from asyncrl.config.schema import (
 )
 from asyncrl.config.sections.tasks import MAIN
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
-from asyncrl.learner.trainer import Trainer
+from asyncrl.learner.startup import open_trainer
 from asyncrl.learner.training import requirements
 from asyncrl.queue.client.client import Claim, Opened, Trained
 from asyncrl.queue.ledger.ledger import StreamSettings
@@ -118,7 +119,8 @@ class FakeQueue:
 
     def status(self) -> Mapping[str, Any]:
         counts = {"pending": 3, "leased": 1, "ready": 0, "trained": 0}
-        return {"streams": {"train": {**counts, "dropped_by_reason": {"reward": 2, "filtered": 40}}}}
+        train = {**counts, "dropped_by_reason": {"reward": 2, "filtered": 40}}
+        return {"streams": {"train": train}, "workers": {}}
 
     def checkpointed(self, stream: str, *, learner_epoch: int, version: int) -> None:
         self.calls.append(("checkpointed", (stream, version)))
@@ -165,7 +167,16 @@ class Case:
         self.folder = Path(config.run.dir) / config.run.name
         self.queue, self.backend = queue, FsdpBackend(config, requirements.models(config))
         self.publisher = FakePublisher(self.backend.local_tensors())
-        self.trainer = Trainer(config, self.backend, queue, lambda _: self.publisher, self.folder, heldout)
+        self.stop = threading.Event()
+        self.trainer = open_trainer(
+            config,
+            self.backend,
+            queue,  # type: ignore[arg-type]
+            lambda _: self.publisher,  # type: ignore[arg-type,return-value]
+            self.folder,
+            stop=self.stop,
+            heldout=heldout,
+        )
 
     @property
     def rows(self) -> list[dict[str, Any]]:

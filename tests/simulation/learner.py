@@ -1,4 +1,4 @@
-"""The learner of a simulated run, all ranks of it, as in asyncrl/learner/trainer.py and asyncrl/learner/stream.py.
+"""The learner of a simulated run, all ranks of it, as in trainer.py and train_stream.py of asyncrl/learner.
 
 It claims one ahead of the computation, publishes, reports, evaluates and checkpoints.
 """

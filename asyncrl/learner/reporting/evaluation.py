@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from asyncrl.config.sections.tasks import EvaluationConfig
-from asyncrl.learner.ports import LearnerClient
 from asyncrl.learner.reporting.heldout import of_group, scores
+from asyncrl.queue.client.client import BlockingClient
 from asyncrl.types import Array, Group, Task, Version
 
 EVAL = "eval"
@@ -57,7 +57,7 @@ class Evaluations:
     """All evaluations of a run, on learner rank 0. sizes: number of held-out tasks of each set."""
 
     def __init__(
-        self, client: LearnerClient, learner_epoch: int, sizes: Mapping[str, int], config: EvaluationConfig
+        self, client: BlockingClient, learner_epoch: int, sizes: Mapping[str, int], config: EvaluationConfig
     ) -> None:
         self._client, self._learner_epoch = client, learner_epoch
         self._sets, self._chunks = config.named_sets, list(_chunks(sizes, config))

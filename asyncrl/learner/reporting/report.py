@@ -15,8 +15,8 @@ from statistics import mean, median
 from typing import Any
 
 from asyncrl.disk import replace_text
-from asyncrl.learner.ports import Published
 from asyncrl.learner.reporting.evaluation import ACCURACY, PREFIX
+from asyncrl.sync.stream.publisher import PublishReport
 from asyncrl.telemetry.sinks import json_numbers
 from asyncrl.telemetry.spans import busy_share
 from asyncrl.telemetry.status import without_timely_calls
@@ -82,7 +82,7 @@ class GeneratorTotals:
         return row
 
 
-def publish_values(published: Published, stats: Mapping[str, float]) -> dict[str, float]:
+def publish_values(published: PublishReport, stats: Mapping[str, float]) -> dict[str, float]:
     """What a version cost rank 0, and what its publisher counts (`Publisher.stats`), as sync/…"""
     return {
         **{f"sync/{name}": value for name, value in stats.items()},

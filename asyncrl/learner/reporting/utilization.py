@@ -30,7 +30,7 @@ class Utilization:
 
     def __init__(self, config: Config) -> None:
         self._device = this_device()
-        self.work = TrainingFlops.of(config.model)
+        self.training_flops = TrainingFlops.of(config.model)
         told = config.learner.peak_tflops
         self.peak_flops = (
             told * 1e12 if told else measured_peak_flops(self._device, getattr(torch, config.model.dtype))
@@ -47,7 +47,7 @@ class Utilization:
         step_s = sum(seconds.values())
         if step_s <= 0:
             return {}
-        flops = self.work.flops(metrics.get(PASSED, 0.0), metrics.get(PASSED_SQUARES, 0.0))
+        flops = self.training_flops.flops(metrics.get(PASSED, 0.0), metrics.get(PASSED_SQUARES, 0.0))
         waits = {f"share/{name}": s / step_s for name, s in seconds.items() if name.startswith(WAIT)}
         return {
             "learner/tokens_per_s": metrics.get("tokens_with_prompts", 0.0) / step_s,

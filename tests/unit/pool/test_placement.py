@@ -29,7 +29,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.reporting.report import GeneratorTotals
-from asyncrl.learner.trainer import eval_settings, train_settings
+from asyncrl.learner.stream_settings import eval_settings, train_settings
 from asyncrl.learner.training import requirements
 from asyncrl.learner.training.trainables import trainables
 from asyncrl.learner.training.version_step import version_step

@@ -36,7 +36,7 @@ from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.checks.behaviour import BehaviourGate, Gap
 from asyncrl.learner.checks.logprob_check import LogprobProbes
 from asyncrl.learner.data.batch import MicroBatch
-from asyncrl.learner.trainer import Trainer
+from asyncrl.learner.startup import open_trainer
 from asyncrl.learner.training import requirements
 from asyncrl.models import load_causal_lm
 from asyncrl.probes import prompts
@@ -294,7 +294,7 @@ def trained_with(pool: LivePool) -> list[dict[str, Any]]:
     backend = FsdpBackend(config, requirements.models(config))
     publisher = FlippingPublisher(backend.local_tensors(), pool=pool)
     folder = Path(config.run.dir) / config.run.name
-    trainer = Trainer(config, backend, pool, lambda _: publisher, folder)
+    trainer = open_trainer(config, backend, pool, lambda _: publisher, folder)  # type: ignore[arg-type]
     trainer.run()
     assert trainer.version == config.run.versions
     return [row for row in read_rows(folder / "metrics.jsonl") if "step_s" in row]

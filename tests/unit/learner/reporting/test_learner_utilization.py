@@ -48,7 +48,7 @@ def test_the_health_of_a_version(tmp_path: Path) -> None:
     config = small_config(tmp_path, learner=LearnerConfig(peak_tflops=1e-3))
     health = Utilization(config)
     assert health.peak_flops == 1e9
-    health.work = TrainingFlops(weights=1000, attention=10)
+    health.training_flops = TrainingFlops(weights=1000, attention=10)
     metrics = {"tokens_with_prompts": 800.0, "rollouts": 40.0, PASSED: 500.0, PASSED_SQUARES: 5000.0}
     seconds = {"compute/forward_backward": 1.0, "wait/groups": 0.75, "wait/ranks": 0.25}
     assert health.values(metrics, seconds, [1 << 30, 3 << 30]) == pytest.approx(

@@ -31,7 +31,7 @@ from asyncrl.errors import DeadlineError, RefusedError, StoppedError, TrainingEr
 from asyncrl.learner import checkpoint
 from asyncrl.learner.reporting import report
 from asyncrl.learner.reporting.flops import even_tokens
-from asyncrl.learner.stream import GroupStream, StepBegunAnew
+from asyncrl.learner.train_stream import StepRestarted, TrainStream
 from asyncrl.queue.ledger.ledger import Frontier
 from asyncrl.queue.wire import wire
 from asyncrl.telemetry.spans import Spans
@@ -194,7 +194,7 @@ def test_the_target_accuracy_ends_the_run(tmp_path: Path) -> None:
 def test_a_stop_while_groups_are_missing_gives_the_step_up(tmp_path: Path) -> None:
     queue = FakeQueue(dry_from=3)  # the second group of step 1 never comes
     case = Case(small_config(tmp_path), queue)
-    queue.on_claim = lambda step, index: case.trainer.request_stop() if (step, index) == (1, 1) else None
+    queue.on_claim = lambda step, index: case.stop.set() if (step, index) == (1, 1) else None
     with pytest.raises(StoppedError, match="stopped at version 1, which is saved"):
         case.trainer.run()
     assert queue.of("trained") == [0]
@@ -260,7 +260,7 @@ def test_all_ranks_begin_a_step_anew_together(other: list[Any]) -> None:
             return [mine, other]
 
     backend: Any = TwoRanks()
-    stream = GroupStream(
+    stream = TrainStream(
         FakeQueue(),
         backend,
         Spans(),
@@ -271,7 +271,7 @@ def test_all_ranks_begin_a_step_anew_together(other: list[Any]) -> None:
         stopping=lambda: False,
         idle=lambda: None,
     )
-    with pytest.raises(StepBegunAnew):
+    with pytest.raises(StepRestarted):
         next(stream.step(0))
     stream.close()
 
@@ -302,7 +302,7 @@ def test_a_stop_before_the_optimizer_steps_of_a_whole_batch_gives_them_up(tmp_pa
     queue = FakeQueue()
     case = Case(small_config(tmp_path, learner=learner), queue)
     # Asked for with the last claim of version 1, of which the stream is then done.
-    queue.on_claim = lambda step, index: case.trainer.request_stop() if (step, index) == (1, 1) else None
+    queue.on_claim = lambda step, index: case.stop.set() if (step, index) == (1, 1) else None
     with pytest.raises(StoppedError, match="stopped at version 1, which is saved"):
         case.trainer.run()
     assert queue.of("trained") == [0]

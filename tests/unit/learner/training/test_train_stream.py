@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import RefusedError
-from asyncrl.learner.stream import GroupStream, NoGroups, StopWaiting, _told
+from asyncrl.learner.train_stream import LeaveLoop, NoGroups, TrainStream, _counts_text
 from asyncrl.queue.client.client import Claim
 from asyncrl.telemetry.spans import Spans
 
@@ -54,7 +54,7 @@ class Dry:
 )
 def test_a_wait_in_vain_tells_where_the_tasks_are(dropped: Mapping[str, int] | None, says: str) -> None:
     dry = Dry(dropped)
-    stream = GroupStream(
+    stream = TrainStream(
         dry,  # type: ignore[arg-type]
         dry,  # type: ignore[arg-type]
         Spans(),
@@ -81,7 +81,7 @@ def test_a_wait_in_vain_names_the_rewards_whose_calls_do_not_end() -> None:
         "generator-0": {"under_way/x.py:slow": 64},
         "rewards-0": {"under_way/x.py:slow": 8, "groups": 3},
     }
-    stream = GroupStream(
+    stream = TrainStream(
         dry,  # type: ignore[arg-type]
         dry,  # type: ignore[arg-type]
         Spans(),
@@ -98,7 +98,7 @@ def test_a_wait_in_vain_names_the_rewards_whose_calls_do_not_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "end"), [([None, False, "", True], NoGroups), ([None, True, "", False], StopWaiting)]
+    ("other", "end"), [([None, False, "", True], NoGroups), ([None, True, "", False], LeaveLoop)]
 )
 def test_all_ranks_give_up_together(other: list[Any], end: type[Exception]) -> None:
     """Rank 1 has its group. Rank 0 waits for its own in vain, or was asked to stop: both must leave the version, or the
@@ -114,7 +114,7 @@ def test_all_ranks_give_up_together(other: list[Any], end: type[Exception]) -> N
             return [other, mine]
 
     full = Full({})
-    stream = GroupStream(
+    stream = TrainStream(
         full,  # type: ignore[arg-type]
         full,  # type: ignore[arg-type]
         Spans(),
@@ -133,6 +133,6 @@ def test_all_ranks_give_up_together(other: list[Any], end: type[Exception]) -> N
 def test_a_wait_in_vain_tells_which_pool_has_groups() -> None:
     stages = {"reference": {"waiting": 3, "leased": 1}, "rewards": {"waiting": 0, "leased": 0}}
     places = {"pending": 0, "leased": 0, "ready": 0, "trained": 12, "dropped_by_reason": {}}
-    assert _told({**places, "stages": stages}).endswith(
+    assert _counts_text({**places, "stages": stages}).endswith(
         "; groups that wait for a pool: 4 reference, 0 rewards"
     )

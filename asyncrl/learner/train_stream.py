@@ -1,0 +1,263 @@
+"""The train stream of one learner rank: the groups of each step, as they arrive, and reports about the step.
+
+    trainer thread      ─ claim 0 ─┬─ compute 0 ──┬─ claim 1 ready? ─┬─ compute 1 ── …  until the `last` one
+                                   │              │                  │
+    prefetch thread                └─▸ claim 1 ───┘                  └─▸ claim 2
+                                        waits in the broker until a group is ready
+
+The trainer waits for the slower of compute and claim. The ranks exchange whether they have their claim and whether a
+stop was requested, and take the claim once every rank has it. If the queue has restarted the step meanwhile (groups of
+it were lost, or one cannot be read), all ranks begin it anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from asyncrl.errors import AsyncRLError, DeadlineError, RefusedError, StoppedError, TrainingError
+from asyncrl.learner.backends.backend import Backend
+from asyncrl.queue.client.client import BlockingClient, Claim, Trained
+from asyncrl.telemetry.spans import Spans
+from asyncrl.telemetry.status import UNDER_WAY, ProcessStatus
+from asyncrl.types import Group, Version
+
+log = logging.getLogger(__name__)
+
+TRAIN = "train"
+PARK_S = 0.5
+"""Longest wait of one request: how soon a requested stop is noticed while nothing arrives."""
+
+NOT_FINITE = "not_finite"
+"""Why groups are dropped."""
+
+STOPPED = StoppedError.ended
+"""Why the loop was left: a stop was requested."""
+
+TOO_FLAT = (
+    "nearly all groups have equal rewards: give tasks that are solved now and then, raise batch.group_size, "
+    "or set algorithm.filter=none"
+)
+
+
+class LeaveLoop(Exception):  # noqa: N818  (a decision, not a failure)
+    """All ranks leave the training loop, for `reason`."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class StepRestarted(Exception):  # noqa: N818
+    """The queue has restarted the step: the groups that were claimed for it no longer count."""
+
+
+class NoGroups(DeadlineError):  # noqa: N818
+    """No group came for `deadline_s`: raised on all ranks at once, between two versions of the weights."""
+
+
+class TrainStream:
+    """Claims of this rank, and the reports of rank 0; on other ranks those do nothing.
+
+    Args:
+        max_tokens: Most tokens of one claim.
+        whole: Whether one claim takes all groups of the step.
+        deadline_s: Longest wait for a group.
+        stopping: Whether a stop was requested; called between waits.
+        idle: Called between waits.
+        status: Shows the wait for generators.
+    """
+
+    def __init__(
+        self,
+        client: BlockingClient,
+        backend: Backend,
+        spans: Spans,
+        *,
+        learner_epoch: int,
+        max_tokens: int,
+        whole: bool,
+        deadline_s: float,
+        stopping: Callable[[], bool],
+        idle: Callable[[], None],
+        status: ProcessStatus | None = None,
+    ) -> None:
+        self._status = status or ProcessStatus()
+        self._client, self._backend, self._spans = client, backend, spans
+        self._learner_epoch, self._max_tokens, self._whole = learner_epoch, max_tokens, whole
+        self._deadline_s, self._stopping, self._idle = deadline_s, stopping, idle
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="claims")
+        self._attempt = 0  # of the step whose claims came last
+
+    def step(self, step: int) -> Iterator[list[Group]]:
+        """This rank's groups of a step, one list per claim (empty if only other ranks have some).
+
+        Raises:
+            LeaveLoop: A stop was requested, or the task source has ended.
+            StepRestarted: The step must begin anew.
+            NoGroups: None came for `deadline_s`. All ranks raise the same.
+        """
+        index, last = 0, False
+        attempt: int | None = None
+        request = self._request(step, index, attempt)
+        while not last:
+            waiting = self._status.waiting(
+                f"a group for version {step + 1} from the generators", self._deadline_s
+            )
+            with self._spans("wait/groups"), waiting:
+                claim = self._agreed(request, step, index, attempt)
+            last, index, attempt = claim.last, index + 1, claim.attempt
+            self._attempt = attempt
+            if not last:
+                request = self._request(step, index, attempt)
+            yield claim.groups
+
+    def trained(self, step: int) -> Trained | None:
+        """Report a step as trained, which moves admission on. Returns the queue's counts, on rank 0."""
+        if self._backend.rank != 0:
+            return None
+        with self._spans("wait/queue"):
+            waited = self._spans.share("wait/groups")
+            trained: Trained = self._client.trained(
+                TRAIN, learner_epoch=self._learner_epoch, step=step, waited=waited
+            )
+        return trained
+
+    def leave_out(self, step: int, ordinals: Sequence[int]) -> None:
+        """Collective: restart a step without these groups, which are not finite. Others replace them."""
+        if self._backend.rank == 0:
+            self._client.abandon(
+                TRAIN,
+                learner_epoch=self._learner_epoch,
+                step=step,
+                attempt=self._attempt,
+                dropped=ordinals,
+                reason=NOT_FINITE,
+            )
+        self._backend.exchange(None)  # no rank claims before the queue has restarted the step
+
+    def reject(self, step: int) -> None:
+        """Collective: drop all groups of a step, which is not finite. Others replace them."""
+        if self._backend.rank == 0:
+            self._client.reject(TRAIN, learner_epoch=self._learner_epoch, step=step, reason=NOT_FINITE)
+        self._backend.exchange(None)
+
+    def snapshot(self) -> bytes:
+        """Where the stream stands, for a checkpoint."""
+        if self._backend.rank != 0:
+            return b""
+        snapshot: bytes = self._client.snapshot(TRAIN, learner_epoch=self._learner_epoch)
+        return snapshot
+
+    def checkpointed(self, version: Version) -> None:
+        """Report a whole checkpoint: the queue may forget the steps before it."""
+        if self._backend.rank == 0:
+            self._client.checkpointed(TRAIN, learner_epoch=self._learner_epoch, version=version)
+
+    def dropped(self) -> Mapping[str, int] | None:
+        """Tasks dropped so far, by reason, later ones than in the last `trained` included. None if unknown."""
+        try:
+            counts: Mapping[str, int] = self._client.status()["streams"][TRAIN]["dropped_by_reason"]
+        except AsyncRLError as error:
+            log.warning(
+                "how many tasks were dropped is that of the last row: the queue does not say (%s)", error
+            )
+            return None
+        return counts
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _request(self, step: int, index: int, attempt: int | None) -> Future[Claim | None]:
+        return self._thread.submit(
+            self._client.claim,
+            TRAIN,
+            learner_epoch=self._learner_epoch,
+            step=step,
+            index=index,
+            rank=self._backend.data_rank,
+            max_tokens=self._max_tokens,
+            whole=self._whole,
+            wait_s=PARK_S,
+            attempt=attempt,
+        )
+
+    def _agreed(self, request: Future[Claim | None], step: int, index: int, attempt: int | None) -> Claim:
+        """The claim, once every rank has its own. A repeated request gets the same claim."""
+        since = time.monotonic()
+        claim, refusal = _result(request)
+        while True:
+            late = claim is None and time.monotonic() - since > self._deadline_s
+            claimed = None if claim is None else claim.attempt
+            every = self._backend.exchange([claimed, self._stopping(), refusal, late])
+            attempts, stop, refusals, too_late = zip(*every, strict=True)
+            if "abandoned" in refusals or len(set(attempts) - {None}) > 1:
+                raise StepRestarted
+            if claim is not None and None not in attempts:
+                return claim
+            if "exhausted" in refusals:
+                log.info("the task source has ended")
+                raise LeaveLoop("exhausted")
+            if any(stop):
+                raise LeaveLoop(STOPPED)
+            if any(too_late):
+                who = f"learner rank {self._backend.rank}"
+                what = f"a group for version {step + 1} (claim {index})"
+                raise NoGroups(who, "the generators", what, self._deadline_s, self._task_counts())
+            self._idle()
+            if claim is None:
+                claim, refusal = _result(self._request(step, index, attempt))
+
+    def _task_counts(self) -> str:
+        """How many of the stream's tasks are where, and why some were dropped: for the error after a long wait."""
+        try:
+            status = self._client.status()
+            return _counts_text(status["streams"][TRAIN]) + _calls_under_way(status["workers"])
+        except AsyncRLError as error:
+            return f"the queue does not say why ({error})"
+
+
+def check_size(group: Group, size: int) -> None:
+    """Raises TrainingError for a group with another number of rollouts than `batch.group_size`."""
+    if len(group.lengths) != size:
+        raise TrainingError(
+            f"task {group.task.ordinal} has {len(group.lengths)} rollouts, and batch.group_size={size}: it was made "
+            "under another configuration than the learner's"
+        )
+
+
+def _counts_text(counts: Mapping[str, Any]) -> str:
+    """The queue's counts of a stream, with a hint where most tasks were dropped for one common reason."""
+    places = ", ".join(f"{counts[place]} {place}" for place in ("pending", "leased", "ready", "trained"))
+    reasons = sorted(counts["dropped_by_reason"].items(), key=lambda entry: -entry[1])
+    dropped = ", ".join(f"{count} {reason}" for reason, count in reasons)
+    text = f"tasks: {places}; dropped: {dropped or 'none'}"
+    stages = counts.get("stages", {}).items()
+    waiting = [f"{stage['waiting'] + stage['leased']} {name}" for name, stage in stages]
+    text += f"; groups that wait for a pool: {', '.join(waiting)}" if waiting else ""
+    return f"{text}; {TOO_FLAT}" if reasons and reasons[0][0] == "filtered" else text
+
+
+def _calls_under_way(workers: Mapping[str, Mapping[str, Any]]) -> str:
+    """The reward functions that generators and pools wait for, by their last reports."""
+    calls = Counter[str]()
+    for stats in workers.values():
+        calls.update(
+            {name.removeprefix(UNDER_WAY): n for name, n in stats.items() if name.startswith(UNDER_WAY) and n}
+        )
+    named = ", ".join(f"{count} of {function}" for function, count in calls.most_common())
+    return f"; reward calls under way: {named}" if named else ""
+
+
+def _result(request: Future[Claim | None]) -> tuple[Claim | None, str]:
+    """(the claim if there is one, why there will be none)."""
+    try:
+        return request.result(), ""
+    except RefusedError as refusal:
+        if refusal.reason not in ("exhausted", "abandoned"):
+            raise
+        return None, refusal.reason
