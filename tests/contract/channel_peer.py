@@ -11,20 +11,15 @@ import torch
 
 from asyncrl.sync.channels.channels import open_channel
 from asyncrl.sync.channels.torch_transport import TARGET, join_store
+from asyncrl.sync.channels.transport import Meeting
 
 
 def main(kind: str, port: str, name: str) -> None:
     device = torch.device("cuda" if kind in ("nccl", "cuda-ipc") else "cpu")
+    store = join_store("127.0.0.1", int(port), 20.0)
     channel = open_channel(
         "shm" if kind == "cuda-ipc" else kind,  # type: ignore[arg-type]
-        join_store("127.0.0.1", int(port), 20.0),
-        name,
-        TARGET,
-        who="generator-0",
-        whom="learner rank 0",
-        own_host="127.0.0.1",
-        device=device,
-        deadline_s=20.0,
+        Meeting(store, name, TARGET, "generator-0", "learner rank 0", "127.0.0.1", device, 20.0),
     )
     print("ready", flush=True)
     for line in sys.stdin:

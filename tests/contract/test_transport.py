@@ -15,8 +15,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from local_channel import local_channels
 
 import asyncrl.sync.channels.shared_memory as memory
 from asyncrl.errors import DeadlineError, RefusedError, WeightSyncError
@@ -24,7 +26,7 @@ from asyncrl.sync.channels.channels import EndPlace, choose, open_channel, place
 from asyncrl.sync.channels.shared_memory import located, mapped, shared_memory
 from asyncrl.sync.channels.shm_transport import MOST_PARTS, ShmChannel
 from asyncrl.sync.channels.torch_transport import SOURCE, TARGET, host_store, join_store, own_address
-from asyncrl.sync.channels.transport import Channel, local_channels
+from asyncrl.sync.channels.transport import Channel, Meeting
 
 Pair = tuple[Channel, Channel]
 NAMES = ("learner rank 0", "generator-0")
@@ -33,21 +35,19 @@ DEADLINE_S = 20.0
 GPUS = torch.cuda.device_count()
 
 
+def meeting(
+    store: dist.Store, name: str, member: int, device: str = "cpu", deadline_s: float = DEADLINE_S
+) -> Meeting:
+    own, other = NAMES[member], NAMES[1 - member]
+    return Meeting(store, name, member, own, other, "127.0.0.1", torch.device(device), deadline_s)
+
+
 def joined(kind: str, devices: tuple[str, str] = ("cpu", "cpu")) -> Pair:
     store = host_store("127.0.0.1", DEADLINE_S)
 
     def member(number: int) -> Channel:
-        return open_channel(
-            kind,  # type: ignore[arg-type]
-            join_store("127.0.0.1", store.port, DEADLINE_S),
-            "epoch-1",
-            number,
-            who=NAMES[number],
-            whom=NAMES[1 - number],
-            own_host="127.0.0.1",
-            device=torch.device(devices[number]),
-            deadline_s=DEADLINE_S,
-        )
+        own_store = join_store("127.0.0.1", store.port, DEADLINE_S)
+        return open_channel(kind, meeting(own_store, "epoch-1", number, devices[number]))  # type: ignore[arg-type]
 
     with ThreadPoolExecutor(2) as threads:
         source, target = threads.map(member, (SOURCE, TARGET))
@@ -192,17 +192,10 @@ def peer(kind: str) -> Iterator[tuple[Channel, subprocess.Popen[str]]]:
     ]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
-            device = torch.device("cuda" if kind in ("nccl", "cuda-ipc") else "cpu")
+            device = "cuda" if kind in ("nccl", "cuda-ipc") else "cpu"
             channel = open_channel(
                 "shm" if kind == "cuda-ipc" else kind,  # type: ignore[arg-type]
-                store,
-                "epoch-1",
-                SOURCE,
-                who=NAMES[0],
-                whom=NAMES[1],
-                own_host="127.0.0.1",
-                device=device,
-                deadline_s=DEADLINE_S,
+                meeting(store, "epoch-1", SOURCE, device),
             )
             assert said(process) == "ready"
             yield channel, process
@@ -260,14 +253,7 @@ def test_a_member_that_never_comes_ends_at_the_deadline() -> None:
             with pytest.raises(DeadlineError, match=expected):
                 open_channel(
                     kind,  # type: ignore[arg-type]
-                    store,
-                    f"never-{kind}-{member}",
-                    member,
-                    who=NAMES[member],
-                    whom=NAMES[1 - member],
-                    own_host="127.0.0.1",
-                    device=torch.device("cpu"),
-                    deadline_s=0.2,
+                    meeting(store, f"never-{kind}-{member}", member, deadline_s=0.2),
                 )
 
 

@@ -1,9 +1,9 @@
 """Which kind of channel joins two processes, and opening it.
 
-    sync.backend    auto: shm where both ends can map each other's memory, else nccl between GPUs, else gloo
-                    shm · nccl · gloo: that one, or a refusal that says why not
+    sync.backend    auto: shm if both ends can map each other's memory, else nccl between GPUs, else gloo
+                    shm · nccl · gloo: that one, or a refusal with the reason
 
-The generator says in its `attach` where it is (`EndPlace`); the learner rank chooses and says so in its answer.
+The generator's `attach` has its `EndPlace`; the reply of the learner rank has the kind that it chose.
 """
 
 from __future__ import annotations
@@ -15,21 +15,20 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-import torch.distributed as dist
 
 from asyncrl.errors import RefusedError
 from asyncrl.sync.channels.shared_memory import AVAILABLE, gpu_name, visible_gpus
 from asyncrl.sync.channels.shm_transport import make_shm_channel
-from asyncrl.sync.channels.torch_transport import make_channel
-from asyncrl.sync.channels.transport import Channel
+from asyncrl.sync.channels.torch_transport import make_torch_channel
+from asyncrl.sync.channels.transport import Channel, Meeting
 
 Kind = Literal["gloo", "nccl", "shm"]
 
 
 @dataclass(frozen=True, slots=True)
 class EndPlace:
-    """Where an end is. host: what processes share that can pass each other memory, "" where nobody can · gpu: that its
-    tensors are on, "" for the CPU · sees: all GPUs that its process can open."""
+    """Where an end is. host: the same for processes that can pass each other memory, "" where none can · gpu: of its
+    tensors, "" for the CPU · sees: all GPUs that its process can open."""
 
     host: str
     gpu: str = ""
@@ -62,7 +61,7 @@ def place_of(device: torch.device) -> EndPlace:
 
 
 def choose(wanted: str, here: EndPlace, there: EndPlace) -> Kind:
-    """`wanted`: sync.backend. Raises RefusedError("backend") for one that cannot join the two."""
+    """The kind of channel. wanted: sync.backend. Raises RefusedError("backend") for one that cannot join the two."""
     on_gpus = bool(here.gpu) and bool(there.gpu)
     if wanted == "auto":
         return "shm" if here.shares_memory_with(there) else "nccl" if on_gpus else "gloo"
@@ -73,34 +72,9 @@ def choose(wanted: str, here: EndPlace, there: EndPlace) -> Kind:
     return cast(Kind, wanted)
 
 
-def open_channel(
-    kind: Kind,
-    store: dist.Store,
-    name: str,
-    member: int,
-    *,
-    who: str,
-    whom: str,
-    own_host: str,
-    device: torch.device,
-    deadline_s: float,
-    transfer_s: float | None = None,
-) -> Channel:
-    """As `torch_transport.make_channel`, for every kind."""
-    if kind == "shm":
-        return make_shm_channel(store, name, member, who=who, whom=whom, device=device, deadline_s=deadline_s)
-    return make_channel(
-        kind,
-        store,
-        name,
-        member,
-        who=who,
-        whom=whom,
-        own_host=own_host,
-        device=device,
-        deadline_s=deadline_s,
-        transfer_s=deadline_s if transfer_s is None else transfer_s,
-    )
+def open_channel(kind: Kind, meeting: Meeting) -> Channel:
+    """Meet the other end. Raises DeadlineError if it does not come, WeightSyncError for any other failure."""
+    return make_shm_channel(meeting) if kind == "shm" else make_torch_channel(kind, meeting)
 
 
 def _host() -> str:

@@ -1,12 +1,13 @@
-"""Memory that other processes of this host can map: what lies in it is sent by telling where it lies.
+"""Memory that other processes of this host can map: a tensor in it is sent as the place where it lies.
 
     tensor = shared_memory(bytes)
-        any view of it ─▸ located(view) = (segment, offset)
-                             └── segment.fd or cuda_handle(view), over a socket ─▸ mapped(…) = the same bytes there
+        any views of it ─▸ described(views) = (segment, [byte of the first in the segment, its strides, byte of the …])
+                              │   segment.fd or cuda_handle(view), and the numbers, over a socket
+                              └──▸ views(mapped(…), …) = the same tensors there; both sides know shapes and dtypes
 
 On the CPU a segment is a memfd (Linux). It has no name, so that nothing is left behind however its owners end, and its
 size is sealed, so that nobody can cut it short under a reader. On a GPU it is an allocation with a CUDA IPC handle, by
-torch's own sharing of storages; that part has not been run.
+torch's own sharing of storages; this has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import itertools
 import mmap
 import os
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgpack
@@ -40,7 +42,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class SharedSegment:
-    """`size` bytes of this process. fd: of the memfd, -1 on a GPU."""
+    """`size` bytes of this process. fd: of the memfd; -1 on a GPU."""
 
     number: int
     start: int
@@ -71,7 +73,7 @@ def shared_memory(size: int, device: torch.device = CPU) -> torch.Tensor:
 
 
 def allocated_bytes() -> int:
-    """Of all the memory that this process has from `shared_memory` now."""
+    """Total of the memory that this process has from `shared_memory` now."""
     return sum(segment.size for segment in _segments.values())
 
 
@@ -97,6 +99,50 @@ def mapped(size: int, fd: int, handle: bytes) -> torch.Tensor:
     return _map(fd, size)
 
 
+def described(parts: Sequence[torch.Tensor]) -> tuple[SharedSegment, list[int]] | None:
+    """(the segment that all of them lie in, the numbers); None if one does not."""
+    found = located(parts[0][(0,) * parts[0].dim()])
+    if found is None:
+        return None
+    segment, numbers = found[0], []
+    for part in parts:
+        offset = part.data_ptr() - segment.start
+        if not 0 <= offset <= segment.size - _span(part.shape, part.stride()) * part.element_size():
+            return None
+        numbers += [offset, *part.stride()]
+    return segment, numbers
+
+
+def views(memory: torch.Tensor, like: Sequence[torch.Tensor], numbers: Sequence[int]) -> list[torch.Tensor]:
+    """Over `memory` [bytes] uint8, of the shapes and dtypes of `like`.
+
+    Raises WeightSyncError for numbers that are not of as many tensors, or lead out of the memory.
+    """
+    if len(numbers) != sum(1 + tensor.dim() for tensor in like):
+        raise WeightSyncError(f"{len(numbers)} numbers came for the places of {len(like)} tensors")
+    elements = {dtype: _elements(memory, dtype) for dtype in {tensor.dtype for tensor in like}}
+    found, at = [], 0
+    for tensor in like:
+        offset, *strides = numbers[at : at + 1 + tensor.dim()]
+        at += 1 + tensor.dim()
+        item, span = tensor.element_size(), _span(tensor.shape, strides)
+        if min(offset, *strides, 0) < 0 or offset % item or offset + span * item > len(memory):
+            raise WeightSyncError(
+                f"a tensor at byte {offset} with strides {strides} of a segment of {len(memory)}"
+            )
+        found.append(elements[tensor.dtype].as_strided(tensor.shape, strides, offset // item))
+    return found
+
+
+def _elements(memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return memory[: len(memory) // dtype.itemsize * dtype.itemsize].view(dtype)
+
+
+def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last one."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
 def _sealed_memfd(size: int) -> int:
     fd = os.memfd_create("asyncrl-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -119,7 +165,7 @@ def _forget(segment: SharedSegment) -> None:
 
 
 def gpu_name(index: int) -> str:
-    """The same for every process, whatever CUDA_VISIBLE_DEVICES says."""
+    """The same in every process, with any CUDA_VISIBLE_DEVICES."""
     return str(torch.cuda.get_device_properties(index).uuid)
 
 

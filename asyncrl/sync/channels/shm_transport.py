@@ -5,13 +5,13 @@
       their send is done            ◂── TAKEN ─────────────────────────── after each
 
 Tensors that lie in a shared segment already (`shared_memory`) are copied once, by the receiver, from where they lie to
-where they belong; others are copied into a segment first. The socket carries packets of some 40 bytes and the places
-(shared_parts.py) and, with the first mention of a segment, the descriptor
-that opens it. When an end dies the kernel closes its socket, which the other notices at once, and frees memory that
-nobody maps any more: neither socket nor segment has a name in a file system.
+where they belong; others are copied into a segment first. The socket carries packets of some 40 bytes, the places
+(`described`) and, when a segment comes for the first time, the descriptor that opens it. When an end dies the kernel
+closes its socket, which the other notices at once, and frees memory that is mapped nowhere: neither socket nor segment
+has a name in a file system.
 
 On a GPU the same packets carry a CUDA IPC handle instead of a descriptor; each end lets the device finish before it
-sends a packet. That part has not been run.
+sends a packet. This has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -34,48 +34,48 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.errors import DeadlineError, WeightSyncError
-from asyncrl.sync.channels.shared_memory import SharedSegment, cuda_handle, mapped, shared_memory
-from asyncrl.sync.channels.shared_parts import described, views
+from asyncrl.sync.channels.shared_memory import (
+    SharedSegment,
+    cuda_handle,
+    described,
+    mapped,
+    shared_memory,
+    views,
+)
 from asyncrl.sync.channels.torch_transport import SOURCE
-from asyncrl.sync.channels.transport import ChannelEnd, Transfer, bytes_of, named
+from asyncrl.sync.channels.transport import ChannelEnd, Meeting, Transfer, bytes_of, named
 from asyncrl.sync.plan.plan import ALIGN
 
 PACKET = struct.Struct("<BQQQQ")
-"""Kind, number of the segment, how many numbers say where in it, bytes that they are of, bytes of the segment; the
-numbers follow, and perhaps a CUDA handle."""
+"""Kind, number of the segment, count of the numbers that describe places in it, bytes of the tensors, bytes of the
+segment; the numbers follow, and perhaps a CUDA handle."""
 
 DATA, TAKEN = 1, 2
 LONGEST = 1 << 16
 MOST_PARTS = 1024
-"""Bytes of a packet, and tensors that one tells of."""
+"""Bytes of a packet, and tensors in one."""
 
 LEAST_SLOT = 4096
 CREDENTIALS = struct.Struct("3i")
-"""Of SO_PEERCRED: process, user, group."""
+"""SO_PEERCRED: process, user, group."""
 
 
-def make_shm_channel(
-    store: dist.Store,
-    name: str,
-    member: int,
-    *,
-    who: str,
-    whom: str,
-    device: torch.device,
-    deadline_s: float,
-) -> ShmChannel:
-    """Meet the other member, of the same host and user, through `store`.
+def make_shm_channel(meeting: Meeting) -> ShmChannel:
+    """Meet the other member, of the same host and user.
 
-    Raises DeadlineError when it does not come, WeightSyncError for everything else.
+    Raises:
+        DeadlineError: it did not come
+        WeightSyncError: any other failure
     """
-    deadline = time.monotonic() + deadline_s
+    deadline, who, whom = time.monotonic() + meeting.deadline_s, meeting.who, meeting.whom
     try:
-        joined = (_accepted if member == SOURCE else _connected)(store, f"{name}/socket", deadline)
+        join = _accepted if meeting.member == SOURCE else _connected
+        joined = join(meeting.store, f"{meeting.name}/socket", deadline)
     except (OSError, RuntimeError) as error:
         if time.monotonic() >= deadline:
-            raise DeadlineError(who, whom, f"weight channel {name}", deadline_s) from error
-        raise WeightSyncError(f"{who}: no shared-memory channel {name} to {whom}: {error}") from error
-    return ShmChannel(joined, who, whom, device)
+            raise DeadlineError(who, whom, f"weight channel {meeting.name}", meeting.deadline_s) from error
+        raise WeightSyncError(f"{who}: no shared-memory channel {meeting.name} to {whom}: {error}") from error
+    return ShmChannel(joined, who, whom, meeting.device)
 
 
 def _accepted(store: dist.Store, key: str, deadline: float) -> socket.socket:
@@ -132,10 +132,10 @@ class ShmChannel(ChannelEnd):
         self._lock = threading.Lock()  # of everything below, and of reading the socket
         self._begun = {"send": 0, "recv": 0}
         self._done = {"send": 0, "recv": 0}
-        self._slots: list[torch.Tensor] = []  # segments for what does not lie in one, free now
-        # What the peer reads, and whether it is a slot.
+        self._slots: list[torch.Tensor] = []  # free segments, for tensors that lie in none
+        # Tensors that the peer reads, and whether they are a slot.
         self._leaving: deque[tuple[Sequence[torch.Tensor], bool]] = deque()
-        self._told: set[int] = set()  # numbers of our segments that the peer has mapped
+        self._known: set[int] = set()  # numbers of our segments that the peer has mapped
         self._mapped: dict[int, torch.Tensor] = {}  # the peer's, by its numbers
         self._arrived: deque[Arrived] = deque()
         self._expected: deque[Sequence[torch.Tensor]] = deque()
@@ -154,7 +154,7 @@ class ShmChannel(ChannelEnd):
                 slot = None if place else self._slot(sum(map(_room, some)))
                 shared = some if slot is None else _copied(some, slot)
                 _finish(self.device)
-                self._tell(shared, place or described(shared))
+                self._announce(shared, place or described(shared))
                 self._leaving.append((shared if slot is None else [slot], slot is not None))
                 self._begun["send"] += 1
             return _ShmTransfer(self, "send", self._begun["send"], named("send", *parts))
@@ -177,7 +177,7 @@ class ShmChannel(ChannelEnd):
                 tensors.clear()
 
     def finish(self, done: Callable[[dict[str, int]], bool], what: str, seconds: float) -> None:
-        """Take packets, and copy what has come, until `done`. Raises what `Transfer.wait` raises."""
+        """Take packets, and copy the tensors of each, until `done`. Raises as `Transfer.wait`."""
         deadline = time.monotonic() + seconds
         if not self._lock.acquire(timeout=max(0.0, seconds)):
             raise self.late(what, seconds)
@@ -208,17 +208,17 @@ class ShmChannel(ChannelEnd):
         except OSError as error:
             raise self.breaks(error) from error
 
-    def _tell(self, parts: Sequence[torch.Tensor], place: tuple[SharedSegment, list[int]] | None) -> None:
+    def _announce(self, parts: Sequence[torch.Tensor], place: tuple[SharedSegment, list[int]] | None) -> None:
         assert place is not None
         segment, numbers = place
         size = sum(map(bytes_of, parts))
         packet = PACKET.pack(DATA, segment.number, len(numbers), size, segment.size)
         packet += struct.pack(f"<{len(numbers)}Q", *numbers)
-        if segment.number in self._told:
+        if segment.number in self._known:
             self._post(packet, [])
         else:
             self._post(packet + cuda_handle(parts[0]), [segment.fd] if segment.fd >= 0 else [])
-            self._told.add(segment.number)
+            self._known.add(segment.number)
 
     def _post(self, packet: bytes, fds: list[int]) -> None:
         try:
@@ -279,7 +279,7 @@ class ShmChannel(ChannelEnd):
 
 
 class Arrived(NamedTuple):
-    """What the peer tells of: tensors in its memory, by numbers (shared_parts.py), and how many bytes they have."""
+    """Tensors in the peer's memory that it has sent: their places (`described`) and bytes."""
 
     memory: torch.Tensor
     numbers: Sequence[int]
@@ -307,6 +307,6 @@ def _room(part: torch.Tensor) -> int:
 
 
 def _finish(device: torch.device) -> None:
-    """What this thread has asked of the device is done."""
+    """Wait until the device has done all work of this thread."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

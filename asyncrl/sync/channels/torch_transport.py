@@ -1,8 +1,7 @@
 """Channels over torch.distributed: raw two-member process groups, gloo or NCCL, outside any default group.
 
-The learner rank is member 0 and hosts the store where both members meet; the generator is member 1. A group
-is built per membership epoch under a name of its own, and torn down with it: what happens to one generator
-touches no other.
+The learner rank is member 0 and hosts the store where both members meet; the generator is member 1. Each session of a
+generator has a group of its own name, torn down with it: a generator that fails touches no other.
 
 Two NCCL communicators in flight on one device must be launched in the same order everywhere, or they can
 deadlock; a learner that feeds several generators from one GPU needs that order given from outside.
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.errors import DeadlineError, WeightSyncError
-from asyncrl.sync.channels.transport import ChannelEnd, Transfer, named
+from asyncrl.sync.channels.transport import ChannelEnd, Meeting, Transfer, named
 
 LOOPBACK = "127.0.0.1"
 
@@ -60,7 +59,7 @@ def own_address(towards: str, port: int) -> str:
 
 
 def own_host(queue_address: str) -> str:
-    """The address of this machine on its route to the queue: whoever reaches the queue finds this machine there.
+    """The address of this machine on its route to the queue: processes that reach the queue reach this machine there.
 
     >>> own_host("tcp://127.0.0.1:5555"), own_host("tcp://[::1]:5555"), own_host("ipc:///tmp/queue")
     ('127.0.0.1', '127.0.0.1', '127.0.0.1')
@@ -71,45 +70,33 @@ def own_host(queue_address: str) -> str:
     return own_address(str(queue.hostname), queue.port or 1)
 
 
-def make_channel(
-    backend: Literal["gloo", "nccl"],
-    store: dist.Store,
-    name: str,
-    member: int,
-    *,
-    who: str,
-    whom: str,
-    own_host: str,
-    device: torch.device,
-    deadline_s: float,
-    transfer_s: float,
-) -> TorchChannel:
-    """Join the group `name` as SOURCE or TARGET; waits for the other member.
+def make_torch_channel(backend: Literal["gloo", "nccl"], meeting: Meeting) -> TorchChannel:
+    """Join the group of a channel; waits for the other member.
 
-    NCCL meets in the first transfer, and ends what takes longer than transfer_s.
+    NCCL meets in the first transfer, and ends one that takes longer than `meeting.transfer_s`.
 
-    Raises DeadlineError when it does not come, WeightSyncError for everything else, e.g. no such backend
-    here.
+    Raises:
+        DeadlineError: the other member did not come
+        WeightSyncError: any other failure, e.g. no such backend here
     """
-    begun = time.monotonic()
-    meeting, timeout = dist.PrefixStore(name, store), timedelta(seconds=deadline_s)
+    begun, who, whom = time.monotonic(), meeting.who, meeting.whom
+    store, peer = dist.PrefixStore(meeting.name, meeting.store), 1 - meeting.member
     try:
         if backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timedelta(seconds=transfer_s)
-            store.set_timeout(options._timeout)
-            return TorchChannel(
-                dist.ProcessGroupNCCL(meeting, member, 2, options), 1 - member, who, whom, device
-            )
+            options._timeout = timedelta(seconds=meeting.transfer_s or meeting.deadline_s)
+            meeting.store.set_timeout(options._timeout)
+            group: Any = dist.ProcessGroupNCCL(store, meeting.member, 2, options)
+            return TorchChannel(group, peer, who, whom, meeting.device)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = timeout
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_host)]
-        group = dist.ProcessGroupGloo(meeting, member, 2, options)
-        return TorchChannel(group, 1 - member, who, whom, torch.device("cpu"))
+        options._timeout = timedelta(seconds=meeting.deadline_s)
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=meeting.own_host)]
+        group = dist.ProcessGroupGloo(store, meeting.member, 2, options)
+        return TorchChannel(group, peer, who, whom, torch.device("cpu"))
     except (AttributeError, RuntimeError) as error:
-        if time.monotonic() - begun >= deadline_s:
-            raise DeadlineError(who, whom, f"weight channel {name}", deadline_s) from error
-        raise WeightSyncError(f"{who}: no {backend} channel {name} to {whom}: {error}") from error
+        if time.monotonic() - begun >= meeting.deadline_s:
+            raise DeadlineError(who, whom, f"weight channel {meeting.name}", meeting.deadline_s) from error
+        raise WeightSyncError(f"{who}: no {backend} channel {meeting.name} to {whom}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

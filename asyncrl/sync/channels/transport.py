@@ -2,18 +2,16 @@
 
 A `Channel` joins two processes, mostly a learner rank and a generator. Bytes arrive in the order they were sent; sizes
 are known to both ends beforehand. A channel that raised is dead: close it and make another.
-
-`local_channels` is the golden implementation: slow, in one process, and the one that the others are compared with.
 """
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 
 from asyncrl.errors import DeadlineError, WeightSyncError
 
@@ -45,8 +43,8 @@ class Channel(Protocol):
 
 @runtime_checkable
 class SharingChannel(Channel, Protocol):
-    """One whose ends can read each other's memory: tensors are copied once, from where they lie to where they belong,
-    whatever their strides."""
+    """A channel whose ends can read each other's memory: it copies tensors of any strides once, from where they lie to
+    where they belong."""
 
     def send_parts(self, parts: Sequence[torch.Tensor]) -> Transfer:
         """Begin to send them; the other end calls `recv_parts` with as many, of the same shapes and dtypes."""
@@ -55,8 +53,28 @@ class SharingChannel(Channel, Protocol):
         """Begin to fill them."""
 
 
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """The place where the two ends of a channel meet, as one of them sees it.
+
+    store: reached by both · name: of the channel, the same at both ends · member: SOURCE or TARGET · who, whom: this
+    end and the other, for errors · own_host: address of this machine · device: of the tensors here · deadline_s: the
+    longest wait for the other end · transfer_s: the longest time that a transfer may take; None: deadline_s
+    """
+
+    store: dist.Store
+    name: str
+    member: int
+    who: str
+    whom: str
+    own_host: str
+    device: torch.device
+    deadline_s: float
+    transfer_s: float | None = None
+
+
 class ChannelEnd:
-    """What every channel has: the names of both ends, and a memory of what broke it."""
+    """The part that all channels share: the names of both ends, and the reason why the channel broke."""
 
     def __init__(self, who: str, whom: str, device: torch.device) -> None:
         self.who, self.whom, self.device = who, whom, device
@@ -68,7 +86,7 @@ class ChannelEnd:
             raise WeightSyncError(f"{self.who}: the channel to {self.whom} {self._broken}")
 
     def breaks(self, why: object) -> WeightSyncError:
-        """The error to raise; from now on the channel is dead. What ended it first stays the reason."""
+        """The error to raise; from now on the channel is dead. Its first reason stays."""
         self._broken = self._broken or f"broke: {why}"
         return WeightSyncError(f"{self.who}: the channel to {self.whom} {self._broken}")
 
@@ -83,75 +101,9 @@ class ChannelEnd:
 
 
 def named(verb: str, *data: torch.Tensor) -> str:
-    """A transfer in an error's words."""
+    """The name of a transfer in errors."""
     return f"{verb} of {sum(map(bytes_of, data))} bytes of weights"
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-class _Pipe:
-    """One direction of a local channel."""
-
-    def __init__(self) -> None:
-        self.messages: queue.SimpleQueue[torch.Tensor | None] = queue.SimpleQueue()
-        self.closed = False
-
-    def close(self) -> None:
-        self.closed = True
-        self.messages.put(None)
-
-
-@dataclass(frozen=True, slots=True)
-class _LocalRecv:
-    channel: LocalChannel
-    into: torch.Tensor
-
-    def wait(self, seconds: float) -> None:
-        channel = self.channel
-        try:
-            message = channel.inward.messages.get(timeout=max(0.0, seconds))
-        except queue.Empty:
-            raise channel.late(named("recv", self.into), seconds) from None
-        if message is None:
-            channel.inward.close()  # for the transfers after this one
-            raise channel.breaks(f"{channel.whom} closed it")
-        if message.numel() != self.into.numel():
-            raise channel.breaks(f"{message.numel()} bytes came where {self.into.numel()} were expected")
-        self.into.copy_(message)
-
-
-class _Done:
-    def wait(self, seconds: float) -> None:
-        """A local send copies at once."""
-
-
-class LocalChannel(ChannelEnd):
-    """One end of a pair in one process; `send` copies, so it never waits."""
-
-    def __init__(self, who: str, whom: str, inward: _Pipe, outward: _Pipe) -> None:
-        super().__init__(who, whom, torch.device("cpu"))
-        self.inward, self.outward = inward, outward
-
-    def send(self, data: torch.Tensor) -> Transfer:
-        self.check()
-        if self.outward.closed:
-            raise self.breaks(f"{self.whom} closed it")
-        self.outward.messages.put(data.clone())
-        return _Done()
-
-    def recv(self, into: torch.Tensor) -> Transfer:
-        self.check()
-        return _LocalRecv(self, into)
-
-    def close(self) -> None:
-        self.ends()
-        self.inward.close()
-        self.outward.close()
-
-
-def local_channels(source: str, target: str) -> tuple[LocalChannel, LocalChannel]:
-    """Both ends, named `source` and `target`."""
-    there, back = _Pipe(), _Pipe()
-    return LocalChannel(source, target, back, there), LocalChannel(target, source, there, back)

@@ -19,7 +19,7 @@ from asyncrl.rpc.client import RpcClient, RpcReply
 from asyncrl.rpc.keys import ClientKeys
 from asyncrl.sync.channels.channels import open_channel, place_of
 from asyncrl.sync.channels.torch_transport import TARGET, join_store, own_address
-from asyncrl.sync.channels.transport import Channel
+from asyncrl.sync.channels.transport import Channel, Meeting
 from asyncrl.sync.delta.delta_stream import announced, receive_deltas
 from asyncrl.sync.layout.layout import ParamLayout, from_wire
 from asyncrl.sync.plan.plan import SourcePlan, source_to_wire
@@ -136,18 +136,11 @@ class PublisherLink:
         wanted = {"plan": source_to_wire(source), "place": place_of(staging.device).to_wire()}
         offer = self._call("attach", "a channel", meet_s, **wanted)
         store = join_store(offer["host"], offer["port"], max(0.001, deadline - time.monotonic()))
-        channel = open_channel(
-            offer["backend"],
-            store,
-            offer["channel"],
-            TARGET,
-            who=self.who,
-            whom=self.whom,
-            own_host=own_address(offer["host"], offer["port"]),
-            device=staging.device,
-            deadline_s=max(0.001, deadline - time.monotonic()),
-            transfer_s=transfer_s,
+        own_host, left_s = own_address(offer["host"], offer["port"]), max(0.001, deadline - time.monotonic())
+        meeting = Meeting(
+            store, offer["channel"], TARGET, self.who, self.whom, own_host, staging.device, left_s, transfer_s
         )
+        channel = open_channel(offer["backend"], meeting)
         self._session = _Session(offer["session"], channel, Buffers(source, staging, channel.device))
 
     def pin(self, version: Version, wait_s: float) -> bool:

@@ -21,7 +21,7 @@ from asyncrl.rpc.message import Fields
 from asyncrl.rpc.server import RpcRequest, RpcServer
 from asyncrl.sync.channels.channels import EndPlace, Kind, choose, open_channel, place_of
 from asyncrl.sync.channels.torch_transport import SOURCE, host_store
-from asyncrl.sync.channels.transport import Channel
+from asyncrl.sync.channels.transport import Channel, Meeting
 from asyncrl.sync.stream.sender import Sender, TransferCounts, VersionSource
 
 CLOSE_S = 1.0
@@ -198,14 +198,7 @@ class VersionServer:
 
     def _open_channel(self, kind: Kind, name: str, who: str) -> Channel:
         assert self._store is not None
+        device, deadline_s = self._source.device, self._config.deadline_s
         return open_channel(
-            kind,
-            self._store,
-            name,
-            SOURCE,
-            who=self.name,
-            whom=who,
-            own_host=self._host,
-            device=self._source.device,
-            deadline_s=self._config.deadline_s,
+            kind, Meeting(self._store, name, SOURCE, self.name, who, self._host, device, deadline_s)
         )

@@ -10,12 +10,12 @@ import torch
 from delta_cases import stepped
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from local_channel import local_channels
 from sharding import full_tensors, local_tensors, same_bits, sharded_models
 
 import asyncrl.sync.delta.delta_chain as delta_chain
 import asyncrl.sync.delta.delta_stream as delta_stream
 from asyncrl.errors import DeadlineError, WireError
-from asyncrl.sync.channels.transport import local_channels
 from asyncrl.sync.delta.delta_chain import DeltaChain, make_step, route
 from asyncrl.sync.delta.delta_stream import (
     Deltas,

@@ -11,7 +11,8 @@ import pytest
 from stream_cases import LARGE, LARGE_CONFIG, Generator, Learner, closing_all
 
 from asyncrl.errors import DeadlineError, WeightSyncError
-from asyncrl.sync.channels.channels import open_channel
+from asyncrl.sync.channels.channels import Kind, open_channel
+from asyncrl.sync.channels.transport import Channel, Meeting
 from asyncrl.sync.layout.layout import layout_bytes
 from asyncrl.sync.plan.tree import Links, Member
 from asyncrl.sync.stream.link import PublisherLink
@@ -312,10 +313,10 @@ def test_a_parent_that_opens_no_channel_is_passed_by_long_before_the_deadline_of
     monkeypatch.setattr("asyncrl.sync.stream.subscriber.PARENT_S", 0.1)
     over = threading.Event()
 
-    def opened(*words: object, who: str, **more: object) -> object:
-        if who.startswith("a,"):
+    def opened(kind: Kind, meeting: Meeting) -> Channel:
+        if meeting.who.startswith("a,"):
             over.wait(60.0)
-        return open_channel(*words, who=who, **more)  # type: ignore[arg-type]
+        return open_channel(kind, meeting)
 
     monkeypatch.setattr("asyncrl.sync.stream.version_server.open_channel", opened)
     learner = closing(Learner(LARGE, 1, CHAIN))

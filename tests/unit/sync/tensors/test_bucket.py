@@ -4,10 +4,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from local_channel import local_channels
 from sharding import full_tensors, local_tensors, same_bits, sharded_models
 
 from asyncrl.errors import DeadlineError, WeightSyncError
-from asyncrl.sync.channels.transport import local_channels
 from asyncrl.sync.layout.layout import Box, ParamLayout, whole_layout
 from asyncrl.sync.plan.plan import plan
 from asyncrl.sync.tensors.bucket import (

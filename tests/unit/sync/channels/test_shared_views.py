@@ -6,8 +6,7 @@ from hypothesis import assume, given
 from sharding import full_tensors, local_tensors, same_bits, sharded_models
 
 from asyncrl.errors import WeightSyncError
-from asyncrl.sync.channels.shared_memory import shared_memory
-from asyncrl.sync.channels.shared_parts import described, views
+from asyncrl.sync.channels.shared_memory import described, shared_memory, views
 from asyncrl.sync.tensors.bucket import Shards
 from asyncrl.sync.tensors.tensor_buffer import TensorBuffer
 
