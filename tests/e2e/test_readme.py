@@ -10,10 +10,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from pages import blocks, text_of
 from processes import finished, started, until
 from processes import rows as steps
 
-README = Path(__file__).parents[2] / "README.md"
 SMALL = {
     "run": {"versions": 2, "name": "small"},
     "batch": {"groups": 4, "group_size": 2},
@@ -26,8 +26,8 @@ pytestmark = pytest.mark.slow
 
 
 def block(language: str) -> str:
-    (found,) = re.findall(rf"^```{language}\n(.*?)^```", README.read_text("utf-8"), re.MULTILINE | re.DOTALL)
-    return str(found)
+    (found,) = blocks("README.md", language)
+    return found
 
 
 @pytest.fixture
@@ -63,9 +63,7 @@ def test_the_three_terminals_train(folder: Path) -> None:
     """The queue first: its port was free a moment ago, and README has a fixed one."""
     Path("my.yaml").write_text(block("yaml"))
     Path("my_reward.py").write_text(block("python").split("if __name__")[0].replace("import asyncrl\n", ""))
-    lines = re.findall(
-        r"^ {4}((?:asyncrl|torchrun) .*CONFIG queue\.address=.*)$", README.read_text("utf-8"), re.M
-    )
+    lines = re.findall(r"^ {4}((?:asyncrl|torchrun) .*CONFIG queue\.address=.*)$", text_of("README.md"), re.M)
     assert [line.split()[0] for line in lines] == ["asyncrl", "asyncrl", "asyncrl", "torchrun"]
     del lines[2]  # the learner as one process, where the last line has two ranks
     with socket.socket() as listener:

@@ -1,4 +1,4 @@
-"""The registries as text: what `asyncrl algorithms` prints and what `docs/algorithms.md` is made of.
+"""The registries as text: what `asyncrl algorithms` prints, and the pages of `docs/algorithms/`.
 
 literal ── registry ──▸ function ── docstring ──▸ definition · what else there is to say
                │            └────── source ─────▸ the config keys that it reads
@@ -57,7 +57,7 @@ def as_text() -> str:
 
 
 def as_markdown() -> str:
-    """The reference part of docs/algorithms.md."""
+    """The reference part of the pages in docs/algorithms/."""
     blocks = ["\n".join(_markdown(kind)) for kind in KINDS]
     return "\n".join([*blocks, *_other_keys()])
 

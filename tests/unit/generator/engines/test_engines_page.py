@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
 import yaml
+from pages import blocks, text_of
 
 from asyncrl.config.schema import GeneratorConfig, ServerConfig
 from asyncrl.errors import ConfigError
@@ -16,11 +16,7 @@ from asyncrl.generator.engines.http.http_link import key_from
 from asyncrl.generator.engines.http.server_engine import url_of
 from asyncrl.generator.engines.vllm.vllm_start import EXTENSION
 
-PAGE = (Path(__file__).parents[4] / "docs" / "engines.md").read_text("utf-8")
-
-
-def shown(language: str) -> list[str]:
-    return [block.partition("```")[0].strip() for block in PAGE.split(f"```{language}\n")[1:]]
+PAGE = text_of("docs/engines.md")
 
 
 def generator(**settings: Any) -> GeneratorConfig:
@@ -29,7 +25,7 @@ def generator(**settings: Any) -> GeneratorConfig:
 
 
 def test_the_settings_are_valid() -> None:
-    made = [generator(**yaml.safe_load(text)["generator"]) for text in shown("yaml")]
+    made = [generator(**yaml.safe_load(text)["generator"]) for text in blocks("docs/engines.md", "yaml")]
     assert [config.engine for config in made] == ["vllm_server", "sglang"]
 
 
@@ -40,7 +36,7 @@ def test_every_engine_of_the_config_is_on_the_page() -> None:
 
 
 def test_the_commands_start_what_the_engines_ask_for() -> None:
-    for_vllm, for_sglang = (set(shlex.split(text)) for text in shown("sh"))
+    for_vllm, for_sglang = (set(shlex.split(text)) for text in blocks("docs/engines.md", "sh"))
     needed = {word for word in vllm_server.START.split() if word.startswith(("--", "VLLM", "processed"))}
     assert needed | {EXTENSION} <= for_vllm
     assert set(shlex.split(vllm_server.__doc__.split("\n\n")[1])) <= for_vllm  # type: ignore[union-attr]
