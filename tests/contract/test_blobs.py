@@ -12,7 +12,8 @@ from redis_server import RedisServer
 
 from asyncrl.config.schema import SyncConfig
 from asyncrl.errors import ConfigError, DeadlineError, WeightSyncError, WireError
-from asyncrl.sync.store.blobs import Blobs, FolderBlobs, MissingBlobError, open_blobs
+from asyncrl.sync.factory import open_blobs
+from asyncrl.sync.store.blobs import Blobs, FolderBlobs, MissingBlobError
 from asyncrl.sync.store.redis_blobs import EXPIRES_S, RedisBlobs
 
 KEY = "rank-00000/0-ab/00000001.manifest"

@@ -1,4 +1,4 @@
-"""Where stored versions lie: named runs of bytes, each there whole or not at all.
+"""Blobs, of which stored versions consist: named runs of bytes, each there whole or not at all.
 
 `FolderBlobs` keeps them as files, on any file system that all processes see (a mounted object store too);
 `redis_blobs.RedisBlobs` in a Redis server. Keys are plain words between slashes.
@@ -14,12 +14,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from asyncrl.config.schema import SyncConfig
 from asyncrl.disk import sync_folder
 from asyncrl.errors import WeightSyncError, WireError
 
 KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
-
 """No parent folder, no hidden file."""
 
 Bytes = bytes | bytearray | memoryview
@@ -30,7 +28,7 @@ class MissingBlobError(WeightSyncError):
 
 
 class Blobs(Protocol):
-    """`where` names the place in errors. What cannot be read or written raises OSError, DeadlineError or
+    """`where` names the place in errors. Blobs that cannot be read or written raise OSError, DeadlineError or
     WeightSyncError."""
 
     where: str
@@ -39,7 +37,7 @@ class Blobs(Protocol):
         """Store the parts as one blob; replaces an older one. If `parts` raises, nothing is stored."""
 
     def get(self, key: str) -> bytes:
-        """All of it. MissingBlobError."""
+        """The whole blob. Raises MissingBlobError."""
 
     def read(self, key: str, start: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `start`. MissingBlobError; WeightSyncError when the blob ends before that."""
@@ -48,20 +46,9 @@ class Blobs(Protocol):
         """Keys below `prefix`, which names whole words: "a/b" finds "a/b/c" but not "a/bc". In no order."""
 
     def delete(self, key: str) -> None:
-        """One that is not there: nothing."""
+        """A blob that is not there: nothing."""
 
     def close(self) -> None: ...
-
-
-def open_blobs(config: SyncConfig, run: str) -> Blobs:
-    """Of one run, as sync.backend says: "file" or "redis". Raises ConfigError."""
-    if config.backend == "redis":
-        from asyncrl.sync.store.redis_blobs import RedisBlobs
-
-        assert config.redis_url is not None
-        return RedisBlobs(config.redis_url, run)
-    assert config.folder is not None
-    return FolderBlobs(Path(config.folder) / run, fsync=config.fsync)
 
 
 def checked(key: str) -> str:
@@ -82,7 +69,7 @@ def ends_early(key: str, where: str, end: int, size: int) -> WeightSyncError:
 
 
 class FolderBlobs:
-    """One file each. Written beside its place and moved there; fsync: it outlives a power failure from then on."""
+    """A file for each blob, written beside its place and moved there. fsync: it then outlives a power failure."""
 
     def __init__(self, folder: Path, *, fsync: bool = False) -> None:
         self.where = str(folder)

@@ -4,7 +4,7 @@
     asyncrl:{run}:weights:<name>:<chunk>        CHUNK bytes each, the last one fewer
 
 A blob is there once the hash names it, which happens after its chunks are written; each blob has a name that is used
-once. What a run leaves behind expires.
+once. Blobs that a run leaves behind expire.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
     rank-00001/3-9f2c…/00000012.safetensors     the rank's shards, one tensor a box: any safetensors reader opens it
     rank-00001/3-9f2c…/00000012.manifest        whose they are, how they are cut, and a hash of each block
-               └ series: the lineage, and a word of this publisher alone: nothing of an earlier one passes for new
+               └ series: the lineage, and a random word of this publisher: blobs of an earlier one cannot pass for new
 
 A version is there once all ranks have written its manifest. A *block* is a part of a box of about a megabyte, in one
 stretch of the file; it has its share of the hash (`digest`), made from the learner's snapshot in checkpoint
-coordinates. Who reads some blocks and compares their hashes knows the bytes, their place, name, shape and type.
+coordinates. The hash of a block covers its bytes, their place, name, shape and type.
 
 kind "full" is everything; another kind (a delta from the version `base`) names a blob of another format.
 """
@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack
 
@@ -26,10 +26,12 @@ from asyncrl.sync.layout.layout import ITEM_BYTES, Box, Layout, from_wire, to_wi
 from asyncrl.sync.plan.plan import split
 from asyncrl.types import Version
 
+T = TypeVar("T")
+
 FORMAT = 1
 
 BLOCK_BYTES = 1 << 20
-"""Most bytes of a block. It is what a reader of a few rows reads in vain, and what a hash in the manifest is for."""
+"""Most bytes of a block. A reader of a few rows reads whole blocks; the manifest has a hash for each."""
 
 SAFETENSORS: Mapping[str, str] = {
     "float64": "F64",
@@ -45,14 +47,14 @@ SAFETENSORS: Mapping[str, str] = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-"""What safetensors calls torch's dtypes."""
+"""The names of torch's dtypes in safetensors."""
 
 HEADER_ALIGN = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What one rank stored of one version.
+    """The description of one rank's blob of one version.
 
     kind: "full", or the name of a delta's format · base: the version a delta goes on from · size: bytes of the blob ·
     header: those before the first tensor · digests: {name: [hash of each block, box after box]}, None without
@@ -121,7 +123,7 @@ def tensors_key(series: str, version: Version) -> str:
 
 
 def version_of(key: str) -> Version | None:
-    """Of a manifest's key; None for any other.
+    """The version in a manifest's key; None for any other key.
 
     >>> version_of("rank-00000/0-ab/00000012.manifest"), version_of("rank-00000/0-ab/00000012.safetensors")
     (12, None)
@@ -131,7 +133,7 @@ def version_of(key: str) -> Version | None:
 
 
 def blocks(box: Box, item: int, first: int = 0) -> Iterator[Block]:
-    """Those of one box, in the order of its memory. item: bytes of an element · first: number of the first block."""
+    """The blocks of one box, in the order of its memory. item: bytes of an element · first: number of the first."""
     start = 0
     for number, part in enumerate(split(box, max(1, BLOCK_BYTES // item)), first):
         stop = start + part.elements * item
@@ -139,8 +141,27 @@ def blocks(box: Box, item: int, first: int = 0) -> Iterator[Block]:
         start = stop
 
 
+def runs(needed: Sequence[T], extent: Callable[[T], tuple[int, int]], most: int) -> Iterator[list[T]]:
+    """Neighbours in a blob, to be read at once.
+
+    Args:
+        needed: in the order of the blob
+        extent: first byte, and the byte after the last
+        most: bytes of a run, unless one alone has more
+    """
+    run: list[T] = []
+    for each in needed:
+        start, stop = extent(each)
+        if run and (start != extent(run[-1])[1] or stop - extent(run[0])[0] > most):
+            yield run
+            run = []
+        run.append(each)
+    if run:
+        yield run
+
+
 def tensor_names(name: str, boxes: int) -> list[str]:
-    """What a parameter's boxes are called in the blob.
+    """The names of a parameter's boxes in the blob.
 
     >>> tensor_names("w", 1), tensor_names("w", 2)
     (['w'], ['w[0]', 'w[1]'])
@@ -151,7 +172,7 @@ def tensor_names(name: str, boxes: int) -> list[str]:
 def header_of(layout: Layout, about: Mapping[str, str]) -> bytes:
     """The beginning of a safetensors file: the length of the JSON, and the JSON. Tensors follow as the layout goes.
 
-    about: its `__metadata__`. The format: https://huggingface.co/docs/safetensors, "Format".
+    about: for `__metadata__`. The format: https://huggingface.co/docs/safetensors, "Format".
     """
     entries: dict[str, Any] = {"__metadata__": dict(about)}
     end = 0
@@ -171,7 +192,7 @@ def header_of(layout: Layout, about: Mapping[str, str]) -> bytes:
 def offsets_in(header: bytes, layout: Layout, key: str) -> dict[str, int]:
     """Where each tensor of `layout` starts in the blob, by its name there.
 
-    Raises WeightSyncError, naming `key`, for a header that is none or of other tensors.
+    Raises WeightSyncError, naming `key`, for a header that is unreadable or of other tensors.
     """
     try:
         entries = json.loads(header[8:])

@@ -1,4 +1,4 @@
-"""Stored versions as changes to the one stored before: what is written, what is read, and when to write all again.
+"""Versions stored as changes to the one stored before: their format, their reader, and when to store in full again.
 
     …/00000012.safetensors   kind "full"
     …/00000013.delta         kind "delta", base 12        int64 [blocks, 2]: bytes and xxh64 of each record
@@ -24,7 +24,7 @@ from asyncrl.sync.delta.delta_boxes import cut
 from asyncrl.sync.layout.layout import ITEM_BYTES, Box, Layout
 from asyncrl.sync.plan.plan import SourcePlan
 from asyncrl.sync.store.blobs import Blobs
-from asyncrl.sync.store.stored import BLOCK_BYTES, Block, Manifest, blocks
+from asyncrl.sync.store.stored import BLOCK_BYTES, Block, Manifest, blocks, runs
 from asyncrl.sync.tensors.bucket import Shards, flat_bytes
 from asyncrl.sync.tensors.row_hash import digest
 from asyncrl.types import Version
@@ -32,7 +32,7 @@ from asyncrl.types import Version
 KIND = "delta"
 
 FULL_EVERY = 8
-"""Versions. Who joins reads a full one and the deltas after it."""
+"""Versions. A generator that joins reads a full one and the deltas after it."""
 
 ENTRY_BYTES = 16
 
@@ -49,7 +49,7 @@ def delta_header(records: Sequence[torch.Tensor]) -> bytes:
 
 @dataclass
 class Chain:
-    """What one rank has stored since its last full version. full_bytes: of one."""
+    """The versions that one rank has stored since its last full one. full_bytes: of a full version."""
 
     full_bytes: int
     newest: Version = -1
@@ -70,7 +70,7 @@ class Chain:
         self.newest, self.bytes, self.steps = version, self.bytes + bytes_, self.steps + 1
 
     def first_needed(self, oldest: Version) -> Version:
-        """Of the versions from which `oldest` can be read."""
+        """The first of the versions that a reader of `oldest` needs."""
         return max((full for full in self.fulls if full <= oldest), default=oldest)
 
 
@@ -82,9 +82,14 @@ class DeltaReader:
         self._buffer = torch.empty(max(bucket_bytes, most_bytes(BLOCK_BYTES)), dtype=torch.uint8)
 
     def take(self, source: SourcePlan, manifest: Manifest, key: str) -> int:
-        """The step of a manifest, of what `source` says, in staging; returns the bytes that were read.
+        """Make the step of a manifest in staging, for the pieces of `source`.
 
-        Raises MissingBlobError, WeightSyncError for a blob that is torn, damaged or of other tensors.
+        Returns:
+            The bytes that were read.
+
+        Raises:
+            MissingBlobError
+            WeightSyncError: the blob is torn, damaged or of other tensors
         """
         try:
             return self._take(source, manifest, key)
@@ -92,10 +97,7 @@ class DeltaReader:
             raise WeightSyncError(f"{self._who}: {key} at {self._blobs.where} is damaged: {error}") from error
 
     def check(self, source: SourcePlan, manifest: Manifest) -> int:
-        """The hash of what `source` says, as it lies in staging.
-
-        Raises WeightSyncError where a whole block differs from the manifest's.
-        """
+        """The hash of the pieces of `source` in staging. Raises WeightSyncError if a block is not the manifest's."""
         total = 0
         for _, name, block, parts in _needed(source, manifest.layout):
             shape = manifest.layout[name].shape
@@ -111,9 +113,10 @@ class DeltaReader:
 
     def _take(self, source: SourcePlan, manifest: Manifest, key: str) -> int:
         sizes, hashes = self._table(manifest, key)
-        starts = [manifest.header, *accumulate(sizes, initial=manifest.header)][1:]
+        starts = list(accumulate(sizes, initial=manifest.header))
         total = manifest.header
-        for run in _runs(list(_needed(source, manifest.layout)), sizes, len(self._buffer)):
+        needed = list(_needed(source, manifest.layout))
+        for run in runs(needed, lambda each: (starts[each[0]], starts[each[0] + 1]), len(self._buffer)):
             first, last = run[0][0], run[-1][0]
             data = self._buffer[: starts[last + 1] - starts[first]]
             self._blobs.read(key, starts[first], data.numpy().data)
@@ -131,7 +134,7 @@ class DeltaReader:
             add(self._staging.view(name, part), cut([(block.box, changes)], part))
 
     def _table(self, manifest: Manifest, key: str) -> tuple[list[int], list[int]]:
-        """Bytes and hash of each record; WireError for what cannot be."""
+        """Bytes and hash of each record. Raises WireError for an impossible table."""
         most = [most_bytes(block.stop - block.start) for _, block in all_blocks(manifest.layout)]
         if manifest.header != ENTRY_BYTES * len(most):
             raise WireError(f"a table of {manifest.header} bytes for {len(most)} blocks")
@@ -147,11 +150,11 @@ class DeltaReader:
 
 
 _Needed = tuple[int, str, Block, list[Box]]
-"""Number of a block among all · its parameter · the block · which parts of it."""
+"""Number of a block among all · its parameter · the block · the needed parts of it."""
 
 
 def all_blocks(layout: Layout) -> Iterator[tuple[str, Block]]:
-    """Of all that a rank holds, by parameter, numbered within each."""
+    """The blocks of a rank by parameter, numbered within each."""
     for name, param in layout.items():
         number = 0
         for box in param.boxes:
@@ -168,20 +171,6 @@ def _needed(source: SourcePlan, layout: Layout) -> Iterator[_Needed]:
         parts = [part for box in wanted.get(name, ()) if (part := block.box.intersection(box)) is not None]
         if parts:
             yield index, name, block, parts
-
-
-def _runs(needed: Sequence[_Needed], sizes: Sequence[int], most: int) -> Iterator[list[_Needed]]:
-    """Blocks whose records lie one behind the other, at most `most` bytes together."""
-    run: list[_Needed] = []
-    filled = 0
-    for block in needed:
-        if run and (block[0] != run[-1][0] + 1 or filled + sizes[block[0]] > most):
-            yield run
-            run, filled = [], 0
-        run.append(block)
-        filled += sizes[block[0]]
-    if run:
-        yield run
 
 
 def _hash(record: torch.Tensor) -> int:

@@ -2,7 +2,7 @@
 
       trainer ── publish(v) ──▸ snapshot (the only pause)
                                      │ newest, pinned
-      writer thread ◂────────────────┘ tensors, or changes ▸ manifest ▸ delete what nobody needs any more
+      writer thread ◂────────────────┘ tensors, or changes ▸ manifest ▸ delete old versions
 
 The trainer waits for no write. A writer that is slower than the learner's steps goes on with the newest version when it
 is done with one; those between are never stored. No rank waits for another: readers take a version that all have
@@ -49,15 +49,19 @@ FAILURES = 5
 """Failed writes in a row after which `publish` raises."""
 
 CLOSE_S = 1.0
-"""How long `close` waits for a write that it has told to end."""
+"""How long `close` waits for a write to end."""
 
 log = logging.getLogger(__name__)
 
 
 class StoredPublisher:
-    """Stores `tensors`, this rank's live shards as `layout` says. `endpoint` is what generators must know.
+    """Stores this rank's live shards; `endpoint` names the place for generators.
 
-    Raises WeightSyncError when tensors and layout do not match.
+    Args:
+        tensors: the live shards, cut as `layout`
+
+    Raises:
+        WeightSyncError: tensors and layout do not match
     """
 
     def __init__(
@@ -143,7 +147,7 @@ class StoredPublisher:
                 self._fails(error)
 
     def _store_newest(self) -> None:
-        """Once there is one that is not stored; returns when told to end too."""
+        """Wait for a version that is not stored, and store it. Returns at once when closing."""
         with self._changed:
             self._changed.wait_for(lambda: self._closing or self._waiting())
             version = self._snapshots.newest
@@ -160,7 +164,7 @@ class StoredPublisher:
             self._changed.notify_all()
 
     def _store(self, pin: Pin) -> None:
-        """All of a version or what changed since the last, the manifest behind it; then older ones go."""
+        """Store the version or its changes, then the manifest; then delete older ones."""
         begun = time.monotonic()
         written = self._store_changes(pin)
         if written is None:
@@ -184,7 +188,7 @@ class StoredPublisher:
         return size
 
     def _store_changes(self, pin: Pin) -> int | None:
-        """Returns the bytes of the blob; None: store all of it."""
+        """Returns the bytes of the blob; None: it must be stored in full."""
         if (
             self._config.delta == "never"
             or not (self._slow or self._config.delta == "always")
@@ -201,7 +205,7 @@ class StoredPublisher:
             if slot is not None:
                 records.append(encode(self._buffers[slot].shards.view(name, block.box), new))
             if slot is None or self._snapshots.slot_of(base) != slot:
-                return None  # nobody holds the base: it was overwritten meanwhile
+                return None  # the base was overwritten meanwhile: nothing pins it
             if self._config.verify:
                 digests[name].append(digest(new, block.box, self._live.layout[name].shape, name))
         header = delta_header(records)
@@ -255,13 +259,13 @@ class StoredPublisher:
 
     def _go_on(self, pin: Pin) -> None:
         if self._closing:
-            raise SnapshotEvictedError(f"{self.name}: told to end while it stored version {pin.version}")
+            raise SnapshotEvictedError(f"{self.name}: closed while it stored version {pin.version}")
         self._snapshots.moved(pin)
 
     def _prune(self) -> None:
-        """Keep sync.keep versions and what they are changes of.
+        """Keep sync.keep versions and those that they are changes of.
 
-        Manifests first: who finds one finds its tensors, or finds the manifest gone when it looks again.
+        Manifests go first: a reader that finds one finds its tensors, or no manifest on its second look.
         """
         versions = sorted(v for key in self._blobs.list(self.endpoint) if (v := version_of(key)) is not None)
         needed = self._chain.first_needed(versions[-self._config.keep :][0])
@@ -270,7 +274,7 @@ class StoredPublisher:
                 self._blobs.delete(key_of(self.endpoint, version))
 
     def _sweep(self) -> None:
-        """Delete what earlier publishers of this rank left."""
+        """Delete the blobs of earlier publishers of this rank."""
         for key in self._blobs.list(self.endpoint.partition("/")[0]):
             if not key.startswith(f"{self.endpoint}/"):
                 self._blobs.delete(key)

@@ -4,29 +4,43 @@
          ▲                    │ deleted meanwhile
          └────────────────────┘
 
-A version that is stored as changes is read from the one in staging on, or from the last that was stored in full.
-Waits for nobody but the store.
+A version that is stored as changes is read from the one in staging on, or from the last that was stored in full. It
+waits for the store alone.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+
+import torch
 
 from asyncrl.config.schema import SyncConfig
 from asyncrl.errors import WeightSyncError, WireError
-from asyncrl.sync.layout.layout import Layout
+from asyncrl.sync.layout.layout import ITEM_BYTES, Box, Layout
 from asyncrl.sync.plan.plan import Plan, SourcePlan, plan
 from asyncrl.sync.store.blobs import Blobs, MissingBlobError, checked
-from asyncrl.sync.store.stored import Manifest, from_bytes, manifest_key, tensors_key, version_of
+from asyncrl.sync.store.stored import (
+    BLOCK_BYTES,
+    Block,
+    Manifest,
+    blocks,
+    from_bytes,
+    manifest_key,
+    offsets_in,
+    runs,
+    tensor_names,
+    tensors_key,
+    version_of,
+)
 from asyncrl.sync.store.stored_delta import KIND, DeltaReader, delta_key
-from asyncrl.sync.store.stored_reader import StoredReader
 from asyncrl.sync.stream.snapshot import SnapshotEvictedError
 from asyncrl.sync.stream.subscriber import StagedWeights
 from asyncrl.sync.tensors.bucket import BoxTensors, Shards
 from asyncrl.sync.tensors.checksum import ROWS, Checksum, ChecksumShare
-from asyncrl.sync.tensors.row_hash import MOD
+from asyncrl.sync.tensors.row_hash import MOD, digest
 from asyncrl.types import Version
 
 log = logging.getLogger(__name__)
@@ -35,11 +49,94 @@ POLL_S = 0.1
 """Between two looks for a newer version."""
 
 
-class StoredStream:
-    """Fills `staging`, tensors as `layout` says, from what the publishers with these endpoints store, all ranks in any
-    order.
+class StoredReader:
+    """Fills `staging` for `who`. verify: compare the hash of each block with the manifest's.
 
-    Blocking; one thread at a time. Raises WeightSyncError when staging and layout do not match.
+        box of the rank   [ block | block | block | block ]
+        needed                 └──────────┘                     read: blocks 0, 1 and 2, in one range
+
+    It reads all rows of a box that is cut along columns; of one that is cut along rows the needed ones, to the next
+    block. Each block is hashed before any of it goes to staging. A buffer of one bucket is all the memory this takes.
+    """
+
+    def __init__(self, who: str, blobs: Blobs, staging: Shards, bucket_bytes: int, *, verify: bool) -> None:
+        self._who, self._blobs, self._staging, self._verify = who, blobs, staging, verify
+        self._buffer = torch.empty(max(bucket_bytes, BLOCK_BYTES), dtype=torch.uint8)
+
+    def take(self, source: SourcePlan, manifest: Manifest, key: str) -> int:
+        """Read the pieces of `source` from the blob `key` into staging.
+
+        Returns:
+            Their hash; 0 without verify.
+
+        Raises:
+            MissingBlobError
+            WeightSyncError: the blob is torn, damaged or of other tensors
+        """
+        header = bytearray(manifest.header)
+        self._blobs.read(key, 0, memoryview(header))
+        offsets = offsets_in(bytes(header), manifest.layout, key)
+        needed: dict[str, list[Box]] = defaultdict(list)
+        for piece in source.pieces:
+            needed[piece.name].append(piece.box)
+        total = 0
+        for name, boxes in needed.items():
+            param, first = manifest.layout[name], 0
+            for tensor, held in zip(tensor_names(name, len(param.boxes)), param.boxes, strict=True):
+                here = list(blocks(held, ITEM_BYTES[param.dtype], first))
+                first += len(here)
+                wanted = [block for block in here if any(block.box.intersection(box) for box in boxes)]
+                for run in runs(wanted, lambda block: (block.start, block.stop), len(self._buffer)):
+                    total += self._take_run(name, boxes, run, offsets[tensor], manifest, key)
+        return total
+
+    def _take_run(
+        self, name: str, boxes: Sequence[Box], run: Sequence[Block], offset: int, manifest: Manifest, key: str
+    ) -> int:
+        param, start = manifest.layout[name], run[0].start
+        data = self._buffer[: run[-1].stop - start]
+        self._blobs.read(key, offset + start, data.numpy().data)
+        total = 0
+        for block in run:
+            flat = data[block.start - start : block.stop - start]
+            values = flat.view(getattr(torch, param.dtype)).view(block.box.shape)
+            hashed = self._checked(name, block, values, manifest, key)
+            for box in boxes:
+                if (common := block.box.intersection(box)) is None:
+                    continue
+                part = values[common.within(block.box).slices()]
+                self._staging.view(name, common).copy_(part)
+                if hashed is not None:
+                    total += hashed if common == block.box else digest(part, common, param.shape, name)
+        return total
+
+    def _checked(
+        self, name: str, block: Block, values: torch.Tensor, manifest: Manifest, key: str
+    ) -> int | None:
+        """The hash of a block, which is the manifest's; None without verify."""
+        if manifest.digests is None or not self._verify:
+            return None
+        expected = manifest.digests[name][block.number]
+        hashed = digest(values, block.box, manifest.layout[name].shape, name)
+        if hashed != expected:
+            raise WeightSyncError(
+                f"{self._who}: {key} at {self._blobs.where} is damaged: parameter {name}, {block.box} hashes to "
+                f"{hashed:016x}, in the manifest of version {manifest.version} to {expected:016x}"
+            )
+        return hashed
+
+
+class StoredStream:
+    """Fills staging memory from the blobs of all learner ranks. Blocking; one thread at a time.
+
+    Args:
+        endpoints: of the publishers, in any order
+        layout: of this generator rank
+        staging: its tensors
+        lineage: the publishers must have this one; None: any
+
+    Raises:
+        WeightSyncError: staging and layout do not match
     """
 
     def __init__(
@@ -86,7 +183,7 @@ class StoredStream:
         begun = time.monotonic()
         paths = self._paths(version, None if self._staged is None else self._staged.version)
         if any(path[0].kind == KIND for path in paths) and not self._good():
-            log.warning("%s: what is staged is no longer what was read; all is read again", self.who)
+            log.warning("%s: the staged version is no longer as it was read; all is read again", self.who)
             paths = self._paths(version, None)
         self._staged = None
         sources = [path[-1].layout for path in paths]
@@ -118,7 +215,7 @@ class StoredStream:
         return None
 
     def held(self, version: Version) -> None:
-        """Nobody counts who reads what is stored."""
+        """Nothing: readers of stored versions are not counted."""
 
     def close(self) -> None:
         self._blobs.close()
@@ -129,7 +226,7 @@ class StoredStream:
         return self._staged.checksum is None or self._staged.checksum.holds(self._staging)
 
     def _paths(self, version: Version, base: Version | None) -> list[list[Manifest]]:
-        """Of each rank, the manifests to take one after another: from `base` on, or from a full version."""
+        """For each rank the manifests to take one after another: from `base` on, or from a full version."""
         return [self._path(rank, version, base) for rank in range(len(self._series))]
 
     def _path(self, rank: int, version: Version, base: Version | None) -> list[Manifest]:
@@ -143,7 +240,7 @@ class StoredStream:
         return path
 
     def _take(self, source: SourcePlan, path: Sequence[Manifest]) -> tuple[int, int]:
-        """Into staging; returns the hash of it and the bytes that were read."""
+        """Read into staging. Returns the hash, and the bytes that were read."""
         hashed = read = 0
         for manifest in path:
             series = self._series[source.rank]
@@ -172,12 +269,12 @@ class StoredStream:
             raise SnapshotEvictedError(f"{self.who}: version {version} was deleted: {error}") from error
         except WireError as error:
             raise WeightSyncError(f"{self.who}: {key} at {self._blobs.where}: {error}") from error
-        says = (manifest.version, manifest.rank, manifest.world)
+        found = (manifest.version, manifest.rank, manifest.world)
         lineage = manifest.lineage if self.lineage is None else self.lineage
-        if says != (version, rank, len(self._series)) or manifest.lineage != lineage:
+        if found != (version, rank, len(self._series)) or manifest.lineage != lineage:
             raise WeightSyncError(
-                f"{self.who}: {key} at {self._blobs.where} is foreign: of version {says[0]}, rank {says[1]} of "
-                f"{says[2]}, lineage {manifest.lineage}; wanted version {version}, rank {rank} of "
+                f"{self.who}: {key} at {self._blobs.where} is foreign: of version {found[0]}, rank {found[1]} of "
+                f"{found[2]}, lineage {manifest.lineage}; wanted version {version}, rank {rank} of "
                 f"{len(self._series)}, lineage {lineage}"
             )
         if manifest.kind not in ("full", KIND):

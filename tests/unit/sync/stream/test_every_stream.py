@@ -14,8 +14,8 @@ from redis_server import RedisServer
 from sharding import full_tensors, local_tensors, same_bits, sharded_models
 
 from asyncrl.config.schema import SyncConfig
+from asyncrl.sync.factory import open_blobs
 from asyncrl.sync.layout.layout import ITEM_BYTES, Box, Layout, ParamLayout, grid, whole_layout
-from asyncrl.sync.store.blobs import open_blobs
 from asyncrl.sync.store.stored_publisher import StoredPublisher
 from asyncrl.sync.store.stored_stream import StoredStream
 from asyncrl.sync.stream.publisher import Publisher
