@@ -68,7 +68,8 @@ async def run_generator(
         sampler = RetryingSampler(engine, config.generator.on_failure)
         rollouts = Rollouts(sampler, tokenizer, scorer, config)
         agree = partial(check_board, client, config, POLL_S)
-        follower = WeightFollower(name, engine.receiver(WeightReader.of(name, config)), client, agree)
+        receiver = engine.receiver(WeightReader.of(name, config))
+        follower = WeightFollower(name, receiver, client, agree, status)
         worker = Worker(
             name,
             config,

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from asyncrl.errors import DeadlineError, RefusedError, WeightSyncError
 from asyncrl.generator.engines.receiver import Learner, LostWeightsError, StagedVersion, WeightReceiver
 from asyncrl.sync.stream.snapshot import SnapshotEvictedError
+from asyncrl.telemetry.status import ProcessStatus
 from asyncrl.types import NO_VERSION, Version
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,9 @@ RETRY_S = 1.0
 
 RECENT_FLIPS = 32
 """Flips whose pauses the stats tell."""
+
+ANSWER = "an answer of the learner"
+"""The wait for a learner that is gone, as the status of the process shows it."""
 
 TRANSFER_ERRORS = (DeadlineError, WeightSyncError, RefusedError)
 """What a stream raises when the learner is gone, or was replaced: worth another try."""
@@ -55,6 +59,7 @@ class WeightFollower:
 
     agree: raises ConfigError where this process and a learner that was found differ in what all must have alike, and
     DeadlineError while the learner has not said what it has; none: nobody compares
+    status: gets the wait for a learner that is gone
     """
 
     def __init__(
@@ -63,11 +68,12 @@ class WeightFollower:
         receiver: WeightReceiver,
         directory: Directory,
         agree: Callable[[], Awaitable[None]] | None = None,
+        status: ProcessStatus | None = None,
     ) -> None:
         self.held: Version = NO_VERSION
         self.lineage = -1
         self._name, self._receiver, self._directory = name, receiver, directory
-        self._agree = agree
+        self._agree, self._status = agree, status or ProcessStatus()
         self._state = asyncio.Condition()
         self._pins = 0
         self._flipping = False
@@ -161,6 +167,7 @@ class WeightFollower:
     async def _stage_newest(self, newer_than: Version) -> StagedVersion | None:
         """None when there is no newer version, or when it was gone before it had arrived."""
         version = await self._receiver.newest(newer_than, POLL_S)
+        self._status.wait_ends(ANSWER)
         if version is None:
             return None
         try:
@@ -179,11 +186,12 @@ class WeightFollower:
             await self._receiver.verify()
         except WeightSyncError as error:
             raise WeightSyncError(f"{self._name}: {error}") from error
-        self._counts["flips"] += 1
-        self._counts["bytes"] += staged.bytes
-        self._pauses_ms.append(1e3 * pause_s)
-        self._fetches_ms.append(1e3 * staged.seconds)
         async with self._state:
+            # A heartbeat reports the counts and what is held together.
+            self._counts["flips"] += 1
+            self._counts["bytes"] += staged.bytes
+            self._pauses_ms.append(1e3 * pause_s)
+            self._fetches_ms.append(1e3 * staged.seconds)
             self.held, self.lineage = staged.version, learner.lineage
             self._flipping = False
             self._state.notify_all()
@@ -210,13 +218,15 @@ class WeightFollower:
 
     async def _lost(self, error: LostWeightsError) -> None:
         log.warning("%s holds no version any more: %s", self._name, error)
-        self._counts["lost"] += 1
         async with self._state:
+            self._counts["lost"] += 1
             self.held, self.lineage = NO_VERSION, -1
             self._flipping = False
             self._state.notify_all()
 
     async def _failed(self, error: Exception) -> None:
         self._counts["failures"] += 1
+        if isinstance(error, DeadlineError):
+            self._status.wait_begins(ANSWER)
         log.warning("%s stays at version %d: %s", self._name, self.held, error)
         await asyncio.sleep(RETRY_S)

@@ -31,6 +31,7 @@ from asyncrl.generator.engines.receiver import Learner, LocalReceiver, LostWeigh
 from asyncrl.generator.engines.retry import RequestFailedError
 from asyncrl.generator.scoring.failure_streak import FIRST
 from asyncrl.generator.worker import Worker
+from asyncrl.telemetry.status import ProcessStatus
 from asyncrl.types import Scored, Step, Task, Turn
 
 RARE_HEARTBEATS = replace(
@@ -550,6 +551,53 @@ async def test_a_learner_that_is_gone_stops_nothing() -> None:
         h.learner.gone = False
         await h.learner.publish(1)
         await h.queue.until(lambda: h.queue.stats["held"] == 1)
+
+
+async def test_a_generator_shows_that_its_learner_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OneLearner:
+        async def lookup(self, key: str, wait_s: float) -> dict[str, Any]:
+            return {"endpoint": "tcp://127.0.0.1:9", "world": 1, "lineage": 0}
+
+    class Gone(Opening):
+        answers = asyncio.Event()
+
+        async def open(self, learner: Learner) -> None: ...
+
+        async def newest(self, newer_than: int, wait_s: float) -> int | None:
+            if not self.answers.is_set():
+                raise DeadlineError("worker", "the learner", "an answer to 'newest'", 1.0)
+            await asyncio.sleep(0)
+            return None
+
+    async def waits(count: int) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while len(status.waits(0.0)) != count:
+                await asyncio.sleep(0)
+
+    monkeypatch.setattr(weights, "RETRY_S", 0.0)
+    status, receiver = ProcessStatus(), Gone(asyncio.get_running_loop().create_future())
+    follower = weights.WeightFollower("worker", receiver, OneLearner(), status=status)  # type: ignore[arg-type]
+    following = asyncio.create_task(follower.run())
+    try:
+        await waits(1)
+        assert status.waits(0.0)[0].whom == "an answer of the learner"
+        receiver.answers.set()
+        await waits(0)
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+
+async def test_counts_of_weights_change_together_with_what_is_held() -> None:
+    """A heartbeat may come at any await: it must not report a loss beside the version that was lost."""
+    follower = weights.WeightFollower("worker", Any, Any)  # type: ignore[arg-type]
+    follower.held, follower.lineage = 3, 0
+    async with follower._state:  # somebody looks at the state
+        losing = asyncio.create_task(follower._lost(LostWeightsError("it restarted")))
+        await asyncio.sleep(0)
+        assert (follower.held, follower._counts["lost"]) == (3, 0)
+    await losing
+    assert (follower.held, follower._counts["lost"]) == (-1, 1)
 
 
 async def test_an_engine_that_lost_its_weights_holds_none_until_they_are_there_again(
