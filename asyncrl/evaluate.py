@@ -7,10 +7,10 @@ during a run are the same number for the same weights.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVar, cast
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -19,7 +19,7 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sections.rules import require
 from asyncrl.config.sections.tasks import MAIN, EvaluationSet, SourceConfig
 from asyncrl.errors import ConfigError
-from asyncrl.generator.engines.engine import Engine, LocalEngine
+from asyncrl.generator.engines.engine import Engine, LocalEngine, Sampler, SampleRequest
 from asyncrl.generator.engines.transformers.transformers_engine import load_transformers_engine
 from asyncrl.generator.process import load_engine
 from asyncrl.generator.rollouts import Rollouts
@@ -29,22 +29,27 @@ from asyncrl.learner.reporting.heldout import of_group, scores
 from asyncrl.models import policy_tokenizer
 from asyncrl.tasks.reader import framed
 from asyncrl.tasks.source import held_out
-from asyncrl.types import Group, Task
+from asyncrl.telemetry.bars import progress_of
+from asyncrl.types import Group, Task, Turn
 
+Result = TypeVar("Result")
 LoadEngine = Callable[[Config, PreTrainedTokenizerBase], Engine]
 SERVERS = ("vllm_server", "sglang")
 
 
 class Evaluator:
-    """One engine behind blocking calls, the embedded one unless given. A context manager."""
+    """One engine behind blocking calls, the embedded one unless given. A context manager. shows: progress on stderr."""
 
-    def __init__(self, config: Config, load: LoadEngine = load_transformers_engine) -> None:
+    def __init__(
+        self, config: Config, load: LoadEngine = load_transformers_engine, shows: bool = False
+    ) -> None:
         self._config, self._tasks = config, held_out(config)
         tokenizer = policy_tokenizer(config)
         self._engine = load(config, tokenizer)
         self._scorer = Scorer.from_config(config.reward)
         self._scorer.start()
-        self._rollouts = Rollouts(self._engine, tokenizer, self._scorer, config)
+        self._shows, self._sampler = shows, _CountingSampler(self._engine)
+        self._rollouts = Rollouts(self._sampler, tokenizer, self._scorer, config)
         self._loop = asyncio.Runner()
 
     def __enter__(self) -> Self:
@@ -68,17 +73,39 @@ class Evaluator:
             engine = cast(LocalEngine, self._engine)
             self._loop.run(engine.flip(weights, engine.version + 1))
         exam = Task(0, "", {})
-        return self._loop.run(self._rollouts.evaluate(exam, self._tasks[name], f"held-out/{name}", name))
+        made = self._rollouts.evaluate(exam, self._tasks[name], f"held-out/{name}", name)
+        samples = self._config.evaluation.named_sets[name].samples * len(self._tasks[name])
+        return self._loop.run(self._shown(made, samples))
 
     def answers(self, prompts: Sequence[str]) -> list[str]:
         """The text that the model makes of each prompt, framed as those of `tasks` are. Raises ConfigError where these
         differ in that."""
         source = _frame(self._config)
         tasks = [Task(ordinal, framed(prompt, source), {}) for ordinal, prompt in enumerate(prompts)]
-        return self._loop.run(self._answers(tasks))
+        return self._loop.run(self._shown(self._answers(tasks), len(tasks)))
 
     async def _answers(self, tasks: Sequence[Task]) -> list[str]:
         return await asyncio.gather(*(self._rollouts.answer(t, f"prompt-{t.ordinal}") for t in tasks))
+
+    async def _shown(self, work: Coroutine[Any, Any, Result], samples: int) -> Result:
+        """samples: that the work takes, where each is one request."""
+        if not self._shows:
+            return await work
+        turns = self._config.agent.several_turns
+        made, before = ("turns" if turns else "answers"), self._sampler.done
+        return await progress_of(work, made, lambda: self._sampler.done - before, None if turns else samples)
+
+
+class _CountingSampler:
+    """done: samples that were made."""
+
+    def __init__(self, engine: Sampler) -> None:
+        self._engine, self.done = engine, 0
+
+    async def sample(self, request: SampleRequest) -> list[Turn]:
+        made = await self._engine.sample(request)
+        self.done += request.n
+        return made
 
 
 def run(config: Config, model_path: str) -> dict[str, Any]:
@@ -89,7 +116,7 @@ def run(config: Config, model_path: str) -> dict[str, Any]:
         raise ConfigError(
             "evaluation.source", None, "names no held-out tasks", "set it as tasks.source is set"
         )
-    with Evaluator(_with_model(config, model_path), _load_engine) as evaluator:
+    with Evaluator(_with_model(config, model_path), _load_engine, shows=True) as evaluator:
         results = {name: _result(evaluator, name, chosen) for name, chosen in sets.items()}
     others = {name: result for name, result in results.items() if name != MAIN}
     return {"model": model_path, **results.get(MAIN, {}), **({"sets": others} if others else {})}
@@ -106,7 +133,7 @@ def _result(evaluator: Evaluator, name: str, chosen: EvaluationSet) -> dict[str,
 
 def generate(config: Config, model_path: str, prompts: Sequence[str]) -> list[str]:
     """`asyncrl generate`: one answer per prompt, sampled as in training."""
-    with Evaluator(_with_model(config, model_path), _load_engine) as evaluator:
+    with Evaluator(_with_model(config, model_path), _load_engine, shows=True) as evaluator:
         return evaluator.answers(prompts)
 
 

@@ -1,11 +1,13 @@
-"""Progress bars for what takes long, on a terminal only: a log keeps lines."""
+"""Progress of work that takes long, on stderr: a bar on a terminal, lines or nothing elsewhere."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -13,6 +15,9 @@ if TYPE_CHECKING:
 
 AFTER_S = 1.0
 """What is done sooner has no bar."""
+
+LINE_EVERY_S = 5.0
+BAR_EVERY_S = 0.5
 
 Thing = TypeVar("Thing")
 
@@ -54,3 +59,46 @@ def tracked(
     finally:
         if progress.live.is_started:
             progress.stop()
+
+
+async def progress_of(
+    work: Awaitable[Thing],
+    what: str,
+    done: Callable[[], int],
+    total: int | None,
+    every_s: float | None = None,
+) -> Thing:
+    """Await `work`, and show how much of it is done.
+
+    Args:
+        work: Counts in `done`.
+        what: The label.
+        done: Returns how many things are done.
+        total: How many there are; none: it is not known.
+        every_s: Seconds between two looks; unless given, LINE_EVERY_S for lines and BAR_EVERY_S for a bar.
+    """
+    task = asyncio.ensure_future(work)
+    seconds = every_s or (BAR_EVERY_S if bars_wanted() else LINE_EVERY_S)
+    try:
+        with _shower(what, total) as show:
+            while not (await asyncio.wait([task], timeout=seconds))[0]:
+                show(done())
+        return task.result()
+    finally:
+        task.cancel()
+
+
+@contextmanager
+def _shower(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    if not bars_wanted():
+        began, ending = time.monotonic(), "" if total is None else f" of {total}"
+        yield lambda done: print(
+            f"{what}: {done}{ending} ({time.monotonic() - began:.0f} s)", file=sys.stderr, flush=True
+        )
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task(what, total=total)
+        yield lambda done: progress.update(bar, completed=done)

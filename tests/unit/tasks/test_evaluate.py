@@ -113,3 +113,22 @@ def test_a_prompt_has_no_frame_where_sources_differ_in_it(
     config = config_with(tmp_path, model, "generator.engine=vllm", *MIXED)
     with pytest.raises(ConfigError, match=r"tasks\.mixture = \['a', 'b'\]: frames the prompts"):
         answers(config, model, monkeypatch)
+
+
+def test_eval_and_generate_show_how_many_answers_there_are(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown: list[tuple[str, int | None, int]] = []
+
+    async def progress_of(work: Any, what: str, done: Any, total: int | None) -> Any:
+        made = await work
+        shown.append((what, total, done()))
+        return made
+
+    monkeypatch.setattr(evaluate, "progress_of", progress_of)
+    words = ["source=asyncrl.tasks.addition:heldout", "options={digits: 1, size: 5}", "samples=2"]
+    held_out = [f"evaluation.{word}" for word in [*words, "temperature=1.0"]]
+    config = config_with(tmp_path, model, "generator.engine=vllm", *held_out)
+    answers(config, model, monkeypatch)
+    evaluate.run(config, str(model))
+    assert shown == [("answers", 2, 2), ("answers", 10, 10)]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 from itertools import count
 
 import pytest
 from rich.console import Console
 
-from asyncrl.telemetry.bars import tracked
+from asyncrl.telemetry.bars import progress_of, tracked
 
 
 def drawn(seconds_each: float) -> tuple[list[int], str]:
@@ -35,3 +36,35 @@ def test_without_a_terminal_there_is_no_bar(capsys: pytest.CaptureFixture[str]) 
     ticks = count()
     assert list(tracked([1, 2], "reading weights", clock=lambda: next(ticks) * 5.0)) == [1, 2]
     assert capsys.readouterr() == ("", "")
+
+
+async def test_without_a_terminal_long_work_has_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    looks, enough = count(), asyncio.Event()
+
+    async def work() -> str:
+        await enough.wait()
+        return "the answer"
+
+    def done() -> int:
+        look = next(looks)
+        if look == 2:
+            enough.set()
+        return look
+
+    assert await progress_of(work(), "answers", done, 3, every_s=0.001) == "the answer"
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(" (")[0] for line in lines[:3]] == [f"answers: {n} of 3" for n in range(3)]
+
+
+async def test_work_that_fails_or_is_cancelled_ends_its_progress() -> None:
+    async def fails() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await progress_of(fails(), "answers", int, None)
+    endless = asyncio.get_running_loop().create_future()
+    shown = asyncio.ensure_future(progress_of(endless, "answers", int, None))
+    await asyncio.sleep(0)
+    shown.cancel()
+    await asyncio.gather(shown, return_exceptions=True)
+    assert endless.cancelled()
