@@ -27,10 +27,8 @@ from asyncrl.types import Version
 def reset(book: LedgerState, e: ev.Rewound) -> None:
     book.forget_steps(book.version)
     book.gone += book.items
-    grants = max(book.grants, e.frontier.grants)
     book.settings = e.settings
     book.reset(e.frontier, e.lineage)
-    book.grants = grants
     book.open(e.settings, e.learner_epoch, e.opener)
 
 

@@ -177,6 +177,38 @@ def test_groups_too_old_for_the_branch_are_made_again() -> None:
         assert hand.train() == (3,)
 
 
+@pytest.mark.parametrize(("back", "kept"), [(3, True), (2, False)])
+def test_finished_turns_too_new_for_the_branch_are_forgotten(back: int, kept: bool) -> None:
+    """B = 1, η = 1: ordinal 4 is under way with version 3. Back at 2 its turns count as made by 2, which may start
+    ranks below F(4) = 4 alone."""
+    hand = Hand(settings_of(), tasks=6)
+    frontiers = []
+    for _ in range(3):
+        hand.make()
+        hand.train()
+        frontiers.append(hand.frontier())
+    (lease,) = hand.ledger.lease("w", 3, hand.ledger.book.lineage, 1, 0.0)
+    assert lease.ordinal == 4
+    hand.ledger.progress(4, lease.epoch, 7)
+    hand.ledger.open(hand.stream, frontiers[back - 1])
+    assert hand.ledger.book.items[4].progress == kept
+    assert hand.ledger.book.items[4].held == back
+
+
+def test_a_lease_after_a_rewind_is_new_though_its_number_comes_again() -> None:
+    """The steps since the frontier are lost, so the stream begins anew there: lease numbers too."""
+    hand = Hand(settings_of())
+    frontier = hand.frontier()
+    (old,) = hand.ledger.lease("w", 0, 0, 1, 0.0)
+    hand.ledger.open(replace(hand.stream, depth=hand.stream.depth + 1), frontier)
+    hand.ledger.submit(0, 20)
+    (new,) = hand.ledger.lease("w", 0, hand.ledger.book.lineage, 1, 0.0)
+    assert new.ordinal == old.ordinal
+    with pytest.raises(RefusedError, match="fenced"):
+        hand.ledger.commit(old.ordinal, old.epoch, 1, 1, 0, 0)
+    assert hand.ledger.commit(new.ordinal, new.epoch, 1, 1, 0, 0)
+
+
 def test_a_step_that_is_refused_when_repeated_ends_the_record() -> None:
     """Back at 0 of 3 steps, step 0 gives a NaN now: 0 is dropped, and 1 takes its place if the bound allows."""
     hand = Hand(settings_of(groups=1, staleness=1))
