@@ -8,8 +8,6 @@ from functools import cache
 from pathlib import Path
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
-
-
 SUMMARY = "## summary.json"
 
 
@@ -18,15 +16,25 @@ def unlisted(keys: Iterable[str]) -> list[str]:
     return sorted(key for key in keys if not _families().fullmatch(key))
 
 
+def listed(prefix: str) -> set[str]:
+    """The keys and families of the rows that begin with `prefix`."""
+    return {name for name in _of_rows() if name.startswith(prefix)}
+
+
 def summary_keys() -> set[str]:
+    """The keys of summary.json."""
     return set(_names(PAGE.read_text("utf-8").partition(SUMMARY)[2]))
 
 
 @cache
 def _families() -> re.Pattern[str]:
     """`<…>` in a key stands for any name."""
-    names = _names(PAGE.read_text("utf-8").partition(SUMMARY)[0])
+    names = _of_rows()
     return re.compile("|".join(".+".join(map(re.escape, re.split(r"<[^>]+>", name))) for name in names))
+
+
+def _of_rows() -> list[str]:
+    return _names(PAGE.read_text("utf-8").partition(SUMMARY)[0])
 
 
 def _names(text: str) -> list[str]:

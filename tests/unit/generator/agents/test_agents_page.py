@@ -9,31 +9,30 @@ from typing import Any
 
 import yaml
 from agent_cases import SAMPLING, Speaker, agent
+from pages import blocks, text_of
+from site_pages import keys
 
-from asyncrl.config.docs import key_comments
 from asyncrl.config.sections.agent import AgentConfig
 from asyncrl.generator.agents.tools import Tool, load_tools
 from asyncrl.types import Task
 
 ROOT = Path(__file__).parents[4]
-PAGE = (ROOT / "docs" / "agents.md").read_text("utf-8")
-
-
-def shown(language: str) -> list[str]:
-    return [block.partition("```")[0].strip() for block in PAGE.split(f"```{language}")[1:]]
+PAGE = text_of("docs/agents.md")
 
 
 def test_the_tool_is_that_of_the_example(monkeypatch: Any) -> None:
     monkeypatch.chdir(ROOT)
-    assert shown("python")[0] in (ROOT / "examples" / "calculator_agent.py").read_text("utf-8")
-    settings = AgentConfig(**yaml.safe_load(shown("yaml")[0])["agent"])
+    assert blocks("docs/agents.md", "python")[0].strip() in (
+        ROOT / "examples" / "calculator_agent.py"
+    ).read_text("utf-8")
+    settings = AgentConfig(**yaml.safe_load(blocks("docs/agents.md", "yaml")[0])["agent"])
     (multiply,) = load_tools(settings.tools)
     assert Tool.of(multiply).schema["function"]["parameters"]["required"] == ["a", "b"]
 
 
 async def test_the_environment_can_be_played() -> None:
     made: dict[str, Any] = {}
-    exec(shown("python")[1], made)
+    exec(blocks("docs/agents.md", "python")[1], made)
 
     def halving(so_far: str) -> str:
         low, high, guess = 0, 100, 50
@@ -48,5 +47,9 @@ async def test_the_environment_can_be_played() -> None:
         assert (played.ended, played.rollout({}).reward) == ("done", reward)
 
 
-def test_every_key_is_told_of() -> None:
-    assert all(key_comments().get(f"agent.{key}") for key in AgentConfig.__dataclass_fields__)
+def test_every_key_is_on_the_page() -> None:
+    (settings,) = blocks("docs/agents.md", "yaml")
+    named = {key.split(".")[1] for key, _ in keys(PAGE) if key.startswith("agent.")} | set(
+        yaml.safe_load(settings)["agent"]
+    )
+    assert named == set(AgentConfig.__dataclass_fields__)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
+from statistics import mean
 
 import pytest
 
-from asyncrl.bench.climb import presets
+from asyncrl.bench.climb import EDGE, presets
 from asyncrl.cli import main
 from asyncrl.learner.algorithms.catalogue import KINDS, as_markdown, rows
 
-DOCS = Path(__file__).parents[4] / "docs"
+ROOT = Path(__file__).parents[4]
+DOCS = ROOT / "docs"
+CLIMB = ROOT / "bench" / "results" / "climb_cpu2_2026-11-21.json"
+ROW = r"^\| `(\w+)` \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| (\d+) \|$"
 PAGES = {
     "advantage": "advantages.md",
     "loss": "losses.md",
@@ -49,6 +55,13 @@ def test_the_command_prints_the_catalogue(capsys: pytest.CaptureFixture[str]) ->
     assert "  vapo " in capsys.readouterr().out
 
 
-def test_the_page_tells_how_each_preset_climbed() -> None:
+def test_the_page_has_the_figures_of_the_run_in_which_each_preset_climbed() -> None:
     page = (DOCS / "algorithms.md").read_text("utf-8")
-    assert all(f"| `{preset}` |" in page for preset in presets())
+    table = {name: cells for name, *cells in re.findall(ROW, page, re.MULTILINE)}
+    assert table.keys() == set(presets())
+    measured = {run["preset"]: run for run in json.loads(CLIMB.read_text("utf-8"))}
+    later = set(re.findall(r"`(\w+)`: \d+ November", page))
+    for name in measured.keys() - later:
+        rewards = measured[name]["rewards"]
+        figures = [mean(rewards[:EDGE]), mean(rewards[-EDGE:]), measured[name]["best"]]
+        assert table[name] == [*(f"{figure:.2f}" for figure in figures), str(len(rewards))], name
