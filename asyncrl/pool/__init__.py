@@ -1,1 +1,1 @@
-"""Pools: processes that add columns to groups which wait in the queue, what a model says of them or their rewards."""
+"""Pools: processes that add columns to groups waiting in the queue: the predictions of a model, or rewards."""

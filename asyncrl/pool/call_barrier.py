@@ -1,4 +1,4 @@
-"""The calls of a learner that trains a model of this pool: each is due once every rank of the learner has made it.
+"""The calls of a learner that trains a model of this pool. Each is due once every rank of the learner has made it.
 
 rank 0   batch · batch · learn 0 ──────── norm 1 ─▸ ┐
 rank 1   batch · learn 0 ── norm 1 ───────────────▸ ├─▸ learn 0 (batches of rank 0, then of rank 1) ▸ norm 1
@@ -20,16 +20,16 @@ MAX_RANKS = 1 << 16
 
 @dataclass(slots=True)
 class BarrierCall(Generic[Ticket]):
-    """batches, tickets: by rank, as far as they have made it"""
+    """batches, tickets: of the ranks that have made the call"""
 
     kind: str
-    said: Mapping[str, Any]
+    arguments: Mapping[str, Any]
     batches: dict[int, list[Frames]] = field(default_factory=dict)
     tickets: dict[int, Ticket] = field(default_factory=dict)
 
 
 class CallBarrier(Generic[Ticket]):
-    """One learner, of so many ranks. A ticket says where the answer to one rank goes."""
+    """The calls of one learner of `world` ranks. A ticket is the address of the reply to one rank."""
 
     def __init__(self, world: int) -> None:
         if not 0 < world <= MAX_RANKS:
@@ -40,7 +40,7 @@ class CallBarrier(Generic[Ticket]):
         self._due: dict[int, BarrierCall[Ticket]] = {}
 
     def batch(self, rank: int, number: int, frames: Frames) -> None:
-        """For this rank's next call. Raises WireError for another one."""
+        """Add a batch to the rank's next call. Raises WireError for another call."""
         self._check(rank, number)
         self._batches[rank].append(frames)
 
@@ -49,24 +49,32 @@ class CallBarrier(Generic[Ticket]):
         rank: int,
         number: int,
         kind: str,
-        said: Mapping[str, Any],
+        arguments: Mapping[str, Any],
         ticket: Ticket,
         batches: int = 0,
     ) -> BarrierCall[Ticket] | None:
-        """The call, if with this rank all have made it. batches: so many came for it.
+        """Note that a rank has made a call.
 
-        Raises WireError for one out of order or whose batches are not all there, RefusedError 'disagree' where another
-        rank has made another call.
+        Args:
+            batches: number of batches that the rank has sent for it
+
+        Returns:
+            The call, if all ranks have made it now.
+
+        Raises:
+            WireError: it is out of order, or batches are missing
+            RefusedError: ("disagree") another rank has made another call
         """
         self._check(rank, number)
         if len(self._batches[rank]) != batches:
             raise WireError(
                 f"{kind} {number} of rank {rank}: {len(self._batches[rank])} of {batches} batches"
             )
-        call = self._due.setdefault(number, BarrierCall(kind, said))
-        if call.kind != kind or not _same(call.said, said):
+        call = self._due.setdefault(number, BarrierCall(kind, arguments))
+        if call.kind != kind or not _same(call.arguments, arguments):
             raise RefusedError(
-                "disagree", f"call {number}: rank {rank} says {kind} {said}, another {call.kind} {call.said}"
+                "disagree",
+                f"call {number}: rank {rank} makes {kind} {arguments}, another {call.kind} {call.arguments}",
             )
         call.batches[rank], call.tickets[rank] = self._batches[rank], ticket
         self._batches[rank] = []
@@ -81,7 +89,7 @@ class CallBarrier(Generic[Ticket]):
 
 
 def _same(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
-    """NaN is a scale that ranks agree on."""
+    """Equal; NaN equals NaN, as a scale that ranks agree on."""
     return mine.keys() == theirs.keys() and all(
         mine[name] == theirs[name] or (mine[name] != mine[name] and theirs[name] != theirs[name])
         for name in mine

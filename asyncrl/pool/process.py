@@ -1,4 +1,4 @@
-"""A pool process: the parts of a worker, made from the config."""
+"""A pool process: makes the parts of a worker from the config, and runs it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from asyncrl.config.sections.placement import REWARDS
 from asyncrl.config.sections.rules import require
 from asyncrl.generator.scoring.rewards import Scorer
 from asyncrl.generator.threads import in_thread
-from asyncrl.learner.remote.remote_protocol import board_key
+from asyncrl.learner.remote.remote_protocol import registry_key
 from asyncrl.learner.training.requirements import taught_on_pools
 from asyncrl.models import load_tokenizer
-from asyncrl.pool.inference_model import InferenceModel
+from asyncrl.pool.model import InferenceModel
 from asyncrl.pool.scoring import Scoring
 from asyncrl.pool.trained_model import TrainedModel
 from asyncrl.pool.training_server import TrainingServer
@@ -27,11 +27,16 @@ from asyncrl.telemetry.status import ProcessStatus
 
 
 async def run_pool(config: Config, model: str, *, name: str, status: ProcessStatus | None = None) -> None:
-    """Work on groups until the run is closed. model: one of those that `placement` has on a pool · status: gets the
-    figures and the waits of this process.
+    """Work on groups until the run is closed.
 
-    Raises ConfigError for another one and for what cannot be loaded, DeadlineError if the queue does not answer, the
-    learner does not open the stream, or the work on a group takes too long.
+    Args:
+        model: one of those that `placement` has on a pool
+        status: gets the figures and the waits of this process
+
+    Raises:
+        ConfigError: there is no pool of this model, or it cannot be loaded
+        DeadlineError: the queue does not answer, the learner does not open the stream, or the work on a group takes
+            too long
     """
     pools, status = config.placement.pools, status or ProcessStatus()
     require(
@@ -62,7 +67,7 @@ async def run_pool(config: Config, model: str, *, name: str, status: ProcessStat
         try:
             await client.connect()
             if isinstance(work, TrainingServer):
-                await client.post(board_key(model), work.where)
+                await client.post(registry_key(model), work.where)
             await PoolWorker(name, model, work, client, config, status).run()
         finally:
             await client.close()
@@ -71,8 +76,12 @@ async def run_pool(config: Config, model: str, *, name: str, status: ProcessStat
 async def load_work(
     config: Config, model: str, keys: ClientKeys | None, closing: ExitStack, status: ProcessStatus
 ) -> PoolWork | None:
-    """What the pool of `model` does. closing: gets what is to be closed at the end · status: gets warnings.
-    None, at the end, on the ranks of a model that only follow the first one."""
+    """The work of the pool of `model`. On the ranks of a model above 0: follow rank 0 to the end, then None.
+
+    Args:
+        closing: gets the parts that must be closed at the end
+        status: gets warnings
+    """
     if model == REWARDS:
         return _scoring(config, closing, status)
     loaded: InferenceModel | TrainedModel
@@ -83,9 +92,9 @@ async def load_work(
         return None
     if isinstance(loaded, InferenceModel):
         return loaded
-    lessons = TrainingServer(loaded, own_host(config.queue.address), keys)
-    closing.callback(lessons.close)
-    return lessons
+    server = TrainingServer(loaded, own_host(config.queue.address), keys)
+    closing.callback(server.close)
+    return server
 
 
 def _scoring(config: Config, closing: ExitStack, status: ProcessStatus) -> Scoring:

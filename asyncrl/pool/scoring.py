@@ -1,4 +1,4 @@
-"""The reward functions of a pool: what they add to the rewards of a group, and which groups teach nothing."""
+"""The reward functions of a pool: they add to the rewards of a group, and drop groups without anything to learn."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asyncrl.generator.scoring.rewards import RewardError, Scorer
 from asyncrl.generator.scoring.scores import Score
 from asyncrl.learner.reporting.evaluation import EVAL
 from asyncrl.learner.train_stream import TRAIN
-from asyncrl.pool.worker import Doing, LeftOut
+from asyncrl.pool.worker import AddColumns, LeftOut
 from asyncrl.queue.wire.columns import REWARDS
 from asyncrl.queue.wire.payload import PART
 from asyncrl.types import ANSWER, UNSCORED, Array, Group, Rollout, Task
@@ -25,16 +25,16 @@ from asyncrl.types import ANSWER, UNSCORED, Array, Group, Rollout, Task
 log = logging.getLogger(__name__)
 
 REWARD = "reward"
-"""The reason of groups that a function failed at."""
+"""The drop reason of groups that a function failed at."""
 
 
 class Scoring:
-    """`Work` of the pool of rewards. A group's reward is what it came with plus what these functions make of it.
+    """`PoolWork` of the pool of rewards. These functions add to the reward that a group came with.
 
     held_out: the tasks of each set of `evaluation`, in their order
     """
 
-    at_once = 16  # each function has workers of its own
+    concurrency = 16  # each function has workers of its own
 
     def __init__(
         self,
@@ -46,18 +46,18 @@ class Scoring:
         self._scorer, self._tokenizer, self._config, self._held_out = scorer, tokenizer, config, held_out
 
     @property
-    def streams(self) -> Mapping[str, Doing]:
+    def streams(self) -> Mapping[str, AddColumns]:
         return {TRAIN: self.score, EVAL: self.evaluate}
 
     def stats(self) -> Mapping[str, float]:
-        """Those of the functions, see `Scorer.stats`."""
+        """As `Scorer.stats`."""
         return self._scorer.stats()
 
     async def ready(self) -> None:
-        """At once."""
+        """Returns at once."""
 
     def check(self) -> None:
-        """Nothing."""
+        """Never fails."""
 
     async def score(self, group: Group) -> Mapping[str, Array]:
         """Raises LeftOut for a group that a function fails at, and for one that `algorithm.filter` drops."""
@@ -66,14 +66,14 @@ class Scoring:
         except RewardError as error:
             raise LeftOut(REWARD, str(error)) from None
         if any(score.steps is not None for score in scores):
-            raise LeftOut(REWARD, "functions of a pool cannot speak of steps: those of the generators can")
+            raise LeftOut(REWARD, "functions of a pool cannot score steps: those of the generators can")
         scored = _with_scores(group, scores)
         if not passes_filter(scored, self._config):
             raise LeftOut(FILTERED)
         return _columns(scored)
 
     async def evaluate(self, group: Group) -> Mapping[str, Array]:
-        """Of a chunk of held-out tasks. A task that a function fails at counts as 0, as in `Rollouts.evaluate`."""
+        """Score a chunk of held-out tasks. A task that a function fails at counts as 0, as in `Rollouts.evaluate`."""
         data, rollouts = group.task.data, [*group.rollouts()]
         tasks = self._held_out[str(data["set"])][int(data["start"]) : int(data["stop"])]
         samples = len(rollouts) // len(tasks)
@@ -109,14 +109,14 @@ class Scoring:
         return scores
 
     def _text(self, rollout: Rollout) -> str:
-        """What the policy said last: what comes after the last token that it did not make."""
+        """The last turn of the policy: the text after the last token that it did not make."""
         others = np.flatnonzero(rollout.loss_mask == 0)
-        last_words = rollout.token_ids[others[-1] + 1 :] if others.size else rollout.token_ids
-        return str(self._tokenizer.decode(last_words, skip_special_tokens=True))
+        last_turn = rollout.token_ids[others[-1] + 1 :] if others.size else rollout.token_ids
+        return str(self._tokenizer.decode(last_turn, skip_special_tokens=True))
 
 
 def _unscored(rollout: Rollout) -> Score:
-    """What makes 0 of what a generator has given it."""
+    """The score that cancels the reward of the generator."""
     return Score(-rollout.reward, {UNSCORED: 1.0})
 
 

@@ -1,4 +1,4 @@
-"""A pool's model that learns. Its learner calls it on all ranks at once (`training_server.py`)."""
+"""A model of a pool that learns. Its learner calls it on all ranks at once (`training_server.py`)."""
 
 from __future__ import annotations
 
@@ -21,42 +21,41 @@ from asyncrl.learner.training.trainables import objective_beside
 from asyncrl.pool.model import PoolModel
 
 NAME = re.compile(r"v\d{6,}|\.v\d{6,}\.partial")
-"""Of a checkpoint, whole or being written."""
+"""The name of a checkpoint, whole or being written."""
 
 
 class TrainedModel(PoolModel):
-    """One of `roles.LEARNING`. Beside the jobs of an inference model it runs the calls of `remote_protocol.py`, with
-    their arguments; LEARN has the batches too. An error is the same on all ranks and ends them, unless it is about a
-    folder."""
+    """One of `roles.LEARNING`. Its further jobs are the calls of `remote_protocol.py` with their arguments; LEARN has
+    the batches too. An error is the same on all ranks and ends them, unless it is about a folder."""
 
     def __init__(self, name: str, config: Config) -> None:
         torch.manual_seed(config.run.seed)
         super().__init__(name, config)
         self._objective = objective_beside(name, config)
         self._checkpoints = Path(config.run.dir) / config.run.name / checkpoint.FOLDER
-        self._moved = False  # from what it is at the beginning of a run
+        self._changed = False  # since the beginning of a run
         self._jobs |= {
             BEGIN: self._begin,
             LEARN: self._learn,
-            NORM: lambda said: self._model.gradient_norm(said["scale"]),
+            NORM: lambda arguments: self._model.gradient_norm(arguments["scale"]),
             STEP: self._step,
-            FORGET: lambda said: self._model.forget_gradients(),
+            FORGET: lambda arguments: self._model.forget_gradients(),
             SAVE: self._save,
         }
 
     @property
     def reads(self) -> Sequence[str]:
-        """Columns of the batches that it learns from."""
+        """The columns of its objective."""
         return self._objective.reads
 
-    def _begin(self, said: Mapping[str, Any]) -> str:
-        """As the checkpoint of this name has it; None: as at the beginning of a run. Returns why not."""
-        name = said["checkpoint"]
-        if self._moved and name is None:
+    def _begin(self, arguments: Mapping[str, Any]) -> str:
+        """Load the checkpoint of this name; None: begin anew. Returns the reason why it failed, or an empty text."""
+        name = arguments["checkpoint"]
+        if self._changed and name is None:
             del self._model  # not two of them at once
-            self._model, self._moved = self._made(), False
+            self._model, self._changed = self._load_initial(), False
         self._model.forget_gradients()
-        return "" if name is None else _why_not(lambda: self._load(self._folder(name)))
+        return "" if name is None else _failure_of(lambda: self._load(self._folder(name)))
 
     def _load(self, folder: Path) -> None:
         require(
@@ -67,38 +66,38 @@ class TrainedModel(PoolModel):
             "pool does not see the folder of the run",
             f"set placement.{self.name}.where=colocated, or let all machines share run.dir",
         )
-        self._moved = True
+        self._changed = True
         storage.load(folder, {self.name: self._model.state()})
         self._model.publish_masters()
 
-    def _learn(self, said: Mapping[str, Any]) -> list[Any]:
-        """What each batch has found, in their order. Each rank takes every world-th; they run equally many passes."""
-        batches, rank, world = said["batches"], self.ranks.rank, self.ranks.world
+    def _learn(self, arguments: Mapping[str, Any]) -> list[Any]:
+        """The results of the batches, in their order. Each rank takes every world-th batch; all run as many passes."""
+        batches, rank, world = arguments["batches"], self.ranks.rank, self.ranks.world
         mine = [remote_protocol.decode_batch(frames, self.reads) for frames in batches[rank::world]]
         passes = -(-len(batches) // world)
-        found = run_passes(self._model, self._objective, mine, passes, said["version"])
+        found = run_passes(self._model, self._objective, mine, passes, arguments["version"])
         wires = [each.to_wire() for each in found]
         every = [wires] if world == 1 else ranks.exchange(wires)
         return [every[i % world][i // world] for i in range(len(batches))]
 
-    def _step(self, said: Mapping[str, Any]) -> float:
-        self._moved = True
-        return self._model.optimizer_step(said["scale"], said["lr"])
+    def _step(self, arguments: Mapping[str, Any]) -> float:
+        self._changed = True
+        return self._model.optimizer_step(arguments["scale"], arguments["lr"])
 
-    def _save(self, said: Mapping[str, Any]) -> str:
-        """Returns why not."""
+    def _save(self, arguments: Mapping[str, Any]) -> str:
+        """Returns the reason why it failed, or an empty text."""
         state = storage.state_of({self.name: self._model.state()})
-        return _why_not(lambda: storage.save(self._folder(said["folder"]), state))
+        return _failure_of(lambda: storage.save(self._folder(arguments["folder"]), state))
 
     def _folder(self, checkpoint_name: str) -> Path:
-        """This model's in a checkpoint. Raises ValueError for a name that is none."""
+        """This model's folder in a checkpoint. Raises ValueError for a malformed name."""
         if not NAME.fullmatch(checkpoint_name):
-            raise ValueError(f"{checkpoint_name!r} is no checkpoint of a run")
+            raise ValueError(f"{checkpoint_name!r} is not the name of a checkpoint")
         return self._checkpoints / checkpoint_name / self.name
 
 
-def _why_not(work: Callable[[], None]) -> str:
-    """What is wrong with the folder that it works on; empty if nothing is."""
+def _failure_of(work: Callable[[], None]) -> str:
+    """The text of an error about the folder that the work uses; empty if there is none."""
     try:
         work()
     except (ConfigError, OSError, ValueError) as error:

@@ -1,12 +1,12 @@
-"""The pool's end of a model that learns: it answers the ranks of a learner, and adds the model's column to groups.
+"""The pool's end of a model that learns: it does the calls of a learner's ranks, and adds the model's column to groups.
 
-    RpcServer's thread   hello · begin, batch, learn, step … ─▸ checked ─▸ call_barrier.py ─▸ what is due
+    RPC thread             hello · begin, batch, learn, step … ─▸ checked ─▸ call_barrier.py ─▸ calls that are due
                                                                                                 │
-    the lessons' thread      ◂─ answers ── one after the other on all ranks of the model ◂──────┘
-    hands of the worker      groups ─▸ the model as it is now ─▸ columns
+    calls thread           ◂─ replies ── one after the other on all ranks of the model ◂────────┘
+    tasks of the worker    groups ─▸ the model as it is now ─▸ columns
 
-A learner begins with an epoch, that of its stream at the queue; from then on none with an older one is listened to.
-A process that is started anew has another incarnation and no session: it cannot be taken for the one before.
+A learner begins with an epoch, that of its stream at the queue; from then on requests with an older one are refused.
+A process that is started anew has another incarnation and no session: it cannot be mistaken for the one before.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from asyncrl.learner.training.passes import PassResult
 from asyncrl.learner.training.requirements import COLUMN_OF
 from asyncrl.pool.call_barrier import BarrierCall, CallBarrier
 from asyncrl.pool.trained_model import TrainedModel
-from asyncrl.pool.worker import Doing
+from asyncrl.pool.worker import AddColumns
 from asyncrl.rpc.keys import ClientKeys
 from asyncrl.rpc.message import Fields
 from asyncrl.rpc.server import RpcRequest, RpcServer
@@ -34,24 +34,26 @@ from asyncrl.types import Array, Group
 
 
 class TrainingServer:
-    """`Work` of a model that learns, in rank 0 of its process. host: this machine, as the learner sees it."""
+    """`PoolWork` of a model that learns, in rank 0 of its process. host: address of this machine for the learner."""
 
-    at_once = 1
+    concurrency = 1
 
     def __init__(self, model: TrainedModel, host: str, keys: ClientKeys | None = None) -> None:
         self._model, self._incarnation = model, uuid.uuid4().hex
         self._steps, self._epoch, self._session = 0, -1, ""
-        self._lockstep: CallBarrier[RpcRequest] | None = None
+        self._barrier: CallBarrier[RpcRequest] | None = None
         self._begun = threading.Event()
         self._broken: BaseException | None = None
         self._due: SimpleQueue[BarrierCall[RpcRequest] | None] = SimpleQueue()
         self._server = RpcServer(host, f"pool of the {model.name}", self._handle, keys)
-        self._thread = threading.Thread(target=self._teach, name=f"lessons of the {model.name}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run_calls, name=f"calls of the {model.name}", daemon=True
+        )
         self._thread.start()
 
     @property
     def where(self) -> dict[str, str]:
-        """For the run's board."""
+        """For the run's registry."""
         return {"endpoint": self._server.endpoint, "incarnation": self._incarnation}
 
     def close(self) -> None:
@@ -61,31 +63,31 @@ class TrainingServer:
     # ------------------------------------------------------------------ groups
 
     @property
-    def streams(self) -> Mapping[str, Doing]:
+    def streams(self) -> Mapping[str, AddColumns]:
         return {TRAIN: self.columns}
 
     def stats(self) -> Mapping[str, float]:
-        """steps made · malformed: requests that made no sense · strangers: peers without the right keys."""
+        """steps made · malformed requests · strangers: peers without the right keys."""
         return {"steps": self._steps, "malformed": self._server.malformed, "strangers": self._server.refused}
 
     async def ready(self) -> None:
-        """Once a learner has said what to begin with. Raises DeadlineError after `learner.groups_deadline_s`."""
+        """Returns once a learner has begun. Raises DeadlineError after `learner.groups_deadline_s`."""
         seconds = self._model.config.learner.groups_deadline_s
         if not await in_thread(self._begun.wait, seconds):
             who, what = f"the pool of the {self._model.name}", "the checkpoint to begin with"
             raise DeadlineError(who, "the learner", what, seconds)
 
     def check(self) -> None:
-        """Raises what a call has failed with."""
+        """Raises the error of a call that failed."""
         if self._broken is not None:
             raise self._broken
 
     async def columns(self, group: Group) -> Mapping[str, Array]:
-        """By the weights of now. What is not finite is the learner's to deal with, as if the model were there."""
+        """By the present weights. The learner deals with values that are not finite, as for a colocated model."""
         name = self._model.name
-        return {COLUMN_OF.get(name, name): (await self._model.said(group)).numpy()}
+        return {COLUMN_OF.get(name, name): (await self._model.predict_in_thread(group)).numpy()}
 
-    # ------------------------------------------------------------------ requests, in the server's thread
+    # ------------------------------------------------------------------ requests, in the RPC thread
 
     def _handle(self, request: RpcRequest) -> Fields | None:
         fields = request.fields
@@ -95,14 +97,14 @@ class TrainingServer:
             self._let_begin(fields["incarnation"], fields["epoch"], fields["world"])
         elif not self._session or fields["session"] != self._session:
             raise RefusedError("session", f"this pool has no session {fields['session']!r}")
-        assert self._lockstep is not None
+        assert self._barrier is not None
         rank, number = fields["rank"], fields["call"]
         if request.kind == BATCH:
             remote_protocol.decode_batch(fields["frames"], self._model.reads)
-            self._lockstep.batch(rank, number, fields["frames"])
+            self._barrier.batch(rank, number, fields["frames"])
             return {}
-        said = remote_protocol.what_goes_with(request.kind, fields)
-        call = self._lockstep.call(rank, number, request.kind, said, request, fields.get("batches", 0))
+        arguments = remote_protocol.arguments_of(request.kind, fields)
+        call = self._barrier.call(rank, number, request.kind, arguments, request, fields.get("batches", 0))
         if call is not None:
             self._due.put(call)
         return None
@@ -110,22 +112,22 @@ class TrainingServer:
     def _let_begin(self, incarnation: str, epoch: int, world: int) -> None:
         """The first rank of a new learner ends the session of the one before."""
         if incarnation != self._incarnation:
-            raise RefusedError("session", f"this pool is not {incarnation!r}: look at the run's board")
+            raise RefusedError("session", f"this pool is not {incarnation!r}: see the run's registry")
         if epoch < self._epoch:
             raise RefusedError("fenced", f"learner epoch {epoch}, this pool has begun with {self._epoch}")
         if epoch > self._epoch:
-            self._lockstep = CallBarrier(world)
+            self._barrier = CallBarrier(world)
             self._epoch, self._session = epoch, self._session_of(epoch)
 
     def _session_of(self, epoch: int) -> str:
         return f"{self._incarnation}/{epoch}"
 
-    # ------------------------------------------------------------------ calls, in the lessons' thread
+    # ------------------------------------------------------------------ calls, in their thread
 
-    def _teach(self) -> None:
+    def _run_calls(self) -> None:
         while (call := self._due.get()) is not None:
             try:
-                answers = self._answers(call)
+                replies = self._replies(call)
             except RefusedError as refusal:
                 for request in call.tickets.values():
                     self._server.refuse(request, refusal.reason, refusal.detail)
@@ -136,27 +138,27 @@ class TrainingServer:
                 return
             else:
                 for rank, request in call.tickets.items():
-                    self._server.reply(request, answers[rank])
+                    self._server.reply(request, replies[rank])
 
-    def _answers(self, call: BarrierCall[RpcRequest]) -> Mapping[int, Fields]:
-        """To each rank. Raises RefusedError."""
+    def _replies(self, call: BarrierCall[RpcRequest]) -> Mapping[int, Fields]:
+        """Do the call. Returns the reply to each rank. Raises RefusedError."""
         if call.kind == LEARN:
             return self._learned(call)
-        value: Any = self._model.together(call.kind, dict(call.said))
+        value: Any = self._model.together(call.kind, dict(call.arguments))
         if call.kind in (BEGIN, SAVE) and value:
             raise RefusedError(BAD_FOLDER, f"{call.kind}: {value}")
-        answer: Fields = {"value": float(value)} if call.kind in (NORM, STEP) else {}
+        reply: Fields = {"value": float(value)} if call.kind in (NORM, STEP) else {}
         self._steps += call.kind == STEP
         if call.kind == BEGIN:
-            answer = {"session": self._session_of(call.said["epoch"])}
+            reply = {"session": self._session_of(call.arguments["epoch"])}
             self._begun.set()
-        return dict.fromkeys(call.tickets, answer)
+        return dict.fromkeys(call.tickets, reply)
 
     def _learned(self, call: BarrierCall[RpcRequest]) -> Mapping[int, Fields]:
         batches = [frames for rank in sorted(call.batches) for frames in call.batches[rank]]
-        found = iter(self._model.together(LEARN, {**call.said, "batches": batches}))
-        answers = {}
+        found = iter(self._model.together(LEARN, {**call.arguments, "batches": batches}))
+        replies = {}
         for rank in sorted(call.batches):
             mine = [PassResult.from_wire(next(found)) for _ in call.batches[rank]]
-            answers[rank] = {"found": PassResult.total(mine).to_wire()}
-        return answers
+            replies[rank] = {"found": PassResult.total(mine).to_wire()}
+        return replies

@@ -2,15 +2,15 @@
 
               queue                           this process
    ┌───────────────────────────┐
-   │ stage_lease (parks until  │──▸ a hand ──▸ work ──▸ columns
+   │ stage_lease (parks until  │──▸ a task ──▸ work ──▸ columns
    │  a group waits)           │                │
    │ stage_commit │ stage_drop │◂───────────────┘ it leaves the group out
    │ renew, with stats         │◂── heartbeat
    └───────────────────────────┘
 
-Hands wait for the queue, and `deadline_s` at most for the work. There is one more of them than groups that are worked
-on at once: it fetches the next one and hands the last one over. What a process held when it died waits for another one
-once its leases have expired.
+Each task waits for the queue, and `deadline_s` at most for the work. There is one task more than groups that are worked
+on at once: it fetches the next group and hands the last one over. The groups of a process that died wait for another
+process once its leases have expired.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ LEASE_S = 10.0
 """How long a lease request may park at the queue before it is made again."""
 
 UNKNOWN = "unknown_stage"
-"""What the queue answers until the learner has opened the stream with this stage."""
+"""Refusal by the queue until the learner has opened the stream with this stage."""
 
 LEARNER, GROUP = "the learner", "a group from the queue"
-"""What a pool waits for, as its status has it."""
+"""The waits of a pool, in its status."""
 
-LOOK_S = 0.5
-"""Between two requests that the queue answers so."""
+RETRY_S = 0.5
+"""Between two requests that the queue refuses so."""
 
 
 class LeftOut(Exception):  # noqa: N818  (a decision, not a failure)
@@ -53,35 +53,35 @@ class LeftOut(Exception):  # noqa: N818  (a decision, not a failure)
         self.reason = reason
 
 
-Doing = Callable[[Group], Awaitable[Mapping[str, Array]]]
-"""A group's columns, as `QueueClient.stage_commit` takes them. They depend on this group alone, not on who waits beside
-it. Raises LeftOut."""
+AddColumns = Callable[[Group], Awaitable[Mapping[str, Array]]]
+"""A group's columns, as `QueueClient.stage_commit` takes them. They depend on this group alone, not on others that wait
+beside it. Raises LeftOut."""
 
 
 class PoolWork(Protocol):
-    """What a pool does with the groups of each stream. at_once: groups that it can do side by side."""
+    """The work of a pool on the groups of each stream. concurrency: groups that it can do side by side."""
 
     @property
-    def at_once(self) -> int: ...
+    def concurrency(self) -> int: ...
 
     @property
-    def streams(self) -> Mapping[str, Doing]: ...
+    def streams(self) -> Mapping[str, AddColumns]: ...
 
     def stats(self) -> Mapping[str, float]:
         """Totals of its own, for telemetry."""
         ...
 
     async def ready(self) -> None:
-        """Returns once it may be asked for columns."""
+        """Wait until columns can be made."""
         ...
 
     def check(self) -> None:
-        """Raises what it cannot go on after. Asked with every heartbeat."""
+        """Raise an error that the work cannot go on after. Called with every heartbeat."""
         ...
 
 
 class PoolClient(Protocol):
-    """What a pool needs of the queue's client."""
+    """The part of `QueueClient` that a pool uses."""
 
     async def stage_lease(
         self, stream: str, stage: str, *, most: int, wait_s: float
@@ -97,8 +97,12 @@ class PoolClient(Protocol):
 
 
 class PoolWorker:
-    """One process of the pool of `stage`. name: of the process, unique in the run · status: gets the stats of each
-    heartbeat, and what the process waits for."""
+    """One process of the pool of `stage`.
+
+    Args:
+        name: of the process, unique in the run
+        status: gets the stats of each heartbeat, and the waits
+    """
 
     def __init__(
         self,
@@ -115,35 +119,34 @@ class PoolWorker:
         self._deadline_s = config.placement.places[stage].deadline_s
         self._learner_deadline_s = config.learner.groups_deadline_s
         self._heartbeat_s = config.generator.heartbeat_s
-        self._free = asyncio.Semaphore(work.at_once)
+        self._free = asyncio.Semaphore(work.concurrency)
         self._counts = Counter[str](groups=0)
         self._working, self._since, self._busy_s = 0, 0.0, 0.0
 
     async def run(self) -> None:
-        """Until the run is closed (returns), or something fails (raises it), or cancelled. Raises ConfigError where the
-        learner has another configuration."""
+        """Work until the run is closed. Raises the first error; ConfigError if the learner has another config."""
         try:
             async with asyncio.TaskGroup() as loops:
                 loops.create_task(self._heartbeat())
                 with self._status.waiting(LEARNER, self._learner_deadline_s):
                     await check_board(self._client, self._config, self._learner_deadline_s)
-                    loops.create_task(self._keep_agreeing())
+                    loops.create_task(self._keep_checking_config())
                     await self._work.ready()
-                for stream, doing in self._work.streams.items():
-                    for _ in range(self._work.at_once + 1):
-                        loops.create_task(self._hand(stream, doing))
+                for stream, add_columns in self._work.streams.items():
+                    for _ in range(self._work.concurrency + 1):
+                        loops.create_task(self._work_on(stream, add_columns))
         except* RunClosedError:
             log.info("%s: the run is closed", self.name)
         except* AsyncRLError as failures:
             raise first_failure(failures) from None
 
-    async def _keep_agreeing(self) -> None:
+    async def _keep_checking_config(self) -> None:
         """The learner may come back with another configuration."""
         while True:
             await asyncio.sleep(self._heartbeat_s)
             await check_board(self._client, self._config, self._learner_deadline_s)
 
-    async def _hand(self, stream: str, doing: Doing) -> None:
+    async def _work_on(self, stream: str, add_columns: AddColumns) -> None:
         since = time.monotonic()
         while True:
             if not self._working:
@@ -153,25 +156,25 @@ class PoolWorker:
             except RefusedError as refusal:
                 if refusal.reason != UNKNOWN:
                     raise
-                await self._learner_is_late(since, refusal)
+                await self._wait_for_stream(since, refusal)
                 continue
             since = time.monotonic()
             for lease in leases:
                 self._status.wait_ends(GROUP)
-                await self._do(stream, lease, doing)
+                await self._handle(stream, lease, add_columns)
 
-    async def _learner_is_late(self, since: float, refusal: RefusedError) -> None:
-        """Wait a little. Raises DeadlineError once that has been long enough."""
+    async def _wait_for_stream(self, since: float, refusal: RefusedError) -> None:
+        """Wait a little. Raises DeadlineError if the learner has not opened the stream for too long."""
         waited = time.monotonic() - since
         if waited > self._learner_deadline_s:
             what = f"a stream with the stage {self._stage!r}"
             raise DeadlineError(self.name, "the learner", what, waited, refusal.detail)
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(RETRY_S)
 
-    async def _do(self, stream: str, lease: StageLease, doing: Doing) -> None:
+    async def _handle(self, stream: str, lease: StageLease, add_columns: AddColumns) -> None:
         try:
             try:
-                columns = await self._columns(doing, lease)
+                columns = await self._columns(add_columns, lease)
             except LeftOut as left_out:
                 if str(left_out):
                     self._status.failure = str(left_out)
@@ -185,12 +188,12 @@ class PoolWorker:
             # The lease is over: another process has the group by now, or it has ended.
             self._counts[f"refused/{refusal.reason}"] += 1
 
-    async def _columns(self, doing: Doing, lease: StageLease) -> Mapping[str, Array]:
+    async def _columns(self, add_columns: AddColumns, lease: StageLease) -> Mapping[str, Array]:
         async with self._free:
             try:
                 with self._busy():
                     async with asyncio.timeout(self._deadline_s):
-                        return await doing(lease.group)
+                        return await add_columns(lease.group)
             except TimeoutError:
                 what = f"the columns of task {lease.task.ordinal}"
                 raise DeadlineError(self.name, f"stage {self._stage!r}", what, self._deadline_s) from None

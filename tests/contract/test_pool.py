@@ -15,7 +15,7 @@ from asyncrl.config.config_consistency import AGREED, agreed
 from asyncrl.config.schema import Config, GeneratorConfig, LearnerConfig, RunConfig
 from asyncrl.config.sections.placement import PlaceConfig, PlacementConfig
 from asyncrl.errors import ConfigError, DeadlineError
-from asyncrl.pool.worker import Doing, LeftOut, PoolWorker
+from asyncrl.pool.worker import AddColumns, LeftOut, PoolWorker
 from asyncrl.queue.client.client import QueueClient
 from asyncrl.queue.ledger.ledger import StreamSettings
 from asyncrl.queue.ledger.settings import StageSettings
@@ -38,13 +38,13 @@ SETTINGS = StreamSettings(
 class Says:
     """Of each token its ordinal, once `at` lets it; work on what `at` raises for ends so."""
 
-    at_once = 1
+    concurrency = 1
 
     def __init__(self, at: Callable[[int], Awaitable[None]] | None = None) -> None:
         self._at, self.began = at, asyncio.Event()
 
     @property
-    def streams(self) -> Mapping[str, Doing]:
+    def streams(self) -> Mapping[str, AddColumns]:
         return {"train": self.columns}
 
     def stats(self) -> Mapping[str, float]:
@@ -133,8 +133,8 @@ async def test_another_process_does_what_a_dead_one_held(queue: AnyQueue) -> Non
 
     slow = Says(stall)
     dead = worker(await queue.client("reference-0"), slow)
-    hands = [
-        asyncio.create_task(dead._hand("train", slow.columns)) for _ in range(2)
+    tasks = [
+        asyncio.create_task(dead._work_on("train", slow.columns)) for _ in range(2)
     ]  # without its heartbeat
     learner, opened = await committed(queue)
     async with asyncio.timeout(WAIT_S):
@@ -148,9 +148,9 @@ async def test_another_process_does_what_a_dead_one_held(queue: AnyQueue) -> Non
             await learner.status()
     await learner.finish("done")
     await ended(heir)
-    for hand in hands:
+    for hand in tasks:
         hand.cancel()
-    await asyncio.wait(hands)
+    await asyncio.wait(tasks)
 
 
 async def test_work_that_takes_too_long_ends_the_process_by_name(queue: AnyQueue) -> None:

@@ -4,8 +4,8 @@
                          │                               ▲                    ▲                     ▲
     the pool             └────── the model's passes ──────┴────────────────────┴─────────────────────┘
 
-Each rank of the learner has a line of its own and makes the same calls in the same order. The pool does a call once all
-of them have made it, with the batches of all ranks in their order, so the outcome does not depend on who was first.
+Each rank of the learner has a connection of its own and makes the same calls in the same order. The pool does a call
+once all of them have made it, with the batches of all ranks in their order: the order of arrival changes nothing.
 """
 
 from __future__ import annotations
@@ -30,24 +30,29 @@ from asyncrl.rpc.keys import ClientKeys
 from asyncrl.types import Version
 
 HELLO_S = 5.0
-"""For an answer that a live pool gives at once; then the board is looked at again."""
+"""For a reply that a live pool gives at once; then the registry is read again."""
 
 RETRY_S = 0.2
-"""Between two looks at the board, where it names a process that does not answer."""
+"""Between two reads of the registry, while it names a process that does not answer."""
 
 
 class Registry(Protocol):
-    """What is needed of the queue's blocking client."""
+    """The part of the queue's blocking client that a remote model uses."""
 
     def lookup(self, key: str, wait_s: float) -> Any: ...
 
 
 class RemoteModel:
-    """`LearningModel`, of one rank of the learner. name: of the model · speaks: for rows of its own, see `Backend` ·
-    board: where the pool says where it is
+    """`LearningModel` of one rank of the learner.
 
-    Whatever waits raises DeadlineError after `placement.<name>.deadline_s`, RefusedError for what the pool could not
-    do, and PoolLostError once it is gone: nothing brings the gradients back, but a checkpoint has the rest.
+    Calls that wait raise DeadlineError after `placement.<name>.deadline_s`, RefusedError if the pool could not do the
+    work, and PoolLostError once it is gone: its gradients are lost, but a checkpoint has the rest.
+
+    Args:
+        name: of the model
+        registry: has the place of the pool
+        keys: that the pool holds too
+        speaks: whether this rank sends rows of its own, see `Backend`
     """
 
     def __init__(
@@ -56,12 +61,12 @@ class RemoteModel:
         config: Config,
         rank: int,
         world: int,
-        board: Registry,
+        registry: Registry,
         keys: ClientKeys | None = None,
         speaks: bool = True,
     ) -> None:
         self.name, self._speaks = name, speaks
-        self._rank, self._world, self._board, self._keys = rank, world, board, keys
+        self._rank, self._world, self._registry, self._keys = rank, world, registry, keys
         self._who, self._whom = f"learner rank {rank}", f"the pool of the {name}"
         self._deadline_s = config.placement.places[name].deadline_s
         self._save_deadline_s = config.checkpoint.deadline_s
@@ -75,16 +80,21 @@ class RemoteModel:
     # ------------------------------------------------------------------ the run
 
     def open(self, epoch: int, checkpoint: str | None, version: Version) -> None:
-        """∀ Begin: the pool takes the model of `checkpoint`, the name of its folder, or begins it anew. epoch: of this
-        learner; the pool listens to none of before. version: of the policy, for errors."""
+        """Collective: begin.
+
+        Args:
+            epoch: of this learner; the pool refuses older ones
+            checkpoint: name of the folder whose model the pool takes; None: it begins anew
+            version: of the policy, for errors
+        """
         self._version = version
         until = time.monotonic() + self._deadline_s
-        while (incarnation := self._meet(until)) is None:
+        while (incarnation := self._connect(until)) is None:
             pass
         begun = self._call(
             BEGIN, incarnation=incarnation, epoch=epoch, world=self._world, checkpoint=checkpoint
         )
-        self._session = str(self._answer(begun, f"the model for version {version}").get("session"))
+        self._session = str(self._wait(begun, f"the model for version {version}").get("session"))
 
     def check(self) -> None:
         """Raises PoolLostError if the pool is gone; for waits for something else."""
@@ -92,13 +102,16 @@ class RemoteModel:
             self._client.check()
 
     def save(self, folder: Path) -> Callable[[], None]:
-        """∀ The pool writes the model as it is now into that folder of the run's checkpoints, before it goes on. What
-        comes back waits until it is written, in any thread; raises as the class says, and OSError."""
-        answer = self._call(SAVE, folder=folder.name)
+        """Collective: the pool writes the model as it is now into that folder of the run's checkpoints.
+
+        Returns:
+            Waits until it is written, in any thread; raises OSError, and the errors of the class.
+        """
+        reply = self._call(SAVE, folder=folder.name)
 
         def written() -> None:
             try:
-                self._answer(answer, f"its part of {folder.name}", self._save_deadline_s)
+                self._wait(reply, f"its part of {folder.name}", self._save_deadline_s)
             except RefusedError as refusal:
                 if refusal.reason != remote_protocol.BAD_FOLDER:
                     raise
@@ -124,13 +137,13 @@ class RemoteModel:
         self._version = version
         call, mine = next(self._calls), batches if self._speaks else ()
         for batch in mine:
-            self._ask(BATCH, {"call": call, "frames": remote_protocol.encode_batch(batch, self._reads)})
-        self._learning.append(self._ask(LEARN, {"call": call, "batches": len(mine), "version": version}))
+            self._request(BATCH, {"call": call, "frames": remote_protocol.encode_batch(batch, self._reads)})
+        self._learning.append(self._request(LEARN, {"call": call, "batches": len(mine), "version": version}))
 
     def found(self, wait: bool) -> PassResult:
         every = []
         while self._learning and (wait or self._learning[0].done()):
-            fields = self._answer(self._learning.popleft(), f"its passes for version {self._version}")
+            fields = self._wait(self._learning.popleft(), f"its passes for version {self._version}")
             every.append(PassResult.from_wire(fields.get("found")))
         return PassResult.total(every)
 
@@ -144,13 +157,13 @@ class RemoteModel:
         self._learning.clear()
         self._call(FORGET)
 
-    # ------------------------------------------------------------------ the line
+    # ------------------------------------------------------------------ the connection
 
-    def _meet(self, until: float) -> str | None:
-        """The incarnation that the line is to now. None: what the board names does not answer. A process that has died
-        may have left it there."""
+    def _connect(self, until: float) -> str | None:
+        """Connect to the pool. Returns its incarnation; None if the process in the registry does not answer, which may
+        be one that has died."""
         left_s = until - time.monotonic()
-        posted = self._posted(left_s)
+        posted = self._registered(left_s)
         client = RpcClient(str(posted["endpoint"]), self._who, self._whom, PoolLostError, self._keys)
         try:
             fields = client.call(HELLO, {}, "an answer to a hello", min(HELLO_S, left_s))
@@ -163,32 +176,34 @@ class RemoteModel:
         time.sleep(min(RETRY_S, max(0.0, until - time.monotonic())))
         return None
 
-    def _posted(self, left_s: float) -> Mapping[str, Any]:
-        """What the pool has put on the run's board. Raises DeadlineError."""
-        detail = "what the run's board names does not answer"
+    def _registered(self, left_s: float) -> Mapping[str, Any]:
+        """The pool's entry in the run's registry. Raises DeadlineError."""
+        detail = "the process in the run's registry does not answer"
         try:
             if left_s > 0:
-                posted: Mapping[str, Any] = self._board.lookup(remote_protocol.board_key(self.name), left_s)
+                posted: Mapping[str, Any] = self._registry.lookup(
+                    remote_protocol.registry_key(self.name), left_s
+                )
                 return posted
         except DeadlineError as late:
             detail = str(late)
         what = f"a process to begin version {self._version} with"
         raise DeadlineError(self._who, self._whom, what, self._deadline_s, detail)
 
-    def _call(self, kind: str, **said: Any) -> RpcReply:
-        return self._ask(kind, {"call": next(self._calls), **said})
+    def _call(self, kind: str, **arguments: Any) -> RpcReply:
+        return self._request(kind, {"call": next(self._calls), **arguments})
 
-    def _ask(self, kind: str, fields: Mapping[str, Any]) -> RpcReply:
+    def _request(self, kind: str, fields: Mapping[str, Any]) -> RpcReply:
         return self._open_client.request(kind, {"session": self._session, "rank": self._rank, **fields})
 
-    def _number(self, answer: RpcReply, what: str) -> float:
-        value = self._answer(answer, f"{what} of version {self._version}").get("value")
+    def _number(self, reply: RpcReply, what: str) -> float:
+        value = self._wait(reply, f"{what} of version {self._version}").get("value")
         if type(value) is not float:
-            raise WireError(f"{self._whom} says {value!r} for {what}")
+            raise WireError(f"{self._whom} replies {value!r} for {what}")
         return value
 
-    def _answer(self, answer: RpcReply, what: str, seconds: float | None = None) -> Mapping[str, Any]:
-        return self._open_client.wait(answer, what, seconds or self._deadline_s)
+    def _wait(self, reply: RpcReply, what: str, seconds: float | None = None) -> Mapping[str, Any]:
+        return self._open_client.wait(reply, what, seconds or self._deadline_s)
 
     @property
     def _open_client(self) -> RpcClient:

@@ -1,4 +1,4 @@
-"""What a learner and a pool that trains a model for it say to each other: micro-batches, and calls.
+"""The messages from a learner to a pool that trains a model for it: micro-batches, and calls.
 
     learner rank 0   begin 0 ── batch · batch · learn 1 ── norm 2 ── step 3 ─▸ ┐
     learner rank 1   begin 0 ── batch · learn 1 ────────── norm 2 ── step 3 ─▸ ├─▸ 0, 1, 2, 3: each done once, when all
@@ -29,14 +29,14 @@ from asyncrl.queue.wire.columns import decode_columns, encode_columns
 from asyncrl.types import Array
 
 HELLO, BATCH = "hello", "batch"
-"""Requests that are no calls: each is answered by itself."""
+"""Requests that are no calls: each gets a reply by itself."""
 
 BEGIN, LEARN, NORM, STEP, FORGET, SAVE = "begin", "learn", "norm", "step", "forget", "save"
 
 BAD_FOLDER = "folder"
-"""Why BEGIN and SAVE are refused: something is wrong with the folder of the checkpoint."""
+"""Refusal of BEGIN and SAVE: the folder of the checkpoint cannot be used."""
 
-SAYS: Final[Mapping[str, Mapping[str, tuple[type, ...]]]] = {
+ARGUMENTS: Final[Mapping[str, Mapping[str, tuple[type, ...]]]] = {
     BEGIN: {"epoch": (int,), "checkpoint": (str, NoneType)},
     LEARN: {"version": (int,)},
     NORM: {"scale": (float,)},
@@ -44,20 +44,20 @@ SAYS: Final[Mapping[str, Mapping[str, tuple[type, ...]]]] = {
     FORGET: {},
     SAVE: {"folder": (str,)},
 }
-"""What goes with each call, the same on all ranks."""
+"""The arguments of each call, the same on all ranks."""
 
 OF_ROLLOUTS: Final = {"lengths": "<i8", "ordinals": "<i8", "copies": "<f4", "temperature": "<f4"}
 OF_TOKENS: Final = {"token_ids": "<i8", "loss_mask": "|b1"}
 COLUMN: Final = "<f4"
 
 
-def board_key(model: str) -> str:
-    """Where on the run's board the pool of a model says where it is: {endpoint, incarnation}."""
+def registry_key(model: str) -> str:
+    """The key of a model's pool in the run's registry, for {endpoint, incarnation}."""
     return f"pool/{model}"
 
 
 def encode_batch(batch: MicroBatch, reads: Sequence[str]) -> list[bytes]:
-    """What a model that learns needs of a batch. reads: the columns of its objective."""
+    """The part of a batch that a model that learns needs. reads: the columns of its objective."""
     arrays: dict[str, Array] = {
         "lengths": np.array(batch.lengths_R, np.int64),
         "ordinals": batch.ordinals_R.numpy(),
@@ -71,7 +71,7 @@ def encode_batch(batch: MicroBatch, reads: Sequence[str]) -> list[bytes]:
 
 
 def decode_batch(frames: Any, reads: Sequence[str]) -> MicroBatch:
-    """The inverse; what `encode_batch` leaves out is as in an empty batch. Anything else is a WireError."""
+    """The inverse; the parts that `encode_batch` leaves out are empty. Raises WireError for anything else."""
     if not isinstance(frames, list) or not all(isinstance(frame, bytes) for frame in frames):
         raise WireError("a micro-batch is a list of frames")
     arrays = decode_columns(frames)
@@ -106,7 +106,7 @@ def decode_batch(frames: Any, reads: Sequence[str]) -> MicroBatch:
 
 
 def _check(lengths: Array, arrays: Mapping[str, Array], tokens: int) -> None:
-    """Raise WireError unless these are as many rollouts and tokens. The sum of Python's numbers does not wrap."""
+    """Raise WireError unless lengths and arrays fit. The sum of Python's numbers does not wrap."""
     numbers = lengths.tolist()
     if not numbers or min(numbers) < 1 or sum(numbers) != tokens:
         raise WireError(f"{len(numbers)} lengths that sum up to {sum(numbers)} for {tokens} tokens")
@@ -120,14 +120,14 @@ def _check(lengths: Array, arrays: Mapping[str, Array], tokens: int) -> None:
         raise WireError("a temperature that is not above 0")
 
 
-def what_goes_with(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that go with a call of this kind. Anything else is a WireError."""
-    if kind not in SAYS:
+def arguments_of(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of this kind. Raises WireError for wrong ones."""
+    if kind not in ARGUMENTS:
         raise WireError(f"no call is named {kind!r}")
-    said = {}
-    for name, needed in SAYS[kind].items():
+    arguments = {}
+    for name, needed in ARGUMENTS[kind].items():
         value = fields.get(name)
         if type(value) not in needed:
             raise WireError(f"{kind}: {name} = {value!r} is not of the right type")
-        said[name] = value
-    return said
+        arguments[name] = value
+    return arguments

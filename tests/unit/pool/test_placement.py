@@ -33,7 +33,7 @@ from asyncrl.learner.stream_settings import eval_settings, train_settings
 from asyncrl.learner.training import requirements
 from asyncrl.learner.training.trainables import trainables
 from asyncrl.learner.training.version_step import version_step
-from asyncrl.pool.inference_model import NOT_FINITE, InferenceModel
+from asyncrl.pool.model import NOT_FINITE, InferenceModel
 from asyncrl.pool.process import run_pool
 from asyncrl.pool.worker import LeftOut
 from asyncrl.queue.ledger.settings import StageSettings
@@ -297,15 +297,15 @@ def test_what_a_pool_says_of_a_group_is_what_the_learners_own_would(tmp_path: Pa
     group = random_group(3, size=12)
     assert group.tokens > config.learner.micro_batch_tokens  # several passes
     expected = backend.models["reference"].predict(MicroBatch.of([group]))
-    says = InferenceModel("reference", config).says(group)
-    assert torch.allclose(says, expected, atol=1e-6)
-    assert (says[torch.from_numpy(group.loss_mask == 0)] == 0).all()
+    values_N = InferenceModel("reference", config).predict(group)
+    assert torch.allclose(values_N, expected, atol=1e-6)
+    assert (values_N[torch.from_numpy(group.loss_mask == 0)] == 0).all()
 
 
 def test_a_group_with_a_log_prob_that_is_no_number_is_left_out(tmp_path: Path) -> None:
     model = InferenceModel("reference", own_reference(tmp_path, KL))
-    model.says = lambda group: torch.tensor([0.0, math.nan])  # type: ignore[method-assign]
-    with pytest.raises(LeftOut, match="no finite number") as left_out:
+    model.predict = lambda group: torch.tensor([0.0, math.nan])  # type: ignore[method-assign]
+    with pytest.raises(LeftOut, match="not finite") as left_out:
         asyncio.run(model.columns(random_group(0)))
     assert left_out.value.reason == NOT_FINITE
 

@@ -16,7 +16,7 @@ from asyncrl.config.schema import Config, LearnerConfig
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend, end_rank
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.pool import ranks
-from asyncrl.pool.inference_model import InferenceModel
+from asyncrl.pool.model import InferenceModel
 from asyncrl.types import Group
 
 SIZES = (12, 1, 4)
@@ -38,7 +38,7 @@ def groups() -> list[Group]:
 
 
 def rank_main(folder: Path) -> None:
-    ranks.BEAT_S = 0.001  # many of them between two groups
+    ranks.HEARTBEAT_S = 0.001  # many of them between two groups
     model = InferenceModel("reference", config_of(folder))
     if os.environ["RANK"] == "0":
         said = [torch.from_numpy(asyncio.run(model.columns(group))["reference"]) for group in groups()]

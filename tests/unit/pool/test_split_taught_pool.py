@@ -43,26 +43,26 @@ def lessons(model: TrainedModel, folder: Path) -> dict[str, object]:
         columns = {"reference": torch.zeros(batch.tokens), "outcome": batch.rewards_R[batch.seq_N]}
         batches.append(remote_protocol.encode_batch(batch.with_columns(**columns), model.reads))
     model.together("begin", {"checkpoint": None})
-    said, losses, norms = [model.says(group(0))], [], []
+    said, losses, norms = [model.predict(group(0))], [], []
     for step in range(2):
         found = model.together("learn", {"version": step, "batches": batches})
         losses.append([PassResult.from_wire(each).loss for each in found])
         norms.append(model.together("norm", {"scale": 0.1}))
         model.together("step", {"scale": 0.1, "lr": 0.01})
-        said.append(model.says(group(0)))
+        said.append(model.predict(group(0)))
         if step == 0:
             model.together("save", {"folder": ".v000001.partial"})
     checkpoints = folder / "case" / "checkpoints"
     (checkpoints / ".v000001.partial").rename(checkpoints / "v000001")
     model.together("begin", {"checkpoint": "v000001"})
-    said.append(model.says(group(0)))
+    said.append(model.predict(group(0)))
     model.together("begin", {"checkpoint": None})
-    said.append(model.says(group(0)))
+    said.append(model.predict(group(0)))
     return {"losses": losses, "norms": norms, "said": said}
 
 
 def rank_main(folder: Path) -> None:
-    ranks.BEAT_S = 0.01
+    ranks.HEARTBEAT_S = 0.01
     model = TrainedModel("reward_model", config_of(folder))
     if os.environ["RANK"] == "0":
         torch.save(lessons(model, folder), folder / "found.pt")

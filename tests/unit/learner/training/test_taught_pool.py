@@ -42,7 +42,7 @@ from asyncrl.learner.training.passes import NOBODY, PassResult
 from asyncrl.learner.training.value_objective import ValueObjective
 from asyncrl.learner.training.version_step import VersionReport, version_step
 from asyncrl.pool.call_barrier import CallBarrier
-from asyncrl.pool.inference_model import InferenceModel
+from asyncrl.pool.model import InferenceModel
 from asyncrl.pool.trained_model import TrainedModel
 from asyncrl.pool.training_server import TrainingServer
 from asyncrl.rpc.client import RpcClient
@@ -272,7 +272,7 @@ def test_a_step_that_is_not_finite_moves_neither_the_policy_nor_the_critic(
     config = config_of(tmp_path)
     backend, pools = FsdpBackend(config), pools_of(config)
     start = pools.weights()
-    monkeypatch.setattr(backend, "gradient_norm", lambda scale: math.nan)
+    monkeypatch.setattr(backend.policy, "gradient_norm", lambda scale: math.nan)
     (report,) = versions(config, backend, pools, count=1)
     assert report.refused == "gradient norm nan of the policy"
     assert_equal(pools.weights(), start)
@@ -281,7 +281,7 @@ def test_a_step_that_is_not_finite_moves_neither_the_policy_nor_the_critic(
 def test_a_frozen_model_says_what_it_says_without_being_taught(tmp_path: Path) -> None:
     config = config_of(tmp_path, PRIME)
     taught, frozen = TrainedModel("reward_model", config), InferenceModel("reference", config)
-    assert torch.equal(taught.says(group(0)), frozen.says(group(0)))
+    assert torch.equal(taught.predict(group(0)), frozen.predict(group(0)))
 
 
 # ---------------------------------------------------------------------- checkpoints, and whoever comes back
@@ -585,7 +585,7 @@ def test_a_call_is_due_once_all_ranks_have_made_it() -> None:
     step.batch(0, 0, [b"a1"])
     due = step.call(0, 0, "learn", said, "zero", batches=2)
     assert due is not None
-    assert (due.kind, due.said) == ("learn", said)
+    assert (due.kind, due.arguments) == ("learn", said)
     assert due.batches == {0: [[b"a0"], [b"a1"]], 1: [[b"b"]]}
     assert due.tickets == {0: "zero", 1: "one"}
     assert step.call(0, 1, "norm", {"scale": math.nan}, "zero") is not None
