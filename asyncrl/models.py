@@ -1,6 +1,6 @@
-"""The policy and its tokenizer, loaded the same way by both pools.
+"""Loads models and tokenizers in the same way for generators and learners.
 
-Everything is read from disk or from the local hub cache: nothing is downloaded at run time.
+Everything is read from disk or from the local hub cache; nothing is downloaded at run time.
 """
 
 from __future__ import annotations
@@ -46,13 +46,14 @@ if not bars_wanted():
 
 STACKED = [(MergeModulelist, 0)]
 STACKED_ROWS = [(MergeModulelist, 0), (Concatenate, 1)]
-"""What transformers does to the experts of a checkpoint: stacks them, after it put gate and up together by rows."""
+"""transformers' operations on the experts of a checkpoint: stack them; the second concatenates gate and up by rows
+too."""
 
 LITERAL = re.compile(r"\^?([\w.]+)(\(\?!.*\))?")
-"""A pattern of transformers' that stands for a part of a name; it may say after what else it is no match."""
+"""A transformers pattern that matches one literal part of a name, with an optional negative lookahead."""
 
 CAUSAL_LMS = AutoModelForCausalLM._model_mapping
-"""Configurations of language models."""
+"""The model class of each configuration class of language models."""
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 
@@ -60,12 +61,17 @@ WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin
 def load_causal_lm(
     model: ModelConfig, seed: int, attention: str = "sdpa", key: str = "model.path"
 ) -> PreTrainedModel:
-    """The policy on the CPU, in `model.dtype` and in eval mode.
+    """Load a causal language model on the CPU, in `model.dtype` and in eval mode.
 
-    A folder with config.json and no weights gives random weights: the same on every process under one `seed`,
-    and torch's own generator is left as it was. `attention` names an entry of transformers' attention
-    registry, made before this call. Raises ConfigError (of `key`, the setting that named the path) if there is no
-    such model, or if its attention does not go through the registry.
+    A folder with config.json and no weights gives random weights, which are equal on every process under one `seed`.
+    torch's own generator does not change.
+
+    Args:
+        attention: an entry of transformers' attention registry, made before this call.
+        key: the configuration key of the path, for errors.
+
+    Raises:
+        ConfigError: There is no such model, or its attention does not use the registry.
     """
     config = load_config(model, key)
     dtype = getattr(torch, model.dtype)
@@ -85,28 +91,31 @@ def load_causal_lm(
 
 
 def empty_causal_lm(model: ModelConfig, attention: str = "sdpa", key: str = "model.path") -> PreTrainedModel:
-    """`load_causal_lm` of a checkpoint without its tensors: all that it has is on the meta device, in the dtype that it
-    would be loaded in. Buffers that are computed, such as rotary frequencies, are there."""
+    """As `load_causal_lm` of a checkpoint, with its tensors on the meta device in the dtype that they would have.
+    Computed buffers, such as rotary frequencies, have values."""
     config = load_config(model, key)
     dtype = getattr(torch, model.dtype)
     with torch.device("meta"):
         empty = _made(model, config, attention, key)
     _keep_float32(empty, dtype)
     _compute_buffers(empty)
-    with suppress(OSError):  # a folder without one
+    with suppress(OSError):  # the folder has none
         empty.generation_config = GenerationConfig.from_pretrained(model.path, local_files_only=True)
     return _checked(model, empty, attention, key)
 
 
 def load_classifier(model: ModelConfig, key: str = "model.path") -> PreTrainedModel:
-    """A sequence classifier on the CPU, in `model.dtype` and in eval mode. Raises ConfigError (of `key`) if there is no
-    such model, or if its weights are those of something else, which would leave it a random head."""
+    """Load a sequence classifier on the CPU, in `model.dtype` and in eval mode.
+
+    Raises:
+        ConfigError: There is no such model, or its checkpoint has no head, which would then be random.
+    """
     read = AutoModelForSequenceClassification.from_pretrained
     dtype = getattr(torch, model.dtype)
-    loaded, told = _read(
+    loaded, info = _read(
         model, lambda: read(model.path, dtype=dtype, output_loading_info=True, **_where(model)), key
     )
-    if missing := sorted(told["missing_keys"]):
+    if missing := sorted(info["missing_keys"]):
         raise ConfigError(
             key,
             model.path,
@@ -117,53 +126,53 @@ def load_classifier(model: ModelConfig, key: str = "model.path") -> PreTrainedMo
 
 
 def text_body(causal_lm: PreTrainedModel) -> PreTrainedModel:
-    """What text goes through on its way to the head; of a model for images too its language model alone."""
+    """The decoder below the head; in a model for images too, that of its language model."""
     body = causal_lm.get_decoder() if _has_parts(causal_lm.config) else causal_lm.base_model
     return cast(PreTrainedModel, body)
 
 
 def load_config(model: ModelConfig, key: str = "model.path") -> PretrainedConfig:
-    """The model's config.json alone. Raises ConfigError as `load_causal_lm` does."""
+    """Read the model's config.json. Raises ConfigError as `load_causal_lm`."""
     return _read(model, lambda: AutoConfig.from_pretrained(model.path, **_where(model)), key)
 
 
 def checkpoint_names(config: PretrainedConfig) -> Names:
-    """How a model's parameters in memory are called in its checkpoint, as far as that can be said: `renames_oddly`."""
-    said = [_said(rule) for rule in _rules(config)]
-    fused = tuple(one for one in said if isinstance(one, Fused))
-    # transformers goes from the checkpoint to memory; this is the way back.
-    renamed = tuple(one for one in reversed(said) if isinstance(one, tuple))
+    """The names in a checkpoint of a model's parameters, without the rules for which `renames_oddly` is true."""
+    rules = [_translated(rule) for rule in _rules(config)]
+    fused = tuple(rule for rule in rules if isinstance(rule, Fused))
+    # transformers' rules lead from the checkpoint to memory; these lead back.
+    renamed = tuple(rule for rule in reversed(rules) if isinstance(rule, tuple))
     return Names(fused, renamed)
 
 
 def renames_oddly(config: PretrainedConfig) -> bool:
-    """Whether transformers changes names, or what is called by them, in a way that `Names` does not know."""
-    return any(_said(rule) is None for rule in _rules(config))
+    """Whether transformers changes names or tensors in a way that `Names` cannot express."""
+    return any(_translated(rule) is None for rule in _rules(config))
 
 
 def body_prefix(config: PretrainedConfig) -> str | None:
-    """What the names of a checkpoint begin with, but for the head's; none for code that comes with a model."""
+    """The prefix of all names of a checkpoint but the head's; None for a model with code of its own."""
     made = _class(config)
     return None if made is None else str(made.base_model_prefix)
 
 
 def tied_names(config: PretrainedConfig) -> set[str]:
-    """Parameters that config.json ties to others, so that a checkpoint need not have them: the head."""
+    """The parameters that config.json ties to others (the head), which checkpoints may lack."""
     tied = getattr(_class(config), "_tied_weights_keys", None) or ()
     return set(tied) if getattr(config, "tie_word_embeddings", False) else set()
 
 
 def checkpoint_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """A whole model's live parameters, tied ones once, in checkpoint names: views, where transformers fuses them."""
+    """A whole model's live parameters in checkpoint names, tied ones once; views where transformers fuses them."""
     inside = {name: parameter.detach() for name, parameter in model.named_parameters()}
     _, views = checkpoint_layout(layout_of(inside), checkpoint_names(model.config))
     return {there: inside[name][view.index] for there, ((name, view),) in views.items()}
 
 
 def checkpoint_shapes(model: ModelConfig) -> tuple[Shapes, Heads]:
-    """Of the parameters in the checkpoint, tied ones once, in `model.dtype`: read off config.json alone.
+    """The shapes of a checkpoint's parameters, tied ones once, in `model.dtype`, and of its attention heads.
 
-    Raises ConfigError as `load_causal_lm` does.
+    Only config.json is read. Raises ConfigError as `load_causal_lm`.
     """
     config = load_config(model)
     text = config.get_text_config()
@@ -178,18 +187,18 @@ def checkpoint_shapes(model: ModelConfig) -> tuple[Shapes, Heads]:
 
 
 def load_tokenizer(model: ModelConfig, key: str = "model.path") -> PreTrainedTokenizerBase:
-    """The tokenizer beside the model. Raises ConfigError (of `key`) if there is none."""
+    """Load the tokenizer of a model. Raises ConfigError if there is none."""
     tokenizer = _read(model, lambda: AutoTokenizer.from_pretrained(model.path, **_where(model)), key)
-    if not tokenizer.encode("0123 abc", add_special_tokens=False):  # transformers makes an empty one up
+    if not tokenizer.encode("0123 abc", add_special_tokens=False):  # transformers returns an empty one
         raise ConfigError(key, model.path, "has no tokenizer files", "copy tokenizer.json there")
     return tokenizer
 
 
 def policy_tokenizer(config: Config) -> PreTrainedTokenizerBase:
-    """The tokenizer that prompts are framed with: the one beside the policy, with `tasks.chat_template` if that is set.
+    """The policy's tokenizer, with `tasks.chat_template` if that is set.
 
-    Raises ConfigError if there is none, and for a chat template that the configuration needs and that is not there,
-    or that is none.
+    Raises:
+        ConfigError: There is no tokenizer, or the configuration needs a chat template and has none, or a broken one.
     """
     tokenizer = load_tokenizer(config.model)
     if config.tasks.chat_template is not None:
@@ -201,9 +210,11 @@ def policy_tokenizer(config: Config) -> PreTrainedTokenizerBase:
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, task: Task) -> Array:
-    """[P] int64. Text is taken as it is; messages go through the chat template.
+    """[P] int64. Text is encoded as it is, messages by the chat template.
 
-    Raises ConfigError for messages if there is no template, TaskError for those that it does not take.
+    Raises:
+        ConfigError: The prompt is messages and there is no template.
+        TaskError: The template does not take the messages.
     """
     if isinstance(task.prompt, str):
         return np.array(tokenizer.encode(task.prompt, add_special_tokens=False), np.int64)
@@ -222,7 +233,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, task: Task) -> Array:
 
 
 def _template(path: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of a chat template that can be rendered."""
+    """Read a chat template, and try to render it."""
     try:
         template = Path(path).read_text(encoding="utf-8")
         tokenizer.apply_chat_template(
@@ -255,7 +266,7 @@ def _where(model: ModelConfig) -> dict[str, bool]:
 
 
 def has_weights(path: str) -> bool:
-    """A hub name always has weights; a folder may hold a config.json alone."""
+    """Whether the path is a hub name, which always has weights, or a folder with weights."""
     folder = Path(path)
     return not folder.is_dir() or any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES)
 
@@ -273,7 +284,7 @@ def _read(model: ModelConfig, read: Callable[[], Loaded], key: str = "model.path
 
 
 def _why(path: str, error: Exception) -> str:
-    """transformers takes a path that is not there for the name of a model."""
+    """The reason of a failed load. transformers takes a missing path for the name of a model."""
     if Path(path).exists():
         return str(error).splitlines()[0]
     if not _may_be_of_hub(path):
@@ -296,12 +307,12 @@ def _instead(path: str) -> str:
 
 
 def _auto_class(config: PretrainedConfig) -> Any:
-    """A model for images and text is used for its text alone."""
+    """The class that loads the model. Of a model for images and text, only text is used."""
     return AutoModelForCausalLM if type(config) in CAUSAL_LMS else AutoModelForImageTextToText
 
 
 def _made(model: ModelConfig, config: PretrainedConfig, attention: str, key: str) -> PreTrainedModel:
-    """From its configuration alone."""
+    """Make a model from its configuration, with random weights."""
     return _read(
         model,
         lambda: _auto_class(config).from_config(
@@ -315,7 +326,7 @@ def _made(model: ModelConfig, config: PretrainedConfig, attention: str, key: str
 
 
 def _keep_float32(empty: PreTrainedModel, dtype: torch.dtype) -> None:
-    """What transformers loads in float32 whatever the dtype: DeepSeek-V3's biases of routers."""
+    """Convert the tensors that transformers always loads in float32, such as DeepSeek-V3's biases of routers."""
     plan = empty._get_dtype_plan(dtype)
     for name, tensor in empty.state_dict(keep_vars=True).items():
         for pattern, kept in plan.items():
@@ -324,7 +335,7 @@ def _keep_float32(empty: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def _compute_buffers(empty: PreTrainedModel) -> None:
-    """Those that no checkpoint has, by the model's own initialisation, which leaves the meta device as it is."""
+    """Compute the buffers that no checkpoint has, by the model's own initialisation, which skips the meta device."""
     for name, buffer in list(empty.named_non_persistent_buffers()):
         where, _, own = name.rpartition(".")
         module = empty.get_submodule(where)
@@ -334,19 +345,19 @@ def _compute_buffers(empty: PreTrainedModel) -> None:
 
 
 def _class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    """What is made of a configuration; none where its code comes with it."""
+    """The model class of a configuration; None for a model with code of its own."""
     return cast("type[PreTrainedModel] | None", _auto_class(config)._model_mapping.get(type(config), None))
 
 
 def _rules(config: PretrainedConfig) -> list[Any]:
-    """transformers' rules from the checkpoint to memory: those of the class, or else of the kind of text model."""
+    """transformers' rules from the checkpoint to memory, for the class or else for the type of text model."""
     made = _class(config)
     own = get_checkpoint_conversion_mapping(made.__name__) if made is not None else None
     return own or get_checkpoint_conversion_mapping(config.get_text_config().model_type) or []
 
 
-def _said(rule: Any) -> Fused | tuple[str, str] | None:
-    """What a rule says, as `Names` has it: experts that are fused, or (in memory, in the checkpoint)."""
+def _translated(rule: Any) -> Fused | tuple[str, str] | None:
+    """A transformers rule in terms of `Names`: fused experts, or (in memory, in the checkpoint); None: not possible."""
     if isinstance(rule, WeightConverter):
         steps = [(type(step), getattr(step, "dim", None)) for step in rule.operations]
         known = steps in (STACKED, STACKED_ROWS)
@@ -368,14 +379,14 @@ def _checked(model: ModelConfig, loaded: PreTrainedModel, attention: str, key: s
 
 
 def _check_parts(model: ModelConfig, loaded: PreTrainedModel, key: str) -> None:
-    """Models for images are known whose parameters can be called as in their checkpoints."""
+    """Raises ConfigError for a model for images whose checkpoint names cannot be computed."""
     if not _has_parts(loaded.config):
         return
-    if any(_said(rule) is None for rule in get_model_conversion_mapping(loaded, add_legacy=False)):
+    if any(_translated(rule) is None for rule in get_model_conversion_mapping(loaded, add_legacy=False)):
         raise ConfigError(
             key,
             model.path,
-            f"{type(loaded).__name__} renames the parameters of its checkpoint, which the weight stream does not know",
+            f"{type(loaded).__name__} renames its checkpoint's parameters, which the weight stream does not support",
             "use a text model, Qwen2.5-VL or Qwen3-VL",
         )
 

@@ -1,4 +1,4 @@
-"""Tiny models of every family that Megatron is asked for, and what is done with a backend to compare it."""
+"""Tiny models of every family that the Megatron backend supports, and what is done with a backend to compare it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank has of checkpoint parameters, box by box, as torch.distributed.checkpoint takes it."""
+"""A rank's boxes of checkpoint parameters, in the form that torch.distributed.checkpoint takes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from asyncrl.sync.tensors.bucket import BoxTensors
 
 
 class Boxes(Tensor):
-    """What this rank has of one checkpoint parameter: live tensors, each of the shape of its box.
+    """This rank's boxes of one checkpoint parameter: live tensors, each with the shape of its box.
 
-    Saved and loaded in place by torch.distributed.checkpoint, which wants a tensor of the whole shape and asks it for
-    the three methods by these names. It has no memory of its own, and nothing can be computed with it. Boxes that
-    several ranks have alike are written once.
+    torch.distributed.checkpoint saves and loads them in place. It needs a tensor of the whole shape with the three
+    methods of these names; this one has no memory and supports no computation. Boxes that several ranks hold are
+    written once.
     """
 
     _pieces: dict[tuple[int, ...], tuple[Box, Tensor]]
@@ -37,10 +37,10 @@ class Boxes(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, *_: Any, **__: Any) -> Any:  # type: ignore[override]
-        raise NotImplementedError(f"{function}: boxes are saved and loaded, no more")
+        raise NotImplementedError(f"{function}: boxes can only be saved and loaded")
 
     def copied(self) -> Boxes:
-        """What it holds now, in the memory of the CPU."""
+        """A copy in host memory."""
         return Boxes(self.size(), [(box, _copied(tensor)) for box, tensor in self._pieces.values()])
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
@@ -60,7 +60,7 @@ class Boxes(Tensor):
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         if index.offset is None:
-            raise ValueError(f"{index.fqn}: one of several boxes is asked for without its offset")
+            raise ValueError(f"{index.fqn}: one of several boxes is requested without its offset")
         return self._pieces[tuple(index.offset)][1]
 
 
@@ -69,12 +69,12 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def whole_bytes(layout: Layout) -> dict[str, int]:
-    """Of every parameter, whoever has it."""
+    """The bytes of every whole parameter."""
     return {name: Box.whole(p.shape).elements * ITEM_BYTES[p.dtype] for name, p in layout.items()}
 
 
 def joined(param: ParamLayout, tensors: BoxTensors) -> Boxes:
-    """The boxes of a parameter lie one below the other: as a single one, as the writer of safetensors wants them."""
+    """A parameter's boxes as the single one that the writer of safetensors needs. They lie one below the other."""
     parts: Sequence[Tensor] = [tensors] if isinstance(tensors, Tensor) else tensors
     first = param.boxes[0]
     rows = sum(box.shape[0] for box in param.boxes) if first.shape else 0

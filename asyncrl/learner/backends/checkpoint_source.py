@@ -1,9 +1,8 @@
-"""What a network starts from, where that is safetensors: it is built empty, cut, and only then filled.
+"""Fills a network from safetensors after it was cut, so that each rank reads and holds its own boxes only.
 
-    whole network on the meta device ─▸ stages, experts, matrices, FSDP cut it ─▸ `allocate` what is left here ─▸ `fill`
+    whole network on the meta device ─▸ stages, experts, matrices, FSDP cut it ─▸ `allocate` this rank's part ─▸ `fill`
 
-So a rank reads and holds its own boxes and no more, whatever the mesh, and a single process reads each byte once.
-Every process makes and reads the whole model where there is nothing to cut out of: see `origin_of`.
+`origin_of` lists the cases in which every process has to load the whole model instead.
 """
 
 from __future__ import annotations
@@ -29,15 +28,21 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointSource:
-    """A checkpoint, and what the parameters of a network in memory are called there."""
+    """A checkpoint, and the names that a network's parameters have in it."""
 
     def __init__(self, slices: Slices, names: Names) -> None:
         self._slices, self._names = slices, names
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Parameters and constants in place, of each what this rank has of it; in the names of the whole language model
-        in memory. Their dtype need not be the checkpoint's. Raises ConfigError as `Slices.read` does."""
+        """Fill this rank's part of parameters and constants in place, and convert dtypes.
+
+        Args:
+            tensors: by their names in the whole language model in memory.
+
+        Raises:
+            ConfigError: As `Slices.read`.
+        """
         layout, live = layout_of_dtensors(tensors, self._names)
         for name, param in tracked([*layout.items()], f"reading {self._slices.path}"):
             found = live.get(name, [])
@@ -47,11 +52,12 @@ class CheckpointSource:
 
 
 def origin_of(name: str, config: Config) -> CheckpointSource | None:
-    """Of POLICY or of one of `roles.MODELS`.
+    """The checkpoint that fills POLICY or one of `roles.MODELS`.
 
-    None where every process has to make the whole of it first: random weights, which depend on how many are drawn;
-    weights that are not safetensors, quantized or of code that comes with the model; names that only transformers can
-    bring together with those in memory; a body saved without its head; a head that is there although it is tied.
+    Returns:
+        None if every process has to make the whole model: for random weights, which depend on how many are drawn; for
+        weights that are quantized, no safetensors, or of code that comes with the model; for names that only
+        transformers can map to those in memory; for a body saved without its head; for a tied head that is saved too.
     """
     plan = blueprint(name, config)
     model = dataclasses.replace(config.model, path=plan.path)
@@ -62,7 +68,7 @@ def origin_of(name: str, config: Config) -> CheckpointSource | None:
         return None
     names = checkpoint_names(found)
     if any(there.endswith(rule.here) for rule in names.fused for there in slices.names):
-        names = dataclasses.replace(names, fused=())  # experts were saved as they are in memory
+        names = dataclasses.replace(names, fused=())  # experts were saved fused, as in memory
     return CheckpointSource(slices, names)
 
 
@@ -73,22 +79,22 @@ def _whole_because(config: PretrainedConfig, slices: Slices) -> str | None:
     if prefix is None:
         return "its code comes with it"
     if renames_oddly(config):
-        return "its names in the checkpoint are known to transformers alone"
+        return "only transformers can map its names in the checkpoint"
     if tied := sorted(tied_names(config) & set(slices.names)):
-        return f"it has {tied[0]}, which its config.json ties: transformers looks whether it is the same"
+        return f"it has {tied[0]}, which its config.json ties: transformers checks whether they are equal"
     if not any(name.startswith(f"{prefix}.") for name in slices.names):
         return f"its safetensors have nothing below {prefix!r}"
     return None
 
 
 def allocate(network: nn.Module, device: torch.device) -> None:
-    """Memory for all that is on the meta device, with nothing in it yet. Tied parameters stay one."""
+    """Give all tensors on the meta device uninitialised memory. Tied parameters stay one."""
     places = defaultdict[nn.Parameter, list[tuple[nn.Module, str]]](list)
     for module in network.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 places[parameter].append((module, name))
-    # As `nn.Module.to_empty`, which would empty what is there already.
+    # `nn.Module.to_empty` would also replace tensors that have values.
     network._apply(lambda t: torch.empty_like(t, device=device) if is_empty(t) else t)
     for (first, own), *others in places.values():
         for module, name in others:
@@ -96,10 +102,10 @@ def allocate(network: nn.Module, device: torch.device) -> None:
 
 
 def move(network: nn.Module, device: torch.device) -> None:
-    """To the device, but for what has no memory."""
+    """Move all tensors that have memory to the device."""
     network._apply(lambda t: t if is_empty(t) else t.to(device))
 
 
 def is_empty(tensor: Tensor) -> bool:
-    """Whether it is yet to be allocated and filled."""
+    """Whether the tensor is still to be allocated and filled."""
     return tensor.device.type == "meta"

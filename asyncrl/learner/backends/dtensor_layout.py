@@ -1,13 +1,13 @@
-"""Which boxes of a checkpoint's parameters this rank's DTensors hold, and views of them.
+"""The boxes of checkpoint parameters that this rank's DTensors hold, and views of them.
 
     placements on mesh (dp, tp)                                   boxes of this rank
     Shard(0), Replicate()                   FSDP2                 some rows
     _StridedShard(0, 2), Shard(0)           FSDP2 after tp 2      rows of its part of the rows
     Replicate(), _StridedShard(1, 2)        packed gate_up        two: of the gates, and of the ups
 
-A strided shard is one that is made after those of later mesh dimensions, or of a packed parameter, block by block; its
+A strided shard is cut after those of later mesh dimensions, or block by block out of a packed parameter; its
 `split_factor` is the product of both. torch's own `compute_local_shape_and_global_offset` gives a single box, which is
-wrong for the packed ones.
+wrong for packed parameters.
 """
 
 from __future__ import annotations
@@ -31,10 +31,13 @@ from asyncrl.sync.tensors.bucket import BoxTensors, dtype_name
 def layout_of_dtensors(
     parameters: Mapping[str, Tensor], names: Names
 ) -> tuple[dict[str, ParamLayout], dict[str, BoxTensors]]:
-    """(layout, live tensors) of this rank, in checkpoint names; tied parameters are to come once. Plain tensors are
-    whole, of those on the meta device this rank has nothing.
+    """(layout, live tensors) of this rank, in checkpoint names.
 
-    Raises WeightSyncError, naming the parameter, for a placement that leaves no boxes, such as Partial.
+    Args:
+        parameters: tied ones once. A plain tensor is whole; of one on the meta device this rank has nothing.
+
+    Raises:
+        WeightSyncError: A placement is neither a shard nor a replica.
     """
     layout, tensors = {}, {}
     for name, parameter in parameters.items():
@@ -51,14 +54,14 @@ def layout_of_dtensors(
 
 
 def _local(name: str, parameter: Tensor) -> Local:
-    if parameter.is_meta:  # of another pipeline stage
+    if parameter.is_meta:  # on another pipeline stage
         return Local(())
     whole = Local((Box.whole(parameter.shape),))
     if not isinstance(parameter, DTensor):
         return whole
     mesh = parameter.device_mesh
     at = mesh.get_coordinate()
-    if at is None:  # of another pipeline stage
+    if at is None:  # on another pipeline stage
         return Local(())
     try:
         return placed(whole, parameter.placements, mesh.shape, at)
@@ -67,7 +70,7 @@ def _local(name: str, parameter: Tensor) -> Local:
 
 
 def placed(whole: Local, placements: Sequence[Any], sizes: Sequence[int], at: Sequence[int]) -> Local:
-    """What the rank at coordinates `at` of a mesh of such `sizes` holds. Raises ValueError."""
+    """The part of `whole` that the rank at coordinates `at` of a mesh of these `sizes` holds. Raises ValueError."""
     for placement in placements:
         if not isinstance(placement, Shard | _StridedShard | Replicate):
             raise ValueError(f"{placement} is neither a shard nor a replica")
@@ -87,7 +90,7 @@ def placed(whole: Local, placements: Sequence[Any], sizes: Sequence[int], at: Se
 
 
 def _cuts(placements: Sequence[Any], sizes: Sequence[int], dims: int) -> Iterator[tuple[int, int]]:
-    """(mesh dimension, blocks of the packed parameter that it cuts) in the order in which the cuts are made."""
+    """(mesh dimension, blocks of the packed parameter that it cuts), in the order of the cuts."""
     for dim in range(dims):
         order: list[tuple[int, int]] = []
         for axis in reversed(range(len(placements))):

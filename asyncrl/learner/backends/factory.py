@@ -1,4 +1,4 @@
-"""The backend that `learner.backend` names. Only the one that is asked for is imported."""
+"""Makes the backend that `learner.backend` names, and imports no other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from asyncrl.learner.backends.backend import Backend
 
 
 def make_backend(config: Config, models: Collection[str] = ()) -> Backend:
-    """models: what stands beside the policy. Raises ConfigError as the backend does, and without its package."""
+    """
+    Args:
+        models: the models beside the policy.
+
+    Raises:
+        ConfigError: The backend's package is missing, or the backend raised it.
+    """
     if config.learner.backend == "fsdp":
         from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 

@@ -1,4 +1,4 @@
-"""The safetensors of a Hugging Face folder, or of a cached hub name, box by box: what is not asked for is not read."""
+"""Reads single boxes of the safetensors of a Hugging Face folder or a cached hub name."""
 
 from __future__ import annotations
 
@@ -15,20 +15,24 @@ from asyncrl.errors import ConfigError
 from asyncrl.sync.layout.layout import Box
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-"""Where there are both, transformers reads the first; so is done here."""
+"""Where there are both, the first is read, as transformers does."""
 
 
 class Slices:
-    """files: where each tensor is · key: the setting that named `path`. Files are opened when they are needed, and stay
-    open as long as this lives."""
+    """The tensors of one checkpoint. Files are opened when they are needed and stay open."""
 
     def __init__(self, files: Mapping[str, Path], key: str, path: str) -> None:
+        """
+        Args:
+            files: the file of each tensor.
+            key: the configuration key of `path`, for errors.
+        """
         self._files, self._key, self.path = files, key, path
         self._open: dict[Path, Any] = {}
 
     @staticmethod
     def of(path: str, key: str) -> Slices | None:
-        """None where there are no safetensors. Raises ConfigError for those that cannot be read."""
+        """The safetensors at `path`, or None if there are none. Raises ConfigError if they cannot be read."""
         single, index = _find(path, SINGLE), _find(path, INDEX)
         try:
             if single is not None:
@@ -46,9 +50,13 @@ class Slices:
         return self._files.keys()
 
     def read(self, name: str, shape: Sequence[int], box: Box) -> Tensor:
-        """That part of a tensor of that shape, in the dtype of the file; it may be a view of the file.
+        """Read a box of the tensor, in the file's dtype; the result may be a view of the file.
 
-        Raises ConfigError for a tensor that the checkpoint lacks or has in another shape, and for an unreadable file.
+        Args:
+            shape: that of the whole tensor.
+
+        Raises:
+            ConfigError: The checkpoint lacks the tensor, has it in another shape, or cannot be read.
         """
         file = self._files.get(name)
         if file is None:

@@ -1,6 +1,6 @@
 """The learner's tensors on disk: sharded checkpoints that load at any world size, and Hugging Face folders.
 
-Every rank writes only what it holds; no rank gathers the model.
+Every rank writes its own parts; no rank gathers the model.
 """
 
 from __future__ import annotations
@@ -39,31 +39,35 @@ MAX_FILE_BYTES = 4 << 30
 
 
 class ModelState(NamedTuple):
-    """What is kept of one model. masters: its tensors by name, live · optimizer: none if it is frozen."""
+    """The live tensors of one model that a checkpoint keeps, by name, and its optimizer (None for a frozen model)."""
 
     masters: Mapping[str, Tensor]
     optimizer: Optimizer | None
 
 
 def save(folder: Path, state: Mapping[str, Any], group: ProcessGroup | None = None) -> None:
-    """∀ A torch.distributed.checkpoint folder of a flat state: a `state_of`, or a `staged` one. group: of all ranks, by
-    which they meet; one of their own for those that write beside what goes on.
+    """Collective: write a flat state (`state_of`, `staged`) as a torch.distributed.checkpoint folder.
 
-    Raises OSError if the disk does not take it.
+    Args:
+        group: joins all ranks; threads that write while training goes on need one of their own.
+
+    Raises:
+        OSError: The disk does not take it.
     """
     with _writing(folder):
         dcp.save(dict(state), checkpoint_id=str(folder), process_group=group, no_dist=_alone())
 
 
 def staged(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A copy of this rank's shards, in the memory of the CPU."""
+    """A copy of this rank's shards in host memory."""
     return {name: tensor.clone() if tensor.is_cpu else tensor.cpu() for name, tensor in state.items()}
 
 
 def load(folder: Path, models: Mapping[str, ModelState]) -> None:
-    """Fill masters and optimizers in place; the world size need not be the one that saved.
+    """Collective: fill masters and optimizers in place. Other models of the folder are not read.
 
-    Raises ConfigError for a model that the folder does not have; those that it has beyond `models` are left out.
+    Raises:
+        ConfigError: The folder lacks one of these models.
     """
     require_models(folder, models)
     state = state_of(models)
@@ -72,13 +76,16 @@ def load(folder: Path, models: Mapping[str, ModelState]) -> None:
 
 
 def load_state(folder: Path, state: dict[str, Any]) -> None:
-    """∀ Fill the tensors of a flat state in place, whoever saved it."""
+    """Collective: fill the tensors of a flat state in place. Any world size may have saved it."""
     dcp.load(state, checkpoint_id=str(folder), no_dist=_alone())
 
 
 def load_weights(folder: Path, model: str, masters: Mapping[str, Tensor]) -> None:
-    """∀ Fill the masters of one model in place, and nothing beside them. Raises ConfigError for a tensor that the
-    folder does not have."""
+    """Collective: fill the masters of one model in place, without its optimizer.
+
+    Raises:
+        ConfigError: The folder lacks one of its tensors.
+    """
     state = {f"{model}.{name}": master.detach() for name, master in masters.items()}
     missing = sorted(state.keys() - dcp.FileSystemReader(folder).read_metadata().state_dict_metadata.keys())
     require(
@@ -92,7 +99,7 @@ def load_weights(folder: Path, model: str, masters: Mapping[str, Tensor]) -> Non
 
 
 def require_models(folder: Path, names: Collection[str]) -> None:
-    """Raise ConfigError for a model that the folder does not have."""
+    """Raises ConfigError if the folder lacks one of these models."""
     missing = sorted(set(names) - models_in(folder))
     require(
         not missing,
@@ -104,7 +111,7 @@ def require_models(folder: Path, names: Collection[str]) -> None:
 
 
 def models_in(folder: Path) -> set[str]:
-    """Names of the models that were saved here."""
+    """The names of the models in a checkpoint."""
     keys = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     return {key.split(".")[0] for key in keys} - {RNG, OPTIMIZER}
 
@@ -112,10 +119,11 @@ def models_in(folder: Path) -> set[str]:
 def write_hf_weights(
     folder: Path, tensors: Mapping[str, Any], sizes: Mapping[str, int] | None = None
 ) -> None:
-    """∀ Safetensors in checkpoint names, files of at most 4 GiB; sharded pieces are put together on disk.
+    """Collective: write safetensors of at most 4 GiB each, in checkpoint names. Shards are put together on disk.
 
-    tensors: all of the model, those that other ranks write without memory · sizes: bytes of every parameter, where no
-    rank has a part of each
+    Args:
+        tensors: all of the model; tensors that other ranks write are on the meta device.
+        sizes: bytes of every parameter; needed where no rank has a part of each.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if sizes is None:
@@ -132,15 +140,15 @@ def write_hf_weights(
 
 
 def write_hf_configs(folder: Path, causal_lm: PreTrainedModel, config: Config) -> None:
-    """config.json, generation config, tokenizer files, with `tasks.chat_template` if that is set, and the index, beside
-    weights that are there already."""
+    """Complete a folder of weights: config.json, generation config, index, tokenizer files and
+    `tasks.chat_template`."""
     model_path, template = config.model.path, config.tasks.chat_template
     shutil.rmtree(folder / "sharded", ignore_errors=True)
     causal_lm.config.save_pretrained(folder)
     if causal_lm.can_generate() and causal_lm.generation_config is not None:
         causal_lm.generation_config.save_pretrained(folder)
     _write_index(folder)
-    # For a folder without tokenizer files transformers makes an empty tokenizer up.
+    # Without tokenizer files transformers would return an empty tokenizer.
     if not Path(model_path).is_dir() or any(Path(model_path).glob("tokenizer*")):
         tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
         if template is not None:
@@ -162,8 +170,8 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 def state_of(models: Mapping[str, ModelState]) -> dict[str, Tensor]:
-    """What is kept of these models, both Adam moments of each, and torch's random state: flat names → the live
-    tensors; moments that no step has made yet are made here.
+    """The live tensors of a checkpoint by flat names: masters, Adam's moments (made here if no step has made them), and
+    torch's random state.
 
     rng · policy.NAME · optimizer.MOMENT.NAME · critic.NAME · optimizer.MOMENT.critic.NAME · …
     """
@@ -189,7 +197,7 @@ def _moments(optimizer: Optimizer, master: Tensor) -> dict[str, Tensor]:
 
 
 def _files(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Name → number of its file, from 1."""
+    """The number of each parameter's file, from 1."""
     numbers, number, filled = {}, 1, 0
     for name, size in sizes.items():
         if filled and filled + size > MAX_FILE_BYTES:
@@ -200,8 +208,7 @@ def _files(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def _write_index(folder: Path) -> None:
-    """model.safetensors.index.json, which transformers wants where there are several files; then it also
-    knows the one file by the name that the writer gave it."""
+    """Write model.safetensors.index.json, by which transformers finds files under any name."""
     where: dict[str, str] = {}
     total = 0
     for path in sorted(folder.glob("*.safetensors")):

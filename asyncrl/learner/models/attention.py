@@ -1,9 +1,8 @@
-"""Causal attention within each document of a packed sequence, for any Hugging Face model that takes its
-attention from the registry: load it with `attn_implementation=PACKED` and call it with
-`documents=Documents(lengths)`.
+"""Causal attention within each document of a packed sequence, for any Hugging Face model that takes its attention from
+the registry: load it with `attn_implementation=PACKED` and call it with `documents=Documents(lengths)`.
 
-Hugging Face hands unknown keyword arguments of a model's forward on to the attention function, so the
-documents travel with the call, without a global. Where several ranks share them (`context.py`) they say that too.
+Hugging Face passes unknown keyword arguments of a model's forward to the attention function, so documents need no
+global. They also carry the context parallelism of a micro-batch (`context.py`).
 
 Axes:  N packed tokens · n of them, of this rank's slice · D documents of one bucket · L longest of them · H query
 heads · K key heads · E head size
@@ -29,28 +28,25 @@ from asyncrl.learner.parallel.context import ContextParallel
 PACKED = "asyncrl_packed"
 
 CHANGES_SCORES = {"s_aux", "position_bias", "head_mask"}
-"""Options of an attention call (sinks, ALiBi, pruned heads) that are refused."""
+"""Options of an attention call that are refused: sinks, ALiBi, pruned heads."""
 
 GROWTH, SLACK = 1.35, 8
-"""Documents share a bucket while the longest is within GROWTH times, or SLACK tokens of, the shortest: a
-short list of large attention calls that wastes little on padding."""
+"""Documents share a bucket while the longest is within GROWTH times, or SLACK tokens of, the shortest: that gives few
+large attention calls with little padding."""
 
 
 class LengthBucket(NamedTuple):
-    """Documents of similar length: index_DL tells where each token is in the packed sequence (clamped past a
-    document's end), keep_DL which of them are real."""
+    """Documents of similar length.
+
+    index_DL: the place of each token in the packed sequence, clamped past a document's end · keep_DL: which are real
+    """
 
     index_DL: Tensor
     keep_DL: Tensor
 
 
 class Documents:
-    """Where one document ends and the next begins, in the forms that attention kernels want, made when first
-    asked.
-
-    context: who shares the tokens, none: nobody · multiple: of what each of those computes. The last document is
-    padding, where it takes some.
-    """
+    """Boundaries of packed documents, in the forms that attention kernels take. Each is computed on first use."""
 
     def __init__(
         self,
@@ -59,6 +55,11 @@ class Documents:
         context: ContextParallel | None = None,
         multiple: int = 1,
     ) -> None:
+        """
+        Args:
+            context: the ranks that share the tokens; None: this rank has all of them.
+            multiple: a last document of padding makes each rank's tokens a multiple of it.
+        """
         padding = -sum(lengths) % (multiple * (context.multiple if context else 1))
         self.lengths = (*lengths, padding) if padding else tuple(lengths)
         self.device, self.context = device, context
@@ -71,29 +72,29 @@ class Documents:
 
     @cached_property
     def spans(self) -> list[slice]:
-        """Of the packed tokens, what this rank computes, as slices of one length: all, but in a context."""
+        """The packed tokens that this rank computes, as slices of equal length."""
         tokens = sum(self.lengths)
         return self.context.spans(tokens) if self.context else [slice(0, tokens)]
 
     def mine(self, values_N: Tensor) -> Tensor:
-        """[n] this rank's part of values that all ranks have, 0 in the padding."""
+        """[n] this rank's part of values that every rank has, 0 for padding."""
         padded_N = F.pad(values_N, (0, sum(self.lengths) - len(values_N)))
         return torch.cat([padded_N[span] for span in self.spans])
 
     @cached_property
     def place_N(self) -> Tensor:
-        """Where each packed token is in this rank's part, -1: in that of another."""
+        """The place of each packed token in this rank's part; -1 for tokens of other ranks."""
         mine_n = self.mine(torch.arange(sum(self.lengths), device=self.device))
         nowhere_N = mine_n.new_full((sum(self.lengths),), -1)
         return nowhere_N.index_copy(0, mine_n, torch.arange(len(mine_n), device=self.device))
 
     def whole(self, part: Tensor) -> Tensor:
-        """What the ranks have filled in, each some of it, 0 elsewhere, on all of them; to be used alike on all."""
+        """See `ContextParallel.whole`."""
         return self.context.whole(part) if self.context else part
 
     @cached_property
     def cuts(self) -> list[DocumentSlice]:
-        """What of the documents is in each of `spans`."""
+        """The documents in each of `spans`."""
         return [DocumentSlice.of(self.lengths, span.start, span.stop, self.device) for span in self.spans]
 
     @cached_property
@@ -118,22 +119,22 @@ class Documents:
 
     @cached_property
     def padded_P(self) -> Tensor:
-        """The packed token at each place of all buckets, one bucket after another, padding included."""
+        """The packed token at each place of all buckets in order, padding included."""
         return torch.cat([index_DL.flatten() for index_DL, _ in self.buckets])
 
     @cached_property
     def unpad_N(self) -> Tensor:
-        """Where each packed token is among those places."""
+        """The place of each packed token in `padded_P`."""
         real_N = torch.nonzero(torch.cat([keep_DL.flatten() for _, keep_DL in self.buckets]))[:, 0]
         return torch.empty_like(real_N).scatter_(0, self.padded_P[real_N], real_N)
 
 
 @dataclass(frozen=True)
 class DocumentSlice:
-    """What of some documents is in a slice of their tokens.
+    """The documents in a slice of packed tokens.
 
-    documents: the parts in the slice · before: tokens of the first one that are before it · seen: the keys that queries
-    of the slice see, from the first token of the first document on
+    documents: their parts in the slice · before: tokens of the first document that lie before the slice · seen: the
+    keys that queries of the slice attend to, from the first document's first token on
     """
 
     documents: Documents
@@ -144,8 +145,11 @@ class DocumentSlice:
     def of(
         lengths: Sequence[int], start: int, stop: int, device: torch.device | None = None
     ) -> DocumentSlice:
-        """Documents of these lengths, tokens start … stop - 1. Of lengths 3, 4, 2, tokens 2 … 4 are the last of the
-        first document, with 2 before it, and 2 of the second; they see keys 0 … 4."""
+        """The slice start … stop - 1 of documents of these lengths.
+
+        With lengths 3, 4, 2, tokens 2 … 4 are the last of the first document, which has 2 before it, and 2 of the
+        second; they attend to keys 0 … 4.
+        """
         parts: list[int] = []
         at = before = 0
         for length in lengths:
@@ -158,19 +162,19 @@ class DocumentSlice:
 
     @cached_property
     def others(self) -> Documents:
-        """Without the first."""
+        """All documents but the first."""
         return Documents(self.documents.lengths[1:], self.documents.device)
 
     @cached_property
     def key_boundaries(self) -> Tensor:
-        """[documents + 1] int32, of `seen`."""
+        """[documents + 1] int32: the boundaries of documents in `seen`."""
         edges = self.documents.boundaries + self.before
         edges[0] = 0
         return edges
 
     @property
     def longest(self) -> int:
-        """Keys of one document."""
+        """The largest number of keys in one document."""
         first, *others = self.documents.lengths
         return max(first + self.before, *others)
 
@@ -189,10 +193,17 @@ def packed_attention(
     softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, H, N, E], key and value [1, K, N, E] (values of any width) → [1, N, H, E]. The signature is Hugging
-    Face's.
+    """The attention function for Hugging Face's registry.
 
-    Raises ConfigError for what a family does to its attention beyond that.
+    Args:
+        query: [1, H, N, E].
+        key, value: [1, K, N, E]; values may have another width.
+
+    Returns:
+        [1, N, H, E], and None for weights.
+
+    Raises:
+        ConfigError: The model family uses an option of CHANGES_SCORES.
     """
     _refuse(options, module)
     rule = Rule(scaling, sliding_window, softcap)
@@ -214,7 +225,7 @@ def packed_attention(
 def whole_attention(
     q_NHE: Tensor, k_NKE: Tensor, v_NKF: Tensor, documents: Documents, rule: Rule = PLAIN
 ) -> Tensor:
-    """[N, H, F]."""
+    """Attention where this rank has all tokens: [N, H, F]."""
     if not _flash(q_NHE):
         return _bucketed(q_NHE, k_NKE, v_NKF, documents, rule)
     edges, longest = documents.boundaries, max(documents.lengths)
@@ -224,9 +235,9 @@ def whole_attention(
 def slice_attention(
     q_nHE: Tensor, k_NKE: Tensor, v_NKF: Tensor, cut: DocumentSlice, rule: Rule = PLAIN
 ) -> Tensor:
-    """[n, H, F]: queries of a slice, which see keys from before it."""
+    """Attention for the queries of a slice, to keys of all tokens: [n, H, F]."""
     k, v = (x[cut.seen] for x in (k_NKE, v_NKF))
-    if _flash(q_nHE):  # sees the keys of a document aligned to its last query
+    if _flash(q_nHE):  # aligns the keys of a document to its last query
         edges = cut.documents.boundaries, cut.key_boundaries
         return flash(q_nHE, k, v, edges, (max(cut.documents.lengths), cut.longest), rule)
     if not cut.before:
@@ -245,13 +256,13 @@ def _flash(query: Tensor) -> bool:
 
 
 def _continued(q_nHE: Tensor, k_LKE: Tensor, v_LKF: Tensor, rule: Rule) -> Tensor:
-    """[n, H, F]: the last n of L tokens of one document."""
+    """[n, H, F], for the last n of L tokens of one document."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q_nHE, k_LKE, v_LKF))
     return attend(q, k, v, rule)[0].transpose(0, 1)
 
 
 def _bucketed(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, documents: Documents, rule: Rule) -> Tensor:
-    """One dense causal attention per bucket. Padding is at the end, so no real token can see it."""
+    """One dense causal attention per bucket. Padding is at the end, so no real token attends to it."""
     shapes = [index_DL.shape for index_DL, _ in documents.buckets]
     padded = (x.index_select(0, documents.padded_P) for x in (q_NHE, k_NKE, v_NKE))
     parts = []
@@ -262,20 +273,20 @@ def _bucketed(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, documents: Documents,
 
 
 def _refuse(options: dict[str, Any], module: nn.Module) -> None:
-    """What would be left out without a word. All else that families pass on is for other kernels."""
+    """Refuse options that would change the result. All other options of families are for other kernels."""
     for option in CHANGES_SCORES & options.keys():
         if options[option] is not None:
             config = cast(Any, module).config
             raise ConfigError(
                 "model.path",
                 config.name_or_path or config.model_type,
-                f"its attention has {option!r}, which packed attention does not know",
+                f"its attention has {option!r}, which packed attention does not support",
                 "use a family of docs/models.md",
             )
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """The documents say all there is to say."""
+    """No mask is made: the documents replace it."""
 
 
 ALL_ATTENTION_FUNCTIONS.register(PACKED, packed_attention)

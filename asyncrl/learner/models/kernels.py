@@ -1,6 +1,7 @@
-"""From scores to weights: causal attention over keys, under the rules that families of models have for it.
+"""Causal attention kernels, with the variations that families of models have.
 
-Axes:  B documents · n queries, the last ones of L keys · H query heads · K key heads · E head size · F that of values
+Axes:  B documents · n queries, for the last of L keys · H query heads · K key heads · E head size · F head size of
+values
 """
 
 from __future__ import annotations
@@ -18,8 +19,12 @@ except ImportError:
 
 
 class Rule(NamedTuple):
-    """scaling: of q·k; none: 1/√E · window: keys that a query sees, its own included; none: all up to its own ·
-    softcap c: scores become c·tanh(score/c) (Gemma 2, arXiv:2408.00118, section 2)"""
+    """A family's variation of attention.
+
+    scaling   factor of q·k; None: 1/√E
+    window    the number of keys that a query attends to, its own included; None: all up to its own
+    softcap   c: scores become c·tanh(score/c) (Gemma 2, arXiv:2408.00118, section 2)
+    """
 
     scaling: float | None = None
     window: int | None = None
@@ -30,7 +35,7 @@ PLAIN = Rule()
 
 
 def attend(q_BHnE: Tensor, k_BKLE: Tensor, v_BKLF: Tensor, rule: Rule) -> Tensor:
-    """[B, H, n, F]."""
+    """Dense attention: [B, H, n, F]."""
     n, length = q_BHnE.shape[2], k_BKLE.shape[2]
     if rule.softcap is not None:
         return _capped(q_BHnE, k_BKLE, v_BKLF, rule, rule.softcap)
@@ -43,7 +48,7 @@ def attend(q_BHnE: Tensor, k_BKLE: Tensor, v_BKLF: Tensor, rule: Rule) -> Tensor
 
 
 def seen(n: int, length: int, window: int | None, device: torch.device | None = None) -> Tensor:
-    """bool [n, L]: which keys each of the last n queries sees.
+    """bool [n, L]: the keys that each of the last n queries attends to.
 
     >>> seen(2, 4, window=3).int().tolist()
     [[1, 1, 1, 0], [0, 1, 1, 1]]
@@ -60,9 +65,13 @@ def flash(
     longest: tuple[int, int],
     rule: Rule,
 ) -> Tensor:
-    """[N, H, F]: documents one after another. edges, longest: where they end, of queries and of keys.
+    """Flash attention over packed documents: [N, H, F].
 
-    The kernel wants values as wide as keys, which those of DeepSeek's latent attention are not.
+    Values are padded to the width of keys, which the kernel needs; in DeepSeek's latent attention they are narrower.
+
+    Args:
+        edges: the documents' boundaries among queries and among keys.
+        longest: the longest document's queries and keys.
     """
     narrower = q_NHE.shape[-1] - v_NKF.shape[-1]
     out_NHE: Tensor = flash_attn_varlen_func(
@@ -80,7 +89,7 @@ def flash(
 
 
 def _capped(q_BHnE: Tensor, k_BKLE: Tensor, v_BKLF: Tensor, rule: Rule, cap: float) -> Tensor:
-    """Fused attention knows no cap: the scores of all pairs are held, in float32 at least."""
+    """Attention with a softcap, which fused kernels lack: all scores are in memory, in float32 at least."""
     heads = q_BHnE.shape[1] // k_BKLE.shape[1]
     k_BHLE, v_BHLF = (x.repeat_interleave(heads, dim=1) for x in (k_BKLE, v_BKLF))
     scaling = q_BHnE.shape[-1] ** -0.5 if rule.scaling is None else rule.scaling

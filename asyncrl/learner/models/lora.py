@@ -1,10 +1,10 @@
 """LoRA (Hu et al., arXiv:2106.09685, equation 3): h = W x + alpha/r · B A x, with W frozen, B 0 at first.
 
     network      W (frozen)   A   B         trained, clipped, saved: A and B alone
-    reference    W, adapters off            the policy as it was loaded, in no memory of its own
-    published    W + alpha/r · B A          in a copy of the adapted matrices, made anew after each step, shard by shard
+    reference    W, adapters off            the policy as it was loaded, without memory of its own
+    published    W + alpha/r · B A          a copy of the adapted matrices, computed after each step, shard by shard
 
-Whoever takes weights from the learner, engines or an export, knows nothing of adapters.
+Engines and exports get merged weights only.
 
 Axes:  O outputs · I inputs · r rank
 """
@@ -33,7 +33,7 @@ from asyncrl.models import text_body
 
 BASE, DOWN, UP = ".base.", ".down", ".up"
 ADAPTER: Final = "adapter"
-"""Folder of an export that holds the adapters alone, as PEFT names them."""
+"""The folder of an export with the adapters alone, in PEFT's names."""
 
 
 class Adapted(nn.Module):
@@ -42,20 +42,21 @@ class Adapted(nn.Module):
     def __init__(self, base: nn.Linear, lora: LoraConfig) -> None:
         super().__init__()
         self.base, self.scale, self.on = base, lora.alpha / lora.rank, True
-        dtype = base.weight.dtype  # in memory, wherever the base may be
+        dtype = base.weight.dtype  # allocated here, even if the base is on the meta device
         self.down = nn.Parameter(torch.empty(lora.rank, base.in_features, dtype=dtype))
         self.up = nn.Parameter(torch.zeros(base.out_features, lora.rank, dtype=dtype))
         nn.init.kaiming_uniform_(self.down, a=math.sqrt(5))
 
     def forward(self, x: Tensor) -> Tensor:
-        said: Tensor = self.base(x)
-        return said + F.linear(F.linear(x, self.down), self.up) * self.scale if self.on else said
+        base: Tensor = self.base(x)
+        return base + F.linear(F.linear(x, self.down), self.up) * self.scale if self.on else base
 
 
 def adapt(causal_lm: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
-    """Freeze the model and put adapters in, the same ones on every rank.
+    """Freeze the model and add adapters, which the seed makes equal on every rank.
 
-    Raises ConfigError for a target that is no linear map of this model.
+    Raises:
+        ConfigError: A target is no linear map of this model.
     """
     causal_lm.requires_grad_(False)
     body = set(text_body(causal_lm).modules())
@@ -80,7 +81,7 @@ def adapt(causal_lm: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
 
 
 def without_adapters(name: str) -> str:
-    """What a frozen matrix was called before it got an adapter."""
+    """The name of a frozen matrix before it got an adapter."""
     return name.replace(BASE, ".")
 
 
@@ -97,9 +98,9 @@ def adapters_off(network: nn.Module) -> Iterator[None]:
 
 
 class Merged:
-    """A network's parameters as if it had been trained without adapters, in the names that it had before.
+    """A network's parameters with adapters merged, in the names of the network without adapters.
 
-    tensors: the merged copies, and the live parameters that have no adapter; to be made anew by `refresh`
+    tensors: merged copies, which `refresh` computes, and the live parameters that have no adapter
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], masters: Mapping[str, Tensor], scale: float) -> None:
@@ -119,16 +120,16 @@ class Merged:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """∀ After a step: B is cut by rows as its matrix is; A is small, and made whole on every rank."""
+        """Collective: after a step. B is cut by rows like its matrix; A is small, and gathered on every rank."""
         for name, (frozen, where) in self._from.items():
             down_rI, up_Or = (self._masters[where + part] for part in (DOWN, UP))
             whole_rI = down_rI.full_tensor() if isinstance(down_rI, DTensor) else down_rI
-            into_OI, frozen_OI, mine_Or = (local_part(t) for t in (self.tensors[name], frozen, up_Or))
-            into_OI.copy_(frozen_OI.to(mine_Or.dtype) + self._scale * mine_Or @ whole_rI)
+            merged_OI, frozen_OI, mine_Or = (local_part(t) for t in (self.tensors[name], frozen, up_Or))
+            merged_OI.copy_(frozen_OI.to(mine_Or.dtype) + self._scale * mine_Or @ whole_rI)
 
 
 class BaseUnderAdapters:
-    """`Model`: the reference that needs no memory, the policy with its adapters off."""
+    """The reference as a `Model` without memory of its own: the policy with its adapters off."""
 
     def __init__(self, network: nn.Module, predict: Callable[[MicroBatch], Tensor]) -> None:
         self._network, self._predict = network, predict
@@ -150,11 +151,11 @@ class BaseUnderAdapters:
         return
 
     def copy_from_policy(self) -> NoReturn:
-        raise TypeError("the base under adapters stays as it is")
+        raise TypeError("the base under adapters does not change")
 
 
 def peft_names(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The adapters as PEFT calls them."""
+    """The adapters by PEFT's names."""
     names = {DOWN: ".lora_A.weight", UP: ".lora_B.weight"}
     return {
         f"base_model.model.{name.removesuffix(part)}{theirs}": tensor.detach()
@@ -165,7 +166,7 @@ def peft_names(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_peft_config(folder: Path, lora: LoraConfig, base: str) -> None:
-    """adapter_config.json, and the one file of weights under the name that PEFT looks for."""
+    """Write adapter_config.json, and rename the file of weights as PEFT requires."""
     (weights,) = folder.glob("model*.safetensors")
     weights.rename(folder / "adapter_model.safetensors")
     config = {

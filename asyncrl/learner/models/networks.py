@@ -1,18 +1,17 @@
-"""The learner's networks: language models, which say log-probs, and critics, which say values.
+"""The learner's networks: language models, which compute log-probs, and critics, which compute values.
 
     name                        network          weights from             trained by
     policy                      LanguageModel    model.path               learner.optimizer
     critic, cost_critic         Critic           critic.path (its body)   critic.optimizer
-    reference                   LanguageModel    reference.path           nobody: frozen
-    reward_model                LanguageModel    reward_model.path        reward_model.optimizer, unless it is frozen
-    teacher                     LanguageModel    teacher.path             nobody: frozen
+    reference                   LanguageModel    reference.path           frozen
+    reward_model                LanguageModel    reward_model.path        reward_model.optimizer, or frozen
+    teacher                     LanguageModel    teacher.path             frozen
 
-Where a path is not set, that of the policy is taken; the teacher must have its own.
+A path that is not set is the policy's; the teacher needs its own. The output for token t is computed from the hidden
+state at t - 1, which depends on the tokens before t alone.
 
-What a network says of token t it reads off the hidden state at t-1, which has seen the tokens before t and no more.
-
-Axes:  N packed tokens · n of them on this rank, all but in a context · T of those under the loss mask · S rows of those
-between layers · R rollouts · D hidden size · V vocabulary
+Axes:  N packed tokens · n of them on this rank · T of those under the loss mask · S rows of those between layers ·
+R rollouts · D hidden size · V vocabulary
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from asyncrl.config.sections.rules import require
 from asyncrl.errors import ConfigError, TrainingError
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.models.attention import PACKED, Documents
-from asyncrl.learner.models.logprobs import Words, next_logprobs, token_logprobs
+from asyncrl.learner.models.logprobs import VocabularyPart, next_logprobs, token_logprobs
 from asyncrl.learner.models.lora import adapt, without_adapters
 from asyncrl.learner.models.roles import POLICY
 from asyncrl.learner.parallel.experts import check_experts
@@ -40,17 +39,16 @@ from asyncrl.learner.parallel.tensor_parallel import parallelize, vocabulary_par
 from asyncrl.models import empty_causal_lm, load_causal_lm, load_config, load_tokenizer, text_body
 
 HEAD_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
-"""What some families multiply or divide their logits by: Cohere, Granite, Falcon-H1."""
+"""Configuration keys of factors that some families apply to their logits: Cohere, Granite, Falcon-H1."""
 
 WRAPPER: Final = "causal_lm."
-"""What `LanguageModel` puts before the names of its parameters."""
+"""The prefix that `LanguageModel` adds to the names of its parameters."""
 
 
 class LanguageModel(nn.Module):
-    """A causal language model that answers with log-probs. They are computed inside `forward`, because only
-    there is the sharded head whole.
+    """A causal language model that returns log-probs. They are computed in `forward`, where FSDP has gathered the head.
 
-    words: of this rank, where the head is cut by them · token_multiple: what tokens of a forward are padded to
+    vocabulary_part: this rank's rows of the head, if it is cut · token_multiple: tokens are padded to a multiple of it
     """
 
     def __init__(self, causal_lm: PreTrainedModel) -> None:
@@ -58,7 +56,7 @@ class LanguageModel(nn.Module):
         self.causal_lm = causal_lm
         _freeze_beside(causal_lm)
         self._softcap = head_softcap(causal_lm)
-        self.words: Words | None = None
+        self.vocabulary_part: VocabularyPart | None = None
         self.token_multiple = 1
 
     @property
@@ -72,8 +70,14 @@ class LanguageModel(nn.Module):
         following: bool = False,
         before_SD: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """(logp_N, entropy_N), 0 outside the loss mask. following: (logp_RV,), of what may come after each rollout.
-        before_SD: see `stream`."""
+        """
+        Args:
+            following: return the log-probs of all tokens that may follow each rollout instead.
+            before_SD: see `stream`.
+
+        Returns:
+            (logp_N, entropy_N), 0 outside the loss mask; or (logp_RV,) if `following`.
+        """
         weight_VD = local_part(self.causal_lm.get_output_embeddings().weight)
         if following:
             hidden_nD = stream(self, batch, documents, before_SD)
@@ -81,18 +85,18 @@ class LanguageModel(nn.Module):
             place_R = documents.place_N[ends_R]
             here_r = torch.nonzero(place_R >= 0)[:, 0]
             hidden_rD, temperature_r = hidden_nD[place_R[here_r]], batch.temperature_R[here_r]
-            logp_rV = next_logprobs(hidden_rD, weight_VD, temperature_r, self.words, self._softcap)
+            logp_rV = next_logprobs(hidden_rD, weight_VD, temperature_r, self.vocabulary_part, self._softcap)
             return (documents.whole(_spread(logp_rV, here_r, batch.rollouts)),)
         at_T, hidden_TD = _seen_before(self, batch, documents, before_SD)
         target_T, temperature_T = batch.token_ids_N[at_T], batch.temperature_R[batch.seq_N[at_T]]
-        said = token_logprobs(
-            hidden_TD, weight_VD, target_T, temperature_T, words=self.words, softcap=self._softcap
+        outputs = token_logprobs(
+            hidden_TD, weight_VD, target_T, temperature_T, part=self.vocabulary_part, softcap=self._softcap
         )
-        return tuple(documents.whole(_spread(values_T, at_T, batch.tokens)) for values_T in said)
+        return tuple(documents.whole(_spread(values_T, at_T, batch.tokens)) for values_T in outputs)
 
 
 def _freeze_beside(causal_lm: PreTrainedModel) -> None:
-    """Parts that text does not go through, such as a vision tower, stay as they are."""
+    """Freeze the parts that text does not pass through, such as a vision tower."""
     text = {
         id(p) for part in (text_body(causal_lm), causal_lm.get_output_embeddings()) for p in part.parameters()
     }
@@ -102,9 +106,10 @@ def _freeze_beside(causal_lm: PreTrainedModel) -> None:
 
 
 def head_softcap(causal_lm: PreTrainedModel) -> float | None:
-    """At what the model caps its logits, if it does.
+    """The model's limit of its logits, if it has one.
 
-    Raises ConfigError for a head that does anything else to hidden · weightᵀ, which log-probs are computed from.
+    Raises:
+        ConfigError: The head does anything else to hidden · weightᵀ.
     """
     config = causal_lm.config.get_text_config()
     scales = {key: getattr(config, key, None) for key in HEAD_SCALES}
@@ -115,14 +120,14 @@ def head_softcap(causal_lm: PreTrainedModel) -> float | None:
         not done,
         "model.path",
         config.name_or_path or config.model_type,
-        f"its head has {', '.join(done)}, which the learner's log-probs do not know",
+        f"its head has {', '.join(done)}, which the learner's log-probs do not support",
         "use a family of docs/models.md",
     )
     return getattr(config, "final_logit_softcapping", None)
 
 
 class Critic(nn.Module):
-    """The body of a language model under a linear value head, which starts at 0 and works in float32 at least."""
+    """The body of a language model with a linear value head, which starts at 0 and computes in float32 at least."""
 
     def __init__(self, causal_lm: PreTrainedModel) -> None:
         super().__init__()
@@ -135,7 +140,7 @@ class Critic(nn.Module):
     def forward(
         self, batch: MicroBatch, documents: Documents, before_SD: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """(values_N,), of the state before each token; 0 outside the loss mask. before_SD: see `stream`."""
+        """(values_N,): the value of the state before each token, 0 outside the loss mask. before_SD: see `stream`."""
         at_T, hidden_TD = _seen_before(self, batch, documents, before_SD)
         full = torch.promote_types(hidden_TD.dtype, torch.float32)
         values_T = hidden_TD.to(full) @ self.weight_D.to(full) + self.bias_1.to(full)
@@ -143,7 +148,7 @@ class Critic(nn.Module):
 
 
 class Blueprint(NamedTuple):
-    """How a network is made. key: of `path` in the configuration · optimizer: none for a frozen network."""
+    """The path of a network with its configuration key, its class, and its optimizer (None: frozen)."""
 
     key: str
     path: str
@@ -152,7 +157,7 @@ class Blueprint(NamedTuple):
 
 
 def blueprint(name: str, config: Config) -> Blueprint:
-    """Of POLICY or of one of `roles.MODELS`. Raises ConfigError for a teacher without a path."""
+    """The blueprint of POLICY or one of `roles.MODELS`. Raises ConfigError for a teacher without a path."""
     base, critic, prm = config.model.path, config.critic, config.reward_model
     match name:
         case "policy":
@@ -178,11 +183,14 @@ def blueprint(name: str, config: Config) -> Blueprint:
 
 
 def load_network(name: str, config: Config, empty: bool = False) -> LanguageModel | Critic:
-    """On the CPU, in `model.dtype`; without weights on disk, random ones that are the same for every name.
+    """Load a network on the CPU, in `model.dtype`. Without weights on disk they are random, equal for every name.
 
-    empty: parameters that a checkpoint has stay on the meta device, for `checkpoint_source.py` to fill; adapters and
-    value heads are made here.
-    Raises ConfigError as `load_causal_lm` does, and for a policy that lacks what is to be spread or adapted.
+    Args:
+        empty: leave the parameters that a checkpoint has on the meta device, for `checkpoint_source.py`. Adapters and
+            value heads are made anyway.
+
+    Raises:
+        ConfigError: As `load_causal_lm`, and if the policy lacks experts that are to be spread or maps to be adapted.
     """
     plan = blueprint(name, config)
     model = dataclasses.replace(config.model, path=plan.path)
@@ -198,9 +206,9 @@ def load_network(name: str, config: Config, empty: bool = False) -> LanguageMode
 
 
 def check_vocabularies(names: Iterable[str], config: Config) -> None:
-    """Raise ConfigError for a network whose token ids cannot be the policy's.
+    """Raises ConfigError for a network whose token ids differ from the policy's.
 
-    Tokenizers decide, since models of one family are padded to different sizes; where a folder has none, sizes do.
+    Tokenizers are compared, because models of one family are padded to different sizes; without tokenizers, sizes are.
     """
     policy = Vocabulary.of(blueprint(POLICY, config), config)
     for name in names:
@@ -228,7 +236,7 @@ def check_vocabularies(names: Iterable[str], config: Config) -> None:
 
 
 class Vocabulary(NamedTuple):
-    """size: rows of the token table, some of which may be padding · tokens: ids by token, where there is a tokenizer"""
+    """size: rows of the token table, with padding · tokens: ids by token; None without a tokenizer"""
 
     size: int
     tokens: dict[str, int] | None
@@ -244,41 +252,44 @@ class Vocabulary(NamedTuple):
 
 
 def named_parameters(network: nn.Module) -> dict[str, nn.Parameter]:
-    """Tied ones once. Those of a language model go by the names that its checkpoint has for them."""
+    """Parameters, tied ones once. A language model's have the names of the transformers model."""
     return {name.removeprefix(WRAPPER): parameter for name, parameter in network.named_parameters()}
 
 
 def named_constants(network: nn.Module) -> dict[str, Tensor]:
-    """Buffers that its checkpoint has."""
+    """The buffers that a checkpoint of the network has."""
     kept, named = network.state_dict().keys(), network.named_buffers()
     return {name.removeprefix(WRAPPER): buffer for name, buffer in named if name in kept}
 
 
 def name_at_start(network: LanguageModel | Critic, name: str) -> str:
-    """What a parameter or constant of a network is called in the language model that it was made of."""
+    """The name of a network's parameter or constant in the language model that the network was made of."""
     if isinstance(network, Critic):
         return network.body_name + name.removeprefix("body")
     return without_adapters(name)
 
 
 def spread_over_tensor(network: LanguageModel | Critic, mesh: DeviceMesh, sequence: bool) -> None:
-    """Cut the network's matrices over the ranks of a one-dimensional mesh. Raises ConfigError, see `parallelize`."""
+    """Cut the network's matrices over a one-dimensional mesh. Raises ConfigError as `parallelize`."""
     top = network.causal_lm.get_output_embeddings() if isinstance(network, LanguageModel) else None
-    head = getattr(top, "weight", None)  # none: it is on another pipeline stage
+    head = getattr(top, "weight", None)  # None: on another pipeline stage
     parallelize(network, network.body, head, mesh, sequence)
     network.token_multiple *= mesh.size() if sequence else 1
     if isinstance(network, LanguageModel) and head is not None:
         total = head.shape[0]
         mine = vocabulary_part(total, mesh)
-        network.words = Words(mesh.get_group(), mine.start, -(-total // mesh.size()), total)
+        network.vocabulary_part = VocabularyPart(
+            mesh.get_group(), mine.start, -(-total // mesh.size()), total
+        )
 
 
 def _seen_before(
     network: LanguageModel | Critic, batch: MicroBatch, documents: Documents, before_SD: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(at_T: the tokens under the loss mask, hidden_TD: the state before each of them), where this rank has that.
+    """(at_T, hidden_TD): the tokens under the loss mask whose state before them is on this rank, and these states.
 
-    Raises TrainingError for a token beyond the body's table: a policy with a larger one can sample its padding.
+    Raises:
+        TrainingError: A token is beyond the body's table: a policy with a larger one can sample its padding.
     """
     config = network.body.config
     largest, rows = int(batch.token_ids_N.max()), config.get_text_config().vocab_size
@@ -300,10 +311,13 @@ def stream(
     documents: Documents,
     before_SD: Tensor | None = None,
 ) -> Tensor:
-    """[n, D], the state after each token of this rank, padding included.
+    """[n, D]: the state after each token of this rank, padding included.
 
-    before_SD: what earlier pipeline stages made of them. With sequence parallelism it is of S, a part of the n, and so
-    is what comes of it, until the last layer has put them together.
+    With sequence parallelism, the input and output of pipeline stages are the S rows of this rank; the last layer
+    gathers all n.
+
+    Args:
+        before_SD: the output of the pipeline stage before; None on the first.
     """
     ids_1n = documents.mine(batch.token_ids_N)[None]
     output = network.body(
@@ -316,5 +330,5 @@ def stream(
 
 
 def _spread(values_T: Tensor, at_T: Tensor, count: int) -> Tensor:
-    """Values of the tokens (or rollouts) at `at_T` → of all of them, 0 elsewhere."""
+    """Spread values of the tokens (or rollouts) `at_T` over all `count` of them, 0 elsewhere."""
     return values_T.new_zeros(count, *values_T.shape[1:]).index_copy(0, at_T, values_T)

@@ -9,11 +9,12 @@ from torch import Tensor
 
 POLICY: Final = "policy"
 MODELS: Final = frozenset({"critic", "cost_critic", "reference", "reward_model", "teacher"})
-"""Models beside the policy: critics compute values, the others log-probs. Reference and teacher are frozen."""
+"""Models beside the policy. Critics compute values, the others log-probs. Reference and teacher are frozen."""
 
 LEARNING: Final = ("critic", "cost_critic", "reward_model")
-"""Those that learn, in the order in which they do; a reward model that is frozen does not."""
+"""The models beside the policy that are trained, in this order. The reward model may be frozen instead."""
 
 Loss = Callable[..., Tensor]
-"""(micro-batch on the device, what the model says of it: log-probs and entropies, of critics values; all [N] float32, 0
-where the loss mask is 0) → a sum to differentiate."""
+"""(micro-batch on the device, the model's outputs) → a sum to differentiate.
+
+Outputs are log-probs and entropies, or a critic's values: all [N] float32, 0 where the loss mask is 0."""

@@ -1,13 +1,12 @@
-"""Expert parallelism: each rank of a group holds some of the experts of every layer, and tokens travel to theirs.
+"""Expert parallelism: each rank of a group holds some experts of every layer, and tokens are sent to their experts.
 
-    router (on every rank)  ▸  rows by expert  ▸  all-to-all  ▸  my experts  ▸  all-to-all  ▸  weighed and summed
+    router (on every rank)  ▸  rows by expert  ▸  all-to-all  ▸  local experts  ▸  all-to-all  ▸  weighted sum
 
-Every (token, expert) pair is a row. Each rank sends as many rows as its tokens have pairs with the experts of another,
-so nothing is dropped, nothing padded, and every gradient is that of one process: rows and gradients of rows go the same
-ways. Weights of the router are applied where the token is.
+Every (token, expert) pair is a row. No row is dropped and none is padding, and gradients of rows take the way back, so
+every gradient is that of one process. The router's weights are applied on the token's rank.
 
-Any family whose experts transformers keeps in one module with parameters [experts, …] takes part: Mixtral, Qwen2-MoE,
-Qwen3-MoE, DeepSeek V2 and V3, and their like. The arithmetic of the experts is transformers' own.
+This works for families whose experts transformers keeps in one module with parameters [experts, …]: Mixtral, Qwen2-MoE,
+Qwen3-MoE, DeepSeek V2 and V3, and similar ones. The experts' arithmetic is transformers' own.
 
 Axes:  n tokens of this rank · k experts of each token · E experts · e of them on each rank · P ranks · S rows sent
 (n · k) · M rows received · D hidden size
@@ -29,17 +28,17 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.rules import require
-from asyncrl.learner.parallel.all_to_all import all_to_all
+from asyncrl.learner.parallel.collectives import all_to_all
 from asyncrl.learner.parallel.mesh import local_part
 
 
 def experts_of(network: nn.Module) -> Iterator[nn.Module]:
-    """The modules that hold all experts of a layer: those whose arithmetic transformers lets one choose."""
+    """The modules that hold all experts of a layer, which transformers marks by this attribute."""
     return (module for module in network.modules() if hasattr(module, "_is_expert_parallel"))
 
 
 def check_experts(policy: nn.Module, config: Config) -> None:
-    """Raise ConfigError where experts are to be spread and there are none."""
+    """Raises ConfigError if experts are to be spread and the policy has none."""
     require(
         config.learner.parallel.expert == 1 or any(experts_of(policy)),
         "learner.parallel.expert",
@@ -50,24 +49,26 @@ def check_experts(policy: nn.Module, config: Config) -> None:
 
 
 def spread_experts(network: nn.Module, mesh: DeviceMesh) -> None:
-    """Leave this rank its part of the experts, as DTensors, and send tokens to where their experts are.
+    """Cut the experts over the ranks, as DTensors, and exchange tokens in their forward.
 
-    mesh: its first axis is that of the experts, whose number must be a multiple of its ranks. Along another one (tp)
-    each rank sends what tokens it has, and has the same experts.
+    Args:
+        mesh: experts are spread over its first axis, whose size must divide their number. Along a second axis (tp)
+            ranks
+            have the same experts and different tokens.
     """
     placements = [Shard(0)] + [Replicate()] * (mesh.ndim - 1)
     for module in experts_of(network):
         for name, parameter in module.named_parameters(recurse=False):
             mine = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
             module.register_parameter(name, nn.Parameter(mine, requires_grad=parameter.requires_grad))
-        # FSDP calls `module.forward`, whatever it is then.
+        # FSDP calls the `module.forward` of that moment.
         module.forward = partial(_forward, module, mesh.get_group(0))
 
 
 def _forward(
     module: nn.Module, group: ProcessGroup, hidden_nD: Tensor, expert_nk: Tensor, weight_nk: Tensor
 ) -> Tensor:
-    """What transformers' experts answer: [n, D], the weighed sum of what its experts make of each token."""
+    """[n, D]: the weighted sum of its experts' outputs for each token, as transformers' own forward."""
     mine = _MyExperts(module)
     expert_S, order_S = expert_nk.flatten().sort(stable=True)
     sent_Pe = torch.bincount(expert_S, minlength=group.size() * mine.num_experts).view(group.size(), -1)
@@ -83,13 +84,13 @@ def _forward(
 
 
 def experts_of_rows(received_Pe: Tensor) -> Tensor:
-    """[M] the expert of each row received, from 0 on this rank: of every rank those of expert 0, then of 1, …"""
+    """[M] the local number of each received row's expert. The rows of each rank are in the order of experts."""
     expert_Pe = torch.arange(received_Pe.shape[1], device=received_Pe.device).expand_as(received_Pe)
     return expert_Pe.flatten().repeat_interleave(received_Pe.flatten())
 
 
 class _MyExperts:
-    """A module of experts, with the parameters that are here and no others."""
+    """A module of experts with this rank's parameters only."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

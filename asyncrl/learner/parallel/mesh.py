@@ -1,13 +1,13 @@
-"""The named axes that the learner's processes are laid out on, outermost first:
+"""The named axes of the learner's processes, outermost first:
 
-    pp           pipeline stages: other layers                            the same rows
-    replicate    copies of the whole model                                other rows
-    shard        FSDP: parts of parameters, gradients, optimizer state    other rows
-    cp           other tokens of the same micro-batch; FSDP too           the same rows
-    tp           parts of each matrix                                     the same rows
+    pp           pipeline stages: different layers                             the same rows
+    replicate    copies of the whole model                                     different rows
+    shard        FSDP: parts of parameters, gradients, optimizer state         different rows
+    cp           different tokens of the same micro-batch; part of FSDP too    the same rows
+    tp           parts of each matrix                                          the same rows
 
-Experts (`ep`) have no axis of their own: the ranks of shard × cp, which all have tokens of their own, are laid out
-again as part × ep: neighbours have other experts, and `part` shards each of them.
+Experts (`ep`) have no axis of their own: the ranks of shard × cp, which all have tokens of their own, form a second
+grid part × ep. Neighbours along ep have different experts, and each expert is sharded along `part`.
 
 A *data rank* is all ranks with the same rows: they claim the same groups and make the same calls. Its *leader* is the
 one whose values are summed or counted over rows: the one that has the loss, on the last stage, at cp 0 and tp 0.
@@ -40,7 +40,7 @@ EXPERT: Final = "ep"
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What of a model's shape decides how it can be spread; 0 experts: a dense one."""
+    """The numbers of a model that limit the axes; a dense model has 0 experts."""
 
     heads: int
     key_heads: int
@@ -49,7 +49,7 @@ class ModelShape:
 
     @staticmethod
     def of(config: Any) -> ModelShape:
-        """Of a transformers configuration."""
+        """The shape in a transformers configuration."""
         text = config.get_text_config()
         key_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         experts = next((n for key in _EXPERTS if (n := getattr(text, key, None))), 0)
@@ -60,8 +60,11 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def axis_sizes(parallel: ParallelConfig, world: int, model: ModelShape | None = None) -> dict[str, int]:
-    """The size of each of AXES for `world` processes. Raises ConfigError for what does not go up, or not with the model
-    (none: whatever the model)."""
+    """The size of each axis for `world` processes.
+
+    Raises:
+        ConfigError: The sizes do not divide the processes, or do not fit the model, if one is given.
+    """
     require(
         world % parallel.processes == 0,
         "learner.parallel",
@@ -126,16 +129,18 @@ def _check_model(parallel: ParallelConfig, model: ModelShape) -> None:
 
 
 class Mesh:
-    """This process's place. Every rank makes it at the same time.
+    """This process's place on the axes, and the device meshes. All ranks make it at the same time.
 
-    experts       ranks that the experts of a layer are spread over
-    device_mesh   of parameters; none for one process, else the axes of more than one rank, and always `shard`, which
-                  cp is folded into
+    Attributes:
+        device_mesh: the mesh of parameters: `shard`, which includes cp, and all other axes with more than one rank;
+            None
+            for one process.
     """
 
     def __init__(
         self, sizes: Mapping[str, int], rank: int, device_type: str = "cpu", experts: int = 1
     ) -> None:
+        """experts: the number of ranks that share the experts of a layer."""
         self._sizes, self._at = dict(sizes), coordinates(sizes, rank)
         self.device_mesh: DeviceMesh | None = None
         self._contexts: DeviceMesh | None = None
@@ -154,30 +159,30 @@ class Mesh:
         return self._sizes[axis]
 
     def index(self, axis: str) -> int:
-        """Of this rank along the axis."""
+        """This rank's index along the axis."""
         return self._at[axis]
 
     def axis(self, axis: str) -> DeviceMesh | None:
-        """The mesh of one axis; none where it has a single rank."""
+        """The mesh of one axis; None if it has a single rank."""
         mesh = self._contexts if axis in (CONTEXT, SHARD) and self._contexts is not None else self.device_mesh
         return mesh[axis] if mesh is not None and self.size(axis) > 1 else None
 
     @property
     def fsdp(self) -> DeviceMesh | None:
-        """What `fully_shard` takes: (replicate, shard) or shard; none for one process."""
+        """The argument of `fully_shard`: (replicate, shard) or shard; None for one process."""
         return self._sharding(self.device_mesh, SHARD)
 
     @property
     def experts(self) -> DeviceMesh | None:
-        """Those who share the experts of a layer: ep or, where each of those is several ranks, (ep, tp). None where
-        every rank holds all experts."""
+        """The ranks that share the experts of a layer: ep, or (ep, tp) where tp has several ranks; None if every rank
+        holds all experts."""
         if self._experts is None:
             return None
         return self._experts[(EXPERT, TENSOR) if self.size(TENSOR) > 1 else EXPERT]
 
     @property
     def expert_fsdp(self) -> DeviceMesh | None:
-        """What `fully_shard` takes for experts that are spread."""
+        """The argument of `fully_shard` for spread experts."""
         return self._sharding(self._experts, PART)
 
     def _sharding(self, mesh: DeviceMesh | None, axis: str) -> DeviceMesh | None:
@@ -187,7 +192,7 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """Of those with rows of their own."""
+        """The index among the data ranks."""
         return self.index(REPLICATE) * self.size(SHARD) + self.index(SHARD)
 
     @property
@@ -206,13 +211,13 @@ class Mesh:
 
 
 def _device_mesh(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
-    """The axes of more than one rank, and those that shard."""
+    """The mesh of the axes that have more than one rank or shard parameters."""
     axes = tuple(axis for axis, size in sizes.items() if size > 1 or axis in (SHARD, PART))
     return init_device_mesh(device_type, tuple(sizes[axis] for axis in axes), mesh_dim_names=axes)
 
 
 def coordinates(sizes: Mapping[str, int], rank: int) -> dict[str, int]:
-    """Where `rank` stands on each axis: the last one changes fastest.
+    """The index of `rank` on each axis: the last one changes fastest.
 
     >>> coordinates({"pp": 1, "replicate": 1, "shard": 2, "cp": 1, "tp": 2}, 3)
     {'pp': 0, 'replicate': 0, 'shard': 1, 'cp': 0, 'tp': 1}
@@ -224,7 +229,7 @@ def coordinates(sizes: Mapping[str, int], rank: int) -> dict[str, int]:
 
 
 def is_data_leader(sizes: Mapping[str, int], at: Mapping[str, int]) -> bool:
-    """Whether the rank at these coordinates answers for its data rank."""
+    """Whether the rank at these coordinates leads its data rank."""
     return at[PIPELINE] == sizes[PIPELINE] - 1 and at[CONTEXT] == 0 and at[TENSOR] == 0
 
 

@@ -4,13 +4,13 @@
     stream ──▸ norm ──▸ all-gather ──▸ q k v │ attention │ o      ──▸ reduce-scatter ──▸ + stream
            ──▸ norm ──▸ all-gather ──▸ gate up │ activation │ down ──▸ reduce-scatter ──▸ + stream
 
-That is sequence parallelism. Without it (`learner.parallel.sequence: false`) every rank has all tokens of the stream,
-and the two moves are a copy and an all-reduce. Which matrices are cut by columns and which by rows says the model's own
-`base_model_tp_plan`. Embedding and head are cut by the vocabulary; after the last layer hidden states are whole again.
-Experts stay whole: with sequence parallelism each rank sends its own tokens through them.
+The diagram shows sequence parallelism. Without it (`learner.parallel.sequence: false`) every rank has all tokens of the
+stream, and the two collectives are a copy and an all-reduce. The model's own `base_model_tp_plan` determines which
+matrices are cut by columns and which by rows. Embedding and head are cut by the vocabulary; after the last layer hidden
+states are whole again. Experts stay whole: with sequence parallelism each rank computes them for its own tokens.
 
-Parameters are DTensors, for FSDP, checkpoints and layouts; modules compute with their local parts. What is whole on
-each rank but has seen only some of the tokens or heads (norms, biases after a sum, Qwen3's q_norm) sums its gradient
+Parameters are DTensors, for FSDP, checkpoints and layouts; modules compute with their local parts. Parameters that are
+whole on each rank but meet only some tokens or heads (norms, biases after a sum, Qwen3's q_norm) sum their gradient
 over the ranks.
 
 Axes:  1 batch · N tokens · D hidden size
@@ -29,8 +29,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from transformers import PreTrainedModel
 
 from asyncrl.errors import ConfigError
+from asyncrl.learner.parallel.collectives import TensorParallelCollectives, copied
 from asyncrl.learner.parallel.mesh import local_part
-from asyncrl.learner.parallel.tp_collectives import TensorParallelCollectives, copied
 
 COLUMNS: Final = "colwise"
 ROWS: Final = "rowwise"
@@ -39,24 +39,28 @@ BY_HEADS: Final = "replicated_with_grad_allreduce"
 
 LAYERS: Final = "layers.*."
 BODY: Final = {"embed_tokens", "layers", "norm", "rotary_emb"}
-"""Parts of a decoder that are known here."""
+"""The parts of a decoder that can be parallelized."""
 
 
 def parallelize(
     network: nn.Module, body: PreTrainedModel, head: Tensor | None, mesh: DeviceMesh, sequence: bool
 ) -> None:
-    """Spread `network`, a decoder `body` with something after it, over the ranks of the one-dimensional `mesh`, before
-    FSDP does. head: its parameter with a row for each word, if it has one; whoever reads it gets this rank's rows.
-    With `sequence` the tokens of a forward are to be a multiple of the ranks.
+    """Cut the matrices of a network over a one-dimensional mesh. This comes before FSDP.
 
-    Raises ConfigError for a model with no plan, or one that asks for more than columns and rows.
+    Args:
+        body: the decoder in `network`.
+        head: the parameter with a row for each token of the vocabulary, if there is one on this rank.
+        sequence: whether tokens of the stream are split too; their number must then be a multiple of the ranks.
+
+    Raises:
+        ConfigError: The model has no plan, or one with more than columns and rows.
     """
     plan = plan_of(body)
-    edges = TensorParallelCollectives(mesh.get_group(), sequence)
-    spread = _Spread(mesh, edges)
+    collectives = TensorParallelCollectives(mesh.get_group(), sequence)
+    spread = _Spread(mesh, collectives)
     if head is not None:
         spread.placed[head] = Shard(0)
-    if isinstance(body.embed_tokens, nn.Embedding):  # else it is on another pipeline stage
+    if isinstance(body.embed_tokens, nn.Embedding):  # else: on another pipeline stage
         spread.embedding(body.embed_tokens)
     for layer in cast(nn.ModuleList, body.layers):
         if layer._parameters:
@@ -68,14 +72,14 @@ def parallelize(
                 spread.block(child, _styles(body, plan, name, child))
     norm = cast(nn.Module, body.norm)
     spread.whole(norm, partial=sequence)
-    if any(True for _ in norm.parameters()):  # else so is this, and tokens stay apart on the way there
-        norm.register_forward_hook(lambda *call: edges.show(call[-1]))
-    spread.whole(network, partial=False)  # what is left: a value head
+    if any(True for _ in norm.parameters()):  # else: on another stage, which gets this rank's tokens only
+        norm.register_forward_hook(lambda *call: collectives.replicate(call[-1]))
+    spread.whole(network, partial=False)  # modules not handled yet: a value head
     spread.finish(network)
 
 
 def plan_of(body: PreTrainedModel) -> dict[str, str]:
-    """{module within a decoder layer: style}, as the model's configuration has it, but for the experts'."""
+    """{module within a decoder layer: style} from the model's configuration, without experts."""
     given = getattr(body.config, "base_model_tp_plan", None) or {}
     plan = {
         name.removeprefix(LAYERS): style
@@ -94,7 +98,7 @@ def plan_of(body: PreTrainedModel) -> dict[str, str]:
 
 
 def _token_by_token(child: nn.Module) -> bool:
-    """Norms and experts: the same on all ranks, whichever tokens each of them has."""
+    """Whether it is a norm or a module of experts, which are whole on all ranks."""
     norm = type(child).__name__.endswith("Norm")
     return norm or any("experts" in where for where, _ in child.named_modules())
 
@@ -102,7 +106,8 @@ def _token_by_token(child: nn.Module) -> bool:
 def _styles(
     body: PreTrainedModel, plan: dict[str, str], name: str, child: nn.Module
 ) -> dict[nn.Module, str | None]:
-    """Of each module inside a part of a decoder layer. Raises ConfigError for one with parameters and no style."""
+    """The style of each module inside a part of a decoder layer. Raises ConfigError for one with parameters and no
+    style."""
     styles = {inner: plan.get(f"{name}.{where}") for where, inner in child.named_modules() if where}
     odd = next(
         (inner for inner, style in {child: None, **styles}.items() if style is None and inner._parameters),
@@ -117,37 +122,37 @@ def _refusal(body: PreTrainedModel, why: str) -> ConfigError:
     return ConfigError(
         "learner.parallel.tensor",
         body.config.name_or_path,
-        f"is a {type(body).__name__}, which nobody here knows how to cut: {why}",
+        f"is a {type(body).__name__}, which cannot be cut: {why}",
         "set learner.parallel.tensor=1, or use a model like Qwen2, Qwen3, Llama, Gemma, Mistral or Mixtral",
     )
 
 
 class _Spread:
-    """Hooks on modules at once; their parameters as DTensors in the end, tied ones once."""
+    """Adds hooks to modules one by one; `finish` turns all parameters into DTensors."""
 
-    def __init__(self, mesh: DeviceMesh, edges: TensorParallelCollectives) -> None:
-        self._mesh, self._edges = mesh, edges
+    def __init__(self, mesh: DeviceMesh, collectives: TensorParallelCollectives) -> None:
+        self._mesh, self._collectives = mesh, collectives
         self.placed: dict[Tensor, Shard] = {}
         self._seen: set[nn.Module] = set()
 
     def embedding(self, module: nn.Embedding) -> None:
-        """Each rank looks its own words up, the others' are 0; tied to the head, which is cut alike."""
+        """Each rank looks up the tokens of its own rows; other tokens get 0, and ranks add up."""
         self.placed[module.weight] = Shard(0)
         part = vocabulary_part(module.weight.shape[0], self._mesh)
         padding = module.padding_idx
         module.padding_idx = padding - part.start if padding is not None and padding in part else None
         self._local(module, ())
-        look_up, edges = module.forward, self._edges
+        look_up, collectives = module.forward, self._collectives
 
         def forward(ids_1N: Tensor) -> Tensor:
             mine_1N = (ids_1N >= part.start) & (ids_1N < part.stop)
             found_1ND = look_up(torch.where(mine_1N, ids_1N - part.start, 0))
-            return edges.leave(found_1ND.masked_fill(~mine_1N[..., None], 0.0))
+            return collectives.leave(found_1ND.masked_fill(~mine_1N[..., None], 0.0))
 
         module.forward = forward  # type: ignore[method-assign,assignment]
 
     def block(self, child: nn.Module, styles: dict[nn.Module, str | None]) -> None:
-        """Attention or a dense MLP: in by columns, out by rows."""
+        """Attention or a dense MLP: cut by columns first, then by rows."""
         child.register_forward_pre_hook(self._entering, with_kwargs=True)
         for module, style in styles.items():
             if style == COLUMNS:
@@ -159,13 +164,14 @@ class _Spread:
                 self._local(module, module._parameters if style == BY_HEADS else ())
 
     def whole(self, module: nn.Module, partial: bool) -> None:
-        """Parameters that every rank has all of. partial: it computes with other tokens on each."""
+        """A module whose parameters are whole on every rank. partial: ranks compute it for different tokens."""
         for inner in module.modules():
             if inner not in self._seen:
                 self._local(inner, inner._parameters if partial else ())
 
     def finish(self, network: nn.Module) -> None:
-        """Parameters → DTensors on the mesh. All ranks have the same ones, so nothing travels."""
+        """Replace parameters by DTensors on the mesh, tied ones once. All ranks have the same values, so none are
+        sent."""
         made: dict[nn.Parameter, nn.Parameter] = {}
         for module in network.modules():
             for name, plain in module._parameters.items():
@@ -181,31 +187,34 @@ class _Spread:
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
         if args:
-            return (self._edges.enter(args[0]), *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": self._edges.enter(kwargs["hidden_states"])}
+            return (self._collectives.enter(args[0]), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": self._collectives.enter(kwargs["hidden_states"])}
 
     def _rows(self, module: nn.Linear) -> None:
-        """The bias is added once, to the sum."""
+        """Cut a linear map by rows of its input. The bias is added once, to the sum."""
         self._seen.add(module)
         self.placed[module.weight] = Shard(1)
-        edges = self._edges
+        collectives = self._collectives
 
         def forward(input: Tensor) -> Tensor:
-            out = edges.leave(F.linear(input, local_part(module.weight)))
+            out = collectives.leave(F.linear(input, local_part(module.weight)))
             if module.bias is None:
                 return out
             bias = local_part(module.bias)
-            return out + (copied(bias, edges.group) if edges.sequence else bias)
+            return out + (copied(bias, collectives.group) if collectives.sequence else bias)
 
         module.forward = forward  # type: ignore[method-assign]
 
     def _local(self, module: nn.Module, partial: Collection[str]) -> None:
-        """Let `module` see the local parts of its own parameters. partial: names of those whose gradient is a term of a
-        sum."""
+        """Make `module` compute with the local parts of its own parameters.
+
+        Args:
+            partial: the names of parameters whose gradient is to be summed over ranks.
+        """
         self._seen.add(module)
         if not module._parameters:
             return
-        plain, group = module.forward, self._edges.group
+        plain, group = module.forward, self._collectives.group
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             held = dict(module._parameters)
@@ -223,7 +232,7 @@ class _Spread:
 
 
 def vocabulary_part(rows: int, mesh: DeviceMesh) -> range:
-    """Rows of the embedding and the head that this rank of the one-dimensional mesh has: those of `Shard(0)`."""
+    """The rows of embedding and head on this rank of the one-dimensional mesh, as `Shard(0)` cuts them."""
     most = -(-rows // mesh.size())
     first = min(rows, most * mesh.get_local_rank())
     return range(first, min(rows, first + most))

@@ -1,7 +1,4 @@
-"""The FSDP2 backend: this rank's place among the others, and the models that all of them hold together.
-
-Axes:  N packed tokens
-"""
+"""The FSDP2 backend: this rank's place in the mesh, and its part of all models."""
 
 from __future__ import annotations
 
@@ -40,15 +37,19 @@ REFERENCE = "reference"
 
 
 class FsdpBackend:
-    """`Backend` on RANK and WORLD_SIZE as torchrun sets them (neither set: one process).
-
-    models: what stands beside the policy, of `roles.MODELS` · device: the rank's own unless given. Raises
-    ConfigError for a model that cannot be loaded or does not go with the policy.
-    """
+    """`Backend` on RANK and WORLD_SIZE as torchrun sets them; on one process if they are not set."""
 
     def __init__(
         self, config: Config, models: Collection[str] = (), device: torch.device | None = None
     ) -> None:
+        """
+        Args:
+            models: the models beside the policy, from `roles.MODELS`.
+            device: None for the rank's own.
+
+        Raises:
+            ConfigError: A model cannot be loaded, or does not go with the policy.
+        """
         check_vocabularies(models, config)
         names = (POLICY, *sorted(models))  # the same order on every rank
         self.rank = int(os.environ.get("RANK", "0"))
@@ -62,7 +63,9 @@ class FsdpBackend:
         self.data_rank, self.data_world = mesh.data_rank, mesh.data_world
         self.is_data_leader = mesh.is_data_leader
         self._config = config
-        self._writers: dist.ProcessGroup | None = None  # of the threads that write checkpoints, on all ranks
+        self._writers: dist.ProcessGroup | None = (
+            None  # joins the threads of all ranks that write checkpoints
+        )
         self._write_deadline = timedelta(seconds=config.checkpoint.deadline_s)
         self._models: dict[str, ShardedModel] = {}
         staged, stage = mesh.size(PIPELINE) > 1, mesh.index(PIPELINE)
@@ -121,14 +124,14 @@ class FsdpBackend:
     def load(self, folder: Path) -> None:
         found = storage.models_in(folder)
         for name, model in self._models.items():
-            model.changes |= name in found  # a reference that had moved on
+            model.changes |= name in found  # a reference that had been updated
         changing = {name: model for name, model in self._models.items() if model.changes}
         storage.load(folder, {name: model.state() for name, model in changing.items()})
         for model in changing.values():
             model.publish_masters()
 
     def load_policy(self, folder: Path) -> None:
-        """∀ The policy's weights of what was saved, and nothing else: to export them, not to train on."""
+        """Collective: load the policy's weights alone, for an export."""
         storage.load_weights(folder, POLICY, self.policy.state().masters)
         self.policy.publish_masters()
 
@@ -154,11 +157,10 @@ class FsdpBackend:
 
 
 def end_rank(code: int = 0) -> NoReturn:
-    """Leave the process of one rank of several, at once, after all went well.
+    """End the process of one rank of several, after a success, without unwinding it.
 
-    torch's caches of sharded operations keep the process group alive beyond `destroy_process_group`, and now
-    and then its threads abort the interpreter on its way out:
-    a run that went well would be reported as a crash.
+    torch's caches of sharded operations keep the process group alive beyond `destroy_process_group`. Its threads then
+    sometimes abort the interpreter while it exits, and a successful run would be reported as a crash.
     """
     logging.shutdown()
     sys.stdout.flush()
@@ -172,7 +174,7 @@ def _shape(name: str, config: Config) -> ModelShape:
 
 
 def _check_same_shapes(policy: ShardedModel, reference: ShardedModel, config: Config) -> None:
-    """Raise ConfigError unless the policy's weights can be copied into the reference."""
+    """Raises ConfigError unless the policy's weights can be copied into the reference."""
     shapes = [{name: t.shape for name, t in model.parameters().items()} for model in (policy, reference)]
     require(
         shapes[0] == shapes[1],

@@ -1,7 +1,6 @@
-"""What is done to the decoder layers of a network that trains, before anything is sharded: `learner.compile` and
-`learner.activation_checkpointing`. Names and values of parameters stay as they are.
+"""`learner.compile` and `learner.activation_checkpointing`, applied to decoder layers before they are sharded.
 
-    layer(…) ─▸ FSDP's hooks ─▸ checkpoint ─▸ compiled forward          the parameters are whole all the way in
+layer(…) ─▸ FSDP's hooks ─▸ checkpoint ─▸ compiled forward   parameters are whole from the first hook on
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from asyncrl.learner.backends.fsdp.stages import ModelStages
 
 
 def prepare_layers(network: nn.Module, config: LearnerConfig) -> None:
-    """Changes `network` in place.
+    """Change the layers of a network that trains, in place. Its parameters keep their names and values.
 
-    Under checkpointing a layer keeps its input alone and is run again in the backward pass. Nothing random is in it:
-    networks are in eval mode, without dropout. A compiled layer takes any number of tokens; its attention, whose shapes
-    depend on the documents, is left as it is (`attention.py`).
+    Under checkpointing a layer keeps its input alone and runs again in the backward pass. No random state is saved for
+    it: networks are in eval mode, without dropout. A compiled layer takes any number of tokens; attention, whose shapes
+    depend on the documents, is not compiled (`attention.py`).
     """
     for layer in decoder_layers(network):
         forward: Callable[..., Any] = layer.forward
@@ -36,8 +35,8 @@ def prepare_layers(network: nn.Module, config: LearnerConfig) -> None:
 
 
 def decoder_layers(network: nn.Module) -> list[nn.Module]:
-    """Of the outermost list of modules: `layers` in most families, `h` in GPT-2, and that of each stage of a pipeline.
-    Those that are on another stage have no parameters here."""
+    """The layers in the outermost list of modules (`layers` in most families, `h` in GPT-2), or in that of each
+    pipeline stage of this rank. Layers of other stages are left out: they have no parameters here."""
     if isinstance(network, ModelStages):
         return [layer for stage in network.parts for layer in decoder_layers(stage)]
     layers = next(module for module in network.modules() if isinstance(module, nn.ModuleList))

@@ -1,4 +1,4 @@
-"""`ParkedState`: optimizer state that waits in host memory, or in files, while activations need the device's memory.
+"""Optimizer state that is kept in host memory or in files while activations need the device's memory.
 
 forward, backward: activations on the device, state elsewhere ─▸ fetch ─▸ optimizer step ─▸ park
 """
@@ -20,13 +20,17 @@ from asyncrl.learner.parallel.mesh import local_part
 
 
 class Offload(NamedTuple):
-    """Where state waits. folder: in files of it, best on a disk of this machine; none: in host memory."""
+    """The place of optimizer state between steps: files in a folder, best on a local disk, or host memory (None)."""
 
     folder: Path | None
 
     @staticmethod
     def of(config: LearnerConfig, device: torch.device) -> Offload | None:
-        """None where it stays on the device. Raises ConfigError for what would save nothing, and for no such folder."""
+        """The offload that `learner.offload` requests; None: state stays on the device.
+
+        Raises:
+            ConfigError: The folder cannot be written, or the state is in host memory already.
+        """
         if config.offload == "none":
             return None
         if config.offload_folder is not None:
@@ -50,7 +54,7 @@ class Offload(NamedTuple):
 
 
 class ParkedState:
-    """The tensors of the state stay the same objects; while they are parked they have no storage."""
+    """Moves an optimizer's state back and forth. Its tensors stay the same objects; parked ones have no storage."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, offload: Offload) -> None:
         self._optimizer, self._folder = optimizer, offload.folder
@@ -58,7 +62,7 @@ class ParkedState:
         self._parked: list[tuple[Tensor, Tensor]] = []
 
     def park(self) -> None:
-        """Does nothing where it is parked already. Raises OSError for a full disk."""
+        """Move the state away, unless it is parked already. Raises OSError for a full disk."""
         if self._parked:
             return
         tensors = list(self._tensors())
@@ -70,7 +74,7 @@ class ParkedState:
         self._parked = list(zip(tensors, self._elsewhere, strict=True))
 
     def fetch(self) -> None:
-        """Back to the device, bit for bit. Does nothing where it is there."""
+        """Move parked state back to the device, bit for bit."""
         for tensor, elsewhere in self._parked:
             tensor.untyped_storage().resize_(elsewhere.untyped_storage().nbytes())
             tensor.copy_(elsewhere)
@@ -83,7 +87,7 @@ class ParkedState:
 
     @torch.no_grad()
     def _tensors(self) -> Iterator[Tensor]:
-        """This rank's part of each, without step counters."""
+        """This rank's part of each tensor of the state, without step counters."""
         for state in self._optimizer.state.values():
             for value in state.values():
                 if isinstance(value, Tensor) and value.dim() > 0:
@@ -91,10 +95,13 @@ class ParkedState:
 
 
 def in_a_file(folder: Path, like: Tensor) -> Tensor:
-    """A tensor of this shape and dtype whose memory is a file: the system writes it out when it needs the memory.
+    """A tensor of this shape and dtype whose memory is a mapped file, which the system writes out when it needs memory.
 
-    The file has lost its name by then, so its space is free again however the process ends. Raises OSError where the
-    disk has no room: all of it is taken now, since a write to memory that finds none would end the process.
+    The file is unlinked, so its space becomes free however the process ends. All of it is allocated now, because a
+    write to mapped memory on a full disk would kill the process.
+
+    Raises:
+        OSError: The disk has no room.
     """
     if not like.numel():
         return torch.empty_like(like, device="cpu")

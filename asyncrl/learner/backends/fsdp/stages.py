@@ -1,14 +1,14 @@
-"""The pipeline stages of one rank: its runs of decoder layers, under the names that they have in the whole network.
+"""The pipeline stages of one rank: runs of decoder layers, under the names that they have in the whole network.
 
     stage 0       embedding · layers 0 … 3
     stage 1                   layers 4 … 7
     stage 2                   layers 8 … 10 · norm · head        a critic: its value head
 
-What belongs to other stages is replaced by `Absent`, which hands on what it gets. So the model's own forward runs on
-every stage, and layer 4 is layer 4 on all of them.
+Modules of other stages are replaced by `Absent`, which returns its input. So the model's own forward runs on every
+stage, and layer 4 is layer 4 on all of them.
 
-Axes:  S rows between two stages: a micro-batch's tokens, or this rank's part of them · W rows of a message, at least
-S · D hidden size
+Axes:  S rows between two stages: a micro-batch's tokens, or this rank's part of them · W rows of a message, at least S
+· D hidden size
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from asyncrl.learner.models.networks import (
 )
 
 PARTS = ("embed_tokens", "layers", "norm")
-"""What a body must be made of to be cut: so are Qwen, Llama, Mistral, Gemma, DeepSeek and the MoE models among them."""
+"""The parts of a body that can be cut. Qwen, Llama, Mistral, Gemma, DeepSeek and their MoE models have them."""
 
 
 class Absent(nn.Module):
-    """In the place of a part that is on another stage."""
+    """Takes the place of a module that is on another stage."""
 
-    def forward(self, handed_on: Any, *_: Any, **__: Any) -> Any:
-        return handed_on
+    def forward(self, first: Any, *_: Any, **__: Any) -> Any:
+        return first
 
 
 class ModelStage(nn.Module):
-    """A network that `cut` has made the `index`-th of `stages` of. Batches go through it in the order of `expect`."""
+    """The `index`-th of `stages` parts that `cut` makes of a network. Its forward calls take batches from `expect`."""
 
     def __init__(self, network: LanguageModel | Critic, index: int, stages: int) -> None:
         super().__init__()
@@ -58,14 +58,14 @@ class ModelStage(nn.Module):
     def expect(
         self, batches: Iterable[tuple[MicroBatch, Documents]], width: int, following: bool = False
     ) -> None:
-        """The batches of the next calls, on the device, and W. following: see `LanguageModel.forward`."""
+        """Set the batches of the next forward calls, on the device, and W. following: see `LanguageModel.forward`."""
         self._expected.clear()
         self._expected.extend((batch, documents, following) for batch, documents in batches)
         self._width = width
 
     def forward(self, state_WD: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """What the network says, on the last stage; before it [W, D], the first S of them real. The first stage does
-        not look at what it gets."""
+        """The network's outputs on the last stage; on the others [W, D], the first S rows of them real. The first stage
+        ignores its input."""
         batch, documents, following = self._expected.popleft()
         before_SD = None if self.first else state_WD[: self.rows(documents)]
         if not self.last:
@@ -76,16 +76,12 @@ class ModelStage(nn.Module):
         return self.network(batch, documents, before_SD=before_SD)
 
     def rows(self, documents: Documents) -> int:
-        """S: of their tokens, those that this rank hands on."""
+        """S, for these documents."""
         return sum(span.stop - span.start for span in documents.spans) // self.network.token_multiple
 
 
 class ModelStages(nn.ModuleList):
-    """The stages of one rank, in their order.
-
-    kind    how micro-batches go through them
-    tied    name of the token table if the head is the same matrix; the first and the last stage have one each
-    """
+    """The stages of one rank, in order."""
 
     def __init__(
         self,
@@ -95,6 +91,13 @@ class ModelStages(nn.ModuleList):
         constants: Mapping[str, Tensor],
         tied: str | None,
     ) -> None:
+        """
+        Args:
+            kind: the schedule, see `pipeline.py`.
+            whole: parameters of the whole network on the meta device.
+            constants: likewise.
+            tied: the token table's name if the head is the same matrix; the first and the last stage have a copy each.
+        """
         super().__init__(stages)
         self.kind, self.tied, self._whole, self._constants = kind, tied, dict(whole), dict(constants)
 
@@ -104,11 +107,11 @@ class ModelStages(nn.ModuleList):
 
     @property
     def network(self) -> LanguageModel | Critic:
-        """Of one of them: good for its configuration."""
+        """The network of one stage, for its configuration."""
         return self.parts[0].network
 
     def named_parameters_here(self) -> dict[str, nn.Parameter]:
-        """By their names in the whole network: a head that is tied has that of the table."""
+        """This rank's parameters by their names in the whole network; a tied head has the table's name."""
         found = {name: p for stage in self.parts for name, p in named_parameters(stage.network).items()}
         last = self.parts[-1]
         if self.tied is not None and last.last:
@@ -122,22 +125,25 @@ class ModelStages(nn.ModuleList):
         }
 
     def of_all_ranks(self, here: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """All that the whole network has, in its order: what this rank answers for out of `here`, the rest without
-        memory. The first stage answers for a tied table."""
+        """All parameters of the whole network, in its order: this rank's from `here`, the others on the meta device. A
+        tied table belongs to the first stage."""
         mine = here.keys() if self.parts[0].first else here.keys() - {self.tied}
         return {name: here[name] if name in mine else meta for name, meta in self._whole.items()}
 
     def constants_of_all_ranks(self) -> dict[str, Tensor]:
-        """Of `named_constants` of the whole network, likewise."""
+        """`named_constants` of the whole network: this rank's, the others on the meta device."""
         here = self.named_constants_here()
         return {name: here.get(name, meta) for name, meta in self._constants.items()}
 
 
 def load_stages(name: str, config: Config, rank: int, empty: bool = False) -> ModelStages:
-    """Those of the `rank`-th of `learner.parallel.pipeline` ranks; `name` and `empty` as of `load_network`, which makes
-    the whole network for each of them.
+    """Make the stages of the `rank`-th of `learner.parallel.pipeline` ranks, each cut out of a whole network.
 
-    Raises ConfigError as `load_network` does, and for a model that cannot be cut.
+    Args:
+        name, empty: as for `load_network`.
+
+    Raises:
+        ConfigError: As `load_network`, and for a model that cannot be cut.
     """
     parallel, plan = config.learner.parallel, blueprint(name, config)
     parts: list[ModelStage] = []
@@ -152,7 +158,7 @@ def load_stages(name: str, config: Config, rank: int, empty: bool = False) -> Mo
 
 
 def stages_of(rank: int, ranks: int, per_rank: int) -> range:
-    """The stages of a rank: stage i + 1 is with the next rank.
+    """The stages of a rank: stage i + 1 is on the next rank.
 
     >>> list(stages_of(1, ranks=4, per_rank=2))
     [1, 5]
@@ -161,7 +167,7 @@ def stages_of(rank: int, ranks: int, per_rank: int) -> range:
 
 
 def layers_of(stage: int, stages: int, layers: int) -> range:
-    """Equally many on each stage; the first ones have what is left over, since the last one has the head as well.
+    """The layers of a stage: equally many on each, the remainder on the first ones, since the last one has the head.
 
     >>> [list(layers_of(stage, 3, 5)) for stage in range(3)]
     [[0, 1], [2, 3], [4]]
@@ -172,7 +178,7 @@ def layers_of(stage: int, stages: int, layers: int) -> range:
 
 
 def cut(network: LanguageModel | Critic, index: int, stages: int) -> ModelStage:
-    """The `index`-th of `stages`, out of a whole network, which is used up."""
+    """Make the `index`-th of `stages` out of a whole network, which is changed."""
     body: Any = network.body
     mine = layers_of(index, stages, len(body.layers))
     body.layers = nn.ModuleList(layer if i in mine else Absent() for i, layer in enumerate(body.layers))
@@ -200,7 +206,7 @@ def _check_parts(network: LanguageModel | Critic, key: str, path: str) -> None:
 
 
 def _tied(network: LanguageModel | Critic) -> str | None:
-    """The name of the token table that is the head as well."""
+    """The name of the token table if it is also the head."""
     if not isinstance(network, LanguageModel):
         return None
     head = network.causal_lm.get_output_embeddings().weight

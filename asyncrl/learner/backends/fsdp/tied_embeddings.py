@@ -1,8 +1,8 @@
-"""A token table that is the head as well, on two pipeline stages: the first looks tokens up in it, the last scores with
-it. Each has a copy and gathers its own part of the gradient.
+"""A token table that is also the head, on two pipeline stages: the first looks tokens up in it, the last computes
+logits with it. Each has a copy and accumulates its own part of the gradient.
 
     first stage   a ──┐                       ┌── a + b ─▸ optimizer step
-                      ├─ once a step, `join` ─┤                            the same on both: the copies stay equal
+                      ├─ once a step, `join` ─┤                            equal on both, so the copies stay equal
     last stage    b ──┘                       └── a + b ─▸ optimizer step
 """
 
@@ -16,7 +16,12 @@ from asyncrl.learner.parallel.mesh import local_part
 
 
 class TiedEmbedding:
-    """master: this stage's copy, sharded as on the other stage · group: the pipeline's ranks, first to last"""
+    """One of the two copies.
+
+    Args:
+        master: this stage's copy, sharded as on the other stage.
+        group: the pipeline's ranks, first to last.
+    """
 
     def __init__(self, master: Tensor, group: dist.ProcessGroup) -> None:
         self._master, self._group = master, group
@@ -26,19 +31,19 @@ class TiedEmbedding:
 
     @property
     def repeated(self) -> Tensor | None:
-        """The gradient that the first stage has as well, and counts."""
+        """The gradient that the first stage has too and that is counted there; None on the first stage."""
         return None if self._first else self._master.grad
 
     def begin(self) -> None:
-        """Before more gradient is accumulated: what has been joined counts once, on the first stage."""
+        """To be called before more gradient is added: a joined gradient remains on the first stage alone."""
         if self._joined and not self._first:
             self._master.grad = None
         self._joined = False
 
     @torch.no_grad()
     def join(self) -> None:
-        """The gradient of both stages on both of them, however often it is asked for."""
-        if self._joined or self._master.grad is None:  # then the other has none either
+        """Collective: give both stages the sum of their gradients. Further calls do nothing."""
+        if self._joined or self._master.grad is None:  # then the other stage has no gradient either
             return
         self._joined = True
         mine = local_part(self._master.grad)

@@ -1,10 +1,10 @@
-"""What a Hugging Face configuration is in Megatron's words.
+"""Translates a Hugging Face configuration into Megatron's terms.
 
     Qwen2, Qwen2.5   biases on q, k, v             Mixtral     experts, under names of its own
     Qwen3            norms on q and k              Qwen3-MoE   experts, norms on q and k
     Llama, Mistral   neither                       Qwen2-MoE   experts and a shared one, biases on q, k, v
 
-Anything else is refused by name. No torch here.
+Other families are refused by name. This module needs no torch.
 """
 
 from __future__ import annotations
@@ -23,10 +23,14 @@ REMEDY = "set learner.backend=fsdp"
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """gpt: shapes, as `sync.megatron` has them; its vocabulary is not padded yet.
+    """The properties of a model that Megatron's GPT needs.
 
-    epsilon: of the norms · experts_per_token: 0 in a dense model · renormalised: the chosen experts' shares add up to 1
-    · mixed: for each layer, whether it has experts · windows: tokens that each layer's attention looks back, none: all
+    gpt                its shapes; the vocabulary is not padded yet
+    epsilon            the norms' epsilon
+    experts_per_token  0 in a dense model
+    renormalised       whether the chosen experts' weights add up to 1
+    mixed              for each layer, whether it has experts
+    windows            for each layer, the number of keys that a query attends to; None: all
     """
 
     gpt: Gpt
@@ -37,20 +41,26 @@ class Architecture:
     windows: tuple[int | None, ...] = ()
 
     def padded(self, tensor: int) -> Gpt:
-        """With a vocabulary that `tensor` ranks can share evenly."""
+        """The shapes with a vocabulary that `tensor` ranks share evenly."""
         rows = -(-self.gpt.vocab // tensor) * tensor
         return dataclasses.replace(self.gpt, padded_vocab=rows)
 
 
 def architecture(config: Any, key: str, path: str) -> Architecture:
-    """Of a transformers configuration. Raises ConfigError (of `key`, the setting that named the path) for a model that
-    Megatron-core is not asked to be here."""
+    """Translate a transformers configuration.
+
+    Args:
+        key: the configuration key of `path`, for errors.
+
+    Raises:
+        ConfigError: The model is not supported on Megatron-core.
+    """
     kind = config.model_type
     require(
         kind in (*DENSE, *MIXTURES),
         key,
         path,
-        f"is a {kind}; Megatron is asked for {', '.join((*DENSE, *MIXTURES))} alone",
+        f"is a {kind}; on Megatron only {', '.join((*DENSE, *MIXTURES))} are supported",
         REMEDY,
     )
     for flag in ("attention_bias", "mlp_bias"):
@@ -99,7 +109,7 @@ def _mixture(config: Any) -> Mixture | None:
 
 
 def _has_experts(config: Any, layer: int) -> bool:
-    """Qwen's mixtures may have dense layers in between."""
+    """Qwen's mixtures may have dense layers between those with experts."""
     every = getattr(config, "decoder_sparse_step", 1)
     return layer not in (getattr(config, "mlp_only_layers", None) or ()) and (layer + 1) % every == 0
 

@@ -1,4 +1,4 @@
-"""The Megatron-core backend: this rank's place among the others, and the models that all of them hold together.
+"""The Megatron-core backend: this rank's place in the grid, and its part of all models.
 
 It computes on GPUs, one process each, as Megatron-core does.
 """
@@ -36,15 +36,18 @@ from asyncrl.sync.layout.layout import Layout
 
 
 class MegatronBackend:
-    """`Backend` on RANK and WORLD_SIZE as torchrun sets them (neither set: one process).
-
-    models: what stands beside the policy, of `roles.MODELS`. Raises ConfigError for a model that cannot be loaded,
-    does not go with the policy or with the axes of `learner.parallel`, and without a GPU.
-    """
+    """`Backend` on RANK and WORLD_SIZE as torchrun sets them; on one process if they are not set."""
 
     def __init__(self, config: Config, models: Collection[str] = ()) -> None:
+        """
+        Args:
+            models: the models beside the policy, from `roles.MODELS`.
+
+        Raises:
+            ConfigError: There is no GPU, or a model cannot be loaded, or does not fit the policy or `learner.parallel`.
+        """
         check_vocabularies(models, config)
-        logging.getLogger("megatron").setLevel(logging.WARNING)  # it lists every parameter
+        logging.getLogger("megatron").setLevel(logging.WARNING)  # else it lists every parameter
         self.rank = int(os.environ.get("RANK", "0"))
         self.world = int(os.environ.get("WORLD_SIZE", "1"))
         self._grid = grid(config.learner.parallel, self.rank, self.world)
@@ -62,7 +65,7 @@ class MegatronBackend:
             self._check_same_shapes()
 
     def _initialise(self) -> None:
-        """Megatron's process groups, in the order of `grid.py`."""
+        """Make Megatron's process groups, in the order of `grid.py`."""
         found = self._grid
         ps.initialize_model_parallel(
             tensor_model_parallel_size=found.tensor,
@@ -89,7 +92,7 @@ class MegatronBackend:
         return MegatronModel(name, chunks, gpt, found, plan.optimizer, self._device, self._models.get(POLICY))
 
     def _check_same_shapes(self) -> None:
-        """Raise ConfigError unless the policy's weights can be copied into the reference."""
+        """Raises ConfigError unless the policy's weights can be copied into the reference."""
         require(
             self._models["reference"].gpt == self.policy.gpt,
             "reference.path",
@@ -118,8 +121,6 @@ class MegatronBackend:
         state.save(folder, {name: model for name, model in self._models.items() if model.changes})
 
     def stage(self) -> Callable[[Path], None]:
-        """∀ What `save` would write now, copied: the function writes it, also while the next step runs. On all ranks at
-        once again, one copy at a time."""
         written = state.staged({name: model for name, model in self._models.items() if model.changes})
         if self._writers is None:
             self._writers = dist.new_group(backend="gloo", timeout=ranks.COLLECTIVE_DEADLINE)
@@ -155,7 +156,7 @@ def _device(config: Config) -> torch.device:
 
 
 def _join(device: torch.device, world: int) -> None:
-    """Megatron wants a process group even for one process."""
+    """Make the process group, which Megatron needs even for one process."""
     if world > 1:
         ranks.join(device)
     elif not dist.is_initialized():

@@ -1,13 +1,13 @@
-"""Flat ranges of shards as boxes of checkpoint parameters.
+"""Converts flat ranges of shards into boxes of checkpoint parameters.
 
     optimizer of data rank 1 of 2     elements [6, 12) of a shard [3, 4]
                                         . . . .
                                         . . x x      rectangle (1, 2) + (1, 2)
                                         x x x x      rectangle (2, 0) + (1, 4)
 
-Megatron's distributed optimizer cuts its buffers without regard to parameters: what a rank steps on is a flat range of
-each of its shards. A range is at most three rectangles, and each of them is boxes of the checkpoint. So every rank
-saves only what it holds, under Hugging Face's names, and any other layout reads what it needs.
+Megatron's distributed optimizer cuts its buffers at any element, so a rank steps on a flat range of each shard. A range
+is at most three rectangles, and each rectangle consists of boxes of the checkpoint. So every rank saves its own boxes,
+under Hugging Face's names, and any other layout can read them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class BoxShard(NamedTuple):
 
 
 def rectangles(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Elements [start, stop) of a row-major tensor of one dimension or two.
+    """Elements [start, stop) of a row-major tensor of one or two dimensions, as boxes.
 
     >>> [(box.offsets, box.shape) for box in rectangles((3, 4), 6, 12)]
     [((1, 2), (1, 2)), ((2, 0), (1, 4))]
@@ -52,8 +52,7 @@ def rectangles(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 
 
 def cuts(parts: Sequence[MegatronPart], shape: Sequence[int], start: int, stop: int) -> Iterator[BoxShard]:
-    """Elements [start, stop) of a shard that consists of `parts`, one after another by rows. What pads it belongs to
-    none of them."""
+    """Elements [start, stop) of a shard that consists of `parts`, one below another. Padding rows are in no part."""
     width = shape[1] if len(shape) > 1 else 1
     for rectangle in rectangles(shape, start, stop):
         first = 0

@@ -1,11 +1,11 @@
-"""How the learner's ranks are laid out for Megatron-core, and what goes with what.
+"""The axes of the learner's ranks on Megatron-core, and the rules between them.
 
-    pp   pipeline stages, outermost     other layers, the same rows
-    dp   data ranks                     other rows; they share the optimizer (DistributedOptimizer)
+    pp   pipeline stages, outermost     different layers, the same rows
+    dp   data ranks                     different rows; they share the optimizer (DistributedOptimizer)
     tp   parts of each matrix           the same rows
 
-Experts are spread over ranks of (dp × tp) of one stage, each expert whole on one of them. Where they are not spread
-(expert: 1) their matrices are cut over tp like the others.
+Experts are spread over the ranks dp × tp of one stage, each whole on one rank. If they are not spread (expert: 1),
+their matrices are cut over tp like the others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from asyncrl.sync.layout.megatron import Gpt, MegatronPlace
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Sizes of the axes, and this rank. chunks: runs of layers that each stage has, several if interleaved."""
+    """This rank, and the sizes of the axes. chunks: runs of layers of each stage, several if interleaved."""
 
     rank: int
     pipeline: int
@@ -47,12 +47,12 @@ class Grid:
 
     @property
     def expert_tensor(self) -> int:
-        """Ranks that share the matrices of one expert."""
+        """The number of ranks that share the matrices of one expert."""
         return self.tensor if self.expert == 1 else 1
 
     @property
     def data_leaders(self) -> list[int]:
-        """The rank of each data rank that has its losses: of the last stage, the first of those that share matrices."""
+        """The rank of each data rank that has its losses: on the last stage, the first that shares matrices."""
         first = (self.pipeline - 1) * self.data * self.tensor
         return [first + data * self.tensor for data in range(self.data)]
 
@@ -61,7 +61,7 @@ class Grid:
         return self.rank in self.data_leaders
 
     def place(self, chunk: int) -> MegatronPlace:
-        """Of a model chunk of this rank."""
+        """The place of a model chunk of this rank."""
         return MegatronPlace(
             tp=(self.tensor_rank, self.tensor),
             pp=(self.stage, self.pipeline),
@@ -72,7 +72,7 @@ class Grid:
 
 
 def grid(parallel: ParallelConfig, rank: int, world: int) -> Grid:
-    """Raises ConfigError for what does not go up, or not with Megatron."""
+    """The grid of `learner.parallel` for `world` processes. Raises ConfigError if Megatron cannot make it."""
     for key, why in (
         ("context", "needs TransformerEngine's attention, which is not used here"),
         ("replicate", "is not built for Megatron's optimizer"),
@@ -108,7 +108,7 @@ def grid(parallel: ParallelConfig, rank: int, world: int) -> Grid:
 
 
 def check_model(found: Grid, gpt: Gpt) -> None:
-    """Raise ConfigError unless such a model can be cut so."""
+    """Raises ConfigError unless the grid can divide the model."""
     layers = found.pipeline * found.chunks
     _divides("pipeline", layers, "layers", gpt.layers)
     _divides("tensor", found.tensor, "key heads", gpt.key_heads)
@@ -129,7 +129,7 @@ def check_model(found: Grid, gpt: Gpt) -> None:
             found.tensor == 1 or found.sequence,
             "learner.parallel.sequence",
             False,
-            "must be true in a model with experts whose matrices are shared: Megatron asks for it",
+            "must be true in a model with experts whose matrices are shared: Megatron requires it",
             "set learner.parallel.sequence=true",
         )
 

@@ -2,10 +2,10 @@
 
     micro-batches ─▸ schedule (plain, 1F1B, interleaved) ─▸ gradients added up in float32 buffers, on each rank
                                                                 │ once a step: summed over data ranks and parts
-    parameters ◂── all-gather ◂── masters ◂── AdamW on 1/dp of the elements ◂── · the one factor
+    parameters ◂── all-gather ◂── masters ◂── AdamW on 1/dp of the elements ◂── the one division
 
-Schedules, buffers and optimizer are Megatron's (DistributedOptimizer at any number of data ranks). A frozen network has
-neither buffers nor optimizer.
+Schedules, buffers and optimizer are Megatron's (DistributedOptimizer for any number of data ranks). A frozen network
+has neither buffers nor optimizer.
 
 Axes:  N packed tokens
 """
@@ -42,11 +42,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class MegatronModel:
-    """`backend.Model`, and the policy.
-
-    chunks: of this rank, with their weights · optimizer: none for a frozen network · policy: what `copy_from_policy`
-    copies
-    """
+    """The Megatron backend's `Policy` and `Model`."""
 
     def __init__(
         self,
@@ -58,18 +54,24 @@ class MegatronModel:
         device: torch.device,
         policy: MegatronModel | None = None,
     ) -> None:
+        """
+        Args:
+            chunks: those of this rank, with their weights.
+            optimizer: None for a frozen network.
+            policy: the model that `copy_from_policy` copies.
+        """
         self.name, self.chunks, self.gpt = name, list(chunks), gpt
         self._grid, self._device, self._policy = found, device, policy
         self._clip = optimizer.grad_clip if optimizer else 0.0
         self._accumulated = self._summed = False
-        self.changes = optimizer is not None  # from what it was loaded with: goes into checkpoints
-        self._called: list[nn.Module] = list(chunks)
+        self.changes = optimizer is not None  # from what it was loaded with: then checkpoints keep it
+        self._wrapped: list[nn.Module] = list(chunks)  # under Megatron's data parallelism, if trained
         self._optimizer: Any = None
         if optimizer is None:
             for chunk in chunks:
                 chunk.requires_grad_(False)
             return
-        self._called = [
+        self._wrapped = [
             DistributedDataParallel(
                 chunk.config,
                 DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
@@ -79,7 +81,7 @@ class MegatronModel:
         ]
         self._optimizer = get_megatron_optimizer(
             _core_config(optimizer, chunks[0].config.bf16),
-            cast(Any, self._called),
+            cast(Any, self._wrapped),
             config_overrides={},  # weight decay on every parameter, as the other backend has it
         )
 
@@ -89,12 +91,14 @@ class MegatronModel:
         if self._optimizer is None:
             raise TypeError("a frozen model is not trained: it has no gradient")
         if self._summed:
-            raise RuntimeError(f"{self.name}: its gradient was summed over ranks; step or forget it first")
+            raise RuntimeError(
+                f"{self.name}: its gradient was summed over ranks; make a step or drop it first"
+            )
 
-        def differentiate(number: int, batch: MicroBatch, said: Any) -> Tensor:
-            return loss(batch, *said) if number < len(batches) else 0.0 * said[0].sum()
+        def differentiate(number: int, batch: MicroBatch, outputs: Any) -> Tensor:
+            return loss(batch, *outputs) if number < len(batches) else 0.0 * outputs[0].sum()
 
-        # Interleaved stages take turns, in rounds of as many micro-batches as there are stages.
+        # An interleaved schedule needs a multiple of the stages.
         rounds = self._grid.pipeline if self._grid.chunks > 1 else 1
         fill = [MicroBatch.empty()] * (-len(batches) % rounds)
         if batches:
@@ -103,28 +107,27 @@ class MegatronModel:
 
     @torch.no_grad()
     def predict(self, batch: MicroBatch) -> Tensor:
-        return self._asked(batch, (batch.tokens,))
+        return self._first_output(batch, (batch.tokens,))
 
     @torch.no_grad()
     def predict_next(self, batch: MicroBatch) -> Tensor:
-        """Of a language model, see `Backend.predict_next`."""
-        return self._asked(batch, (batch.rollouts, self.gpt.vocab), following=True)
+        return self._first_output(batch, (batch.rollouts, self.gpt.vocab), following=True)
 
-    def _asked(self, batch: MicroBatch, shape: tuple[int, ...], following: bool = False) -> Tensor:
-        """∀ What the last stage says first, on the CPU of every rank."""
-        answer = torch.zeros(shape, device=self._device)
+    def _first_output(self, batch: MicroBatch, shape: tuple[int, ...], following: bool = False) -> Tensor:
+        """Collective: the first output of the last stage, on the CPU of every rank."""
+        first = torch.zeros(shape, device=self._device)
 
-        def keep(number: int, _: MicroBatch, said: Any) -> Tensor:
+        def keep(number: int, _: MicroBatch, outputs: Any) -> Tensor:
             if number == 0:
-                answer.copy_(said if following else said[0])
-            return answer.sum()
+                first.copy_(outputs if following else outputs[0])
+            return first.sum()
 
         fill = [MicroBatch.empty()] * (self._grid.pipeline - 1 if self._grid.chunks > 1 else 0)
         self._run([batch, *fill], keep, forward_only=True, following=following)
         if self._grid.pipeline > 1:
             last = ps.get_pipeline_model_parallel_last_rank()
-            dist.broadcast(answer, last, group=ps.get_pipeline_model_parallel_group())
-        return answer.cpu()
+            dist.broadcast(first, last, group=ps.get_pipeline_model_parallel_group())
+        return first.cpu()
 
     def _run(
         self,
@@ -133,29 +136,32 @@ class MegatronModel:
         forward_only: bool = False,
         following: bool = False,
     ) -> None:
-        """All micro-batches through all stages. conclude: (number of the micro-batch, batch, what the head says) →
-        what is differentiated."""
+        """Run all micro-batches through all stages.
+
+        Args:
+            conclude: (number of the micro-batch, batch, outputs of the head) → a sum to differentiate.
+        """
         lengths = [-(-batch.tokens // self._grid.tensor) * self._grid.tensor for batch in batches]
-        if self._grid.chunks > 1:  # Megatron's interleaved stages pass on one shape
+        if self._grid.chunks > 1:  # Megatron's interleaved stages exchange one shape
             lengths = [max(lengths)] * len(lengths)
 
         def step(batch_of: Iterator[tuple[int, MicroBatch]], chunk: nn.Module) -> tuple[Any, Any]:
             number, batch = next(batch_of)
             check_tokens(batch, self.gpt.vocab, self.name)
             here = batch.to(self._device)
-            said = chunk(here, Packed.of(here, lengths[number], self._device), following=following)
+            outputs = chunk(here, Packed.of(here, lengths[number], self._device), following=following)
 
             def losses(output: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
                 return conclude(number, here, output), torch.tensor(0, dtype=torch.int), {}
 
-            return said, losses
+            return outputs, losses
 
         get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=[enumerate(batches) for _ in self._called],
-            model=self._called,
+            data_iterator=[enumerate(batches) for _ in self._wrapped],
+            model=self._wrapped,
             num_microbatches=len(batches),
-            seq_length=lengths[0],  # unless each micro-batch says its own
+            seq_length=lengths[0],  # not used with variable lengths
             micro_batch_size=1,
             forward_only=forward_only,
         )
@@ -167,7 +173,7 @@ class MegatronModel:
         if not self._accumulated:
             return 0.0  # no group had an advantage
         if not self._summed:
-            finalize_model_grads(cast(Any, self._called))
+            finalize_model_grads(cast(Any, self._wrapped))
             self._summed = True
         self._optimizer.prepare_grads()
         return scale * float(self._optimizer.get_grad_norm())
@@ -176,7 +182,7 @@ class MegatronModel:
     def optimizer_step(self, scale: float, lr: float) -> float:
         norm = self.gradient_norm(scale)
         if self._accumulated and math.isfinite(norm):
-            for chunk in self._called:
+            for chunk in self._wrapped:
                 cast(Any, chunk).scale_gradients(scale * min(1.0, self._clip / (norm + 1e-6)))
             self._optimizer.prepare_grads()
             for group in self._optimizer.param_groups:
@@ -187,7 +193,7 @@ class MegatronModel:
 
     def forget_gradients(self) -> None:
         if self._accumulated:
-            for chunk in self._called:
+            for chunk in self._wrapped:
                 cast(Any, chunk).zero_grad_buffer()
             self._optimizer.zero_grad()
         self._accumulated = self._summed = False
@@ -201,10 +207,10 @@ class MegatronModel:
                 parameter.copy_(theirs.get_parameter(name))
         self.changes = True
 
-    # ------------------------------------------------------------------ in the names of the checkpoint
+    # ------------------------------------------------------------------ checkpoints
 
     def in_checkpoint(self) -> tuple[dict[str, ParamLayout], dict[str, BoxTensors]]:
-        """(layout, live tensors) of this rank; of tied weights on two stages the first alone has them."""
+        """(layout, live tensors) of this rank. Weights tied between two stages belong to the first."""
         layout: dict[str, ParamLayout] = {}
         views: dict[str, BoxTensors] = {}
         for chunk in self.chunks:
@@ -215,7 +221,7 @@ class MegatronModel:
         return layout, views
 
     def shards(self) -> Iterator[Shard]:
-        """What a checkpoint keeps of this rank, live: masters and moments of what it steps on; of a frozen network its
+        """The live tensors of this rank that a checkpoint keeps: masters and moments, or a frozen network's
         parameters."""
         for chunk in self.chunks:
             for name, parameter in chunk.named_parameters():
@@ -230,19 +236,21 @@ class MegatronModel:
                         yield Shard(parts, shape, start, *_stepped(owner, parameter), copy)
 
     def publish_masters(self) -> None:
-        """∀ Masters → the parameters that forward reads, after they were loaded."""
+        """Collective: copy masters into the parameters, after they were loaded."""
         if self._optimizer is not None:
             for owner in self._optimizer.chained_optimizers:
                 owner._copy_main_params_to_model_params()
-            for chunk in self._called:
+            for chunk in self._wrapped:
                 cast(Any, chunk).start_param_sync(force_sync=True)
 
 
 class Shard(NamedTuple):
     """A flat range of one parameter, from element `start` on.
 
-    parts: of which the parameter consists · tensors: the range of the master (""), and of each moment · counter: of
-    optimizer steps · copy: of a tied weight, whose first has it
+    parts    the checkpoint boxes that the parameter consists of
+    tensors  the range of the master, under "", and of each moment
+    counter  of optimizer steps; None for a frozen network
+    copy     whether it is the copy of a tied weight that another stage saves
     """
 
     parts: list[MegatronPart]
@@ -254,8 +262,11 @@ class Shard(NamedTuple):
 
 
 class StepCounter:
-    """How many steps AdamW has made. torch's keeps a tensor for each parameter, that of Apex and TransformerEngine,
-    which Megatron prefers where they are installed, a number for a group of them."""
+    """The number of steps that AdamW has made.
+
+    torch's AdamW keeps a tensor for each parameter. Those of Apex and TransformerEngine, which Megatron prefers, keep a
+    number for each group.
+    """
 
     def __init__(self, group: dict[str, Any], state: dict[str, Any]) -> None:
         self._group, self._state = group, state
@@ -264,7 +275,7 @@ class StepCounter:
         self.value = torch.tensor(float(state["step"] if "step" in state else group["step"]))
 
     def put_back(self) -> None:
-        """`value`, after it was loaded."""
+        """Set the optimizer's count to `value`, after it was loaded."""
         if "step" in self._state:
             self._state["step"].copy_(self.value)
         else:
@@ -272,13 +283,12 @@ class StepCounter:
 
 
 def is_copy(parameter: Tensor) -> bool:
-    """Whether it is the head's copy of an embedding that the first stage has."""
+    """Whether it is the head's copy of an embedding on the first stage."""
     return getattr(parameter, "shared", False)
 
 
 def _stepped(owner: Any, parameter: nn.Parameter) -> tuple[dict[str, Tensor], StepCounter]:
-    """({"": the master, moment: …}, its counter) of the range that this rank steps on; moments that no step has made
-    yet are made here."""
+    """({"": the master, moment: …}, counter) of the range that this rank steps on. Missing moments are made."""
     group, number = owner.model_param_group_index_map[parameter]
     found = owner.optimizer.param_groups[group]
     master = found["params"][number]
@@ -300,5 +310,5 @@ def _core_config(optimizer: OptimizerConfig, bf16: bool) -> CoreOptimizerConfig:
         weight_decay=optimizer.weight_decay,
         bf16=bf16,
         use_distributed_optimizer=True,
-        clip_grad=0.0,  # done here, with the scale, in one multiplication
+        clip_grad=0.0,  # `optimizer_step` clips and scales in one multiplication
     )

@@ -1,15 +1,14 @@
-"""A Megatron-core GPT of packed documents, which answers as `networks.LanguageModel` and `networks.Critic` do.
+"""A Megatron-core GPT on packed documents, with the outputs of `networks.LanguageModel` and `networks.Critic`.
 
     tokens [1, N] ─▸ embedding ─▸ layers of this stage ─▸ … ─▸ hidden [N, D] ─▸ head ─▸ log-probs, entropies or values
                                       │                         gathered over tp
                                       └ attention within each document (`models/attention.py`), rotary positions of
                                         each document as transformers computes them
 
-Megatron's own attention cannot take packed documents without TransformerEngine, which is used nowhere here: what runs
-on a GPU is what is tested on a CPU.
+Megatron's own attention takes packed documents only with TransformerEngine. It is not used here, so that tests on a CPU
+run the code of GPUs.
 
-Axes:  N packed tokens, with those that fill up the last part · T of them under the loss mask · D hidden size
-· H heads · E head size
+Axes:  N packed tokens, padding included · T of them under the loss mask · D hidden size · H heads · E head size
 """
 
 from __future__ import annotations
@@ -36,25 +35,23 @@ from asyncrl.learner.backends.megatron.architecture import Architecture
 from asyncrl.learner.backends.megatron.grid import Grid
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.models.attention import Documents, packed_attention
-from asyncrl.learner.models.logprobs import Words, next_logprobs, token_logprobs
+from asyncrl.learner.models.logprobs import VocabularyPart, next_logprobs, token_logprobs
 from asyncrl.sync.layout.layout import Box
 from asyncrl.sync.layout.megatron import Gpt, MegatronPart, MegatronPlace, parts_of
 
 if not hasattr(moe_utils, "te_general_gemm"):
-    moe_utils.te_general_gemm = (
-        None  # 0.16.1 asks for it by name where TransformerEngine is not installed, too
-    )
+    moe_utils.te_general_gemm = None  # 0.16.1 reads it even without TransformerEngine
 
 Head = Literal["logprobs", "values"]
 VALUE_HEAD = ("weight_D", "bias_1")
 FILL_TOKENS = 64
-"""Longest document that fills a batch up: attention over them costs next to nothing."""
+"""The longest document of padding: attention over such documents costs almost nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A micro-batch as Megatron takes it: [1, N] ids and positions, and what travels to the attention, under the
-    name that Megatron has for such things. N is a multiple of the ranks that share the tokens."""
+    """A micro-batch as Megatron takes it, including the arguments of attention (Megatron's `packed_seq_params`). N is a
+    multiple of the ranks that share the tokens."""
 
     token_ids_1N: Tensor
     position_ids_1N: Tensor
@@ -65,7 +62,7 @@ class Packed:
 
     @staticmethod
     def of(batch: MicroBatch, tokens: int, device: torch.device) -> Packed:
-        """Filled up to `tokens` with documents that nobody looks at."""
+        """Pad a batch to `tokens` with documents without loss."""
         fill = tokens - batch.tokens
         extra = [FILL_TOKENS] * (fill // FILL_TOKENS) + [fill % FILL_TOKENS] * (fill % FILL_TOKENS > 0)
         position_ids_N = torch.cat([batch.position_ids_N, *(torch.arange(n, device=device) for n in extra)])
@@ -74,8 +71,8 @@ class Packed:
 
 
 class RmsNorm(nn.Module):
-    """As transformers computes it: in float32 up to the weight. Under sequence parallelism each rank sees some of the
-    tokens; Megatron adds the gradients of what is marked so."""
+    """RMSNorm as in transformers: in float32 up to the weight. Under sequence parallelism Megatron adds the gradients
+    of weights that have the mark, because each rank computes some of the tokens."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
@@ -91,13 +88,13 @@ class RmsNorm(nn.Module):
 
 
 class DocumentAttention(nn.Module):
-    """Megatron's core attention: queries [N, 1, H, E] → [N, 1, H · E] of this rank's heads."""
+    """Megatron's core attention: queries [N, 1, H, E] → [N, 1, H · E], for this rank's heads."""
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, windows: tuple[int | None, ...], **_: Any
     ) -> None:
         super().__init__()
-        self.window = windows[layer_number - 1]  # numbers count from 1, over the whole model
+        self.window = windows[layer_number - 1]  # layers count from 1, over the whole model
         self.scaling = cast(int, config.kv_channels) ** -0.5
 
     def forward(
@@ -107,7 +104,7 @@ class DocumentAttention(nn.Module):
             cast(Tensor, x)[:, None] for x in (packed_seq_params.cos_NE, packed_seq_params.sin_NE)
         )
         q_1HNE, k_1HNE = (_rotated(x[:, 0], cos_N1E, sin_N1E).transpose(0, 1)[None] for x in (query, key))
-        out_1NHE, _none = packed_attention(
+        out_1NHE, _ = packed_attention(
             self,
             q_1HNE,
             k_1HNE,
@@ -126,10 +123,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class PackedGpt(GPTModel):
-    """One model chunk of this rank, with a head if it is the last. Critics start with a head of 0.
-
-    gpt: with its padded vocabulary · positions: the transformers configuration, which says how they are rotated
-    """
+    """One model chunk of this rank, with a head if it is the last. A critic's head starts at 0."""
 
     def __init__(
         self,
@@ -141,6 +135,11 @@ class PackedGpt(GPTModel):
         head: Head,
         interleaved: bool,
     ) -> None:
+        """
+        Args:
+            gpt: shapes, with the padded vocabulary.
+            positions: the transformers configuration, for rotary embeddings.
+        """
         super().__init__(
             config,
             layers,
@@ -161,7 +160,7 @@ class PackedGpt(GPTModel):
             self.bias_1 = nn.Parameter(like.new_zeros(1))
 
     def forward(self, batch: MicroBatch, packed: Packed, following: bool = False) -> Any:
-        """The head's output on the last chunk, as in `models/networks.py`; hidden states on the others."""
+        """The head's outputs on the last chunk, as in `models/networks.py`; hidden states on the others."""
         cos_1NE, sin_1NE = self.rotary(self._like(), packed.position_ids_1N)
         packed = replace(packed, cos_NE=cos_1NE[0], sin_NE=sin_1NE[0])
         hidden_N1D = super().forward(
@@ -174,15 +173,15 @@ class PackedGpt(GPTModel):
             return self._following(hidden_ND, batch)
         at_T = torch.nonzero(batch.loss_mask_N)[:, 0]
         hidden_TD = hidden_ND.index_select(0, at_T - 1)
-        said = self._logprobs(hidden_TD, batch, at_T) if self.head == "logprobs" else self._values(hidden_TD)
-        return tuple(values_T.new_zeros(batch.tokens).index_copy(0, at_T, values_T) for values_T in said)
+        out = self._logprobs(hidden_TD, batch, at_T) if self.head == "logprobs" else self._values(hidden_TD)
+        return tuple(values_T.new_zeros(batch.tokens).index_copy(0, at_T, values_T) for values_T in out)
 
     def body_parameters(self) -> dict[str, nn.Parameter]:
-        """Those that are in the checkpoint of a language model: all but a critic's head."""
+        """The parameters that checkpoints of language models have: all but a critic's head."""
         return {name: p for name, p in self.named_parameters() if name not in VALUE_HEAD}
 
     def parts(self, name: str, gpt: Gpt) -> list[MegatronPart]:
-        """Of which boxes a parameter consists, in the names that checkpoints of a run have for such a network."""
+        """The checkpoint boxes that a parameter consists of, in the names of a run's checkpoints."""
         if name in VALUE_HEAD:
             shape = tuple(self.get_parameter(name).shape)
             return [MegatronPart(name, shape, Box.whole(shape))]
@@ -192,22 +191,22 @@ class PackedGpt(GPTModel):
         return [part._replace(name=f"body.{part.name.removeprefix('model.')}") for part in parts]
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Megatron would make all logits here."""
+        """Replaces Megatron's method, which would compute all logits."""
         return hidden_states
 
     def _like(self) -> Tensor:
         return next(self.decoder.parameters())
 
     def _whole(self, hidden_N1D: Tensor) -> Tensor:
-        """All tokens. Heads give every rank the whole gradient of them."""
+        """The states of all tokens. Heads give every rank their whole gradient."""
         if not self.config.sequence_parallel:
             return hidden_N1D
         return tensor_parallel.gather_from_sequence_parallel_region(
             hidden_N1D, tensor_parallel_output_grad=False
         )
 
-    def _columns(self) -> tuple[Tensor, Words | None]:
-        """(this rank's rows of the head's weight without padding, which words they are; none: all)."""
+    def _columns(self) -> tuple[Tensor, VocabularyPart | None]:
+        """(this rank's rows of the head's weight without padding, which rows they are; None: all)."""
         weight_VD = (
             self.shared_embedding_or_output_weight()
             if self.share_embeddings_and_output_weights
@@ -217,29 +216,29 @@ class PackedGpt(GPTModel):
         if ranks == 1:
             return weight_VD, None
         most, start = len(weight_VD), rank * len(weight_VD)
-        words = Words(ps.get_tensor_model_parallel_group(), start, most, self.vocabulary)
-        return weight_VD[: self.vocabulary - start], words
+        part = VocabularyPart(ps.get_tensor_model_parallel_group(), start, most, self.vocabulary)
+        return weight_VD[: self.vocabulary - start], part
 
     def _logprobs(self, hidden_TD: Tensor, batch: MicroBatch, at_T: Tensor) -> tuple[Tensor, Tensor]:
-        weight_VD, words = self._columns()
+        weight_VD, part = self._columns()
         target_T, temperature_T = batch.token_ids_N[at_T], batch.temperature_R[batch.seq_N[at_T]]
-        return token_logprobs(hidden_TD, weight_VD, target_T, temperature_T, words=words)
+        return token_logprobs(hidden_TD, weight_VD, target_T, temperature_T, part=part)
 
     def _values(self, hidden_TD: Tensor) -> tuple[Tensor]:
         full = torch.promote_types(hidden_TD.dtype, torch.float32)
         return (hidden_TD.to(full) @ self.weight_D.to(full) + self.bias_1.to(full),)
 
     def _following(self, hidden_ND: Tensor, batch: MicroBatch) -> Tensor:
-        """[R, vocabulary] log-probs of what may come after each rollout."""
+        """[R, vocabulary] log-probs of the tokens that may follow each rollout."""
         ends_R = torch.tensor(batch.lengths_R, device=hidden_ND.device).cumsum(0) - 1
-        weight_VD, words = self._columns()
-        return next_logprobs(hidden_ND[ends_R], weight_VD, batch.temperature_R, words=words)
+        weight_VD, part = self._columns()
+        return next_logprobs(hidden_ND[ends_R], weight_VD, batch.temperature_R, part=part)
 
 
 def build(
     shape: Architecture, found: Grid, dtype: torch.dtype, positions: Any, head: Head, device: torch.device
 ) -> list[PackedGpt]:
-    """This rank's chunks, with weights that are still to be loaded. ∀, since tied weights meet."""
+    """Collective: make this rank's chunks; their weights are still to be loaded. Megatron compares tied weights."""
     gpt = shape.padded(found.tensor)
     config = transformer_config(shape, found, dtype, device)
     return [
@@ -259,7 +258,7 @@ def build(
 def transformer_config(
     shape: Architecture, found: Grid, dtype: torch.dtype, device: torch.device
 ) -> TransformerConfig:
-    """Losses and gradients are sums, which nobody divides; nothing is dropped out; no balancing loss."""
+    """Megatron's configuration: losses and gradients are sums; there is no dropout and no balancing loss."""
     gpt = shape.gpt
     return TransformerConfig(
         num_layers=gpt.layers,
@@ -285,10 +284,10 @@ def transformer_config(
         virtual_pipeline_model_parallel_size=found.chunks if found.chunks > 1 else None,
         sequence_parallel=found.sequence,
         variable_seq_lengths=found.chunks == 1,
-        moe_token_dispatcher_type="alltoall",  # of any number of tokens
+        moe_token_dispatcher_type="alltoall",  # for any number of tokens
         calculate_per_token_loss=True,
         use_cpu_initialization=device.type == "cpu",
-        # Fusions are Apex's and TransformerEngine's, or CUDA's alone.
+        # Fusions need Apex, TransformerEngine or CUDA.
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
@@ -325,7 +324,7 @@ def _layers(shape: Architecture, place: MegatronPlace) -> TransformerBlockSubmod
 
 
 def _layer(shape: Architecture, has_experts: bool) -> ModuleSpec:
-    """Megatron's own, with the norms and the attention of this file."""
+    """Megatron's layer, with the norms and the attention of this file."""
     gpt = shape.gpt
     experts = gpt.mixture.experts if has_experts and gpt.mixture is not None else None
     spec = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=gpt.qk_norm, normalization="RMSNorm")
@@ -339,7 +338,7 @@ def _layer(shape: Architecture, has_experts: bool) -> ModuleSpec:
 
 
 def check_tokens(batch: MicroBatch, vocabulary: int, name: str) -> None:
-    """Raise TrainingError for a token beyond the model's table: a policy with a larger one can sample its padding."""
+    """Raises TrainingError for a token beyond the model's table: a policy with a larger one can sample its padding."""
     largest = int(batch.token_ids_N.max())
     if largest >= vocabulary:
         raise TrainingError(

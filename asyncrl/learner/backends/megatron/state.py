@@ -1,8 +1,8 @@
 """A Megatron learner's tensors on disk, in the names and boxes of `learner/backends/storage.py`.
 
-    policy.NAME · optimizer.MOMENT.NAME · critic.NAME · …      every rank writes the boxes of what it steps on
+    policy.NAME · optimizer.MOMENT.NAME · critic.NAME · …      every rank writes the boxes that it steps on
 
-No trace of tp, pp, ep or dp is left in it: a checkpoint loads at other sizes, and, of a dense model, in the other
+A checkpoint does not depend on tp, pp, ep or dp: it loads at other sizes, and that of a dense model also in the other
 backend.
 """
 
@@ -29,22 +29,22 @@ from asyncrl.sync.layout.layout import Box
 
 
 def save(folder: Path, models: Mapping[str, MegatronModel]) -> None:
-    """∀ These models, their optimizers, and torch's random state. Raises OSError if the disk does not take it."""
+    """Collective: write these models, their optimizers and torch's random state. Raises OSError if the disk is full."""
     state, _ = _state(models, copies=False)
     storage.save(folder, state)
 
 
 def staged(models: Mapping[str, MegatronModel]) -> dict[str, Any]:
-    """What `save` would write now, as a copy in the memory of the CPU: for `storage.save`, at leisure."""
+    """A copy of everything that `save` writes, in host memory, for `storage.save`."""
     state, _ = _state(models, copies=False)
     return {name: x.copied() if isinstance(x, Boxes) else x.clone() for name, x in state.items()}
 
 
 def load(folder: Path, models: Mapping[str, MegatronModel]) -> None:
-    """∀ The inverse. Raises ConfigError for a folder that lacks a trained model."""
+    """Collective: the inverse of `save`. Raises ConfigError if the folder lacks a trained model."""
     found = storage.models_in(folder)
     for name, model in models.items():
-        model.changes |= name in found  # a reference that had moved on
+        model.changes |= name in found  # a reference that had been updated
     changing = {name: model for name, model in models.items() if model.changes}
     storage.require_models(folder, changing)
     state, counters = _state(changing, copies=True)
@@ -57,7 +57,7 @@ def load(folder: Path, models: Mapping[str, MegatronModel]) -> None:
 
 
 def export(folder: Path, policy: MegatronModel, sizes: Mapping[str, int]) -> None:
-    """∀ The policy's weights as Hugging Face's safetensors."""
+    """Collective: write the policy's weights as Hugging Face safetensors."""
     layout, views = policy.in_checkpoint()
     storage.write_hf_weights(
         folder, {name: joined(layout[name], view) for name, view in views.items()}, sizes
@@ -65,22 +65,22 @@ def export(folder: Path, policy: MegatronModel, sizes: Mapping[str, int]) -> Non
 
 
 def export_bytes(policy: MegatronModel) -> dict[str, int]:
-    """Of each whole parameter that this rank has a part of."""
+    """The bytes of each whole parameter of which this rank has a part."""
     return whole_bytes(policy.in_checkpoint()[0])
 
 
 def export_configs(folder: Path, config: Config) -> None:
-    """What stands beside the weights."""
+    """Write the files beside the weights."""
     model = config.model
     with torch.device("meta"):
         causal_lm = AutoModelForCausalLM.from_config(load_config(model), dtype=getattr(torch, model.dtype))
-    with suppress(OSError):  # a folder without one
+    with suppress(OSError):  # the folder has none
         causal_lm.generation_config = GenerationConfig.from_pretrained(model.path, local_files_only=True)
     storage.write_hf_configs(folder, causal_lm, config)
 
 
 def _state(models: Mapping[str, MegatronModel], copies: bool) -> tuple[dict[str, Any], list[StepCounter]]:
-    """(flat names → live tensors, counters of steps). copies: those of tied weights too, which are loaded but not
+    """(flat names → live tensors, counters of steps). copies: include copies of tied weights, which are loaded but not
     saved."""
     state: dict[str, Any] = {storage.RNG: torch.get_rng_state()}
     counters: list[StepCounter] = []
@@ -103,14 +103,14 @@ def _state(models: Mapping[str, MegatronModel], copies: bool) -> tuple[dict[str,
 
 
 def _name(model: str, kind: str, parameter: str) -> str:
-    """kind: empty for the master."""
+    """A flat name. kind: "" for the master."""
     if not kind:
         return f"{model}.{parameter}"
     return f"{storage.OPTIMIZER}.{kind}.{parameter if model == POLICY else f'{model}.{parameter}'}"
 
 
 def _cut(shard: Shard) -> Iterator[tuple[BoxShard, dict[str, Tensor]]]:
-    """Each box of it, with the view of each of its tensors."""
+    """Each checkpoint box of a shard, with views of the shard's tensors."""
     stop = shard.start + len(shard.tensors[""])
     for cut in cuts(shard.parts, shard.shape, shard.start, stop):
         here = slice(cut.start - shard.start, cut.stop - shard.start)

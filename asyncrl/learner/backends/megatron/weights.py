@@ -1,7 +1,7 @@
-"""The checkpoint that a model starts from, box by box: no rank reads more of a safetensors folder than it holds.
+"""Fills a model from a checkpoint. A rank reads only its own boxes of a safetensors folder.
 
-A folder with a config.json alone starts from the random weights that `models.load_causal_lm` makes, the same for every
-backend under one seed; it, and one whose weights are in another format, is loaded whole on each rank.
+Weights in another format, and the random weights of a folder without any, are made whole on each rank by
+`models.load_causal_lm`. Random weights depend on the seed alone, not on the backend.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ Read = Callable[[str, Sequence[int], Box], Tensor]
 
 
 def reader(model: ModelConfig, seed: int, key: str) -> Read:
-    """Of the checkpoint at `model.path`. Raises ConfigError of `key` if there is none; what it returns, as
-    `Slices.read`."""
+    """A function that reads boxes of the checkpoint at `model.path`, and raises ConfigError as `Slices.read`."""
     slices = Slices.of(model.path, key)
     if slices is not None:
         return slices.read
@@ -33,7 +32,7 @@ def reader(model: ModelConfig, seed: int, key: str) -> Read:
 
 @torch.no_grad()
 def fill(parameters: Mapping[str, nn.Parameter], gpt: Gpt, place: MegatronPlace, read: Read) -> None:
-    """Load a chunk's parameters; rows that only pad the vocabulary become 0. Raises what `read` does."""
+    """Fill a chunk's parameters. Padding rows of the vocabulary become 0."""
     for name, parameter in parameters.items():
         start = 0
         for part in parts_of(name, gpt, place):

@@ -118,7 +118,7 @@ def test_what_megatron_is_not_asked_for_is_refused(world: int, parallel: dict[st
         (4, {"tensor": 4}, None, "2 key heads"),
         (2, {"expert": 2}, None, "the model has none"),
         (2, {"expert": 2}, Mixture(3, 4), "3 experts"),
-        (2, {"tensor": 2, "sequence": False}, Mixture(2, 4), "Megatron asks for it"),
+        (2, {"tensor": 2, "sequence": False}, Mixture(2, 4), "Megatron requires it"),
     ],
 )
 def test_what_does_not_go_with_the_model_is_refused(

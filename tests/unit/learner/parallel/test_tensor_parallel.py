@@ -31,7 +31,7 @@ from asyncrl.config.sections.parallel import ParallelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend, end_rank
 from asyncrl.learner.data.batch import MicroBatch
-from asyncrl.learner.models.logprobs import Words, next_logprobs, token_logprobs
+from asyncrl.learner.models.logprobs import VocabularyPart, next_logprobs, token_logprobs
 from asyncrl.learner.parallel.tensor_parallel import parallelize, vocabulary_part
 
 pytestmark = pytest.mark.timeout(300)  # the first test of each world waits for all its ranks have to do
@@ -73,17 +73,17 @@ def shared_words() -> dict[str, list[Tensor]]:
     head_VD = torch.randn(33, 5, generator=random, dtype=torch.float64)
     target_T = torch.randint(0, 33, (7,), generator=random)
     temperature_T = torch.tensor([0.6, 1.0, 1.5, 0.6, 0.2, 1.0, 3.0], dtype=torch.float64)
-    words, part = None, range(33)
+    part, rows = None, range(33)
     if torch.distributed.is_initialized():
         mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-        part = vocabulary_part(33, mesh)
-        words = Words(mesh.get_group(), part.start, -(-33 // mesh.size()), 33)
-    mine_VD = head_VD[part.start : part.stop].clone().requires_grad_()
-    logp_T, entropy_T = token_logprobs(hidden_TD, mine_VD, target_T, temperature_T, chunk=3, words=words)
+        rows = vocabulary_part(33, mesh)
+        part = VocabularyPart(mesh.get_group(), rows.start, -(-33 // mesh.size()), 33)
+    mine_VD = head_VD[rows.start : rows.stop].clone().requires_grad_()
+    logp_T, entropy_T = token_logprobs(hidden_TD, mine_VD, target_T, temperature_T, chunk=3, part=part)
     (logp_T * torch.arange(7) + 0.3 * entropy_T).sum().backward()
     assert hidden_TD.grad is not None
     assert mine_VD.grad is not None
-    following_TV = next_logprobs(hidden_TD.detach(), mine_VD.detach(), temperature_T, words)
+    following_TV = next_logprobs(hidden_TD.detach(), mine_VD.detach(), temperature_T, part)
     everywhere = [logp_T.detach(), entropy_T.detach(), hidden_TD.grad, following_TV]
     return {"everywhere": everywhere, "part": [mine_VD.grad]}
 
