@@ -73,7 +73,7 @@ def load_causal_lm(
     Raises:
         ConfigError: There is no such model, or its attention does not use the registry.
     """
-    config = load_config(model, key)
+    config = load_model_config(model, key)
     dtype = getattr(torch, model.dtype)
     if has_weights(model.path):
         loaded = _read(
@@ -93,7 +93,7 @@ def load_causal_lm(
 def empty_causal_lm(model: ModelConfig, attention: str = "sdpa", key: str = "model.path") -> PreTrainedModel:
     """As `load_causal_lm` of a checkpoint, with its tensors on the meta device in the dtype that they would have.
     Computed buffers, such as rotary frequencies, have values."""
-    config = load_config(model, key)
+    config = load_model_config(model, key)
     dtype = getattr(torch, model.dtype)
     with torch.device("meta"):
         empty = _made(model, config, attention, key)
@@ -131,7 +131,7 @@ def text_body(causal_lm: PreTrainedModel) -> PreTrainedModel:
     return cast(PreTrainedModel, body)
 
 
-def load_config(model: ModelConfig, key: str = "model.path") -> PretrainedConfig:
+def load_model_config(model: ModelConfig, key: str = "model.path") -> PretrainedConfig:
     """Read the model's config.json. Raises ConfigError as `load_causal_lm`."""
     return _read(model, lambda: AutoConfig.from_pretrained(model.path, **_where(model)), key)
 
@@ -174,7 +174,7 @@ def checkpoint_shapes(model: ModelConfig) -> tuple[Shapes, Heads]:
 
     Only config.json is read. Raises ConfigError as `load_causal_lm`.
     """
-    config = load_config(model)
+    config = load_model_config(model)
     text = config.get_text_config()
     with torch.device("meta"):
         network = _auto_class(config).from_config(config, trust_remote_code=model.trust_remote_code)

@@ -24,7 +24,7 @@ from asyncrl.generator.rollouts import Rollouts
 from asyncrl.generator.scoring.rewards import Scorer
 from asyncrl.generator.weights import POLL_S, WeightFollower
 from asyncrl.generator.worker import Worker
-from asyncrl.models import checkpoint_tensors, load_causal_lm, load_config, policy_tokenizer
+from asyncrl.models import checkpoint_tensors, load_causal_lm, load_model_config, policy_tokenizer
 from asyncrl.probes import prompts
 from asyncrl.queue.client.client import QueueClient
 from asyncrl.rpc.keys import client_keys
@@ -114,5 +114,5 @@ def load_engine(
 def _prober(config: Config, sampler: Sampler, follower: WeightFollower, rollouts: Rollouts) -> Prober | None:
     if not config.probing:
         return None
-    vocabulary = load_config(config.model).get_text_config().vocab_size
+    vocabulary = load_model_config(config.model).get_text_config().vocab_size
     return Prober(sampler, follower, prompts(vocabulary, config.generator.max_length), rollouts.training)

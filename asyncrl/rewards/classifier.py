@@ -11,7 +11,7 @@ from torch import nn
 
 from asyncrl.config.schema import ModelConfig
 from asyncrl.config.sections.rules import positive, require
-from asyncrl.models import load_classifier, load_config, load_tokenizer
+from asyncrl.models import load_classifier, load_model_config, load_tokenizer
 from asyncrl.types import Task
 
 
@@ -41,7 +41,7 @@ class Classifier:
         require(dtype in known, "dtype", dtype, "is not known", f"set dtype to one of {', '.join(known)}")
         positive("options", batch=batch)
         self._where = ModelConfig(path, dtype, trust_remote_code)
-        config = load_config(self._where, "path")
+        config = load_model_config(self._where, "path")
         _check_label(label, config.num_labels or 0, path)
         self._label, self._batch = label or 0, batch
         self._most = max_tokens or getattr(config.get_text_config(), "max_position_embeddings", None)

@@ -109,7 +109,7 @@ def door(job: Job) -> int:
 
 
 def warden(job: Job) -> int:
-    """Writes what came of each run to stdout: [{"ended", "code", "out", "passed"}, …], see `sandbox.Run`."""
+    """Writes what came of each run to stdout: [{"ended", "code", "out", "passed"}, …], see `sandbox.ProgramRun`."""
     if job["isolation"] == "namespaces":
         _shut_files(job["folder"], job["limits"]["file_mb"])
     else:

@@ -30,7 +30,7 @@ class ExactMatch:
     """
 
     def __init__(self, answer: str = "answer", after: str | None = None, ignore: Sequence[str] = ()) -> None:
-        self._answer, self._after, self._ignore = answer, after, checked(ignore)
+        self._answer, self._after, self._ignore = answer, after, _known_options(ignore)
 
     def __call__(self, task: Task, text: str) -> Scored:
         if self._after is not None:
@@ -53,7 +53,7 @@ class RegexMatch:
             self._pattern = regex.compile(pattern)
         except regex.error as error:
             require(False, "pattern", pattern, f"is no regular expression: {error}", "correct it")
-        self._answer, self._ignore = answer, checked(ignore)
+        self._answer, self._ignore = answer, _known_options(ignore)
 
     def __call__(self, task: Task, text: str) -> Scored:
         found = self._last(text)
@@ -72,7 +72,7 @@ class RegexMatch:
         return found
 
 
-def checked(ignore: Sequence[str]) -> frozenset[str]:
+def _known_options(ignore: Sequence[str]) -> frozenset[str]:
     """Raises ConfigError for names that are not of `IGNORABLE`."""
     for name in [ignore] if isinstance(ignore, str) else ignore:
         require(

@@ -54,7 +54,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ProgramRun:
     """How one run ended.
 
     ended   by itself ("exit"), or killed: at the deadline ("time"), for too much output ("output")
@@ -92,7 +92,7 @@ class Sandbox:
 
     def run(
         self, program: str, inputs: Sequence[str] = ("",), tests: Sequence[str] | None = None
-    ) -> list[Run]:
+    ) -> list[ProgramRun]:
         """The program once for each text of `inputs`, its stdin; tests: run after it, in its own world.
 
         Blocks. Raises SandboxError.
@@ -109,7 +109,7 @@ class Sandbox:
             answer = self._talk(json.dumps(job).encode(), folder)
         runs = json.loads(answer)
         return [
-            Run(r["ended"], r["code"], r["out"], None if r["passed"] is None else tuple(r["passed"]))
+            ProgramRun(r["ended"], r["code"], r["out"], None if r["passed"] is None else tuple(r["passed"]))
             for r in runs
         ]
 

@@ -20,7 +20,7 @@ from asyncrl.telemetry.sinks import Sink
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TrackedRun:
     """resume_at: the version that it goes on from; None for a new one · settings: of the run, section by section"""
 
     name: str
@@ -32,7 +32,7 @@ class Run:
 class TensorboardSink:
     """RUN/tensorboard: each number of a row over its version."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         module = _imported("tensorboard", "torch.utils.tensorboard")
         purge = None if run.resume_at is None else run.resume_at + 1
         self._writer = module.SummaryWriter(log_dir=str(run.folder / "tensorboard"), purge_step=purge)
@@ -50,7 +50,7 @@ class WandbSink:
     """A run of Weights & Biases, the same one when the run goes on; project, entity and mode as WANDB_… variables say.
     What it was told of versions above `resume_at` stays there."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         kept = run.folder / "wandb_id"
         if run.resume_at is None or not kept.exists():
             replace_text(kept, secrets.token_hex(4))
@@ -70,11 +70,11 @@ class WandbSink:
         self._run.finish()
 
 
-TRACKERS: dict[str, Callable[[Run], Sink]] = {"tensorboard": TensorboardSink, "wandb": WandbSink}
+TRACKERS: dict[str, Callable[[TrackedRun], Sink]] = {"tensorboard": TensorboardSink, "wandb": WandbSink}
 """By the names of `telemetry.sinks`, which are those of the packages."""
 
 
-def check_installed(name: str) -> None:
+def check_tracker(name: str) -> None:
     """Raises ConfigError without the package of a tracker."""
     if find_spec(name) is None:
         raise _missing(name)

@@ -14,7 +14,7 @@ import torch
 
 from asyncrl.config.schema import Config, GeneratorConfig, ModelConfig
 from asyncrl.generator.engines.vllm.vllm_start import BLOCK, EXTENSION, import_model, prepare_environment
-from asyncrl.models import load_config
+from asyncrl.models import load_model_config
 
 
 def main(model: str, port: str, slots: str, length: str, *more: str) -> None:
@@ -23,7 +23,7 @@ def main(model: str, port: str, slots: str, length: str, *more: str) -> None:
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    import_model(load_config(config.model))
+    import_model(load_model_config(config.model))
     create = AsyncEngineArgs.create_engine_config
 
     def create_and_fork(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ from asyncrl.generator.engines.http import http_link
 from asyncrl.generator.scoring.rewards import Scorer
 from asyncrl.launch.checks.off_keys import off_keys
 from asyncrl.launch.checks.present import check_present
-from asyncrl.learner.backends.megatron.grid import check_model, grid
+from asyncrl.learner.backends.megatron.grid import check_model, make_grid
 from asyncrl.learner.parallel.mesh import ModelShape, axis_sizes
 from asyncrl.learner.training import requirements
 from asyncrl.tasks.source import held_out, train_stream
@@ -30,9 +30,9 @@ def preflight(config: Config) -> None:
     """
     check_present(config)
     if not Path(config.model.path).expanduser().is_dir():  # of the hub
-        from asyncrl.models import load_config  # takes seconds, for transformers
+        from asyncrl.models import load_model_config  # takes seconds, for transformers
 
-        load_config(config.model)
+        load_model_config(config.model)
     requirements.check(config)
     for line in off_keys(config):
         print(f"asyncrl: {line}", file=sys.stderr)
@@ -43,7 +43,7 @@ def preflight(config: Config) -> None:
         made = load_function(engine, "generator.own_engine")
         check_arguments(made, engine, "generator.own_engine", "config", "tokenizer", "name")
     for name in config.telemetry.sinks:
-        trackers.check_installed(name)
+        trackers.check_tracker(name)
     if config.generator.server.urls:
         http_link.check_installed()
         http_link.key_from(config.generator.server.key_variable)
@@ -74,13 +74,13 @@ def _check_axes(config: Config) -> None:
     parallel, shape = config.learner.parallel, None
     if config.learner.backend == "megatron":
         from asyncrl.learner.backends.megatron.architecture import architecture
-        from asyncrl.models import load_config  # takes seconds, for transformers
+        from asyncrl.models import load_model_config  # takes seconds, for transformers
 
-        gpt = architecture(load_config(config.model), "model.path", config.model.path).gpt
-        check_model(grid(parallel, 0, config.learner.processes), gpt)
+        gpt = architecture(load_model_config(config.model), "model.path", config.model.path).gpt
+        check_model(make_grid(parallel, 0, config.learner.processes), gpt)
         return
     if parallel.processes > 1 or parallel.expert > 1:
-        from asyncrl.models import load_config  # takes seconds, for transformers
+        from asyncrl.models import load_model_config  # takes seconds, for transformers
 
-        shape = ModelShape.of(load_config(config.model))
+        shape = ModelShape.of(load_model_config(config.model))
     axis_sizes(parallel, config.learner.processes, shape)

@@ -73,7 +73,7 @@ def whole_bytes(layout: Layout) -> dict[str, int]:
     return {name: Box.whole(p.shape).elements * ITEM_BYTES[p.dtype] for name, p in layout.items()}
 
 
-def joined(param: ParamLayout, tensors: BoxTensors) -> Boxes:
+def as_one_box(param: ParamLayout, tensors: BoxTensors) -> Boxes:
     """A parameter's boxes as the single one that the writer of safetensors needs. They lie one below the other."""
     parts: Sequence[Tensor] = [tensors] if isinstance(tensors, Tensor) else tensors
     first = param.boxes[0]

@@ -20,7 +20,7 @@ from asyncrl.config.schema import Config
 from asyncrl.learner.backends.dtensor_layout import layout_of_dtensors
 from asyncrl.learner.backends.slices import Slices
 from asyncrl.learner.models.networks import blueprint
-from asyncrl.models import body_prefix, checkpoint_names, load_config, renames_oddly, tied_names
+from asyncrl.models import body_prefix, checkpoint_names, load_model_config, renames_oddly, tied_names
 from asyncrl.sync.layout.names import Names
 from asyncrl.telemetry.bars import tracked
 
@@ -61,7 +61,7 @@ def origin_of(name: str, config: Config) -> CheckpointSource | None:
     """
     plan = blueprint(name, config)
     model = dataclasses.replace(config.model, path=plan.path)
-    found, slices = load_config(model, plan.key), Slices.of(plan.path, plan.key)
+    found, slices = load_model_config(model, plan.key), Slices.of(plan.path, plan.key)
     why = "it has no safetensors" if slices is None else _whole_because(found, slices)
     if slices is None or why is not None:
         log.info("%s: every process makes all of %s: %s", name, plan.path, why)

@@ -19,7 +19,7 @@ from asyncrl.config.schema import Config
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.checks.behaviour import BehaviourGate, Gap, values
 from asyncrl.learner.data.batch import MicroBatch
-from asyncrl.models import load_config
+from asyncrl.models import load_model_config
 from asyncrl.probes import prompts
 from asyncrl.types import Version
 
@@ -32,7 +32,7 @@ class LogprobProbes:
 
     def __init__(self, config: Config, backend: Backend, gate: BehaviourGate, lineage: int) -> None:
         self._backend, self._gate, self._lineage = backend, gate, lineage
-        vocabulary = load_config(config.model).get_text_config().vocab_size
+        vocabulary = load_model_config(config.model).get_text_config().vocab_size
         self._prompts = probe_batch(prompts(vocabulary, config.generator.max_length))
         self._kept = config.queue.max_staleness + KEPT_BEYOND
         self._says: dict[Version, Tensor] = {}

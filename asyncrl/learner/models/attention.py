@@ -22,7 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from asyncrl.errors import ConfigError
-from asyncrl.learner.models.kernels import PLAIN, Rule, attend, flash, flash_attn_varlen_func
+from asyncrl.learner.models.kernels import PLAIN, Rule, dense_attention, flash, flash_attn_varlen_func
 from asyncrl.learner.parallel.context import ContextParallel
 
 PACKED = "asyncrl_packed"
@@ -258,7 +258,7 @@ def _flash(query: Tensor) -> bool:
 def _continued(q_nHE: Tensor, k_LKE: Tensor, v_LKF: Tensor, rule: Rule) -> Tensor:
     """[n, H, F], for the last n of L tokens of one document."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q_nHE, k_LKE, v_LKF))
-    return attend(q, k, v, rule)[0].transpose(0, 1)
+    return dense_attention(q, k, v, rule)[0].transpose(0, 1)
 
 
 def _bucketed(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, documents: Documents, rule: Rule) -> Tensor:
@@ -268,7 +268,7 @@ def _bucketed(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, documents: Documents,
     parts = []
     for shape, *bucket in zip(shapes, *(x.split([s.numel() for s in shapes]) for x in padded), strict=True):
         q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in bucket)
-        parts.append(attend(q, k, v, rule).transpose(1, 2).flatten(0, 1))
+        parts.append(dense_attention(q, k, v, rule).transpose(1, 2).flatten(0, 1))
     return torch.cat(parts).index_select(0, documents.unpad_N)
 
 

@@ -34,7 +34,7 @@ class Rule(NamedTuple):
 PLAIN = Rule()
 
 
-def attend(q_BHnE: Tensor, k_BKLE: Tensor, v_BKLF: Tensor, rule: Rule) -> Tensor:
+def dense_attention(q_BHnE: Tensor, k_BKLE: Tensor, v_BKLF: Tensor, rule: Rule) -> Tensor:
     """Dense attention: [B, H, n, F]."""
     n, length = q_BHnE.shape[2], k_BKLE.shape[2]
     if rule.softcap is not None:

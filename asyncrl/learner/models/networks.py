@@ -36,7 +36,7 @@ from asyncrl.learner.models.roles import POLICY
 from asyncrl.learner.parallel.experts import check_experts
 from asyncrl.learner.parallel.mesh import local_part
 from asyncrl.learner.parallel.tensor_parallel import parallelize, vocabulary_part
-from asyncrl.models import empty_causal_lm, load_causal_lm, load_config, load_tokenizer, text_body
+from asyncrl.models import empty_causal_lm, load_causal_lm, load_model_config, load_tokenizer, text_body
 
 HEAD_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 """Configuration keys of factors that some families apply to their logits: Cohere, Granite, Falcon-H1."""
@@ -244,7 +244,7 @@ class Vocabulary(NamedTuple):
     @staticmethod
     def of(plan: Blueprint, config: Config) -> Vocabulary:
         model = dataclasses.replace(config.model, path=plan.path)
-        size = load_config(model, key=plan.key).get_text_config().vocab_size
+        size = load_model_config(model, key=plan.key).get_text_config().vocab_size
         try:
             return Vocabulary(size, load_tokenizer(model).get_vocab())
         except ConfigError:

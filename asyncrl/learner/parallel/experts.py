@@ -32,7 +32,7 @@ from asyncrl.learner.parallel.collectives import all_to_all
 from asyncrl.learner.parallel.mesh import local_part
 
 
-def experts_of(network: nn.Module) -> Iterator[nn.Module]:
+def expert_modules(network: nn.Module) -> Iterator[nn.Module]:
     """The modules that hold all experts of a layer, which transformers marks by this attribute."""
     return (module for module in network.modules() if hasattr(module, "_is_expert_parallel"))
 
@@ -40,7 +40,7 @@ def experts_of(network: nn.Module) -> Iterator[nn.Module]:
 def check_experts(policy: nn.Module, config: Config) -> None:
     """Raises ConfigError if experts are to be spread and the policy has none."""
     require(
-        config.learner.parallel.expert == 1 or any(experts_of(policy)),
+        config.learner.parallel.expert == 1 or any(expert_modules(policy)),
         "learner.parallel.expert",
         config.learner.parallel.expert,
         f"{config.model.path} has no experts that transformers keeps in one module",
@@ -57,7 +57,7 @@ def spread_experts(network: nn.Module, mesh: DeviceMesh) -> None:
             have the same experts and different tokens.
     """
     placements = [Shard(0)] + [Replicate()] * (mesh.ndim - 1)
-    for module in experts_of(network):
+    for module in expert_modules(network):
         for name, parameter in module.named_parameters(recurse=False):
             mine = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
             module.register_parameter(name, nn.Parameter(mine, requires_grad=parameter.requires_grad))

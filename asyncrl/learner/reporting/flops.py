@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.config.schema import ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.parallel.mesh import ModelShape
-from asyncrl.models import load_config
+from asyncrl.models import load_model_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class TrainingFlops:
 
     @staticmethod
     def of(model: ModelConfig) -> TrainingFlops:
-        """Without loading weights. Raises ConfigError as `load_config` does."""
-        config = load_config(model)
+        """Without loading weights. Raises ConfigError as `load_model_config` does."""
+        config = load_model_config(model)
         with torch.device("meta"):
             network = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
         text = config.get_text_config()

@@ -14,7 +14,7 @@ from asyncrl.learner.reporting.rollout_log import RolloutLog
 from asyncrl.learner.reporting.utilization import Utilization
 from asyncrl.queue.client.client import Trained
 from asyncrl.telemetry.sinks import JsonlSink, Sinks, read_rows
-from asyncrl.telemetry.trackers import TRACKERS, Run
+from asyncrl.telemetry.trackers import TRACKERS, TrackedRun
 from asyncrl.types import Group, Version
 
 
@@ -39,7 +39,7 @@ class RunRecords:
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / report.SUMMARY).unlink(missing_ok=True)  # the run is going on again
         resume_at = version if self._config.run.resume else None
-        run = Run(self._config.run.name, self.folder, resume_at, dataclasses.asdict(self._config))
+        run = TrackedRun(self._config.run.name, self.folder, resume_at, dataclasses.asdict(self._config))
         trackers = (TRACKERS[name](run) for name in self._config.telemetry.sinks)
         self._rows = Sinks([JsonlSink(self._path, resume_at), *trackers])
         if self._config.telemetry.rollouts_every:

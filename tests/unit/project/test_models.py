@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config
 
 from asyncrl.config.schema import Config, EvaluationConfig, ModelConfig, TasksConfig
 from asyncrl.errors import ConfigError
-from asyncrl.models import encode_prompt, load_causal_lm, load_config, load_tokenizer, policy_tokenizer
+from asyncrl.models import encode_prompt, load_causal_lm, load_model_config, load_tokenizer, policy_tokenizer
 from asyncrl.types import Task
 
 
@@ -117,7 +117,7 @@ def test_a_name_that_is_not_in_the_cache_is_answered_with_how_to_fetch_it(
     monkeypatch.chdir(tmp_path)
     message = rf"neither such a folder in {tmp_path} .*downloads nothing at run time.*`hf download {name}`"
     with pytest.raises(ConfigError, match=message):
-        load_config(ModelConfig(path=name))
+        load_model_config(ModelConfig(path=name))
 
 
 def test_a_relative_folder_that_is_not_there_is_named_with_the_current_one(
@@ -125,4 +125,4 @@ def test_a_relative_folder_that_is_not_there_is_named_with_the_current_one(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=f"there is no such folder in {tmp_path}"):
-        load_config(ModelConfig(path="./models/mine"))
+        load_model_config(ModelConfig(path="./models/mine"))

@@ -13,7 +13,7 @@ import pytest
 from missing import skip_without_namespaces
 
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.sandbox import JAIL, Isolation, Limits, Run, Sandbox
+from asyncrl.rewards.sandbox import JAIL, Isolation, Limits, ProgramRun, Sandbox
 
 SOON = Limits(wall_s=1.0, cpu_s=60)
 PATIENT = Limits(wall_s=30.0, cpu_s=30)
@@ -28,7 +28,7 @@ def sandbox(limits: Limits, isolation: Isolation = "namespaces") -> Sandbox:
     return Sandbox(limits, isolation)
 
 
-def run(program: str, limits: Limits = PATIENT, isolation: Isolation = "namespaces") -> Run:
+def run(program: str, limits: Limits = PATIENT, isolation: Isolation = "namespaces") -> ProgramRun:
     (only,) = sandbox(limits, isolation).run(program)
     return only
 
@@ -68,8 +68,8 @@ print(subprocess.run(["echo", "process"], capture_output=True, text=True).stdout
 
 @BOTH
 def test_an_exception_and_an_exit_status_are_told(isolation: Isolation) -> None:
-    assert run("1 / 0", isolation=isolation) == Run("exit", 1, "", None)
-    assert run("import sys; print(1); sys.exit(3)", isolation=isolation) == Run("exit", 3, "1\n", None)
+    assert run("1 / 0", isolation=isolation) == ProgramRun("exit", 1, "", None)
+    assert run("import sys; print(1); sys.exit(3)", isolation=isolation) == ProgramRun("exit", 3, "1\n", None)
     assert run("this is no program", isolation=isolation).code == 1
 
 
@@ -82,7 +82,7 @@ for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
 print("begun", flush=True)
 while True: pass
 """
-    assert run(program, Limits(wall_s=3.0, cpu_s=60), isolation) == Run("time", -9, "begun\n", None)
+    assert run(program, Limits(wall_s=3.0, cpu_s=60), isolation) == ProgramRun("time", -9, "begun\n", None)
 
 
 def test_the_deadline_is_that_of_all_runs_together() -> None:
@@ -237,7 +237,7 @@ for pid in (os.getppid(), {os.getpid()}):
     except OSError: pass
 print("done")
 """
-    assert run(program, isolation=isolation) == Run("exit", 0, "done\n", None)
+    assert run(program, isolation=isolation) == ProgramRun("exit", 0, "done\n", None)
 
 
 def test_the_processes_around_it_cannot_be_seen() -> None:
@@ -253,7 +253,7 @@ for fd in range(2, 256):
     except OSError: pass
 print("done")
 """
-    assert run(program, isolation=isolation) == Run("exit", 0, "done\n", None)
+    assert run(program, isolation=isolation) == ProgramRun("exit", 0, "done\n", None)
     assert capfd.readouterr() == ("", "")
 
 

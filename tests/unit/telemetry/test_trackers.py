@@ -13,7 +13,7 @@ from asyncrl.config.sections.telemetry import SINKS, TelemetryConfig
 from asyncrl.errors import ConfigError
 from asyncrl.telemetry import trackers
 from asyncrl.telemetry.sinks import JsonlSink, Sinks, read_rows
-from asyncrl.telemetry.trackers import TRACKERS, Run
+from asyncrl.telemetry.trackers import TRACKERS, TrackedRun
 
 ROW = {"version": 3, "loss": 0.5, "groups": 2, "note": "ü", "flag": True}
 
@@ -45,7 +45,7 @@ def test_every_sink_of_the_configuration_is_there() -> None:
 
 
 def test_tensorboard_has_each_number_over_its_version(tmp_path: Path, calls: list[tuple[Any, ...]]) -> None:
-    sink = TRACKERS["tensorboard"](Run("it", tmp_path, resume_at=7))
+    sink = TRACKERS["tensorboard"](TrackedRun("it", tmp_path, resume_at=7))
     sink.write(ROW)
     sink.close()
     assert calls == [
@@ -62,7 +62,7 @@ def test_wandb_goes_on_with_the_same_run_and_hears_no_password(
 ) -> None:
     settings = {"queue": {"redis_url": "redis://me:secret@host", "address": "tcp://host", "lease_s": 5.0}}
     for resume_at in (None, 2, None):
-        sink = TRACKERS["wandb"](Run("it", tmp_path, resume_at, settings))
+        sink = TRACKERS["wandb"](TrackedRun("it", tmp_path, resume_at, settings))
         sink.write(ROW)
         sink.close()
     made = [fields for name, fields in (call[:2] for call in calls if len(call) > 1) if name == "made"]
@@ -83,10 +83,10 @@ def test_a_sink_without_its_package_is_refused_by_name(
     says = rf"telemetry\.sinks = '{name}': needs the package {name}\. Remedy: pip install {name}"
     monkeypatch.setitem(sys.modules, {"tensorboard": "torch.utils.tensorboard"}.get(name, name), None)
     with pytest.raises(ConfigError, match=says):
-        TRACKERS[name](Run("it", tmp_path))
+        TRACKERS[name](TrackedRun("it", tmp_path))
     monkeypatch.setattr(trackers, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=says):
-        trackers.check_installed(name)
+        trackers.check_tracker(name)
 
 
 def test_sinks_that_are_none_are_refused() -> None:

@@ -27,7 +27,7 @@ from asyncrl.generator.engines.receiver import (
     WeightReader,
     WeightReceiver,
 )
-from asyncrl.models import checkpoint_shapes, load_config
+from asyncrl.models import checkpoint_shapes, load_model_config
 from asyncrl.sync.layout.layout import whole_layout
 from asyncrl.sync.tensors.bucket import Shards
 from asyncrl.types import Version
@@ -157,7 +157,7 @@ def write_checkpoint(folder: Path, tensors: dict[str, Tensor], model: ModelConfi
     unfinished = folder.with_name(f".{folder.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    load_config(model).save_pretrained(unfinished)
+    load_model_config(model).save_pretrained(unfinished)
     files = _files(tensors)
     index: dict[str, str] = {}
     for number, names in enumerate(files, 1):

@@ -38,7 +38,7 @@ from asyncrl.generator.engines.engine import SampleRequest
 from asyncrl.generator.engines.receiver import WeightReader, WeightReceiver, local_receiver
 from asyncrl.generator.engines.transformers.kv_cache import ATTENTION, UnsupportedAttentionError
 from asyncrl.generator.engines.transformers.slots import SlotBatch
-from asyncrl.models import checkpoint_tensors, load_causal_lm, load_config
+from asyncrl.models import checkpoint_tensors, load_causal_lm, load_model_config
 from asyncrl.telemetry.spans import Spans
 from asyncrl.types import NO_VERSION, Sampling, Turn, Version
 
@@ -278,7 +278,7 @@ def end_ids_of(*sources: object) -> list[int]:
 
 def load_end_ids(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Of a model that is not loaded here."""
-    model = load_config(config)
+    model = load_model_config(config)
     try:
         generation = GenerationConfig.from_pretrained(config.path, local_files_only=True)
     except OSError:

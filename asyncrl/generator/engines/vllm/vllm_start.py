@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
-from asyncrl.models import has_weights, load_config
+from asyncrl.models import has_weights, load_model_config
 
 EXTENSION = "asyncrl.generator.engines.vllm.vllm_worker.WeightsExtension"
 
@@ -40,7 +40,7 @@ def start_vllm(config: Config, loggers: list[Callable[..., Any]], load_weights: 
     arguments = engine_arguments(config, load_weights)
     on_cpu = not torch.cuda.is_available()
     if on_cpu:
-        import_model(load_config(config.model))
+        import_model(load_model_config(config.model))
     try:
         vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
     except (TypeError, ValueError) as error:
@@ -145,7 +145,7 @@ def _kv_bytes(config: Config) -> int:
         return ours.kv_cache_mb << 20
     dtype = getattr(torch, ours.dtype or config.model.dtype)
     tokens = config.generator.slots * (math.ceil(config.generator.max_length / BLOCK) + 1) * BLOCK
-    return tokens * _kv_numbers(load_config(config.model), ours.tensor_parallel) * int(dtype.itemsize)
+    return tokens * _kv_numbers(load_model_config(config.model), ours.tensor_parallel) * int(dtype.itemsize)
 
 
 def _kv_numbers(model: PretrainedConfig, ranks: int) -> int:

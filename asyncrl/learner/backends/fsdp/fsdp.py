@@ -20,7 +20,7 @@ from asyncrl.config.sections.rules import require
 from asyncrl.learner import ranks
 from asyncrl.learner.backends import storage
 from asyncrl.learner.backends.backend import Model
-from asyncrl.learner.backends.boxes import joined, whole_bytes
+from asyncrl.learner.backends.boxes import as_one_box, whole_bytes
 from asyncrl.learner.backends.checkpoint_source import origin_of
 from asyncrl.learner.backends.fsdp.layers import prepare_layers
 from asyncrl.learner.backends.fsdp.offload import Offload
@@ -30,7 +30,7 @@ from asyncrl.learner.models.lora import ADAPTER, BaseUnderAdapters, write_peft_c
 from asyncrl.learner.models.networks import LanguageModel, blueprint, check_vocabularies, load_network
 from asyncrl.learner.models.roles import POLICY
 from asyncrl.learner.parallel.mesh import PIPELINE, Mesh, ModelShape, axis_sizes
-from asyncrl.models import load_config
+from asyncrl.models import load_model_config
 from asyncrl.sync.layout.layout import Layout
 
 REFERENCE = "reference"
@@ -137,7 +137,7 @@ class FsdpBackend:
 
     def export_hf(self, folder: Path) -> None:
         layout, tensors, constants = self.layout(), self.local_tensors(), self.policy.constants()
-        weights = {name: joined(param, tensors[name]) for name, param in layout.items() if param.elements}
+        weights = {name: as_one_box(param, tensors[name]) for name, param in layout.items() if param.elements}
         mine = whole_bytes(layout) | {name: constant.nbytes for name, constant in constants.items()}
         sizes = {name: size for every in self.exchange(mine) for name, size in every.items()}
         storage.write_hf_weights(folder, {**weights, **constants}, sizes)
@@ -170,7 +170,7 @@ def end_rank(code: int = 0) -> NoReturn:
 
 def _shape(name: str, config: Config) -> ModelShape:
     plan = blueprint(name, config)
-    return ModelShape.of(load_config(dataclasses.replace(config.model, path=plan.path), plan.key))
+    return ModelShape.of(load_model_config(dataclasses.replace(config.model, path=plan.path), plan.key))
 
 
 def _check_same_shapes(policy: ShardedModel, reference: ShardedModel, config: Config) -> None:

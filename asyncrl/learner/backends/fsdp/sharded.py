@@ -41,7 +41,7 @@ from asyncrl.learner.models.networks import (
 )
 from asyncrl.learner.models.roles import Loss
 from asyncrl.learner.parallel.context import ContextParallel
-from asyncrl.learner.parallel.experts import experts_of, spread_experts
+from asyncrl.learner.parallel.experts import expert_modules, spread_experts
 from asyncrl.learner.parallel.mesh import CONTEXT, PIPELINE, TENSOR, Mesh
 from asyncrl.models import checkpoint_names
 from asyncrl.sync.layout.layout import Layout
@@ -218,7 +218,7 @@ def _shard(network: nn.Module, mesh: DeviceMesh, expert_mesh: DeviceMesh | None)
     # A stage goes forward and backward many times before its gradients are reduced: it stays whole meanwhile.
     again = again and not isinstance(network, ModelStage)
     if expert_mesh is not None:
-        for module in experts_of(network):
+        for module in expert_modules(network):
             # By rows: there may be fewer experts on a rank than ranks that share them.
             fully_shard(module, mesh=expert_mesh, shard_placement_fn=lambda _: Shard(1), mp_policy=precision)
             _sum_gradients(module)

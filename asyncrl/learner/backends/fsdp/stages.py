@@ -153,7 +153,7 @@ def load_stages(name: str, config: Config, rank: int, empty: bool = False) -> Mo
         tied = _tied(network)
         whole = {name: p.detach().to("meta") for name, p in named_parameters(network).items()}
         constants = {name: b.to("meta") for name, b in named_constants(network).items()}
-        parts.append(cut(network, index, parallel.stages))
+        parts.append(cut_stage(network, index, parallel.stages))
     return ModelStages(parts, parallel.pipeline_schedule, whole, constants, tied)
 
 
@@ -177,7 +177,7 @@ def layers_of(stage: int, stages: int, layers: int) -> range:
     return range(start, start + each + (stage < left))
 
 
-def cut(network: LanguageModel | Critic, index: int, stages: int) -> ModelStage:
+def cut_stage(network: LanguageModel | Critic, index: int, stages: int) -> ModelStage:
     """Make the `index`-th of `stages` out of a whole network, which is changed."""
     body: Any = network.body
     mine = layers_of(index, stages, len(body.layers))

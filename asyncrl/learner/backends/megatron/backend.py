@@ -26,12 +26,12 @@ from asyncrl.learner.backends import storage
 from asyncrl.learner.backends.backend import Model
 from asyncrl.learner.backends.megatron import state, weights
 from asyncrl.learner.backends.megatron.architecture import architecture
-from asyncrl.learner.backends.megatron.grid import check_model, grid
+from asyncrl.learner.backends.megatron.grid import check_model, make_grid
 from asyncrl.learner.backends.megatron.model import MegatronModel
 from asyncrl.learner.backends.megatron.network import Head, build
 from asyncrl.learner.models.networks import Critic, blueprint, check_vocabularies
 from asyncrl.learner.models.roles import POLICY
-from asyncrl.models import load_config
+from asyncrl.models import load_model_config
 from asyncrl.sync.layout.layout import Layout
 
 
@@ -50,7 +50,7 @@ class MegatronBackend:
         logging.getLogger("megatron").setLevel(logging.WARNING)  # else it lists every parameter
         self.rank = int(os.environ.get("RANK", "0"))
         self.world = int(os.environ.get("WORLD_SIZE", "1"))
-        self._grid = grid(config.learner.parallel, self.rank, self.world)
+        self._grid = make_grid(config.learner.parallel, self.rank, self.world)
         self.data_rank, self.data_world = self._grid.data_rank, self._grid.data
         self.is_data_leader = self._grid.is_data_leader
         self._config, self._device = config, _device(config)
@@ -81,7 +81,7 @@ class MegatronBackend:
         config, found = self._config, self._grid
         plan = blueprint(name, config)
         model = dataclasses.replace(config.model, path=plan.path)
-        hf = load_config(model, plan.key)
+        hf = load_model_config(model, plan.key)
         shape = architecture(hf, plan.key, plan.path)
         check_model(found, shape.gpt)
         head: Head = "values" if plan.make is Critic else "logprobs"
@@ -118,20 +118,22 @@ class MegatronBackend:
         return self.policy.in_checkpoint()[1]
 
     def save(self, folder: Path) -> None:
-        state.save(folder, {name: model for name, model in self._models.items() if model.changes})
+        state.save_models(folder, {name: model for name, model in self._models.items() if model.changes})
 
     def stage(self) -> Callable[[Path], None]:
-        written = state.staged({name: model for name, model in self._models.items() if model.changes})
+        written = state.stage_models({name: model for name, model in self._models.items() if model.changes})
         if self._writers is None:
             self._writers = dist.new_group(backend="gloo", timeout=ranks.COLLECTIVE_DEADLINE)
         return lambda folder: storage.save(folder, written, self._writers)
 
     def load(self, folder: Path) -> None:
-        state.load(folder, self._models)
+        state.load_models(folder, self._models)
 
     def export_hf(self, folder: Path) -> None:
         every = self.exchange(state.export_bytes(self.policy))
-        state.export(folder, self.policy, {name: size for sizes in every for name, size in sizes.items()})
+        state.export_policy(
+            folder, self.policy, {name: size for sizes in every for name, size in sizes.items()}
+        )
         if self.rank == 0:
             state.export_configs(folder, self._config)
         self.exchange(None)

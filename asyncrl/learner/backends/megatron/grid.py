@@ -71,7 +71,7 @@ class Grid:
         )
 
 
-def grid(parallel: ParallelConfig, rank: int, world: int) -> Grid:
+def make_grid(parallel: ParallelConfig, rank: int, world: int) -> Grid:
     """The grid of `learner.parallel` for `world` processes. Raises ConfigError if Megatron cannot make it."""
     for key, why in (
         ("context", "needs TransformerEngine's attention, which is not used here"),

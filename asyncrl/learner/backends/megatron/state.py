@@ -20,27 +20,27 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from asyncrl.config.schema import Config
 from asyncrl.learner.backends import storage
-from asyncrl.learner.backends.boxes import Boxes, joined, whole_bytes
+from asyncrl.learner.backends.boxes import Boxes, as_one_box, whole_bytes
 from asyncrl.learner.backends.megatron.boxes import BoxShard, cuts
 from asyncrl.learner.backends.megatron.model import MegatronModel, Shard, StepCounter
 from asyncrl.learner.models.roles import POLICY
-from asyncrl.models import load_config
+from asyncrl.models import load_model_config
 from asyncrl.sync.layout.layout import Box
 
 
-def save(folder: Path, models: Mapping[str, MegatronModel]) -> None:
+def save_models(folder: Path, models: Mapping[str, MegatronModel]) -> None:
     """Collective: write these models, their optimizers and torch's random state. Raises OSError if the disk is full."""
     state, _ = _state(models, copies=False)
     storage.save(folder, state)
 
 
-def staged(models: Mapping[str, MegatronModel]) -> dict[str, Any]:
+def stage_models(models: Mapping[str, MegatronModel]) -> dict[str, Any]:
     """A copy of everything that `save` writes, in host memory, for `storage.save`."""
     state, _ = _state(models, copies=False)
     return {name: x.copied() if isinstance(x, Boxes) else x.clone() for name, x in state.items()}
 
 
-def load(folder: Path, models: Mapping[str, MegatronModel]) -> None:
+def load_models(folder: Path, models: Mapping[str, MegatronModel]) -> None:
     """Collective: the inverse of `save`. Raises ConfigError if the folder lacks a trained model."""
     found = storage.models_in(folder)
     for name, model in models.items():
@@ -56,11 +56,11 @@ def load(folder: Path, models: Mapping[str, MegatronModel]) -> None:
     torch.set_rng_state(state[storage.RNG])
 
 
-def export(folder: Path, policy: MegatronModel, sizes: Mapping[str, int]) -> None:
+def export_policy(folder: Path, policy: MegatronModel, sizes: Mapping[str, int]) -> None:
     """Collective: write the policy's weights as Hugging Face safetensors."""
     layout, views = policy.in_checkpoint()
     storage.write_hf_weights(
-        folder, {name: joined(layout[name], view) for name, view in views.items()}, sizes
+        folder, {name: as_one_box(layout[name], view) for name, view in views.items()}, sizes
     )
 
 
@@ -73,7 +73,9 @@ def export_configs(folder: Path, config: Config) -> None:
     """Write the files beside the weights."""
     model = config.model
     with torch.device("meta"):
-        causal_lm = AutoModelForCausalLM.from_config(load_config(model), dtype=getattr(torch, model.dtype))
+        causal_lm = AutoModelForCausalLM.from_config(
+            load_model_config(model), dtype=getattr(torch, model.dtype)
+        )
     with suppress(OSError):  # the folder has none
         causal_lm.generation_config = GenerationConfig.from_pretrained(model.path, local_files_only=True)
     storage.write_hf_configs(folder, causal_lm, config)

@@ -20,7 +20,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.learner.backends.boxes import Boxes
 from asyncrl.learner.backends.megatron.architecture import architecture
 from asyncrl.learner.backends.megatron.boxes import cuts, rectangles
-from asyncrl.learner.backends.megatron.grid import check_model, grid
+from asyncrl.learner.backends.megatron.grid import check_model, make_grid
 from asyncrl.learner.parallel.mesh import AXES, coordinates, is_data_leader
 from asyncrl.sync.layout.layout import Box
 from asyncrl.sync.layout.megatron import MIXTRAL, Gpt, MegatronPart, Mixture
@@ -74,27 +74,27 @@ def test_ranks_stand_where_the_other_backends_ranks_do() -> None:
     parallel = ParallelConfig(tensor=2, pipeline=2)
     sizes = {"pp": 2, "replicate": 1, "shard": 3, "cp": 1, "tp": 2}
     for rank in range(12):
-        here, at = grid(parallel, rank, 12), coordinates(sizes, rank)
+        here, at = make_grid(parallel, rank, 12), coordinates(sizes, rank)
         assert set(at) == set(AXES)
         assert (here.stage, here.data_rank, here.tensor_rank) == (at["pp"], at["shard"], at["tp"])
         assert here.is_data_leader == is_data_leader(sizes, at)
-    assert grid(parallel, 0, 12).data_leaders == [6, 8, 10]
+    assert make_grid(parallel, 0, 12).data_leaders == [6, 8, 10]
 
 
 def test_experts_are_shared_out_or_their_matrices_are() -> None:
-    spread = [grid(ParallelConfig(tensor=2, expert=4), rank, 4).place(0) for rank in range(4)]
+    spread = [make_grid(ParallelConfig(tensor=2, expert=4), rank, 4).place(0) for rank in range(4)]
     assert [(place.ep, place.expert_tp) for place in spread] == [((rank, 4), (0, 1)) for rank in range(4)]
-    cut = [grid(ParallelConfig(tensor=2), rank, 2).place(0) for rank in range(2)]
+    cut = [make_grid(ParallelConfig(tensor=2), rank, 2).place(0) for rank in range(2)]
     assert [(place.ep, place.expert_tp) for place in cut] == [((0, 1), (rank, 2)) for rank in range(2)]
 
 
 def test_stages_take_turns_only_if_asked_to() -> None:
     parallel = ParallelConfig(pipeline=2, pipeline_schedule="interleaved")
     layers = [
-        [list(grid(parallel, rank, 2).place(chunk).layers(MODEL)) for chunk in (0, 1)] for rank in (0, 1)
+        [list(make_grid(parallel, rank, 2).place(chunk).layers(MODEL)) for chunk in (0, 1)] for rank in (0, 1)
     ]
     assert layers == [[[0], [2]], [[1], [3]]]
-    assert grid(ParallelConfig(pipeline=2), 0, 2).chunks == 1
+    assert make_grid(ParallelConfig(pipeline=2), 0, 2).chunks == 1
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_stages_take_turns_only_if_asked_to() -> None:
 )
 def test_what_megatron_is_not_asked_for_is_refused(world: int, parallel: dict[str, int], key: str) -> None:
     with pytest.raises(ConfigError, match=key):
-        grid(ParallelConfig(**parallel), 0, world)
+        make_grid(ParallelConfig(**parallel), 0, world)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,9 @@ def test_what_does_not_go_with_the_model_is_refused(
     import dataclasses
 
     with pytest.raises(ConfigError, match=why):
-        check_model(grid(ParallelConfig(**parallel), 0, world), dataclasses.replace(MODEL, mixture=mixture))
+        check_model(
+            make_grid(ParallelConfig(**parallel), 0, world), dataclasses.replace(MODEL, mixture=mixture)
+        )
 
 
 @pytest.mark.parametrize(

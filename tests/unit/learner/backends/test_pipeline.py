@@ -22,7 +22,7 @@ from asyncrl.config.sections.parallel import ParallelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend, end_rank
 from asyncrl.learner.backends.fsdp.pipeline import turns_of
-from asyncrl.learner.backends.fsdp.stages import cut, layers_of, load_stages
+from asyncrl.learner.backends.fsdp.stages import cut_stage, layers_of, load_stages
 from asyncrl.learner.checks.logprob_check import probe_batch
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.models.attention import Documents
@@ -309,7 +309,7 @@ def test_a_stage_hands_its_states_to_the_next(tmp_path: Path, kind: str) -> None
     batch = MicroBatch.of([random_group(0)])
     state = torch.empty(0)
     for index in range(3):
-        stage = cut(load_network("policy", config), index, 3)
+        stage = cut_stage(load_network("policy", config), index, 3)
         stage.expect([(batch, Documents(batch.lengths_R))], batch.tokens + 5)
         if not stage.last:
             state = stage(state).detach()

@@ -11,7 +11,7 @@ from spread_cases import MIXTURES, Case, config_of, make_models
 from asyncrl.config.sections.parallel import ParallelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.models.networks import load_network
-from asyncrl.learner.parallel.experts import check_experts, experts_of, experts_of_rows
+from asyncrl.learner.parallel.experts import check_experts, expert_modules, experts_of_rows
 
 
 def test_rows_come_by_rank_and_then_by_expert() -> None:
@@ -25,7 +25,7 @@ def test_every_layer_of_experts_is_found_and_a_dense_policy_refused(tmp_path: Pa
     for family in MIXTURES:
         config = config_of(tmp_path, Case(ParallelConfig(expert=2), family))
         policy = load_network("policy", config)
-        assert len(list(experts_of(policy))) == (
+        assert len(list(expert_modules(policy))) == (
             1 if family == "deepseek_v3" else 2
         )  # its first layer is dense
         check_experts(policy, config)
