@@ -307,7 +307,7 @@ def _instead(path: str) -> str:
 
 
 def _auto_class(config: PretrainedConfig) -> Any:
-    """The class that loads the model. Of a model for images and text, only text is used."""
+    """The class that loads the model. A model for images and text is used for text only."""
     return AutoModelForCausalLM if type(config) in CAUSAL_LMS else AutoModelForImageTextToText
 
 

@@ -1,13 +1,12 @@
 """Ready-made reward functions, named in a config as `asyncrl.rewards:ExactMatch`; `docs/rewards.md` has examples.
 
-    ExactMatch   the answer is the text itself, or what follows a mark
-    RegexMatch   the answer is what a pattern finds
-    MathVerify   the answer is worth the same as a formula (needs the extra `math`)
-    UnitTests    the answer is a Python program that passes tests, in a sandbox
+    ExactMatch   compares the text, or the part after a mark, with the answer
+    RegexMatch   compares a pattern's match with the answer
+    MathVerify   compares a number or formula with the answer, by value (needs the extra `math`)
+    UnitTests    runs a Python program against tests, in a sandbox
 
-(and `asyncrl.rewards.classifier:Classifier`, a reward model, which is not imported here because it loads torch)
-
-Each is a class, made once with `reward.options`, whose instances are reward functions.
+`asyncrl.rewards.classifier:Classifier`, a reward model, is not imported here because it loads torch. Each is a class
+that is made once with `reward.options`; its instances are reward functions.
 """
 
 from asyncrl.rewards.matching import ExactMatch, RegexMatch

@@ -1,4 +1,4 @@
-"""Rewards by a reward model: what a sequence classifier says of prompt and answer."""
+"""Rewards by a reward model: a sequence classifier's logit for prompt and answer."""
 
 from __future__ import annotations
 
@@ -16,16 +16,10 @@ from asyncrl.types import Task
 
 
 class Classifier:
-    """The reward is a logit of an AutoModelForSequenceClassification; to be called with `per: group`.
+    """The reward is a logit of an AutoModelForSequenceClassification, for use with `per: group`.
 
-    It has its own tokenizer and its own chat template: to a prompt of messages the answer is added as one more message,
-    to a plain one as more text.
-
-    path        folder or cached hub name
-    label       which logit is the reward, where the head has several
-    dtype       of the weights
-    batch       answers in one pass, if the tokenizer has a padding token; without one each has a pass of its own
-    max_tokens  most tokens of prompt and answer: longer ones fail. None: as many as the model has positions
+    It has a tokenizer and a chat template of its own. The answer follows a prompt of messages as one more message, and
+    a plain prompt as text.
     """
 
     def __init__(
@@ -37,6 +31,14 @@ class Classifier:
         max_tokens: int | None = None,
         trust_remote_code: bool = False,
     ) -> None:
+        """
+        Args:
+            path: folder or cached hub name.
+            label: the logit that is the reward; needed where the head has several.
+            dtype: of the weights.
+            batch: answers in one pass; 1 is used if the tokenizer has no padding token.
+            max_tokens: limit of prompt and answer together, beyond which an answer fails; None: the model's positions.
+        """
         known = ("float32", "bfloat16")
         require(dtype in known, "dtype", dtype, "is not known", f"set dtype to one of {', '.join(known)}")
         positive("options", batch=batch)
@@ -52,7 +54,7 @@ class Classifier:
         self._loading = threading.Lock()
 
     def start(self) -> None:
-        """Load the weights. Raises ConfigError if there is no head among them."""
+        """Load the weights. Raises ConfigError if they have no head."""
         with self._loading:
             if self._model is None:
                 model = load_classifier(self._where, "path")
@@ -60,7 +62,7 @@ class Classifier:
                 self._model = cast(nn.Module, model).to(self._device)
 
     def __call__(self, task: Task, texts: Sequence[str]) -> list[float]:
-        """ValueError for an answer that is too long."""
+        """Raises ValueError for an answer that is too long."""
         self.start()
         ids = [self._ids(task, text) for text in texts]
         longest = max(map(len, ids))

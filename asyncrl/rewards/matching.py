@@ -1,4 +1,4 @@
-"""Rewards that compare texts: 1 if the answer is one of those that the task accepts, else 0."""
+"""Rewards that compare texts: 1 if the task accepts the answer, else 0."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ IGNORABLE = ("case", "punctuation", "articles", "commas")
 """case · punctuation at both ends · the words a, an, the · commas between digits."""
 
 SEARCH_S = 1.0
-"""Longest search for a pattern, which some texts make endless."""
+"""Time limit of a search, because some patterns take exponential time on some texts."""
 
 ARTICLES = regex.compile(r"\b(a|an|the)\b", regex.IGNORECASE)
 COMMAS = regex.compile(r"(?<=\d),(?=\d{3}\b)")
@@ -24,9 +24,9 @@ COMMAS = regex.compile(r"(?<=\d),(?=\d{3}\b)")
 class ExactMatch:
     """1 if the text is the answer.
 
-    answer  the field of task.data that holds it: a text, a number, or a list of those that are accepted
-    after   only what follows the last `after` in the text is compared; a text without it earns 0
-    ignore  what does not count, any of `IGNORABLE`; how much white space there is never does
+    answer  the field of task.data with the answer: a text, a number, or a list of accepted ones
+    after   compare only the text behind the last `after`; a text without it earns 0
+    ignore  differences to ignore, from `IGNORABLE`; the amount of white space never counts
     """
 
     def __init__(self, answer: str = "answer", after: str | None = None, ignore: Sequence[str] = ()) -> None:
@@ -41,10 +41,10 @@ class ExactMatch:
 
 
 class RegexMatch:
-    r"""1 if what the pattern finds is the answer.
+    r"""1 if the pattern's last match is the answer.
 
-    pattern  its last match counts, and of that the first group if it has one, e.g. '#### (-?[\d,.]+)'
-    answer   the field of task.data, as for `ExactMatch`; none: it is enough that the pattern is found
+    pattern  its first group is compared, if it has one, e.g. '#### (-?[\d,.]+)'
+    answer   the field of task.data, as for `ExactMatch`; None: any match earns 1
     ignore   as for `ExactMatch`
     """
 
@@ -64,7 +64,7 @@ class RegexMatch:
     def _last(self, text: str) -> str | None:
         found = None
         try:
-            # The lock of the interpreter is free meanwhile: other threads and the event loop go on.
+            # `concurrent` releases the interpreter lock, so that other threads go on.
             for match in self._pattern.finditer(text, concurrent=True, timeout=SEARCH_S):
                 found = match[1] if self._pattern.groups else match[0]
         except TimeoutError:
@@ -73,7 +73,7 @@ class RegexMatch:
 
 
 def _known_options(ignore: Sequence[str]) -> frozenset[str]:
-    """Raises ConfigError for names that are not of `IGNORABLE`."""
+    """Raises ConfigError for names that are not in `IGNORABLE`."""
     for name in [ignore] if isinstance(ignore, str) else ignore:
         require(
             name in IGNORABLE, "ignore", ignore, f"{name!r} is none of {', '.join(IGNORABLE)}", "take it out"
@@ -82,7 +82,7 @@ def _known_options(ignore: Sequence[str]) -> frozenset[str]:
 
 
 def judged(text: str, answers: Any, ignore: Iterable[str]) -> Scored:
-    """1 if `text` is one of `answers`, or the only one.
+    """1 if `text` is one of `answers`, which may be a single one.
 
     >>> judged(" The  Moon.", ["moon", "luna"], {"case", "punctuation", "articles"})
     Scored(parts=1.0, steps=None, answer='moon')

@@ -1,4 +1,4 @@
-"""The process behind `MathVerify`: a question a line on stdin, an answer a line on stdout.
+"""The process of `MathVerify`: it reads a question from each line of stdin and writes an answer to stdout.
 
 python math_child.py SECONDS MEGABYTES
 """
@@ -15,10 +15,10 @@ from typing import Any
 
 
 def main(seconds: int, megabytes: int) -> None:
-    """seconds: after which a question ends the process, should its parent be gone."""
+    """seconds: a question that takes longer ends the process, in case its parent is gone."""
     resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
     with os.fdopen(os.dup(1), "w") as answers:
-        os.dup2(2, 1)  # what libraries print is no answer
+        os.dup2(2, 1)  # libraries may print to stdout
         logging.disable(logging.WARNING)
         import math_verify
 
@@ -31,9 +31,10 @@ def main(seconds: int, megabytes: int) -> None:
 
 
 def compared(math_verify: Any, gold: str, text: str) -> dict[str, Any]:
-    """{"right": bool, "answer": what `text` comes to or None}, or {"error": why} if the gold answer is none."""
+    """{"right": bool, "answer": the parsed answer or None}, or {"error": reason} for a gold answer that cannot be
+    parsed."""
     formula = gold if "$" in gold or "\\boxed" in gold else f"${gold}$"
-    # Signals are for the parent's deadline alone: no timeouts of the library.
+    # The process has its own alarm: no timeouts of the library.
     wanted = math_verify.parse(formula, parsing_timeout=None)
     if not wanted:
         return {"error": f"{gold!r} is no number and no formula"}

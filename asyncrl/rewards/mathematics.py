@@ -1,10 +1,10 @@
-"""A reward for mathematics: the answer is right if it is worth the same as the task's, however it is written.
+"""A reward for mathematics: the answer is right if its value equals that of the task's answer.
 
-    reward thread ── {"gold", "text"} ──▸ a process of `math_child.py` that nobody else is asking
+    reward thread ── {"gold", "text"} ──▸ an idle process of `math_child.py`
                   ◂── right, the answer ──         not in wall_s: killed, and the answer is wrong
 
-The library `math-verify` bounds its own time by signals, which only a main thread gets, and which code in C does not
-notice. Here a process is asked, and killed.
+The library `math-verify` limits its time by signals, which work only in a main thread and not in C code. A separate
+process can be killed.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from asyncrl.types import Scored, Task
 
 CHILD = Path(__file__).with_name("math_child.py")
 START_S = 60.0
-"""For the import of sympy on a busy machine."""
+"""Time for the import of sympy on a busy machine."""
 
 
 class MathVerify:
     """1 if the last formula or number of the text equals the task's answer, by the library `math-verify`.
 
     answer     the field of task.data: a number or LaTeX, with or without $ or \\boxed
-    wall_s     for one answer; one that takes longer is wrong
-    memory_mb  of one process
+    wall_s     time for one answer; one that takes longer is wrong
+    memory_mb  memory of one process
     """
 
     def __init__(self, answer: str = "answer", wall_s: float = 5.0, memory_mb: int = 2048) -> None:
@@ -52,7 +52,7 @@ class MathVerify:
         self._closed, self._changing = False, threading.Lock()
 
     def __call__(self, task: Task, text: str) -> Scored:
-        reply = self._ask({"gold": str(task.data[self._answer]), "text": text})
+        reply = self._compared({"gold": str(task.data[self._answer]), "text": text})
         if "error" in reply:
             raise ValueError(reply["error"])
         return Scored(float(reply["right"]), answer=reply["answer"])
@@ -63,13 +63,13 @@ class MathVerify:
             for child in self._idle:
                 child.kill()
 
-    def _ask(self, question: dict[str, str]) -> dict[str, Any]:
+    def _compared(self, question: dict[str, str]) -> dict[str, Any]:
         with self._changing:
             child = self._idle.pop() if self._idle else None
         child = child or _Child(self._wall_s, self._memory_mb)
         try:
-            reply = child.ask(question, self._wall_s)
-        except (TimeoutError, EOFError):  # too slow, or it died of too much memory
+            reply = child.request(question, self._wall_s)
+        except (TimeoutError, EOFError):  # too slow, or out of memory
             child.kill()
             return {"right": False, "answer": None}
         except BaseException:
@@ -84,24 +84,24 @@ class MathVerify:
 
 
 class _Child:
-    """One process that answers one question at a time."""
+    """A process that answers one question at a time."""
 
     def __init__(self, wall_s: float, memory_mb: int) -> None:
-        path = os.pathsep.join(entry for entry in sys.path if entry)  # of packages: as this process has it
+        path = os.pathsep.join(entry for entry in sys.path if entry)  # this process's packages
         self._process = subprocess.Popen(
             [sys.executable, str(CHILD), str(math.ceil(wall_s) + 1), str(memory_mb)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
-            start_new_session=True,  # Ctrl-C is for its parent
+            start_new_session=True,  # no Ctrl-C of its parent's terminal
         )
         try:
-            self._line(START_S)  # it says when it is ready
+            self._line(START_S)  # "ready"
         except (TimeoutError, EOFError) as error:
             self.kill()
             raise RuntimeError(f"the process for math-verify did not start: {error}") from None
 
-    def ask(self, question: dict[str, str], wall_s: float) -> dict[str, Any]:
+    def request(self, question: dict[str, str], wall_s: float) -> dict[str, Any]:
         """Raises TimeoutError, or EOFError if the process is dead."""
         assert self._process.stdin is not None
         try:

@@ -1,13 +1,13 @@
-"""A program that nobody trusts, run where it can do no harm. Linux only.
+"""Runs untrusted programs in isolation, on Linux only.
 
                             isolation: namespaces                 isolation: limits
-    network                 none: an own, empty one; no sockets   no sockets
-    files                   read-only but for an own folder       what the user may, it may
-    other processes         not seen                              seen, but no signal reaches them
+    network                 an empty one of its own; no sockets   no sockets
+    files                   read-only but a folder of its own     the user's rights
+    other processes         hidden                                visible, but they get no signals
     CPU, memory, processes  limited                               limited
     end                     killed with all that it started       killed with all that it started
 
-`jail.py` is what runs inside.
+`sandbox_process.py` runs inside.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from asyncrl.config.sections.rules import require
 
 Isolation = Literal["namespaces", "limits"]
 
-JAIL = Path(__file__).with_name("jail.py")
+SCRIPT = Path(__file__).with_name("sandbox_process.py")
 START_S = 20.0
-"""Beyond `wall_s`, for the start of the interpreter on a busy machine."""
+"""Time beyond `wall_s`, for the start of the interpreter on a busy machine."""
 
 
 class SandboxError(Exception):
-    """The sandbox itself failed: nothing is known of the program."""
+    """The sandbox itself failed, and the program's result is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """wall_s is for all runs of a program together; CPU and memory are of each process, files of all together."""
+    """The limits of a program. CPU and memory apply to each process, files to all together, and wall_s to all runs."""
 
     wall_s: float = 10.0
     cpu_s: int = 10
@@ -55,12 +55,12 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class ProgramRun:
-    """How one run ended.
+    """The result of one run.
 
-    ended   by itself ("exit"), or killed: at the deadline ("time"), for too much output ("output")
-    code    its exit status, minus the signal's number if one killed it
-    out     its stdout, up to `Limits.output_kb`
-    passed  of each test, if there were tests and the program reached their end
+    ended   "exit": by itself; "time": killed at the deadline; "output": killed for too much output
+    code    the exit status, or minus the number of the signal that killed it
+    out     stdout, up to `Limits.output_kb`
+    passed  the result of each test; None without tests, or if the program did not reach their end
     """
 
     ended: Literal["exit", "time", "output"]
@@ -75,13 +75,13 @@ class ProgramRun:
 
 
 class Sandbox:
-    """Runs programs one by one; several threads may use it at once."""
+    """Runs programs. Several threads may use it at once."""
 
     def __init__(self, limits: Limits, isolation: Isolation = "namespaces") -> None:
         self._limits, self._isolation = limits, isolation
 
     def probe(self) -> str | None:
-        """Why this machine cannot run a harmless program in it, or None."""
+        """The reason why this machine cannot run a harmless program in it, or None."""
         if sys.platform != "linux":
             return "it needs Linux"
         try:
@@ -93,9 +93,13 @@ class Sandbox:
     def run(
         self, program: str, inputs: Sequence[str] = ("",), tests: Sequence[str] | None = None
     ) -> list[ProgramRun]:
-        """The program once for each text of `inputs`, its stdin; tests: run after it, in its own world.
+        """Run the program once for each text of `inputs`, its stdin. This blocks.
 
-        Blocks. Raises SandboxError.
+        Args:
+            tests: programs that run after it, in its own namespace.
+
+        Raises:
+            SandboxError: The sandbox failed.
         """
         with tempfile.TemporaryDirectory(prefix="asyncrl-sandbox-", ignore_cleanup_errors=True) as folder:
             job = {
@@ -106,16 +110,15 @@ class Sandbox:
                 "inputs": list(inputs),
                 "tests": None if tests is None else list(tests),
             }
-            answer = self._talk(json.dumps(job).encode(), folder)
-        runs = json.loads(answer)
+            runs = json.loads(self._process(json.dumps(job).encode(), folder))
         return [
             ProgramRun(r["ended"], r["code"], r["out"], None if r["passed"] is None else tuple(r["passed"]))
             for r in runs
         ]
 
-    def _talk(self, job: bytes, folder: str) -> bytes:
+    def _process(self, job: bytes, folder: str) -> bytes:
         process = subprocess.Popen(
-            [sys.executable, "-I", str(JAIL)],
+            [sys.executable, "-I", str(SCRIPT)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -136,6 +139,6 @@ class Sandbox:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         if process.returncode != 0 or not out:
-            said = err.decode(errors="replace").strip().splitlines()
-            raise SandboxError(said[-1] if said else f"it ended with status {process.returncode}")
+            lines = err.decode(errors="replace").strip().splitlines()
+            raise SandboxError(lines[-1] if lines else f"it ended with status {process.returncode}")
         return out

@@ -1,4 +1,4 @@
-"""A reward for programs: the Python code of an answer is run against the task's tests, in a sandbox."""
+"""A reward for programs: runs an answer's Python code against the task's tests, in a sandbox."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ FENCE = re.compile(r"^```[ \t]*(?:python|py|python3)?[ \t]*\n(.*?)^```", re.DOTA
 class UnitTests:
     """1 if the program passes every test, else 0; with `partial`, the share that it passes.
 
-    tests    the field of task.data that holds asserts: Python texts, or one, run after the program in its own world
-    cases    the field that holds [{"input": stdin, "output": stdout}, …]; the output is compared outside the sandbox
-    partial  whether some tests passed earn something
-    isolation, and the limits: as in `sandbox.py`. wall_s is for all tests of an answer together.
+    tests      the field of task.data with asserts: one Python text or several, run after the program in its namespace
+    cases      the field with [{"input": stdin, "output": stdout}, …]; outputs are compared outside the sandbox
+    partial    whether an answer that passes only some tests earns their share
+    isolation  as in `sandbox.py`, like the limits; wall_s is for all tests of an answer together
 
-    A task needs one of the two fields at least. Raises ConfigError where the machine permits no such sandbox.
+    A task needs at least one of the two fields. Raises ConfigError if the machine does not permit the sandbox.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ def program_of(text: str) -> str:
 
 
 def same_output(one: str, other: str) -> bool:
-    """Spaces at the end of a line and empty lines at the end do not count.
+    """Whether outputs are equal up to spaces at the end of lines and empty lines at the end.
 
     >>> same_output("1 \\n2\\n\\n", "1\\n2")
     True

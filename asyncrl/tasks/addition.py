@@ -3,8 +3,8 @@
     prompt   47+85=
     target   21,31,>132      a digit and the carry for each place, lowest first, then the answer after '>'
 
-The model ends its answer with the end token '$'. The folder that `write_model_folder` makes holds everything
-but weights: a 0.79M-parameter Qwen2 configuration and a tokenizer of one token a character.
+The model ends its answer with the end token '$'. `write_model_folder` writes a folder without weights: the
+configuration of a Qwen2 with 0.79M parameters, and a tokenizer with one token per character.
 
     python -m asyncrl.tasks.addition runs/addition-model
 """
@@ -34,7 +34,7 @@ PLACE_REWARD = 0.1
 
 
 class Problems(Sequence[dict[str, Any]]):
-    """Task rows made when asked for. `codes` [P]: a problem x + y is the number x * 10**digits + y."""
+    """Rows that are made on access. `codes` [P]: a problem x + y is the number x * 10**digits + y."""
 
     def __init__(self, codes: np.ndarray, digits: int) -> None:
         self._codes, self._digits = codes, digits
@@ -54,7 +54,7 @@ class Problems(Sequence[dict[str, Any]]):
 
 
 def train(digits: int = 2, held_out: int = 500) -> Problems:
-    """Every problem of `digits` digits but the `held_out` ones of `heldout`."""
+    """All problems of `digits` digits except the `held_out` ones of `heldout`."""
     codes = np.arange(10 ** (2 * digits))
     return Problems(np.setdiff1d(codes, _held_out_codes(digits, held_out)), digits)
 
@@ -82,16 +82,16 @@ def problem(x: int, y: int, digits: int) -> dict[str, Any]:
 
 
 def reward(task: Task, text: str, rollout: Rollout | None = None) -> float:
-    """1 if what follows the last '>' is the answer and the model ended there by itself, else 0."""
+    """1 if the text behind the last '>' is the answer and the model ended there by itself, else 0."""
     ended = rollout is None or rollout.finish == "stop"
     return float(ended and ">" in text and text.rpartition(">")[2] == task.data["answer"])
 
 
 def stepwise(task: Task, text: str, rollout: Rollout | None = None) -> Scored:
-    """`reward`, and `PLACE_REWARD` for each place of the scratchpad that is right: for `gigpo` and `hgpo`.
+    """`reward`, and `PLACE_REWARD` for each correct place of the scratchpad; for `gigpo` and `hgpo`.
 
-    A step is one place with its comma, or the answer after them. The state that a place begins in is its number and the
-    carry that the model wrote before it, so that many rollouts share it; the answer begins in the whole scratchpad.
+    A step is one place with its comma, or the answer. The state of a place is its number and the carry that the model
+    wrote before it, so that many rollouts share it; the state of the answer is the whole scratchpad.
 
         21,31,>132    steps '21,' '31,' '>132'    states '0 ', '1 1,' and the text before '>'
     """
@@ -108,13 +108,13 @@ def stepwise(task: Task, text: str, rollout: Rollout | None = None) -> Scored:
 def with_cost(task: Task, text: str, rollout: Rollout | None = None) -> dict[str, float]:
     """`reward` as the part 'answer', and the part 'cost': 1 for an answer longer than the target, else 0.
 
-    For `safe_rlhf`; with `reward.weights.cost=0` the cost is logged and left out of the reward.
+    For `safe_rlhf`. With `reward.weights.cost=0` the cost is logged but not part of the reward.
     """
     return {"answer": reward(task, text, rollout), "cost": float(len(text) > len(task.data["target"]))}
 
 
 def write_model_folder(path: str | Path, hidden_size: int = 128, layers: int = 4) -> None:
-    """Configuration and tokenizer of the demo model, in Hugging Face form, without weights."""
+    """Write the demo model's configuration and tokenizer as a Hugging Face folder without weights."""
     from transformers import GenerationConfig, Qwen2Config
 
     folder = Path(path)
@@ -140,12 +140,12 @@ def write_model_folder(path: str | Path, hidden_size: int = 128, layers: int = 4
 
 
 def _tokenizer() -> Any:
-    """One token a character: '<pad>' is 0, then CHARACTERS; ids that mean nothing fill the vocabulary up."""
+    """A tokenizer with one token per character: '<pad>' is 0, then CHARACTERS; the other ids are unused."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     tokens = ["<pad>", *CHARACTERS]
-    # The names hold no '>', or a meaningless token could start an answer.
+    # The names have no '>', with which an unused token could start an answer.
     tokens += [f"[{i}]" for i in range(len(tokens), VOCABULARY_SIZE)]
     unknown = tokens[-1]
     model = Tokenizer(models.WordLevel({t: i for i, t in enumerate(tokens)}, unk_token=unknown))

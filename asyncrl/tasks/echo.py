@@ -1,5 +1,5 @@
-"""The smallest task: say a digit three times. A random policy of 15,000 parameters learns it in seconds, and the
-optimum is known: 1.
+"""The smallest task: repeat a digit three times. A random policy of 15,000 parameters learns it in seconds; the best
+reward is 1.
 
     prompt   7=
     target   777
@@ -20,19 +20,19 @@ COSTLY = "9"
 
 
 def rows() -> list[dict[str, Any]]:
-    """One row a digit."""
+    """One row per digit."""
     return [{"prompt": f"{digit}=", "target": str(digit) * LENGTH} for digit in range(10)]
 
 
 def reward(task: Task, text: str) -> float:
     """The share of the three places that hold the digit."""
-    return _right(task, text) / LENGTH
+    return sum(found == digit for found, digit in zip(text, task.data["target"], strict=False)) / LENGTH
 
 
 def stepwise(task: Task, text: str) -> Scored:
-    """`reward`, place by place: a step is one place, its state the number of the place. For gigpo and hgpo."""
+    """`reward` for each place: a step is one place, and its state the place's number. For gigpo and hgpo."""
     digit = task.data["target"][0]
-    steps = [Step(at, at + 1, float(said == digit) / LENGTH, at) for at, said in enumerate(text[:LENGTH])]
+    steps = [Step(at, at + 1, float(found == digit) / LENGTH, at) for at, found in enumerate(text[:LENGTH])]
     return Scored(0.0, steps)
 
 
@@ -42,10 +42,6 @@ def with_cost(task: Task, text: str) -> dict[str, float]:
     With a limit of 0 the best policy repeats every digit but 9: reward 0.9, cost 0.
     """
     return {"right": reward(task, text), "cost": text[:LENGTH].count(COSTLY) / LENGTH}
-
-
-def _right(task: Task, text: str) -> int:
-    return sum(said == digit for said, digit in zip(text, task.data["target"], strict=False))
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""From a row to a `Task`: which fields make it up, and what goes around the prompt."""
+"""Makes a `Task` of a row: selects its fields and frames the prompt."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Prompt = str | list[dict[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class RowReader:
-    """(ordinal, index of the row in its source, row) → Task. Raises TaskError for a row that is none.
+    """(ordinal, index of the row in its source, row) → Task. Raises TaskError for a row without a valid task.
 
-    config: what the section `section` says · place: where the row of an index was written, for the error
+    config: the source's configuration · section: its name · place: the file and line of a row, for errors
     """
 
     config: SourceConfig
@@ -39,7 +39,7 @@ class RowReader:
                 raise TaskError(f"is a {type(row).__name__}, not a mapping with the key {key!r}")
             if not _is_prompt(task.prompt):
                 raise TaskError("the prompt must be a text or a list of messages with role and content")
-            self._check_travels(task.data)
+            self._check_can_be_sent(task.data)
         except TaskError as error:
             raise TaskError(f"{self.place(index)}: {error}") from None
         return replace(task, prompt=framed(task.prompt, self.config))
@@ -70,21 +70,21 @@ class RowReader:
             return self._field(row[outer], inner)
         raise TaskError(f"has no {name!r}, only {', '.join(map(repr, row)) or 'nothing'}")
 
-    def _check_travels(self, data: Mapping[str, Any]) -> None:
+    def _check_can_be_sent(self, data: Mapping[str, Any]) -> None:
         try:
             msgpack.packb(dict(data))
         except (TypeError, ValueError, OverflowError) as error:
-            what = f"its data cannot travel to another process: {error}"
-            raise TaskError(f"{what}; choose what can with {self.section}.fields") from None
+            rule = f"its data cannot be sent to another process: {error}"
+            raise TaskError(f"{rule}; select fields that can with {self.section}.fields") from None
 
 
 def framed(prompt: Prompt, config: SourceConfig) -> Prompt:
-    """Messages where the chat template is to be used. A system prompt of the row's own stays."""
+    """Messages if a chat template is used, with the configured system prompt unless the row has one."""
     if isinstance(prompt, str):
         if config.system is None and not config.chat:
             return prompt
         prompt = [{"role": "user", "content": prompt}]
-    # A table has all fields in all messages, empty ones too, which would confuse a chat template.
+    # In a table all messages have all fields. Empty ones would confuse a chat template.
     messages = [{name: value for name, value in m.items() if value is not None} for m in prompt]
     if config.system is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": config.system})

@@ -1,4 +1,4 @@
-"""Tasks of the package reasoning-gym: a hundred kinds of puzzles, made on demand and scored by their own rules.
+"""Tasks of the package reasoning-gym: a hundred kinds of generated puzzles with scorers of their own.
 
     tasks:
       source: asyncrl.tasks.reasoning_gym:tasks
@@ -10,8 +10,8 @@
     reward:
       function: asyncrl.tasks.reasoning_gym:reward
 
-Needs the extra `reasoning-gym`. A few of its data sets (isomorphic_strings, polynomial_multiplication, ransom_note)
-make other puzzles in a process with another PYTHONHASHSEED: set it, if a run is to be repeated exactly.
+It needs the extra `reasoning-gym`. Puzzles of isomorphic_strings, polynomial_multiplication and ransom_note depend on
+PYTHONHASHSEED: set it if a run is to be repeated exactly.
 """
 
 from __future__ import annotations
@@ -32,17 +32,20 @@ Datasets = Mapping[str, float] | Sequence[str]
 Configs = Mapping[str, Mapping[str, Any]]
 
 ENTRY = "metadata"
-"""Where `task.data` has what the scorer needs, as a Python literal: tuples and numbers as keys stay what they are."""
+"""The field of `task.data` for the scorer: a Python literal, which keeps tuples, and numbers as keys."""
 
 
 def tasks(datasets: Datasets, seed: int = 0, size: int = 1_000_000, configs: Configs | None = None) -> Rows:
-    """Rows {prompt, answer, metadata} of these data sets, in proportion to their weights; `size` of them are an epoch.
+    """Rows {prompt, answer, metadata} of these data sets, in proportion to their weights.
 
-    datasets  names with weights, or names alone
-    seed      row i of seed s is mostly row i − 1 of seed s + 1, so other tasks need a seed that is `size` away
-    configs   settings of a data set by its name, e.g. {"chain_sum": {"min_terms": 2}}
+    Args:
+        datasets: names with weights, or names.
+        seed: row i of seed s is mostly row i − 1 of seed s + 1, so different tasks need seeds that are `size` apart.
+        size: rows of an epoch.
+        configs: settings of data sets by name, e.g. {"chain_sum": {"min_terms": 2}}.
 
-    Raises ConfigError for names that reasoning-gym does not know and settings that it refuses.
+    Raises:
+        ConfigError: reasoning-gym does not have a data set, or refuses its settings.
     """
     weights = dict(datasets) if isinstance(datasets, Mapping) else dict.fromkeys(datasets, 1.0)
     gym = _gym()
@@ -67,7 +70,7 @@ def tasks(datasets: Datasets, seed: int = 0, size: int = 1_000_000, configs: Con
 def heldout(
     datasets: Datasets, seed: int = HELD_OUT_SEED, size: int = 500, configs: Configs | None = None
 ) -> Rows:
-    """As `tasks`, and none of theirs (unless a data set has so few that they repeat)."""
+    """As `tasks`, with different rows (unless a data set has so few that they repeat)."""
     return tasks(datasets, seed, size, configs)
 
 
@@ -90,12 +93,12 @@ class Rows:
 
 
 def reward(task: Task, text: str) -> Scored:
-    """What the data set's own scorer gives the text's last <answer>…</answer>, 0 to 1; 0 without one."""
+    """The score, 0 to 1, of the text's last <answer>…</answer> by the data set's own scorer; 0 without one."""
     from reasoning_gym.utils import extract_answer
 
     answer = extract_answer(text)
     metadata = ast.literal_eval(task.data[ENTRY])
-    # Of messages the last one is the question.
+    # The question is the last message.
     question = task.prompt if isinstance(task.prompt, str) else task.prompt[-1]["content"]
     entry = {"question": question, "answer": task.data["answer"], ENTRY: metadata}
     score = _scorer(metadata["source_dataset"])(answer, entry) if answer is not None else 0.0
@@ -114,14 +117,14 @@ def _gym() -> Any:
         raise ConfigError(
             "tasks.source",
             "asyncrl.tasks.reasoning_gym:tasks",
-            "needs the package reasoning-gym, which is not here",
+            "needs the package reasoning-gym, which is not installed",
             "pip install 'asyncrl[reasoning-gym]'",
         ) from None
     return reasoning_gym
 
 
 def _plain(value: Any) -> Any:
-    """Without numpy's own numbers and texts, so that `repr` writes a literal."""
+    """The value without numpy's types, so that `repr` writes a literal."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, Mapping):

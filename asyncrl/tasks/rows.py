@@ -1,6 +1,6 @@
-"""Rows with a length that stay where they are: a JSONL file, and whatever the package `datasets` reads.
+"""Rows that are read from disk on access: a JSONL file, or a data set of the package `datasets`.
 
-Both give any row by its number in constant time and memory: a JSONL file is read at the row's offset, a data set is a
+Both read any row by its number in constant time and memory: a JSONL file at the row's offset, a data set from a
 memory-mapped Arrow table.
 """
 
@@ -20,19 +20,23 @@ HUB = "hf:"
 """'hf:openai/gsm8k' is a data set of the Hugging Face hub."""
 
 TRAIN = "train"
-"""The split of a data set that names none."""
+"""The split that is read unless options name another."""
 
 FOLDER_OPTIONS = ("split", "subset", "revision")
 
 
 class JsonlRows(Sequence[Any]):
-    """One row a line; empty lines are none. 16 bytes of memory a row.
+    """One row per line, without empty lines. It takes 16 bytes of memory per row.
 
-    Raises ConfigError (key `section`.source) for a file that cannot be read, TaskError for one without rows and, by
-    file and line, for a row that is not JSON.
+    Access raises TaskError, with file and line, for a row that is not JSON.
     """
 
     def __init__(self, path: Path, section: str) -> None:
+        """
+        Raises:
+            ConfigError: The file of `section`.source cannot be read.
+            TaskError: The file has no rows.
+        """
         self._path, self._starts, self._lines = path, array("q"), array("q")
         start = 0
         try:
@@ -76,10 +80,14 @@ class JsonlRows(Sequence[Any]):
 
 
 def data_set(source: str, options: Mapping[str, Any], section: str) -> Any:
-    """A .parquet file, a folder or a hub name as a `datasets.Dataset`, which has a length and rows by their number.
+    """Load a `datasets.Dataset`.
 
-    A folder is one that `save_to_disk` made, or holds .parquet, .jsonl, .csv, … files. options: split (train), and of
-    a folder of files or a hub name subset and revision. Raises ConfigError for what cannot be loaded.
+    Args:
+        source: a .parquet file, a hub name, a folder made by `save_to_disk`, or one of .parquet, .jsonl, .csv, … files.
+        options: split; for a folder of files or a hub name also subset and revision.
+
+    Raises:
+        ConfigError: The source cannot be loaded.
     """
     for name in options:
         if name not in FOLDER_OPTIONS:
@@ -89,7 +97,10 @@ def data_set(source: str, options: Mapping[str, Any], section: str) -> Any:
     try:
         import datasets
     except ImportError:
-        rule, remedy = "is read by the package datasets, which is not here", "pip install 'asyncrl[data]'"
+        rule, remedy = (
+            "is read by the package datasets, which is not installed",
+            "pip install 'asyncrl[data]'",
+        )
         raise ConfigError(f"{section}.source", source, rule, remedy) from None
     if not bars_wanted():
         datasets.disable_progress_bars()

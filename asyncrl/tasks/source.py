@@ -1,12 +1,12 @@
-"""Where tasks come from, as a stream that gives the task of any ordinal.
+"""Opens a source of tasks as a stream.
 
     'package.module:function', 'file.py:function'   called with tasks.options; returns rows
-    'problems.jsonl'                                one row a line
-    'problems.parquet', 'folder', 'hf:name'         what the package datasets reads (rows.py)
+    'problems.jsonl'                                one row per line
+    'problems.parquet', 'folder', 'hf:name'         a data set of the package datasets (rows.py)
 
 A row is a `Task`, or a mapping whose fields become the task (reader.py). Rows with a length (a list, a file, a data
-set) repeat for ever, one epoch after another, in a new order each if shuffled. Rows without (a generator) come in their
-own order and end when they end.
+set) repeat in epochs without end, each in a new order if they are shuffled. Rows without a length (a generator) keep
+their order and end.
 """
 
 from __future__ import annotations
@@ -32,10 +32,15 @@ __all__ = ["TaskStream", "held_out", "load_source", "train_stream"]
 def load_source(
     chosen: SourceConfig, *, section: str = "tasks", shuffle_key: tuple[int, ...] | None = None
 ) -> TaskStream:
-    """Open a source and read its first row. shuffle_key: fixes the order of every epoch; none: the source's own.
+    """Open a source and read its first row, or all rows of a .jsonl file.
 
-    Raises ConfigError (keys of `section`) for a source that does not exist or options that it does not take,
-    TaskError for a bad row: of a .jsonl file at once, of others when it comes.
+    Args:
+        section: the section of the configuration, for errors.
+        shuffle_key: determines the order of every epoch; None: the source's own order.
+
+    Raises:
+        ConfigError: The source does not exist, or does not take its options.
+        TaskError: A row that was read is bad.
     """
     rows = _open_rows(chosen, section)
     place = getattr(rows, "place", lambda index: f"{chosen.source}: task {index}")
@@ -65,7 +70,7 @@ def load_source(
 
 
 def train_stream(config: Config) -> TaskStream:
-    """The stream of `tasks`."""
+    """The stream that the section `tasks` configures."""
     tasks, seed = config.tasks, abs(config.run.seed)
     if not tasks.mixture:
         return load_source(tasks, shuffle_key=(seed,) if tasks.shuffle else None)
@@ -79,7 +84,7 @@ def train_stream(config: Config) -> TaskStream:
 
 
 def held_out(config: Config) -> dict[str, list[Task]]:
-    """All tasks of each set of `evaluation`, in their order; that of evaluation.source is called MAIN."""
+    """All tasks of each set of `evaluation`, in order. The set of evaluation.source is called MAIN."""
     return {
         name: _all_of(load_source(chosen, section=f"evaluation.sets.{name}" if name else "evaluation"))
         for name, chosen in config.evaluation.named_sets.items()

@@ -1,14 +1,21 @@
-"""A stream gives the task of any ordinal: `task_at` is pure, so that whoever comes back asks again."""
+"""Streams of tasks. `task_at` is a pure function of the ordinal, so that a restarted process gets the same tasks.
+
+Order(size, key).at(epoch, place)       a new order of range(size) in each epoch
+part_of(ordinal, shares)                the source of a task in a mixture, and the task's number there
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from hashlib import blake2b
+from math import isqrt
 from typing import Protocol
 
+import numpy as np
+
 from asyncrl.errors import SourceEndedError, TaskError
-from asyncrl.tasks.order import Order, part_of
 from asyncrl.tasks.reader import Row
 from asyncrl.types import Task
 
@@ -16,23 +23,23 @@ ToTask = Callable[[int, int, Row], Task]
 """(ordinal, index of the row in its source, row) → Task; raises TaskError."""
 
 MIXTURE = "mixture"
-"""Where `task.data` says from which of `tasks.mixture` the task is."""
+"""The field of `task.data` with the name of the task's source in `tasks.mixture`."""
 
 
 class TaskStream(Protocol):
-    """size: tasks of one epoch; none: there is no epoch."""
+    """size: tasks of one epoch; None: there are no epochs."""
 
     @property
     def size(self) -> int | None: ...
 
     def task_at(self, ordinal: int) -> Task:
-        """Raises SourceEndedError past the end of a source that has one, TaskError for a bad row."""
+        """Raises SourceEndedError past the end of the source, and TaskError for a bad row."""
         ...
 
 
 class SequenceStream:
-    """Rows with a length, one epoch after another: epoch = ordinal // size. key: what fixes each epoch's order; none:
-    the rows' own."""
+    """Rows with a length: the epoch is ordinal // size. key: determines each epoch's order; None: the rows' own
+    order."""
 
     def __init__(self, rows: Sequence[Row], to_task: ToTask, key: tuple[int, ...] | None) -> None:
         self.size = len(rows)
@@ -53,10 +60,10 @@ class SequenceStream:
 
 
 class IteratorStream:
-    """Rows without a length, read one by one and not kept.
+    """Rows without a length, read one by one.
 
-    An ordinal below the next one starts the source again and skips up to it, so `task_at` is pure if the
-    source gives the same rows each time. Past the end it raises SourceEndedError.
+    An ordinal below the next one opens the source again and skips rows, so `task_at` is pure if the source repeats its
+    rows.
     """
 
     size = None
@@ -81,7 +88,8 @@ class IteratorStream:
 
 
 class MixtureStream:
-    """Several streams by weight, evenly spread; each has its own epochs. It ends with the first of them that ends."""
+    """Several streams in proportion to their weights. Each has its own epochs; the first that ends, ends the
+    mixture."""
 
     size = None
 
@@ -94,3 +102,67 @@ class MixtureStream:
         part, at = part_of(ordinal, self._shares)
         task = self._streams[part].task_at(at)
         return replace(task, ordinal=ordinal, data={**task.data, MIXTURE: self._names[part]})
+
+
+LISTED = 1 << 20
+"""Up to this number of rows an epoch's order is an array, of at most 8 MB; above, each place is computed on access."""
+
+ROUNDS = 8
+
+
+class Order:
+    """The order of each epoch, a function of (key, epoch)."""
+
+    def __init__(self, size: int, key: tuple[int, ...]) -> None:
+        self._size, self._key = size, key
+        self._epoch, self._listed = -1, np.empty(0, np.int64)
+
+    def at(self, epoch: int, place: int) -> int:
+        if self._size > LISTED:
+            return shuffled(place, self._size, (*self._key, epoch))
+        if epoch != self._epoch:
+            self._listed = np.random.default_rng([*self._key, epoch]).permutation(self._size)
+            self._epoch = epoch
+        return int(self._listed[place])
+
+
+def shuffled(place: int, size: int, key: tuple[int, ...]) -> int:
+    """A bijection of range(size) for each `key`, in constant memory.
+
+    It is a Feistel network over pairs (l, r), 0 ≤ l < a, 0 ≤ r < b with a·b ≥ size, repeated until the number is
+    inside: Black and Rogaway, Ciphers with Arbitrary Finite Domains (CT-RSA 2002), §3 and §4.
+    """
+    a = isqrt(size - 1) + 1
+    b = -(-size // a)
+    while True:
+        left, right = divmod(place, b)
+        for turn in range(0, ROUNDS, 2):
+            left = (left + _hash(key, turn, right)) % a
+            right = (right + _hash(key, turn + 1, left)) % b
+        place = left * b + right
+        if place < size:
+            return place
+
+
+def part_of(ordinal: int, shares: Sequence[Fraction]) -> tuple[int, int]:
+    """(part, number of that part's earlier tasks). shares: each part's share of all tasks; their sum is 1.
+
+    The first part takes ordinal t if ⌊(t+1)·share⌋ > ⌊t·share⌋. The second does the same with the remaining ordinals,
+    and so on: among the first t tasks, the n-th part has its share to within n.
+
+    >>> [part_of(t, [Fraction(1, 2), Fraction(1, 4), Fraction(1, 4)]) for t in range(6)]
+    [(2, 0), (0, 0), (1, 0), (0, 1), (2, 1), (0, 2)]
+    """
+    left = Fraction(1)
+    for part, share in enumerate(shares[:-1]):
+        of_left = share / left
+        before = ordinal * of_left // 1
+        if (ordinal + 1) * of_left // 1 > before:
+            return part, before
+        ordinal, left = ordinal - before, left - share
+    return len(shares) - 1, ordinal
+
+
+def _hash(key: tuple[int, ...], turn: int, half: int) -> int:
+    text = "/".join(map(str, (*key, turn, half)))
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest())

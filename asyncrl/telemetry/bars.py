@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 AFTER_S = 1.0
-"""What is done sooner has no bar."""
+"""Shorter work has no bar."""
 
 LINE_EVERY_S = 5.0
 BAR_EVERY_S = 0.5
@@ -33,13 +33,11 @@ def tracked(
     console: Console | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Thing]:
-    """The things one by one, with a bar that begins once they take longer than `AFTER_S` and is gone at the end.
+    """Yield the things, with a bar that appears after `AFTER_S` and disappears at the end.
 
     Args:
-        things: what is worked on while this generator waits.
         what: the label of the bar.
-        console: where it is drawn; stderr unless given, and there only if bars are wanted.
-        clock: seconds.
+        console: None: stderr, if bars are wanted.
     """
     if console is None and not bars_wanted():
         yield from things

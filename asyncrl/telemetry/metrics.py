@@ -1,4 +1,4 @@
-"""Metric values that know how to reduce: measured where it happens, reduced in one place.
+"""Metric values that can be merged over micro-batches, ranks and processes.
 
 >>> step = Metrics()
 >>> step.add("reward", Mean(3.0, 4)); step.add("reward", Mean(1.0, 4)); step.add("staleness/max", Max(2))
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 ROUNDING = 1e-9
-"""A difference of two sums that is smaller than this share of them is nothing but rounding."""
+"""A difference of two sums that is smaller than this share of them is a rounding error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A sum over `count` things; the value is their mean (0 for none)."""
+    """The mean of `count` values with this sum; 0 for none."""
 
     total: float
     count: float = 1.0
@@ -50,8 +50,7 @@ class Max:
 
 @dataclass(frozen=True, slots=True)
 class EffectiveShare:
-    """Of n weights with this sum and this sum of squares: the effective sample size as a share of n, (Σw)² / (n Σw²);
-    1 where all are equal."""
+    """The effective sample size of n weights as a share of n, (Σw)² / (n Σw²): 1 if all are equal."""
 
     total: float
     squares: float
@@ -69,8 +68,8 @@ class EffectiveShare:
 
 @dataclass(frozen=True, slots=True)
 class ExplainedVariance:
-    """1 − Var(target − prediction) / Var(target) over n pairs, from the sums of the targets, of the errors, and of both
-    squared; 0 where the targets do not vary by more than rounding."""
+    """1 − Var(target − prediction) / Var(target) over n pairs, from sums of targets, errors and their squares; 0 if the
+    targets vary by rounding errors only."""
 
     targets: float
     target_squares: float
@@ -96,7 +95,7 @@ KINDS: dict[str, type[Metric]] = {
 
 
 class Metrics:
-    """One named metric per key; adding to a key merges, with a metric of the same kind only."""
+    """Metrics by name. Adding to a name merges metrics of the same kind."""
 
     def __init__(self) -> None:
         self._metrics: dict[str, Metric] = {}
@@ -111,7 +110,7 @@ class Metrics:
             raise TypeError(f"metric {name}: {type(metric).__name__} added to {type(have).__name__}")
 
     def merge(self, others: Iterable[Metrics]) -> None:
-        """Take in what other ranks or processes measured."""
+        """Add the metrics of other ranks or processes."""
         for other in others:
             for name, metric in other._metrics.items():
                 self.add(name, metric)

@@ -1,4 +1,4 @@
-"""Where metrics go. A sink takes one flat row of names and values at a time."""
+"""Sinks of metrics. A sink takes one flat row of names and values at a time."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ class Sink(Protocol):
 
 
 class JsonlSink:
-    """One JSON object a line, flushed at once: readable while the run goes on, whole but for the last line after a
-    kill.
+    """A file with one JSON object per line, flushed at once. A kill can damage the last line only.
 
-    Each row gets `time`, seconds since the epoch. With `resume_at`, rows of a version above it are cut off
-    first, so that a resumed run leaves one row per version.
+    Each row gets `time`, seconds since the epoch. With `resume_at`, rows of later versions are removed first, so that a
+    resumed run has one row per version.
     """
 
     def __init__(self, path: Path, resume_at: int | None = None) -> None:
@@ -43,7 +42,7 @@ class JsonlSink:
 
 
 class Sinks:
-    """Several as one."""
+    """Several sinks as one."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = sinks
@@ -58,7 +57,7 @@ class Sinks:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a JSONL file; a half-written or damaged last line (a kill, a full disk) is left out.
+    """The rows of a JSONL file, without a last line that a kill or a full disk damaged.
 
     Raises:
         ConfigError: A line before the last one is no row.

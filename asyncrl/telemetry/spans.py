@@ -1,8 +1,8 @@
-"""Where the time of one process goes: each second belongs to exactly one name.
+"""Accounts for the time of one process: each second belongs to exactly one name.
 
-A loop wraps what it does in `spans("compute")`, `spans("wait/groups")`, …; inner spans pause the outer one, so
-the seconds of all names add up to the wall time and nothing is counted twice. Names that begin with `wait/` are
-waits; all others are work. Time outside of any span counts as "other".
+A loop wraps its work in `spans("compute")`, `spans("wait/groups")`, …. Inner spans pause the outer one, so the seconds
+of all names add up to the wall time. Names that begin with `wait/` are waits, all others are work, and time outside of
+any span is "other".
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Spans:
         return taken
 
     def share(self, name: str) -> float:
-        """Of the time since the last take, how much was `name`; 0 before any time has passed."""
+        """The share of `name` in the time since the last take; 0 before any time has passed."""
         self._switch(self._current)
         total = sum(self._seconds.values())
         return self._seconds.get(name, 0.0) / total if total > 0 else 0.0

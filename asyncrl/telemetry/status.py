@@ -1,6 +1,6 @@
-"""The state of one process, for whoever shows it: its latest figures and what it waits for.
+"""The state of one process: its latest figures, and the waits that it is in.
 
-The loops of the process write it, a view on another thread reads it (`launch/views/process_view.py`).
+The loops of the process write it; a view on another thread reads it (`launch/views/process_view.py`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ def without_timely_calls(figures: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """since, until: by the clock of the status; until: when the wait ends with an error, None if it has no end of its
-    own."""
+    """since, until: by the clock of the status; until: the time at which the wait fails, None if it has no deadline."""
 
     whom: str
     since: float
@@ -52,11 +51,11 @@ class Wait:
 class ProcessStatus:
     """Any thread may write and read it.
 
-    figures  what the process counts; replaced whole
-    failure  why a task was dropped last; empty if none was, or if that is no failure
-    warning  a mistake that the process goes on with, for the terminal of the run; empty without one
-    loaded   set once models and engines are there. From then on a view may use the terminal: what loads may fork, and
-             a fork must not find another thread in the middle of a line.
+    figures  the process's counts; replaced as a whole
+    failure  the reason why the last task was dropped, if that was a failure, else empty
+    warning  a problem for the run's terminal that does not stop the process, else empty
+    loaded   set when models and engines are loaded. Then a view may use the terminal: loading may fork, and a fork must
+             not happen while another thread writes a line.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -68,11 +67,11 @@ class ProcessStatus:
         self._lock = threading.Lock()
 
     def wait_begins(self, whom: str, seconds: float | None = None) -> None:
-        """A wait that has begun already goes on, and its end is set anew.
+        """Begin a wait, or set a new deadline for one that has begun.
 
         Args:
-            whom: for whom or what, as it follows "waiting for".
-            seconds: from now until the process gives up; None if it does not.
+            whom: the words after "waiting for".
+            seconds: the time until the process gives up; None if it does not.
         """
         now = self.clock()
         until = None if seconds is None else now + seconds
@@ -81,7 +80,7 @@ class ProcessStatus:
             self._waits[whom] = Wait(whom, now if before is None else before.since, until)
 
     def wait_ends(self, whom: str) -> None:
-        """Without a wait that has begun: nothing."""
+        """End a wait, if it has begun."""
         with self._lock:
             self._waits.pop(whom, None)
 
@@ -95,7 +94,7 @@ class ProcessStatus:
             self.wait_ends(whom)
 
     def waits(self, least_s: float) -> list[Wait]:
-        """Those that have taken as long as this, the longest first."""
+        """The waits of at least this length, the longest first."""
         now = self.clock()
         with self._lock:
             found = [wait for wait in self._waits.values() if now - wait.since >= least_s]

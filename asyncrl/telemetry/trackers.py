@@ -1,6 +1,6 @@
-"""Sinks that other tools show: TensorBoard, Weights & Biases. Their packages are imported when one is asked for.
+"""Sinks for TensorBoard and Weights & Biases, whose packages are imported on use.
 
-Rows of one version may come in parts, and an evaluation's after those of later versions.
+Rows of one version may arrive in parts, and those of an evaluation after rows of later versions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from asyncrl.telemetry.sinks import Sink
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """resume_at: the version that it goes on from; None for a new one · settings: of the run, section by section"""
+    """resume_at: the version at which the run resumes; None for a new one · settings: its configuration by section"""
 
     name: str
     folder: Path
@@ -30,7 +30,7 @@ class TrackedRun:
 
 
 class TensorboardSink:
-    """RUN/tensorboard: each number of a row over its version."""
+    """Writes each number of a row over its version to RUN/tensorboard."""
 
     def __init__(self, run: TrackedRun) -> None:
         module = _imported("tensorboard", "torch.utils.tensorboard")
@@ -47,8 +47,8 @@ class TensorboardSink:
 
 
 class WandbSink:
-    """A run of Weights & Biases, the same one when the run goes on; project, entity and mode as WANDB_… variables say.
-    What it was told of versions above `resume_at` stays there."""
+    """A run of Weights & Biases, which a resumed run continues. WANDB_… variables set project, entity and mode. Rows of
+    versions above `resume_at` stay there."""
 
     def __init__(self, run: TrackedRun) -> None:
         kept = run.folder / "wandb_id"
@@ -58,7 +58,7 @@ class WandbSink:
             id=kept.read_text(encoding="utf-8"),
             name=run.name,
             dir=str(run.folder),
-            config={name: _told(section) for name, section in run.settings.items()},
+            config={name: _public(section) for name, section in run.settings.items()},
             resume="allow",
         )
         self._run.define_metric("*", step_metric="version")
@@ -71,11 +71,11 @@ class WandbSink:
 
 
 TRACKERS: dict[str, Callable[[TrackedRun], Sink]] = {"tensorboard": TensorboardSink, "wandb": WandbSink}
-"""By the names of `telemetry.sinks`, which are those of the packages."""
+"""The sinks by their names in `telemetry.sinks`, which are the names of the packages."""
 
 
 def check_tracker(name: str) -> None:
-    """Raises ConfigError without the package of a tracker."""
+    """Raises ConfigError if the package of a tracker is missing."""
     if find_spec(name) is None:
         raise _missing(name)
 
@@ -93,13 +93,13 @@ def _missing(package: str) -> ConfigError:
     )
 
 
-def _told(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Addresses may have passwords in them: these stay here."""
+def _public(section: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings without addresses, which may contain passwords."""
     return {key: value for key, value in section.items() if not key.endswith(("_url", "address"))}
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """All but the version."""
+    """The numbers of a row, without the version."""
     return {
         name: value
         for name, value in row.items()

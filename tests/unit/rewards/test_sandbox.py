@@ -13,7 +13,7 @@ import pytest
 from missing import skip_without_namespaces
 
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.sandbox import JAIL, Isolation, Limits, ProgramRun, Sandbox
+from asyncrl.rewards.sandbox import SCRIPT, Isolation, Limits, ProgramRun, Sandbox
 
 SOON = Limits(wall_s=1.0, cpu_s=60)
 PATIENT = Limits(wall_s=30.0, cpu_s=30)
@@ -299,21 +299,21 @@ def test_a_machine_that_permits_no_sandbox_says_so(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_process_of_this_test_is_seen_and_those_of_others_are_not(tmp_path: Path) -> None:
-    words = [sys.executable, "-c", "input()", str(JAIL)]
+    words = [sys.executable, "-c", "input()", str(SCRIPT)]
     with subprocess.Popen(words, stdin=subprocess.PIPE, env={"HOME": str(tmp_path / "x")}) as process:
-        assert [one.pid for one in jailed(tmp_path)] == [process.pid]
-        assert jailed(tmp_path / "other") == []
+        assert [one.pid for one in processes_in(tmp_path)] == [process.pid]
+        assert processes_in(tmp_path / "other") == []
         assert process.stdin is not None
         process.stdin.write(b"\n")
 
 
-def jailed(folder: Path) -> list[psutil.Process]:
+def processes_in(folder: Path) -> list[psutil.Process]:
     """Processes of sandboxes whose folder is below this one; other tests run theirs at the same time."""
     return [one for one in psutil.process_iter(["cmdline"]) if _belongs(one, folder)]
 
 
 def _belongs(process: psutil.Process, folder: Path) -> bool:
-    if str(JAIL) not in (process.info["cmdline"] or ()):
+    if str(SCRIPT) not in (process.info["cmdline"] or ()):
         return False
     try:
         return Path(process.environ().get("HOME", "/")).is_relative_to(folder)
@@ -322,4 +322,4 @@ def _belongs(process: psutil.Process, folder: Path) -> bool:
 
 
 def assert_nobody_is_left(folder: Path) -> None:
-    assert psutil.wait_procs(jailed(folder), timeout=20)[1] == []
+    assert psutil.wait_procs(processes_in(folder), timeout=20)[1] == []

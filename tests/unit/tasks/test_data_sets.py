@@ -101,7 +101,7 @@ def test_messages_of_a_table_lose_their_empty_fields(tmp_path: Path) -> None:
 def test_fields_that_cannot_travel_can_be_left_out(tmp_path: Path) -> None:
     rows = [{**ROWS[0], "when": datetime(2026, 1, 1)}]
     made(rows).save_to_disk(str(tmp_path / "data"))
-    with pytest.raises(TaskError, match=r"cannot travel.*tasks\.fields"):
+    with pytest.raises(TaskError, match=r"cannot be sent.*tasks\.fields"):
         load_source(source(tmp_path / "data"))
     chosen = SourceConfig(source=str(tmp_path / "data"), prompt_key="question", fields={"gold": "answer"})
     assert load_source(chosen).task_at(0).data == {"gold": "0"}

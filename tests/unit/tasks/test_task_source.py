@@ -132,7 +132,7 @@ def test_options_that_the_source_does_not_take(sources: str) -> None:
         ({"question": "1+1"}, "task 0: has no 'prompt', only 'question'"),
         ({"prompt": 3}, "must be a text or a list of messages"),
         ({"prompt": [{"role": "user"}]}, "must be a text or a list of messages"),
-        ({"prompt": "a", "answer": {1, 2}}, r"cannot travel.*choose what can with tasks\.fields"),
+        ({"prompt": "a", "answer": {1, 2}}, r"cannot be sent.*select fields that can with tasks\.fields"),
     ],
 )
 def test_rows_that_are_no_tasks(sources: str, row: Any, says: str) -> None:

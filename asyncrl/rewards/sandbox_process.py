@@ -1,13 +1,13 @@
-"""Inside the sandbox: shuts this process in and runs one program. Started by `sandbox.py` as a script of its own.
+"""The processes inside the sandbox, which run one program. `sandbox.py` starts this file as a script.
 
-    stdin: {limits, isolation, folder, program, tests, inputs}        stdout: [what came of each run, …]
+    stdin: {limits, isolation, folder, program, tests, inputs}        stdout: [result of each run, …]
         ▾                                                                  ▴
-    door ─── fork ──▸ warden ──────────────────────────────────────────────┘ ─── fork per run ──▸ prisoner
-      into namespaces,  files read-only but a folder in memory;                    limits, no capabilities,
-      then only waits   counts the time, takes the output, kills                   forbidden calls; the program
+    setup ─── fork ──▸ supervisor ─────────────────────────────────────────┘ ─── fork per run ──▸ child
+      into namespaces,  makes files read-only but a folder in memory;              limits, no capabilities,
+      then only waits   measures time, reads the output, kills                     forbidden calls; the program
 
-Nothing of what the prisoner runs is ever loaded in the warden, and no pipe of the warden reaches the prisoner.
-The standard library alone: this file is a program, not a part of the package.
+The supervisor loads nothing that the child runs, and the child gets no pipe of the supervisor. This file is a program,
+not a part of the package: it uses the standard library only.
 
 Sources: namespaces(7), user_namespaces(7), mount_setattr(2), seccomp(2), getrlimit(2), prctl(2).
 """
@@ -41,18 +41,18 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 2
 
 NOBODY = 65534
 INSIDE = 1000
-"""Who a prisoner takes itself for."""
+"""The user and group id that a child has inside its namespace."""
 
 FORBIDDEN = {
     # name: (number on x86_64, on aarch64)
     "socket": (41, 198),  # no network, and no service of this machine either
     "io_uring_setup": (425, 425),  # a ring opens sockets too
-    "setpgid": (109, 154),  # leaving the process group, by which a run is killed
+    "setpgid": (109, 154),  # leaving the process group that is killed with the run
     "setsid": (112, 157),
     "ptrace": (101, 117),  # looking into other processes
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
-    "setreuid": (113, 145),  # becoming root again, whom no limit of processes holds
+    "setreuid": (113, 145),  # becoming root again, to which no limit of processes applies
     "setresuid": (117, 147),
     "setuid": (105, 146),
     "memfd_create": (319, 279),  # memory that no limit counts
@@ -62,7 +62,7 @@ FORBIDDEN = {
     "unshare": (272, 97),  # namespaces of its own, in which it would have capabilities
 }
 CLONE, CLONE3 = (56, 220), (435, 435)
-"""With flags of NAMESPACES the first is forbidden; the second, whose flags a filter cannot see, is as if not there."""
+"""CLONE is forbidden with flags of NAMESPACES. CLONE3, whose flags a filter cannot read, fails as unknown."""
 SIGNALS = {
     # Forbidden where there is no namespace that hides the processes of others.
     "kill": (62, 129),
@@ -78,40 +78,40 @@ MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-# ---- the door: before anything can be seen of the program
+# ---- setup
 
 
-def door(job: Job) -> int:
-    """Exit status of the warden."""
+def setup(job: Job) -> int:
+    """Enter the namespaces and start the supervisor. Returns its exit status."""
     uid, gid = os.geteuid(), os.getegid()
     if uid == 0:
-        # Limits of processes go by the real user, and root has none; files go by the effective one.
+        # Limits of processes apply to the real user, and never to root; access to files, to the effective user.
         os.setgroups([])
         os.setresuid(NOBODY, 0, 0)
         _prctl(PR_SET_DUMPABLE, 1)  # a change of user closed /proc/self
     with contextlib.suppress(OSError):
-        _write("/proc/self/oom_score_adj", "1000")  # if memory ends, this ends first
+        _write("/proc/self/oom_score_adj", "1000")  # the first process to be killed when memory runs out
     if job["isolation"] == "namespaces":
         _checked(libc.unshare(NAMESPACES), "unshare: user, mount, pid, net and ipc namespaces")
         _write("/proc/self/setgroups", "deny")
         _write("/proc/self/uid_map", f"{INSIDE} {uid} 1")
         _write("/proc/self/gid_map", f"{INSIDE} {gid} 1")
-    _prctl(PR_SET_DUMPABLE, 0)  # /proc/<pid>/fd and mem are shut, even for the same user
-    warden_pid = os.fork()
-    if warden_pid == 0:
+    _prctl(PR_SET_DUMPABLE, 0)  # closes /proc/<pid>/fd and mem, even for the same user
+    supervisor_pid = os.fork()
+    if supervisor_pid == 0:
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        _exit_after(lambda: warden(job))
-    _, status = os.waitpid(warden_pid, 0)
+        _exit_after(lambda: supervisor(job))
+    _, status = os.waitpid(supervisor_pid, 0)
     return os.waitstatus_to_exitcode(status)
 
 
-# ---- the warden
+# ---- the supervisor
 
 
-def warden(job: Job) -> int:
-    """Writes what came of each run to stdout: [{"ended", "code", "out", "passed"}, …], see `sandbox.ProgramRun`."""
+def supervisor(job: Job) -> int:
+    """Write the result of each run to stdout: [{"ended", "code", "out", "passed"}, …], see `sandbox.ProgramRun`."""
     if job["isolation"] == "namespaces":
-        _shut_files(job["folder"], job["limits"]["file_mb"])
+        _protect_files(job["folder"], job["limits"]["file_mb"])
     else:
         job["limits"]["processes"] += _threads_of_this_user()
     _prctl(PR_SET_NO_NEW_PRIVS, 1)
@@ -121,8 +121,8 @@ def warden(job: Job) -> int:
     return 0
 
 
-def _shut_files(folder: str, megabytes: int) -> None:
-    """Everything is read-only but `folder`, which is empty and in memory; other processes cannot be seen."""
+def _protect_files(folder: str, megabytes: int) -> None:
+    """Make all files read-only but an empty `folder` in memory, and hide other processes."""
     read_only = struct.pack("QQQQ", MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID, 0, 0, 0)
     failed = libc.syscall(MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, read_only, len(read_only))
     _checked(failed, "mount_setattr: read-only files (Linux 5.12 or newer)")
@@ -136,7 +136,7 @@ def _mount_memory(folder: str, options: str) -> None:
 
 
 def _threads_of_this_user() -> int:
-    """Without a namespace the limit of processes counts all that the user has, by its real id."""
+    """The user's number of threads: without a namespace, the limit of processes counts all of them."""
     count = 0
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
@@ -147,69 +147,73 @@ def _threads_of_this_user() -> int:
 
 
 def _run(job: Job, given: str, deadline: float) -> Job:
-    """One prisoner from birth to death."""
-    said, saying = os.pipe()
-    told, telling = os.pipe()
+    """Start one child, and wait for its end."""
+    output_read, output_write = os.pipe()
+    verdict_read, verdict_write = os.pipe()
     stdin = os.memfd_create("stdin")
     _write_all(stdin, given.encode())
     os.lseek(stdin, 0, os.SEEK_SET)
     secret = secrets.token_hex(16)
     pid = os.fork()
     if pid == 0:
-        for end, fd in ((stdin, 0), (saying, 1), (telling, 3)):
+        for end, fd in ((stdin, 0), (output_write, 1), (verdict_write, 3)):
             os.dup2(end, fd)
-        _exit_after(lambda: prisoner(job, secret))
-    for end in (stdin, saying, telling):
+        _exit_after(lambda: child(job, secret))
+    for end in (stdin, output_write, verdict_write):
         os.close(end)
     try:
-        ended, out = _watch(pid, said, deadline, 1024 * job["limits"]["output_kb"])
+        ended, out = _watch(pid, output_read, deadline, 1024 * job["limits"]["output_kb"])
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         with contextlib.suppress(ChildProcessError):
             while True:
-                os.waitpid(-1, 0)  # what it started has become the warden's in a namespace
-        verdict = _read_left(told, 1 << 16).decode(errors="replace")
+                os.waitpid(-1, 0)  # in a namespace, its own children are now this process's
+        verdict = _read_left(verdict_read, 1 << 16).decode(errors="replace")
     finally:
-        os.close(said)
-        os.close(told)
+        os.close(output_read)
+        os.close(verdict_read)
     passed = _passed(verdict, secret)
     return {"ended": ended, "code": code, "out": out.decode(errors="replace"), "passed": passed}
 
 
 def _passed(verdict: str, secret: str) -> list[bool] | None:
-    """What the prisoner says of its tests, if it got so far."""
+    """The results of tests in a child's verdict; None if the program did not reach their end."""
     if not verdict.startswith(secret):
         return None
-    return [letter == "1" for letter in verdict.removeprefix(secret)]
+    return [digit == "1" for digit in verdict.removeprefix(secret)]
 
 
-def _watch(pid: int, said: int, deadline: float, most: int) -> tuple[str, bytes]:
-    """Until the prisoner is dead, with all that it started. It is not waited for yet, so that nobody gets its pid."""
+def _watch(pid: int, pipe: int, deadline: float, most: int) -> tuple[str, bytes]:
+    """Read the child's output until it ends or a limit is reached, then kill its process group.
+
+    Returns:
+        (reason of the end, output). The child is not reaped yet, so that its pid is not reused.
+    """
     out, ended, dead = b"", "", os.pidfd_open(pid)
     poll = select.poll()
-    poll.register(said, select.POLLIN)
+    poll.register(pipe, select.POLLIN)
     poll.register(dead, select.POLLIN)
     while not ended:
         ready = dict(poll.poll(max(0.0, 1000 * (deadline - time.monotonic()))))
         if not ready:
             ended = "time"
-        if said in ready:
-            piece = os.read(said, 1 << 16)
+        if pipe in ready:
+            piece = os.read(pipe, 1 << 16)
             out += piece
             if not piece:
-                poll.unregister(said)
+                poll.unregister(pipe)
             if len(out) > most:
                 ended = "output"
         elif dead in ready:
             ended = "exit"
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
-    os.kill(pid, signal.SIGKILL)  # dead already or killed before it had a group of its own
+    os.kill(pid, signal.SIGKILL)  # if it had no group of its own yet
     os.close(dead)
-    return ended, (out + _read_left(said, most))[:most]
+    return ended, (out + _read_left(pipe, most))[:most]
 
 
 def _read_left(pipe: int, most: int) -> bytes:
-    """What lies in a pipe, without waiting for more."""
+    """The bytes in a pipe, without waiting for more."""
     os.set_blocking(pipe, False)
     try:
         return os.read(pipe, most)
@@ -217,11 +221,11 @@ def _read_left(pipe: int, most: int) -> bytes:
         return b""
 
 
-# ---- the prisoner
+# ---- the child
 
 
-def prisoner(job: Job, secret: str) -> int:
-    """Runs the program, then its tests. 0 if it ended as programs should."""
+def child(job: Job, secret: str) -> int:
+    """Run the program, then its tests. Returns the program's exit status."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setsid()
     os.chdir(job["folder"])
@@ -245,7 +249,7 @@ def prisoner(job: Job, secret: str) -> int:
 
 
 def _execute(text: str, world: Job) -> int:
-    """Exit status, as of a program of its own."""
+    """Run a program. Returns the exit status that it would have as a process."""
     try:
         exec(compile(text, "answer.py", "exec", dont_inherit=True), world)
     except SystemExit as end:
@@ -269,15 +273,15 @@ def _limit(limits: Job) -> None:
 
 
 def _drop_capabilities() -> None:
-    """All three sets empty: capset(2) with _LINUX_CAPABILITY_VERSION_3."""
+    """Empty all three sets: capset(2) with _LINUX_CAPABILITY_VERSION_3."""
     header = struct.pack("Ii", 0x20080522, 0)
     _checked(libc.capset(header, bytes(24)), "capset")
 
 
 def _forbid(calls: dict[str, tuple[int, int]]) -> None:
-    """A seccomp filter: these calls fail with EPERM, calls of another architecture kill.
+    """Install a seccomp filter: these calls fail with EPERM; calls of another architecture kill the process.
 
-    A line is (what, lines to skip if so, lines to skip if not, number).
+    A line is (operation, lines to skip if true, lines to skip if false, operand).
     """
     column, arch = MACHINES[os.uname().machine]
     load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -294,7 +298,7 @@ def _forbid(calls: dict[str, tuple[int, int]]) -> None:
     _prctl(PR_SET_SECCOMP, 2, program)
 
 
-# ---- small tools
+# ---- system calls
 
 
 def _prctl(option: int, value: int, more: Any = 0) -> None:
@@ -318,7 +322,7 @@ def _write_all(fd: int, raw: bytes) -> None:
 
 
 def _exit_after(work: Callable[[], int]) -> NoReturn:
-    """The end of a forked process: nothing of its parent's is unwound."""
+    """Run `work` and end a forked process, without unwinding its parent's frames."""
     status = 120
     try:
         status = work()
@@ -330,6 +334,6 @@ def _exit_after(work: Callable[[], int]) -> NoReturn:
 
 if __name__ == "__main__":
     try:
-        sys.exit(door(json.load(sys.stdin)))
+        sys.exit(setup(json.load(sys.stdin)))
     except OSError as error:
         sys.exit(f"{error}")

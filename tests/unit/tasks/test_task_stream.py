@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.tasks import order
-from asyncrl.tasks.order import Order, part_of, shuffled
+from asyncrl.tasks import stream
+from asyncrl.tasks.stream import Order, part_of, shuffled
 
 
 @given(size=st.integers(1, 400), key=st.tuples(st.integers(0), st.integers(0)))
@@ -44,7 +44,7 @@ def test_neighbours_of_one_order_are_none_of_the_next() -> None:
 
 @pytest.mark.parametrize("listed", [100, 10])
 def test_an_order_is_the_same_whenever_it_is_asked_for(listed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(order, "LISTED", listed)
+    monkeypatch.setattr(stream, "LISTED", listed)
     one, other = Order(50, (3,)), Order(50, (3,))
     there = [one.at(epoch, place) for epoch in range(3) for place in range(50)]
     back = [other.at(epoch, place) for epoch in reversed(range(3)) for place in reversed(range(50))]
