@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -24,6 +24,11 @@ Version = int
 
 NO_VERSION: Version = -1
 """The version of a token that no policy made (prompt, tool output)."""
+
+StreamName = Literal["train", "eval"]
+TRAIN: Final = "train"
+EVAL: Final = "eval"
+"""The queue's two streams of tasks."""
 
 Finish = Literal["stop", "length", "abort"]
 """Why a rollout ended: its end token, `generator.max_tokens`, or an interruption."""

@@ -26,7 +26,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.placement import REWARDS
@@ -42,11 +42,10 @@ from asyncrl.generator.scoring.group_filter import FILTERED, passes_filter
 from asyncrl.generator.scoring.rewards import RewardError
 from asyncrl.generator.weights import WeightFollower
 from asyncrl.telemetry.status import ProcessStatus
-from asyncrl.types import NO_VERSION, Group, Task, Version
+from asyncrl.types import EVAL, NO_VERSION, TRAIN, Group, StreamName, Task, Version
 
 log = logging.getLogger(__name__)
 
-Stream = Literal["train", "eval"]
 Key = tuple[str, int, int]
 """(stream, ordinal, epoch): one lease."""
 
@@ -150,7 +149,7 @@ class Worker:
         self._samples, self._admission = samples, Admission(slots, samples)
         self._sampling: dict[Key, float] = {}  # since when
         self._evaluating: set[Key] = set()
-        self._leases: dict[Key, tuple[Stream, Lease]] = {}
+        self._leases: dict[Key, tuple[StreamName, Lease]] = {}
         self._working: dict[Key, asyncio.Task[None]] = {}
         self._room, self._news = asyncio.Event(), asyncio.Event()
         self._counts: Counter[str] = Counter()
@@ -164,11 +163,11 @@ class Worker:
                 self._loops.create_task(self._heartbeat())
                 self._loops.create_task(self._report_news())
                 self._loops.create_task(self._follower.run())
-                self._loops.create_task(self._intake("train", self._train_room))
+                self._loops.create_task(self._intake(TRAIN, self._train_room))
                 if self._prober is not None:
                     self._loops.create_task(self._prober.run())
                 if self._held_out:
-                    self._loops.create_task(self._intake("eval", self._eval_room))
+                    self._loops.create_task(self._intake(EVAL, self._eval_room))
         except* RunClosedError:
             log.info("%s: the run is closed", self.name)
         except* AsyncRLError as failures:
@@ -178,7 +177,7 @@ class Worker:
 
     # ---- leases
 
-    async def _intake(self, stream: Stream, room: Callable[[], int]) -> None:
+    async def _intake(self, stream: StreamName, room: Callable[[], int]) -> None:
         while True:
             with self._status.waiting(WEIGHTS):
                 await self._follower.past(lineage=-1, held=NO_VERSION)
@@ -199,7 +198,7 @@ class Worker:
             newer.cancel()
             asked.cancel()
 
-    async def _ask(self, stream: Stream, most: int, held: Version, lineage: int) -> None:
+    async def _ask(self, stream: StreamName, most: int, held: Version, lineage: int) -> None:
         try:
             leases = await self._client.lease(stream, held=held, lineage=lineage, most=most, wait_s=LEASE_S)
         except RefusedError as refusal:
@@ -211,13 +210,13 @@ class Worker:
         for lease in leases:
             self._take(stream, lease)
 
-    def _take(self, stream: Stream, lease: Lease) -> None:
+    def _take(self, stream: StreamName, lease: Lease) -> None:
         self._status.wait_ends(TASK)
         key = (stream, lease.task.ordinal, lease.epoch)
         if key in self._leases:
             return
         self._leases[key] = (stream, lease)
-        if stream == "eval":
+        if stream == EVAL:
             self._evaluating.add(key)
         else:
             self._sampling[key] = asyncio.get_running_loop().time()
@@ -246,13 +245,13 @@ class Worker:
 
     # ---- one lease
 
-    async def _work(self, key: Key, stream: Stream, lease: Lease) -> None:
+    async def _work(self, key: Key, stream: StreamName, lease: Lease) -> None:
         try:
-            make = self._evaluate if stream == "eval" else self._generate
+            make = self._evaluate if stream == EVAL else self._generate
             group = await make(key, lease)
             await self._follower.settled()
             self._news.set()
-            if stream == "train" and not self._pool_rewards and not self._passes(group):
+            if stream == TRAIN and not self._pool_rewards and not self._passes(group):
                 await self._drop(stream, lease, FILTERED)
             else:
                 lacking_rewards = [*group.columns] if self._pool_rewards else None
@@ -281,7 +280,7 @@ class Worker:
     async def _keep(self, lease: Lease, frames: Sequence[bytes]) -> None:
         """Finished turns go on with whoever has the task next. As with a commit, not those of unverified weights."""
         await self._follower.settled()
-        await self._client.progress("train", lease, frames)
+        await self._client.progress(TRAIN, lease, frames)
 
     async def _evaluate(self, key: Key, lease: Lease) -> Group:
         task, name = lease.task, str(lease.task.data["set"])
@@ -289,7 +288,9 @@ class Worker:
         async with self._follower.pinned():
             return await self._rollouts.evaluate(task, chunk, "/".join(map(str, key)), name)
 
-    async def _drop(self, stream: Stream, lease: Lease, reason: str, error: Exception | None = None) -> None:
+    async def _drop(
+        self, stream: StreamName, lease: Lease, reason: str, error: Exception | None = None
+    ) -> None:
         self._counts[f"dropped/{reason}"] += 1
         self._news.set()
         if error is not None:
@@ -371,7 +372,7 @@ class Worker:
 
     async def _give_back(self) -> None:
         returned = 0
-        for stream in ("train", "eval"):
+        for stream in (TRAIN, EVAL):
             left = [lease for of, lease in self._leases.values() if of == stream]
             if not left:
                 continue

@@ -30,6 +30,7 @@ from asyncrl.rpc.keys import client_keys, server_keys
 from asyncrl.stop_signals import stop_signals
 from asyncrl.tasks.source import TaskStream, train_stream
 from asyncrl.telemetry.status import ProcessStatus
+from asyncrl.types import TRAIN
 
 LEARNER = "the learner"
 """What the feeder waits for, as the status of the process has it."""
@@ -150,7 +151,7 @@ class Feeder(threading.Thread):
             looking = asyncio.create_task(self._look(client, self._status))
         try:
             await self._agree(client)
-            reason = await feed(client, "train", self._tasks.task_at)
+            reason = await feed(client, TRAIN, self._tasks.task_at)
             print(
                 f"run {self._config.run.name}: closed by the learner ({reason}); the queue ends", flush=True
             )

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from asyncrl.config.config_consistency import AGREED, posted
 from asyncrl.config.schema import Config
 from asyncrl.learner.checkpoint import Meta
-from asyncrl.learner.reporting.evaluation import EVAL
-from asyncrl.learner.train_stream import TRAIN
 from asyncrl.learner.training import requirements
 from asyncrl.queue.client.client import BlockingClient
 from asyncrl.queue.ledger.ledger import Frontier, StreamSettings
 from asyncrl.queue.wire import wire
+from asyncrl.types import EVAL, TRAIN
 
 EVAL_DEPTH = 64
 """Chunks of held-out tasks in the queue at once."""

@@ -24,11 +24,10 @@ from asyncrl.learner.backends.backend import Backend
 from asyncrl.queue.client.client import BlockingClient, Claim, Trained
 from asyncrl.telemetry.spans import Spans
 from asyncrl.telemetry.status import UNDER_WAY, ProcessStatus
-from asyncrl.types import Group, Version
+from asyncrl.types import TRAIN, Group, Version
 
 log = logging.getLogger(__name__)
 
-TRAIN = "train"
 PARK_S = 0.5
 """Longest wait of one request: how soon a requested stop is noticed while nothing arrives."""
 

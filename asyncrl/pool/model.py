@@ -24,11 +24,10 @@ from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.data.packing import bins
 from asyncrl.learner.models.networks import blueprint, check_vocabularies, load_network
 from asyncrl.learner.parallel.mesh import Mesh, axis_sizes
-from asyncrl.learner.train_stream import TRAIN
 from asyncrl.pool.ranks import ModelRanks
 from asyncrl.pool.worker import AddColumns, LeftOut
 from asyncrl.queue.wire.payload import decode_group, encode_group
-from asyncrl.types import Array, Group
+from asyncrl.types import TRAIN, Array, Group
 
 PREDICT = "predict"
 """The job of `PoolModel.predict`."""

@@ -15,12 +15,10 @@ from asyncrl.generator.scoring.calls import all_of
 from asyncrl.generator.scoring.group_filter import FILTERED, passes_filter
 from asyncrl.generator.scoring.rewards import RewardError, Scorer
 from asyncrl.generator.scoring.scores import Score
-from asyncrl.learner.reporting.evaluation import EVAL
-from asyncrl.learner.train_stream import TRAIN
 from asyncrl.pool.worker import AddColumns, LeftOut
 from asyncrl.queue.wire.columns import REWARDS
 from asyncrl.queue.wire.payload import PART
-from asyncrl.types import ANSWER, UNSCORED, Array, Group, Rollout, Task
+from asyncrl.types import ANSWER, EVAL, TRAIN, UNSCORED, Array, Group, Rollout, Task
 
 log = logging.getLogger(__name__)
 

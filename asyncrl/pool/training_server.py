@@ -21,7 +21,6 @@ from asyncrl.errors import DeadlineError, RefusedError
 from asyncrl.generator.threads import in_thread
 from asyncrl.learner.remote import remote_protocol
 from asyncrl.learner.remote.remote_protocol import BAD_FOLDER, BATCH, BEGIN, HELLO, LEARN, NORM, SAVE, STEP
-from asyncrl.learner.train_stream import TRAIN
 from asyncrl.learner.training.passes import PassResult
 from asyncrl.learner.training.requirements import COLUMN_OF
 from asyncrl.pool.call_barrier import BarrierCall, CallBarrier
@@ -30,7 +29,7 @@ from asyncrl.pool.worker import AddColumns
 from asyncrl.rpc.keys import ClientKeys
 from asyncrl.rpc.message import Fields
 from asyncrl.rpc.server import RpcRequest, RpcServer
-from asyncrl.types import Array, Group
+from asyncrl.types import TRAIN, Array, Group
 
 
 class TrainingServer:

@@ -19,7 +19,7 @@ from asyncrl.telemetry.bars import bars_wanted
 HUB = "hf:"
 """'hf:openai/gsm8k' is a data set of the Hugging Face hub."""
 
-TRAIN = "train"
+DEFAULT_SPLIT = "train"
 """The split that is read unless options name another."""
 
 FOLDER_OPTIONS = ("split", "subset", "revision")
@@ -121,14 +121,16 @@ def _load(
 ) -> Any:
     if source.startswith(HUB):
         name = source.removeprefix(HUB)
-        return datasets.load_dataset(name, subset, split=split or TRAIN, revision=revision)
+        return datasets.load_dataset(name, subset, split=split or DEFAULT_SPLIT, revision=revision)
     path = Path(source)
     if path.is_file():
-        return datasets.load_dataset("parquet", data_files={TRAIN: source}, split=split or TRAIN)
+        return datasets.load_dataset(
+            "parquet", data_files={DEFAULT_SPLIT: source}, split=split or DEFAULT_SPLIT
+        )
     if (path / "dataset_dict.json").exists():
-        return datasets.load_from_disk(source)[split or TRAIN]
+        return datasets.load_from_disk(source)[split or DEFAULT_SPLIT]
     if (path / "state.json").exists():
         if split or subset or revision:
             raise ValueError("a single data set made by save_to_disk has no split, subset or revision")
         return datasets.load_from_disk(source)
-    return datasets.load_dataset(source, subset, split=split or TRAIN)
+    return datasets.load_dataset(source, subset, split=split or DEFAULT_SPLIT)

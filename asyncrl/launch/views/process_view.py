@@ -36,6 +36,7 @@ from asyncrl.launch.views.dashboard import (
 )
 from asyncrl.launch.views.process_reports import SILENT_S, SUFFIX, reported
 from asyncrl.telemetry.status import LATE, UNDER_WAY, ProcessStatus, without_timely_calls
+from asyncrl.types import TRAIN
 
 LAUNCHED = "ASYNCRL_LAUNCHED"
 """Environment variable of processes that `asyncrl train` has started."""
@@ -167,7 +168,7 @@ class QueueView(ProcessView):
         return True
 
     def values(self) -> Iterator[Value]:
-        train = self._figures.get("streams", {}).get("train")
+        train = self._figures.get("streams", {}).get(TRAIN)
         if train is None:
             return
         settings = train["settings"] or {}
@@ -200,7 +201,7 @@ class QueueView(ProcessView):
         return self._status.clock() - self._heard.get(name, -math.inf)
 
     def _totals(self, figures: Figures) -> Mapping[str, float]:
-        train = figures.get("streams", {}).get("train")
+        train = figures.get("streams", {}).get(TRAIN)
         return {} if train is None else {"trained": train["trained"]}
 
 

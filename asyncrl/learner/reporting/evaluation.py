@@ -19,9 +19,8 @@ import numpy as np
 from asyncrl.config.sections.tasks import EvaluationConfig
 from asyncrl.learner.reporting.heldout import of_group, scores
 from asyncrl.queue.client.client import BlockingClient
-from asyncrl.types import Array, Group, Task, Version
+from asyncrl.types import EVAL, Array, Group, Task, Version
 
-EVAL = "eval"
 PARK_S = 0.5
 """Of one poll, where the learner has nothing else to do."""
 
