@@ -75,7 +75,7 @@ def events_of(monitor: zmq.Socket) -> Iterator[int]:
 
 
 class Wakeup:
-    """Ends the poll of another thread. That thread registers this object for POLLIN and finds `fileno()` ready."""
+    """Ends the poll of another thread. The other thread registers this object for POLLIN and finds `fileno()` ready."""
 
     def __init__(self) -> None:
         self._receiver, self._sender = socket.socketpair()

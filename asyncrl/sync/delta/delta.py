@@ -1,4 +1,4 @@
-"""What changed between two versions of a tensor, bit for bit, in few bytes.
+"""The changes between two versions of a tensor, bit for bit, in few bytes.
 
     old ─┐                    ┌ positions ─▸ gaps, one byte each              ┐
          ├─ compare the bits ─┤                                               ├─▸ one record of bytes
@@ -6,8 +6,8 @@
 
 An optimizer step moves most bf16 weights by less than half a unit in the last place: they do not change at all, and
 those that do change by one unit. Bits are read as signed integers, so a unit is a step of 1; steps wrap, so NaN
-payloads, -0.0 and any other bits come back exactly. Adding steps to the wrong base gives wrong bits: who applies a
-record must know the base, and checks a hash afterwards.
+payloads, -0.0 and any other bits come back exactly. Adding steps to the wrong base gives wrong bits: a reader must know
+the base, and checks a hash afterwards.
 
 A record, all of it in multiples of 8 bytes:
 
@@ -28,7 +28,7 @@ import torch
 from asyncrl.errors import WireError
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By bytes: what an element's bits are read as."""
+"""The integer type that an element's bits are read as, by its bytes."""
 
 CHUNK = 1 << 18
 """Elements compared at once."""
@@ -44,8 +44,11 @@ HEADER_BYTES = 24
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Of one tensor. positions: [K] int64, rising, row-major; None: every element, in order. steps: [K], new bits
-    minus old bits, as integers of the element's width, which wrap."""
+    """The changes of one tensor.
+
+    positions: [K] int64, rising, row-major; None: every element, in order · steps: [K], new bits minus old bits, as
+    integers of the element's width, which wrap
+    """
 
     positions: torch.Tensor | None
     steps: torch.Tensor
@@ -57,15 +60,14 @@ def most_bytes(raw: int) -> int:
 
 
 def encode(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """The record [bytes] uint8, on the CPU, that makes `old` into `new`: same shape, dtype and device; any
-    strides."""
+    """The record [bytes] uint8, on the CPU, that makes `old` into `new`: same shape, dtype and device, any strides."""
     return to_bytes(find(old, new))
 
 
 def apply(staged: torch.Tensor, record: torch.Tensor) -> None:
     """Make the old version, in place, into the new one. `staged` may have any strides.
 
-    Raises WireError, with `staged` untouched, when `record` is none of a tensor like this.
+    Raises WireError, with `staged` untouched, for a record of another tensor.
     """
     (changes,) = read(record, [(staged.numel(), staged.element_size())])
     add(staged, changes)
@@ -119,8 +121,8 @@ def to_bytes(changes: Changes) -> torch.Tensor:
 def read(data: torch.Tensor, tensors: list[tuple[int, int]]) -> Iterator[Changes]:
     """Records that lie one after another, one for each tensor of (elements, bytes of an element).
 
-    Raises WireError where they are not that, or are not all of `data`. [bytes] uint8 at an address that is a
-    multiple of 8.
+    Raises WireError for other data, and for data beyond the records. [bytes] uint8 at an address that is a multiple
+    of 8.
     """
     at = 0
     for elements, item in tensors:

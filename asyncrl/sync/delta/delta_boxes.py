@@ -34,7 +34,7 @@ def cut(tiles: Iterable[tuple[Box, Changes]], part: Box) -> Changes:
 
 
 def _moved(changes: Changes, held: Box, part: Box) -> Changes:
-    """Those within `part` of the changes of `held`, by their positions in `part`."""
+    """The changes of `held` that lie within `part`, by their positions in `part`."""
     common = held.intersection(part)
     if common is None:
         return Changes(torch.empty(0, dtype=torch.int64), changes.steps[:0])

@@ -1,12 +1,12 @@
-"""The steps v-1 -> v of one learner rank's shards, made once for everybody and kept for those that lag.
+"""The steps v-1 -> v of one learner rank's shards, made once for all generators and kept for those that lag.
 
       publish(v) ─▸ thread: shards of v-1 against v, tile by tile ─▸ Step
                       └ v-1 was overwritten meanwhile: no step, and v is taken in full          │
       sender: base -> v? ◂── the steps between them, each as messages of the sender's plan ◂────┘
                              (made once per plan: replicas share them)
 
-The learner waits for nothing here: the snapshot of v-1 is read without a hold on it, and the step is thrown away if
-it was not whole to the end. Steps are made only once somebody has asked for one.
+The learner waits for nothing here: the snapshot of v-1 is read without a hold on it, and the step is discarded if the
+snapshot was not whole to the end. Steps are made only after the first request for one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from asyncrl.types import Version
 log = logging.getLogger(__name__)
 
 TILE_BYTES = 1 << 20
-"""Compared at once: what is computed on the way stays in the cache."""
+"""Compared at once: intermediate results stay in the cache."""
 
 Messages = tuple[torch.Tensor, ...]
 
@@ -63,7 +63,7 @@ class DeltaStep:
 def make_step(
     base: Version, version: Version, old: Shards, new: Shards, still_good: Callable[[], bool]
 ) -> DeltaStep | None:
-    """None as soon as `still_good()` no longer says so: it is asked after each tile was read."""
+    """The step; None as soon as `still_good()` is false, which is called after each tile."""
     tiles: dict[str, list[Tile]] = {}
     for name, box in tiled(new.layout):
         record = encode(old.view(name, box), new.view(name, box))
@@ -74,7 +74,7 @@ def make_step(
 
 
 def tiled(layout: Layout) -> list[tuple[str, Box]]:
-    """All that a rank holds, in boxes of at most TILE_BYTES."""
+    """The boxes of a rank, cut into boxes of at most TILE_BYTES."""
     return [
         (name, tile)
         for name, param in layout.items()
@@ -105,14 +105,14 @@ def _record(tiles: Sequence[Tile], piece: Piece, layout: Layout) -> torch.Tensor
 class DeltaChain:
     """The newest steps, in at most `most_bytes` of memory. Thread-safe.
 
-    holding(version) -> the rank's shards of a version while a snapshot holds it, else None; called from a thread.
+    shards_of(version): the rank's shards of a version while a snapshot holds it, else None; called from a thread
     """
 
     def __init__(
-        self, name: str, layout: Layout, most_bytes: int, holding: Callable[[Version], Shards | None]
+        self, name: str, layout: Layout, most_bytes: int, shards_of: Callable[[Version], Shards | None]
     ) -> None:
-        self._layout, self._most_bytes, self._holding = layout, most_bytes, holding
-        self._routing = threading.Lock()  # one plan after another; nobody who publishes waits for it
+        self._layout, self._most_bytes, self._shards_of = layout, most_bytes, shards_of
+        self._routing = threading.Lock()  # one plan after another; `published` does not wait for it
         self._changed = threading.Condition()  # guards all below
         self._steps: deque[DeltaStep] = deque()  # oldest first
         self._published: Version | None = None
@@ -132,9 +132,9 @@ class DeltaChain:
     def find(
         self, base: Version | None, version: Version, source: SourcePlan, wait_s: float
     ) -> Deltas | None:
-        """The way from `base` to `version` for a plan; None when there is none, or none in `wait_s`.
+        """The steps from `base` to `version` for a plan; None if there are none in `wait_s`.
 
-        Waits for a step that is being made. From the first call on steps are made.
+        Waits for a step that is being made. Steps are made from the first call on.
         """
         with self._changed:
             self._wanted = True
@@ -207,7 +207,7 @@ class DeltaChain:
                 self._changed.notify_all()
 
     def _make(self, base: Version, version: Version) -> DeltaStep | None:
-        old, new = self._holding(base), self._holding(version)
+        old, new = self._shards_of(base), self._shards_of(version)
         if old is None or new is None:
             return None
         return make_step(
@@ -215,5 +215,5 @@ class DeltaChain:
             version,
             old,
             new,
-            lambda: not self._closing and None not in (self._holding(base), self._holding(version)),
+            lambda: not self._closing and None not in (self._shards_of(base), self._shards_of(version)),
         )

@@ -4,7 +4,7 @@
     ──▸ the bytes of each message                        steps × buckets
     ──▸ bucket 0: step 1, step 2, …   bucket 1: …        a record for each piece; nothing changed: no message
 
-The receiver adds step after step to what it has staged. Both ends know the plan, so records name nothing.
+The receiver adds step after step to its staging memory. Both ends know the plan, so records name nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def deltas_bytes(deltas: Deltas) -> int:
 
 
 def announce(deltas: Deltas | None, channel: Channel, seconds_left: Callable[[], float]) -> None:
-    """Say what follows: these, or (None) the full buckets."""
+    """Announce the deltas that follow; None: the full buckets do."""
     steps = FULL if deltas is None else len(deltas)
     sizes = [message.numel() for messages in deltas or () for message in messages]
     for numbers in filter(None, ([steps], sizes)):
@@ -44,7 +44,7 @@ def announced(
 ) -> list[list[int]] | None:
     """The bytes of the messages that follow, by step and bucket; None: the full buckets do.
 
-    Raises WireError for what cannot be.
+    Raises WireError for an impossible announcement.
     """
     (steps,) = _numbers(1, channel, seconds_left)
     if steps == FULL:
@@ -66,7 +66,7 @@ def announced(
 def send_deltas(
     deltas: Deltas, channel: Channel, seconds_left: Callable[[], float], moved: Callable[[], None]
 ) -> None:
-    """Send what was announced. `moved()` is called after each message and may raise to end the transfer."""
+    """Send the announced messages. `moved()` is called after each message and may raise to end the transfer."""
     flying: list[Transfer] = []
     for messages in zip(*deltas, strict=True):
         for message in filter(torch.Tensor.numel, messages):
@@ -90,7 +90,7 @@ def receive_deltas(
 ) -> None:
     """Make the announced steps in `staged`; `arrived(index)` is called when a bucket has made all of them.
 
-    Raises DeadlineError and WeightSyncError of the channel, WireError for records that are none of these pieces.
+    Raises DeadlineError and WeightSyncError of the channel, WireError for records of other pieces.
     """
     coming = [size for step in zip(*sizes, strict=True) for size in step if size]
     biggest = max(coming, default=0)

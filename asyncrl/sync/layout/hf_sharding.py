@@ -1,12 +1,12 @@
-"""How parameters are cut for tensor and expert parallelism, by their Hugging Face names.
+"""The cuts of parameters for tensor and expert parallelism, by their Hugging Face names.
 
     column   q, k, v, gate, up, embeddings, head     rows over tp
     row      o, down                                 columns over tp
     neither  norms, routers, low-rank downs (MLA)    every tp rank has them
     expert   …experts.17.…                           over tp like the others, or whole at one rank of ep
 
-True of Llama, Mistral, Mixtral, Qwen 2 and 3, their mixtures, DeepSeek V2 and V3, GLM, Phi-3, GPT-2. Key and value
-heads, when there are fewer than ranks, are shared by several ranks. No torch here.
+This holds for Llama, Mistral, Mixtral, Qwen 2 and 3, their mixtures, DeepSeek V2 and V3, GLM, Phi-3, GPT-2. Several
+ranks share key and value heads of which there are fewer than ranks. No torch here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COLUMN = frozenset(
 )
 ROW = frozenset({"o_proj", "down_proj", "w2"})
 TRANSPOSED = {"c_attn": 1, "c_fc": 1, "c_proj": 0}
-"""GPT-2 keeps weights as [in, out]: the dimension that is cut; a bias lies along out."""
+"""The dimension that is cut. GPT-2 stores weights as [in, out]; a bias lies along out."""
 
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
@@ -45,7 +45,7 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """The axes of a mesh, by what they cut. Each cuts by the product of its axes; none: not at all.
+    """The axes of a mesh, by the parameters that they cut. Each cuts by the product of its axes; none: not at all.
 
     fsdp: of ordinary parameters, after `tp` · ep: experts to whole ranks · expert_fsdp, expert_tp: of one expert
     """
@@ -60,7 +60,7 @@ class Plane:
 def tensor_split(
     name: str, shape: tuple[int, ...], mesh: RankMesh, axes: tuple[str, ...], heads: Heads
 ) -> Split | None:
-    """How a parameter is cut over `axes` by tensor parallelism; None: not at all."""
+    """The cut of a parameter over `axes` by tensor parallelism; None: it is not cut."""
     *_, module, kind = name.split(".") if "." in name else ("", name)
     ranks = mesh.count(axes)
     if ranks == 1:

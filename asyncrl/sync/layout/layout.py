@@ -1,7 +1,7 @@
-"""Who holds what: parameters as boxes in checkpoint coordinates.
+"""The boxes of each rank: parameters in checkpoint coordinates.
 
 A *parameter* is named and shaped as in the checkpoint (Hugging Face). A *box* is an axis-aligned part of it.
-A `Layout` says which boxes of which parameter one rank holds (a learner) or needs (a generator):
+A `Layout` has the boxes of each parameter that one rank holds (a learner) or needs (a generator):
 
     "model.embed_tokens.weight"  [10, 4] float32
         rank 0 holds Box((0, 0), (5, 4))      rank 1 holds Box((5, 0), (5, 4))
@@ -86,7 +86,7 @@ class Box:
         return tuple(map(slice, self.offsets, self.stops))
 
     def minus(self, hole: Box) -> list[Box]:
-        """What is left of this box, as disjoint boxes, when the elements of `hole` are taken away."""
+        """This box without the elements of `hole`, as disjoint boxes."""
         common = self.intersection(hole)
         if common is None:
             return [self] if self.elements else []
@@ -144,7 +144,7 @@ Layout = Mapping[str, ParamLayout]
 
 
 def whole_layout(shapes: Mapping[str, tuple[Iterable[int], str]]) -> dict[str, ParamLayout]:
-    """The layout of a rank with everything: {name: (full shape, dtype name)}."""
+    """The layout of a rank that holds each parameter whole: {name: (full shape, dtype name)}."""
     layout = {}
     for name, (shape, dtype) in shapes.items():
         full = tuple(shape)

@@ -3,8 +3,8 @@
     decoder.layers.1.self_attention.linear_qkv.weight at pipeline stage 1 of 2 of 8 layers, tp 0 of 2, 4 key heads
         rows of q of group 0 │ k │ v │ q of group 1 │ k │ v        groups 0 and 1 of model.layers.5.self_attn.*_proj
 
-Every local tensor is boxes of checkpoint parameters, one after another along its first dimension; what is left at its
-end pads the vocabulary. So a shard is a list of boxes, and each is a view of it. Formats: megatron/core/models/gpt
+Every local tensor is boxes of checkpoint parameters, one after another along its first dimension; rows left at its
+end pad the vocabulary. So a shard is a list of boxes, and each is a view of it. Formats: megatron/core/models/gpt
 and transformer/{attention,mlp,moe} of Megatron-core 0.16, local and Transformer Engine names. No torch here.
 """
 
@@ -31,8 +31,8 @@ class MegatronPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Of experts. shared: rows of the shared expert's gate; 0: there is none
-    · names: of the router, and of the experts and the shared expert before '{kind}.weight'."""
+    """The experts of a layer. shared: rows of the shared expert's gate; 0: there is none · router: its name · expert,
+    shared_expert: names before '{kind}.weight'."""
 
     experts: int
     ffn: int
@@ -48,7 +48,7 @@ MIXTRAL = {
     "expert": "block_sparse_moe.experts.{expert}.",
     "kinds": ("w1", "w3", "w2"),
 }
-"""How Mixtral calls them."""
+"""The names of Mixtral."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Gpt:
 
 @dataclass(frozen=True, slots=True)
 class MegatronPlace:
-    """Of one model chunk of one rank: (rank, size) of each kind of parallelism. vpp: chunk of the stage.
+    """The place of one model chunk of one rank: (rank, size) of each kind of parallelism. vpp: chunk of the stage.
 
     stages: layers of each chunk in the order of the model, where they are not all alike. Data-parallel ranks of one
     place are replicas. Raises ValueError where a rank is beyond its size.
@@ -148,7 +148,7 @@ def checkpoint_views(
 
 
 def parts_of(name: str, gpt: Gpt, place: MegatronPlace) -> list[MegatronPart]:
-    """Of which boxes the local parameter `name` consists. Raises WeightSyncError for a name that is not known here."""
+    """The boxes of the local parameter `name`. Raises WeightSyncError for a name that is not known here."""
     if name == "embedding.word_embeddings.weight" or (name == "output_layer.weight" and gpt.tied):
         return _vocabulary("model.embed_tokens.weight", gpt, place)
     if name == "output_layer.weight":
@@ -242,7 +242,7 @@ def _vocabulary(name: str, gpt: Gpt, place: MegatronPlace) -> list[MegatronPart]
 
 
 def _rows(name: str, shape: tuple[int, int | None], start: int, rows: int) -> MegatronPart:
-    """Of a matrix, or of a vector where its width is None."""
+    """Rows of a matrix, or of a vector if its width is None."""
     if shape[1] is None:
         return MegatronPart(name, shape[:1], Box((start,), (rows,)))
     return MegatronPart(name, (shape[0], shape[1]), Box((start, 0), (rows, shape[1])))

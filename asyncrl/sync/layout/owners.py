@@ -1,10 +1,10 @@
-"""Which learner ranks hold which boxes of a parameter: layouts turned around, as the planner asks for them.
+"""The learner ranks that hold each box of a parameter: layouts turned around for the planner.
 
-    holders.held("model.embed_tokens.weight", needed)  ▸  first 8, cells  Box((0, 0), (5, 4)) ranks (0, 2)
+    owners.held("model.embed_tokens.weight", needed)  ▸  first 8, cells  Box((0, 0), (5, 4)) ranks (0, 2)
                                                                           Box((5, 0), (5, 4)) ranks (1, 3)
                                                           held by 8 and 10 · by 9 and 11
 
-Parameters that are cut alike share one tuple of cells, whoever holds them: ranks are counted from `first`. So 512
+Parameters that are cut alike share one tuple of cells, on any ranks: ranks are counted from `first`. So 512
 ranks with 45,000 parameters need no 23 million boxes. No torch here.
 """
 
@@ -27,7 +27,7 @@ class Cell(NamedTuple):
 
 
 class OwnedBoxes(NamedTuple):
-    """All that is held of one parameter, and the rank that cells count from."""
+    """The boxes of one parameter, and the rank that cells count from."""
 
     cells: tuple[Cell, ...]
     first: int = 0
@@ -42,12 +42,12 @@ class Owners(Protocol):
         ...
 
     def held(self, name: str, needed: ParamLayout) -> OwnedBoxes:
-        """Who holds the parameter. Raises WeightSyncError where shape or dtype is not what is needed."""
+        """The owners of a parameter. Raises WeightSyncError for another shape or dtype than `needed`."""
         ...
 
 
 class OwnersOf:
-    """`Owners` of layouts by rank, as every rank says its own."""
+    """`Owners` of layouts by rank, of which every rank has sent its own."""
 
     def __init__(self, layouts: Sequence[Layout]) -> None:
         self._layouts = layouts
@@ -89,7 +89,7 @@ def check_same(name: str, needed: ParamLayout, there: ParamLayout, rank: int) ->
 
 def are_disjoint(boxes: Iterable[Box]) -> bool:
     """Whether no two of them share an element."""
-    near: list[Box] = []  # those that may still meet a later one, by the first axis
+    near: list[Box] = []  # boxes that may still overlap a later one, by the first axis
     for box in sorted(boxes):
         near = [other for other in near if not box.shape or other.stops[0] > box.offsets[0]]
         if any(other.intersection(box) for other in near):

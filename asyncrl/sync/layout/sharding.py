@@ -39,8 +39,8 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """A parameter of a mesh. splits: in the order in which they are made, each of what the one before left · at: the
-    coordinates of those who hold it at all."""
+    """A parameter of a mesh. splits: in their order, each of the part that the one before left · at: the coordinates of
+    the ranks that hold it at all."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -64,7 +64,7 @@ class RankMesh:
 
     @cached_property
     def strides(self) -> dict[str, int]:
-        """What a step along an axis adds to the rank."""
+        """The difference in rank of a step along each axis."""
         strides, stride = {}, 1
         for axis, size in reversed(self.axes):
             strides[axis] = stride
@@ -105,7 +105,7 @@ class Local:
     dim: int = 0
 
     def chunk(self, dim: int, parts: int, index: int) -> Local:
-        """What is left at rank `index` of `parts` when the tensor is cut along `dim`."""
+        """The part at rank `index` of `parts` when the tensor is cut along `dim`."""
         if dim == self.dim or len(self.boxes) == 1:
             length = sum(box.shape[dim] for box in self.boxes)
             return Local(tuple(_cut(self.boxes, dim, *chunk(length, parts, index))), dim)
@@ -138,7 +138,7 @@ def _cut(boxes: Sequence[Box], dim: int, start: int, length: int) -> Iterator[Bo
 
 
 class MeshLayout:
-    """`holders.Holders` of all ranks of a mesh; `rank(r)` is the layout of one.
+    """`Owners` of all ranks of a mesh; `rank(r)` is the layout of one.
 
     Parameters of one shape and cut share their boxes. Raises ValueError, naming the parameter, for an axis that the
     mesh does not have, an axis used twice, and blocks that do not add up.
@@ -169,7 +169,7 @@ class MeshLayout:
         return OwnedBoxes(form.cells, first)
 
     def rank(self, rank: int) -> dict[str, ParamLayout]:
-        """What one rank holds; parameters of which it holds nothing are left out."""
+        """The layout of one rank, without parameters of which it holds nothing."""
         here = self.mesh.coordinates(rank)
         layout = {}
         for name, sharding in self.params.items():
@@ -180,7 +180,7 @@ class MeshLayout:
         return layout
 
     def bytes_by_rank(self) -> list[int]:
-        """What each rank holds."""
+        """Bytes of each rank."""
         held = [0] * self.mesh.ranks
         for sharding, count in Counter(self.params.values()).items():
             first = self.mesh.rank(dict(sharding.at))
@@ -198,7 +198,7 @@ class MeshLayout:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """How parameters of one shape and cut lie on the mesh, ranks counted from the first that holds any."""
+    """The boxes of parameters of one shape and cut on the mesh, ranks counted from the first that holds any."""
 
     whole: ParamLayout
     cells: tuple[Cell, ...]
@@ -211,7 +211,7 @@ class _Form:
             raise ValueError(f"cut over {used}, of a mesh with {list(mesh.sizes)}: each axis once")
         spare = [axis for axis, _ in mesh.axes if axis not in used]
         replicas = [mesh.rank(at) for at in _each(mesh, spare)]
-        holders: dict[Box, list[int]] = {}
+        owners: dict[Box, list[int]] = {}
         by_rank = {}
         for at in _each(mesh, [axis for split in sharding.splits for axis in split.axes]):
             boxes = tuple(box for box in local_at(sharding, at, mesh.sizes).boxes if box.elements)
@@ -220,14 +220,14 @@ class _Form:
             if boxes:
                 by_rank.update(dict.fromkeys(ranks, held))
             for box in boxes:
-                holders.setdefault(box, []).extend(ranks)
-        cells = tuple(Cell(box, tuple(sorted(holders[box]))) for box in sorted(holders))
+                owners.setdefault(box, []).extend(ranks)
+        cells = tuple(Cell(box, tuple(sorted(owners[box]))) for box in sorted(owners))
         whole = ParamLayout(sharding.shape, sharding.dtype, (Box.whole(sharding.shape),))
         return _Form(whole, cells, by_rank)
 
 
 def local_at(sharding: Sharding, at: Mapping[str, int], sizes: Mapping[str, int]) -> Local:
-    """What the rank at these coordinates holds."""
+    """The tensor of the rank at these coordinates."""
     local = Local((Box.whole(sharding.shape),))
     for split in sharding.splits:
         ranks, index = 1, 0

@@ -1,4 +1,4 @@
-"""What a weight update will cost, from shapes alone: `asyncrl sync plan`.
+"""The cost of a weight update, from shapes alone: `asyncrl sync plan`.
 
     shapes, 'fsdp 64 tp 8' ──▸ layouts of the learner's ranks ─┐
     shapes, '64 tp 8' ───────▸ layouts of one generator's ranks ┴▸ a plan for each ▸ bytes ▸ tree ▸ seconds
@@ -28,8 +28,8 @@ GENERATOR_WORDS = ("tp", "ep", "host")
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
-    """Ranks by what they do. ep: of the fsdp ranks of a learner, or of the tp ranks of a generator, so many hold
-    different experts · host: a generator machine's ranks."""
+    """The parallelism of a learner or of generators. ep: groups of the fsdp ranks of a learner, or of the tp ranks of a
+    generator, that hold different experts · host: ranks of a generator machine."""
 
     count: int = 1
     replicate: int = 1
@@ -74,7 +74,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class CostEstimate:
-    """Of one version.
+    """The cost of one version.
 
     sent: by learner ranks to one generator · received: by ranks of a generator · held: by learner ranks, as each
     snapshot has it · streams, buckets: into one generator · direct: generators that take from the learner · hops: of

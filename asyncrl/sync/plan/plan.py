@@ -1,6 +1,6 @@
-"""Who sends what: from the layouts of the learner's ranks and of one generator to ordered buckets per rank.
+"""The plan of a transfer: from the layouts of the learner's ranks and of one generator to ordered buckets per rank.
 
-    destination boxes ▸ cut where their holders change, and to a bucket ▸ each to its least loaded holder ▸ packed
+    destination boxes ▸ cut where their owners change, and to a bucket ▸ each to its least loaded owner ▸ packed
 
 Every byte that the destination needs is sent exactly once. Both ends work through a rank's buckets in the
 same order, so the stream carries bytes alone. Boxes are in checkpoint coordinates, which both ends share: one
@@ -54,7 +54,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class SourcePlan:
-    """What one learner rank sends to one destination, in order."""
+    """The buckets from one learner rank to one destination, in order."""
 
     rank: int
     buckets: tuple[Bucket, ...]
@@ -84,25 +84,24 @@ def plan(sources: Sequence[Layout] | Owners, destination: Layout, bucket_bytes: 
     """Cover `destination` from `sources` (by rank), replicas sharing the load, in buckets of at most
     `bucket_bytes`.
 
-    Raises WeightSyncError, naming the parameter, where no rank holds what is needed or where shape or dtype
-    differ.
+    Raises WeightSyncError, naming the parameter, if no rank holds a needed box, or if shape or dtype differ.
     """
     if bucket_bytes < ALIGN:
         raise ValueError(f"a bucket of {bucket_bytes} bytes is below the least of {ALIGN}")
-    holders = OwnersOf(sources) if isinstance(sources, Sequence) else sources
+    owners = OwnersOf(sources) if isinstance(sources, Sequence) else sources
     with _collector_at_rest():
-        return _planned(holders, destination, bucket_bytes)
+        return _planned(owners, destination, bucket_bytes)
 
 
-def _planned(holders: Owners, destination: Layout, bucket_bytes: int) -> Plan:
+def _planned(owners: Owners, destination: Layout, bucket_bytes: int) -> Plan:
     cut = _Cutter(bucket_bytes)
     load: dict[int, int] = defaultdict(int)
     by_rank: dict[int, list[Part]] = defaultdict(list)
     choices: list[tuple[Part, list[int]]] = []
-    # Large parameters first: what is left to even out the ranks' loads is then small.
+    # Large parameters first: the small ones then even out the loads of the ranks.
     for name in sorted(destination, key=lambda name: (-destination[name].bytes, name)):
         needed = destination[name]
-        held = holders.held(name, needed)
+        held = owners.held(name, needed)
         first = held.first
         for box, size, ranks in cut(name, needed.boxes, held.cells, ITEM_BYTES[needed.dtype]):
             if len(ranks) > 1:
@@ -136,8 +135,8 @@ Part = tuple[str, Box, int]
 
 
 class Plans:
-    """Remembers the last plans by the layouts of both ends: who comes back, or joins beside a replica, has its plan at
-    once. Threads may share it."""
+    """Remembers the last plans by the layouts of both ends, so that a generator that comes back, or joins beside a
+    replica, gets its plan at once. Thread-safe."""
 
     def __init__(self, most: int = 8) -> None:
         self.made = 0
@@ -146,12 +145,12 @@ class Plans:
 
     def __call__(self, sources: Sequence[Layout], destination: Layout, bucket_bytes: int) -> Plan:
         """See `plan`."""
-        holders = OwnersOf(sources)
-        key = (holders.key, layout_key(destination), bucket_bytes)
+        owners = OwnersOf(sources)
+        key = (owners.key, layout_key(destination), bucket_bytes)
         found = self._plans.pop(key, None)
         if found is None:
             self.made += 1
-            found = plan(holders, destination, bucket_bytes)
+            found = plan(owners, destination, bucket_bytes)
         self._plans[key] = found  # the newest last
         for old in list(self._plans)[: -self._most]:
             self._plans.pop(old, None)
@@ -159,7 +158,7 @@ class Plans:
 
 
 class _Share(NamedTuple):
-    """A box with the same holders everywhere, at most a bucket. ranks: less the `first` of the parameter."""
+    """A box with the same owners everywhere, at most a bucket. ranks: less the `first` of the parameter."""
 
     box: Box
     bytes: int
@@ -167,7 +166,7 @@ class _Share(NamedTuple):
 
 
 class _Cutter:
-    """Cuts needed boxes where their holders change, and to the size of a bucket; each combination once."""
+    """Cuts needed boxes where their owners change, and to the size of a bucket; each combination once."""
 
     def __init__(self, bucket_bytes: int) -> None:
         self._bucket_bytes = bucket_bytes
@@ -267,7 +266,7 @@ def source_to_wire(source: SourcePlan) -> list[Any]:
 
 
 def source_from_wire(value: Any, rank: int, layout: Layout) -> SourcePlan:
-    """What this rank is asked to send; raises WireError unless `layout`, its own, holds every piece of it."""
+    """The plan in a request to this rank. Raises WireError unless `layout`, its own, holds every piece of it."""
     try:
         buckets = tuple(
             Bucket(tuple(_held_piece(name, Box(tuple(o), tuple(s)), at, layout) for name, o, s, at in pieces))

@@ -1,4 +1,4 @@
-"""Who takes a version from whom: replicas of one layout hand it on to each other, bucket by bucket.
+"""The tree of relays: replicas of one layout hand a version on to each other, bucket by bucket.
 
     learner ─▸ host A ─▸ host C ─▸ …        the wire to a host is crossed once; members on one
         │        └─▸ second member of A     host take it from each other
@@ -7,7 +7,7 @@
 Members of one layout form a forest: so many roots at the learner, so many children at every member. The shape is the
 one that ends first by the model below, for the number of hosts rounded up to a power of two; all direct where that is
 hardly slower, since a parent may die. The order of the members is their place in a complete forest, breadth first, so
-whoever joins at the end moves nobody, and `leave` fills a hole with one other member.
+a member that joins at the end moves no other, and `leave` fills a hole with one other member.
 
 Time of a pipelined path: bytes over the slowest edge, and one bucket more for each further hop. An edge has its share
 of what its upper end sends. Pure: the same members give the same forest everywhere.
@@ -149,7 +149,7 @@ def predict(
 
 
 class _Edge(NamedTuple):
-    """What one end sends to all its children of one kind shares a link."""
+    """A link that the streams from one end to all its children of one kind share."""
 
     parent: str | None
     local: bool
@@ -216,7 +216,7 @@ def _forest(names: Sequence[str], source: str | None, shape: Shape) -> Parents:
 
 
 def _share(layout: str, members: Iterable[Member], sizes: Mapping[str, int]) -> float:
-    """Of what the learner sends, by bytes; layouts are served at the same time."""
+    """The layout's share of the learner's bytes; layouts are served at the same time."""
     total = math.fsum(sizes[other] for other in {member.layout for member in members})
     return sizes[layout] / total if sizes[layout] else 1.0
 

@@ -37,8 +37,8 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 BoxTensors = torch.Tensor | Sequence[torch.Tensor]
-"""What a rank has of one parameter: one tensor of each box's shape, in the order of the layout's boxes. A single
-box's may stand alone. Any strides: views into a fused parameter will do."""
+"""A rank's tensors of one parameter: one of each box's shape, in the order of the layout's boxes; that of a single box
+may stand alone. Any strides: views into a fused parameter will do."""
 
 
 class Shards:
@@ -58,7 +58,7 @@ class Shards:
                 parts = (given,) if isinstance(given, torch.Tensor) else tuple(given)
                 _check(name, param, parts)
                 self.tensors[name] = tuple(part.detach() for part in parts)
-        # Each version asks for the same pieces; to slice a tensor takes longer than to copy a small one.
+        # Each version has the same pieces; to slice a tensor takes longer than to copy a small one.
         self._views: dict[tuple[str, Box], torch.Tensor] = {}
 
     @property
@@ -92,7 +92,7 @@ def _check(name: str, param: ParamLayout, parts: Sequence[torch.Tensor]) -> None
     there = [f"{param.dtype} {box.shape}" for box in param.boxes]
     if here != there:
         raise WeightSyncError(
-            f"parameter {name}: the tensor is {' and '.join(here) or 'missing'}, its layout says {' and '.join(there)}"
+            f"parameter {name}: the tensor is {' and '.join(here) or 'missing'}, its layout has {' and '.join(there)}"
         )
 
 
@@ -209,6 +209,6 @@ def receive_buckets(
 
 
 def _ahead(channel: Channel) -> int:
-    """How many buckets may be on their way: as many as there are buffers, or, where none are needed, so many that the
-    receiver need not wait until the sender is given a processor."""
+    """The most buckets on their way: as many as there are buffers or, where none are needed, enough that the receiver
+    need not wait until the sender gets a processor."""
     return 4 if isinstance(channel, SharingChannel) else 2

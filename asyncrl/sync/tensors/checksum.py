@@ -1,14 +1,14 @@
-"""What a version must hash to, made where it was sent from and compared with what an engine runs on.
+"""The checksum of a version, made by the learner and compared with the parameters that an engine runs on.
 
-    learner ranks ── Share: how, value ──▸ sum ─▸ Proof ── check(live parameters) ──▸ WeightSyncError
+    learner ranks ── ChecksumShare: by, value ──▸ sum ─▸ Checksum ── check(live parameters) ──▸ WeightSyncError
 
-Two hashes, each made where it is fast; a share says which one it is.
+Two hashes, each for the memory where it is fast; a share has the name of its own.
 
     by pieces    Σ XXH3(bytes of a piece; seed: its name, full shape, dtype and box)   mod 2^64
                  of tensors in host memory, as fast as they can be read; both ends have the plan, and so the pieces
     by rows      `row_hash.py`: a product of matrices, for tensors on a GPU
 
-XXH3 (Collet 2019) is not cryptographic: it finds what got lost, torn, swapped or stale, not what somebody forged.
+XXH3 (Collet 2019) is not cryptographic: it finds lost, torn, swapped and stale bytes, not forged ones.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from asyncrl.sync.tensors.row_hash import MOD, digest_pieces
 ROWS, PIECES = "rows", "pieces"
 
 CHUNK_BYTES = 1 << 20
-"""Of a piece with gaps in memory, made contiguous at once."""
+"""Bytes of a piece with gaps in memory that are made contiguous at once."""
 
 
 class ChecksumShare(NamedTuple):
-    """Of what one rank sends. by: ROWS or PIECES."""
+    """The hash of one rank's part. by: ROWS or PIECES."""
 
     by: str
     value: int
 
     @staticmethod
     def of(pieces: Iterable[Piece], shards: Shards) -> ChecksumShare:
-        """Of tensors as they are now, the way that is fast for where they are."""
+        """The hash of tensors as they are now, by the way that is fast on their device."""
         by = PIECES if shards.device.type == "cpu" else ROWS
         return ChecksumShare(by, hash_of(by, pieces, shards))
 
     @staticmethod
     def from_wire(value: Any) -> ChecksumShare | None:
-        """None: the sender was not to hash. WeightSyncError for anything but a share."""
+        """A share in a message; None if the sender made no hash. Raises WeightSyncError for anything else."""
         if value is None:
             return None
         match value:
@@ -58,34 +58,34 @@ class ChecksumShare(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """Of a whole version. pieces: all that were sent, from whatever rank."""
+    """The checksum of a whole version. pieces: those of all ranks."""
 
     share: ChecksumShare
     pieces: tuple[Piece, ...]
 
     @staticmethod
     def joined(shares: Sequence[ChecksumShare | None], pieces: Iterable[Piece]) -> Checksum | None:
-        """Of all senders' shares; None if some have none. WeightSyncError for shares of both kinds."""
+        """The sum of all senders' shares; None if some have none. Raises WeightSyncError for shares of both kinds."""
         known = [share for share in shares if share is not None]
         if len(known) < len(shares):
             return None
-        ways = {share.by for share in known} or {PIECES}  # nothing was needed: the empty sum
+        ways = {share.by for share in known} or {PIECES}  # no pieces: the empty sum
         if len(ways) > 1:
             raise WeightSyncError("some learner ranks hash by rows, others by pieces")
         return Checksum(ChecksumShare(ways.pop(), sum(share.value for share in known) % MOD), tuple(pieces))
 
     def holds(self, shards: Shards) -> bool:
-        """Whether these tensors hash to what was sent."""
+        """Whether these tensors have this hash."""
         return hash_of(self.share.by, self.pieces, shards) == self.share.value
 
     def check(self, shards: Shards, whose: str) -> None:
-        """Raises WeightSyncError unless it holds. whose: the tensors are, for the message."""
+        """Raise WeightSyncError unless it holds. whose: tensors, for the message."""
         if not self.holds(shards):
             raise WeightSyncError(f"{whose} do not hash to {self.share.value:016x}, as the learner's do")
 
 
 def hash_of(by: str, pieces: Iterable[Piece], shards: Shards) -> int:
-    """In [0, 2^64). WeightSyncError for pieces that are not held."""
+    """In [0, 2^64). Raises WeightSyncError for pieces that are not held."""
     if by == ROWS:
         return digest_pieces(pieces, shards)
     return sum(_piece_hash(piece, shards) for piece in pieces) % MOD

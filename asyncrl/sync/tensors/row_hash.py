@@ -1,4 +1,4 @@
-"""A hash of parameters by rows: it does not care how they are cut into boxes, and does care about everything else.
+"""A hash of parameters by rows: the same for every cut into boxes, and another for any other difference.
 
 A parameter is a matrix of bytes: its last axis makes the columns, all others together the rows. With the byte b,
 read as signed, at row r and column c of the parameter p, and n elements in a row of the box,
@@ -35,10 +35,10 @@ CHUNK_BYTES = 1 << 21
 """Hashed at once."""
 
 COUNTED = 0xA0761D6478BD642F
-"""N: what an element counts besides its value."""
+"""N: an element adds this besides its value."""
 
 LANES = 8
-"""Of the inner sum: T_0 to T_7."""
+"""Terms of the inner sum: T_0 to T_7."""
 
 MOST_COLUMNS = 1 << 16
 """Bytes of a row in one product: their sum of |b · T| ≤ 2^14 each stays within int32."""
@@ -68,7 +68,7 @@ def digest(tensor: torch.Tensor, box: Box, shape: tuple[int, ...], name: str) ->
 
 
 def digest_pieces(pieces: Iterable[Piece], shards: Shards) -> int:
-    """Of these pieces of what a rank holds. WeightSyncError for those that are not held."""
+    """The digest of some pieces of a rank. Raises WeightSyncError for those that are not held."""
     return (
         sum(digest(shards.view(p.name, p.box), p.box, shards.layout[p.name].shape, p.name) for p in pieces)
         % MOD
@@ -83,7 +83,7 @@ def _name_key(name: str, shape: tuple[int, ...], dtype: str) -> int:
 def _box_rows(
     keys_R: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...], full: tuple[int, ...]
 ) -> torch.Tensor:
-    """Of the keys of all rows, those of the box's, in its order."""
+    """The keys of the box's rows, in its order."""
     return keys_R.view(full)[tuple(map(slice, offsets, map(operator.add, offsets, sizes)))].reshape(-1)
 
 

@@ -1,5 +1,5 @@
 """Memory for one copy of a rank's shards, a snapshot or staging: one allocation, so that a plain copy of it is the
-floor of what a pause can be."""
+lower bound of a pause."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TensorBuffer:
 
     @staticmethod
     def for_layout(layout: Layout, device: torch.device) -> TensorBuffer:
-        """Room for what a rank of this layout holds, whatever it keeps that in."""
+        """Room for the boxes of a rank of this layout."""
         like = {
             name: [
                 torch.empty(box.shape, dtype=getattr(torch, param.dtype), device="meta")
@@ -54,9 +54,9 @@ class TensorBuffer:
         return time.perf_counter() - begun
 
     def floor(self, to: torch.device | None = None) -> float:
-        """Seconds of one plain copy of the same bytes, here or to another device: no pause can beat it.
+        """Seconds of one plain copy of the same bytes, here or to another device: no pause can be shorter.
 
-        Destroys what is in it.
+        Overwrites the contents.
         """
         half = len(self.memory) // 2
         low, high = self.memory[:half], self.memory[half : 2 * half]
