@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,29 @@ def test_keys_of_other_projects_are_not_looked_up() -> None:
     table = "| verl 0.9.1 | asyncrl |\n|---|---|\n| `algorithm.adv_estimator` | `algorithm.advantag` |\n"
     assert faults(table) == ["there is no key algorithm.advantag"]
     assert faults(table.replace("advantag`", "advantage`")) == []
+
+
+def texts(source: Path) -> Iterator[str]:
+    """The string literals of a file; adjacent ones are one, and what an f-string inserts is left out."""
+    for node in ast.walk(ast.parse(source.read_text("utf-8"))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+        elif isinstance(node, ast.JoinedStr):
+            parts = (part.value if isinstance(part, ast.Constant) else " … " for part in node.values)
+            yield "".join(map(str, parts))
+
+
+def test_the_errors_of_troubleshooting_are_those_of_the_code() -> None:
+    code = "\n".join(text for source in (ROOT / "asyncrl").rglob("*.py") for text in texts(source))
+    page = (ROOT / "docs" / "troubleshooting.md").read_text("utf-8").partition("## It runs, but badly")[0]
+    listed = [
+        re.findall(r"`([^`]+)`", line.split("|")[1]) for line in page.splitlines() if line.startswith("| `")
+    ]
+    assert len(listed) > 20
+    of_the_system = {"No space left on device"}
+    assert [
+        part for parts in listed for part in parts if part not in code and part not in of_the_system
+    ] == []
 
 
 def test_every_page_is_in_the_navigation() -> None:
