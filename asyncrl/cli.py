@@ -125,7 +125,8 @@ def _exit_code(arguments: Arguments) -> int:
         print(f"asyncrl {arguments.command}: {closed or 'the run is over'}", file=sys.stderr)
         return 0
     except AsyncRLError as error:
-        _report(arguments, f"{type(error).__name__}: {error}")
+        for each in error.each if isinstance(error, ConfigError) else (error,):
+            _report(arguments, f"{type(each).__name__}: {each}")
         return error.exit_code
     except OSError as error:
         if error.errno not in DISK_ERRORS:

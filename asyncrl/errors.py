@@ -25,7 +25,12 @@ The exit code of a process that ends on one of these is `error.exit_code`; anyth
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
 from asyncrl.masking import masked, masked_url
+
+T = TypeVar("T")
 
 SHOWN = 200
 """Characters of a value in a message; the rest is left out."""
@@ -53,6 +58,46 @@ class ConfigError(AsyncRLError):
         shown = _cut(repr(masked_url(value) if isinstance(value, str) else value), SHOWN)
         super().__init__(masked(f"{key} = {shown}: {rule}. Remedy: {_cut(remedy, 4 * SHOWN)}"))
         self.key, self.value, self.rule, self.remedy = key, value, rule, remedy
+
+    @property
+    def each(self) -> tuple[ConfigError, ...]:
+        """The errors that this one stands for."""
+        return (self,)
+
+
+class JoinedConfigError(ConfigError):
+    """Several errors of one configuration. Its key, value, rule and remedy are those of the first; its text has a line
+    for each."""
+
+    def __init__(self, errors: Sequence[ConfigError]) -> None:
+        first = errors[0]
+        super().__init__(first.key, first.value, first.rule, first.remedy)
+        self.args = ("\n".join(map(str, errors)),)
+        self._errors = tuple(errors)
+
+    @property
+    def each(self) -> tuple[ConfigError, ...]:
+        return self._errors
+
+
+def raise_all(errors: Iterable[ConfigError]) -> None:
+    """Raise these errors, each text once, as one; nothing if there are none."""
+    different = list({str(error): error for error in errors}.values())
+    if different:
+        raise different[0] if len(different) == 1 else JoinedConfigError(different)
+
+
+def call_all(calls: Iterable[Callable[[], T]]) -> list[T]:
+    """The results of all calls. Raises the errors of all those that fail, as one."""
+    results: list[T] = []
+    errors: list[ConfigError] = []
+    for call in calls:
+        try:
+            results.append(call())
+        except ConfigError as error:
+            errors += error.each
+    raise_all(errors)
+    return results
 
 
 class TaskError(AsyncRLError):

@@ -24,8 +24,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from asyncrl.config.schema import Config, CriticConfig, OptimizerConfig
+from asyncrl.config.schema import Config, CriticConfig
 from asyncrl.config.sections.algorithm import AlgorithmConfig
+from asyncrl.config.sections.learner import OptimizerConfig
 from asyncrl.errors import ConfigError, TaskError, TrainingError
 from asyncrl.evaluate import Evaluator
 from asyncrl.generator.agents.demonstrations import Demonstration

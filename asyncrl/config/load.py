@@ -15,6 +15,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from asyncrl.config import remedies
 from asyncrl.config.docs import key_comments, render
+from asyncrl.config.limits import value_errors
 from asyncrl.config.schema import Config
-from asyncrl.config.yaml_size import LONGEST
-from asyncrl.config.yaml_values import parse, parse_with_lines, with_references
+from asyncrl.config.sections.rules import Section
+from asyncrl.config.yaml_values import LONGEST, parse, parse_with_lines, with_references
 from asyncrl.disk import replace_text
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, call_all, raise_all
 
 PACKAGE = Path(__file__).parents[1]
 CONFIGS = (PACKAGE if (PACKAGE / "configs").is_dir() else PACKAGE.parent) / "configs"
@@ -86,27 +88,44 @@ def load_config(
     before, `key=null` empties it. What `${…}` means: `yaml_values`.
     `settings` come between the file, if there is one, and `overrides`: those of a Python caller (`settings_of`).
 
-    Raises ConfigError: a file that cannot be read or parsed, a key that does not exist (with its nearest
-    neighbour), a value of the wrong type, a required key without a value, a rule that does not hold.
+    Raises ConfigError: a file that cannot be read or parsed; else all keys that do not exist (with their nearest
+    neighbours), values of the wrong type or out of their limits, and required keys without a value; if there are none
+    of these, all rules that do not hold.
     """
     of_file = [] if path is None else _settings_of_file(Path(path), (), [])
     tree = _writable(OmegaConf.structured(Config))
-    for setting in _last_ones([*of_file, *settings, *map(_setting_of_word, overrides)]):
-        _apply(tree, setting)
+    every = _last_ones([*of_file, *settings, *map(_setting_of_word, overrides)])
     try:
-        for key in sorted(OmegaConf.missing_keys(tree)):
-            if key in INSTEAD and OmegaConf.select(tree, INSTEAD[key]):
-                OmegaConf.update(tree, key, None)
-                continue
-            about = key_comments().get(key, "it has no default")
-            remedy = f"set {key}, in the file or on the command line ({about})"
-            raise ConfigError(key, "???", "must be set", remedy)
+        _apply_all(tree, every)
         return typing.cast(Config, OmegaConf.to_object(tree))
     except (OmegaConfBaseException, RecursionError) as error:
         key = getattr(error, "full_key", None) or "config file"
         refers = "nterpolation" in type(error).__name__ + str(error)
         remedy = "correct the ${…} in this value" if refers else f"give {remedies.in_words(hint_of(key))}"
         raise ConfigError(key, str(path), _first_line(error), remedy) from None
+
+
+def _apply_all(tree: Any, settings: Iterator[Setting]) -> None:
+    """Raise ConfigError for all keys and values that are wrong by themselves, if one of them cannot be applied."""
+    try:
+        call_all([*(partial(_apply, tree, setting) for setting in settings), partial(_check_required, tree)])
+    except ConfigError as error:
+        made = {name: typing.cast(Section, OmegaConf.to_object(tree[name])) for name in sections(Config)}
+        out_of_limits = (wrong for name, section in made.items() for wrong in value_errors(section, name))
+        raise_all([*error.each, *out_of_limits])
+
+
+def _check_required(tree: Any) -> None:
+    errors = []
+    for key in sorted(OmegaConf.missing_keys(tree)):
+        if key in INSTEAD and OmegaConf.select(tree, INSTEAD[key]):
+            OmegaConf.update(tree, key, None)
+            continue
+        about = key_comments().get(key, "it has no default")
+        remedy = f"set {key}, in the file or on the command line ({about})"
+        errors.append(ConfigError(key, "???", "must be set", remedy))
+        OmegaConf.update(tree, key, "")
+    raise_all(errors)
 
 
 def settings_of(tree: Mapping[str, Any], where: str, prefix: str = "") -> Iterator[Setting]:

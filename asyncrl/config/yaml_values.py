@@ -12,8 +12,6 @@ from typing import Any
 
 import yaml
 
-from asyncrl.config.yaml_size import check_size
-
 FLOAT = re.compile(
     r"[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*|\d[\d_]*)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
 )
@@ -21,6 +19,17 @@ FLOAT = re.compile(
 
 DOLLAR = re.compile(r"(\\*)\$\{")
 TIMESTAMP, FLOATS = "tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:float"
+
+LONGEST = 1 << 20
+"""Characters of a document."""
+
+DEEPEST = 64
+"""Levels of lists and mappings in each other."""
+
+MOST = 100_000
+"""Values of a document once its aliases are written out."""
+
+_Events: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Loader(yaml.SafeLoader):
@@ -84,9 +93,9 @@ def parse_with_lines(text: str) -> tuple[Any, yaml.Node | None]:
     """The values of a document, and its nodes, which know their lines.
 
     Raises:
-        yaml.YAMLError: also for a document that would take too long to read (`yaml_size.py`).
+        yaml.YAMLError: also for a document that would take too long to read (`check_document`).
     """
-    check_size(text)
+    check_document(text)
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
@@ -132,3 +141,50 @@ def _in_texts(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, (list, tuple)):
         return [_in_texts(one, change) for one in value]
     return value
+
+
+def check_document(text: str) -> None:
+    """Look through a document before it is read: a few lines can nest without end, or stand for billions. Its events
+    come one by one, so this needs no recursion and little memory, whatever the document holds.
+
+    Raises:
+        yaml.YAMLError: The document is too long, too deep, or too large with its aliases written out, or a value holds
+            itself.
+    """
+    if len(text) > LONGEST:
+        raise yaml.MarkedYAMLError(problem=f"it has {len(text)} characters, of at most {LONGEST}")
+    sizes: dict[str, int] = {}  # of what has an anchor, once it is closed
+    opened: list[_Opened] = [_Opened(None)]
+    for event in yaml.parse(text, Loader=_Events):
+        if isinstance(event, yaml.CollectionEndEvent):
+            done = opened.pop()
+            _add(opened[-1], done.size, done.anchor, sizes, event)
+        elif isinstance(event, yaml.CollectionStartEvent):
+            if len(opened) > DEEPEST:
+                raise _refused(f"nests deeper than {DEEPEST} levels", event)
+            opened.append(_Opened(event.anchor))
+        elif isinstance(event, yaml.AliasEvent):
+            if any(outer.anchor == event.anchor for outer in opened):
+                raise _refused(f"*{event.anchor} stands inside of what it stands for", event)
+            _add(opened[-1], sizes.get(event.anchor, 1), None, sizes, event)
+        elif isinstance(event, yaml.ScalarEvent):
+            _add(opened[-1], 1, event.anchor, sizes, event)
+
+
+class _Opened:
+    """A list or mapping that is not closed yet."""
+
+    def __init__(self, anchor: str | None) -> None:
+        self.anchor, self.size = anchor, 1
+
+
+def _add(outer: _Opened, size: int, anchor: str | None, sizes: dict[str, int], event: yaml.Event) -> None:
+    if anchor is not None:
+        sizes[anchor] = size
+    outer.size += size
+    if outer.size > MOST:
+        raise _refused(f"stands for more than {MOST} values", event)
+
+
+def _refused(problem: str, event: yaml.Event) -> yaml.YAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)

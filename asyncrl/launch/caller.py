@@ -22,7 +22,7 @@ from asyncrl.config.load import Setting, all_keys, load_config, settings_of
 from asyncrl.config.remedies import nearest
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.reward import RewardConfig
-from asyncrl.config.yaml_size import DEEPEST
+from asyncrl.config.yaml_values import DEEPEST
 from asyncrl.errors import ConfigError
 from asyncrl.launch.folder.inputs import Inputs
 

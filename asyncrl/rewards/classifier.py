@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from asyncrl.config.schema import ModelConfig
-from asyncrl.config.sections.rules import positive, require
+from asyncrl.config.sections.rules import require
 from asyncrl.models import load_classifier, load_model_config, load_tokenizer
 from asyncrl.types import Task
 
@@ -41,7 +41,7 @@ class Classifier:
         """
         known = ("float32", "bfloat16")
         require(dtype in known, "dtype", dtype, "is not known", f"set dtype to one of {', '.join(known)}")
-        positive("options", batch=batch)
+        require(batch > 0, "options.batch", batch, "must be above 0", "set options.batch=1 or more")
         self._where = ModelConfig(path, dtype, trust_remote_code)
         config = load_model_config(self._where, "path")
         _check_label(label, config.num_labels or 0, path)

@@ -19,15 +19,8 @@ from sglang_stand_in import SglangStandIn
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen2Config
 
-from asyncrl.config.schema import (
-    BatchConfig,
-    Config,
-    GeneratorConfig,
-    KvAtFlip,
-    ModelConfig,
-    ServerConfig,
-    SyncConfig,
-)
+from asyncrl.config.schema import BatchConfig, Config, GeneratorConfig, ModelConfig, SyncConfig
+from asyncrl.config.sections.generator import KvAtFlip, ServerConfig
 from asyncrl.generator.engines.engine import Engine, SampleRequest
 from asyncrl.generator.engines.http.http_engine import HttpEngine
 from asyncrl.generator.engines.http.server_engine import load_server

@@ -10,7 +10,7 @@ import msgpack
 import pytest
 from redis_server import RedisServer
 
-from asyncrl.config.schema import SyncConfig
+from asyncrl.config.schema import Config, SyncConfig
 from asyncrl.errors import ConfigError, DeadlineError, WeightSyncError, WireError
 from asyncrl.sync.factory import open_blobs
 from asyncrl.sync.store.blobs import Blobs, FolderBlobs, MissingBlobError
@@ -174,4 +174,4 @@ def test_the_config_says_where(tmp_path: Path, redis_server: RedisServer) -> Non
 )
 def test_a_place_goes_with_its_backend(fields: dict, key: str) -> None:
     with pytest.raises(ConfigError, match=key):
-        SyncConfig(**fields)
+        Config(sync=SyncConfig(**fields))

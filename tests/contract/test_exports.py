@@ -11,14 +11,8 @@ from families import rollouts
 from missing import needs_vllm
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
-from asyncrl.config.schema import (
-    Config,
-    EvaluationConfig,
-    GeneratorConfig,
-    LearnerConfig,
-    ModelConfig,
-    OptimizerConfig,
-)
+from asyncrl.config.schema import Config, EvaluationConfig, GeneratorConfig, LearnerConfig, ModelConfig
+from asyncrl.config.sections.learner import OptimizerConfig
 from asyncrl.generator.engines.vllm.vllm_engine import VllmEngine
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.data.batch import MicroBatch

@@ -15,14 +15,8 @@ from families import FAMILIES, Family, constants, rollouts, save_family
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from asyncrl.config.schema import (
-    Config,
-    EvaluationConfig,
-    GeneratorConfig,
-    LearnerConfig,
-    ModelConfig,
-    OptimizerConfig,
-)
+from asyncrl.config.schema import Config, EvaluationConfig, GeneratorConfig, LearnerConfig, ModelConfig
+from asyncrl.config.sections.learner import OptimizerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engines.transformers.kv_cache import ATTENTION
 from asyncrl.generator.engines.transformers.transformers_engine import TransformersEngine

@@ -25,7 +25,7 @@ from engine_cases import (
 )
 from transformers import AutoModelForCausalLM
 
-from asyncrl.config.schema import KvAtFlip
+from asyncrl.config.sections.generator import KvAtFlip
 from asyncrl.errors import ConfigError, ProcessDiedError, WeightSyncError
 from asyncrl.generator.engines.http import http_link
 from asyncrl.generator.engines.http.http_link import ServerRefusedError, metric_sums

@@ -16,7 +16,7 @@ from engine_cases import (
     waiting_at_a_drain,
 )
 
-from asyncrl.config.schema import KvAtFlip
+from asyncrl.config.sections.generator import KvAtFlip
 
 Maker = Callable[[Path, KvAtFlip], House]
 

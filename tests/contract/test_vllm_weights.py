@@ -33,7 +33,7 @@ from engine_cases import (
 from missing import needs_vllm
 from transformers import PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from asyncrl.config.schema import KvAtFlip, VllmConfig
+from asyncrl.config.sections.generator import KvAtFlip, VllmConfig
 from asyncrl.generator.engines.vllm.vllm_engine import VllmEngine
 from asyncrl.generator.engines.vllm.vllm_plugin import BACKEND
 

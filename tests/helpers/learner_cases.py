@@ -18,11 +18,11 @@ from asyncrl.config.schema import (
     GeneratorConfig,
     LearnerConfig,
     ModelConfig,
-    OptimizerConfig,
     QueueConfig,
     RunConfig,
 )
 from asyncrl.config.sections.algorithm import AlgorithmConfig
+from asyncrl.config.sections.learner import OptimizerConfig
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.types import NO_VERSION, Group, Rollout, Sampling, Task
 

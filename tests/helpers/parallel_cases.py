@@ -23,7 +23,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from asyncrl.config.schema import Config, LearnerConfig, ModelConfig, OptimizerConfig
+from asyncrl.config.schema import Config, LearnerConfig, ModelConfig
+from asyncrl.config.sections.learner import OptimizerConfig
 from asyncrl.config.sections.parallel import ParallelConfig
 from asyncrl.learner.backends.dtensor_layout import layout_of_dtensors
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend

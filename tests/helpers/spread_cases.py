@@ -12,8 +12,9 @@ import transformers
 from learner_cases import random_group, small_config, tiny_model
 from torch import Tensor
 
-from asyncrl.config.schema import Config, LearnerConfig, ModelConfig, OptimizerConfig
+from asyncrl.config.schema import Config, LearnerConfig, ModelConfig
 from asyncrl.config.sections.algorithm import AlgorithmConfig
+from asyncrl.config.sections.learner import OptimizerConfig
 from asyncrl.config.sections.parallel import ParallelConfig
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.checks.logprob_check import probe_batch

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from asyncrl.config.sections.limits import Amount, Count, NotNegative, Positive, Share, check_values
-from asyncrl.config.sections.rules import require
+from asyncrl.config.limits import Amount, Count, NotNegative, Positive, Share
+from asyncrl.config.sections.rules import Rule, Section, key
 
 GROUP_ADVANTAGES = (
     *("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "gpg", "gdpo", "pass_at_k", "sppo", "prime"),
@@ -27,30 +28,33 @@ UNSHAPED = ("gdpo", "distill")
 
 
 @dataclass(frozen=True)
-class ShapingConfig:
+class ShapingConfig(Section):
     """What is added to the reward of a rollout before advantages are made of it."""
 
-    kl_coef: NotNegative = (
-        0.0  # β: −β · KL(π_p‖reference) of each token in the reward; above 0 it needs a reference
+    kl_coef: NotNegative = key(
+        0.0, "β: −β · KL(π_p‖reference) of each token in the reward; above 0 it needs a reference"
     )
-    kl_form: Literal["k1", "k2", "k3", "abs"] = "k1"  # estimator of that KL
-    kl_target: Positive | None = None  # adaptive β that keeps the mean KL of a rollout here; none: β is fixed
-    kl_horizon: Count = 10000  # rollouts over which the adaptive β moves
-    overlong_buffer: Amount = 0  # tokens before generator.max_tokens where the length penalty begins; 0: none
-    overlong_penalty: NotNegative = 1.0  # the most it takes off, at generator.max_tokens
-    resample: Literal["none", "pow", "max_min", "max_random"] = (
-        "none"  # PF-PPO: which rollouts are trained on, by reward
+    kl_form: Literal["k1", "k2", "k3", "abs"] = key("k1", "estimator of that KL")
+    kl_target: Positive | None = key(
+        None, "adaptive β that keeps the mean KL of a rollout here; none: β is fixed"
     )
-    resample_power: Positive = 2.0  # p of |R|^p
+    kl_horizon: Count = key(10000, "rollouts over which the adaptive β moves")
+    overlong_buffer: Amount = key(
+        0, "tokens before generator.max_tokens where the length penalty begins; 0: none"
+    )
+    overlong_penalty: NotNegative = key(1.0, "the most it takes off, at generator.max_tokens")
+    resample: Literal["none", "pow", "max_min", "max_random"] = key(
+        "none", "PF-PPO: which rollouts are trained on, by reward"
+    )
+    resample_power: Positive = key(2.0, "p of |R|^p")
 
     @property
     def changes_rewards(self) -> bool:
         return self.kl_coef > 0 or self.overlong_buffer > 0 or self.resample != "none"
 
-    def __post_init__(self) -> None:
-        check_values("algorithm.shaping", self)
+    def rules(self, at: str) -> Iterator[Rule]:
         if self.kl_target is not None:
-            require(
+            yield Rule(
                 self.kl_coef > 0,
                 "algorithm.shaping.kl_coef",
                 self.kl_coef,
@@ -60,31 +64,28 @@ class ShapingConfig:
 
 
 @dataclass(frozen=True)
-class KlLossConfig:
+class KlLossConfig(Section):
     """KL to the reference as a term of the loss; needs a reference where coef > 0."""
 
-    coef: NotNegative = 0.0  # weight of the term
-    form: Literal["k1", "k2", "k3", "abs", "k1+", "k3+"] = (
-        "k3"  # '+': this value with the unbiased gradient of k2
+    coef: NotNegative = key(0.0, "weight of the term")
+    form: Literal["k1", "k2", "k3", "abs", "k1+", "k3+"] = key(
+        "k3", "'+': this value with the unbiased gradient of k2"
     )
-
-    def __post_init__(self) -> None:
-        check_values("algorithm.kl_loss", self)
 
 
 @dataclass(frozen=True)
-class CorrectionConfig:
+class CorrectionConfig(Section):
     """Off-policy correction: what multiplies or masks the loss of a token whose μ is not the proximal policy."""
 
-    kind: Literal["none", "tis", "icepop"] = (
-        "none"  # weights π_p/μ truncated at `high` / zero outside [low, high]
+    kind: Literal["none", "tis", "icepop"] = key(
+        "none", "weights π_p/μ truncated at `high` / zero outside [low, high]"
     )
-    level: Literal["token", "sequence"] = (
-        "token"  # of the weight: each token's own, or the product over its rollout
+    level: Literal["token", "sequence"] = key(
+        "token", "of the weight: each token's own, or the product over its rollout"
     )
-    low: NotNegative = 0.5  # least weight that icepop keeps
-    high: Positive = 2.0  # where tis truncates a weight; the most that icepop keeps
-    normalise: bool = False  # divide the weights by their mean over the batch (needs the whole batch)
+    low: NotNegative = key(0.5, "least weight that icepop keeps")
+    high: Positive = key(2.0, "where tis truncates a weight; the most that icepop keeps")
+    normalise: bool = key(False, "divide the weights by their mean over the batch (needs the whole batch)")
     reject: Literal[
         "none",
         "token_k1",
@@ -100,41 +101,42 @@ class CorrectionConfig:
         "seq_max_k2",
         "seq_max_k3",
         "m2po",
-    ] = "none"  # leave out tokens (token_*) or rollouts (seq_*) too far from μ; m2po: by the batch's second moment
-    reject_low: float | None = None  # k1: least π_p/μ that is kept; none: 1 / reject_high
-    reject_high: Positive = (
-        2.0  # k1: most π_p/μ that is kept; k2, k3: most divergence; m2po: τ (the paper: 0.04)
+    ] = key(
+        "none",
+        "leave out tokens (token_*) or rollouts (seq_*) too far from μ; m2po: by the batch's second moment",
+    )
+    reject_low: float | None = key(None, "k1: least π_p/μ that is kept; none: 1 / reject_high")
+    reject_high: Positive = key(
+        2.0, "k1: most π_p/μ that is kept; k2, k3: most divergence; m2po: τ (the paper: 0.04)"
     )
 
-    def __post_init__(self) -> None:
-        check_values("algorithm.correction", self)
-        section = "algorithm.correction"
-        require(
+    def rules(self, at: str) -> Iterator[Rule]:
+        yield Rule(
             0 <= self.low <= self.high,
-            f"{section}.low",
+            f"{at}.low",
             self.low,
             f"is a weight that is kept, and so is high={self.high}",
-            f"set {section}.low={min(1.0, self.high) / 2}",
+            f"set {at}.low={min(1.0, self.high) / 2}",
         )
         low = 1 / self.reject_high if self.reject_low is None else self.reject_low
-        require(
+        yield Rule(
             not self.reject.endswith("k1") or 0 < low <= self.reject_high,
-            f"{section}.reject_low",
+            f"{at}.reject_low",
             self.reject_low,
             f"and reject_high={self.reject_high} bound a ratio π_p/μ; unset, it is 1 / reject_high",
-            f"set {section}.reject_low=0.5 and {section}.reject_high=2.0",
+            f"set {at}.reject_low=0.5 and {at}.reject_high=2.0",
         )
-        require(
+        yield Rule(
             not self.normalise or self.kind != "none",
-            f"{section}.normalise",
+            f"{at}.normalise",
             self.normalise,
-            f"has nothing to do: with {section}.kind=none every weight is 1",
-            f"set {section}.kind=tis",
+            f"has nothing to do: with {at}.kind=none every weight is 1",
+            f"set {at}.kind=tis",
         )
 
 
 @dataclass(frozen=True)
-class AlgorithmConfig:
+class AlgorithmConfig(Section):
     advantage: Literal[
         "gae",
         "grpo",
@@ -170,105 +172,111 @@ class AlgorithmConfig:
         "reinforce",
         "sppo",
     ] = "ppo"
-    own_advantage: str | None = None  # 'file.py:function' or 'package.module:function' in place of advantage
-    own_loss: str | None = None  # in place of loss, see docs/own_algorithm.md
+    own_advantage: str | None = key(
+        None, "'file.py:function' or 'package.module:function' in place of advantage"
+    )
+    own_loss: str | None = key(None, "in place of loss, see docs/own_algorithm.md")
     aggregation: Literal[
         "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-    ] = "token-mean"  # from a loss per token to one number, always over all groups of an optimizer step
-    norm_tokens: Count | None = None  # denominator of seq-mean-token-sum-norm; none: generator.max_tokens
-    advantage_scale: float = 1.0  # multiplies every advantage
+    ] = key("token-mean", "from a loss per token to one number, always over all groups of an optimizer step")
+    norm_tokens: Count | None = key(
+        None, "denominator of seq-mean-token-sum-norm; none: generator.max_tokens"
+    )
+    advantage_scale: float = key(1.0, "multiplies every advantage")
 
     # of advantages
-    gamma: Share = 1.0  # γ: discount of rewards per token (per step in gigpo, hgpo)
-    lam: Share = 1.0  # λ of gae
-    vapo_alpha: Positive = 0.05  # α: λ_policy = 1 − 1 / (α · length)
-    pass_k: int | None = None  # k of pass_at_k, at least 2; none: the group's size
-    step_weight: float = 1.0  # ω: weight of the step advantage in gigpo
-    hgpo_history: Amount = 2  # K: states before a step's own that its groups may have to share
-    hgpo_alpha: float = 1.0  # α: weight (k + 1)^α of the groups that share k of them
-    sppo_eta: float = 1.0  # η of sppo: how far the log-ratio is pulled
-    sppo_beta: float | None = None  # R − soft-mean_β(R) in place of P̂ − ½; none: P̂ − ½
-    prm_beta: Positive = 0.05  # β: the implicit process reward is β(log π_prm − log π_ref)
-    cost_part: str = "cost"  # safe_rlhf: the reward part that is a cost (give it reward.weights.<part>=0)
-    cost_limit: float = 0.0  # safe_rlhf: mean cost that is allowed
-    cost_lr: NotNegative = 0.1  # safe_rlhf: α of the multiplier's ascent
-    cost_multiplier: NotNegative = 1.0  # safe_rlhf: λ at the start
-    cost_multiplier_max: float = 5.0  # safe_rlhf: most that λ rises to
+    gamma: Share = key(1.0, "γ: discount of rewards per token (per step in gigpo, hgpo)")
+    lam: Share = key(1.0, "λ of gae")
+    vapo_alpha: Positive = key(0.05, "α: λ_policy = 1 − 1 / (α · length)")
+    pass_k: int | None = key(None, "k of pass_at_k, at least 2; none: the group's size")
+    step_weight: float = key(1.0, "ω: weight of the step advantage in gigpo")
+    hgpo_history: Amount = key(2, "K: states before a step's own that its groups may have to share")
+    hgpo_alpha: float = key(1.0, "α: weight (k + 1)^α of the groups that share k of them")
+    sppo_eta: float = key(1.0, "η of sppo: how far the log-ratio is pulled")
+    sppo_beta: float | None = key(None, "R − soft-mean_β(R) in place of P̂ − ½; none: P̂ − ½")
+    prm_beta: Positive = key(0.05, "β: the implicit process reward is β(log π_prm − log π_ref)")
+    cost_part: str = key(
+        "cost", "safe_rlhf: the reward part that is a cost (give it reward.weights.<part>=0)"
+    )
+    cost_limit: float = key(0.0, "safe_rlhf: mean cost that is allowed")
+    cost_lr: NotNegative = key(0.1, "safe_rlhf: α of the multiplier's ascent")
+    cost_multiplier: NotNegative = key(1.0, "safe_rlhf: λ at the start")
+    cost_multiplier_max: float = key(5.0, "safe_rlhf: most that λ rises to")
 
     # of losses
-    clip_low: Positive = 0.2  # ε_lo
-    clip_high: Positive = 0.28  # ε_hi; above ε_lo it is clip-higher
-    dual_clip: float | None = None  # c of the dual clip for negative advantages; none: off
-    proximal: Literal["behaviour", "frozen", "loglinear"] = (
-        "behaviour"  # π_p of the ratio ρ = π/π_p: the recorded μ;
+    clip_low: Positive = key(0.2, "ε_lo")
+    clip_high: Positive = key(0.28, "ε_hi; above ε_lo it is clip-higher")
+    dual_clip: float | None = key(None, "c of the dual clip for negative advantages; none: off")
+    proximal: Literal["behaviour", "frozen", "loglinear"] = key(
+        "behaviour",
+        "π_p of the ratio ρ = π/π_p: the recorded μ; the policy frozen at the version's start; or a "
+        "log-linear mean of μ and π that costs no forward",
     )
-    #               the policy frozen at the version's start; or a log-linear mean of μ and π that costs no forward
-    weight_cap: Positive = 5.0  # decoupled_ppo: most that π_p/μ multiplies · aipo: ρ_max · dppo: c
-    sapo_tau: tuple[float, float] = (1.0, 1.05)  # τ for positive and negative advantages
-    dppo_bound: Positive = 0.2  # divergence of a sampled token past which it moves no further out
-    cov_share: Positive = (
-        0.0002  # clip_cov, kl_cov: share of the batch's tokens that are detached or penalised
+    weight_cap: Positive = key(5.0, "decoupled_ppo: most that π_p/μ multiplies · aipo: ρ_max · dppo: c")
+    sapo_tau: tuple[float, float] = key((1.0, 1.05), "τ for positive and negative advantages")
+    dppo_bound: Positive = key(0.2, "divergence of a sampled token past which it moves no further out")
+    cov_share: Positive = key(
+        0.0002, "clip_cov, kl_cov: share of the batch's tokens that are detached or penalised"
     )
-    cov_range: tuple[float, float] = (1.0, 5.0)  # clip_cov: covariances between which a token may be detached
-    cov_kl_coef: NotNegative = 1.0  # kl_cov: weight of the penalty
-    lm_coef: NotNegative = (
-        0.0  # weight of the mean −log π of rollouts whose reward before shaping is above 0.5 (VAPO: 0.1)
+    cov_range: tuple[float, float] = key(
+        (1.0, 5.0), "clip_cov: covariances between which a token may be detached"
     )
-    truncated: Literal["refuse", "weigh"] = (
-        "refuse"  # samples of generator.top_p, top_k or min_p: refuse, or train on
+    cov_kl_coef: NotNegative = key(1.0, "kl_cov: weight of the penalty")
+    lm_coef: NotNegative = key(
+        0.0, "weight of the mean −log π of rollouts whose reward before shaping is above 0.5 (VAPO: 0.1)"
     )
-    #              them by the weight π/μ, which is exact for what could be drawn and blind to the rest
-    entropy_bonus: float = 0.0  # weight of the policy's entropy, which the loss then rewards
+    truncated: Literal["refuse", "weigh"] = key(
+        "refuse",
+        "samples of generator.top_p, top_k or min_p: refuse, or train on them by the weight π/μ, which is "
+        "exact for what could be drawn and blind to the rest",
+    )
+    entropy_bonus: float = key(0.0, "weight of the policy's entropy, which the loss then rewards")
 
     # around both
     shaping: ShapingConfig = field(default_factory=ShapingConfig)
     kl_loss: KlLossConfig = field(default_factory=KlLossConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
-    filter: Literal["none", "no_spread"] = (
-        "none"  # DAPO: drop groups whose rewards are all equal, and go on asking
+    filter: Literal["none", "no_spread"] = key(
+        "none", "DAPO: drop groups whose rewards are all equal, and go on asking"
     )
 
-    def __post_init__(self) -> None:
-        check_values("algorithm", self)
-        require(
+    def rules(self, at: str) -> Iterator[Rule]:
+        yield Rule(
             self.built_in_advantage not in UNSHAPED or not self.shaping.changes_rewards,
             "algorithm.shaping",
             self.shaping,
             f"changes a reward that advantage '{self.advantage}' does not look at",
             "unset kl_coef, overlong_buffer and resample; algorithm.kl_loss.coef keeps a policy near the reference too",
         )
-        require(
+        yield Rule(
             self.built_in_advantage != "distill" or self.filter == "none",
             "algorithm.filter",
             self.filter,
             "looks at rewards, and advantage 'distill' learns from a teacher whatever they are",
             "set algorithm.filter=none",
         )
-        require(
+        yield Rule(
             self.dual_clip is None or self.dual_clip > 1,
             "algorithm.dual_clip",
             self.dual_clip,
             "bounds the loss of a negative advantage at ρ = c, which must lie above the ratio's own 1",
             "set algorithm.dual_clip=3.0",
         )
-        require(
+        yield Rule(
             min(self.sapo_tau) > 0,
             "algorithm.sapo_tau",
             self.sapo_tau,
             "are temperatures, and above 0",
             "set algorithm.sapo_tau=[1.0, 1.05]",
         )
-        require(
+        yield Rule(
             self.cost_multiplier <= self.cost_multiplier_max,
             "algorithm.cost_multiplier",
             self.cost_multiplier,
             f"is where λ starts, and must not be above algorithm.cost_multiplier_max={self.cost_multiplier_max}",
             "set algorithm.cost_multiplier=1.0",
         )
-        for key, value in (("gamma", self.gamma), ("lam", self.lam)):
-            rule = "is a discount, and lies between 0 and 1"
-            require(0 <= value <= 1, f"algorithm.{key}", value, rule, f"set algorithm.{key}=1.0")
-        require(
+        yield Rule(
             self.pass_k is None or self.pass_k >= 2,
             "algorithm.pass_k",
             self.pass_k,
@@ -292,3 +300,87 @@ class AlgorithmConfig:
     def built_in_loss(self) -> str | None:
         """`loss`; none where `own_loss` stands in its place."""
         return None if self.own_loss else self.loss
+
+
+def policy_rules(algorithm: AlgorithmConfig, steps: int) -> Iterator[Rule]:
+    """Refuse a loss or correction whose policies are the same by construction: it would do nothing, or all twice.
+
+    Args:
+        algorithm: The section.
+        steps: Optimizer steps of one version.
+    """
+    yield from _correction_rules(algorithm, steps)
+    loss, proximal = algorithm.built_in_loss, algorithm.proximal
+    yield Rule(
+        loss != "decoupled_ppo" or proximal != "behaviour",
+        "algorithm.proximal",
+        proximal,
+        "makes decoupled_ppo plain ppo, since its weight π_p/μ is then 1",
+        "set algorithm.proximal=loglinear, or algorithm.loss=ppo",
+    )
+    yield Rule(
+        loss not in ("decoupled_ppo", "kl_cov") or proximal != "frozen" or steps > 1,
+        "algorithm.proximal",
+        proximal,
+        f"is the policy itself while a version is one optimizer step: ρ is 1, and {loss} holds nothing back",
+        "set learner.mini_batches=4, or algorithm.proximal=loglinear",
+    )
+    yield from _sppo_rules(algorithm)
+
+
+def _correction_rules(algorithm: AlgorithmConfig, steps: int) -> Iterator[Rule]:
+    loss, proximal, correction = algorithm.built_in_loss, algorithm.proximal, algorithm.correction
+    for name, value in (("kind", correction.kind), ("reject", correction.reject)):
+        yield Rule(
+            value == "none" or proximal != "behaviour",
+            f"algorithm.correction.{name}",
+            value,
+            "weighs the proximal policy against the behaviour, and proximal 'behaviour' makes the two the same",
+            "set algorithm.proximal=frozen",
+        )
+    yield Rule(
+        correction.kind == "none" or loss not in OWN_WEIGHTS,
+        "algorithm.correction.kind",
+        correction.kind,
+        f"would weigh every token a second time: loss '{loss}' has a weight of its own, algorithm.weight_cap",
+        "set algorithm.correction.kind=none",
+    )
+    yield Rule(
+        not correction.normalise or proximal != "loglinear" or steps == 1,
+        "algorithm.correction.normalise",
+        correction.normalise,
+        "divides by a mean over the whole version, in which proximal 'loglinear' moves with every optimizer step",
+        "set algorithm.proximal=frozen",
+    )
+
+
+def _sppo_rules(algorithm: AlgorithmConfig) -> Iterator[Rule]:
+    loss, advantage = algorithm.built_in_loss, algorithm.built_in_advantage
+    yield Rule(
+        loss != "sppo" or algorithm.proximal == "frozen",
+        "algorithm.proximal",
+        algorithm.proximal,
+        "loss sppo measures how far the policy moves from that at the version's start",
+        "set algorithm.proximal=frozen",
+    )
+    yield Rule(
+        loss != "sppo" or algorithm.aggregation == "seq-mean-token-sum",
+        "algorithm.aggregation",
+        algorithm.aggregation,
+        "loss sppo is one number per rollout, whose parts are summed over its tokens and averaged over rollouts",
+        "set algorithm.aggregation=seq-mean-token-sum",
+    )
+    yield Rule(
+        loss != "sppo" or advantage in ("sppo", None),
+        "algorithm.advantage",
+        advantage,
+        "is not what loss sppo pulls the log-ratio to, η(P̂ − ½)",
+        "set algorithm.advantage=sppo",
+    )
+    yield Rule(
+        advantage != "sppo" or loss in ("sppo", None),
+        "algorithm.loss",
+        loss,
+        "would take the target of advantage sppo, what the log-ratio is pulled to, for an advantage",
+        "set algorithm.loss=sppo",
+    )

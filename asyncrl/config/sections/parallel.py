@@ -6,38 +6,27 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from asyncrl.config.sections.limits import Processes, check_values
-from asyncrl.config.sections.rules import require
-
-WAYS = ("ulysses", "all_gather")
-SCHEDULES = ("1f1b", "interleaved")
+from asyncrl.config.limits import Processes
+from asyncrl.config.sections.rules import Section, key
 
 
 @dataclass(frozen=True)
-class ParallelConfig:
+class ParallelConfig(Section):
     """What these axes leave of the processes shards parameters, gradients and optimizer (FSDP)."""
 
-    # fmt: off
-    tensor: Processes = 1  # processes that share each matrix; they learn from the same groups
-    sequence: bool = True  # with tensor > 1: what stands between the matrices is shared too, by tokens
-    context: Processes = 1  # processes that share the tokens of each micro-batch
-    context_way: Literal["ulysses", "all_gather"] = "ulysses"  # tokens for heads and back, or all keys to everybody
-    expert: Processes = 1  # processes that share the experts of each layer
-    pipeline: Processes = 1  # processes one after another, each with some of the layers
-    pipeline_schedule: Literal["1f1b", "interleaved"] = "1f1b"  # interleaved: each has several runs of layers
-    pipeline_stages_per_rank: Processes = 2  # how many; interleaved only
-    replicate: Processes = 1  # copies of the sharded model, each with groups of its own (HSDP)
-    # fmt: on
-
-    def __post_init__(self) -> None:
-        check_values("learner.parallel", self)
-        for key, value, known in (
-            ("context_way", self.context_way, WAYS),
-            ("pipeline_schedule", self.pipeline_schedule, SCHEDULES),
-        ):
-            require(
-                value in known, f"learner.parallel.{key}", value, "is not known", f"set {' or '.join(known)}"
-            )
+    tensor: Processes = key(1, "processes that share each matrix; they learn from the same groups")
+    sequence: bool = key(True, "with tensor > 1: what stands between the matrices is shared too, by tokens")
+    context: Processes = key(1, "processes that share the tokens of each micro-batch")
+    context_way: Literal["ulysses", "all_gather"] = key(
+        "ulysses", "tokens for heads and back, or all keys to everybody"
+    )
+    expert: Processes = key(1, "processes that share the experts of each layer")
+    pipeline: Processes = key(1, "processes one after another, each with some of the layers")
+    pipeline_schedule: Literal["1f1b", "interleaved"] = key(
+        "1f1b", "interleaved: each has several runs of layers"
+    )
+    pipeline_stages_per_rank: Processes = key(2, "how many; interleaved only")
+    replicate: Processes = key(1, "copies of the sharded model, each with groups of its own (HSDP)")
 
     @property
     def stages_per_rank(self) -> int:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from asyncrl.config.sections.lora import LoraConfig
+from asyncrl.config.sections.models import LoraConfig
 from asyncrl.config.sections.rules import require
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.models.roles import Loss

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from asyncrl.config.schema import Config, OptimizerConfig
+from asyncrl.config.schema import Config
+from asyncrl.config.sections.learner import OptimizerConfig
 from asyncrl.config.sections.rules import require
 from asyncrl.errors import ConfigError, TrainingError
 from asyncrl.learner.data.batch import MicroBatch

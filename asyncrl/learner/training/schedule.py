@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from asyncrl.config.schema import OptimizerConfig
+from asyncrl.config.sections.learner import OptimizerConfig
 
 
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:

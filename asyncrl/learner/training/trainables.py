@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from asyncrl.config.schema import Config, OptimizerConfig
+from asyncrl.config.schema import Config
+from asyncrl.config.sections.learner import OptimizerConfig
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.models.networks import blueprint
 from asyncrl.learner.models.roles import LEARNING, POLICY

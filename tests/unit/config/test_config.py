@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl import cli
 from asyncrl.config.docs import key_comments, render
 from asyncrl.config.load import CONFIGS, all_keys, load_config, save_config, sections
 from asyncrl.config.schema import Config
@@ -315,3 +316,45 @@ def test_a_section_that_is_given_a_word_is_answered_with_its_key(tmp_path: Path)
     top = tmp_path / "top.yaml"
     top.write_text("model: my-model\n")
     assert "write model: {path: my-model}" in error_of(top).remedy
+
+
+def keys_of(path: Path, *words: str) -> list[str]:
+    return [error.key for error in error_of(path, *words).each]
+
+
+def test_every_key_and_value_that_is_wrong_by_itself_is_named_at_once(base: Path) -> None:
+    base.write_text("batch:\n  groups: 0\n  grups: 3\nrun: {seed: -1, versions: many}\n")
+    named = keys_of(base, "generator.engine=magic")
+    assert sorted(named) == [
+        *("batch.groups", "batch.grups", "generator.engine", "model.path", "reward.function"),
+        *("run.seed", "run.versions"),
+    ]
+
+
+def test_every_rule_that_is_broken_is_named_at_once(base: Path) -> None:
+    words = ["queue.depth=1", "generator.kv=drain", "generator.engine=scripted", "batch.group_size=1"]
+    assert keys_of(base, *words) == ["generator.kv", "batch.group_size", "queue.depth"]
+
+
+def test_rules_are_not_applied_to_values_that_are_wrong_by_themselves(base: Path) -> None:
+    assert keys_of(base, "queue.depth=1", "batch.groups=0") == ["batch.groups"]
+
+
+def test_all_entries_that_users_name_are_looked_at(base: Path) -> None:
+    words = ["evaluation.sets.a.samples=4", "evaluation.sets.b.sorce=x", "evaluation.sets.c.source=d"]
+    assert keys_of(base, *words) == [
+        "evaluation.sets.a.source",
+        "evaluation.sets.a.samples",
+        "evaluation.sets.b.sorce",
+    ]
+
+
+def test_the_command_line_names_each_error_on_a_line_of_its_own(
+    base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["config", str(base), "--rules-only", "batch.groups=0", "run.seed=-1"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(" = ")[0] for line in lines] == [
+        "asyncrl config: ConfigError: run.seed",
+        "asyncrl config: ConfigError: batch.groups",
+    ]

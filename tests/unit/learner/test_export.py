@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl import evaluate
 from asyncrl.config.load import save_config
-from asyncrl.config.schema import CheckpointConfig, Config, LearnerConfig, OptimizerConfig, RunConfig
-from asyncrl.config.sections.lora import LoraConfig
+from asyncrl.config.schema import CheckpointConfig, Config, LearnerConfig, RunConfig
+from asyncrl.config.sections.learner import OptimizerConfig
+from asyncrl.config.sections.models import LoraConfig
 from asyncrl.errors import ConfigError, StoppedError
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.checkpoint import Meta, Saver

@@ -17,13 +17,13 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import (
     Config,
     LearnerConfig,
-    OptimizerConfig,
     ReferenceConfig,
     RewardConfig,
     RewardModelConfig,
     TeacherConfig,
 )
 from asyncrl.config.sections.algorithm import AlgorithmConfig, KlLossConfig
+from asyncrl.config.sections.learner import OptimizerConfig
 from asyncrl.config.sections.placement import PlaceConfig, PlacementConfig, RewardsPlaceConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
@@ -161,9 +161,9 @@ def test_what_does_not_go_with_a_pool_is_refused(sections: dict[str, Any], key: 
         ({"teacher": PlaceConfig(where="pool", processes=0)}, "placement.teacher.processes"),
     ],
 )
-def test_places_check_themselves(places: dict[str, Any], key: str) -> None:
+def test_wrong_places_are_refused(places: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError) as error:
-        PlacementConfig(**places)
+        Config(placement=PlacementConfig(**places))
     assert error.value.key == key
 
 
@@ -192,7 +192,7 @@ def test_reward_functions_are_dealt_out() -> None:
 
 def test_a_frozen_reward_model_must_be_named_and_learns_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"reward_model\.path"):
-        RewardModelConfig(frozen=True)
+        Config(reward_model=RewardModelConfig(frozen=True))
     model = tiny_model(tmp_path / "model")
     frozen = RewardModelConfig(path=model.path, frozen=True)
     config = small_config(tmp_path, model=model, algorithm=PRIME, reward_model=frozen)

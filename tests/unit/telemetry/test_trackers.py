@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.sections.telemetry import SINKS, TelemetryConfig
+from asyncrl.config.schema import SINKS, Config, TelemetryConfig
 from asyncrl.errors import ConfigError
 from asyncrl.telemetry import trackers
 from asyncrl.telemetry.sinks import JsonlSink, Sinks, read_rows
@@ -93,9 +93,9 @@ def test_sinks_that_are_none_are_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"telemetry\.sinks = 'mlflow': is no sink.*choose from tensorboard"
     ):
-        TelemetryConfig(sinks=("mlflow",))
+        Config(telemetry=TelemetryConfig(sinks=("mlflow",)))
     with pytest.raises(ConfigError, match="names a sink twice"):
-        TelemetryConfig(sinks=("wandb", "wandb"))
+        Config(telemetry=TelemetryConfig(sinks=("wandb", "wandb")))
 
 
 def test_a_row_goes_to_all_sinks(tmp_path: Path) -> None:

@@ -32,7 +32,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from asyncrl.config.schema import Config, KvAtFlip, ModelConfig
+from asyncrl.config.schema import Config, ModelConfig
+from asyncrl.config.sections.generator import KvAtFlip
 from asyncrl.errors import ConfigError, RunClosedError
 from asyncrl.generator.engines.engine import SampleRequest
 from asyncrl.generator.engines.receiver import WeightReader, WeightReceiver, local_receiver

@@ -29,7 +29,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
-from asyncrl.config.schema import OptimizerConfig
+from asyncrl.config.sections.learner import OptimizerConfig
 from asyncrl.learner.backends.megatron.grid import Grid
 from asyncrl.learner.backends.megatron.network import Packed, PackedGpt, check_tokens
 from asyncrl.learner.data.batch import MicroBatch

@@ -9,7 +9,8 @@ import pytest
 import yaml
 from pages import blocks, text_of
 
-from asyncrl.config.schema import GeneratorConfig, ServerConfig
+from asyncrl.config.schema import GeneratorConfig
+from asyncrl.config.sections.generator import ServerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engines.http import sglang_server, vllm_server
 from asyncrl.generator.engines.http.http_link import key_from

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl.config.limits import check
 from asyncrl.config.schema import BatchConfig, Config, LearnerConfig
 from asyncrl.config.sections.algorithm import AlgorithmConfig, CorrectionConfig, KlLossConfig, ShapingConfig
 from asyncrl.errors import ConfigError
@@ -75,7 +76,7 @@ def test_refused_with_a_remedy(keys: dict[str, Any], key: str, remedy: str) -> N
 )
 def test_a_value_that_makes_no_sense(section: type, keys: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        section(**keys)
+        check(section(**keys), key.rpartition(".")[0])
     assert caught.value.key == key
 
 

@@ -15,7 +15,8 @@ from learner_cases import random_group, small_config, tiny_model
 from rank_processes import run_ranks
 from torch import Tensor
 
-from asyncrl.config.schema import Config, CriticConfig, LearnerConfig, OptimizerConfig, ReferenceConfig
+from asyncrl.config.schema import Config, CriticConfig, LearnerConfig, ReferenceConfig
+from asyncrl.config.sections.learner import OptimizerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend, end_rank
 from asyncrl.learner.backends.fsdp.sharded import ShardedModel

@@ -16,7 +16,8 @@ from learner_cases import random_group, small_config, tiny_model
 from rank_processes import run_ranks
 from safetensors.torch import load_file
 
-from asyncrl.config.schema import CheckpointConfig, Config, CriticConfig, LearnerConfig, OptimizerConfig
+from asyncrl.config.schema import CheckpointConfig, Config, CriticConfig, LearnerConfig
+from asyncrl.config.sections.learner import OptimizerConfig
 from asyncrl.config.sections.parallel import ParallelConfig
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend, end_rank
 from asyncrl.learner.checkpoint import Meta, Saver, load, newest, read_meta

@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 
-from asyncrl.config.schema import Config, LearnerConfig, OptimizerConfig
+from asyncrl.config.schema import Config, LearnerConfig
 from asyncrl.config.sections.algorithm import AlgorithmConfig
+from asyncrl.config.sections.learner import OptimizerConfig
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend, end_rank
 from asyncrl.learner.backends.fsdp.masters import _counts_here
 from asyncrl.learner.checks.logprob_check import probe_batch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import os
 from collections.abc import Mapping
@@ -12,7 +11,8 @@ import pytest
 import torch
 from learner_cases import random_group, small_config, tiny_model
 
-from asyncrl.config.schema import Config, LearnerConfig, OptimizerConfig
+from asyncrl.config.schema import Config, LearnerConfig
+from asyncrl.config.sections.learner import OptimizerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.backends.fsdp.offload import Offload, ParkedState, in_a_file
@@ -176,4 +176,4 @@ def test_memory_in_a_file_is_of_the_file_and_its_room_is_taken_at_once(
 
 def test_small_knobs_are_checked() -> None:
     with pytest.raises(ConfigError, match="peak_tflops"):
-        dataclasses.replace(LearnerConfig(), peak_tflops=0.0)
+        Config(learner=LearnerConfig(peak_tflops=0.0))

@@ -16,8 +16,9 @@ from learner_cases import random_group, small_config
 from rank_processes import run_ranks
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from asyncrl.config.schema import Config, LearnerConfig, ModelConfig, OptimizerConfig
+from asyncrl.config.schema import Config, LearnerConfig, ModelConfig
 from asyncrl.config.sections.algorithm import AlgorithmConfig, KlLossConfig
+from asyncrl.config.sections.learner import OptimizerConfig
 from asyncrl.config.sections.parallel import ParallelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend, end_rank

@@ -10,8 +10,9 @@ import pytest
 from learner_cases import random_group, small_config, tiny_model
 from rank_processes import run_ranks
 
-from asyncrl.config.schema import Config, LearnerConfig, OptimizerConfig
+from asyncrl.config.schema import Config, LearnerConfig
 from asyncrl.config.sections.algorithm import AlgorithmConfig, CorrectionConfig, KlLossConfig
+from asyncrl.config.sections.learner import OptimizerConfig
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend, end_rank
 from asyncrl.learner.training import requirements
 from asyncrl.learner.training.version_step import version_step

@@ -18,16 +18,9 @@ from learner_cases import rollout, small_config, tiny_model
 from trainer_cases import FakePublisher, FakeQueue
 
 from asyncrl.config.load import load_config
-from asyncrl.config.schema import (
-    CheckpointConfig,
-    Config,
-    GeneratorConfig,
-    LearnerConfig,
-    LogprobGateConfig,
-    OptimizerConfig,
-    RunConfig,
-)
+from asyncrl.config.schema import CheckpointConfig, Config, GeneratorConfig, LearnerConfig, RunConfig
 from asyncrl.config.sections.algorithm import AlgorithmConfig, CorrectionConfig
+from asyncrl.config.sections.learner import LogprobGateConfig, OptimizerConfig
 from asyncrl.errors import BehaviourMismatchError, ConfigError
 from asyncrl.generator.engines.engine import SampleRequest
 from asyncrl.generator.engines.transformers.kv_cache import ATTENTION
@@ -143,7 +136,7 @@ def test_bounds_are_those_of_the_dtype_unless_they_are_set() -> None:
     assert LogprobGateConfig().bounds("bfloat16") == (10.0, 0.1)
     assert LogprobGateConfig(max=1.0, mean=0.5).bounds("float32") == (1.0, 0.5)
     with pytest.raises(ConfigError, match=r"^learner.logprob_gate.max = 0"):
-        LogprobGateConfig(max=0.0)
+        Config(learner=LearnerConfig(logprob_gate=LogprobGateConfig(max=0.0)))
 
 
 def probes_of(tmp_path: Path, says_PV: torch.Tensor, lineage: int) -> LogprobProbes:
@@ -210,7 +203,7 @@ def test_a_cut_support_is_trained_on_only_where_tokens_are_weighed_by_it(tmp_pat
                 config({key: value}, truncated="weigh", **unweighed)
     for bad in ({"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1}, {"min_p": 1.0}):
         with pytest.raises(ConfigError, match=rf"^generator.{next(iter(bad))} = "):
-            GeneratorConfig(**bad)  # type: ignore[arg-type]
+            Config(generator=GeneratorConfig(**bad))  # type: ignore[arg-type]
 
 
 def test_groups_of_a_generator_with_another_configuration_are_refused(tmp_path: Path) -> None:

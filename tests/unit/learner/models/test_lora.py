@@ -18,8 +18,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from asyncrl.config.schema import Config, LearnerConfig, ModelConfig, OptimizerConfig, ReferenceConfig
-from asyncrl.config.sections.lora import LoraConfig
+from asyncrl.config.schema import Config, LearnerConfig, ModelConfig, ReferenceConfig
+from asyncrl.config.sections.learner import OptimizerConfig
+from asyncrl.config.sections.models import LoraConfig
 from asyncrl.config.sections.parallel import ParallelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend, end_rank
@@ -205,4 +206,4 @@ def test_what_does_not_go_with_adapters_is_refused(tmp_path: Path) -> None:
             small_config(tmp_path, model=model, learner=learner)
     for wrong in ({"rank": -1}, {"alpha": 0.0}, {"targets": ()}):
         with pytest.raises(ConfigError, match=f"model.lora.{next(iter(wrong))} = "):
-            LoraConfig(**wrong)  # type: ignore[arg-type]
+            Config(model=ModelConfig(lora=LoraConfig(**wrong)))  # type: ignore[arg-type]

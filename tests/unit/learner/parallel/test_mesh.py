@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import MixtralConfig, Qwen2Config
 
+from asyncrl.config.schema import Config, LearnerConfig
 from asyncrl.config.sections.parallel import ParallelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.parallel.mesh import AXES, Mesh, ModelShape, axis_sizes, coordinates, is_data_leader
@@ -72,11 +73,11 @@ def test_what_does_not_go_up_is_refused(parallel: dict[str, Any], world: int, ke
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("tensor", 0), ("replicate", -1), ("context_way", "ring"), ("pipeline_schedule", "gpipe")],
+    [("tensor", 0), ("replicate", -1)],
 )
 def test_the_section_checks_itself(key: str, value: Any) -> None:
     with pytest.raises(ConfigError) as error:
-        ParallelConfig(**{key: value})
+        Config(learner=LearnerConfig(parallel=ParallelConfig(**{key: value})))
     assert error.value.key == f"learner.parallel.{key}"
 
 

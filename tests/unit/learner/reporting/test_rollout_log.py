@@ -10,8 +10,7 @@ import pytest
 from learner_cases import random_group, small_config
 from trainer_cases import Case, FakeQueue
 
-from asyncrl.config.schema import ModelConfig, RunConfig
-from asyncrl.config.sections.telemetry import TelemetryConfig
+from asyncrl.config.schema import ModelConfig, RunConfig, TelemetryConfig
 from asyncrl.learner.reporting.rollout_log import RolloutLog, rollout_row
 from asyncrl.models import load_tokenizer
 from asyncrl.telemetry.sinks import read_rows

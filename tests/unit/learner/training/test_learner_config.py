@@ -9,6 +9,7 @@ import pytest
 from learner_cases import small_config
 
 from asyncrl.config.schema import (
+    Config,
     CriticConfig,
     LearnerConfig,
     ModelConfig,
@@ -18,7 +19,7 @@ from asyncrl.config.schema import (
     TeacherConfig,
 )
 from asyncrl.config.sections.algorithm import AlgorithmConfig, KlLossConfig, ShapingConfig
-from asyncrl.config.sections.lora import LoraConfig
+from asyncrl.config.sections.models import LoraConfig
 from asyncrl.config.sections.parallel import ParallelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.training import requirements
@@ -54,7 +55,7 @@ def test_what_cannot_work_is_refused(sections: dict[str, Any], key: str) -> None
 )
 def test_what_a_backend_cannot_do_is_refused(learner: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError) as error:
-        LearnerConfig(**learner)
+        Config(learner=LearnerConfig(**learner))
     assert error.value.key == f"learner.{key}"
 
 
@@ -64,12 +65,12 @@ def test_adapters_are_not_trained_by_megatron(tmp_path: Path) -> None:
         small_config(tmp_path, model=model, learner=LearnerConfig(backend="megatron"))
 
 
-def test_sections_check_themselves() -> None:
-    for make in (lambda: CriticConfig(warmup_versions=-1), lambda: CriticConfig(clip=0.0)):
+def test_values_of_models_are_within_their_limits() -> None:
+    for wrong in (CriticConfig(warmup_versions=-1), CriticConfig(clip=0.0)):
         with pytest.raises(ConfigError, match="critic"):
-            make()
+            Config(critic=wrong)
     with pytest.raises(ConfigError, match=r"reference\.update_every"):
-        ReferenceConfig(update_every=0)
+        Config(reference=ReferenceConfig(update_every=0))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from asyncrl.config.schema import OptimizerConfig
+from asyncrl.config.sections.learner import OptimizerConfig
 from asyncrl.learner.training.schedule import learning_rate
 
 

@@ -24,11 +24,11 @@ from asyncrl.config.schema import (
     Config,
     CriticConfig,
     LearnerConfig,
-    OptimizerConfig,
     RewardConfig,
     RewardModelConfig,
 )
 from asyncrl.config.sections.algorithm import AlgorithmConfig
+from asyncrl.config.sections.learner import OptimizerConfig
 from asyncrl.config.sections.placement import PlaceConfig, PlacementConfig
 from asyncrl.errors import DeadlineError, PoolLostError, RefusedError, WireError
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend

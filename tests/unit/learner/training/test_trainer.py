@@ -17,15 +17,9 @@ from learner_cases import random_group, small_config
 from trainer_cases import Case, FakeQueue
 
 from asyncrl.config.config_consistency import AGREED
-from asyncrl.config.schema import (
-    CheckpointConfig,
-    Config,
-    LearnerConfig,
-    OptimizerConfig,
-    RewardConfig,
-    RunConfig,
-)
+from asyncrl.config.schema import CheckpointConfig, Config, LearnerConfig, RewardConfig, RunConfig
 from asyncrl.config.sections.algorithm import AlgorithmConfig
+from asyncrl.config.sections.learner import OptimizerConfig
 from asyncrl.config.sections.tasks import EvaluationConfig
 from asyncrl.errors import DeadlineError, RefusedError, StoppedError, TrainingError
 from asyncrl.learner import checkpoint

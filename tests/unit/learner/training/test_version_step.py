@@ -22,13 +22,13 @@ from asyncrl.config.schema import (
     CriticConfig,
     GeneratorConfig,
     LearnerConfig,
-    OptimizerConfig,
     ReferenceConfig,
     RewardConfig,
     RunConfig,
     TeacherConfig,
 )
 from asyncrl.config.sections.algorithm import AlgorithmConfig, CorrectionConfig, KlLossConfig, ShapingConfig
+from asyncrl.config.sections.learner import OptimizerConfig
 from asyncrl.errors import TrainingError
 from asyncrl.learner.algorithms.advantages.advantages import advantages
 from asyncrl.learner.algorithms.advantages.return_advantages import value_targets

@@ -13,7 +13,7 @@ from stream_cases import Generator, closing_all
 import asyncrl.sync.delta.delta_chain as delta_chain
 import asyncrl.sync.stream.link as link_module
 import asyncrl.sync.stream.sender as sender_module
-from asyncrl.config.schema import SyncConfig
+from asyncrl.config.schema import Config, SyncConfig
 from asyncrl.errors import ConfigError, WeightSyncError
 from asyncrl.sync.delta.delta import HEADER_BYTES
 from asyncrl.sync.layout.layout import Box, ParamLayout, layout_bytes
@@ -163,7 +163,7 @@ def test_never_is_never_and_always_needs_two_snapshots(closing: Callable) -> Non
     generator = closing(Generator("generator-0", learner, learner.whole, never))
     assert follow(generator, learner, 0, 1, 2).bytes == layout_bytes(learner.whole)
     with pytest.raises(ConfigError, match=r"sync\.delta = 'always'"):
-        SyncConfig(delta="always", snapshots=1)
+        Config(sync=SyncConfig(delta="always", snapshots=1))
     one = dataclasses.replace(never, delta="auto", snapshots=1)
     learner = closing(DriftingLearner(1, one))
     generator = closing(Generator("generator-0", learner, learner.whole, one))

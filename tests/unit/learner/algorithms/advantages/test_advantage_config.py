@@ -20,21 +20,33 @@ def test_groups_of_one_are_refused_where_rollouts_are_compared(literal: str) -> 
 @pytest.mark.parametrize(
     ("key", "make"),
     [
-        ("algorithm.gamma", lambda: AlgorithmConfig(gamma=1.5)),
-        ("algorithm.lam", lambda: AlgorithmConfig(lam=-0.1)),
-        ("algorithm.vapo_alpha", lambda: AlgorithmConfig(vapo_alpha=0.0)),
-        ("algorithm.hgpo_history", lambda: AlgorithmConfig(hgpo_history=-1)),
-        ("algorithm.cost_multiplier", lambda: AlgorithmConfig(cost_multiplier=-1.0)),
-        ("algorithm.cost_multiplier", lambda: AlgorithmConfig(cost_multiplier=6.0)),
-        ("algorithm.pass_k", lambda: AlgorithmConfig(pass_k=1)),
-        ("algorithm.filter", lambda: AlgorithmConfig(advantage="distill", filter="no_spread")),
+        ("algorithm.gamma", lambda: Config(algorithm=AlgorithmConfig(gamma=1.5))),
+        ("algorithm.lam", lambda: Config(algorithm=AlgorithmConfig(lam=-0.1))),
+        ("algorithm.vapo_alpha", lambda: Config(algorithm=AlgorithmConfig(vapo_alpha=0.0))),
+        ("algorithm.hgpo_history", lambda: Config(algorithm=AlgorithmConfig(hgpo_history=-1))),
+        ("algorithm.cost_multiplier", lambda: Config(algorithm=AlgorithmConfig(cost_multiplier=-1.0))),
+        ("algorithm.cost_multiplier", lambda: Config(algorithm=AlgorithmConfig(cost_multiplier=6.0))),
+        ("algorithm.pass_k", lambda: Config(algorithm=AlgorithmConfig(pass_k=1))),
+        (
+            "algorithm.filter",
+            lambda: Config(algorithm=AlgorithmConfig(advantage="distill", filter="no_spread")),
+        ),
         (
             "algorithm.pass_k",
             lambda: Config(algorithm=AlgorithmConfig(pass_k=9), batch=BatchConfig(group_size=8)),
         ),
-        ("algorithm.shaping.resample_power", lambda: ShapingConfig(resample_power=0.0)),
-        ("algorithm.shaping.kl_coef", lambda: ShapingConfig(kl_coef=-0.1)),
-        ("algorithm.shaping.kl_coef", lambda: ShapingConfig(kl_target=0.1)),
+        (
+            "algorithm.shaping.resample_power",
+            lambda: Config(algorithm=AlgorithmConfig(shaping=ShapingConfig(resample_power=0.0))),
+        ),
+        (
+            "algorithm.shaping.kl_coef",
+            lambda: Config(algorithm=AlgorithmConfig(shaping=ShapingConfig(kl_coef=-0.1))),
+        ),
+        (
+            "algorithm.shaping.kl_coef",
+            lambda: Config(algorithm=AlgorithmConfig(shaping=ShapingConfig(kl_target=0.1))),
+        ),
         (
             "algorithm.shaping.overlong_buffer",
             lambda: Config(

@@ -1,6 +1,6 @@
 """Which numbers and texts a key takes, written in its type: `lease_s: Seconds = 30.0`.
 
-Each section calls `check_values` when it is made. The JSON Schema has the same bounds (`json_schema.py`).
+`check` compares the values of a section with them. The JSON Schema has the same bounds (`json_schema.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from asyncrl.config.sections.rules import require
+from asyncrl.config.sections.rules import Rule, Section, errors_of, sections_in
+from asyncrl.errors import ConfigError, raise_all
 
 LONGEST_S = 2_000_000.0
 """Longest wait, 23 days: waits in milliseconds must fit into 31 bits."""
@@ -74,22 +75,21 @@ Share = Annotated[float, Limit(least=0, most=1)]
 BelowOne = Annotated[float, Limit(least=0, below=1)]
 
 
-def check_values(section: str, values: Any) -> None:
-    """Raise ConfigError for a number of this section that is out of its limits or not finite, and for a text that no
-    file can hold.
+def check(section: Section, at: str = "") -> None:
+    """Raise ConfigError for all values that are wrong by themselves; if there are none, for all rules that are broken.
 
     Args:
-        section: the dotted name of the section, for the error.
-        values: an instance of the section's dataclass. Sections inside it check themselves.
+        section: Sections inside it are checked too.
+        at: The dotted name of the section; "" for the whole configuration.
     """
-    made: type = type(values)
-    for name, limit in limits_of(made).items():
-        key = f"{section}.{name}"
-        for value in _scalars(getattr(values, name)):
-            if isinstance(value, str):
-                _check_text(key, value)
-            elif isinstance(value, (int, float)) and not isinstance(value, bool) and limit is not None:
-                _check_number(key, value, limit)
+    raise_all(value_errors(section, at))
+    raise_all(error for at, one in sections_in(section, at) for error in errors_of(one.rules(at)))
+
+
+def value_errors(section: Section, at: str) -> Iterator[ConfigError]:
+    """An error for each value out of its limits, also in the sections inside."""
+    for name, one in sections_in(section, at):
+        yield from errors_of(_value_rules(one, name))
 
 
 @functools.cache
@@ -97,6 +97,18 @@ def limits_of(schema: type) -> Mapping[str, Limit | None]:
     """{field: its limit} of a section, for the fields that are no section; None where the type bounds no number."""
     hints = typing.get_type_hints(schema, include_extras=True)
     return {name: _limit_in(hint) for name, hint in hints.items() if not dataclasses.is_dataclass(hint)}
+
+
+def _value_rules(section: Section, at: str) -> Iterator[Rule]:
+    """Each number is within its limits and finite, each text one that a file can hold."""
+    schema: type = type(section)
+    for name, limit in limits_of(schema).items():
+        key = f"{at}.{name}"
+        for value in _scalars(getattr(section, name)):
+            if isinstance(value, str):
+                yield from _text_rules(key, value)
+            elif isinstance(value, (int, float)) and not isinstance(value, bool) and limit is not None:
+                yield _number_rule(key, value, limit)
 
 
 def _limit_in(hint: Any) -> Limit | None:
@@ -122,24 +134,20 @@ def _scalars(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _check_number(key: str, value: float, limit: Limit) -> None:
-    remedy = f"set {key} to one, or leave it out for its default"
-    require(isinstance(value, int) or math.isfinite(value), key, value, "must be a finite number", remedy)
+def _number_rule(key: str, value: float, limit: Limit) -> Rule:
+    if isinstance(value, float) and not math.isfinite(value):
+        remedy = f"set {key} to one, or leave it out for its default"
+        return Rule(False, key, value, "must be a finite number", remedy)
     broken = limit.broken(value)
-    require(broken is None, key, value, broken or "", limit.remedy(key, value))
+    return Rule(broken is None, key, value, broken or "", limit.remedy(key, value))
 
 
-def _check_text(key: str, text: str) -> None:
+def _text_rules(key: str, text: str) -> Iterator[Rule]:
     short = text if len(text) <= 40 else text[:40] + "…"
-    require(
-        len(text) <= LONGEST_TEXT,
-        key,
-        short,
-        f"is a text of {len(text)} characters, of at most {LONGEST_TEXT}",
-        "put it into a file",
-    )
+    rule = f"is a text of {len(text)} characters, of at most {LONGEST_TEXT}"
+    yield Rule(len(text) <= LONGEST_TEXT, key, short, rule, "put it into a file")
     whole = "\0" not in text and not any(0xD800 <= ord(character) <= 0xDFFF for character in text)
-    require(whole, key, short, "holds a character that no file can hold", "take \\0 and surrogates out")
+    yield Rule(whole, key, short, "holds a character that no file can hold", "take \\0 and surrogates out")
 
 
 def _shown(number: float) -> str:

@@ -1,0 +1,156 @@
+"""The sections `generator`, `generator.vllm` and `generator.server`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from asyncrl.config.limits import Amount, Count, Positive, Processes, Seconds, Threads
+from asyncrl.config.sections.rules import Rule, Section, device_rules, key, sampling_rules
+
+KvAtFlip = Literal["keep", "recompute", "drain"]
+
+
+@dataclass(frozen=True)
+class VllmConfig(Section):
+    """Only for generator.engine=vllm; what is not here is set by `extra`."""
+
+    tensor_parallel: Processes = key(1, "ranks that one generator's model is split over")
+    dtype: Literal["float32", "bfloat16", "float16"] | None = key(
+        None, "of the model there; none: model.dtype"
+    )
+    kv_cache_mb: Count | None = key(
+        None, "KV cache of one rank; none: gpu_memory_share, on a CPU what all slots may need"
+    )
+    gpu_memory_share: Positive = key(0.9, "of each GPU, for weights and KV cache together")
+    enforce_eager: bool = key(False, "no CUDA graphs; never any on a CPU")
+    extra: dict[str, Any] = key({}, "further arguments of vllm.AsyncEngineArgs")
+
+    def rules(self, at: str) -> Iterator[Rule]:
+        yield Rule(
+            self.gpu_memory_share <= 1,
+            "generator.vllm.gpu_memory_share",
+            self.gpu_memory_share,
+            "is a share of the memory",
+            "set generator.vllm.gpu_memory_share=0.9",
+        )
+
+
+@dataclass(frozen=True)
+class ServerConfig(Section):
+    """Only for generator.engine=vllm_server and sglang: servers that run already; see docs/engines.md."""
+
+    urls: list[str] = key([], "http://host:port; generator-k alone asks and updates the k-th")
+    folder: str | None = key(
+        None, "engine sglang: where generators write versions; each server must see its own's"
+    )
+    key_variable: str | None = key(None, "environment variable with the servers' API key")
+    deadline_s: Seconds = key(300.0, "a server that does not answer for so long ends its generator")
+
+    def rules(self, at: str) -> Iterator[Rule]:
+        for url in self.urls:
+            yield Rule(
+                url.startswith(("http://", "https://")),
+                "generator.server.urls",
+                url,
+                "is no address of an HTTP server",
+                "set generator.server.urls=[http://127.0.0.1:8000]",
+            )
+        yield Rule(
+            len(set(self.urls)) == len(self.urls),
+            "generator.server.urls",
+            self.urls,
+            "names a server twice, but each generator updates the weights of its own",
+            "start a server for each generator",
+        )
+
+
+@dataclass(frozen=True)
+class GeneratorConfig(Section):
+    engine: Literal["transformers", "vllm", "vllm_server", "sglang", "scripted"] = "transformers"
+    own_engine: str | None = key(None, "in place of engine, see docs/engines.md")
+    count: Processes = key(1, "generator processes that `asyncrl train` starts")
+    slots: Count = key(256, "sequences decoded at once (rows of the static KV cache)")
+    max_length: Count = key(1024, "prompt + output tokens of one sequence (columns of the static KV cache)")
+    max_tokens: Count = key(256, "output tokens of one turn")
+    temperature: Positive = 1.0
+    top_p: float = key(
+        1.0, "draw from the fewest tokens that have this mass; below 1 see algorithm.truncated"
+    )
+    top_k: Amount = key(
+        0, "draw from so many of the likeliest tokens; 0: all; above 0 see algorithm.truncated"
+    )
+    min_p: float = key(
+        0.0, "draw from tokens at least so likely, as a share of the likeliest; see algorithm.truncated"
+    )
+    on_failure: Literal["retry", "drop", "stop"] = key(
+        "retry",
+        "of the engine at one request: retry twice and then drop the task with reason 'engine', drop it at "
+        "once, or end the generator",
+    )
+    fixed_shape: bool | None = key(
+        None,
+        "always decode all slots at full length, so that a row never depends on its neighbours "
+        "(bit-reproducible, slower); none: only at max_staleness 0",
+    )
+    threads: Threads | None = key(
+        None, "CPU threads of one process; none: cores shared out over the run's processes"
+    )
+    devices: str | None = key(None, "CUDA_VISIBLE_DEVICES of the generator pool; none: as the shell has it")
+    kv: KvAtFlip = key(
+        "keep",
+        "samples in flight when new weights come: go on with the KV cache of the old ones, have it made again "
+        "by the new ones, or are finished first by the old ones",
+    )
+    vllm: VllmConfig = field(default_factory=VllmConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    heartbeat_s: Seconds = key(2.0, "between two renewals of all leases of a worker")
+
+    def rules(self, at: str) -> Iterator[Rule]:
+        yield from device_rules("generator.devices", self.devices)
+        yield from sampling_rules(at, self.top_p, self.min_p)
+        yield Rule(
+            self.kv == "keep" or self.engine != "scripted",
+            "generator.kv",
+            self.kv,
+            "is not for generator.engine=scripted: it has no cache, and flips at once",
+            "set generator.kv=keep",
+        )
+        yield from self._server_rules()
+
+    @property
+    def makes_real_tokens(self) -> bool:
+        """Whether recorded log-probs are those of a model; scripted ones are made up."""
+        return self.own_engine is not None or self.engine != "scripted"
+
+    def _server_rules(self) -> Iterator[Rule]:
+        behind_http, urls = self.engine in ("vllm_server", "sglang"), self.server.urls
+        yield Rule(
+            bool(urls) == behind_http,
+            "generator.server.urls",
+            urls,
+            "goes with generator.engine=vllm_server or sglang, and only with these",
+            "set both, or neither",
+        )
+        yield Rule(
+            not behind_http or len(urls) >= self.count,
+            "generator.server.urls",
+            urls,
+            f"has fewer servers than generator.count={self.count}",
+            f"name {self.count} servers, or set generator.count={max(1, len(urls))}",
+        )
+        yield Rule(
+            (self.server.folder is not None) == (self.engine == "sglang"),
+            "generator.server.folder",
+            self.server.folder,
+            "goes with generator.engine=sglang, and only with that",
+            "set generator.server.folder=/shared/versions",
+        )
+        yield Rule(
+            self.engine != "sglang" or (self.top_p == 1 and self.top_k == 0 and self.min_p == 0),
+            "generator.engine",
+            self.engine,
+            "its log-probs are of all tokens, also where top_p, top_k or min_p cut some off",
+            "unset these, or set generator.engine=vllm_server",
+        )

@@ -1,0 +1,135 @@
+"""The section `learner`, and the optimizer of every model that learns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from asyncrl.config.limits import (
+    Amount,
+    BelowOne,
+    Count,
+    NotNegative,
+    Positive,
+    Processes,
+    Seconds,
+    Share,
+    Threads,
+)
+from asyncrl.config.sections.parallel import ParallelConfig
+from asyncrl.config.sections.rules import Rule, Section, device_rules, key
+
+
+@dataclass(frozen=True)
+class OptimizerConfig(Section):
+    lr: Positive = 1e-6
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
+    eps: Positive = 1e-8
+    weight_decay: NotNegative = 0.0
+    warmup_steps: Amount = key(10, "linear, from lr / warmup_steps")
+    schedule: Literal["constant", "linear", "cosine"] = key("constant", "after the warm-up, to the last step")
+    min_lr_ratio: Share = key(0.1, "where linear and cosine end, as a share of lr")
+    grad_clip: Positive = key(1.0, "largest global gradient norm")
+
+
+@dataclass(frozen=True)
+class LogprobGateConfig(Section):
+    """Engine against learner: log-probs of tokens made by the very weights that the learner has."""
+
+    max: Positive | None = key(None, "most that one token may differ; none: 0.01 in float32, 10 in bfloat16")
+    mean: Positive | None = key(
+        None, "most that tokens may differ on average; none: 0.001 in float32, 0.1 in bfloat16"
+    )
+    probe: bool = key(
+        True, "after each flip generators draw a few tokens for comparison, whatever is being trained on"
+    )
+    on_mismatch: Literal["stop", "warn"] = key("stop", "warn: log it, and train on")
+
+    def bounds(self, dtype: str) -> tuple[float, float]:
+        """(of one token, of the mean), resolved for a model of this dtype."""
+        largest, mean = (0.01, 0.001) if dtype == "float32" else (10.0, 0.1)
+        return self.max or largest, self.mean or mean
+
+
+@dataclass(frozen=True)
+class LearnerConfig(Section):
+    processes: Processes = key(1, "ranks that `asyncrl train` starts (torchrun does it in a split run)")
+    backend: Literal["fsdp", "megatron"] = key(
+        "fsdp", "megatron: Megatron-core, on GPUs; see docs/megatron.md"
+    )
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    micro_batch_tokens: Count = key(16384, "most tokens of one forward/backward of one rank")
+    mini_batches: Count = key(
+        1, "optimizer steps that the groups of one version are split over (PPO mini-batches)"
+    )
+    epochs: Count = key(1, "passes over the groups of one version")
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    skip_flat_groups: bool = key(
+        True,
+        "no forward for groups whose advantages are all 0, wherever their gradient is exactly 0 (a version of "
+        "such groups alone leaves the optimizer alone)",
+    )
+    on_bad_step: Literal["stop", "skip"] = key(
+        "stop", "a gradient that is not finite; skip: drop the step's groups"
+    )
+    on_bad_batch: Literal["stop", "skip"] = key(
+        "stop",
+        "groups whose log-probs, columns or loss are not finite; skip: drop them as not_finite and train on "
+        "others, as if they had not been there",
+    )
+    activation_checkpointing: Literal["none", "layers"] = key(
+        "none",
+        "layers: keep each decoder layer's input alone and compute the rest again in the backward pass: less "
+        "memory, a third more work",
+    )
+    compile: bool = key(False, "torch.compile each decoder layer")
+    offload: Literal["none", "optimizer", "disk"] = key(
+        "none",
+        "where the optimizer's state waits between steps. optimizer: in host memory (GPU); disk: in files of "
+        "offload_folder",
+    )
+    offload_folder: str | None = key(None, "of every machine of the learner, best on an NVMe disk of its own")
+    peak_tflops: Positive | None = key(
+        None, "of one device, for the share learner/mfu; none: measured at the start"
+    )
+    logprob_gate: LogprobGateConfig = field(default_factory=LogprobGateConfig)
+    threads: Threads | None = key(
+        None, "CPU threads of one process; none: cores shared out over the run's processes"
+    )
+    devices: str | None = key(None, "CUDA_VISIBLE_DEVICES of the learner pool; none: as the shell has it")
+    groups_deadline_s: Seconds = key(600.0, "longest wait for the next group before the run is called stuck")
+
+    def rules(self, at: str) -> Iterator[Rule]:
+        yield from device_rules("learner.devices", self.devices)
+        ranks_on = len(self.devices.split(",")) if self.devices else self.processes
+        yield Rule(
+            self.processes <= ranks_on,
+            "learner.processes",
+            self.processes,
+            f"is more than learner.devices={self.devices} has GPUs, and each process needs one of its own",
+            f"set learner.processes={ranks_on}, or name more GPUs",
+        )
+        yield Rule(
+            not self.compile or self.parallel.tensor == 1,
+            "learner.compile",
+            self.compile,
+            "does not go with layers whose matrices are shared",
+            "leave it out, or set learner.parallel.tensor=1",
+        )
+        yield Rule(
+            (self.offload == "disk") == (self.offload_folder is not None),
+            "learner.offload_folder",
+            self.offload_folder,
+            f"goes with learner.offload=disk and no other, and this is {self.offload}",
+            "set both, or neither",
+        )
+        own = {"activation_checkpointing": "none", "compile": False, "offload": "none"}
+        for name in (name for name, off in own.items() if getattr(self, name) != off):
+            yield Rule(
+                self.backend == "fsdp",
+                f"learner.{name}",
+                getattr(self, name),
+                f"is not what learner.backend={self.backend} does",
+                "leave it out, or set learner.backend=fsdp",
+            )

@@ -1,0 +1,111 @@
+"""The section `queue`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from asyncrl.config.limits import Amount, AnyBytes, Bytes, Count, Seconds
+from asyncrl.config.sections.rules import Rule, Section, key, redis_url_rule
+
+
+def _stays_here(address: str) -> bool:
+    """Whether only processes of this machine can reach a ZeroMQ address.
+
+    >>> [_stays_here(a) for a in ("tcp://127.0.0.1:*", "tcp://[::1]:5", "ipc:///tmp/q", "tcp://*:5", "tcp://node:5")]
+    [True, True, True, False, False]
+    """
+    scheme, _, rest = address.partition("://")
+    host = rest.rpartition(":")[0].strip("[]")
+    return scheme in ("ipc", "inproc") or host in ("localhost", "::1") or host.startswith("127.")
+
+
+@dataclass(frozen=True)
+class QueueConfig(Section):
+    address: str = key("tcp://127.0.0.1:*", "of the broker; * picks a free port (only for `asyncrl train`)")
+    max_staleness: Amount = key(
+        2, "η: versions between the oldest token of a group and the policy it trains; 0 = synchronous"
+    )
+    window: Count | None = key(
+        None,
+        "W: groups past the oldest untrained one that may be trained first; none: 1 (strict order) up to η = "
+        "1, else batch.groups + 1",
+    )
+    depth: Count | None = key(None, "groups leased or ready at once; none: (η + 1) * batch.groups")
+    max_bytes: Bytes = key(4 << 30, "payload bytes held by the queue")
+    wait_share: float | None = key(
+        None,
+        "share of its time that the learner may wait for groups: generators work ahead no more than that "
+        "takes, so data is fresher than η; none: as far as η allows",
+    )
+    retained_bytes: AnyBytes = key(
+        1 << 30, "payload bytes kept for a rewind only that stay in memory; more go to the disk"
+    )
+    store: Literal["memory", "file", "redis"] = key(
+        "file",
+        "what a queue that dies leaves to the next: nothing, or a journal in the run folder or in Redis, to "
+        "go on from",
+    )
+    durable: Literal["metadata", "payload"] = key(
+        "metadata", "metadata: ready groups are generated again; payload: kept"
+    )
+    fsync: bool = key(False, "survive a power failure too, not only the end of the process (store: file)")
+    redis_url: str | None = key(None, "redis://, rediss:// (TLS) or unix://, with user:password@ as needed")
+    lease_s: Seconds = key(30.0, "a lease not renewed for this long goes back to pending")
+    deadline_s: Seconds = key(60.0, "of every request to the queue")
+    keys: str | None = key(
+        None,
+        "folder made by `asyncrl keys`: only its owners may talk to the broker, and encrypted; none: anybody "
+        "may, so that the address must be on loopback",
+    )
+
+    def rules(self, at: str) -> Iterator[Rule]:
+        yield Rule(
+            self.address.partition("://")[0] in ("tcp", "ipc", "inproc"),
+            "queue.address",
+            self.address,
+            "does not say how it is reached",
+            f"set queue.address=tcp://{self.address.rpartition('://')[2] or '127.0.0.1:*'}",
+        )
+        yield Rule(
+            self.keys is not None or "://" not in self.address or _stays_here(self.address),
+            "queue.address",
+            self.address,
+            "can be reached from other machines, and queue.keys is not set",
+            "make keys with `asyncrl keys DIR`, copy DIR without server.key to the machines of the run that have no "
+            "queue, and set queue.keys=DIR",
+        )
+        yield Rule(
+            self.wait_share is None or 0 < self.wait_share < 1,
+            "queue.wait_share",
+            self.wait_share,
+            "is a share of the learner's time, between 0 and 1",
+            "set queue.wait_share=0.05",
+        )
+        yield from self._store_rules()
+
+    def _store_rules(self) -> Iterator[Rule]:
+        yield redis_url_rule("queue.redis_url", self.redis_url)
+        yield Rule(
+            (self.redis_url is not None) == (self.store == "redis"),
+            "queue.redis_url",
+            self.redis_url,
+            "goes with queue.store=redis, and only with that",
+            "set queue.store=redis queue.redis_url=redis://127.0.0.1:6379/0",
+        )
+        yield Rule(
+            self.store != "memory" or self.durable == "metadata",
+            "queue.durable",
+            self.durable,
+            "a queue that keeps nothing cannot keep payloads",
+            "set queue.store=file",
+        )
+        yield Rule(
+            not self.fsync or self.store == "file",
+            "queue.fsync",
+            self.fsync,
+            "is for files"
+            + ("; a Redis server decides by its own appendfsync" if self.store == "redis" else ""),
+            "set queue.store=file, or leave it out",
+        )
