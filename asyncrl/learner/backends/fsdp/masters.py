@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from asyncrl.config.schema import OptimizerConfig
+from asyncrl.config.sections.learner import OptimizerConfig
 from asyncrl.learner.backends.fsdp.offload import Offload, ParkedState
 from asyncrl.learner.backends.fsdp.tied_embeddings import TiedEmbedding
 from asyncrl.learner.backends.storage import ModelState
