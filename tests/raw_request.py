@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from asyncrl.queue.broker.queue_state import SessionRequest
+from asyncrl.queue.protocol.requests import Request, unpack
+from asyncrl.queue.storage.store import Frames
 from asyncrl.queue.wire import wire
 
 
@@ -23,3 +26,18 @@ def envelope(
             "requests": [[request_id, op, wire.pack_value(args), frames]],
         }
     )
+
+
+def request_of(
+    verb: str, args: Mapping[str, object] | None = None, wait_s: float = 0.0, frames: Frames = ()
+) -> Request:
+    """The record of a request. WireError for arguments that the broker would not take."""
+    nbytes = {"nbytes": sum(map(len, frames))} if frames else {}
+    return unpack(verb, wire.pack_value({"wait_s": wait_s, **(args or {}), **nbytes}), frames)
+
+
+def session_request(
+    verb: str, session: str, args: Mapping[str, object], frames: Frames = ()
+) -> SessionRequest:
+    """A request of a session of run 'run', as the broker reads it."""
+    return SessionRequest("run", session, unpack(verb, wire.pack_value(args), frames), frames)

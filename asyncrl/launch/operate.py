@@ -22,7 +22,7 @@ from asyncrl.errors import ConfigError, RunClosedError
 from asyncrl.launch.folder.run_folder import find_run, read_address, read_summary
 from asyncrl.launch.views.plain_text import cell, without_control
 from asyncrl.queue.client.client import QueueClient
-from asyncrl.queue.client.replies import Peek
+from asyncrl.queue.protocol.replies import Peek
 from asyncrl.rpc.keys import client_keys
 from asyncrl.types import Array, Group, Rollout
 

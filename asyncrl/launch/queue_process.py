@@ -62,7 +62,7 @@ def run_queue(
     address = broker.bound_address
     folder = run_folder(config)
     keeper = open_keeper(config.queue, config.run.name, folder / "queue", now=time.monotonic(), anew=anew)
-    broker.take_up(keeper.service, keeper.flush)
+    broker.take_up(keeper.queue, keeper.flush)
     write_address(folder, address)
     if announce is not None:
         with open(announce, "w", encoding="utf-8") as pipe:

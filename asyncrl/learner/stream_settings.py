@@ -13,7 +13,7 @@ from asyncrl.config.schema import Config
 from asyncrl.learner.checkpoint import Meta
 from asyncrl.learner.training import requirements
 from asyncrl.queue.client.client import BlockingClient
-from asyncrl.queue.ledger.ledger import Frontier, StreamSettings
+from asyncrl.queue.protocol.settings import Frontier, StreamSettings
 from asyncrl.queue.wire import wire
 from asyncrl.types import EVAL, TRAIN
 

@@ -21,7 +21,8 @@ from typing import Any
 
 from asyncrl.errors import AsyncRLError, DeadlineError, RefusedError, StoppedError, TrainingError
 from asyncrl.learner.backends.backend import Backend
-from asyncrl.queue.client.client import BlockingClient, Claim, Trained
+from asyncrl.queue.client.client import BlockingClient
+from asyncrl.queue.protocol.replies import Claim, Trained
 from asyncrl.telemetry.spans import Spans
 from asyncrl.telemetry.status import UNDER_WAY, ProcessStatus
 from asyncrl.types import TRAIN, Group, Version

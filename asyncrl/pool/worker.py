@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from asyncrl.config.config_consistency import check_board
 from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError, DeadlineError, RefusedError, RunClosedError, first_failure
-from asyncrl.queue.client.client import StageLease
+from asyncrl.queue.protocol.replies import StageLease
 from asyncrl.telemetry.status import ProcessStatus
 from asyncrl.types import Array, Group
 

@@ -6,7 +6,7 @@
 >>> asyncio.run(hello())
 'demo'
 
-The desk (dispatcher.py) and the clients (session.py) are those of a real queue; only the wire between them is short.
+The dispatcher and the clients (session.py) are those of a real queue; only the wire between them is short.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import Any, Self
 
 from asyncrl.queue.broker.dispatcher import Dispatcher, OutgoingReply
-from asyncrl.queue.broker.service import QueueService
+from asyncrl.queue.broker.queue_state import QueueState
 from asyncrl.queue.client.client import QueueClient
 from asyncrl.queue.client.link import Listener
 
@@ -36,11 +36,11 @@ class LocalQueue:
         run: str = "local",
         *,
         clock: Callable[[], float] = time.monotonic,
-        service: QueueService | None = None,
+        queue: QueueState | None = None,
         before_send: Callable[[], None] = lambda: None,
     ) -> None:
         self.run, self._before_send = run, before_send
-        self.desk = Dispatcher(service or QueueService(run))
+        self.dispatcher = Dispatcher(queue or QueueState(run))
         self.links: dict[bytes, LocalLink] = {}
         self._clock = clock
         self._inbox: deque[tuple[bytes, list[bytes]]] = deque()
@@ -71,14 +71,14 @@ class LocalQueue:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), TICK_S)
             self._news.clear()
-            letters: list[OutgoingReply] = []
+            replies: list[OutgoingReply] = []
             while self._inbox:
-                letters += self.desk.receive(*self._inbox.popleft(), self._clock())
-            letters += self.desk.tick(self._clock())
+                replies += self.dispatcher.receive(*self._inbox.popleft(), self._clock())
+            replies += self.dispatcher.tick(self._clock())
             self._before_send()
-            for letter in letters:
-                if letter.identity in self.links:
-                    self.links[letter.identity].deliver(letter.frames)
+            for reply in replies:
+                if reply.identity in self.links:
+                    self.links[reply.identity].deliver(reply.frames)
 
 
 class LocalLink:
@@ -103,4 +103,4 @@ class LocalLink:
 
     def deliver(self, frames: Sequence[Any]) -> None:
         if self._listener is not None:
-            self._listener.heard(frames)
+            self._listener.received(frames)

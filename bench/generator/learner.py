@@ -47,7 +47,7 @@ def main() -> None:
     config = config_of(folder, said["engine"])
     broker = Broker(config.queue.address, config.run.name)
     keeper = open_keeper(config.queue, config.run.name, folder / "queue", now=time.monotonic())
-    broker.take_up(keeper.service, keeper.flush)
+    broker.take_up(keeper.queue, keeper.flush)
     serving = threading.Thread(target=broker.serve)
     serving.start()
     threading.Thread(target=lambda: asyncio.run(_feed(config, broker.bound_address)), daemon=True).start()

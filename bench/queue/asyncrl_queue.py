@@ -20,9 +20,10 @@ from asyncrl.config.schema import QueueConfig
 from asyncrl.errors import SourceEndedError
 from asyncrl.queue.broker.broker import Broker
 from asyncrl.queue.broker.durability import open_keeper
-from asyncrl.queue.client.client import Claim, Lease, QueueClient
+from asyncrl.queue.client.client import QueueClient
 from asyncrl.queue.feeder import feed
-from asyncrl.queue.ledger.events import StreamSettings
+from asyncrl.queue.protocol.replies import Claim, Lease
+from asyncrl.queue.protocol.settings import StreamSettings
 from asyncrl.rpc.keys import client_keys, make_keys, server_keys
 from asyncrl.types import Group, Sampling, Task
 from bench.queue.endpoint import Run
@@ -70,7 +71,7 @@ def serve(folder: Path, options: Mapping[str, Any], load: Load) -> Iterator[list
             words["redis_url"] = "unix://" + stack.enter_context(redis_server(folder))
         broker = Broker("tcp://127.0.0.1:*", RUN, keys=server_keys(keys))
         keeper = open_keeper(QueueConfig(**words), RUN, folder / "queue", now=time.monotonic())
-        broker.take_up(keeper.service, keeper.flush)
+        broker.take_up(keeper.queue, keeper.flush)
         address = [broker.bound_address, keys]
         serving = threading.Thread(target=broker.serve)
         serving.start()

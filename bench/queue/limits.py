@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from asyncrl.queue.ledger.ledger import Ledger, StreamSettings
+from asyncrl.queue.ledger.ledger import Ledger
+from asyncrl.queue.protocol.settings import StreamSettings
 
 COPY_BYTES = 64 << 20
 """More than a cache holds."""
@@ -57,10 +58,10 @@ def ledger_transitions_per_s() -> float:
     ledger = Ledger(lambda event: None)
     ledger.open(settings, None)
     ledger.submit(0, (STEPS + 16) * STEP)
-    epoch = ledger.book.learner_epoch
+    epoch = ledger.state.learner_epoch
     started = time.perf_counter()
     for step in range(STEPS):
-        while grants := ledger.lease("worker", HELD, ledger.book.lineage, 8, 0.0):
+        while grants := ledger.lease("worker", HELD, ledger.state.lineage, 8, 0.0):
             for grant in grants:
                 ledger.commit(grant.ordinal, grant.epoch, 4096, 70_000, HELD, grant.ordinal, ("rewards",))
         index, last = 0, False

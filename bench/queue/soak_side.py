@@ -13,7 +13,7 @@ from typing import Any
 
 from asyncrl.errors import RunClosedError
 from asyncrl.queue.client.client import QueueClient
-from asyncrl.queue.ledger.events import StreamSettings
+from asyncrl.queue.protocol.settings import StreamSettings
 from bench.process import Talk
 from bench.queue.asyncrl_queue import MICRO_BATCH, RUN, STREAM, columns_of, group_of
 from bench.queue.load import AHEAD, ROWS, Load, Source, check

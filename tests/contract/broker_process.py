@@ -16,7 +16,7 @@ def main(address: str, folder: str, *words: str) -> None:
     config = QueueConfig(**dict(word.split("=", 1) for word in words))
     broker = Broker(address, "run")
     keeper = open_keeper(config, "run", Path(folder), now=time.monotonic())
-    broker.take_up(keeper.service, keeper.flush)
+    broker.take_up(keeper.queue, keeper.flush)
     print(broker.bound_address, flush=True)
     broker.serve()
 

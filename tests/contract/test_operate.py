@@ -15,7 +15,7 @@ from asyncrl.launch import operate
 from asyncrl.launch.folder.run_folder import write_address
 from asyncrl.queue.broker.broker import Broker
 from asyncrl.queue.client.client import BlockingClient
-from asyncrl.queue.ledger.ledger import StreamSettings
+from asyncrl.queue.protocol.settings import StreamSettings
 from asyncrl.rpc.keys import client_keys, make_keys, server_keys
 from asyncrl.types import Group, Rollout, Sampling, Task
 

@@ -17,8 +17,7 @@ from asyncrl.config.sections.placement import PlaceConfig, PlacementConfig
 from asyncrl.errors import ConfigError, DeadlineError
 from asyncrl.pool.worker import AddColumns, LeftOut, PoolWorker
 from asyncrl.queue.client.client import QueueClient
-from asyncrl.queue.ledger.ledger import StreamSettings
-from asyncrl.queue.ledger.settings import StageSettings
+from asyncrl.queue.protocol.settings import StageSettings, StreamSettings
 from asyncrl.types import NO_VERSION, Array, Group
 
 __all__ = ["queue"]

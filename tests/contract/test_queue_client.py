@@ -26,10 +26,12 @@ from asyncrl.errors import (
 from asyncrl.queue.broker.broker import Broker
 from asyncrl.queue.broker.durability import open_keeper
 from asyncrl.queue.broker.recovery import Recovery
-from asyncrl.queue.client.client import BlockingClient, Claim, Lease, Opened, QueueClient
+from asyncrl.queue.client.client import BlockingClient, QueueClient
 from asyncrl.queue.feeder import feed
-from asyncrl.queue.ledger.ledger import StreamSettings
 from asyncrl.queue.local import LocalQueue
+from asyncrl.queue.protocol.replies import Claim, Lease, Opened
+from asyncrl.queue.protocol.requests import CommitRequest
+from asyncrl.queue.protocol.settings import StreamSettings
 from asyncrl.queue.wire.payload import encode_group
 from asyncrl.types import Group, Rollout, Sampling, Task
 
@@ -62,8 +64,8 @@ class SocketQueue:
         self._broker = Broker("tcp://127.0.0.1:*", run, clock=self.clock)
         self._keeper = keeper
         if keeper is not None:
-            self._broker.take_up(keeper.service, keeper.flush)
-        self.address, self.desk = self._broker.bound_address, self._broker.desk
+            self._broker.take_up(keeper.queue, keeper.flush)
+        self.address, self.desk = self._broker.bound_address, self._broker.dispatcher
         self._thread = threading.Thread(target=self._broker.serve)
         self._thread.start()
         self._clients: list[QueueClient] = []
@@ -89,7 +91,7 @@ class ProcessQueue:
     def __init__(self, run: str = "run") -> None:
         self.clock = Clock()
         self._queue = LocalQueue(run, clock=self.clock)
-        self.desk = self._queue.desk
+        self.desk = self._queue.dispatcher
         self._clients: list[QueueClient] = []
 
     async def client(self, who: str, run: str = "run") -> QueueClient:
@@ -544,14 +546,16 @@ async def commit_damaged(worker: QueueClient, one: Lease) -> None:
     payload = encode_group(group(one.task, 0))
     damaged = bytearray(payload.frames[0])
     damaged[-1] ^= 1
-    numbers = {
-        "ordinal": one.task.ordinal,
-        "epoch": one.epoch,
-        "tokens": payload.tokens,
-        "digest": payload.digest,
-    }
-    numbers |= {"nbytes": payload.nbytes, "start_version": payload.start_version}
-    await worker._channel.ask("commit", {"stream": "train", **numbers}, [bytes(damaged)])
+    request = CommitRequest(
+        stream="train",
+        ordinal=one.task.ordinal,
+        epoch=one.epoch,
+        tokens=payload.tokens,
+        nbytes=payload.nbytes,
+        start_version=payload.start_version,
+        digest=payload.digest,
+    )
+    await worker._channel.request(request, [bytes(damaged)])
 
 
 async def test_a_group_that_cannot_be_read_is_dropped_and_its_step_begins_anew(queue: AnyQueue) -> None:

@@ -8,16 +8,17 @@ import socket as sockets
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 from raw_request import envelope
 
 from asyncrl.queue.broker.broker import Broker
 from asyncrl.queue.client.client import BlockingClient
-from asyncrl.queue.ledger.ledger import StreamSettings
+from asyncrl.queue.protocol.settings import StreamSettings
 from asyncrl.queue.wire import wire
 from asyncrl.queue.wire.client_state import MAX_REQUESTS
 from asyncrl.queue.wire.envelope import unpack_replies
@@ -86,7 +87,7 @@ GARBAGE = {
     "no arguments": envelope("lease"),
     "a wait without end": envelope("lookup", key="x", wait_s=float("nan")),
     "strange settings": envelope("open", stream="train", settings={"depth": "deep"}),
-    "a strange snapshot": envelope("open", stream="train", settings=TRAIN.to_wire(), snapshot=b"ARLQ"),
+    "a strange snapshot": envelope("open", stream="train", settings=asdict(TRAIN), snapshot=b"ARLQ"),
     "strange tasks": envelope("submit", stream="train", tasks=[[0, 0]], min_version=0, wait_s=1),
     "strange leases": envelope("give_back", stream="train", leases=[["a", {}]]),
     "a key of a wrong kind": envelope("post", key=["list"], value=b""),
@@ -180,12 +181,12 @@ def test_a_peer_that_sends_and_never_reads_does_not_make_the_broker_grow(visitor
         visitor.socket.send(envelope("lookup", i, waiting=range(1, i + 1), key="large"))
     for i in range(201, 401):
         visitor.socket.send(envelope("lookup", i, key="large"))
-    visitor.socket.send(envelope("open", 401, stream="another", settings=TRAIN.to_wire()))
+    visitor.socket.send(envelope("open", 401, stream="another", settings=asdict(TRAIN)))
     assert visitor.learner.room("another", wait_s=WAIT_S)[1] > 0  # which does not stand in line with lookups
     refused = visitor.learner.status()["refused"]
     assert refused["busy"] == 200 - MAX_REQUESTS
     assert refused["unread"] > 0
-    assert sum(len(caller.unread) for caller in visitor.broker.desk._callers.values()) < MAX_REQUESTS
+    assert sum(len(caller.unread) for caller in visitor.broker.dispatcher._clients.values()) < MAX_REQUESTS
 
 
 def test_a_broker_opens_more_files_than_a_shell_allows() -> None:
@@ -200,8 +201,8 @@ def test_a_broker_opens_more_files_than_a_shell_allows() -> None:
 
 def test_a_thousand_clients_at_once(visitor: Visitor) -> None:
     """Each waits for a task of its own, and gets it."""
-    clients, settings = 1000, TRAIN.to_wire() | {"groups_per_version": 1000, "depth": 1000}
-    visitor.learner.open("many", StreamSettings.from_wire(settings))
+    clients, settings = 1000, asdict(TRAIN) | {"groups_per_version": 1000, "depth": 1000}
+    visitor.learner.open("many", msgspec.convert(settings, StreamSettings))
     with ExitStack() as stack:
         peers = []
         for at in range(clients):

@@ -21,9 +21,10 @@ from redis_server import RedisServer
 
 from asyncrl.errors import JournalError, RefusedError, SourceEndedError
 from asyncrl.launch.supervise import die_with_parent
-from asyncrl.queue.client.client import Claim, Lease, QueueClient
+from asyncrl.queue.client.client import QueueClient
 from asyncrl.queue.feeder import feed
-from asyncrl.queue.ledger.ledger import StreamSettings
+from asyncrl.queue.protocol.replies import Claim, Lease
+from asyncrl.queue.protocol.settings import StreamSettings
 from asyncrl.types import Group, Rollout, Sampling, Task
 
 T = TypeVar("T")

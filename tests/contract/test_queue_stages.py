@@ -20,9 +20,9 @@ from test_queue_client import (
     tasks,
 )
 
-from asyncrl.queue.client.client import QueueClient, StageLease
-from asyncrl.queue.ledger.ledger import StreamSettings
-from asyncrl.queue.ledger.settings import StageSettings
+from asyncrl.queue.client.client import QueueClient
+from asyncrl.queue.protocol.replies import StageLease
+from asyncrl.queue.protocol.settings import StageSettings, StreamSettings
 from asyncrl.types import NO_VERSION
 
 __all__ = ["queue"]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from raw_request import envelope
+from raw_request import envelope, request_of
 
 from asyncrl.queue.broker.dispatcher import Dispatcher, OutgoingReply
-from asyncrl.queue.broker.service import QueueService
+from asyncrl.queue.broker.queue_state import QueueState
 from asyncrl.queue.client.session import ReplyValue, Session, Undo
-from asyncrl.queue.ledger.ledger import StreamSettings
+from asyncrl.queue.protocol.settings import StreamSettings
 from asyncrl.queue.wire.envelope import pack_replies, pack_reply, unpack_replies
 
 FOREVER = 1e6
@@ -36,8 +36,8 @@ def reply(number: Any, value: Any = None, error: Any = None, payload: Sequence[b
 
 def opened_desk(tasks: int = 0, lease_s: float = FOREVER) -> Dispatcher:
     """A desk whose stream 'train' is open and has so many tasks."""
-    desk, train = Dispatcher(QueueService("run")), replace(TRAIN, lease_s=lease_s)
-    desk.receive(b"setup", [envelope("open", stream="train", settings=train.to_wire())], 0.0)
+    desk, train = Dispatcher(QueueState("run")), replace(TRAIN, lease_s=lease_s)
+    desk.receive(b"setup", [envelope("open", stream="train", settings=asdict(train))], 0.0)
     if tasks:
         submit(desk, 0, tasks)
     return desk
@@ -77,7 +77,8 @@ class Network:
         frames: Sequence[bytes] = (),
         deadline_s: float = FOREVER,
     ) -> tuple[bytes, int]:
-        request_id = self.session(who).ask(op, args, frames, wait_s, deadline_s, self.now, undo)
+        request = request_of(op, args, wait_s, frames)
+        request_id = self.session(who).request(request, frames, deadline_s, self.now, undo)
         return who.encode(), request_id
 
     def deliver(self, seconds: float = 0.0) -> None:
@@ -113,7 +114,7 @@ class Network:
 
     def settle(self, identity: bytes, outcomes: Sequence[Any]) -> None:
         for outcome in outcomes:
-            self.results[identity, outcome.request_id] = outcome.result
+            self.results[identity, outcome.number] = outcome.result
 
     def value(self, key: tuple[bytes, int]) -> Any:
         result = self.results[key]
@@ -125,18 +126,13 @@ class Network:
 
 
 def counting(desk: Dispatcher) -> list[str]:
-    """The operations that the service is asked from now on, retries included."""
-    asked: list[str] = []
-    answer: Callable[..., Any] = desk.service.answer
+    """The verbs that are handled from now on, repeated attempts included."""
+    handled: list[str] = []
+    handle = desk._handle
 
-    class Counted:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(service, name)
+    def counted(queue: Any, incoming: Any, now: float, late: bool) -> Any:
+        handled.append(incoming.request.verb)
+        return handle(queue, incoming, now, late)
 
-        def answer(self, request: Any, now: float, late: bool = False) -> Any:
-            asked.append(request.op)
-            return answer(request, now, late)
-
-    service = desk.service
-    desk.service = Counted()  # type: ignore[assignment]
-    return asked
+    desk._handle = counted
+    return handled

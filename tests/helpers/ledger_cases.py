@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import RefusedError
 from asyncrl.queue.ledger import events as ev
-from asyncrl.queue.ledger.ledger import Frontier, Ledger, StreamSettings
-from asyncrl.queue.ledger.settings import StageSettings
+from asyncrl.queue.protocol.settings import Frontier, StageSettings, StreamSettings
+from tests.helpers.ledger_driver import DrivenLedger as Ledger
 
 LEASE_S = 10.0
 MAX_TOKENS = 8
@@ -172,12 +172,12 @@ class Run(Observer):
         match event:
             case ev.Leased(ordinal=ordinal, held=held):
                 self.under[ordinal] = held
-                if not self.ledger.book.items[ordinal].progress:
+                if not self.ledger.state.items[ordinal].progress:
                     self.reused.pop(ordinal, None)
                 self.check_room(ordinal)
             case ev.StepTrained():
                 # Steps whose bytes were lost are not kept: nobody goes back to before them.
-                floor = self.ledger.book.retention.floor
+                floor = self.ledger.state.retention.floor
                 self.snapshots = [snapshot for snapshot in self.snapshots if snapshot.version >= floor]
             case ev.Progressed(ordinal=ordinal):
                 self.reused[ordinal] = self.oldest(ordinal)
@@ -186,11 +186,11 @@ class Run(Observer):
 
     def check_room(self, ordinal: int) -> None:
         """Depth and bytes hold, except for what the learner may be waiting for."""
-        book, stream = self.ledger.book, self.stream
+        state, stream = self.ledger.state, self.stream
         waited_for = max(stream.window, stream.groups_per_version if stream.max_staleness == 0 else 1)
         inside = self.rank(ordinal) < self.rank(self.head()) + waited_for
-        assert book.in_stock <= stream.depth or (inside and self.disturbed)
-        assert book.nbytes + book.reserved <= stream.max_bytes or inside
+        assert state.in_stock <= stream.depth or (inside and self.disturbed)
+        assert state.nbytes + state.reserved <= stream.max_bytes or inside
 
     def oldest(self, ordinal: int) -> int:
         """What a worker may make of a lease: tokens as old as it and what it reuses."""
@@ -198,25 +198,25 @@ class Run(Observer):
 
     @property
     def step(self) -> int:
-        return self.ledger.book.version
+        return self.ledger.state.version
 
     @property
     def learner(self) -> int:
-        return self.ledger.book.learner_epoch
+        return self.ledger.state.learner_epoch
 
     def leases(self, stage: str = "") -> list[Lease]:
-        standing = [lease for lease in self.ledger.book.leases if lease.stage == stage]
+        standing = [lease for lease in self.ledger.state.leases if lease.stage == stage]
         return sorted((lease.ordinal, lease.epoch) for lease in standing)
 
     # ------------------------------------------------------------------ generators
 
     def submit(self, n: int) -> None:
         if room := self.ledger.room():
-            self.ledger.submit(self.ledger.book.next, min(room, n + 1))
+            self.ledger.submit(self.ledger.state.next, min(room, n + 1))
 
     def lease(self, n: int) -> None:
         worker = self.workers[n % len(self.workers)]
-        self.ledger.lease(worker.name, worker.held, self.ledger.book.lineage, 1 + n % 4, self.now)
+        self.ledger.lease(worker.name, worker.held, self.ledger.state.lineage, 1 + n % 4, self.now)
 
     def flip(self, n: int) -> None:
         worker = self.workers[n % len(self.workers)]
@@ -245,7 +245,7 @@ class Run(Observer):
     def expire(self, n: int) -> None:
         """Some workers renew, the others' leases run out."""
         self.now += LEASE_S * 0.6
-        standing = sorted((lease.ordinal, lease.epoch) for lease in self.ledger.book.leases)
+        standing = sorted((lease.ordinal, lease.epoch) for lease in self.ledger.state.leases)
         self.ledger.renew(standing[n % 2 :: 2], self.now)
         self.now += LEASE_S * 0.6
         self.ledger.expire(self.now)
@@ -270,7 +270,7 @@ class Run(Observer):
 
     def claim(self, n: int) -> None:
         with may_refuse("complete"):
-            index = len(self.ledger.book.claims)
+            index = len(self.ledger.state.claims)
             self.ledger.claim(self.learner, self.step, index, 0, MAX_TOKENS, n % 2 == 0)
 
     def fetch(self, n: int) -> None:
@@ -292,7 +292,7 @@ class Run(Observer):
     def abandon(self, n: int) -> None:
         if n % 4 == 0:
             bad = tuple(of(self.claims))[n % 3 :: 3]
-            self.ledger.abandon(self.learner, self.step, self.ledger.book.attempt, bad, "corrupt")
+            self.ledger.abandon(self.learner, self.step, self.ledger.state.attempt, bad, "corrupt")
 
     # ------------------------------------------------------------------ rewinds and restarts
 
@@ -316,10 +316,10 @@ class Run(Observer):
 
     def recover(self, n: int) -> None:
         """The broker comes back, with the bytes of some groups lost."""
-        holding = sorted(self.ledger.book.holding())
+        holding = sorted(self.ledger.state.holding())
         self.now = float(n)
         self.ledger.recover(self.now, holding[n::7] if n % 4 else ())
-        floor = self.ledger.book.retention.floor
+        floor = self.ledger.state.retention.floor
         self.snapshots = [snapshot for snapshot in self.snapshots if snapshot.version >= floor]
 
     # ------------------------------------------------------------------ everybody cooperates

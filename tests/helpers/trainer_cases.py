@@ -19,8 +19,8 @@ from asyncrl.config.sections.tasks import MAIN
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.startup import open_trainer
 from asyncrl.learner.training import requirements
-from asyncrl.queue.client.client import Claim, Opened, Trained
-from asyncrl.queue.ledger.ledger import StreamSettings
+from asyncrl.queue.protocol.replies import Claim, Opened, Trained
+from asyncrl.queue.protocol.settings import StreamSettings
 from asyncrl.telemetry.sinks import read_rows
 from asyncrl.types import Group, Sampling, Task
 

@@ -71,7 +71,7 @@ class BrokerHost:
         except Crash:
             self._die(anew)
             return
-        self._desk = Dispatcher(self._keeper.service)
+        self._desk = Dispatcher(self._keeper.queue)
         self._due = False
         self._tick(self._life)
         world.start_feeder()
@@ -171,32 +171,32 @@ class BrokerHost:
     # ------------------------------------------------------------------ what must be true of it at all times
 
     def _check(self) -> None:
-        service = self._keeper.service
-        assert not service.refused["bug"], "a request has uncovered a bug; see the log"
-        assert not service.refused["malformed"]
-        for name, stream in service.streams.items():
+        queue = self._keeper.queue
+        assert not queue.refused["bug"], "a request has uncovered a bug; see the log"
+        assert not queue.refused["malformed"]
+        for name, stream in queue.streams.items():
             self._check_memory(name)
-            retained = {o for step in stream.ledger.book.retention.steps.values() for o in step.items}
-            assert set(stream.tasks) == set(stream.ledger.book.items) | retained
+            retained = {o for step in stream.ledger.state.retention.steps.values() for o in step.items}
+            assert set(stream.tasks) == set(stream.ledger.state.items) | retained
         self._check_bytes()
 
     def _check_memory(self, name: str) -> None:
         """By what the run is configured to, not by how long it is."""
-        book, plan = self._keeper.service.streams[name].ledger.book, self._world.plan
-        if book.settings is None:
+        state, plan = self._keeper.queue.streams[name].ledger.state, self._world.plan
+        if state.settings is None:
             return
-        kept = book.version - book.retention.floor
-        assert kept <= 5 * plan.checkpoint_every or book.settings.max_staleness is None
-        steps = book.settings.groups_per_version * (len(book.retention.steps) + len(book.replay) + 1)
-        assert len(book.items) <= 4 * book.settings.depth + steps
+        kept = state.version - state.retention.floor
+        assert kept <= 5 * plan.checkpoint_every or state.settings.max_staleness is None
+        steps = state.settings.groups_per_version * (len(state.retention.steps) + len(state.replay) + 1)
+        assert len(state.items) <= 4 * state.settings.depth + steps
         assert self._desk is not None
         assert self._desk.parked <= 16 * len(self._world.network.links) + 64
 
     def _check_bytes(self) -> None:
         """What is kept is what the ledgers count on."""
-        streams = self._keeper.service.streams
-        books = [stream.ledger.book for stream in streams.values()]
-        counted = sum(book.nbytes + book.kept_bytes for book in books)
+        streams = self._keeper.queue.streams
+        states = [stream.ledger.state for stream in streams.values()]
+        counted = sum(state.nbytes + state.kept_bytes for state in states)
         assert self._store.sizes().memory <= counted
         if self._shelf is None:
             return
@@ -212,5 +212,5 @@ class BrokerHost:
             assert self._shelf.keys >= needed.keys() - lost
 
     def _is_lost(self, stream: str, ordinal: int) -> bool:
-        item = self._keeper.service.streams[stream].ledger.book.items.get(ordinal)
+        item = self._keeper.queue.streams[stream].ledger.state.items.get(ordinal)
         return item is not None and item.lost

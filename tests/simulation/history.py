@@ -7,9 +7,9 @@ since its lineage went back to.
 
 from __future__ import annotations
 
-from asyncrl.queue.client.client import Lease
 from asyncrl.queue.ledger import events as ev
-from asyncrl.queue.ledger.settings import StreamSettings
+from asyncrl.queue.protocol.replies import Lease
+from asyncrl.queue.protocol.settings import StreamSettings
 from asyncrl.types import Group
 from tests.helpers.ledger_cases import Observer, of
 

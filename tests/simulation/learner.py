@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from asyncrl.errors import RefusedError
-from asyncrl.queue.client.client import Claim
-from asyncrl.queue.ledger.settings import StreamSettings
+from asyncrl.queue.protocol.replies import Claim
+from asyncrl.queue.protocol.settings import StreamSettings
 from asyncrl.types import Task
 
 from .parties import EVAL, PARK_S, TRAIN, Process

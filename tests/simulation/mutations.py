@@ -8,14 +8,17 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+from msgspec.structs import replace as replaced
+
 from asyncrl.queue.broker.records import CODEC
 from asyncrl.queue.broker.recovery import Recovery
 from asyncrl.queue.broker.stream import Stream
 from asyncrl.queue.client import session
-from asyncrl.queue.ledger import rewind
+from asyncrl.queue.ledger import generator_commands, rewind
 from asyncrl.queue.ledger.ledger import Ledger
 from asyncrl.queue.ledger.ledger_state import LedgerState
 from asyncrl.queue.ledger.rules.leases import Leases
+from asyncrl.queue.protocol.requests import CommitRequest
 
 Mutation = Callable[[], Any]
 """Makes a context in which the rule is broken."""
@@ -24,8 +27,8 @@ Mutation = Callable[[], Any]
 def bound_off_by_one() -> Any:
     right = LedgerState.admitted_below
 
-    def wrong(book: LedgerState, held: int) -> int | None:
-        limit = right(book, held)
+    def wrong(state: LedgerState, held: int) -> int | None:
+        limit = right(state, held)
         return None if limit is None else limit + 1
 
     return patch.object(LedgerState, "admitted_below", wrong)
@@ -34,16 +37,16 @@ def bound_off_by_one() -> Any:
 def window_off_by_one() -> Any:
     right = LedgerState.ready_in_window
 
-    def wrong(book: LedgerState, most: int) -> list[int]:
-        before, settings = book.settings, book.settings
+    def wrong(state: LedgerState, most: int) -> list[int]:
+        before, settings = state.settings, state.settings
         if settings is None or settings.window is None:
-            return right(book, most)
+            return right(state, most)
         # Past the checks of the settings: S is not to change.
-        book.settings = _widened(settings)
+        state.settings = _widened(settings)
         try:
-            return right(book, most)
+            return right(state, most)
         finally:
-            book.settings = before
+            state.settings = before
 
     return patch.object(LedgerState, "ready_in_window", wrong)
 
@@ -65,24 +68,24 @@ def replies_before_the_flush() -> Any:
 
 
 def no_fencing_of_workers() -> Any:
-    right = Ledger.commit
+    right = generator_commands.commit
 
-    def wrong(ledger: Ledger, ordinal: int, epoch: int, *rest: Any) -> bool:
-        item = ledger.book.items.get(ordinal)
-        return right(ledger, ordinal, epoch if item is None else item.epoch, *rest)
+    def wrong(ledger: Ledger, request: CommitRequest) -> bool:
+        item = ledger.state.items.get(request.ordinal)
+        return right(ledger, request if item is None else replaced(request, epoch=item.epoch))
 
-    return patch.object(Ledger, "commit", wrong)
+    return patch.object(generator_commands, "commit", wrong)
 
 
 def abandoned_branches_count_as_fresh() -> Any:
-    def wrong(book: LedgerState, version: int) -> None:
-        book.move_head()
+    def wrong(state: LedgerState, version: int) -> None:
+        state.move_head()
 
     return patch.object(rewind, "_count_as", wrong)
 
 
 def leases_that_never_end() -> Any:
-    return patch.object(Ledger, "expire", lambda ledger, now: [])
+    return patch.object(generator_commands, "expire", lambda ledger, now: [])
 
 
 def leases_of_the_clock_before() -> Any:
@@ -94,7 +97,7 @@ def lost_groups_are_handed_out() -> Any:
 
 
 def progress_is_forgotten() -> Any:
-    return patch.object(Stream, "finished_of", lambda stream, ordinal: ())
+    return patch.object(Stream, "progress_of", lambda stream, ordinal: ())
 
 
 def payloads_are_kept_after_the_journal() -> Any:

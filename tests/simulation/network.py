@@ -166,4 +166,4 @@ class SimLink:
 
     def _heard(self, frames: Frames) -> None:
         if self._listener is not None:
-            self._listener.heard(frames)
+            self._listener.received(frames)

@@ -19,8 +19,9 @@ import msgpack
 import numpy as np
 
 from asyncrl.errors import RefusedError, RunClosedError, SourceEndedError
-from asyncrl.queue.client.client import Lease, QueueClient
+from asyncrl.queue.client.client import QueueClient
 from asyncrl.queue.feeder import feed
+from asyncrl.queue.protocol.replies import Lease
 from asyncrl.types import NO_VERSION, Group, Rollout, Sampling, Task
 
 from .network import SimLink

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from asyncrl.queue.ledger.settings import StageSettings, StreamSettings
+from asyncrl.queue.protocol.settings import StageSettings, StreamSettings
 
 LEASE_S = 10.0
 

@@ -12,7 +12,7 @@ from asyncrl.learner.reporting import report
 from asyncrl.learner.reporting.evaluation import PREFIX, Evaluation
 from asyncrl.learner.reporting.rollout_log import RolloutLog
 from asyncrl.learner.reporting.utilization import Utilization
-from asyncrl.queue.client.client import Trained
+from asyncrl.queue.protocol.replies import Trained
 from asyncrl.telemetry.sinks import JsonlSink, Sinks, read_rows
 from asyncrl.telemetry.trackers import TRACKERS, TrackedRun
 from asyncrl.types import Group, Version

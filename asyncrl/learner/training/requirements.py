@@ -12,7 +12,7 @@ from asyncrl.config.sections.placement import REWARDS
 from asyncrl.config.sections.rules import require
 from asyncrl.learner.algorithms.registry import needs
 from asyncrl.learner.models.roles import LEARNING, MODELS
-from asyncrl.queue.ledger.settings import StageSettings
+from asyncrl.queue.protocol.settings import StageSettings
 from asyncrl.types import COLUMNS, Version
 
 COLUMN_OF: Mapping[str, str] = {"critic": "values", "cost_critic": "cost_values"}

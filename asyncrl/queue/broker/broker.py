@@ -22,7 +22,7 @@ import zmq
 
 from asyncrl.errors import ConfigError
 from asyncrl.queue.broker.dispatcher import Dispatcher, OutgoingReply
-from asyncrl.queue.broker.service import QueueService
+from asyncrl.queue.broker.queue_state import QueueState
 from asyncrl.queue.wire import wire
 from asyncrl.queue.wire.client_state import MAX_REQUESTS, Message
 from asyncrl.queue.wire.envelope import pack_replies
@@ -62,7 +62,7 @@ class Broker:
         clock: Callable[[], float] = time.monotonic,
         keys: ServerKeys | None = None,
     ) -> None:
-        self.take_up(QueueService(run), lambda: None)
+        self.take_up(QueueState(run), lambda: None)
         self._clock = clock
         _allow_open_files(OPEN_FILES)
         sockets.keep_freed_memory()
@@ -73,12 +73,12 @@ class Broker:
         self.bound_address = self._bind(address)
         self._wakeup = Wakeup()
 
-    def take_up(self, service: QueueService, before_send: Callable[[], None]) -> None:
-        """Go on with this instead of an empty queue. Before `serve`.
+    def take_up(self, queue: QueueState, before_send: Callable[[], None]) -> None:
+        """Go on with this queue instead of an empty one. Before `serve`.
 
         before_send: called with a burst of messages decided and none of the replies sent; what it raises ends `serve`.
         """
-        self.service, self.desk, self._before_send = service, Dispatcher(service), before_send
+        self.queue, self.dispatcher, self._before_send = queue, Dispatcher(queue), before_send
 
     def stop(self) -> None:
         """End `serve` soon. Again, or afterwards: nothing."""
@@ -101,31 +101,31 @@ class Broker:
                 if self._wakeup.fileno() in ready:
                     return
                 if failed := self._guard.handle(ready):
-                    self.service.refused["handshake"] += failed
-                letters = self._take() if self._socket in ready else []
+                    self.queue.refused["handshake"] += failed
+                replies = self._take() if self._socket in ready else []
                 # First those who waited: what was answered at once is mostly a receipt.
-                letters = self.desk.tick(self._clock()) + letters
+                replies = self.dispatcher.tick(self._clock()) + replies
                 self._before_send()
-                self._send(letters)
+                self._send(replies)
         finally:
             self.close()
 
     # ------------------------------------------------------------------ the loop's steps
 
     def _take(self) -> list[OutgoingReply]:
-        letters: list[OutgoingReply] = []
+        replies: list[OutgoingReply] = []
         for _ in range(BURST):
             message = sockets.receive(self._socket)
             if not message:
                 break
             identity, *frames = message
-            letters += self.desk.receive(identity.bytes, frames, self._clock())
-        return letters
+            replies += self.dispatcher.receive(identity.bytes, frames, self._clock())
+        return replies
 
-    def _send(self, letters: Sequence[OutgoingReply]) -> None:
+    def _send(self, outgoing: Sequence[OutgoingReply]) -> None:
         by_client: dict[bytes, list[Message]] = {}
-        for letter in letters:
-            by_client.setdefault(letter.identity, []).append(letter.reply)
+        for each in outgoing:
+            by_client.setdefault(each.identity, []).append(each.reply)
         for identity, replies in by_client.items():
             for message in pack_replies(replies):
                 self._send_to(identity, message)
@@ -135,7 +135,7 @@ class Broker:
         try:
             sockets.send(self._socket, [identity, *message])
         except zmq.Again:
-            self.service.refused["unread"] += 1
+            self.queue.refused["unread"] += 1
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise

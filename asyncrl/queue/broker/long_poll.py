@@ -1,11 +1,11 @@
-"""The requests that wait at the broker, and whose turn it is when something moves. Pure.
+"""The requests that wait at the broker, and the order in which they are tried when something changes. Pure.
 
-    subject     what has to move before they can be answered: a stream, or the directory
-     └ line     requests that ask for the same thing: if the first cannot be answered, none of them can
-        └ caller    in turns: who has many requests waiting gets no more than who has one
-           └ request    in the order they came
+    wait key        the thing that has to change before they can be answered: a stream, or the registry
+     └ queue        requests for the same thing: if the first cannot be answered, none of them can
+        └ client    in turns: a client with many waiting requests gets no more than one with a single request
+           └ request    in the order of arrival
 
-A move of a subject costs one attempt per line and one per answer, however many requests wait.
+A change of a wait key costs one attempt per queue and one per reply, however many requests wait.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
-from asyncrl.queue.broker.service import Request
+from msgspec.structs import replace
 
-WaitKey = tuple[bytes, int]
-"""A request at the broker: the identity of its caller, and the caller's number for it."""
+from asyncrl.queue.broker.queue_state import SessionRequest
 
-SCALARS = (int, float, str, bytes, type(None))
+RequestKey = tuple[bytes, int]
+"""A request at the broker: the identity of its client, and the client's number for it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Waiter:
-    """A request that waits until `until`. same: what it has in common with the others of its line."""
+    """A request that waits until `until`. same: equal for requests that are answerable under the same conditions."""
 
     identity: bytes
-    request_id: int
-    request: Request
-    subject: str
+    number: int
+    request: SessionRequest
+    wait_key: str
     until: float
     same: Hashable = field(init=False)
 
@@ -39,75 +39,79 @@ class Waiter:
         object.__setattr__(self, "same", _same(self.request))
 
     @property
-    def key(self) -> WaitKey:
-        return self.identity, self.request_id
+    def key(self) -> RequestKey:
+        return self.identity, self.number
 
 
 class LongPoll:
     def __init__(self) -> None:
-        self._waiters: dict[WaitKey, Waiter] = {}
-        self._lines: dict[str, OrderedDict[Hashable, WaitQueue]] = {}
-        self._asking: Counter[tuple[str, str]] = Counter()  # (subject, op) -> how many wait
+        self._waiters: dict[RequestKey, Waiter] = {}
+        self._queues: dict[str, OrderedDict[Hashable, WaitQueue]] = {}
+        self._waiting: Counter[tuple[str, str]] = Counter()  # (wait key, verb) -> how many wait
         self._deadlines: list[tuple[float, int, Waiter]] = []  # heap; holds some that have left
         self._arrivals = itertools.count()
 
     def __len__(self) -> int:
         return len(self._waiters)
 
-    def __contains__(self, key: WaitKey) -> bool:
+    def __contains__(self, key: RequestKey) -> bool:
         return key in self._waiters
 
     @property
-    def subjects(self) -> list[str]:
-        return list(self._lines)
+    def keys(self) -> list[str]:
+        return list(self._queues)
 
-    def somebody_asks(self, subject: str, op: str) -> bool:
-        return self._asking[subject, op] > 0
+    def has(self, wait_key: str, verb: str) -> bool:
+        return self._waiting[wait_key, verb] > 0
 
     def add(self, waiter: Waiter) -> None:
         self._waiters[waiter.key] = waiter
-        self._lines.setdefault(waiter.subject, OrderedDict()).setdefault(waiter.same, WaitQueue()).add(waiter)
-        self._asking[waiter.subject, waiter.request.op] += 1
+        queues = self._queues.setdefault(waiter.wait_key, OrderedDict())
+        queues.setdefault(waiter.same, WaitQueue()).add(waiter)
+        self._waiting[waiter.wait_key, waiter.request.request.verb] += 1
         heapq.heappush(self._deadlines, (waiter.until, next(self._arrivals), waiter))
 
-    def remove(self, key: WaitKey) -> None:
-        """Again, or of a request that does not wait: nothing."""
+    def remove(self, key: RequestKey) -> None:
+        """Idempotent."""
         waiter = self._waiters.pop(key, None)
         if waiter is None:
             return
-        lines = self._lines[waiter.subject]
-        if not lines[waiter.same].remove(waiter):
-            del lines[waiter.same]
-        if not lines:
-            del self._lines[waiter.subject]
-        self._asking[waiter.subject, waiter.request.op] -= 1
+        queues = self._queues[waiter.wait_key]
+        if not queues[waiter.same].remove(waiter):
+            del queues[waiter.same]
+        if not queues:
+            del self._queues[waiter.wait_key]
+        self._waiting[waiter.wait_key, waiter.request.request.verb] -= 1
         if len(self._deadlines) > 2 * len(self._waiters) + 64:
             self._deadlines = [entry for entry in self._deadlines if self._waits(entry[2])]
             heapq.heapify(self._deadlines)
 
-    def offer(self, subject: str, answer: Callable[[Waiter], bool]) -> int:
-        """Let the lines of a subject have their turns until none can be answered; how many were.
+    def offer(self, wait_key: str, answer: Callable[[Waiter], bool]) -> int:
+        """Let the queues of a wait key have their turns until none can be answered. Returns how many requests were.
 
-        `answer` says whether it could answer. The line that was served last is tried last the next time.
+        Args:
+            wait_key: the stream, or the registry.
+            answer: returns whether it could answer the request. The queue that was served last is tried last the next
+                time.
         """
-        lines = self._lines.get(subject, OrderedDict())
-        going, answered = list(lines), 0
+        queues = self._queues.get(wait_key, OrderedDict())
+        going, answered = list(queues), 0
         while going:
             served = []
             for same in going:
-                waiter = lines[same].first()
+                waiter = queues[same].first()
                 if not answer(waiter):
                     continue
-                lines[same].next_caller()
-                lines.move_to_end(same)
+                queues[same].next_client()
+                queues.move_to_end(same)
                 self.remove(waiter.key)
                 answered += 1
                 served.append(same)
-            going = [same for same in served if same in lines]
+            going = [same for same in served if same in queues]
         return answered
 
     def late(self, now: float) -> list[Waiter]:
-        """Those whose wait is over, once; they still wait, for their last answer."""
+        """Those whose wait is over, once; they still wait, for their last reply."""
         late: list[Waiter] = []
         while self._deadlines and self._deadlines[0][0] <= now:
             waiter = heapq.heappop(self._deadlines)[2]
@@ -120,34 +124,32 @@ class LongPoll:
 
 
 class WaitQueue:
-    """Requests for the same thing, by caller; the callers take turns."""
+    """Requests for the same thing, by client; the clients take turns."""
 
     def __init__(self) -> None:
-        self._callers: OrderedDict[bytes, deque[Waiter]] = OrderedDict()
+        self._clients: OrderedDict[bytes, deque[Waiter]] = OrderedDict()
 
     def add(self, waiter: Waiter) -> None:
-        self._callers.setdefault(waiter.identity, deque()).append(waiter)
+        self._clients.setdefault(waiter.identity, deque()).append(waiter)
 
     def first(self) -> Waiter:
-        return next(iter(self._callers.values()))[0]
+        return next(iter(self._clients.values()))[0]
 
-    def next_caller(self) -> None:
-        self._callers.move_to_end(next(iter(self._callers)))
+    def next_client(self) -> None:
+        self._clients.move_to_end(next(iter(self._clients)))
 
     def remove(self, waiter: Waiter) -> bool:
-        """Whether somebody is left."""
-        waiting = self._callers[waiter.identity]
+        """Returns whether other requests are left."""
+        waiting = self._clients[waiter.identity]
         waiting.remove(waiter)
         if not waiting:
-            del self._callers[waiter.identity]
-        return bool(self._callers)
+            del self._clients[waiter.identity]
+        return bool(self._clients)
 
 
-def _same(request: Request) -> Hashable:
-    """Equal for requests of which either all or none can be answered; how many or how long makes no difference."""
-    args = {name: value for name, value in request.args.items() if name != "wait_s"}
-    if type(args.get("most")) is int:
-        args["most"] = min(args["most"], 1)
-    if not all(isinstance(value, SCALARS) for value in args.values()):
-        return object()
-    return request.run, request.op, frozenset(args.items())
+def _same(incoming: SessionRequest) -> Hashable:
+    """Equal for requests of which either all or none can be answered; how many and how long makes no difference."""
+    changes: dict[str, object] = {"wait_s": 0.0}
+    if hasattr(incoming.request, "most"):
+        changes["most"] = min(incoming.request.most, 1)
+    return incoming.run, replace(incoming.request, **changes)

@@ -20,8 +20,8 @@ from asyncrl.queue.ledger.rules.lookahead import Lookahead
 from asyncrl.queue.ledger.rules.ordinal_index import OrdinalIndex
 from asyncrl.queue.ledger.rules.retained_steps import RetainedStep, RetainedSteps
 from asyncrl.queue.ledger.rules.stages import Stages, Waiting
-from asyncrl.queue.ledger.settings import StageSettings
 from asyncrl.queue.ledger.task_record import TaskRecord
+from asyncrl.queue.protocol.settings import StageSettings
 from asyncrl.queue.storage.event_codec import Codec
 
 

@@ -15,8 +15,8 @@ import logging
 from collections.abc import Iterator
 
 from asyncrl.errors import JournalError
+from asyncrl.queue.broker.queue_state import QueueState
 from asyncrl.queue.broker.records import CODEC, Closed, Happened, Posted, Record, StreamState, TasksKept
-from asyncrl.queue.broker.service import QueueService
 from asyncrl.queue.ledger.events import Renewed
 from asyncrl.queue.storage.journal import Journal, NoJournal
 from asyncrl.queue.storage.store import PayloadKey, PayloadStore
@@ -37,13 +37,13 @@ class Recovery:
         self, run: str, journal: Journal, store: PayloadStore, *, now: float, anew: bool = False
     ) -> None:
         self._journal, self._store = journal, store
-        self.service = QueueService(run, store=store) if anew else self._replayed(run)
-        if anew or self.service.closed is not None:
-            self.service = QueueService(run, store=store)
+        self.queue = QueueState(run, store=store) if anew else self._replayed(run)
+        if anew or self.queue.closed is not None:
+            self.queue = QueueState(run, store=store)
             self._journal.compact(())
-        self.recovered = bool(self.service.streams)
+        self.recovered = bool(self.queue.streams)
         if not isinstance(journal, NoJournal):
-            self.service.note = self._note
+            self.queue.note = self._note
         self._recover(now)
         self.flush()
 
@@ -68,41 +68,41 @@ class Recovery:
             self._journal.append(CODEC.encode(record))
 
     def _snapshot(self) -> Iterator[Record]:
-        for name, stream in self.service.streams.items():
-            yield StreamState(name, stream.ledger.book)
+        for name, stream in self.queue.streams.items():
+            yield StreamState(name, stream.ledger.state)
             tasks = list(stream.tasks.items())
             for at in range(0, len(tasks), TASKS_AT_ONCE):
                 yield TasksKept(name, tuple(tasks[at : at + TASKS_AT_ONCE]))
-        for key, value in self.service.directory.items():
+        for key, value in self.queue.registry.items():
             yield Posted(key, value)
-        if self.service.closed is not None:
-            yield Closed(self.service.closed)
+        if self.queue.closed is not None:
+            yield Closed(self.queue.closed)
 
     # ------------------------------------------------------------------ reading
 
-    def _replayed(self, run: str) -> QueueService:
-        service = QueueService(run, store=self._store)
+    def _replayed(self, run: str) -> QueueState:
+        queue = QueueState(run, store=self._store)
         for packed in self._journal.replay():
             match CODEC.decode(packed):
                 case Happened(stream, event):
-                    service.add_stream(stream).replay(event)
+                    queue.add_stream(stream).replay(event)
                 case TasksKept(stream, tasks):
-                    service.add_stream(stream).tasks.update(tasks)
-                case StreamState(stream, book):
-                    service.add_stream(stream).ledger.book = book
+                    queue.add_stream(stream).tasks.update(tasks)
+                case StreamState(stream, state):
+                    queue.add_stream(stream).ledger.state = state
                 case Posted(key, value):
-                    service.directory[key] = value
+                    queue.registry[key] = value
                 case Closed(reason):
-                    service.closed = reason
+                    queue.closed = reason
                 case other:
                     raise JournalError(f"a record of kind {type(other).__name__} in a journal")
-        return service
+        return queue
 
     def _recover(self, now: float) -> None:
         """What the store has and nobody needs is dropped; of what is needed and is not there the ledgers are told."""
         stored = self._store.recovered()
         needed: set[PayloadKey] = set()
-        for name, stream in self.service.streams.items():
+        for name, stream in self.queue.streams.items():
             lost: set[int] = set()
             for ordinal, part, stamp in stream.needed():
                 key = PayloadKey(name, ordinal, part)

@@ -1,21 +1,23 @@
 """One stream at the broker: its ledger, and the bytes that the ledger's entries stand for.
 
 Tasks are kept here. What is made of them is in the store, in parts: what is finished of a task, the group, and a
-column part for each stage. The ledger alone decides how long: after every event its book names the ordinals whose
+column part for each stage. The ledger alone decides how long: after every event its state names the ordinals whose
 bytes are of no more use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from asyncrl.queue.broker.records import Happened, Record, TasksKept
 from asyncrl.queue.ledger import events as ev
+from asyncrl.queue.ledger import generator_commands
 from asyncrl.queue.ledger.events import Event
 from asyncrl.queue.ledger.ledger import Ledger
 from asyncrl.queue.ledger.task_record import TaskRecord
 from asyncrl.queue.ledger.transitions import apply
+from asyncrl.queue.protocol import requests as rq
 from asyncrl.queue.storage.store import Frames, PayloadStore
 from asyncrl.types import Version
 
@@ -59,62 +61,43 @@ class Stream:
 
     # ------------------------------------------------------------------ in
 
-    def submit(self, tasks: Sequence[tuple[int, bytes]], min_version: Version) -> None:
-        """Tasks with consecutive ordinals, packed."""
+    def submit(self, request: rq.SubmitRequest) -> None:
+        tasks = request.tasks
         if not tasks:
             return
-        self.ledger.submit(tasks[0][0], len(tasks), min_version)
-        items = self.ledger.book.items
+        self.ledger.submit(tasks[0][0], len(tasks), request.min_version)
+        items = self.ledger.state.items
         new = {ordinal: packed for ordinal, packed in tasks if ordinal in items and ordinal not in self.tasks}
         if new:
             self.tasks.update(new)
             self._note(TasksKept(self._name, tuple(new.items())))
 
-    def progress(self, ordinal: int, epoch: int, frames: Frames) -> None:
-        self.ledger.progress(ordinal, epoch, _size(frames))
-        self._store.put(self._name, ordinal, PROGRESS, frames, NOT_COMPARED)
+    def progress(self, request: rq.ProgressRequest, frames: Frames) -> None:
+        generator_commands.progress(self.ledger, request)
+        self._store.put(self._name, request.ordinal, PROGRESS, frames, NOT_COMPARED)
 
-    def commit(
-        self,
-        ordinal: int,
-        epoch: int,
-        tokens: int,
-        start_version: Version,
-        digest: int,
-        columns: Collection[str],
-        frames: Frames,
-        squares: int = 0,
-    ) -> None:
-        size = _size(frames)
-        if self.ledger.commit(ordinal, epoch, tokens, size, start_version, digest, columns, squares):
-            self._store.put(self._name, ordinal, GROUP, frames, digest)
+    def commit(self, request: rq.CommitRequest, frames: Frames) -> None:
+        if generator_commands.commit(self.ledger, request):
+            self._store.put(self._name, request.ordinal, GROUP, frames, request.digest)
 
-    def stage_commit(
-        self, stage: str, ordinal: int, epoch: int, version: Version, digest: int, frames: Frames
-    ) -> None:
-        if self.ledger.stage_commit(stage, ordinal, epoch, _size(frames), version, digest):
-            self._store.put(self._name, ordinal, COLUMN + stage, frames, digest)
+    def stage_commit(self, request: rq.StageCommitRequest, frames: Frames) -> None:
+        if generator_commands.stage_commit(self.ledger, request):
+            self._store.put(self._name, request.ordinal, COLUMN + request.stage, frames, request.digest)
 
     # ------------------------------------------------------------------ out
 
-    def task(self, ordinal: int) -> bytes:
-        return self.tasks[ordinal]
-
-    def finished_of(self, ordinal: int) -> Frames:
-        """What earlier leases finished of a task."""
+    def progress_of(self, ordinal: int) -> Frames:
+        """The part of a task that earlier leases finished."""
         return self._store.get(self._name, ordinal, PROGRESS)
 
     def contents(self, ordinals: Sequence[int]) -> list[Content]:
-        """Of groups that are ready or claimed."""
+        """The bytes of groups that are ready or claimed."""
         return [self._content(ordinal) for ordinal in ordinals]
-
-    def collect(self, learner_epoch: int, got: Collection[int], corrupt: Collection[int]) -> list[Content]:
-        return self.contents(self.ledger.collect(learner_epoch, got, corrupt))
 
     def _content(self, ordinal: int) -> Content:
         columns: list[tuple[str, Version, int]] = []
         added: list[Any] = []
-        for stage, column in self.ledger.book.items[ordinal].added.items():
+        for stage, column in self.ledger.state.items[ordinal].added.items():
             frames = self._store.get(self._name, ordinal, COLUMN + stage)
             columns.append((stage, column.version, len(frames)))
             added += frames
@@ -124,35 +107,35 @@ class Stream:
 
     def replay(self, event: Event) -> None:
         """An event of the journal. The store has seen it already."""
-        apply(self.ledger.book, event)
-        for ordinal in self.ledger.book.gone:
+        apply(self.ledger.state, event)
+        for ordinal in self.ledger.state.gone:
             self.tasks.pop(ordinal, None)
 
     def needed(self) -> Iterator[tuple[int, str, int]]:
         """(ordinal, part, stamp) of all that the ledger counts on."""
-        book = self.ledger.book
-        for ordinal, item in book.items.items():
+        state = self.ledger.state
+        for ordinal, item in state.items.items():
             if item.progress:
                 yield ordinal, PROGRESS, NOT_COMPARED
             elif item.nbytes:
                 yield from _made(ordinal, item)
-        for step in book.retention.steps.values():
+        for step in state.retention.steps.values():
             for ordinal, item in step.items.items():
                 yield from _made(ordinal, item)
 
     def _follow(self, event: Event) -> None:
         self.changes += 1
         self._note(Happened(self._name, event))
-        book = self.ledger.book
+        state = self.ledger.state
         if isinstance(event, ev.Committed):
             self._store.drop(self._name, event.ordinal, PROGRESS)
-        elif isinstance(event, ev.StepTrained) and event.step in book.retention.steps:
-            for ordinal in book.retention.steps[event.step].items:
+        elif isinstance(event, ev.StepTrained) and event.step in state.retention.steps:
+            for ordinal in state.retention.steps[event.step].items:
                 self._store.cool(self._name, ordinal)
-        for ordinals in (book.unmade, book.gone):
+        for ordinals in (state.unmade, state.gone):
             for ordinal in ordinals:
                 self._store.drop(self._name, ordinal)
-        for ordinal in book.gone:
+        for ordinal in state.gone:
             self.tasks.pop(ordinal, None)
 
 
@@ -162,5 +145,15 @@ def _made(ordinal: int, item: TaskRecord) -> Iterator[tuple[int, str, int]]:
         yield ordinal, COLUMN + stage, column.digest
 
 
-def _size(frames: Frames) -> int:
-    return sum(map(len, frames))
+def groups_reply(contents: Sequence[Content], value: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+    """The value and the frames of a reply with groups."""
+    counts = {
+        "ordinals": [content.ordinal for content in contents],
+        "groups": [len(content.group) for content in contents],
+        "columns": [content.columns for content in contents],
+    }
+    return {**counts, **value}, flat_frames(contents)
+
+
+def flat_frames(contents: Sequence[Content]) -> list[Any]:
+    return [frame for content in contents for frame in content.frames]

@@ -1,9 +1,9 @@
 """Requests to the broker and their replies, on an event loop: the shell around `session.py`.
 
-    caller ── ask(op, …) ──▸ session ──▸ link ──▸ broker
-       ▴                        ▴ ▴        │
-       └── value, or error ◂────┘ │        │ reply, (re)connected
-                       timer ─────┴────────┘
+    caller ── request ──▸ session ──▸ link ──▸ broker
+       ▴                     ▴ ▴        │
+       └── value, or error ◂─┘ │        │ reply, (re)connected
+                    timer ─────┴────────┘
 
 Any number of requests may be under way at once. Each ends with its reply or at its deadline; a link may lose
 messages, or be gone for a while.
@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 from asyncrl.errors import AsyncRLError, RefusedError
 from asyncrl.queue.client.link import Link
 from asyncrl.queue.client.session import Outcome, ReplyValue, Session, Undo
+from asyncrl.queue.protocol.requests import GoodbyeRequest, Request
 from asyncrl.queue.wire import wire
 from asyncrl.telemetry.status import ProcessStatus
 
@@ -44,22 +45,22 @@ class Channel:
         self._waiting: dict[int, asyncio.Future[ReplyValue]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._turned_away: AsyncRLError | None = None
+        self._rejected: AsyncRLError | None = None
         self._flushing = False
 
     def open(self) -> None:
-        """Connect in the background. Again: nothing. ConfigError for an address that is none."""
+        """Connect in the background. Idempotent. ConfigError for an invalid address."""
         if self._loop is None:
             self._link.open(self)
             self._loop = asyncio.get_running_loop()
             self._note_wait()
 
     async def close(self) -> None:
-        """Say goodbye, which gives all leases back, and disconnect. Again: nothing."""
+        """Send goodbye, which gives all leases back, and disconnect. Idempotent."""
         if self._loop is None:
             return
         with suppress(AsyncRLError):
-            await self.ask("goodbye", deadline_s=min(GOODBYE_S, self.deadline_s))
+            await self.request(GoodbyeRequest(), deadline_s=min(GOODBYE_S, self.deadline_s))
         self._fail_all(self._disconnected())
         if self._timer is not None:
             self._timer.cancel()
@@ -67,43 +68,41 @@ class Channel:
         self._loop = self._timer = None
         self._status.wait_ends(self._broker)
 
-    async def ask(
+    async def request(
         self,
-        op: str,
-        args: Mapping[str, Any] | None = None,
+        request: Request,
         frames: Sequence[wire.Buffer] = (),
-        wait_s: float = 0.0,
         deadline_s: float | None = None,
         undo: Undo | None = None,
     ) -> ReplyValue:
-        """One request. wait_s: how long the broker may park it before it must answer.
+        """Send a request and return its reply, which comes within its `wait_s` and the deadline.
 
-        undo: the request that gives back what this one was granted when its caller has gone by then.
+        undo: the request that gives the grant back when the caller has gone by then.
         """
         if self._loop is None:
             raise self._disconnected()
-        if self._turned_away is not None:
-            raise self._turned_away
+        if self._rejected is not None:
+            raise self._rejected
         seconds, now = deadline_s or self.deadline_s, self._loop.time()
-        request_id = self._session.ask(op, args or {}, frames, wait_s, seconds, now, undo)
-        answer = self._waiting[request_id] = self._loop.create_future()
+        number = self._session.request(request, frames, seconds, now, undo)
+        reply = self._waiting[number] = self._loop.create_future()
         self._note_wait()
         self._flush()
         try:
-            return await answer
+            return await reply
         except asyncio.CancelledError:
-            self._session.abandon(request_id)
-            granted = answer.done() and not answer.cancelled() and answer.exception() is None
+            self._session.abandon(number)
+            granted = reply.done() and not reply.cancelled() and reply.exception() is None
             if granted and undo is not None:  # but cancelled before the caller could resume
-                self._session.undo(undo, answer.result().value, self._loop.time())
+                self._session.undo(undo, reply.result().value, self._loop.time())
             self._flush()
             raise
         finally:
-            del self._waiting[request_id]
+            del self._waiting[number]
 
     # ------------------------------------------------------------------ the link's side
 
-    def heard(self, frames: Sequence[Any]) -> None:
+    def received(self, frames: Sequence[Any]) -> None:
         if self._loop is not None:
             self._settle(self._session.receive(frames, self._loop.time()))
 
@@ -118,8 +117,8 @@ class Channel:
         self._up = False
         self._note_wait()
 
-    def turned_away(self, error: AsyncRLError) -> None:
-        self._turned_away = error
+    def rejected(self, error: AsyncRLError) -> None:
+        self._rejected = error
         self._fail_all(error)
 
     # ------------------------------------------------------------------ the session's side
@@ -140,7 +139,7 @@ class Channel:
 
     def _settle(self, outcomes: Sequence[Outcome]) -> None:
         for outcome in outcomes:
-            answer = self._waiting.get(outcome.request_id)
+            answer = self._waiting.get(outcome.number)
             if answer is None or answer.done():
                 self._give_back(outcome)
             elif isinstance(outcome.result, Exception):
@@ -150,13 +149,13 @@ class Channel:
         self._flush()
 
     def _give_back(self, outcome: Outcome) -> None:
-        """The caller was cancelled, but has not resumed yet."""
+        """Give back the grant of a caller that was cancelled, but has not resumed yet."""
         if outcome.undo is not None and isinstance(outcome.result, ReplyValue):
             assert self._loop is not None
             self._session.undo(outcome.undo, outcome.result.value, self._loop.time())
 
     def _flush(self) -> None:
-        """Send at the end of this turn of the loop: all that its tasks ask for in one message."""
+        """Send at the end of this turn of the loop: the requests of all its tasks in one message."""
         assert self._loop is not None
         if not self._flushing:
             self._flushing = True

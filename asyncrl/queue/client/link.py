@@ -1,7 +1,7 @@
-"""How a client's messages travel: a `Link` may lose them, but says when it is connected (again).
+"""The connection of a client to the broker: a `Link` may lose messages, but reports when it is connected (again).
 
-`SocketLink` is a ZeroMQ DEALER on an event loop. The loop watches the sockets' descriptors, which tell of news
-only once: at first, after every send and every wake-up all that has come must be taken.
+`SocketLink` is a ZeroMQ DEALER on an event loop. The loop watches the sockets' descriptors, which signal new messages
+only once: at first, after every send and every wake-up all messages must be taken.
 """
 
 from __future__ import annotations
@@ -23,47 +23,47 @@ BURST = 64
 """Messages taken before other work of the loop gets its turn."""
 
 FAILED_HANDSHAKES = 5
-"""So many without a reason, before the first that succeeds, mean that the keys do not fit."""
+"""This many failed handshakes without a reason, before the first that succeeds, mean that the keys do not fit."""
 
 COPIED = 1 << 17
-"""Smaller frames are copied: to hear from ZeroMQ when one is not needed any more takes longer."""
+"""Smaller frames are copied, which is faster than ZeroMQ's notice that one is not needed any more."""
 
 MAX_RECONNECT_MS = 1000
 HEARTBEAT_MS = 10_000
-"""Of the connection itself: a peer whose machine is gone is noticed after two."""
+"""Interval of the connection's own heartbeats: a peer whose machine is gone is noticed after two."""
 
 EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED
 
 
 class Listener(Protocol):
-    """Who is told what happens on a link, on the event loop."""
+    """Receives the events of a link, on the event loop."""
 
-    def heard(self, frames: Sequence[Any]) -> None: ...
+    def received(self, frames: Sequence[Any]) -> None: ...
 
     def connected(self) -> None:
-        """For the first time or again: what was sent before may be lost."""
+        """Connected for the first time or again: earlier messages may be lost."""
 
     def disconnected(self) -> None:
-        """Until `connected` nothing arrives and nothing leaves. A link that is not there at once begins with it."""
+        """Until `connected` nothing arrives and nothing leaves. A link that does not connect at once begins with it."""
 
-    def turned_away(self, error: AsyncRLError) -> None:
-        """The other side will not have us; nothing more will come."""
+    def rejected(self, error: AsyncRLError) -> None:
+        """The broker rejects this client; nothing more will come."""
 
 
 class Link(Protocol):
     address: str
 
     def open(self, listener: Listener) -> None:
-        """On a running event loop. ConfigError for an address that is none."""
+        """Connect, on a running event loop. ConfigError for an invalid address."""
 
     def send(self, frames: Sequence[Any]) -> None:
-        """Without waiting; lost while not connected."""
+        """Send without waiting; lost while not connected."""
 
     def close(self) -> None: ...
 
 
 class SocketLink:
-    """keys: of a broker that asks for them; ConfigError (key queue.keys) for the listener if they do not fit."""
+    """keys: for a broker that requires them; ConfigError (key queue.keys) for the listener if they do not fit."""
 
     def __init__(self, address: str, keys: ClientKeys | None = None) -> None:
         self.address = address
@@ -111,7 +111,7 @@ class SocketLink:
         self._socket.close(0)
         self._context.term()
 
-    # ------------------------------------------------------------------ what the descriptors tell
+    # ------------------------------------------------------------------ descriptors
 
     def _soon(self) -> None:
         if not self._scheduled:
@@ -124,23 +124,23 @@ class SocketLink:
             frames = [] if self._socket.closed else sockets.receive(self._socket)
             if not frames:
                 return
-            self._listener.heard(frames)
+            self._listener.received(frames)
         self._soon()
 
     def _watch(self) -> None:
         for event in events_of(self._monitor):
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._take()  # answers of the connection before: what is asked again would be done again
+                self._take()  # replies of the connection before: their requests would be sent again
                 self._up = self._was_up = True
                 self._listener.connected()
             elif event == zmq.EVENT_DISCONNECTED:
                 self._up = False
                 self._listener.disconnected()
             elif self._hopeless(event):
-                self._listener.turned_away(self._misfit())
+                self._listener.rejected(self._misfit())
 
     def _hopeless(self, event: int) -> bool:
-        """Whether a failed handshake says that the next would fail too."""
+        """Whether the next handshake would fail too."""
         if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
             return True
         self._failures += 1

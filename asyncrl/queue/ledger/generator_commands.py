@@ -1,17 +1,21 @@
-"""What generators and stages ask of a ledger: leases, and what comes of them."""
+"""The commands of generators and stages: leases, and their outcomes.
+
+A lease is for a task, or for one stage of a ready group; both end, expire and are fenced alike.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from asyncrl.errors import RefusedError
 from asyncrl.queue.ledger import events as ev
-from asyncrl.queue.ledger.commands import Commands
+from asyncrl.queue.ledger.ledger import Ledger
 from asyncrl.queue.ledger.rules.admission import leasable
 from asyncrl.queue.ledger.rules.leases import TASK, Lease
 from asyncrl.queue.ledger.task_record import State
-from asyncrl.types import NO_VERSION, Version
+from asyncrl.queue.protocol import requests as rq
+from asyncrl.types import NO_VERSION
 
 MAX_PROGRESS = 64 << 20
 """Bytes that are kept of an unfinished task."""
@@ -24,159 +28,160 @@ class Grant(NamedTuple):
     epoch: int
 
 
-class GeneratorCommands(Commands):
-    """A lease is for a task, or for one stage of a ready group; both end, expire and are fenced alike."""
+# ---------------------------------------------------------------------- tasks
 
-    # ------------------------------------------------------------------ tasks
 
-    def lease(self, worker: str, held: Version, lineage: int, most: int, now: float) -> list[Grant]:
-        """Up to `most` of the lowest pending tasks that a worker holding version `held` may start now."""
-        settings, book = self.require_open(), self.book
-        if lineage != book.lineage:
-            raise RefusedError("lineage", f"the stream is at lineage {book.lineage}, the worker at {lineage}")
-        grants: list[Grant] = []
-        while len(grants) < most and leasable(book, held):
-            ordinal = book.pending[0]
-            self.apply(ev.Leased(ordinal, worker, book.grants + 1, held, now, now + settings.lease_s))
-            grants.append(Grant(ordinal, book.items[ordinal].epoch))
-        return grants
+def lease(ledger: Ledger, request: rq.LeaseRequest, worker: str, now: float) -> list[Grant]:
+    """Lease up to `most` of the lowest pending tasks that a worker holding version `held` may start now."""
+    settings, state = ledger.require_open(), ledger.state
+    if request.lineage != state.lineage:
+        raise RefusedError(
+            "lineage", f"the stream is at lineage {state.lineage}, the worker at {request.lineage}"
+        )
+    grants: list[Grant] = []
+    while len(grants) < request.most and leasable(state, request.held):
+        ordinal = state.pending[0]
+        ledger.apply(ev.Leased(ordinal, worker, state.grants + 1, request.held, now, now + settings.lease_s))
+        grants.append(Grant(ordinal, state.items[ordinal].epoch))
+    return grants
 
-    def progress(self, ordinal: int, epoch: int, nbytes: int) -> None:
-        """Keep what is finished of a leased task for whoever may lease it next; it replaces what was kept before.
 
-        The next lease then counts as held at the lower of both versions: what is reused was admitted under that one,
-        and ranks only fall, so it still is.
-        """
-        self.require_open()
-        self.require_lease(ordinal, epoch, TASK)
-        if not 0 <= nbytes <= MAX_PROGRESS:
-            raise RefusedError("full", f"{nbytes} bytes of an unfinished task; {MAX_PROGRESS} are kept")
-        self.apply(ev.Progressed(ordinal, nbytes))
+def progress(ledger: Ledger, request: rq.ProgressRequest) -> None:
+    """Keep the finished part of a leased task for the next lease; it replaces the part kept before.
 
-    def commit(
-        self,
-        ordinal: int,
-        epoch: int,
-        tokens: int,
-        nbytes: int,
-        start_version: Version,
-        digest: int,
-        columns: Collection[str] = (),
-        squares: int = 0,
-    ) -> bool:
-        """LEASED to READY. False if this very commit was made before.
+    The next lease then counts as held at the lower of both versions: the reused part was admitted under that one,
+    and ranks only fall, so it still is.
+    """
+    ledger.require_open()
+    require_lease(ledger, request.ordinal, request.epoch, TASK)
+    if not 0 <= request.nbytes <= MAX_PROGRESS:
+        raise RefusedError("full", f"{request.nbytes} bytes of an unfinished task; {MAX_PROGRESS} are kept")
+    ledger.apply(ev.Progressed(request.ordinal, request.nbytes))
 
-        RefusedError 'fenced': the lease is not the current one. 'stale': the group is older than its lease
-        promised, so training on it could break the bound; the task goes back to pending.
-        """
-        settings = self.require_open()
-        if min(tokens, nbytes, squares) < 0:
-            raise RefusedError("malformed", f"{tokens} tokens, {nbytes} bytes, squares of {squares}")
-        item = self.book.items.get(ordinal)
-        if item is None or item.epoch != epoch:
-            raise fenced(ordinal)
-        if item.state is not State.LEASED:
-            if item.digest != digest:
-                raise RefusedError("fenced", f"ordinal {ordinal} was committed with other content")
-            return False
-        if settings.max_staleness is not None and NO_VERSION < start_version < item.held:
-            held = item.held
-            self.apply(ev.Requeued(ordinal, "stale"))
-            raise RefusedError("stale", f"a token of version {start_version} under a lease for {held}")
-        have = tuple(sorted(columns))
-        self.apply(ev.Committed(ordinal, tokens, nbytes, start_version, digest, have, squares))
-        return True
 
-    def drop(self, ordinal: int, epoch: int, reason: str) -> None:
-        """A leased task that cannot be finished ends as DROPPED(reason)."""
-        self.require_open()
-        self.require_lease(ordinal, epoch, TASK)
-        self.apply(ev.Dropped(ordinal, reason))
+def commit(ledger: Ledger, request: rq.CommitRequest) -> bool:
+    """LEASED to READY. Returns False if this very commit was made before.
 
-    # ------------------------------------------------------------------ stages
+    Raises:
+        RefusedError: 'fenced', the lease is not the current one. 'stale', the group is older than its lease
+            promised, so training on it could break the bound; the task goes back to pending.
+    """
+    settings = ledger.require_open()
+    if min(request.tokens, request.nbytes, request.squares) < 0:
+        raise RefusedError(
+            "malformed", f"{request.tokens} tokens, {request.nbytes} bytes, squares of {request.squares}"
+        )
+    ordinal = request.ordinal
+    item = ledger.state.items.get(ordinal)
+    if item is None or item.epoch != request.epoch:
+        raise fenced(ordinal)
+    if item.state is not State.LEASED:
+        if item.digest != request.digest:
+            raise RefusedError("fenced", f"ordinal {ordinal} was committed with other content")
+        return False
+    if settings.max_staleness is not None and NO_VERSION < request.start_version < item.held:
+        held = item.held
+        ledger.apply(ev.Requeued(ordinal, "stale"))
+        raise RefusedError("stale", f"a token of version {request.start_version} under a lease for {held}")
+    facts = {name: getattr(request, name) for name in ev.Committed._fields}
+    ledger.apply(ev.Committed(**facts)._replace(columns=tuple(sorted(request.columns))))
+    return True
 
-    def stage_lease(self, stage: str, worker: str, most: int, now: float) -> list[Grant]:
-        """Up to `most` of the lowest ready groups that wait for the stage."""
-        settings, book = self.require_open(), self.book
-        self.require_stage(stage)
-        grants: list[Grant] = []
-        while len(grants) < most and (ordinal := book.stages.waiting[stage].lowest()) is not None:
-            deadline = now + settings.lease_s
-            self.apply(ev.StageLeased(stage, ordinal, worker, book.grants + 1, now, deadline))
-            grants.append(Grant(ordinal, book.items[ordinal].staging[stage]))
-        return grants
 
-    def stage_commit(
-        self, stage: str, ordinal: int, epoch: int, nbytes: int, version: Version, digest: int
-    ) -> bool:
-        """The group gets the stage's columns. False if this very commit was made before."""
-        self.require_open()
-        self.require_stage(stage)
-        if nbytes < 0:
-            raise RefusedError("malformed", f"{nbytes} bytes")
-        item = self.book.items.get(ordinal)
-        added = None if item is None else item.added.get(stage)
-        if added is not None and (added.epoch, added.digest) == (epoch, digest):
-            return False
-        self.require_lease(ordinal, epoch, stage)
-        self.apply(ev.StageCommitted(stage, ordinal, nbytes, version, digest))
-        return True
+def drop(ledger: Ledger, ordinal: int, epoch: int, reason: str, stage: str = TASK) -> None:
+    """A leased task that cannot be finished, or a group that its stage cannot process, ends as DROPPED(reason)."""
+    ledger.require_open()
+    require_lease(ledger, ordinal, epoch, stage)
+    ledger.apply(ev.Dropped(ordinal, reason))
 
-    def stage_drop(self, stage: str, ordinal: int, epoch: int, reason: str) -> None:
-        """A group that the stage cannot do ends as DROPPED(reason)."""
-        self.require_open()
-        self.require_lease(ordinal, epoch, stage)
-        self.apply(ev.Dropped(ordinal, reason))
 
-    # ------------------------------------------------------------------ leases of both
+# ---------------------------------------------------------------------- stages
 
-    def renew(self, leases: Iterable[tuple[int, int]], now: float) -> list[tuple[int, int]]:
-        """Extend the (ordinal, epoch) leases that still stand; return those that do not."""
-        stands: list[int] = []
-        lost: list[tuple[int, int]] = []
-        for ordinal, epoch in leases:
-            if self.book.leases.get(ordinal, epoch) is not None:
-                stands.append(epoch)
-            else:
-                lost.append((ordinal, epoch))
-        if stands and self.book.settings is not None:
-            self.apply(ev.Renewed(tuple(stands), now + self.book.settings.lease_s))
-        return lost
 
-    def expire(self, now: float) -> list[int]:
-        """Leases past their deadline end: tasks are pending again, groups wait for their stage again."""
-        expired = self.book.leases.expired(now)
-        for lease in expired:
-            self._return(lease, "expired")
-        return [lease.ordinal for lease in expired]
+def stage_lease(ledger: Ledger, request: rq.StageLeaseRequest, worker: str, now: float) -> list[Grant]:
+    """Lease up to `most` of the lowest ready groups that wait for the stage."""
+    settings, state, stage = ledger.require_open(), ledger.state, request.stage
+    require_stage(ledger, stage)
+    grants: list[Grant] = []
+    while len(grants) < request.most and (ordinal := state.stages.waiting[stage].lowest()) is not None:
+        deadline = now + settings.lease_s
+        ledger.apply(ev.StageLeased(stage, ordinal, worker, state.grants + 1, now, deadline))
+        grants.append(Grant(ordinal, state.items[ordinal].staging[stage]))
+    return grants
 
-    def give_back(self, leases: Iterable[tuple[int, int]]) -> None:
-        """As if they had expired, at once; leases that are over are ignored."""
-        for ordinal, epoch in leases:
-            lease = self.book.leases.get(ordinal, epoch)
-            if lease is not None:
-                self._return(lease, "given_back")
 
-    def leases_of(self, worker: str) -> list[tuple[int, int]]:
-        return [(lease.ordinal, lease.epoch) for lease in self.book.leases.of(worker)]
+def stage_commit(ledger: Ledger, request: rq.StageCommitRequest) -> bool:
+    """The group gets the stage's columns. Returns False if this very commit was made before."""
+    ledger.require_open()
+    require_stage(ledger, request.stage)
+    if request.nbytes < 0:
+        raise RefusedError("malformed", f"{request.nbytes} bytes")
+    item = ledger.state.items.get(request.ordinal)
+    added = None if item is None else item.added.get(request.stage)
+    if added is not None and (added.epoch, added.digest) == (request.epoch, request.digest):
+        return False
+    require_lease(ledger, request.ordinal, request.epoch, request.stage)
+    ledger.apply(ev.StageCommitted(*(getattr(request, name) for name in ev.StageCommitted._fields)))
+    return True
 
-    # ------------------------------------------------------------------ checks
 
-    def _return(self, lease: Lease, why: str) -> None:
-        if lease.stage == TASK:
-            self.apply(ev.Requeued(lease.ordinal, why))
+# ---------------------------------------------------------------------- leases of both
+
+
+def renew(ledger: Ledger, leases: Iterable[tuple[int, int]], now: float) -> list[tuple[int, int]]:
+    """Extend the (ordinal, epoch) leases that still stand; return those that do not."""
+    stands: list[int] = []
+    lost: list[tuple[int, int]] = []
+    for ordinal, epoch in leases:
+        if ledger.state.leases.get(ordinal, epoch) is not None:
+            stands.append(epoch)
         else:
-            self.apply(ev.StageReturned(lease.stage, lease.ordinal, why))
+            lost.append((ordinal, epoch))
+    if stands and ledger.state.settings is not None:
+        ledger.apply(ev.Renewed(tuple(stands), now + ledger.state.settings.lease_s))
+    return lost
 
-    def require_lease(self, ordinal: int, epoch: int, stage: str) -> None:
-        lease = self.book.leases.get(ordinal, epoch)
-        if lease is None or lease.stage != stage:
-            raise fenced(ordinal)
 
-    def require_stage(self, stage: str) -> None:
-        if stage not in self.book.stages.by_name:
-            names = ", ".join(self.book.stages.by_name) or "none"
-            raise RefusedError("unknown_stage", f"{stage!r}; this stream has: {names}")
+def expire(ledger: Ledger, now: float) -> list[int]:
+    """Leases past their deadline end: tasks are pending again, groups wait for their stage again."""
+    expired = ledger.state.leases.expired(now)
+    for each in expired:
+        _return(ledger, each, "expired")
+    return [each.ordinal for each in expired]
+
+
+def give_back(ledger: Ledger, leases: Iterable[tuple[int, int]]) -> None:
+    """Return leases at once, as if they had expired; leases that are over are ignored."""
+    for ordinal, epoch in leases:
+        standing = ledger.state.leases.get(ordinal, epoch)
+        if standing is not None:
+            _return(ledger, standing, "given_back")
+
+
+def leases_of(ledger: Ledger, worker: str) -> list[tuple[int, int]]:
+    return [(each.ordinal, each.epoch) for each in ledger.state.leases.of(worker)]
+
+
+# ---------------------------------------------------------------------- checks
+
+
+def _return(ledger: Ledger, lease: Lease, why: str) -> None:
+    if lease.stage == TASK:
+        ledger.apply(ev.Requeued(lease.ordinal, why))
+    else:
+        ledger.apply(ev.StageReturned(lease.stage, lease.ordinal, why))
+
+
+def require_lease(ledger: Ledger, ordinal: int, epoch: int, stage: str) -> None:
+    standing = ledger.state.leases.get(ordinal, epoch)
+    if standing is None or standing.stage != stage:
+        raise fenced(ordinal)
+
+
+def require_stage(ledger: Ledger, stage: str) -> None:
+    if stage not in ledger.state.stages.by_name:
+        names = ", ".join(ledger.state.stages.by_name) or "none"
+        raise RefusedError("unknown_stage", f"{stage!r}; this stream has: {names}")
 
 
 def fenced(ordinal: int) -> RefusedError:

@@ -21,26 +21,54 @@ makes its step at most h + S + ceil((W - 1) / B) = h + η.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from asyncrl.errors import RefusedError
+from asyncrl.errors import RefusedError, RunClosedError
 from asyncrl.queue.ledger import events as ev
-from asyncrl.queue.ledger.generator_commands import GeneratorCommands, Grant
-from asyncrl.queue.ledger.learner_commands import LOST, Claimed, LearnerCommands
+from asyncrl.queue.ledger.events import Event
+from asyncrl.queue.ledger.ledger_state import LedgerState
 from asyncrl.queue.ledger.rules.leases import TASK
-from asyncrl.queue.ledger.settings import Frontier, StreamSettings
-from asyncrl.queue.ledger.task_record import State
+from asyncrl.queue.ledger.transitions import apply
+from asyncrl.queue.protocol.settings import Frontier, StreamSettings
 from asyncrl.types import Version
-
-__all__ = ["Claimed", "Frontier", "Grant", "Ledger", "State", "StreamSettings"]
 
 MAX_PENDING = 1 << 16
 """Tasks submitted and not yet leased, per stream: a feeder that ignores `room` is refused beyond it."""
 
+LOST = "lost"
+"""The reason of a step that begins anew because nobody can fetch some of its groups any more."""
 
-class Ledger(GeneratorCommands, LearnerCommands):
-    """One stream. Generators and learner ask in their own files; here is what begins, feeds and ends it."""
+
+class Ledger:
+    """One stream. Here are the commands that begin, feed and end it; those of generators and stages are in
+    generator_commands.py, those of the learner in learner_commands.py.
+
+    journal: receives every event after it was applied.
+    """
+
+    def __init__(self, journal: Callable[[Event], None] | None = None) -> None:
+        self.state = LedgerState()
+        self._journal = journal
+
+    def apply(self, event: Event) -> None:
+        """The one way to change the state; replaying a journal goes through here."""
+        apply(self.state, event)
+        if self._journal is not None:
+            self._journal(event)
+
+    def require_running(self) -> None:
+        if self.state.closed is not None:
+            raise RunClosedError(self.state.closed)
+
+    def require_open(self) -> StreamSettings:
+        self.require_running()
+        if self.state.settings is None:
+            raise RefusedError("unopened", "no learner has opened this stream yet")
+        return self.state.settings
+
+    def has_lost(self, ordinals: Iterable[int]) -> bool:
+        return any(self.state.items[ordinal].lost for ordinal in ordinals)
 
     # ------------------------------------------------------------------ opening and closing
 
@@ -55,18 +83,20 @@ class Ledger(GeneratorCommands, LearnerCommands):
 
         opener: names this call. The last call again, by its name: nothing.
         """
-        book, epoch = self.book, self.book.learner_epoch + 1
+        state, epoch = self.state, self.state.learner_epoch + 1
         self.require_running()
-        if opener and opener == book.opener:
+        if opener and opener == state.opener:
             return
         if frontier is not None:
             # What is lost cannot be handed out again; the rest of the running step can.
-            if self.has_lost(ordinal for claim in book.claims for share in claim.shares for ordinal in share):
-                self.apply(ev.StepAbandoned(book.version, (), LOST))
-            forked = max(max(book.lineage, frontier.lineage) + 1, lineage)
+            if self.has_lost(
+                ordinal for claim in state.claims for share in claim.shares for ordinal in share
+            ):
+                self.apply(ev.StepAbandoned(state.version, (), LOST))
+            forked = max(max(state.lineage, frontier.lineage) + 1, lineage)
             rewind = ev.SteppedBack if self._kept_since(frontier, settings) else ev.Rewound
             self.apply(rewind(settings, epoch, forked, frontier, opener))
-        elif book.grants or book.version:
+        elif state.grants or state.version:
             raise RefusedError(
                 "occupied",
                 "the stream is in use; rewind it to a snapshot, or begin with `asyncrl queue --anew`",
@@ -77,7 +107,7 @@ class Ledger(GeneratorCommands, LearnerCommands):
 
     def fork(self, lineage: int) -> None:
         """Join a lineage that began on another stream."""
-        if lineage > self.book.lineage:
+        if lineage > self.state.lineage:
             self.apply(ev.Forked(lineage))
 
     def recover(self, now: float, lost: Collection[int] = ()) -> None:
@@ -86,22 +116,22 @@ class Ledger(GeneratorCommands, LearnerCommands):
         What is lost is made again. A learner goes on with what it has claimed and got; if it asks for more of that, the
         step begins anew.
         """
-        settings = self.book.settings
-        if settings is not None and self.book.closed is None:
+        settings = self.state.settings
+        if settings is not None and self.state.closed is None:
             self.apply(ev.Recovered(now, now + settings.lease_s, tuple(sorted(lost))))
 
     def drain(self) -> int:
         """Lease no more: what is pending is DROPPED(drained), what is under way is finished, then the stream is
         exhausted. Returns how many were pending. Again: nothing."""
         self.require_open()
-        pending = len(self.book.pending)
-        if not self.book.draining:
+        pending = len(self.state.pending)
+        if not self.state.draining:
             self.apply(ev.Drained())
         return pending
 
     def finish(self, reason: str) -> None:
         """Whatever has not ended is DROPPED(end). Again: nothing."""
-        if self.book.closed is None:
+        if self.state.closed is None:
             self.apply(ev.Finished(reason))
 
     # ------------------------------------------------------------------ the task feeder
@@ -109,70 +139,70 @@ class Ledger(GeneratorCommands, LearnerCommands):
     def room(self) -> int:
         """Tasks wanted from the feeder; 0 until half of them are leased, so that it works in batches."""
         self.require_running()
-        if self.book.settings is None:
+        if self.state.settings is None:
             return 0
-        depth, pending = self.book.settings.depth, len(self.book.pending)
-        return depth - pending if pending <= depth // 2 and not self.book.exhausted else 0
+        depth, pending = self.state.settings.depth, len(self.state.pending)
+        return depth - pending if pending <= depth // 2 and not self.state.exhausted else 0
 
     def exhaust(self, at: int) -> None:
         """The feeder has no task at ordinal `at`, and none after it. Again: nothing."""
         self.require_open()
-        if at != self.book.next:
-            raise RefusedError("gap", f"ordinal {self.book.next} is next, not {at}")
-        if not self.book.exhausted:
+        if at != self.state.next:
+            raise RefusedError("gap", f"ordinal {self.state.next} is next, not {at}")
+        if not self.state.exhausted:
             self.apply(ev.Exhausted())
 
     def submit(self, first: int, count: int, min_version: Version = 0) -> int:
         """Add `count` ordinals from `first` on; known ones are ignored. Returns how many were new: none while the
         stream drains."""
         self.require_open()
-        if self.book.draining:
+        if self.state.draining:
             return 0
-        if first > self.book.next:
-            raise RefusedError("gap", f"ordinal {self.book.next} is next, not {first}")
-        fresh = first + count - self.book.next
+        if first > self.state.next:
+            raise RefusedError("gap", f"ordinal {self.state.next} is next, not {first}")
+        fresh = first + count - self.state.next
         if fresh <= 0:
             return 0
-        if len(self.book.pending) + fresh > MAX_PENDING:
-            raise RefusedError("full", f"{len(self.book.pending)} tasks are pending already")
-        self.apply(ev.Submitted(self.book.next, fresh, min_version))
+        if len(self.state.pending) + fresh > MAX_PENDING:
+            raise RefusedError("full", f"{len(self.state.pending)} tasks are pending already")
+        self.apply(ev.Submitted(self.state.next, fresh, min_version))
         return fresh
 
     # ------------------------------------------------------------------ looking
 
     def counts(self, now: float) -> dict[str, Any]:
         """How many tasks are in each state, and what they weigh."""
-        book = self.book
-        tasks = [lease for lease in book.leases if lease.stage == TASK]
-        staged = Counter(lease.stage for lease in book.leases)
+        state = self.state
+        tasks = [lease for lease in state.leases if lease.stage == TASK]
+        staged = Counter(lease.stage for lease in state.leases)
         return {
-            "pending": len(book.pending),
-            "leased": len(book.leased),
-            "ready": len(book.ready),
-            "lacking_columns": len(book.partial),
-            "claimed": book.claimed,
-            "recorded": book.recorded,
-            "trained": book.ranks.trained_total,
-            "dropped": sum(book.dropped.values()),
-            "dropped_by_reason": dict(book.dropped),
-            "bytes": book.nbytes,
-            "reserved_bytes": book.reserved,
-            "retained_bytes": book.kept_bytes,
-            "retained_steps": len(book.retention.steps),
+            "pending": len(state.pending),
+            "leased": len(state.leased),
+            "ready": len(state.ready),
+            "lacking_columns": len(state.partial),
+            "claimed": state.claimed,
+            "recorded": state.recorded,
+            "trained": state.ranks.trained_total,
+            "dropped": sum(state.dropped.values()),
+            "dropped_by_reason": dict(state.dropped),
+            "bytes": state.nbytes,
+            "reserved_bytes": state.reserved,
+            "retained_bytes": state.kept_bytes,
+            "retained_steps": len(state.retention.steps),
             "oldest_lease_s": max((now - lease.at for lease in tasks), default=0.0),
             "leases_by_worker": dict(Counter(lease.worker for lease in tasks)),
             "stages": {
                 name: {"waiting": len(waiting), "leased": staged[name]}
-                for name, waiting in book.stages.waiting.items()
+                for name, waiting in state.stages.waiting.items()
             },
-            "lead": None if book.lead is None else book.lead.groups,
-            "draining": book.draining,
-            "bias": book.bias.to_wire(),
+            "lead": None if state.lead is None else state.lead.groups,
+            "draining": state.draining,
+            "bias": state.bias.to_wire(),
         }
 
     def _kept_since(self, frontier: Frontier, settings: StreamSettings) -> bool:
         """Whether the steps since `frontier` can be handed out again under these settings."""
-        book, before = self.book, self.book.settings
+        state, before = self.state, self.state.settings
         if before is None or before.max_staleness is None or not settings.same_steps(before):
             return False
-        return book.retention.covers(frontier, book.lineage, book.version, book.ranks.trained_total)
+        return state.retention.covers(frontier, state.lineage, state.version, state.ranks.trained_total)

@@ -20,8 +20,8 @@ from asyncrl.queue.ledger.rules.lookahead import Lookahead, first_lead
 from asyncrl.queue.ledger.rules.ordinal_index import OrdinalIndex
 from asyncrl.queue.ledger.rules.retained_steps import RetainedStep, RetainedSteps
 from asyncrl.queue.ledger.rules.stages import Stages
-from asyncrl.queue.ledger.settings import Frontier, StreamSettings
 from asyncrl.queue.ledger.task_record import State, TaskRecord
+from asyncrl.queue.protocol.settings import Frontier, StreamSettings
 from asyncrl.types import Version
 
 CORRUPT = "corrupt"
@@ -49,7 +49,7 @@ PLAIN = (
     ),
     *("claims", "claimed", "recorded", "exhausted", "lead", "nbytes", "kept_bytes"),
 )
-"""Attributes of the book that compare as they are."""
+"""Attributes of the state that compare as they are."""
 
 
 class LedgerState:
@@ -202,8 +202,8 @@ class LedgerState:
             grants=self.grants,
         )
 
-    def state(self) -> dict[str, Any]:
-        """Everything, in a form that compares: two books that took the same events are equal."""
+    def comparable(self) -> dict[str, Any]:
+        """Everything, in a form that compares: two states that took the same events are equal."""
         return {
             **{name: getattr(self, name) for name in PLAIN},
             "frontier": self.as_frontier(),

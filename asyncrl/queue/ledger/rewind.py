@@ -1,4 +1,4 @@
-"""What a rewind, a step begun anew and a restart of the broker do to the book.
+"""What a rewind, a step begun anew and a restart of the broker do to the state.
 
     step_back     the steps since a checkpoint are recorded: each will be claimed again as it was
     reset         nothing of them is kept: their tasks are done again
@@ -19,134 +19,134 @@ from asyncrl.queue.ledger import events as ev
 from asyncrl.queue.ledger.ledger_state import LedgerState
 from asyncrl.queue.ledger.rules.ordinal_index import OrdinalIndex
 from asyncrl.queue.ledger.rules.retained_steps import RetainedStep
-from asyncrl.queue.ledger.settings import Frontier
 from asyncrl.queue.ledger.task_record import State
+from asyncrl.queue.protocol.settings import Frontier
 from asyncrl.types import Version
 
 
-def reset(book: LedgerState, e: ev.Rewound) -> None:
-    book.forget_steps(book.version)
-    book.gone += book.items
-    book.settings = e.settings
-    book.reset(e.frontier, e.lineage)
-    book.open(e.settings, e.learner_epoch, e.opener)
+def reset(state: LedgerState, e: ev.Rewound) -> None:
+    state.forget_steps(state.version)
+    state.gone += state.items
+    state.settings = e.settings
+    state.reset(e.frontier, e.lineage)
+    state.open(e.settings, e.learner_epoch, e.opener)
 
 
-def step_back(book: LedgerState, e: ev.SteppedBack) -> None:
+def step_back(state: LedgerState, e: ev.SteppedBack) -> None:
     at = e.frontier.version
-    book.open(e.settings, e.learner_epoch, e.opener)
-    book.replay = _recorded(book, book.retention.fork(e.lineage, at))
-    _take_back(book, e.frontier)
-    book.lineage, book.version = e.lineage, at
-    book.published = dict(e.frontier.published)
-    book.return_leases()
-    _count_as(book, at)
+    state.open(e.settings, e.learner_epoch, e.opener)
+    state.replay = _recorded(state, state.retention.fork(e.lineage, at))
+    _take_back(state, e.frontier)
+    state.lineage, state.version = e.lineage, at
+    state.published = dict(e.frontier.published)
+    state.return_leases()
+    _count_as(state, at)
 
 
-def unclaim(book: LedgerState) -> list[int]:
+def unclaim(state: LedgerState) -> list[int]:
     """The running step begins anew. Returns what was claimed for it, or recorded for it and later steps."""
-    ordinals = {ordinal for claim in book.claims for share in claim.shares for ordinal in share}
-    for step in book.replay.values():
+    ordinals = {ordinal for claim in state.claims for share in claim.shares for ordinal in share}
+    for step in state.replay.values():
         ordinals.update(step.ordinals())
-    book.claims, book.claimed, book.replay = [], 0, {}
-    book.attempt += 1
-    book.head = min([book.head, *ordinals])
+    state.claims, state.claimed, state.replay = [], 0, {}
+    state.attempt += 1
+    state.head = min([state.head, *ordinals])
     return sorted(ordinals)
 
 
-def unrecord(book: LedgerState) -> list[int]:
-    later = [step for version, step in book.replay.items() if version != book.version]
+def unrecord(state: LedgerState) -> list[int]:
+    later = [step for version, step in state.replay.items() if version != state.version]
     ordinals = sorted(ordinal for step in later for ordinal in step.ordinals())
-    book.replay = {version: step for version, step in book.replay.items() if version == book.version}
-    book.head = min([book.head, *ordinals])
+    state.replay = {version: step for version, step in state.replay.items() if version == state.version}
+    state.head = min([state.head, *ordinals])
     return ordinals
 
 
-def restock(book: LedgerState, ordinal: int) -> None:
-    item = book.items[ordinal]
+def restock(state: LedgerState, ordinal: int) -> None:
+    item = state.items[ordinal]
     if item.state is State.RECORDED:
-        book.count_again(item)
-    if item.lost or not _admitted(book, ordinal):
-        book.unmake(ordinal)
+        state.count_again(item)
+    if item.lost or not _admitted(state, ordinal):
+        state.unmake(ordinal)
     else:
-        book.enter_ready(ordinal, item)
+        state.enter_ready(ordinal, item)
 
 
-def recover(book: LedgerState, e: ev.Recovered) -> None:
+def recover(state: LedgerState, e: ev.Recovered) -> None:
     lost = set(e.lost)
-    book.leases.renew_all(e.at, e.deadline)
-    book.forget_steps(
-        1 + max((v for v, s in book.retention.steps.items() if lost & s.items.keys()), default=-1)
+    state.leases.renew_all(e.at, e.deadline)
+    state.forget_steps(
+        1 + max((v for v, s in state.retention.steps.items() if lost & s.items.keys()), default=-1)
     )
-    live = [ordinal for ordinal in e.lost if ordinal in book.items]
-    recorded = any(book.items[ordinal].state is State.RECORDED for ordinal in live)
+    live = [ordinal for ordinal in e.lost if ordinal in state.items]
+    recorded = any(state.items[ordinal].state is State.RECORDED for ordinal in live)
     for ordinal in live:
-        item = book.items[ordinal]
+        item = state.items[ordinal]
         if item.state is State.READY:
-            book.leave_ready(ordinal, item)
-            book.unmake(ordinal)
+            state.leave_ready(ordinal, item)
+            state.unmake(ordinal)
         elif item.state in (State.CLAIMED, State.RECORDED):
             item.lost = True
         else:
-            book.forget_progress(ordinal)
+            state.forget_progress(ordinal)
     if recorded:
-        whole = bool(book.claims) and book.claims[-1].last
-        for ordinal in unrecord(book) if whole else unclaim(book):
-            restock(book, ordinal)
-    book.move_head()
+        whole = bool(state.claims) and state.claims[-1].last
+        for ordinal in unrecord(state) if whole else unclaim(state):
+            restock(state, ordinal)
+    state.move_head()
 
 
 # ---------------------------------------------------------------------- stepping back
 
 
-def _recorded(book: LedgerState, trained: dict[Version, RetainedStep]) -> dict[Version, RetainedStep]:
+def _recorded(state: LedgerState, trained: dict[Version, RetainedStep]) -> dict[Version, RetainedStep]:
     """The steps to be repeated: those trained since, what was being repeated, and the running one so far."""
-    steps = {**trained, **book.replay}
-    known = steps.get(book.version)
-    if book.claims and (known is None or len(known.claims) < len(book.claims)):
-        steps[book.version] = RetainedStep(book.claims, whole=book.claims[-1].last)
+    steps = {**trained, **state.replay}
+    known = steps.get(state.version)
+    if state.claims and (known is None or len(known.claims) < len(state.claims)):
+        steps[state.version] = RetainedStep(state.claims, whole=state.claims[-1].last)
     return steps
 
 
-def _take_back(book: LedgerState, frontier: Frontier) -> None:
+def _take_back(state: LedgerState, frontier: Frontier) -> None:
     """Their groups have not ended any more; all else that has ended since was dropped, and stays so."""
-    again = {ordinal: item for step in book.replay.values() for ordinal, item in step.items.items()}
+    again = {ordinal: item for step in state.replay.values() for ordinal, item in step.items.items()}
     trained = again.keys() | set(frontier.trained)
-    passed = range(frontier.frontier, book.ranks.frontier)
-    dropped = [ordinal for ordinal in passed if ordinal not in trained] + book.ranks.dropped
-    book.ranks = OrdinalIndex(frontier.frontier, frontier.kept, frontier.trained)
+    passed = range(frontier.frontier, state.ranks.frontier)
+    dropped = [ordinal for ordinal in passed if ordinal not in trained] + state.ranks.dropped
+    state.ranks = OrdinalIndex(frontier.frontier, frontier.kept, frontier.trained)
     for ordinal in dropped:
-        book.ranks.drop(ordinal)
+        state.ranks.drop(ordinal)
     for item in again.values():
-        book.bias.trained(item.tokens, -1)
-    for step in book.replay.values():
+        state.bias.trained(item.tokens, -1)
+    for step in state.replay.values():
         step.items = {}
-    book.items.update(again)
-    for claim in book.claims:
+    state.items.update(again)
+    for claim in state.claims:
         for share in claim.shares:
             for ordinal in share:
-                again[ordinal] = book.items[ordinal]
-                book.nbytes -= again[ordinal].nbytes
-                book.kept_bytes += again[ordinal].nbytes
+                again[ordinal] = state.items[ordinal]
+                state.nbytes -= again[ordinal].nbytes
+                state.kept_bytes += again[ordinal].nbytes
     for item in again.values():
         item.state = State.RECORDED
-    book.recorded += len(again)
-    book.claims, book.claimed = [], 0
+    state.recorded += len(again)
+    state.claims, state.claimed = [], 0
 
 
-def _count_as(book: LedgerState, version: Version) -> None:
+def _count_as(state: LedgerState, version: Version) -> None:
     """No token is of a newer version than that from which the branch was left."""
-    for ordinal, item in sorted(book.items.items()):
+    for ordinal, item in sorted(state.items.items()):
         item.held = min(item.held, version)
-        if item.state is State.READY and not _admitted(book, ordinal):
-            book.leave_ready(ordinal, item)
-            book.unmake(ordinal)
-        elif item.state is State.PENDING and not _admitted(book, ordinal):
-            book.forget_progress(ordinal)
-    book.move_head()
+        if item.state is State.READY and not _admitted(state, ordinal):
+            state.leave_ready(ordinal, item)
+            state.unmake(ordinal)
+        elif item.state is State.PENDING and not _admitted(state, ordinal):
+            state.forget_progress(ordinal)
+    state.move_head()
 
 
-def _admitted(book: LedgerState, ordinal: int) -> bool:
+def _admitted(state: LedgerState, ordinal: int) -> bool:
     """Whether a worker that holds what the group was made under may start it now."""
-    limit = book.admitted_below(book.items[ordinal].held)
-    return limit is None or book.ranks.rank(ordinal) < limit
+    limit = state.admitted_below(state.items[ordinal].held)
+    return limit is None or state.ranks.rank(ordinal) < limit

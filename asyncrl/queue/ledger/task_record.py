@@ -1,4 +1,4 @@
-"""One task in the book: where it stands, and what is kept of it."""
+"""One task in the state: where it stands, and what is kept of it."""
 
 from __future__ import annotations
 

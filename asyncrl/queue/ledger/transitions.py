@@ -1,4 +1,4 @@
-"""What each event does to the book. What rewinds and restarts do is in rewind.py."""
+"""What each event does to the state. What rewinds and restarts do is in rewind.py."""
 
 from __future__ import annotations
 
@@ -19,205 +19,205 @@ END = "end"
 """The reason of tasks that the end of the run cut off."""
 
 
-def apply(book: LedgerState, event: Event) -> None:
-    if book.unmade or book.gone:
-        book.unmade, book.gone = [], []
-    EFFECTS[type(event)](book, event)
+def apply(state: LedgerState, event: Event) -> None:
+    if state.unmade or state.gone:
+        state.unmade, state.gone = [], []
+    EFFECTS[type(event)](state, event)
 
 
 # ---------------------------------------------------------------------- opening and ending
 
 
-def _opened(book: LedgerState, e: ev.StreamOpened) -> None:
-    book.open(e.settings, e.learner_epoch, e.opener)
-    book.stages = Stages(e.settings.stages)
+def _opened(state: LedgerState, e: ev.StreamOpened) -> None:
+    state.open(e.settings, e.learner_epoch, e.opener)
+    state.stages = Stages(e.settings.stages)
 
 
-def _forked(book: LedgerState, e: ev.Forked) -> None:
-    book.lineage = e.lineage
-    book.retention.fork(e.lineage, book.version)
-    book.return_leases()
+def _forked(state: LedgerState, e: ev.Forked) -> None:
+    state.lineage = e.lineage
+    state.retention.fork(e.lineage, state.version)
+    state.return_leases()
 
 
-def _drained(book: LedgerState, e: ev.Drained) -> None:
-    book.draining = book.exhausted = True
-    for ordinal in sorted(book.pending):
-        book.end(ordinal, DRAINED)
-    book.pending = []
-    book.move_head()
+def _drained(state: LedgerState, e: ev.Drained) -> None:
+    state.draining = state.exhausted = True
+    for ordinal in sorted(state.pending):
+        state.end(ordinal, DRAINED)
+    state.pending = []
+    state.move_head()
 
 
-def _finished(book: LedgerState, e: ev.Finished) -> None:
-    book.closed = e.reason
-    book.forget_steps(book.version)
-    for ordinal in sorted(book.items):
-        book.end(ordinal, END)
-    book.pending, book.leased, book.partial = [], set(), set()
-    book.ready, book.ready_tokens = [], 0
-    book.leases, book.stages = Leases(), Stages()
-    book.claims, book.claimed, book.replay = [], 0, {}
-    book.move_head()
+def _finished(state: LedgerState, e: ev.Finished) -> None:
+    state.closed = e.reason
+    state.forget_steps(state.version)
+    for ordinal in sorted(state.items):
+        state.end(ordinal, END)
+    state.pending, state.leased, state.partial = [], set(), set()
+    state.ready, state.ready_tokens = [], 0
+    state.leases, state.stages = Leases(), Stages()
+    state.claims, state.claimed, state.replay = [], 0, {}
+    state.move_head()
 
 
 # ---------------------------------------------------------------------- tasks
 
 
-def _submitted(book: LedgerState, e: ev.Submitted) -> None:
-    book.next = e.first + e.tasks
-    for ordinal in range(e.first, book.next):
-        if not book.ranks.ended(ordinal):
-            book.items[ordinal] = TaskRecord(State.PENDING, e.min_version)
-            heapq.heappush(book.pending, ordinal)
-    book.move_head()
+def _submitted(state: LedgerState, e: ev.Submitted) -> None:
+    state.next = e.first + e.tasks
+    for ordinal in range(e.first, state.next):
+        if not state.ranks.ended(ordinal):
+            state.items[ordinal] = TaskRecord(State.PENDING, e.min_version)
+            heapq.heappush(state.pending, ordinal)
+    state.move_head()
 
 
-def _exhausted(book: LedgerState, e: ev.Exhausted) -> None:
-    book.exhausted = True
+def _exhausted(state: LedgerState, e: ev.Exhausted) -> None:
+    state.exhausted = True
 
 
-def _leased(book: LedgerState, e: ev.Leased) -> None:
-    heapq.heappop(book.pending)
-    item = book.items[e.ordinal]
-    item.state, item.epoch = State.LEASED, book.granted(e.grant)
+def _leased(state: LedgerState, e: ev.Leased) -> None:
+    heapq.heappop(state.pending)
+    item = state.items[e.ordinal]
+    item.state, item.epoch = State.LEASED, state.granted(e.grant)
     # With what others have finished come the versions that they held.
     item.held = min(item.held, e.held) if item.progress else e.held
-    book.leased.add(e.ordinal)
-    book.leases.grant(Lease(e.ordinal, TASK, e.worker, item.epoch, e.at, e.deadline))
+    state.leased.add(e.ordinal)
+    state.leases.grant(Lease(e.ordinal, TASK, e.worker, item.epoch, e.at, e.deadline))
 
 
-def _renewed(book: LedgerState, e: ev.Renewed) -> None:
-    book.leases.renew(e.epochs, e.deadline)
+def _renewed(state: LedgerState, e: ev.Renewed) -> None:
+    state.leases.renew(e.epochs, e.deadline)
 
 
-def _requeued(book: LedgerState, e: ev.Requeued) -> None:
+def _requeued(state: LedgerState, e: ev.Requeued) -> None:
     if e.why == "stale":
-        book.forget_progress(e.ordinal)
-    book.to_pending(e.ordinal)
-    book.move_head()
+        state.forget_progress(e.ordinal)
+    state.to_pending(e.ordinal)
+    state.move_head()
 
 
-def _progressed(book: LedgerState, e: ev.Progressed) -> None:
-    item = book.items[e.ordinal]
+def _progressed(state: LedgerState, e: ev.Progressed) -> None:
+    item = state.items[e.ordinal]
     item.progress = e.nbytes > 0
-    book.weigh(item, e.nbytes)
+    state.weigh(item, e.nbytes)
 
 
-def _committed(book: LedgerState, e: ev.Committed) -> None:
-    item = book.items[e.ordinal]
-    book.end_task_lease(e.ordinal, item)
+def _committed(state: LedgerState, e: ev.Committed) -> None:
+    item = state.items[e.ordinal]
+    state.end_task_lease(e.ordinal, item)
     item.tokens, item.squares = e.tokens, e.squares
     item.start_version, item.digest = e.start_version, e.digest
     item.progress, item.columns = False, frozenset(e.columns)
-    book.weigh(item, e.nbytes)
-    book.enter_ready(e.ordinal, item)
-    book.sizes.note(TASK, e.nbytes)
-    book.bias.finished(e.tokens)
+    state.weigh(item, e.nbytes)
+    state.enter_ready(e.ordinal, item)
+    state.sizes.note(TASK, e.nbytes)
+    state.bias.finished(e.tokens)
 
 
-def _dropped(book: LedgerState, e: ev.Dropped) -> None:
-    item = book.items[e.ordinal]
+def _dropped(state: LedgerState, e: ev.Dropped) -> None:
+    item = state.items[e.ordinal]
     if item.state is State.LEASED:
-        book.end_task_lease(e.ordinal, item)
-        book.bias.lost()
+        state.end_task_lease(e.ordinal, item)
+        state.bias.lost()
     else:
-        book.leave_ready(e.ordinal, item)
-    book.end(e.ordinal, e.reason)
-    book.move_head()
+        state.leave_ready(e.ordinal, item)
+    state.end(e.ordinal, e.reason)
+    state.move_head()
 
 
 # ---------------------------------------------------------------------- stages
 
 
-def _stage_leased(book: LedgerState, e: ev.StageLeased) -> None:
-    epoch = book.granted(e.grant)
-    book.items[e.ordinal].staging[e.stage] = epoch
-    book.stages.waiting[e.stage].discard(e.ordinal)
-    book.leases.grant(Lease(e.ordinal, e.stage, e.worker, epoch, e.at, e.deadline))
+def _stage_leased(state: LedgerState, e: ev.StageLeased) -> None:
+    epoch = state.granted(e.grant)
+    state.items[e.ordinal].staging[e.stage] = epoch
+    state.stages.waiting[e.stage].discard(e.ordinal)
+    state.leases.grant(Lease(e.ordinal, e.stage, e.worker, epoch, e.at, e.deadline))
 
 
-def _stage_returned(book: LedgerState, e: ev.StageReturned) -> None:
-    book.end_stage_lease(e.ordinal, e.stage)
+def _stage_returned(state: LedgerState, e: ev.StageReturned) -> None:
+    state.end_stage_lease(e.ordinal, e.stage)
 
 
-def _stage_committed(book: LedgerState, e: ev.StageCommitted) -> None:
-    item = book.items[e.ordinal]
+def _stage_committed(state: LedgerState, e: ev.StageCommitted) -> None:
+    item = state.items[e.ordinal]
     epoch = item.staging.pop(e.stage)
-    book.leases.end(epoch)
-    book.remove_ready(e.ordinal, item)
-    item.columns |= frozenset(book.stages.by_name[e.stage].adds)
+    state.leases.end(epoch)
+    state.remove_ready(e.ordinal, item)
+    item.columns |= frozenset(state.stages.by_name[e.stage].adds)
     item.added[e.stage] = Column(epoch, e.digest, e.version)
-    book.weigh(item, item.nbytes + e.nbytes)
-    book.enter_ready(e.ordinal, item)
-    book.sizes.note(e.stage, e.nbytes)
+    state.weigh(item, item.nbytes + e.nbytes)
+    state.enter_ready(e.ordinal, item)
+    state.sizes.note(e.stage, e.nbytes)
 
 
 # ---------------------------------------------------------------------- the learner
 
 
-def _step_claimed(book: LedgerState, e: ev.StepClaimed) -> None:
-    book.claims.append(e)
+def _step_claimed(state: LedgerState, e: ev.StepClaimed) -> None:
+    state.claims.append(e)
     for share in e.shares:
-        book.claimed += len(share)
+        state.claimed += len(share)
         for ordinal in share:
-            item = book.items[ordinal]
+            item = state.items[ordinal]
             if item.state is State.RECORDED:
-                book.count_again(item)
+                state.count_again(item)
             else:
-                book.leave_ready(ordinal, item)
+                state.leave_ready(ordinal, item)
             item.state = State.CLAIMED
-    book.move_head()
+    state.move_head()
 
 
-def _step_trained(book: LedgerState, e: ev.StepTrained) -> None:
-    step = RetainedStep(book.claims, whole=True, before=book.published[book.version])
+def _step_trained(state: LedgerState, e: ev.StepTrained) -> None:
+    step = RetainedStep(state.claims, whole=True, before=state.published[state.version])
     for ordinal in step.ordinals():
-        step.items[ordinal] = book.take_trained(ordinal)
-    book.retention.steps[e.step] = step
-    book.replay.pop(e.step, None)
-    book.claims, book.claimed, book.version = [], 0, e.step + 1
-    book.published[book.version] = book.ranks.trained_total
+        step.items[ordinal] = state.take_trained(ordinal)
+    state.retention.steps[e.step] = step
+    state.replay.pop(e.step, None)
+    state.claims, state.claimed, state.version = [], 0, e.step + 1
+    state.published[state.version] = state.ranks.trained_total
     # F(v) admits ranks below it, and no pending rank is below the frontier's.
-    book.published = {
-        v: groups for v, groups in book.published.items() if groups > book.ranks.kept or v == book.version
+    state.published = {
+        v: groups for v, groups in state.published.items() if groups > state.ranks.kept or v == state.version
     }
     lost = any(item.lost for item in step.items.values())
-    if lost or (book.settings is not None and not book.settings.retain):
-        book.forget_steps(book.version)
-    book.move_head()
+    if lost or (state.settings is not None and not state.settings.retain):
+        state.forget_steps(state.version)
+    state.move_head()
 
 
-def _step_rejected(book: LedgerState, e: ev.StepRejected) -> None:
-    for ordinal in rewind.unclaim(book):
-        if book.items[ordinal].state is State.CLAIMED:
-            book.end(ordinal, e.reason)
+def _step_rejected(state: LedgerState, e: ev.StepRejected) -> None:
+    for ordinal in rewind.unclaim(state):
+        if state.items[ordinal].state is State.CLAIMED:
+            state.end(ordinal, e.reason)
         else:
-            rewind.restock(book, ordinal)
-    book.move_head()
+            rewind.restock(state, ordinal)
+    state.move_head()
 
 
-def _step_abandoned(book: LedgerState, e: ev.StepAbandoned) -> None:
-    for ordinal in rewind.unclaim(book):
+def _step_abandoned(state: LedgerState, e: ev.StepAbandoned) -> None:
+    for ordinal in rewind.unclaim(state):
         if ordinal in e.dropped:
-            book.end(ordinal, e.reason)
+            state.end(ordinal, e.reason)
         else:
-            rewind.restock(book, ordinal)
-    book.move_head()
+            rewind.restock(state, ordinal)
+    state.move_head()
 
 
-def _checkpointed(book: LedgerState, e: ev.Checkpointed) -> None:
-    book.forget_steps(e.version)
+def _checkpointed(state: LedgerState, e: ev.Checkpointed) -> None:
+    state.forget_steps(e.version)
 
 
-def _lead_set(book: LedgerState, e: ev.LeadSet) -> None:
-    book.lead = e.lead
+def _lead_set(state: LedgerState, e: ev.LeadSet) -> None:
+    state.lead = e.lead
 
 
-def _collected(book: LedgerState, e: ev.Collected) -> None:
+def _collected(state: LedgerState, e: ev.Collected) -> None:
     for ordinal in e.ordinals:
-        book.leave_ready(ordinal, book.items[ordinal])
-        book.bias.trained(book.items[ordinal].tokens)
-        book.end(ordinal, None)
-    book.move_head()
+        state.leave_ready(ordinal, state.items[ordinal])
+        state.bias.trained(state.items[ordinal].tokens)
+        state.end(ordinal, None)
+    state.move_head()
 
 
 EFFECTS: dict[type, Callable[[LedgerState, Any], None]] = {

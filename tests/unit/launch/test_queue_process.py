@@ -21,7 +21,7 @@ from asyncrl.launch import queue_process
 from asyncrl.launch.queue_process import Feeder, run_queue
 from asyncrl.queue.client import channel
 from asyncrl.queue.client.client import BlockingClient
-from asyncrl.queue.ledger.events import StreamSettings
+from asyncrl.queue.protocol.settings import StreamSettings
 from asyncrl.types import Task
 
 PATIENCE_S = 30.0

@@ -36,7 +36,7 @@ from asyncrl.learner.training.version_step import version_step
 from asyncrl.pool.model import NOT_FINITE, InferenceModel
 from asyncrl.pool.process import run_pool
 from asyncrl.pool.worker import LeftOut
-from asyncrl.queue.ledger.settings import StageSettings
+from asyncrl.queue.protocol.settings import StageSettings
 from asyncrl.types import Group
 
 POOL, TWO_PROCESSES = PlaceConfig(where="pool"), PlaceConfig(where="pool", processes=2)

@@ -13,33 +13,33 @@ from asyncrl.queue.ledger.ledger_state import LedgerState
 from asyncrl.types import Version
 
 
-def leasable(book: LedgerState, held: Version) -> bool:
+def leasable(state: LedgerState, held: Version) -> bool:
     """For a worker that holds version `held`."""
-    if not book.pending:
+    if not state.pending:
         return False
-    ordinal = book.pending[0]
-    rank, limit = book.ranks.rank(ordinal), book.admitted_below(held)
-    if book.items[ordinal].min_version > held or (limit is not None and rank >= limit):
+    ordinal = state.pending[0]
+    rank, limit = state.ranks.rank(ordinal), state.admitted_below(held)
+    if state.items[ordinal].min_version > held or (limit is not None and rank >= limit):
         return False
-    return not _beyond_lead(book, rank) and (_waited_for(book, rank) or _has_room(book))
+    return not _beyond_lead(state, rank) and (_waited_for(state, rank) or _has_room(state))
 
 
-def _beyond_lead(book: LedgerState, rank: int) -> bool:
-    if book.lead is None:
+def _beyond_lead(state: LedgerState, rank: int) -> bool:
+    if state.lead is None:
         return False
-    return rank >= book.trained_by(book.version + book.repeated) + book.lead.groups
+    return rank >= state.trained_by(state.version + state.repeated) + state.lead.groups
 
 
-def _waited_for(book: LedgerState, rank: int) -> bool:
+def _waited_for(state: LedgerState, rank: int) -> bool:
     """Inside the window. A synchronous learner may wait for a whole batch at once."""
-    settings = book.settings
+    settings = state.settings
     assert settings is not None
     waited_for = settings.groups_per_version if settings.max_staleness == 0 else settings.window or 1
-    return rank < book.ranks.rank(book.head) + waited_for
+    return rank < state.ranks.rank(state.head) + waited_for
 
 
-def _has_room(book: LedgerState) -> bool:
-    assert book.settings is not None
-    if book.in_stock >= book.settings.depth:
+def _has_room(state: LedgerState) -> bool:
+    assert state.settings is not None
+    if state.in_stock >= state.settings.depth:
         return False
-    return book.nbytes + book.reserved + book.sizes.whole <= book.settings.max_bytes
+    return state.nbytes + state.reserved + state.sizes.whole <= state.settings.max_bytes

@@ -10,39 +10,39 @@ from asyncrl.queue.ledger.rules.shares import GroupCost, share_out
 Shares = tuple[tuple[int, ...], ...]
 
 
-def next_claim(book: LedgerState, max_tokens: int, whole: bool) -> StepClaimed | None:
+def next_claim(state: LedgerState, max_tokens: int, whole: bool) -> StepClaimed | None:
     """The running step's next claim: as it was recorded, or of what is ready. None: not yet.
 
     whole=False takes what is ready inside the window; whole=True the longest prefix in ordinal order, once it
     cannot grow. RefusedError 'complete': all groups of the step are handed out; 'exhausted': there will be none.
     """
-    index = len(book.claims)
-    recorded = book.recorded_claim(index)
+    index = len(state.claims)
+    recorded = state.recorded_claim(index)
     if recorded is not None:
         return recorded
-    if book.replayed or (book.claims and book.claims[-1].last):
-        raise RefusedError("complete", f"all {book.claimed} groups of step {book.version} are handed out")
-    shares = _shares(book, max_tokens, whole)
-    return None if shares is None else StepClaimed(book.version, index, shares, _completes(book, shares))
+    if state.replayed or (state.claims and state.claims[-1].last):
+        raise RefusedError("complete", f"all {state.claimed} groups of step {state.version} are handed out")
+    shares = _shares(state, max_tokens, whole)
+    return None if shares is None else StepClaimed(state.version, index, shares, _completes(state, shares))
 
 
-def _shares(book: LedgerState, max_tokens: int, whole: bool) -> Shares | None:
-    settings = book.settings
+def _shares(state: LedgerState, max_tokens: int, whole: bool) -> Shares | None:
+    settings = state.settings
     assert settings is not None
-    if book.exhausted and book.dry:
-        if not book.claimed:
-            raise RefusedError("exhausted", f"there are no tasks for step {book.version}")
+    if state.exhausted and state.dry:
+        if not state.claimed:
+            raise RefusedError("exhausted", f"there are no tasks for step {state.version}")
         return ((),) * settings.learners  # tasks that the step still hoped for were dropped
-    left = settings.groups_per_version - book.claimed
-    if whole and len(book.ready) < left and book.ready_tokens <= max_tokens and not book.exhausted:
+    left = settings.groups_per_version - state.claimed
+    if whole and len(state.ready) < left and state.ready_tokens <= max_tokens and not state.exhausted:
         return None  # it can still grow, without looking at every group
-    ordinals = book.ready_prefix(left) if whole else book.ready_in_window(left)
+    ordinals = state.ready_prefix(left) if whole else state.ready_in_window(left)
     loads = (
         GroupCost(item.tokens, settings.cost(item.tokens, item.squares))
-        for item in map(book.items.__getitem__, ordinals)
+        for item in map(state.items.__getitem__, ordinals)
     )
     homes = share_out(loads, settings.learners, max_tokens)
-    grows = not _nothing_beyond(book, len(ordinals)) and len(homes) == len(ordinals) < left
+    grows = not _nothing_beyond(state, len(ordinals)) and len(homes) == len(ordinals) < left
     if not homes or (whole and grows):
         return None
     shares: list[list[int]] = [[] for _ in range(settings.learners)]
@@ -51,14 +51,14 @@ def _shares(book: LedgerState, max_tokens: int, whole: bool) -> Shares | None:
     return tuple(map(tuple, shares))
 
 
-def _completes(book: LedgerState, shares: Shares) -> bool:
+def _completes(state: LedgerState, shares: Shares) -> bool:
     """Whether a claim of these is the step's last."""
-    assert book.settings is not None
+    assert state.settings is not None
     taken = sum(map(len, shares))
-    return book.claimed + taken == book.settings.groups_per_version or _nothing_beyond(book, taken)
+    return state.claimed + taken == state.settings.groups_per_version or _nothing_beyond(state, taken)
 
 
-def _nothing_beyond(book: LedgerState, ready: int) -> bool:
+def _nothing_beyond(state: LedgerState, ready: int) -> bool:
     """Whether no group will come but that many ready ones."""
-    to_come = book.pending or book.leased or book.partial
-    return book.exhausted and not to_come and len(book.ready) == ready
+    to_come = state.pending or state.leased or state.partial
+    return state.exhausted and not to_come and len(state.ready) == ready

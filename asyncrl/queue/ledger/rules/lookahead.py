@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from asyncrl.queue.ledger.settings import StreamSettings
+from asyncrl.queue.protocol.settings import StreamSettings
 
 GROW, SHRINK = 1 / 2, 1 / 16
 """Of a version's groups, a step."""

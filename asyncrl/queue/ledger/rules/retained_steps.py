@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from asyncrl.queue.ledger.events import StepClaimed
-from asyncrl.queue.ledger.settings import Frontier
 from asyncrl.queue.ledger.task_record import TaskRecord
+from asyncrl.queue.protocol.settings import Frontier
 from asyncrl.types import Version
 
 
@@ -25,7 +25,7 @@ class RetainedStep:
     """One step as it was claimed.
 
     whole   its claims are all it is made of · before   groups trained before it
-    items   what the book knew of its groups, while they are out of the book
+    items   what the state knew of its groups, while they are out of the state
     """
 
     claims: list[StepClaimed]

@@ -13,8 +13,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from asyncrl.queue.ledger.settings import StageSettings
 from asyncrl.queue.ledger.task_record import TaskRecord
+from asyncrl.queue.protocol.settings import StageSettings
 
 
 class Waiting:

@@ -27,8 +27,8 @@ from asyncrl.generator.rollouts import Rollouts
 from asyncrl.generator.scoring.rewards import Scorer
 from asyncrl.generator.weights import WeightFollower
 from asyncrl.generator.worker import Worker
-from asyncrl.queue.ledger.events import StreamSettings
 from asyncrl.queue.local import LocalQueue
+from asyncrl.queue.protocol.settings import StreamSettings
 from asyncrl.types import NO_VERSION, Group, Task, Turn
 
 LEASE_S = 30.0

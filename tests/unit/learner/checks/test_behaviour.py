@@ -33,7 +33,7 @@ from asyncrl.learner.startup import open_trainer
 from asyncrl.learner.training import requirements
 from asyncrl.models import load_causal_lm
 from asyncrl.probes import prompts
-from asyncrl.queue.client.client import Trained
+from asyncrl.queue.protocol.replies import Trained
 from asyncrl.telemetry.sinks import read_rows
 from asyncrl.types import Group, Rollout, Sampling, Task
 

@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.errors import RefusedError
 from asyncrl.learner.train_stream import LeaveLoop, NoGroups, TrainStream, _counts_text
-from asyncrl.queue.client.client import Claim
+from asyncrl.queue.protocol.replies import Claim
 from asyncrl.telemetry.spans import Spans
 
 

@@ -26,7 +26,7 @@ from asyncrl.learner import checkpoint
 from asyncrl.learner.reporting import report
 from asyncrl.learner.reporting.flops import even_tokens
 from asyncrl.learner.train_stream import StepRestarted, TrainStream
-from asyncrl.queue.ledger.ledger import Frontier
+from asyncrl.queue.protocol.settings import Frontier
 from asyncrl.queue.wire import wire
 from asyncrl.telemetry.spans import Spans
 from asyncrl.types import Group

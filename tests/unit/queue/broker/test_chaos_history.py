@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ledger_driver import DrivenLedger as Ledger
+
 from asyncrl.config.schema import Config, RunConfig
 from asyncrl.queue.broker.records import CODEC, Happened, StreamState
 from asyncrl.queue.ledger import events as ev
-from asyncrl.queue.ledger.ledger import Ledger, StreamSettings
+from asyncrl.queue.protocol.settings import StreamSettings
 from asyncrl.queue.storage.file_journal import FileJournal
 from bench.chaos.history import BEFORE, History, JournalReader
 
@@ -75,7 +77,7 @@ def test_a_snapshot_is_read_on_from(tmp_path: Path) -> None:
     journal.flush()
     late = History()
     late.read(JournalReader(config).new_records())
-    journal.compact([CODEC.encode(StreamState("train", ledger.book))])
+    journal.compact([CODEC.encode(StreamState("train", ledger.state))])
     for reads, how in ((found, BEFORE), (late, "reward")):
         reads.read(JournalReader(config).new_records())
         assert reads.ends == {0: how}

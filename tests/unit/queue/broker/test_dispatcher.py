@@ -11,12 +11,15 @@ import pytest
 from dispatcher_cases import B, Network, counting, envelope, lease_args, opened_desk, reply, reply_of, submit
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from raw_request import request_of
 
 from asyncrl.errors import AsyncRLError, DeadlineError, RefusedError, WireError
 from asyncrl.queue.broker import service as service_module
-from asyncrl.queue.broker.dispatcher import MAX_CALLERS, SILENT_S, Dispatcher
-from asyncrl.queue.broker.service import OPS, QueueService
+from asyncrl.queue.broker.dispatcher import MAX_CLIENTS, SILENT_S, Dispatcher
+from asyncrl.queue.broker.service import handle
 from asyncrl.queue.client.session import BUSY_S, CREDIT_BYTES, CREDIT_REQUESTS, RESEND_S, ReplyValue, Session
+from asyncrl.queue.ledger.generator_commands import leases_of
+from asyncrl.queue.protocol.requests import VERBS, HelloRequest, PostRequest, Request
 from asyncrl.queue.wire import wire
 from asyncrl.queue.wire.client_state import MAX_REQUESTS, UNKNOWN
 
@@ -125,12 +128,12 @@ def test_after_every_burst_whoever_still_waits_could_not_be_answered(
     seen: set[tuple[bytes, int]] = set()
     version = 0
     for number, (op, *what) in enumerate(operations):
-        book = net.desk.service.streams["train"].ledger.book
+        state = net.desk.queue.streams["train"].ledger.state
         match op, what:
             case "lease", (who, held, most):
                 net.ask(f"g{who}", op, lease_args(held=held, most=most), wait_s=20.0 + number)
             case "submit", (count,):
-                submit(net.desk, book.next, count, net.now)
+                submit(net.desk, state.next, count, net.now)
             case "commit" | "give_back", (at,) if leases:
                 who, ordinal, epoch = leases.pop(at % len(leases))
                 _end_lease(net, op, who, ordinal, epoch)
@@ -147,13 +150,13 @@ def test_after_every_burst_whoever_still_waits_could_not_be_answered(
             case "wait", (seconds,):
                 net.now += seconds
         net.deliver()
-        version = net.desk.service.streams["train"].ledger.book.version
+        version = net.desk.queue.streams["train"].ledger.state.version
         for key in net.results.keys() - seen:
             _note_leases(net, key, leases)
         seen |= net.results.keys()
-        for waiter in net.desk._parking._waiters.values():
+        for waiter in net.desk._waiting._waiters.values():
             assert waiter.until > net.now
-            assert copy.deepcopy(net.desk.service).answer(waiter.request, net.now) is None
+            assert handle(copy.deepcopy(net.desk.queue), waiter.request, net.now) is None
 
 
 def _end_lease(net: Network, op: str, who: str, ordinal: int, epoch: int) -> None:
@@ -178,7 +181,7 @@ def test_a_request_that_comes_again_is_answered_as_before() -> None:
     ask = [envelope("lease", 7, **lease_args())]
     first = reply_of(desk.receive(b"raw", ask, 0.0))
     assert reply_of(desk.receive(b"raw", ask, 1.0)) == first
-    assert len(desk.service.streams["train"].ledger.book.leased) == 1
+    assert len(desk.queue.streams["train"].ledger.state.leased) == 1
 
 
 def test_a_late_copy_of_a_request_that_is_over_is_not_done() -> None:
@@ -187,7 +190,7 @@ def test_a_late_copy_of_a_request_that_is_over_is_not_done() -> None:
     desk.receive(b"raw", ask, 0.0)
     desk.receive(b"raw", [envelope("hello", 8)], 0.0)  # waits for 8 alone: 7 has arrived
     assert desk.receive(b"raw", ask, 1.0) == []
-    assert len(desk.service.streams["train"].ledger.book.leased) == 1
+    assert len(desk.queue.streams["train"].ledger.state.leased) == 1
 
 
 def test_what_is_not_waited_for_any_more_stops_waiting() -> None:
@@ -203,16 +206,16 @@ def test_what_is_not_waited_for_any_more_stops_waiting() -> None:
 def test_a_grant_that_crosses_its_cancellation_is_given_back() -> None:
     net = Network(opened_desk(tasks=1))
 
-    def give_back(granted: Any) -> tuple[str, dict[str, Any]]:
-        return "give_back", {"stream": "train", "leases": [[o, e] for o, e, *_ in granted]}
+    def give_back(granted: Any) -> Request:
+        return request_of("give_back", {"stream": "train", "leases": [[o, e] for o, e, *_ in granted]})
 
     who, request_id = net.ask("fickle", "lease", lease_args(), undo=give_back)
     net.collect()
     net.arrive(*net.to_desk.pop())  # granted; the reply is under way
     net.session("fickle").abandon(request_id)
     net.deliver()
-    book = net.desk.service.streams["train"].ledger.book
-    assert (len(book.leased), len(book.pending), (who, request_id) in net.results) == (0, 1, False)
+    state = net.desk.queue.streams["train"].ledger.state
+    assert (len(state.leased), len(state.pending), (who, request_id) in net.results) == (0, 1, False)
 
 
 @given(st.integers(1, 4), st.integers(1, 9), st.integers(0), st.floats(0.0, 0.6))
@@ -237,8 +240,8 @@ def test_on_a_hostile_network_every_task_is_leased_once_to_somebody_who_knows(
     net.deliver(RESEND_S)
     net.deliver(RESEND_S)
     known = [(key[0], o, e) for key in keys if key in net.results for o, e, *_ in net.value(key)]
-    ledger = net.desk.service.streams["train"].ledger
-    leased = [(f"g{i}".encode(), o, e) for i in range(workers) for o, e in ledger.leases_of(f"g{i}/1")]
+    ledger = net.desk.queue.streams["train"].ledger
+    leased = [(f"g{i}".encode(), o, e) for i in range(workers) for o, e in leases_of(ledger, f"g{i}/1")]
     assert sorted(known) == sorted(leased)
     assert len(known) == min(tasks, 2 * B, 3 * workers)
 
@@ -261,8 +264,8 @@ def test_a_client_that_sends_and_never_reads_is_told_that_it_is_busy() -> None:
     for i in range(1, 1001):
         waiting = range(max(1, i - 99), i + 1)
         desk.receive(b"deaf", [envelope("status", i, waiting=waiting)], 0.0)
-        assert len(desk._callers[b"deaf"].unread) <= MAX_REQUESTS
-    assert desk.service.refused["busy"] == 1000 - MAX_REQUESTS
+        assert len(desk._clients[b"deaf"].unread) <= MAX_REQUESTS
+    assert desk.queue.refused["busy"] == 1000 - MAX_REQUESTS
     many = envelope("status", 1001, waiting=range(1, 1001))
     assert reply_of(desk.receive(b"deaf", [many], 0.0))["error"][0] == "wire"
 
@@ -275,14 +278,14 @@ def test_a_client_waits_for_credit_before_it_sends() -> None:
     net.deliver(50.0)
     net.deliver(50.0)
     assert [net.value(key) for key in keys] == [{"found": False}] * 100
-    assert net.desk.service.refused["busy"] == 0
+    assert net.desk.queue.refused["busy"] == 0
 
 
 def test_bytes_under_way_are_bounded_but_one_large_payload_may_go() -> None:
     session = Session("run", "w/1", "here")
     huge, small = memoryview(bytes(CREDIT_BYTES + 1)), b"x"
     for frame in (huge, small, small):
-        session.ask("commit", {}, [frame], 0.0, 9.0, 0.0)
+        session.request(HelloRequest(), [frame], 9.0, 0.0)
     (message,) = session.outgoing()
     assert len(message[1]) == CREDIT_BYTES + 1
     session.receive(reply(1), 0.0)
@@ -291,7 +294,7 @@ def test_bytes_under_way_are_bounded_but_one_large_payload_may_go() -> None:
 
 def test_a_request_that_is_refused_as_busy_is_asked_again_later() -> None:
     session = Session("run", "w/1", "here")
-    session.ask("hello", {}, (), 0.0, 9.0, 0.0)
+    session.request(request_of("hello"), (), 9.0, 0.0)
     assert len(session.outgoing()) == 1
     assert session.receive(reply(1, error=["refused", "busy", ""]), 1.0) == []
     assert session.next_time() == 1.0 + BUSY_S
@@ -302,9 +305,9 @@ def test_a_request_that_is_refused_as_busy_is_asked_again_later() -> None:
 def test_clients_beyond_the_limit_are_forgotten_oldest_first() -> None:
     desk = opened_desk()
     desk.receive(b"silent", [envelope("lookup", key="x", wait_s=1e3)], 0.0)
-    for i in range(MAX_CALLERS):
+    for i in range(MAX_CLIENTS):
         desk.receive(str(i).encode(), [envelope("hello")], 0.0)
-    assert (len(desk._callers), desk.parked) == (MAX_CALLERS, 0)
+    assert (len(desk._clients), desk.parked) == (MAX_CLIENTS, 0)
 
 
 def test_what_a_client_that_has_gone_did_not_read_is_let_go() -> None:
@@ -314,9 +317,9 @@ def test_what_a_client_that_has_gone_did_not_read_is_let_go() -> None:
     desk.receive(b"alive", [envelope("lookup", 1, key="x", wait_s=1e3)], 0.0)
     desk.receive(b"alive", [envelope("lookup", 1, key="x", wait_s=1e3)], SILENT_S)  # sent again
     desk.tick(SILENT_S)
-    assert desk._callers.keys() >= {b"gone", b"alive"}
+    assert desk._clients.keys() >= {b"gone", b"alive"}
     desk.tick(SILENT_S + 1.0)
-    assert (desk._callers.keys(), desk.parked) == ({b"alive"}, 1)
+    assert (desk._clients.keys(), desk.parked) == ({b"alive"}, 1)
 
 
 def test_the_status_has_how_long_each_client_is_silent_until_its_goodbye() -> None:
@@ -345,7 +348,7 @@ def _named(name: str, op: str, number: int) -> bytes:
 
 def test_a_request_is_sent_again_until_its_deadline_which_names_everybody() -> None:
     session = Session("run", "lonely/77", "tcp://10.0.0.1:5")
-    request_id = session.ask("lease", lease_args(), (), 3.0, 8.0, 100.0)
+    request_id = session.request(request_of("lease", lease_args(), 3.0), (), 8.0, 100.0)
     assert len(session.outgoing()) == 1
     assert session.tick(104.9) == []
     assert session.outgoing() == []
@@ -355,7 +358,7 @@ def test_a_request_is_sent_again_until_its_deadline_which_names_everybody() -> N
     assert len(session.outgoing()) == 1
     assert session.next_time() == 111.0
     (outcome,) = session.tick(111.0)
-    assert outcome.request_id == request_id
+    assert outcome.number == request_id
     assert isinstance(outcome.result, DeadlineError)
     assert str(outcome.result) == (
         "lonely waited 11.0 s for the queue at tcp://10.0.0.1:5: an answer to 'lease' did not come"
@@ -371,7 +374,7 @@ def test_a_request_that_is_sent_again_waits_no_longer_for_that() -> None:
     key = net.ask("patient", "lookup", {"key": "x"}, wait_s=50.0, deadline_s=10.0)
     net.deliver()
     net.deliver(30.0)
-    net.desk = Dispatcher(net.desk.service)
+    net.desk = Dispatcher(net.desk.queue)
     net.session("patient").reconnected(net.now)
     net.deliver()
     net.deliver(19.0)
@@ -383,8 +386,8 @@ def test_a_request_that_is_sent_again_waits_no_longer_for_that() -> None:
 def test_a_notice_is_not_taken_for_the_request_that_was_sent_before_it() -> None:
     """The newest request is lost, and then an older one is given up: the broker hears of the newest by the notice."""
     desk, session = opened_desk(tasks=1), Session("run", "w/1", "here")
-    given_up = session.ask("lookup", {"key": "weights/0"}, (), 60.0, 60.0, 0.0)
-    lease = session.ask("lease", lease_args(), (), 0.0, 60.0, 0.0)
+    given_up = session.request(request_of("lookup", {"key": "weights/0"}, 60.0), (), 60.0, 0.0)
+    lease = session.request(request_of("lease", lease_args()), (), 60.0, 0.0)
     session.outgoing()  # lost
     session.abandon(given_up)
     (notice,) = session.outgoing()
@@ -393,13 +396,13 @@ def test_a_notice_is_not_taken_for_the_request_that_was_sent_before_it() -> None
     (again,) = session.outgoing()
     (letter,) = desk.receive(b"w", again, RESEND_S)
     (outcome,) = session.receive(letter.frames, RESEND_S)
-    assert outcome.request_id == lease
+    assert outcome.number == lease
     assert isinstance(outcome.result, ReplyValue)
 
 
 def test_a_deadline_says_what_the_broker_complained_of() -> None:
     session = Session("run", "old/1", "here")
-    session.ask("hello", {}, (), 0.0, 1.0, 0.0)
+    session.request(request_of("hello"), (), 1.0, 0.0)
     session.receive(reply(UNKNOWN, error=["wire", "", "protocol version 1"]), 0.5)
     (outcome,) = session.tick(1.0)
     assert "it says: protocol version 1" in str(outcome.result)
@@ -419,7 +422,7 @@ def test_a_deadline_says_what_the_broker_complained_of() -> None:
 )
 def test_what_is_no_reply_does_no_harm(noise: list[bytes]) -> None:
     session = Session("run", "w/1", "here")
-    session.ask("hello", {}, (), 0.0, 9.0, 0.0)
+    session.request(request_of("hello"), (), 9.0, 0.0)
     assert session.receive(noise, 0.0) == []
     good = reply(1, 5, payload=[b"payload"])
     assert [outcome.result for outcome in session.receive(good, 0.0)] == [ReplyValue(5, [b"payload"])]
@@ -428,10 +431,10 @@ def test_what_is_no_reply_does_no_harm(noise: list[bytes]) -> None:
 
 def test_what_no_broker_would_read_is_refused_where_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     session = Session("run", "w/1", "here")
-    with pytest.raises(WireError, match="'commit' is larger than a message may be"):
-        session.ask("commit", {}, [b""] * wire.MAX_FRAMES, 0.0, 9.0, 0.0)
+    with pytest.raises(WireError, match="'hello' is larger than a message may be"):
+        session.request(HelloRequest(), [b""] * wire.MAX_FRAMES, 9.0, 0.0)
     with pytest.raises(WireError, match="'post' is larger"):
-        session.ask("post", {"value": bytes(wire.MAX_ENVELOPE_BYTES)}, (), 0.0, 9.0, 0.0)
+        session.request(PostRequest(key="k", value=bytes(wire.MAX_ENVELOPE_BYTES)), (), 9.0, 0.0)
     assert session.outgoing() == []
 
 
@@ -467,7 +470,7 @@ VALUES = st.recursive(
 
 
 REQUESTS = st.tuples(
-    st.sampled_from([*OPS, "explode"]),
+    st.sampled_from([*VERBS, "explode"]),
     st.dictionaries(NAMES, VALUES),
     st.lists(st.binary(max_size=9), max_size=2),
 )
@@ -482,9 +485,9 @@ def test_any_operation_with_any_arguments_is_answered_parked_or_over(asked: list
             b"odd", [envelope(op, number, frames=len(payload), **args), *payload], float(number)
         )
         letters += desk.tick(float(number))
-        parked = (b"odd", number) in desk._parking
+        parked = (b"odd", number) in desk._waiting
         assert parked or number in {reply_of([letter])["id"] for letter in letters}
-    assert desk.service.refused["bug"] == 0
+    assert desk.queue.refused["bug"] == 0
     assert serves(desk)
 
 
@@ -507,7 +510,7 @@ def test_noise_and_damaged_envelopes_are_counted_and_answered(noise: list[bytes]
     damaged[at % len(damaged)] ^= 1 << bit
     desk.receive(b"odd", [bytes(damaged)], 0.0)
     desk.receive(b"odd", [bytes(damaged[: at % len(damaged)])], 0.0)
-    assert desk.service.refused["malformed"] >= 2
+    assert desk.queue.refused["malformed"] >= 2
     assert serves(desk)
 
 
@@ -536,7 +539,7 @@ def test_bombs_are_malformed(bomb: str, monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(wire, "MAX_ENVELOPE_BYTES", 100)
         frames = [envelope("hello", padding="x" * 100)]
     assert reply_of(desk.receive(b"odd", frames, 0.0))["error"][0] == "wire"
-    assert desk.service.refused["malformed"] == 1
+    assert desk.queue.refused["malformed"] == 1
 
 
 def test_deep_arguments_of_a_request_that_waits_do_no_harm() -> None:
@@ -551,18 +554,18 @@ def test_a_bug_is_the_requests_own_problem_but_a_journal_that_fails_is_everybody
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(error: Exception) -> Any:
-        def handler(service: QueueService, request: Any, now: float, late: bool) -> None:
+        def handler(queue: Any, request: Any, context: Any) -> None:
             raise error
 
         return handler
 
     desk = opened_desk()
-    monkeypatch.setitem(service_module.OPS, "hello", fail(ZeroDivisionError("0/0")))
+    monkeypatch.setitem(service_module.HANDLERS, HelloRequest, fail(ZeroDivisionError("0/0")))
     reply = reply_of(desk.receive(b"a", [envelope("hello")], 0.0))
     assert reply["error"] == ["refused", "bug", "ZeroDivisionError: 0/0"]
     assert serves(desk)
     for error in (AsyncRLError("the journal is gone"), OSError(28, "no space left")):
-        monkeypatch.setitem(service_module.OPS, "hello", fail(error))
+        monkeypatch.setitem(service_module.HANDLERS, HelloRequest, fail(error))
         with pytest.raises(type(error)):
             desk.receive(b"a", [envelope("hello", 2)], 0.0)
 
@@ -575,8 +578,8 @@ def test_goodbye_ends_what_the_client_left_waiting() -> None:
     assert len(net.value(lease)) == 1
     net.ask("leaver", "goodbye", {})
     net.deliver()
-    assert (net.desk.parked, b"leaver" in net.desk._callers) == (0, False)
-    assert len(net.desk.service.streams["train"].ledger.book.pending) == 1
+    assert (net.desk.parked, b"leaver" in net.desk._clients) == (0, False)
+    assert len(net.desk.queue.streams["train"].ledger.state.pending) == 1
 
 
 def test_status_tells_of_clients_and_of_who_waits() -> None:

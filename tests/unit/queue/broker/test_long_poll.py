@@ -7,16 +7,17 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
+from raw_request import session_request
 
 from asyncrl.queue.broker.long_poll import LongPoll, Waiter
-from asyncrl.queue.broker.service import Request
 from asyncrl.queue.wire.client_state import MAX_REQUESTS, MAX_UNREAD_BYTES, ClientState
 
 
 def waiter(who: bytes, request_id: int, until: float = 9.0, op: str = "lease", **args: Any) -> Waiter:
-    return Waiter(
-        who, request_id, Request(op, "run", f"{who!r}/1", {"stream": "train", **args}), "train", until
+    request = session_request(
+        op, f"{who!r}/1", {"stream": "train", "held": 0, "lineage": 0, "most": 1, **args}
     )
+    return Waiter(who, request_id, request, "train", until)
 
 
 def parking(*waiters: Waiter) -> LongPoll:
@@ -69,28 +70,21 @@ def test_the_first_of_a_line_stands_for_the_others() -> None:
 
 def test_a_request_for_nothing_does_not_stand_in_the_way() -> None:
     lot = parking(waiter(b"odd", 1, most=0), waiter(b"good", 1, most=1))
-    assert lot.offer("train", lambda offered: offered.request.args["most"] > 0) == 1
+    assert lot.offer("train", lambda offered: offered.request.request.most > 0) == 1
     assert (b"odd", 1) in lot
-
-
-def test_what_does_not_compare_has_a_line_of_its_own() -> None:
-    lot = parking(*(waiter(b"a", i, op="submit", tasks=[[0, b""]]) for i in (1, 2)))
-    tried: list[Waiter] = []
-    lot.offer("train", lambda offered: bool(tried.append(offered)))
-    assert len(tried) == 2
 
 
 def test_a_wait_ends_once_and_the_removed_are_forgotten() -> None:
     lot = parking(*(waiter(b"a", i, until=float(i)) for i in range(1, 201)))
-    assert [late.request_id for late in lot.late(3.0)] == [1, 2, 3]
+    assert [late.number for late in lot.late(3.0)] == [1, 2, 3]
     assert lot.late(3.0) == []
     for i in range(1, 200):
         lot.remove((b"a", i))
     lot.remove((b"a", 1))
     assert len(lot._deadlines) < 70  # those that have left do not stay in the heap for their whole wait
-    assert [late.request_id for late in lot.late(1e9)] == [200]
+    assert [late.number for late in lot.late(1e9)] == [200]
     lot.remove((b"a", 200))
-    assert (len(lot), lot.subjects, lot.somebody_asks("train", "lease")) == (0, [], False)
+    assert (len(lot), lot.keys, lot.has("train", "lease")) == (0, [], False)
 
 
 History = list[tuple[int, frozenset[int]]]
@@ -114,7 +108,7 @@ def test_words_that_come_late_twice_or_in_any_order_never_end_a_request_that_is_
 ) -> None:
     caller, heard = ClientState(), data.draw(st.lists(st.sampled_from(said), min_size=1))
     for newest, waiting in heard:
-        caller.hear(newest, waiting)
+        caller.update(newest, waiting)
         caller.keep(newest, [b"reply"])
     newest = max(newest for newest, _ in heard)
     # Over is what one of the messages says is over, and nothing else.
@@ -125,12 +119,12 @@ def test_words_that_come_late_twice_or_in_any_order_never_end_a_request_that_is_
 
 def test_a_client_is_busy_when_it_does_not_read() -> None:
     caller = ClientState()
-    caller.hear(MAX_REQUESTS, range(1, MAX_REQUESTS + 1))
+    caller.update(MAX_REQUESTS, range(1, MAX_REQUESTS + 1))
     assert not caller.busy
-    caller.hear(MAX_REQUESTS + 1, range(1, MAX_REQUESTS + 2))
+    caller.update(MAX_REQUESTS + 1, range(1, MAX_REQUESTS + 2))
     assert caller.busy
-    caller.hear(MAX_REQUESTS + 1, [1])
+    caller.update(MAX_REQUESTS + 1, [1])
     caller.keep(1, [b"", memoryview(bytes(MAX_UNREAD_BYTES))])
     assert caller.busy
-    caller.hear(MAX_REQUESTS + 1, [])
+    caller.update(MAX_REQUESTS + 1, [])
     assert (caller.busy, caller.unread, caller.unread_bytes) == (False, {}, 0)

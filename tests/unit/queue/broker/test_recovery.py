@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 from unittest.mock import ANY
 
@@ -10,14 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ledger_cases import RETURNS, Run, play, schedules, streams
+from raw_request import session_request
 
-from asyncrl.errors import JournalError
+from asyncrl.errors import JournalError, RefusedError, WireError
+from asyncrl.queue.broker.queue_state import QueueState
 from asyncrl.queue.broker.records import CODEC, Closed, Happened, Posted, StreamState, TasksKept
 from asyncrl.queue.broker.recovery import Recovery
-from asyncrl.queue.broker.service import OPS, QueueService, Request
+from asyncrl.queue.broker.service import handle, refusal
 from asyncrl.queue.ledger.events import Renewed
-from asyncrl.queue.ledger.ledger import StreamSettings
 from asyncrl.queue.ledger.transitions import apply
+from asyncrl.queue.protocol.requests import VERBS
+from asyncrl.queue.protocol.settings import StreamSettings
 from asyncrl.queue.storage.journal import MemoryJournal
 from asyncrl.queue.storage.store import Frames, PayloadKey, PayloadStore
 
@@ -33,14 +37,14 @@ def test_a_snapshot_of_any_book_goes_on_like_the_book(
 ) -> None:
     run = Run(stream)
     play(run, before)
-    book = run.ledger.book
-    again = CODEC.decode(CODEC.encode(StreamState("train", book))).book
-    assert again.state() == book.state()
+    state = run.ledger.state
+    again = CODEC.decode(CODEC.encode(StreamState("train", state))).book
+    assert again.comparable() == state.comparable()
     past = len(run.log)
     play(run, after)
     for event in run.log[past:]:
         apply(again, event)
-    assert again.state() == book.state()
+    assert again.comparable() == state.comparable()
 
 
 @given(st.integers(), st.text(max_size=5), st.binary(max_size=5))
@@ -87,7 +91,7 @@ class Shelf:
 
 
 class Queue:
-    """A run's service, and what it leaves when its broker dies."""
+    """A run's queue, and what it leaves when its broker dies."""
 
     def __init__(self, durable: bool) -> None:
         self.batches: list[bytes] = []
@@ -106,19 +110,22 @@ class Queue:
         self.start()
 
     @property
-    def service(self) -> QueueService:
-        return self.keeper.service
+    def state(self) -> QueueState:
+        return self.keeper.queue
 
     def ask(self, op: str, who: str = "w", frames: Frames = (), **args: Any) -> Any:
         """The value of the reply, which is sent, so what it rests on is kept; a refusal as its reason."""
-        reply = self.service.answer(Request(op, "run", f"{who}/1", args, frames), self.now, late=True)
+        try:
+            reply = handle(self.state, session_request(op, f"{who}/1", args, frames), self.now, late=True)
+        except (RefusedError, WireError) as error:
+            reply = refusal(self.state, error)
         self.keeper.flush()
         assert reply is not None
         return reply.error[1] if reply.error else reply.value
 
     def open(self, snapshot: bytes | None = None, call: int = 1) -> Any:
         opened = self.ask(
-            "open", "learner", stream="train", settings=TRAIN.to_wire(), snapshot=snapshot, call=call
+            "open", "learner", stream="train", settings=asdict(TRAIN), snapshot=snapshot, call=call
         )
         self.epoch = opened["learner_epoch"]
         return opened
@@ -158,7 +165,7 @@ class Queue:
             "max_tokens": 100,
             "whole": False,
         }
-        reply = self.service.answer(Request("claim", "run", "l/1", {"stream": "train", **args}), self.now)
+        reply = handle(self.state, session_request("claim", "l/1", {"stream": "train", **args}), self.now)
         assert reply is not None
         return [bytes(frame) for frame in reply.frames]
 
@@ -170,14 +177,14 @@ class Queue:
 
     @property
     def version(self) -> int:
-        return self.service.streams["train"].ledger.book.version
+        return self.state.streams["train"].ledger.state.version
 
     @property
     def lineage(self) -> int:
-        return self.service.streams["train"].ledger.book.lineage
+        return self.state.streams["train"].ledger.state.lineage
 
     def states(self) -> dict[int, str]:
-        items = self.service.streams["train"].ledger.book.items
+        items = self.state.streams["train"].ledger.state.items
         return {ordinal: item.state.value for ordinal, item in sorted(items.items())}
 
 
@@ -207,13 +214,13 @@ def test_everything_that_was_answered_is_there_again(queue: Queue) -> None:
     assert queue.ask("renew", leases={"train": [[0, 1], [1, 2]]}, stats=b"")["lost"] == []
     assert queue.commit(0, first[1]) is None
     assert queue.lease()[0][:3] == [2, 3, b"task 2"]
-    opening = {"stream": "train", "settings": TRAIN.to_wire(), "call": 2}
+    opening = {"stream": "train", "settings": asdict(TRAIN), "call": 2}
     assert queue.ask("open", "learner", **opening) == "occupied"
 
 
 def test_what_was_not_answered_may_be_gone(queue: Queue) -> None:
     args = {"stream": "train", "held": 0, "lineage": 0, "most": 1}
-    assert queue.service.answer(Request("lease", "run", "w/1", args), 0.0) is not None
+    assert handle(queue.state, session_request("lease", "w/1", args), 0.0) is not None
     queue.die()  # before the flush that its reply waits for
     assert queue.states()[0] == "pending"
 
@@ -242,10 +249,10 @@ def test_leases_begin_anew_under_the_new_clock(queue: Queue) -> None:
     queue.lease(2)
     queue.die()
     queue.now += 29.0
-    queue.service.expire(queue.now)
+    queue.state.expire(queue.now)
     assert queue.states()[0] == "leased"
     queue.now += 2.0
-    queue.service.expire(queue.now)
+    queue.state.expire(queue.now)
     assert queue.states()[0] == "pending"
 
 
@@ -329,7 +336,7 @@ def test_an_end_is_an_end_and_the_next_broker_begins_anew(queue: Queue) -> None:
     queue.make(2)
     queue.ask("finish", reason="done")
     queue.die()
-    assert (queue.service.closed, queue.service.streams, queue.keeper.recovered) == (None, {}, False)
+    assert (queue.state.closed, queue.state.streams, queue.keeper.recovered) == (None, {}, False)
     queue.keeper.flush()
     assert queue.payloads == {}
 
@@ -337,9 +344,9 @@ def test_an_end_is_an_end_and_the_next_broker_begins_anew(queue: Queue) -> None:
 def test_anew_forgets_everything(queue: Queue) -> None:
     queue.make(2)
     queue.start(anew=True)
-    assert queue.service.streams == {}
+    assert queue.state.streams == {}
     queue.die()
-    assert queue.service.streams == {}
+    assert queue.state.streams == {}
     queue.keeper.flush()
     assert queue.payloads == {}
 
@@ -357,16 +364,16 @@ def test_a_snapshot_in_the_journal_is_as_good_as_all_before(queue: Queue) -> Non
     queue.ask("post", key="k", value=b"v")
     queue.make(1)
     queue.lease()
-    before = queue.service.streams["train"].ledger.book.state()
+    before = queue.state.streams["train"].ledger.state.comparable()
     queue.keeper._journal.compact(CODEC.encode(record) for record in queue.keeper._snapshot())
     assert len(queue.batches) == 1
     if queue.payloads:
         queue.die()
-        after = queue.service.streams["train"].ledger.book.state()
+        after = queue.state.streams["train"].ledger.state.comparable()
         leases = [dict(lease, at=0.0, deadline=30.0) for lease in after["leases"]]
         assert {**after, "leases": leases} == before
     queue.die()
-    assert queue.service.directory == {"k": b"v"}
+    assert queue.state.registry == {"k": b"v"}
     assert queue.lease()[0][2] == b"task 0" if not queue.payloads else b"task 2"
 
 
@@ -401,7 +408,7 @@ class Twice:
         self.queue.die()
         self.queue.ask(op, stream=self.stream, most=1, **args)
         self.queue.now += 31.0
-        self.queue.service.expire(self.queue.now)
+        self.queue.state.expire(self.queue.now)
         ((again, epoch, *_),) = self.queue.ask(op, stream=self.stream, most=1, **args)
         assert again == ordinal
         return ordinal, epoch
@@ -412,7 +419,7 @@ def test_every_request_may_come_again_after_a_restart() -> None:
     queue = Queue(durable=True)
     twice = Twice(queue, "train")
     critic = {"name": "critic", "needs": [], "adds": ["values"]}
-    settings = {**TRAIN.to_wire(), "stages": [critic]}
+    settings = {**asdict(TRAIN), "stages": [critic]}
 
     twice("hello", again=ANY)
     twice("post", key="k", value=b"v")
@@ -462,18 +469,18 @@ def test_every_request_may_come_again_after_a_restart() -> None:
     assert twice.on_stream("drain", 0) == 0
 
     evals = Twice(queue, "eval")
-    unbounded = {**TRAIN.to_wire(), "max_staleness": None, "window": None}
+    unbounded = {**asdict(TRAIN), "max_staleness": None, "window": None}
     epoch = evals.on_stream("open", settings=unbounded, call=3)["learner_epoch"]
     evals.on_stream("collect", learner_epoch=epoch, got=[])
     twice("status", again=ANY)
     twice("goodbye")
-    assert queue.service.streams["train"].ledger.counts(0.0)["dropped_by_reason"] == {
+    assert queue.state.streams["train"].ledger.counts(0.0)["dropped_by_reason"] == {
         "reward": 1,
         "unscored": 1,
         "loss": 2,
     }
     twice("finish", reason="done")
-    assert twice.ops | evals.ops == {*OPS}
+    assert twice.ops | evals.ops == {*VERBS}
 
 
 def test_a_step_that_is_rejected_or_abandoned_twice_is_so_once(queue: Queue) -> None:
@@ -492,12 +499,12 @@ def test_a_step_that_is_rejected_or_abandoned_twice_is_so_once(queue: Queue) -> 
     assert queue.ask("abandon", **abandon) == attempt + 1
     queue.die()
     assert queue.ask("abandon", **abandon) == attempt + 1
-    assert queue.service.streams["train"].ledger.counts(0.0)["dropped_by_reason"] == {"loss": 2, "corrupt": 1}
+    assert queue.state.streams["train"].ledger.counts(0.0)["dropped_by_reason"] == {"loss": 2, "corrupt": 1}
 
 
 def test_what_was_collected_and_not_received_comes_again() -> None:
     queue = Queue(durable=True)
-    unbounded = {**TRAIN.to_wire(), "max_staleness": None, "window": None}
+    unbounded = {**asdict(TRAIN), "max_staleness": None, "window": None}
     opened = queue.ask("open", "learner", stream="train", settings=unbounded, call=1)
     queue.epoch = opened["learner_epoch"]
     queue.submit(0, 2)
@@ -509,4 +516,4 @@ def test_what_was_collected_and_not_received_comes_again() -> None:
     assert queue.ask("collect", **collect, got=[0])["groups"] == [1]
     queue.die()
     assert queue.ask("collect", **collect, got=[0, 1])["groups"] == []
-    assert queue.service.streams["train"].ledger.counts(0.0)["trained"] == 2
+    assert queue.state.streams["train"].ledger.counts(0.0)["trained"] == 2

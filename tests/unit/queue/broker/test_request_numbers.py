@@ -6,11 +6,13 @@ The real session and desk, and a service whose answers say which request they ar
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
+import msgspec
 import pytest
 from dispatcher_cases import reply, reply_of
 from hypothesis import given, settings
@@ -18,10 +20,12 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import DeadlineError, RefusedError
 from asyncrl.queue.broker.dispatcher import Dispatcher
-from asyncrl.queue.broker.service import Reply, Request
+from asyncrl.queue.broker.queue_state import QueueState, Reply, SessionRequest
 from asyncrl.queue.client.channel import Channel
 from asyncrl.queue.client.link import Listener
 from asyncrl.queue.client.session import RESEND_S, Outcome, ReplyValue, Session
+from asyncrl.queue.protocol import requests
+from asyncrl.queue.protocol.requests import Request
 from asyncrl.queue.wire import wire
 from asyncrl.queue.wire.client_state import UNKNOWN
 from asyncrl.queue.wire.envelope import WireRequest, unpack_call, unpack_replies
@@ -29,29 +33,63 @@ from asyncrl.queue.wire.envelope import WireRequest, unpack_call, unpack_replies
 Frames = list[Any]
 
 DEADLINE_S = 40.0
-KINDS = ("echo", "refuse", "park", "grant")
+
+
+class TokenRequest(Request, frozen=True, kw_only=True):
+    token: int
+
+
+class Echo(TokenRequest, frozen=True, kw_only=True):
+    verb = "echo"
+
+
+class Refuse(TokenRequest, frozen=True, kw_only=True):
+    verb = "refuse"
+
+
+class Park(TokenRequest, frozen=True, kw_only=True):
+    verb = "park"
+
+
+class Grant(TokenRequest, frozen=True, kw_only=True):
+    verb = "grant"
+
+
+class Return(TokenRequest, frozen=True, kw_only=True):
+    verb = "give_back"
+
+
+KINDS: tuple[type[TokenRequest], ...] = (Echo, Refuse, Park, Grant)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def readable_requests() -> Iterator[None]:
+    """The broker knows these verbs alone."""
+    decoders = {kind.verb: msgspec.msgpack.Decoder(kind) for kind in (*KINDS, Return)}
+    with patch.dict(requests.DECODERS, decoders, clear=True):
+        yield
 
 
 @dataclass
-class Echo:
-    """In place of the queue's service. held: what was granted and not given back · done: tokens of one desk's time."""
+class Service:
+    """In place of the queue's handlers. held: grants that were not given back · done: tokens of one desk's time."""
 
+    queue: QueueState = field(default_factory=lambda: QueueState("run"))
     held: set[int] = field(default_factory=set)
     done: set[tuple[str, int]] = field(default_factory=set)
     grants: int = 0
-    posts: int = 0
-    refused: Counter[str] = field(default_factory=Counter)
-    streams: dict[str, Any] = field(default_factory=dict)
 
-    def expire(self, now: float) -> None: ...
-
-    def answer(self, request: Request, now: float, late: bool = False) -> Reply | None:
-        token = request.get("token", int)
-        if request.op == "park" and not late and token > self.posts:
+    def handle(
+        self, queue: QueueState, incoming: SessionRequest, now: float, late: bool = False
+    ) -> Reply | None:
+        request = incoming.request
+        assert isinstance(request, TokenRequest)
+        verb, token = request.verb, request.token
+        if verb == "park" and not late and token > queue.posts:
             return None
-        assert (request.op, token) not in self.done, "done a second time"
-        self.done.add((request.op, token))
-        match request.op:
+        assert (verb, token) not in self.done, "done a second time"
+        self.done.add((verb, token))
+        match verb:
             case "echo" | "park":
                 return Reply(token, [str(token).encode()])
             case "refuse":
@@ -64,11 +102,11 @@ class Echo:
                 self.held.discard(token)
                 self.done.discard(("give_back", token))  # it may be asked for as often as the grant comes
                 return Reply()
-        raise AssertionError(f"nobody asked for {request.op!r}")
+        raise AssertionError(f"nobody asked for {verb!r}")
 
 
-def give_back(granted: Any) -> tuple[str, dict[str, Any]]:
-    return "give_back", {"token": granted[1]}
+def give_back(granted: Any) -> Request:
+    return Return(token=granted[1])
 
 
 class Seam:
@@ -76,8 +114,8 @@ class Seam:
 
     def __init__(self, random: Random) -> None:
         self.random, self.now = random, 0.0
-        self.service, self.session = Echo(), Session("run", "w/1", "here")
-        self.desk = Dispatcher(self.service)  # type: ignore[arg-type]
+        self.service, self.session = Service(), Session("run", "w/1", "here")
+        self.desk = Dispatcher(self.service.queue, self.service.handle)
         self.to_desk: list[Frames] = []
         self.to_client: list[Frames] = []
         self.asked: dict[int, tuple[str, int]] = {}  # those without an outcome: number -> (op, token)
@@ -91,11 +129,11 @@ class Seam:
 
     def ask(self) -> None:
         self.tokens += 1
-        op = self.random.choice(KINDS)
-        wait_s = 10.0 if op == "park" else 0.0
-        undo = give_back if op == "grant" else None
-        number = self.session.ask(op, {"token": self.tokens}, (), wait_s, DEADLINE_S, self.now, undo)
-        self.asked[number] = op, self.tokens
+        kind = self.random.choice(KINDS)
+        request = kind(token=self.tokens, wait_s=10.0 if kind is Park else 0.0)
+        undo = give_back if kind is Grant else None
+        number = self.session.request(request, (), DEADLINE_S, self.now, undo)
+        self.asked[number] = kind.verb, self.tokens
         self.ours.add(number)
 
     def give_up(self) -> None:
@@ -131,7 +169,7 @@ class Seam:
         self.session.reconnected(self.now)
 
     def restart(self) -> None:
-        self.desk = Dispatcher(self.service)  # type: ignore[arg-type]
+        self.desk = Dispatcher(self.service.queue, self.service.handle)
         self.service.done = set()
         self.reconnect()
 
@@ -141,26 +179,26 @@ class Seam:
 
     def be_busy(self) -> None:
         """As if it had not read for long."""
-        for caller in self.desk._callers.values():
+        for caller in self.desk._clients.values():
             caller.unread_bytes += 1 << 40
 
     def be_free(self) -> None:
-        for caller in self.desk._callers.values():
+        for caller in self.desk._clients.values():
             caller.unread_bytes %= 1 << 40
 
     def move(self) -> None:
-        self.service.posts += 3
+        self.service.queue.posts += 3
         self.post(self.desk.tick(self.now))
 
     # ------------------------------------------------------------------ what must be true
 
     def settle(self, outcomes: list[Outcome]) -> None:
         for outcome in outcomes:
-            if outcome.request_id not in self.ours:
+            if outcome.number not in self.ours:
                 # Of what the session gives back by itself; what is lost on the way ends by its lease.
                 self.all_given_back &= not isinstance(outcome.result, DeadlineError)
                 continue
-            op, token = self.asked.pop(outcome.request_id)  # once, and not after it was given up
+            op, token = self.asked.pop(outcome.number)  # once, and not after it was given up
             match outcome.result:
                 case ReplyValue([first, _]) if op == "grant":
                     assert first == token
@@ -181,7 +219,7 @@ class Seam:
             self.reach_client()
         for _ in range(3):
             self.session.reconnected(self.now)
-            self.service.posts = self.tokens
+            self.service.queue.posts = self.tokens
             for _ in range(9):
                 self._exchange_all()
             self.now += 11.0
@@ -192,7 +230,7 @@ class Seam:
         # Nor does the session know of a second grant, by another broker, for a caller that has got one.
         left = {self.heard[granted] for granted in self.service.held & self.heard.keys()} - self.told
         assert not (left and self.all_given_back)
-        assert not self.service.refused["bug"]
+        assert not self.service.queue.refused["bug"]
 
     # ------------------------------------------------------------------ the wire
 
@@ -257,9 +295,9 @@ def test_who_asks_gets_the_answer_to_what_was_asked(random: Random, steps: int) 
 @pytest.mark.parametrize("number", [1, 2])
 def test_who_waits_is_not_answered_by_a_complaint_or_a_notice(number: int) -> None:
     """Neither bears a number that a request may have."""
-    desk, session = Dispatcher(Echo()), Session("run", "w/1", "here")  # type: ignore[arg-type]
+    desk, session = Dispatcher(QueueState("run"), Service().handle), Session("run", "w/1", "here")
     for token in (1, 2):
-        session.ask("echo", {"token": token}, (), 0.0, DEADLINE_S, 0.0)
+        session.request(Echo(token=token), (), DEADLINE_S, 0.0)
     session.outgoing()  # lost
     session.abandon(3 - number)
     (notice,) = session.outgoing()
@@ -268,7 +306,7 @@ def test_who_waits_is_not_answered_by_a_complaint_or_a_notice(number: int) -> No
     (complaint,) = desk.receive(b"w", [b"noise"], 0.0)
     assert reply_of([complaint])["id"] == UNKNOWN
     assert session.receive(complaint.frames, 0.0) == []
-    assert session.ask("echo", {"token": 3}, (), 0.0, DEADLINE_S, 0.0) > UNKNOWN
+    assert session.request(Echo(token=3), (), DEADLINE_S, 0.0) > UNKNOWN
 
 
 def asked_to_give_back(session: Session) -> list[int]:
@@ -283,7 +321,7 @@ def asked_in(message: Frames) -> list[tuple[str, int]]:
 def test_a_grant_behind_a_refusal_of_the_same_request_is_given_back() -> None:
     """The first copy of a request came while the client was busy, the second after that; then its caller left."""
     session = Session("run", "w/1", "here")
-    number = session.ask("grant", {"token": 1}, (), 0.0, DEADLINE_S, 0.0, give_back)
+    number = session.request(Grant(token=1), (), DEADLINE_S, 0.0, give_back)
     session.abandon(number)
     session.receive(reply(number, error=["refused", "busy", ""]), 0.0)
     assert asked_to_give_back(session) == []
@@ -293,7 +331,7 @@ def test_a_grant_behind_a_refusal_of_the_same_request_is_given_back() -> None:
 
 def test_both_grants_of_a_request_that_two_brokers_did_are_given_back() -> None:
     session = Session("run", "w/1", "here")
-    number = session.ask("grant", {"token": 1}, (), 0.0, DEADLINE_S, 0.0, give_back)
+    number = session.request(Grant(token=1), (), DEADLINE_S, 0.0, give_back)
     session.abandon(number)
     for granted in (77, 78):
         session.receive(reply(number, [1, granted]), 0.0)
@@ -302,8 +340,8 @@ def test_both_grants_of_a_request_that_two_brokers_did_are_given_back() -> None:
 
 def test_the_answer_to_a_request_that_was_given_up_is_no_complaint() -> None:
     session = Session("run", "w/1", "here")
-    given_up = session.ask("echo", {"token": 1}, (), 0.0, DEADLINE_S, 0.0)
-    session.ask("echo", {"token": 2}, (), 0.0, DEADLINE_S, 0.0)
+    given_up = session.request(Echo(token=1), (), DEADLINE_S, 0.0)
+    session.request(Echo(token=2), (), DEADLINE_S, 0.0)
     session.abandon(given_up)
     session.receive(reply(given_up, error=["wire", "", "token is no number"]), 0.0)
     (late,) = session.tick(DEADLINE_S)
@@ -331,11 +369,11 @@ async def test_a_grant_that_comes_between_a_cancellation_and_its_effect_is_given
     link = Wire()
     channel = Channel(link, "run", "w", DEADLINE_S)
     channel.open()
-    asking = asyncio.create_task(channel.ask("grant", {"token": 1}, undo=give_back))
+    asking = asyncio.create_task(channel.request(Grant(token=1), undo=give_back))
     while not link.sent:
         await asyncio.sleep(0)
     asking.cancel()
-    channel.heard(reply(link.sent[0].number, [1, 77]))
+    channel.received(reply(link.sent[0].number, [1, 77]))
     with pytest.raises(asyncio.CancelledError):
         await asking
     await asyncio.sleep(0)

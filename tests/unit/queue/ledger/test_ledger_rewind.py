@@ -8,13 +8,15 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from ledger_cases import RETURNS, Run, play, schedules, streams
+from ledger_driver import DrivenLedger as Ledger
 
 from asyncrl.errors import RefusedError
 from asyncrl.queue.ledger import events as ev
 from asyncrl.queue.ledger.events import Event
-from asyncrl.queue.ledger.ledger import Claimed, Frontier, Ledger, StreamSettings
+from asyncrl.queue.ledger.learner_commands import Claimed
 from asyncrl.queue.ledger.rules.leases import TASK
 from asyncrl.queue.ledger.rules.retained_steps import RetainedStep, RetainedSteps
+from asyncrl.queue.protocol.settings import Frontier, StreamSettings
 
 
 def check_books(run: Run) -> None:
@@ -24,11 +26,11 @@ def check_books(run: Run) -> None:
     assert (counts["trained"], counts["dropped"]) == (ends["trained"], ends["dropped"])
     states = ("pending", "leased", "ready", "lacking_columns", "claimed", "recorded")
     assert sum(counts[state] for state in states) + len(run.ends) == run.known
-    book = run.ledger.book
-    kept = sum(item.nbytes for step in book.retention.steps.values() for item in step.items.values())
-    recorded = [item.nbytes for item in book.items.values() if item.state.value == "recorded"]
+    state = run.ledger.state
+    kept = sum(item.nbytes for step in state.retention.steps.values() for item in step.items.values())
+    recorded = [item.nbytes for item in state.items.values() if item.state.value == "recorded"]
     assert (counts["retained_bytes"], counts["recorded"]) == (kept + sum(recorded), len(recorded))
-    assert counts["bytes"] == sum(item.nbytes for item in book.items.values()) - sum(recorded)
+    assert counts["bytes"] == sum(item.nbytes for item in state.items.values()) - sum(recorded)
 
 
 @given(streams(), schedules(RETURNS))
@@ -60,8 +62,8 @@ def test_a_broker_that_knows_nothing_goes_on_from_a_snapshot(
     run = Run(stream)
     run.ledger.open(stream, frontier)
     # The surviving history is that of the snapshot.
-    run.ends, run.known = dict(lost.ends), run.ledger.book.next
-    assert (run.ledger.book.lineage, run.step) == (1, frontier.version)
+    run.ends, run.known = dict(lost.ends), run.ledger.state.next
+    assert (run.ledger.state.lineage, run.step) == (1, frontier.version)
     for worker in run.workers:
         worker.held = run.step
     run.complete_step()
@@ -83,7 +85,7 @@ def test_a_lease_of_an_abandoned_lineage_is_never_one_of_the_new() -> None:
     after = Ledger(lambda event: None)
     after.open(before.stream, frontier)
     after.submit(0, 20)
-    (new,) = after.lease("w", 0, after.book.lineage, 1, 0.0)
+    (new,) = after.lease("w", 0, after.state.lineage, 1, 0.0)
     assert (new.ordinal, new.epoch == old.epoch) == (old.ordinal, False)
     with pytest.raises(RefusedError, match="fenced"):
         after.commit(old.ordinal, old.epoch, 1, 1, 0, 0)
@@ -110,28 +112,28 @@ class Hand:
 
     def make(self, most: int = 100) -> list[int]:
         """Lease with the newest version and commit at once."""
-        book = self.ledger.book
-        grants = self.ledger.lease("w", book.version, book.lineage, most, 0.0)
+        state = self.ledger.state
+        grants = self.ledger.lease("w", state.version, state.lineage, most, 0.0)
         for grant in grants:
-            self.ledger.commit(grant.ordinal, grant.epoch, 1, 10, book.version, grant.ordinal)
+            self.ledger.commit(grant.ordinal, grant.epoch, 1, 10, state.version, grant.ordinal)
         return [grant.ordinal for grant in grants]
 
     def claim(self, index: int = 0, rank: int = 0) -> Claimed | None:
-        book = self.ledger.book
-        return self.ledger.claim(book.learner_epoch, book.version, index, rank, 100, False)
+        state = self.ledger.state
+        return self.ledger.claim(state.learner_epoch, state.version, index, rank, 100, False)
 
     def train(self) -> tuple[int, ...]:
         claimed = self.claim()
         assert claimed is not None
-        book = self.ledger.book
-        self.ledger.trained(book.learner_epoch, book.version)
+        state = self.ledger.state
+        self.ledger.trained(state.learner_epoch, state.version)
         return claimed.ordinals
 
     def frontier(self) -> Frontier:
-        return self.ledger.frontier(self.ledger.book.learner_epoch)
+        return self.ledger.frontier(self.ledger.state.learner_epoch)
 
     def states(self) -> dict[int, str]:
-        return {ordinal: item.state.value for ordinal, item in sorted(self.ledger.book.items.items())}
+        return {ordinal: item.state.value for ordinal, item in sorted(self.ledger.state.items.items())}
 
 
 def test_a_learner_that_comes_back_repeats_its_steps_event_by_event() -> None:
@@ -170,8 +172,8 @@ def test_groups_too_old_for_the_branch_are_made_again() -> None:
             frontiers.append(hand.frontier())
         assert hand.make() == [4]
         hand.ledger.open(hand.stream, frontiers[back - 1])
-        assert hand.ledger.book.ready == ready
-        assert hand.ledger.book.unmade == [o for o in (3, 4) if o not in ready]
+        assert hand.ledger.state.ready == ready
+        assert hand.ledger.state.unmade == [o for o in (3, 4) if o not in ready]
         assert {hand.train() for _ in range(back, 3)} == {(o,) for o in range(back, 3)}
         hand.make()
         assert hand.train() == (3,)
@@ -187,12 +189,12 @@ def test_finished_turns_too_new_for_the_branch_are_forgotten(back: int, kept: bo
         hand.make()
         hand.train()
         frontiers.append(hand.frontier())
-    (lease,) = hand.ledger.lease("w", 3, hand.ledger.book.lineage, 1, 0.0)
+    (lease,) = hand.ledger.lease("w", 3, hand.ledger.state.lineage, 1, 0.0)
     assert lease.ordinal == 4
     hand.ledger.progress(4, lease.epoch, 7)
     hand.ledger.open(hand.stream, frontiers[back - 1])
-    assert hand.ledger.book.items[4].progress == kept
-    assert hand.ledger.book.items[4].held == back
+    assert hand.ledger.state.items[4].progress == kept
+    assert hand.ledger.state.items[4].held == back
 
 
 def test_a_lease_after_a_rewind_is_new_though_its_number_comes_again() -> None:
@@ -202,7 +204,7 @@ def test_a_lease_after_a_rewind_is_new_though_its_number_comes_again() -> None:
     (old,) = hand.ledger.lease("w", 0, 0, 1, 0.0)
     hand.ledger.open(replace(hand.stream, depth=hand.stream.depth + 1), frontier)
     hand.ledger.submit(0, 20)
-    (new,) = hand.ledger.lease("w", 0, hand.ledger.book.lineage, 1, 0.0)
+    (new,) = hand.ledger.lease("w", 0, hand.ledger.state.lineage, 1, 0.0)
     assert new.ordinal == old.ordinal
     with pytest.raises(RefusedError, match="fenced"):
         hand.ledger.commit(old.ordinal, old.epoch, 1, 1, 0, 0)
@@ -220,7 +222,7 @@ def test_a_step_that_is_refused_when_repeated_ends_the_record() -> None:
     assert hand.claim() == Claimed((0,), True, 1)
     hand.ledger.reject(2, 0, "loss")
     # All count as made by version 0, which may start ranks below F(2) = 2: that is 1 and 2, now that 0 is dropped.
-    assert (hand.ledger.book.ready, hand.ledger.book.pending[0]) == ([1, 2], 3)
+    assert (hand.ledger.state.ready, hand.ledger.state.pending[0]) == ([1, 2], 3)
     assert (hand.train(), hand.train()) == ((1,), (2,))
     assert hand.make() == [3, 4]
 
@@ -233,7 +235,7 @@ def test_a_short_step_is_repeated_as_short_and_counts_as_such() -> None:
     assert hand.train() == (0, 1)
     hand.ledger.submit(2, 8)
     hand.ledger.open(hand.stream, start)
-    assert hand.ledger.book.trained_by(1) == 2
+    assert hand.ledger.state.trained_by(1) == 2
     assert hand.make() == []  # version 0 could only start ranks below 2
     assert hand.train() == (0, 1)
     assert hand.make() == [2, 3, 4, 5]
@@ -291,7 +293,7 @@ def test_the_record_is_kept_only_for_the_same_history_and_the_same_steps() -> No
     hand, frontiers = trained()
     hand.ledger.checkpointed(1, 2)
     hand.ledger.open(hand.stream, frontiers[1])  # a checkpoint of 2 was committed: step 1 is not kept
-    assert (recorded(hand), hand.ledger.book.next) == (0, 1)
+    assert (recorded(hand), hand.ledger.state.next) == (0, 1)
 
     hand, frontiers = trained()
     hand.ledger.open(settings_of(learners=2), frontiers[1])  # shares were for one rank
@@ -301,7 +303,7 @@ def test_the_record_is_kept_only_for_the_same_history_and_the_same_steps() -> No
     hand.ledger.open(hand.stream, frontiers[1])
     assert recorded(hand) == 2
     hand.ledger.open(hand.stream, frontiers[2])  # of the branch that was left at 1
-    assert (recorded(hand), hand.ledger.book.next) == (0, 2)
+    assert (recorded(hand), hand.ledger.state.next) == (0, 2)
 
     hand, frontiers = trained()
     hand.ledger.open(hand.stream, frontiers[2])
@@ -318,9 +320,9 @@ def lossy() -> tuple[Hand, Frontier]:
     hand.ledger.progress(leased.ordinal, leased.epoch, 5)
     hand.train()
     hand.claim()
-    assert hand.ledger.book.holding() == set(range(7))
+    assert hand.ledger.state.holding() == set(range(7))
     hand.ledger.recover(100.0, lost=[3, 5, 6])
-    assert (sorted(hand.ledger.book.unmade), hand.ledger.book.items[6].progress) == ([5, 6], False)
+    assert (sorted(hand.ledger.state.unmade), hand.ledger.state.items[6].progress) == ([5, 6], False)
     return hand, start
 
 
@@ -328,17 +330,17 @@ def test_a_step_that_is_repeated_tells_nothing_of_how_far_ahead_to_work() -> Non
     """Its groups were there already, however long the learner took to come back."""
     stream = replace(settings_of(groups=2, staleness=3), wait_share=0.1)
     hand = Hand(stream)
-    start, book = hand.frontier(), hand.ledger.book
+    start, state = hand.frontier(), hand.ledger.state
     hand.make(2)
     hand.train()
     hand.ledger.open(stream, start)
-    before = book.lead
+    before = state.lead
     for step, moved in enumerate((False, True)):
         if moved:
             hand.make(2)
         assert hand.claim() is not None
-        hand.ledger.trained(book.learner_epoch, step, waited=0.9)
-        assert (book.lead != before) == moved
+        hand.ledger.trained(state.learner_epoch, step, waited=0.9)
+        assert (state.lead != before) == moved
 
 
 def retained(versions: range, retention: RetainedSteps) -> None:
@@ -390,11 +392,11 @@ def test_a_broker_that_has_lost_bytes_lets_them_be_made_again() -> None:
         6: "leased",
         **dict.fromkeys(range(7, 20), "pending"),
     }
-    assert hand.ledger.book.unmade == [3]
+    assert hand.ledger.state.unmade == [3]
     with pytest.raises(RefusedError, match="abandoned"):
         hand.claim(1)
     assert hand.ledger.expire(109.0) == []  # the new clock
-    assert [lease.stage for lease in hand.ledger.book.leases] == [TASK]
+    assert [lease.stage for lease in hand.ledger.state.leases] == [TASK]
     assert hand.make(2) == [3, 5]
     assert hand.train() == (2, 3)
     hand.ledger.recover(0.0, lost=[0])  # of a trained step: nobody can go back to before it
@@ -417,7 +419,7 @@ def test_what_a_broker_loses_of_a_stream_that_drains_is_not_made_again() -> None
 
 def test_a_learner_that_has_got_its_groups_goes_on_without_their_bytes() -> None:
     hand, start = lossy()
-    assert hand.ledger.trained(hand.ledger.book.learner_epoch, 1) == 2
+    assert hand.ledger.trained(hand.ledger.state.learner_epoch, 1) == 2
     assert hand.ledger.counts(0.0)["retained_steps"] == 0  # not all of step 1 could be handed out again
     hand.ledger.open(hand.stream, start)
     assert hand.ledger.counts(0.0)["recorded"] == 0
@@ -433,15 +435,15 @@ def test_a_rewind_hands_out_what_is_left_of_a_step_whose_bytes_are_lost() -> Non
 def test_the_same_call_opens_a_stream_once() -> None:
     hand = Hand(settings_of())
     start = hand.frontier()
-    book = hand.ledger.book
+    state = hand.ledger.state
     hand.ledger.open(hand.stream, start, opener="learner 1")
-    epoch, lineage = book.learner_epoch, book.lineage
+    epoch, lineage = state.learner_epoch, state.lineage
     hand.ledger.submit(0, 2)
     hand.ledger.lease("w", 0, lineage, 1, 0.0)
     hand.ledger.open(hand.stream, start, opener="learner 1")
-    assert (book.learner_epoch, book.lineage, len(book.leased)) == (epoch, lineage, 1)
+    assert (state.learner_epoch, state.lineage, len(state.leased)) == (epoch, lineage, 1)
     hand.ledger.open(hand.stream, start, opener="learner 2")
-    assert (book.learner_epoch, book.lineage, len(book.leased)) == (epoch + 1, lineage + 1, 0)
+    assert (state.learner_epoch, state.lineage, len(state.leased)) == (epoch + 1, lineage + 1, 0)
 
 
 def test_the_bias_meter_follows_a_rewind() -> None:

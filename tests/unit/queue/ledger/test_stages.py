@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import asdict
 
+import msgspec
 import pytest
+from ledger_driver import DrivenLedger as Ledger
 
 from asyncrl.errors import RefusedError
-from asyncrl.queue.ledger.ledger import Claimed, Grant, Ledger, StreamSettings
-from asyncrl.queue.ledger.settings import StageSettings
+from asyncrl.queue.ledger.generator_commands import Grant
+from asyncrl.queue.ledger.learner_commands import Claimed
+from asyncrl.queue.protocol.settings import StageSettings, StreamSettings
 
 REWARD, CRITIC = (
     StageSettings("reward", adds=("rewards",)),
@@ -50,7 +54,7 @@ def finish(ledger: Ledger, stage: str, *grants: Grant, nbytes: int = 4) -> None:
 
 
 def claim(ledger: Ledger, index: int = 0) -> Claimed | None:
-    return ledger.claim(ledger.book.learner_epoch, ledger.book.version, index, 0, 100, False)
+    return ledger.claim(ledger.state.learner_epoch, ledger.state.version, index, 0, 100, False)
 
 
 def fenced() -> object:
@@ -70,7 +74,7 @@ def test_a_claim_waits_for_the_columns_that_it_needs() -> None:
     finish(ledger, "reward", first)
     finish(ledger, "critic", *staged(ledger, "critic"))
     assert claim(ledger) == Claimed((0, 1), True, 2)
-    assert ledger.book.items[0].added["critic"].version == 3
+    assert ledger.state.items[0].added["critic"].version == 3
 
 
 def test_committing_a_column_twice_is_once() -> None:
@@ -95,7 +99,7 @@ def test_stage_leases_expire_and_are_renewed_with_the_others() -> None:
     assert ordinals(staged(ledger, "reward", now=11.0)) == [0]
     with fenced():
         ledger.stage_commit("reward", 0, one.epoch, 1, 0, 0)
-    assert ledger.leases_of("s") == [(0, ledger.book.items[0].staging["reward"]), (1, two.epoch + 1)]
+    assert ledger.leases_of("s") == [(0, ledger.state.items[0].staging["reward"]), (1, two.epoch + 1)]
 
 
 def test_a_stage_may_give_a_group_up() -> None:
@@ -107,7 +111,7 @@ def test_a_stage_may_give_a_group_up() -> None:
     with fenced():
         ledger.stage_drop("reward", one.ordinal, one.epoch, "unscored")
     counts = ledger.counts(0.0)
-    assert (counts["dropped_by_reason"], counts["bytes"], ledger.book.gone) == ({"unscored": 1}, 10, [0])
+    assert (counts["dropped_by_reason"], counts["bytes"], ledger.state.gone) == ({"unscored": 1}, 10, [0])
 
 
 def test_a_generator_may_bring_the_columns_itself() -> None:
@@ -176,11 +180,11 @@ def test_settings_that_make_no_sense_are_refused(changes: dict[str, object], why
 
 
 def test_settings_travel_and_bad_ones_are_found() -> None:
-    wire = {**STREAM.to_wire(), "wait_share": None}
+    wire = {**asdict(STREAM), "wait_share": None}
     as_lists = {**wire, "columns": list(wire["columns"]), "stages": list(wire["stages"])}
-    assert StreamSettings.from_wire(as_lists) == STREAM
-    bad = [{"stages": [{"name": "x"}]}, {"stages": [1]}, {"columns": [1]}, {"retain": 1}, {"new": 1}]
+    assert msgspec.convert(as_lists, StreamSettings) == STREAM
+    bad = [{"stages": [{"name": "x"}]}, {"stages": [1]}, {"columns": [1]}, {"retain": 1}]
     bad += [{"stages": [{"name": "x", "needs": [], "adds": [[]]}]}, {"columns": "ab"}]
     for change in bad:
         with pytest.raises((ValueError, TypeError, KeyError, AttributeError)):
-            StreamSettings.from_wire({**wire, **change})
+            msgspec.convert({**wire, **change}, StreamSettings)

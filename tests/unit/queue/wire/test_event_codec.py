@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import JournalError
-from asyncrl.queue.ledger.events import Event, Frontier, StageSettings, StreamSettings
+from asyncrl.queue.ledger.events import Event
+from asyncrl.queue.protocol.settings import Frontier, StageSettings, StreamSettings
 from asyncrl.queue.storage.event_codec import Codec
 
 EVENTS = get_args(Event)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from types import NoneType
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Annotated, Any
 
-from asyncrl.types import Version
+import msgspec
+from msgspec import Meta
 
 MAX_NAMES = 32
 """Stages of a stream, and columns of one stage or claim."""
@@ -35,26 +35,6 @@ class StageSettings:
         check_names(f"adds of stage {self.name!r}", self.adds)
         if not self.adds:
             raise ValueError(f"stage {self.name!r} adds nothing")
-
-    @staticmethod
-    def from_wire(wire: Mapping[str, Any]) -> StageSettings:
-        return StageSettings(wire["name"], _names(wire["needs"]), _names(wire["adds"]))
-
-
-KINDS: dict[str, tuple[type, ...]] = {
-    "groups_per_version": (int,),
-    "max_staleness": (int, NoneType),
-    "window": (int, NoneType),
-    "depth": (int,),
-    "max_bytes": (int,),
-    "lease_s": (int, float),
-    "learners": (int,),
-    "columns": (list, tuple),
-    "stages": (list, tuple),
-    "wait_share": (int, float, NoneType),
-    "retain": (bool,),
-    "even_tokens": (int, float, NoneType),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,22 +116,10 @@ class StreamSettings:
         names = ("groups_per_version", "max_staleness", "window", "learners", "columns", "stages")
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
-    def to_wire(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def from_wire(wire: Mapping[str, Any]) -> StreamSettings:
-        """ValueError, TypeError or KeyError unless every value is of the right kind."""
-        values = dict(wire)
-        for name, value in values.items():
-            if type(value) not in KINDS[name]:
-                raise ValueError(f"{name} = {value!r} is not of the right kind")
-        values["columns"] = _names(values.get("columns", ()))
-        values["stages"] = tuple(StageSettings.from_wire(stage) for stage in values.get("stages", ()))
-        return StreamSettings(**values)
-
 
 FRONTIER_FORMAT = 1
+
+Count = Annotated[int, Meta(ge=0, lt=1 << 40)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,15 +131,15 @@ class Frontier:
     published     F: groups trained when a version was published, for the versions that still matter
     """
 
-    lineage: int = 0
-    version: Version = 0
-    frontier: int = 0
-    kept: int = 0
-    trained: tuple[int, ...] = ()
-    dropped_ordinals: tuple[int, ...] = ()
-    dropped: Mapping[str, int] = field(default_factory=dict)
-    published: Mapping[Version, int] = field(default_factory=lambda: {0: 0})
-    grants: int = 0
+    lineage: Count = 0
+    version: Count = 0
+    frontier: Count = 0
+    kept: Count = 0
+    trained: tuple[Count, ...] = ()
+    dropped_ordinals: tuple[Count, ...] = ()
+    dropped: Mapping[str, Count] = field(default_factory=dict)
+    published: Mapping[Count, Count] = field(default_factory=lambda: {0: 0})
+    grants: Count = 0
 
     @property
     def trained_total(self) -> int:
@@ -182,24 +150,21 @@ class Frontier:
 
     @staticmethod
     def from_wire(wire: Mapping[str, Any]) -> Frontier:
-        """ValueError, TypeError or KeyError for anything that `to_wire` did not make."""
-        if wire["format"] != FRONTIER_FORMAT:
-            raise ValueError(f"snapshot format {wire['format']!r}, this side reads {FRONTIER_FORMAT}")
-        frontier = Frontier(
-            trained=tuple(sorted(wire["trained"])),
-            dropped_ordinals=tuple(sorted(wire["dropped_ordinals"])),
-            dropped=dict(wire["dropped"]),
-            published=dict(wire["published"]),
-            **{name: wire[name] for name in ("lineage", "version", "frontier", "kept", "grants")},
-        )
-        numbers = [frontier.lineage, frontier.version, frontier.frontier, frontier.kept, frontier.grants]
-        numbers += [*frontier.trained, *frontier.dropped_ordinals, *frontier.dropped.values()]
-        numbers += [*frontier.published, *frontier.published.values()]
-        if any(type(number) is not int or not 0 <= number < 1 << 40 for number in numbers) or (
-            frontier.version not in frontier.published
-        ):
+        """The frontier of `to_wire`. ValueError for anything else."""
+        found = wire.get("format")
+        if found != FRONTIER_FORMAT:
+            raise ValueError(f"snapshot format {found!r}, this side reads {FRONTIER_FORMAT}")
+        missing = {each.name for each in fields(Frontier)} - wire.keys()
+        if missing:
+            raise ValueError(f"a snapshot without {sorted(missing)}")
+        frontier = msgspec.convert(wire, Frontier)
+        if frontier.version not in frontier.published:
             raise ValueError("not a snapshot of a stream")
-        return frontier
+        return replace(
+            frontier,
+            trained=tuple(sorted(frontier.trained)),
+            dropped_ordinals=tuple(sorted(frontier.dropped_ordinals)),
+        )
 
 
 def check_names(what: str, names: tuple[str, ...]) -> None:
@@ -209,9 +174,3 @@ def check_names(what: str, names: tuple[str, ...]) -> None:
     for name in names:
         if type(name) is not str or not 0 < len(name) <= MAX_NAME:
             raise ValueError(f"{what}: {name!r} is no name of 1 to {MAX_NAME} characters")
-
-
-def _names(wire: Any) -> tuple[str, ...]:
-    if not isinstance(wire, list | tuple):
-        raise ValueError(f"{wire!r} is not a list of names")
-    return tuple(wire)

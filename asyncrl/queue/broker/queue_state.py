@@ -1,0 +1,97 @@
+"""The state of the queue behind the broker, and the form of requests and replies that its handlers work with."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from asyncrl.errors import RefusedError
+from asyncrl.queue.broker.records import Record
+from asyncrl.queue.broker.stream import Stream, ignore
+from asyncrl.queue.ledger import generator_commands
+from asyncrl.queue.protocol.requests import Request
+from asyncrl.queue.storage.store import Frames, PayloadStore
+
+MAX_STREAMS = 16
+MAX_KEYS = 4096
+MAX_VALUE = 1 << 20
+MAX_REASON = 64
+"""Limits on what clients can make the broker keep: streams, keys and workers, bytes of a value, characters of a
+reason."""
+
+
+class SessionRequest(NamedTuple):
+    """A request of a session. frames: its payload."""
+
+    run: str
+    session: str
+    request: Request
+    frames: Frames = ()
+
+
+class Context(NamedTuple):
+    """The circumstances under which a handler gets a request.
+
+    session  the sender as 'name/unique'; leases belong to it
+    late     the request has waited as long as it may: the handler must reply
+    """
+
+    session: str
+    frames: Frames
+    now: float
+    late: bool
+
+    @property
+    def name(self) -> str:
+        return self.session.rsplit("/", 1)[0]
+
+
+class Reply(NamedTuple):
+    """value, or error as (kind, reason, detail) with kind 'refused', 'closed' or 'wire'."""
+
+    value: Any = None
+    frames: Frames = ()
+    error: tuple[str, str, str] | None = None
+
+
+@dataclass(slots=True)
+class QueueState:
+    """store: holds the payloads. note: receives every record that the next broker needs.
+
+    registry  the values posted under keys · workers: packed stats of each worker
+    posts     counts the changes that requests outside of streams may wait for
+    """
+
+    run: str
+    store: PayloadStore = field(default_factory=PayloadStore)
+    note: Callable[[Record], None] = ignore
+    started_at: float = field(default_factory=time.time)
+    closed: str | None = None
+    streams: dict[str, Stream] = field(default_factory=dict)
+    registry: dict[str, bytes] = field(default_factory=dict)
+    workers: dict[str, bytes] = field(default_factory=dict)
+    refused: Counter[str] = field(default_factory=Counter)
+    posts: int = 0
+
+    def stream(self, name: str) -> Stream:
+        """A stream exists from the first request that names it."""
+        if name not in self.streams and len(self.streams) >= MAX_STREAMS:
+            raise RefusedError("full", f"no more than {MAX_STREAMS} streams")
+        return self.add_stream(name)
+
+    def add_stream(self, name: str) -> Stream:
+        if name not in self.streams:
+            self.streams[name] = Stream(name, self.store, lambda record: self.note(record))
+        return self.streams[name]
+
+    def expire(self, now: float) -> None:
+        for stream in self.streams.values():
+            generator_commands.expire(stream.ledger, now)
+
+
+def check_small(key: str, value: bytes) -> None:
+    if len(value) > MAX_VALUE:
+        raise RefusedError("full", f"{key} of {len(value)} bytes; {MAX_VALUE} are allowed")
