@@ -22,7 +22,7 @@ from asyncrl.launch.folder.run_folder import run_folder
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "python.md").read_text("utf-8")
 SCRIPT, *CELLS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-REFUSED = re.findall(r"^\| `(.*?)` \| (.*?) \|$", PAGE.partition("## What is refused")[2], re.MULTILINE)
+REFUSED = re.findall(r"^\| `(.*?)` \| (.*?) \|$", PAGE.partition("## Refusals")[2], re.MULTILINE)
 
 SUMMARY = {"ended": "done", "versions": 2, "reward_start": 0.25, "reward_end": 0.5}
 
