@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -586,6 +587,43 @@ async def test_a_generator_shows_that_its_learner_does_not_answer(monkeypatch: p
     finally:
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
+
+
+async def test_while_a_flip_waits_only_the_learner_of_the_held_version_is_kept_informed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An evaluation holds the flip up. A learner that came back has never published what is held."""
+    reported: list[int] = []
+
+    class Flipping:
+        async def held(self, version: int) -> None:
+            reported.append(version)
+
+        async def flip(self, version: int) -> float:
+            return 0.0
+
+        async def verify(self) -> None: ...
+
+    async def installed(lineage: int, passes: int) -> list[int]:
+        """What the learner of this lineage gets, while the event loop passes so often before the flip."""
+        receiver: Any = Flipping()
+        follower = weights.WeightFollower("worker", receiver, receiver)
+        follower.held, follower.lineage = 3, 0
+        reported.clear()
+        staged: Any = SimpleNamespace(version=4, bytes=8, seconds=0.1)
+        async with follower.pinned():
+            flip = asyncio.create_task(follower._install(staged, Learner(("tcp://127.0.0.1:9",), lineage)))
+            for _ in range(passes):
+                await asyncio.sleep(0)
+        await flip
+        assert (follower.held, follower.lineage) == (4, lineage)
+        return [*reported]
+
+    monkeypatch.setattr(weights, "POLL_S", 0.0)
+    passes = 10
+    while 3 not in await installed(0, passes):
+        passes *= 2
+    assert await installed(1, 2 * passes) == [4]
 
 
 async def test_counts_of_weights_change_together_with_what_is_held() -> None:

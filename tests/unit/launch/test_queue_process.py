@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import gc
 import os
 import signal
@@ -10,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import signals_must_be_heard
@@ -167,3 +170,26 @@ def test_it_ends_by_itself_once_the_run_is_closed(config: Config, capsys: pytest
 
     serve(config, learner)
     assert capsys.readouterr().out.endswith("run it: closed by the learner (stopped); the queue ends\n")
+
+
+@pytest.mark.usefixtures("tasks")
+def test_it_outlives_the_run_until_every_generator_has_heard_of_its_end(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A generator that asks at its last heartbeat finds the queue still there."""
+    config = dataclasses.replace(config, generator=GeneratorConfig(heartbeat_s=0.0125))
+    slept: list[float] = []
+    sleep = asyncio.sleep
+
+    async def noted(seconds: float, result: Any = None) -> Any:
+        slept.append(seconds)
+        return await sleep(seconds, result)
+
+    def learner(client: BlockingClient) -> None:
+        client.post(AGREED, agreed(config))
+        client.open("train", TRAIN)
+        client.finish("done")
+
+    monkeypatch.setattr(asyncio, "sleep", noted)
+    serve(config, learner)
+    assert slept.count(3 * 0.0125) == 1

@@ -260,6 +260,16 @@ def test_the_folder_of_a_run_that_has_not_begun_is_removed(config: Config) -> No
         assert not folder.exists()
 
 
+def test_logs_of_an_earlier_run_are_removed_unless_it_goes_on(config: Config, tmp_path: Path) -> None:
+    log = begun(config) / "logs" / "learner.log"
+    log.parent.mkdir()
+    log.write_text("asyncrl learner: ConfigError: of the run before")
+    with claimed_run_folder(changed(tmp_path, "run.resume=true")):
+        assert log.exists()
+    with claimed_run_folder(changed(tmp_path)):
+        assert not log.exists()
+
+
 def test_a_damaged_code_file_is_named_and_does_not_end_a_resume(
     config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
