@@ -91,7 +91,9 @@ class LocalRun:
         self._pools = {f"{of}-{i}": (of, i) for of, place in pools.items() for i in range(place.processes)}
         self._restarts: Counter[str] = Counter()
         self._address = ""
-        self._left: dict[str, float] = {}  # when workers ended with 0, which they do once the run is closed
+        self._left: dict[
+            str, tuple[ChildEnded, float]
+        ] = {}  # ended as they may once the run is closed, and when
         self._closed = False  # the queue has left, as it does once the learner has closed the run
 
     def run(self) -> dict[str, Any]:
@@ -168,28 +170,33 @@ class LocalRun:
                 return
             if event == ChildEnded(QUEUE, 0):
                 self._closed = True
-            elif event.name == QUEUE:
-                self._restart_queue(event)
-            elif event.name == LEARNER:
-                if self._stopped():
-                    return  # of several ranks torchrun says no more than that they did not end with 0
-                if self._closed and read_summary(self._folder):
-                    return  # it was killed on its way out
-                self._restart_learner(event)
-            elif event.code != 0:
-                self._restart_worker(event)
+            elif event.name == LEARNER and self._stopped():
+                return  # of several ranks torchrun reports no more than that they did not end with 0
+            elif self._may_be_over(event):
+                self._left[event.name] = event, time.monotonic()
             else:
-                self._left[event.name] = time.monotonic()
+                self._restart(event)
+            if self._closed and LEARNER in self._left:
+                return  # it was killed on its way out
+
+    def _may_be_over(self, event: ChildEnded) -> bool:
+        """Whether a process ended as it may once the run is closed: a worker with 0, the learner killed after it has
+        written the summary."""
+        if event.name == LEARNER:
+            return not _gave_reason(event) and bool(read_summary(self._folder))
+        return event.name != QUEUE and event.code == 0
 
     def _restart_who_left_early(self) -> None:
-        """A worker ends with 0 because the run is closed, and then the queue leaves soon after. While it stays, the
-        worker was ended by something else, e.g. by a function of the user that called os._exit."""
+        """Once the run is closed the queue leaves soon after. While it stays, a worker that ended with 0 was ended by
+        something else, e.g. by a function of the user that called os._exit, and a learner was killed before it closed
+        the run."""
         if self._closed:
             return
         stays_s = LAST_HEARTBEATS * self._config.generator.heartbeat_s + SLOW_END_S
-        for name in [name for name, at in self._left.items() if time.monotonic() - at > stays_s]:
-            del self._left[name]
-            self._restart_worker(ChildEnded(name, 0))
+        for name, (event, at) in [*self._left.items()]:
+            if time.monotonic() - at > stays_s:
+                del self._left[name]
+                self._restart(event)
 
     def _check_learner(self) -> None:
         """Raise DeadlineError for a learner that hangs. One that has loaded has deadlines of its own for all it waits
@@ -211,18 +218,25 @@ class LocalRun:
             self._dashboard.say(warning)
         self._dashboard.refresh()
 
+    def _restart(self, event: ChildEnded) -> None:
+        if event.name == QUEUE:
+            self._restart_queue(event)
+        elif event.name == LEARNER:
+            self._restart_learner(event)
+        else:
+            self._restart_worker(event)
+
     def _restart_queue(self, event: ChildEnded) -> None:
-        """Its clients ask again until it answers. One that said why it ended would end again."""
-        said_why = event.code > 1
-        if said_why or self._config.queue.store == "memory":
+        """Its clients repeat their requests until it answers. One that gave a reason would end again."""
+        if _gave_reason(event) or self._config.queue.store == "memory":
             raise self._died(event)
         self._count_restart(event, QUEUE, self._config.launch.queue_restarts, " from its journal")
         self._run_queue(f"queue.address={self._address}")
 
     def _restart_learner(self, event: ChildEnded) -> None:
-        """The steps since the newest checkpoint are made again. One that said why it ended would end again, unless it
-        was for a pool that it trains with: that is started again too."""
-        if event.code > 1 and event.code != PoolLostError.exit_code:
+        """The steps since the newest checkpoint are made again. One that gave a reason would end again, unless it was
+        for a pool that it trains with: that is started again too."""
+        if _gave_reason(event) and event.code != PoolLostError.exit_code:
             raise self._died(event)
         most = self._config.launch.learner_restarts
         self._count_restart(event, LEARNER, most, " from the newest checkpoint")
@@ -299,6 +313,11 @@ class LocalRun:
             f"from {self._supervisor.log(event.name)}:\n{rest}",
             event.code,
         )
+
+
+def _gave_reason(event: ChildEnded) -> bool:
+    """Whether the process ended on an error that is raised on purpose: 1 is a bug, a negative code a signal."""
+    return event.code > 1
 
 
 def stopped_error(folder: Path) -> StoppedError:

@@ -276,6 +276,33 @@ def test_a_learner_that_is_killed_on_its_way_out_has_ended_well(
     assert "started again" not in capsys.readouterr().err
 
 
+def test_a_queue_that_leaves_after_a_learner_was_killed_has_closed_the_run(
+    config: Config, scripts: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripts["learner"] = f"{DONE}; echo $$ > $(dirname $1)/pid; kill -KILL $$"
+    scripts["queue"] = (
+        "for fd; do :; done; echo tcp://127.0.0.1:1 >/dev/fd/$fd; cd $(dirname $1); "
+        "while [ ! -s pid ] || kill -0 $(cat pid) 2>/dev/null; do sleep 0.05; done"
+    )
+    assert local.train(config) == {"versions": 3}
+    assert "started again" not in capsys.readouterr().err
+
+
+def test_a_learner_that_is_killed_before_it_closes_the_run_is_started_again(
+    config: Config,
+    scripts: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its summary is written, and the queue stays."""
+    monkeypatch.setattr(local, "SLOW_END_S", -1e9)
+    monkeypatch.setattr(local, "REFRESH_S", 0.01)
+    scripts["generator"] = "exec sleep 600"
+    scripts["learner"] = f'{DONE}; [ -n "$3" ] || kill -KILL $$'
+    assert local.train(config) == {"versions": 3}
+    assert capsys.readouterr().err.count("learner ended (killed by SIGKILL) and is started again") == 1
+
+
 DIES = "for fd; do :; done; echo tcp://127.0.0.1:1 >/dev/fd/$fd; kill -KILL $$"
 
 
