@@ -22,10 +22,7 @@ Processes share nothing with the launcher but config.yaml, the queue's address a
 
 from __future__ import annotations
 
-import math
-import os
 import signal
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -34,6 +31,7 @@ from typing import Any
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, DeadlineError, PoolLostError, ProcessDiedError, StoppedError
 from asyncrl.launch.folder.run_folder import OF_VERSION_0, claimed_run_folder, read_summary
+from asyncrl.launch.processes import LEARNER, QUEUE, Processes
 from asyncrl.launch.queue_process import LAST_HEARTBEATS
 from asyncrl.launch.supervise import (
     ChildEnded,
@@ -46,9 +44,7 @@ from asyncrl.launch.supervise import (
 from asyncrl.launch.views.dashboard import Dashboard, RunProgress, open_dashboard
 from asyncrl.launch.views.output import lasting_output
 from asyncrl.launch.views.process_reports import ProcessReports, clear
-from asyncrl.launch.views.process_view import LAUNCHED
 
-QUEUE, LEARNER = "queue", "learner"
 REFRESH_S = 1.0
 
 SLOW_END_S = 20.0
@@ -68,42 +64,41 @@ def train(config: Config) -> dict[str, Any]:
         supervisor, reports = Supervisor(logs), ProcessReports(logs)
         progress = RunProgress(config, folder, reports)
         with lasting_output(), supervisor.interrupts(), open_dashboard(config, progress) as dashboard:
-            return LocalRun(config, folder, supervisor, dashboard, reports, changed).run()
+            processes = Processes(config, folder, supervisor, reports)
+            return LocalRun(config, folder, processes, supervisor, dashboard, reports, changed).run()
 
 
 class LocalRun:
-    """One run; made for one call of `run`. changed: it goes on with a configuration by whose rules the groups that the
-    queue has kept were not made."""
+    """One run; made for one call of `run`.
+
+    Args:
+        changed: Whether it goes on with a configuration under which the queue's groups would have been made otherwise.
+    """
 
     def __init__(
         self,
         config: Config,
         folder: Path,
+        processes: Processes,
         supervisor: Supervisor,
         dashboard: Dashboard,
         reports: ProcessReports,
         changed: bool = False,
     ) -> None:
         self._config, self._folder, self._changed = config, folder, changed
-        self._supervisor, self._dashboard, self._reports = supervisor, dashboard, reports
-        self._generators = [f"generator-{i}" for i in range(config.generator.count)]
-        pools = config.placement.pools
-        self._pools = {f"{of}-{i}": (of, i) for of, place in pools.items() for i in range(place.processes)}
+        self._processes, self._supervisor = processes, supervisor
+        self._dashboard, self._reports = dashboard, reports
         self._restarts: Counter[str] = Counter()
-        self._address = ""
-        self._left: dict[
-            str, tuple[ChildEnded, float]
-        ] = {}  # ended as they may once the run is closed, and when
+        # Processes that ended as they may once the run is closed, and when.
+        self._left: dict[str, tuple[ChildEnded, float]] = {}
         self._closed = False  # the queue has left, as it does once the learner has closed the run
 
     def run(self) -> dict[str, Any]:
-        self._address = self._start_queue()
-        self._start_learner()
-        for name in self._generators:
-            self._start_generator(name)
-        for name in self._pools:
-            self._start_pool(name)
-        self._dashboard.say(f"{self._folder}: queue at {self._address}, logs in {self._folder / 'logs'}")
+        self._processes.address = address = self._start_queue()
+        self._processes.start_learner()
+        for name in self._processes.workers:
+            self._processes.start_worker(name)
+        self._dashboard.say(f"{self._folder}: queue at {address}, logs in {self._folder / 'logs'}")
         self._watch()
         self._wind_down()
         if self._stopped():
@@ -111,48 +106,17 @@ class LocalRun:
         return read_summary(self._folder)
 
     def _start_queue(self) -> str:
+        """Returns the address at which it listens."""
         # Without a checkpoint the learner begins at the beginning, and so must the queue.
         goes_on = self._config.run.resume and any(self._folder.glob("checkpoints/v*")) and not self._changed
-        self._run_queue(*([] if goes_on else ["--anew"]))
+        self._processes.start_queue(*([] if goes_on else ["--anew"]))
         seconds = self._config.launch.start_deadline_s
         event = wait_line(self._supervisor, QUEUE, "the address it listens at", seconds)
         if isinstance(event, ChildMessage):
             return event.line
         if isinstance(event, ChildEnded):
             raise self._died(event)
-        assert isinstance(event, Interrupted)
         raise self._interrupted(event)
-
-    def _run_queue(self, *words: str) -> None:
-        command = process_command(self._folder, "queue", *words)
-        self._start(QUEUE, command, process_env(threads=1), says=True)
-
-    def _start_learner(self, *more: str) -> None:
-        learner = self._config.learner
-        words = process_command(self._folder, "learner", f"queue.address={self._address}", *more)
-        env = process_env(learner.threads or shared_threads(self._config), learner.devices)
-        stop_s = self._config.launch.stop_deadline_s
-        self._start(LEARNER, by_torchrun(words, learner.processes, stop_s), env)
-
-    def _start_generator(self, name: str) -> None:
-        generator = self._config.generator
-        words = process_command(self._folder, "generator", f"queue.address={self._address}", "--name", name)
-        devices = share_of_devices(generator.devices, self._generators.index(name), generator.count)
-        env = process_env(generator.threads or shared_threads(self._config), devices)
-        self._start(name, words, env)
-
-    def _start_pool(self, name: str) -> None:
-        model, index = self._pools[name]
-        place = self._config.placement.places[model]
-        words = process_command(self._folder, "pool", model, f"queue.address={self._address}", "--name", name)
-        devices = share_of_devices(place.devices, index, place.processes)
-        env = process_env(place.threads or shared_threads(self._config), devices)
-        stop_s = self._config.launch.stop_deadline_s
-        self._start(name, by_torchrun(words, place.ranks, stop_s), env)
-
-    def _start(self, name: str, command: list[str], env: dict[str, str], *, says: bool = False) -> None:
-        self._reports.started(name)
-        self._supervisor.start(name, command, env, says=says)
 
     def _watch(self) -> None:
         """Until the learner has ended well."""
@@ -231,7 +195,7 @@ class LocalRun:
         if _gave_reason(event) or self._config.queue.store == "memory":
             raise self._died(event)
         self._count_restart(event, QUEUE, self._config.launch.queue_restarts, " from its journal")
-        self._run_queue(f"queue.address={self._address}")
+        self._processes.start_queue(f"queue.address={self._processes.address}")
 
     def _restart_learner(self, event: ChildEnded) -> None:
         """The steps since the newest checkpoint are made again. One that gave a reason would end again, unless it was
@@ -240,18 +204,17 @@ class LocalRun:
             raise self._died(event)
         most = self._config.launch.learner_restarts
         self._count_restart(event, LEARNER, most, " from the newest checkpoint")
-        self._start_learner("run.resume=true")
+        self._processes.start_learner("run.resume=true")
 
     def _restart_worker(self, event: ChildEnded) -> None:
         """Generators and pools hold nothing that cannot be made again: what they leased goes back to the queue."""
         if event.code == ConfigError.exit_code:
             raise self._died(event)
-        if event.name in self._pools:
+        if event.name in self._processes.pools:
             self._count_restart(event, "pools", self._config.launch.pool_restarts)
-            self._start_pool(event.name)
         else:
             self._count_restart(event, "generators", self._config.launch.generator_restarts)
-            self._start_generator(event.name)
+        self._processes.start_worker(event.name)
 
     def _count_restart(self, event: ChildEnded, kind: str, most: int, whence: str = "") -> None:
         """ProcessDiedError if there were as many as there may be of this kind."""
@@ -267,7 +230,7 @@ class LocalRun:
         """The run is closed: generators and pools notice it at their next heartbeat. Those that do not know of it when
         the queue leaves were still starting, and will not hear of it."""
         deadline_s = self._config.launch.stop_deadline_s
-        left = self._supervisor.wait_ended([*self._generators, *self._pools], deadline_s, beside=QUEUE)
+        left = self._supervisor.wait_ended(self._processes.workers, deadline_s, beside=QUEUE)
         late = left if QUEUE in self._supervisor.running() else []
         late += [name for name in self._supervisor.stop_all(deadline_s) if name not in late]
         if late:
@@ -326,52 +289,3 @@ def stopped_error(folder: Path) -> StoppedError:
     if not saved:
         return StoppedError("stopped before the first step, so there is nothing to resume; start it again")
     return StoppedError(f"stopped; run.resume=true goes on from the newest checkpoint of {folder}")
-
-
-def process_command(folder: Path, process: str, *words: str) -> list[str]:
-    """The command of one process of the run: python -m asyncrl PROCESS <folder>/config.yaml …"""
-    return [sys.executable, "-m", "asyncrl", process, str(folder / "config.yaml"), *words]
-
-
-def by_torchrun(command: list[str], ranks: int, stop_deadline_s: float) -> list[str]:
-    """The command of a process of so many ranks."""
-    if ranks == 1:
-        return command
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    # After SIGTERM torchrun would kill its ranks sooner than the launcher does.
-    patience = ["--shutdown-timeout", str(math.ceil(stop_deadline_s))]
-    return [command[0], "-m", *torchrun, *patience, *command[1:]]
-
-
-def process_env(threads: int, devices: str | None = None) -> dict[str, str]:
-    """What a process of the run gets on top of the launcher's environment."""
-    env = {
-        "OMP_NUM_THREADS": str(threads),
-        # Two pools that spin on the same cores run several times slower than two that sleep.
-        "OMP_WAIT_POLICY": "PASSIVE",
-        # A file in the working folder must not hide a module of Python: a random.py there is none of ours.
-        "PYTHONSAFEPATH": "1",
-        "PYTHONUNBUFFERED": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        LAUNCHED: "1",
-    }
-    return env if devices is None else {**env, "CUDA_VISIBLE_DEVICES": devices}
-
-
-def share_of_devices(devices: str | None, index: int, count: int) -> str | None:
-    """What process `index` of `count` sees of a pool's devices.
-
-    >>> [share_of_devices("4,5,6,7", i, 2) for i in range(2)], share_of_devices("0", 1, 2)
-    (['4,6', '5,7'], '0')
-    """
-    if devices is None:
-        return None
-    every = devices.split(",")
-    return ",".join(every[index::count] or [every[index % len(every)]])
-
-
-def shared_threads(config: Config) -> int:
-    """Cores of this machine shared out over the processes that compute."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    pools = sum(place.processes * place.ranks for place in config.placement.pools.values())
-    return max(1, cores // (config.generator.count + config.learner.processes + pools))

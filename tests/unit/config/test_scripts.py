@@ -13,7 +13,7 @@ import pytest
 
 from asyncrl.config.functions.function_spec import load_function, name_function
 from asyncrl.errors import ConfigError
-from asyncrl.launch.local import process_env
+from asyncrl.launch.processes import process_env
 
 UNGUARDED = """\
 import asyncrl

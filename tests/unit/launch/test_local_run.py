@@ -25,10 +25,9 @@ from asyncrl.config.schema import (
 from asyncrl.config.sections.placement import PlaceConfig, PlacementConfig
 from asyncrl.config.sections.reward import RewardConfig
 from asyncrl.errors import ConfigError, DeadlineError, ProcessDiedError, StoppedError
-from asyncrl.launch import local
+from asyncrl.launch import local, processes
 from asyncrl.launch.folder.run_folder import claimed_run_folder
 from asyncrl.launch.views import process_reports
-from asyncrl.launch.views.dashboard import QuietDashboard
 from asyncrl.launch.views.process_reports import ProcessReports
 
 # Words of a stand-in: $1 is the folder's config.yaml; the queue's last one is the descriptor to announce on.
@@ -61,7 +60,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     def command(folder: Path, process: str, *words: str) -> list[str]:
         return ["sh", "-c", scripts[process], process, str(folder / "config.yaml"), *words]
 
-    monkeypatch.setattr(local, "process_command", command)
+    monkeypatch.setattr(processes, "process_command", command)
     return scripts
 
 
@@ -534,8 +533,7 @@ def test_several_learner_ranks_are_started_by_torchrun(config: Config, tmp_path:
     learner = dataclasses.replace(config.learner, processes=2, threads=3, devices="0,1")
     recorder: Any = Recorder()
     split = dataclasses.replace(config, learner=learner)
-    run = local.LocalRun(split, tmp_path, recorder, QuietDashboard(), ProcessReports(tmp_path))
-    run._start_learner()
+    processes.Processes(split, tmp_path, recorder, ProcessReports(tmp_path)).start_learner()
     command, env = started["learner"]
     text = " ".join(command)
     assert (
@@ -559,13 +557,13 @@ def test_a_pool_whose_model_is_split_is_started_by_torchrun() -> None:
         "asyncrl",
         "pool",
     ]
-    assert local.by_torchrun(command, 4, stop_deadline_s=2.5) == ["python", *torchrun]
-    assert local.by_torchrun(command, 1, stop_deadline_s=2.5) == command
+    assert processes.by_torchrun(command, 4, stop_deadline_s=2.5) == ["python", *torchrun]
+    assert processes.by_torchrun(command, 1, stop_deadline_s=2.5) == command
 
 
 def test_threads_are_shared_out(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(10)), raising=False)
-    assert local.shared_threads(config) == 3
-    assert local.shared_threads(with_pool(config, processes=2)) == 2
+    assert processes.shared_threads(config) == 3
+    assert processes.shared_threads(with_pool(config, processes=2)) == 2
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
-    assert local.shared_threads(config) == 1
+    assert processes.shared_threads(config) == 1

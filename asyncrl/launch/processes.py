@@ -1,0 +1,123 @@
+"""The processes of a run on one machine: their names, commands, devices and environments."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from pathlib import Path
+
+from asyncrl.config.schema import Config
+from asyncrl.launch.supervise import Supervisor
+from asyncrl.launch.views.process_reports import ProcessReports
+from asyncrl.launch.views.process_view import LAUNCHED
+
+QUEUE, LEARNER = "queue", "learner"
+
+
+class Processes:
+    """Starts the processes of a run as children of the supervisor.
+
+    Attributes:
+        address: The queue's; set once it listens, and before other processes are started.
+        generators: Their names.
+        pools: Name of each process of a pool → its model, its index in the pool.
+    """
+
+    def __init__(self, config: Config, folder: Path, supervisor: Supervisor, reports: ProcessReports) -> None:
+        self._config, self._folder, self._supervisor, self._reports = config, folder, supervisor, reports
+        self.address = ""
+        self.generators = [f"generator-{i}" for i in range(config.generator.count)]
+        pools = config.placement.pools
+        self.pools = {f"{of}-{i}": (of, i) for of, place in pools.items() for i in range(place.processes)}
+
+    @property
+    def workers(self) -> list[str]:
+        """Processes that end by themselves once the run is closed."""
+        return [*self.generators, *self.pools]
+
+    def start_queue(self, *words: str) -> None:
+        self._start(QUEUE, process_command(self._folder, "queue", *words), threads=1, announces=True)
+
+    def start_learner(self, *words: str) -> None:
+        learner = self._config.learner
+        command = process_command(self._folder, "learner", f"queue.address={self.address}", *words)
+        self._start(LEARNER, command, learner.devices, learner.threads, learner.processes)
+
+    def start_worker(self, name: str) -> None:
+        """A generator, or a process of a pool."""
+        words = (f"queue.address={self.address}", "--name", name)
+        if name in self.pools:
+            model, index = self.pools[name]
+            place = self._config.placement.places[model]
+            devices = share_of_devices(place.devices, index, place.processes)
+            command = process_command(self._folder, "pool", model, *words)
+            self._start(name, command, devices, place.threads, place.ranks)
+            return
+        generator = self._config.generator
+        devices = share_of_devices(generator.devices, self.generators.index(name), generator.count)
+        self._start(name, process_command(self._folder, "generator", *words), devices, generator.threads)
+
+    def _start(
+        self,
+        name: str,
+        command: list[str],
+        devices: str | None = None,
+        threads: int | None = None,
+        ranks: int = 1,
+        *,
+        announces: bool = False,
+    ) -> None:
+        command = by_torchrun(command, ranks, self._config.launch.stop_deadline_s)
+        env = process_env(threads or shared_threads(self._config), devices)
+        self._reports.started(name)
+        self._supervisor.start(name, command, env, says=announces)
+
+
+def process_command(folder: Path, process: str, *words: str) -> list[str]:
+    """The command of one process of the run: python -m asyncrl PROCESS <folder>/config.yaml …"""
+    return [sys.executable, "-m", "asyncrl", process, str(folder / "config.yaml"), *words]
+
+
+def by_torchrun(command: list[str], ranks: int, stop_deadline_s: float) -> list[str]:
+    """The command of a process of so many ranks."""
+    if ranks == 1:
+        return command
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    # After SIGTERM torchrun would kill its ranks sooner than the launcher does.
+    patience = ["--shutdown-timeout", str(math.ceil(stop_deadline_s))]
+    return [command[0], "-m", *torchrun, *patience, *command[1:]]
+
+
+def process_env(threads: int, devices: str | None = None) -> dict[str, str]:
+    """What a process of the run gets on top of the launcher's environment."""
+    env = {
+        "OMP_NUM_THREADS": str(threads),
+        # Two pools that spin on the same cores run several times slower than two that sleep.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        # A file in the working folder must not hide a module of Python: a random.py there is none of ours.
+        "PYTHONSAFEPATH": "1",
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        LAUNCHED: "1",
+    }
+    return env if devices is None else {**env, "CUDA_VISIBLE_DEVICES": devices}
+
+
+def share_of_devices(devices: str | None, index: int, count: int) -> str | None:
+    """What process `index` of `count` sees of a pool's devices.
+
+    >>> [share_of_devices("4,5,6,7", i, 2) for i in range(2)], share_of_devices("0", 1, 2)
+    (['4,6', '5,7'], '0')
+    """
+    if devices is None:
+        return None
+    every = devices.split(",")
+    return ",".join(every[index::count] or [every[index % len(every)]])
+
+
+def shared_threads(config: Config) -> int:
+    """Cores of this machine shared out over the processes that compute."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    pools = sum(place.processes * place.ranks for place in config.placement.pools.values())
+    return max(1, cores // (config.generator.count + config.learner.processes + pools))
