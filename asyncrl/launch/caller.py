@@ -118,7 +118,7 @@ def _refuse_misspelt(keys: Mapping[str, Any], arguments: Mapping[str, Any]) -> N
 
 
 def _given(arguments: Mapping[str, Any]) -> Iterator[Setting]:
-    """The settings of the four named arguments, each in place of what a file says of the same."""
+    """The settings of the four named arguments. Each replaces the same setting of a file."""
     model, tasks, reward = arguments["model"], arguments["tasks"], arguments["reward"]
     if isinstance(model, Mapping):
         yield from settings_of({"model": model}, WHERE)
@@ -272,7 +272,7 @@ def _rows(key: str, value: Any, inputs: Inputs) -> str:
 
 
 def _label(key: str) -> str:
-    """What a caller knows a setting as.
+    """The name under which a caller gave a setting.
 
     >>> [_label(key) for key in ("tasks.source", "reward.functions.right.function", "algorithm.own_loss")]
     ['tasks', "reward['right']", 'algorithm.own_loss']

@@ -15,7 +15,7 @@
                                DeadlineError
            Ctrl-C, SIGTERM, SIGHUP the learner ends its step and writes a checkpoint, then all are stopped
            Ctrl-C again            everything is killed
-           the learner was told    the same: somebody sent it SIGTERM
+           SIGTERM to the learner  the same
 
 Processes share nothing with the launcher but config.yaml, the queue's address and the run folder.
 """
@@ -55,8 +55,7 @@ def train(config: Config) -> dict[str, Any]:
     """Run to the last version and return the summary that the learner wrote.
 
     Raises ConfigError (run folder in use, resumed with other tasks), ProcessDiedError, DeadlineError, and once a run
-    that was to end early is down KeyboardInterrupt (Ctrl-C) or StoppedError (SIGTERM, SIGHUP, or the learner was told
-    to stop).
+    that was to end early is down KeyboardInterrupt (Ctrl-C) or StoppedError (SIGTERM, SIGHUP, also to the learner).
     """
     with claimed_run_folder(config) as (folder, changed):
         logs = folder / "logs"
@@ -98,7 +97,7 @@ class LocalRun:
         self._processes.start_learner()
         for name in self._processes.workers:
             self._processes.start_worker(name)
-        self._dashboard.say(f"{self._folder}: queue at {address}, logs in {self._folder / 'logs'}")
+        self._dashboard.print_line(f"{self._folder}: queue at {address}, logs in {self._folder / 'logs'}")
         self._watch()
         self._wind_down()
         if self._stopped():
@@ -179,7 +178,7 @@ class LocalRun:
     def _refresh(self) -> None:
         self._reports.read()
         for warning in self._reports.new_warnings():
-            self._dashboard.say(warning)
+            self._dashboard.print_line(warning)
         self._dashboard.refresh()
 
     def _restart(self, event: ChildEnded) -> None:
@@ -221,24 +220,26 @@ class LocalRun:
         if self._restarts[kind] >= most:
             raise self._died(event)
         self._restarts[kind] += 1
-        self._dashboard.say(
+        self._dashboard.print_line(
             f"{event.name} ended ({describe_exit(event.code)}) and is started again{whence}, "
             f"{self._restarts[kind]} of {most} restarts; its log: {self._supervisor.log(event.name)}"
         )
 
     def _wind_down(self) -> None:
-        """The run is closed: generators and pools notice it at their next heartbeat. Those that do not know of it when
-        the queue leaves were still starting, and will not hear of it."""
+        """The run is closed: generators and pools notice it at their next heartbeat. Those that are left when the queue
+        leaves were still starting, and cannot notice it any more."""
         deadline_s = self._config.launch.stop_deadline_s
         left = self._supervisor.wait_ended(self._processes.workers, deadline_s, beside=QUEUE)
         late = left if QUEUE in self._supervisor.running() else []
         late += [name for name in self._supervisor.stop_all(deadline_s) if name not in late]
         if late:
-            self._dashboard.say(f"did not end within {deadline_s:.0f} s and were stopped: {', '.join(late)}")
+            self._dashboard.print_line(
+                f"did not end within {deadline_s:.0f} s and were stopped: {', '.join(late)}"
+            )
         self._refresh()
 
     def _stopped(self) -> bool:
-        """Whether the learner has ended because somebody wanted it to."""
+        """Whether the learner has ended because of a signal."""
         return read_summary(self._folder).get("ended") == StoppedError.ended
 
     def _interrupted(self, event: Interrupted) -> BaseException:
@@ -246,7 +247,7 @@ class LocalRun:
         by_hand = event.number == signal.SIGINT
         deadline_s = self._config.launch.stop_deadline_s
         if LEARNER in self._supervisor.running():
-            self._dashboard.say(
+            self._dashboard.print_line(
                 f"stopping: the learner writes a checkpoint (at most {deadline_s:.0f} s); "
                 "Ctrl-C again kills the run"
             )
@@ -254,15 +255,17 @@ class LocalRun:
             if self._supervisor.wait_ended([LEARNER], deadline_s):
                 self._supervisor.kill_all()
                 lost = "killed; what came after the last checkpoint is lost"
-                self._dashboard.say(lost)
+                self._dashboard.print_line(lost)
                 late = DeadlineError("the launcher", "the learner", "its last checkpoint", deadline_s, lost)
                 return KeyboardInterrupt() if by_hand else late
         self._supervisor.stop_all(deadline_s)
         code = self._supervisor.code(LEARNER) or 0
-        if not by_hand and code > 1 and code != StoppedError.exit_code:  # it said why it could not save
+        if (
+            not by_hand and code > 1 and code != StoppedError.exit_code
+        ):  # it gave a reason why it could not save
             return self._died(ChildEnded(LEARNER, code))
         stopped = stopped_error(self._folder)
-        self._dashboard.say(str(stopped))
+        self._dashboard.print_line(str(stopped))
         return KeyboardInterrupt() if by_hand else stopped
 
     def _died(self, event: ChildEnded) -> ProcessDiedError:

@@ -1,7 +1,7 @@
-"""What an operator asks a queue that is running, from outside: `asyncrl queue status | inspect | drain`.
+"""Requests of an operator to a running queue: `asyncrl queue status | inspect | drain`.
 
 RUN, its folder ──▸ address, config.yaml ──┐
-ADDRESS, --keys ───────────────────────────┴──▸ a client like any other ──▸ what a person reads, or JSON
+ADDRESS, --keys ───────────────────────────┴──▸ a client like any other ──▸ a table, or JSON
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Target:
 
 def find(target: str, keys: str | None = None) -> Target:
     """An address, the folder of a run, or its name under runs/. ConfigError (key run) for anything else; RunClosedError
-    for a run whose folder says that it has ended, and with it its queue."""
+    for a run that has ended according to its summary, and with it its queue."""
     if "://" in target:
         return Target(target, None, keys)
     folder = find_run(target)
     if over := read_summary(folder):
-        said = f"{folder} has ended: {over.get('ended')}, at version {over.get('versions')}"
         raise RunClosedError(
-            f"{said}; what it said last is in rollouts.jsonl, all figures are in summary.json"
+            f"{folder} has ended: {over.get('ended')}, at version {over.get('versions')}; its last answers are in "
+            "rollouts.jsonl, all figures are in summary.json"
         )
     address, config_file = read_address(folder), folder / "config.yaml"
     if not config_file.exists():
@@ -64,8 +64,8 @@ def find(target: str, keys: str | None = None) -> Target:
 
 
 def status(target: Target) -> dict[str, Any]:
-    """DeadlineError if nobody listens there any more."""
-    return asyncio.run(_ask(target, "", QueueClient.status))
+    """Raises DeadlineError if no queue answers there."""
+    return asyncio.run(_request(target, "", QueueClient.status))
 
 
 def peek(target: Target, stream: str, ordinal: int) -> Peek:
@@ -75,28 +75,28 @@ def peek(target: Target, stream: str, ordinal: int) -> Peek:
         await client.connect()
         return await client.peek(stream, ordinal)
 
-    return asyncio.run(_ask(target, _run_of(target), look))
+    return asyncio.run(_request(target, _run_of(target), look))
 
 
 def drain(target: Target, stream: str) -> int:
-    """How many tasks were pending, which nobody will lease now."""
+    """End the stream early. Returns the number of pending tasks, which are dropped."""
 
     async def end(client: QueueClient) -> int:
         await client.connect()
         return await client.drain(stream)
 
-    return asyncio.run(_ask(target, _run_of(target), end))
+    return asyncio.run(_request(target, _run_of(target), end))
 
 
 def _run_of(target: Target) -> str:
     return target.run or str(status(target)["run"])
 
 
-async def _ask(target: Target, run: str, what: Callable[[QueueClient], Awaitable[Result]]) -> Result:
+async def _request(target: Target, run: str, call: Callable[[QueueClient], Awaitable[Result]]) -> Result:
     keys = client_keys(target.keys)
     client = QueueClient(target.address, run=run, who="operator", deadline_s=DEADLINE_S, keys=keys)
     try:
-        return await what(client)
+        return await call(client)
     finally:
         await client.close()
 
@@ -170,7 +170,7 @@ def _rollout(index: int, rollout: Rollout, group: Group, decode: Decode | None) 
 
 
 def decoder(config: Config | None) -> Decode | None:
-    """Of the run's tokenizer, if it can be had here."""
+    """The run's tokenizer as a function from ids to text, if it can be loaded here."""
     if config is None:
         return None
     from asyncrl.models import load_tokenizer  # torch and all

@@ -71,7 +71,7 @@ class Processes:
         command = by_torchrun(command, ranks, self._config.launch.stop_deadline_s)
         env = process_env(threads or shared_threads(self._config), devices)
         self._reports.started(name)
-        self._supervisor.start(name, command, env, says=announces)
+        self._supervisor.start(name, command, env, announces=announces)
 
 
 def process_command(folder: Path, process: str, *words: str) -> list[str]:
@@ -90,7 +90,7 @@ def by_torchrun(command: list[str], ranks: int, stop_deadline_s: float) -> list[
 
 
 def process_env(threads: int, devices: str | None = None) -> dict[str, str]:
-    """What a process of the run gets on top of the launcher's environment."""
+    """Variables that a process of the run gets on top of the launcher's environment."""
     env = {
         "OMP_NUM_THREADS": str(threads),
         # Two pools that spin on the same cores run several times slower than two that sleep.
@@ -105,7 +105,7 @@ def process_env(threads: int, devices: str | None = None) -> dict[str, str]:
 
 
 def share_of_devices(devices: str | None, index: int, count: int) -> str | None:
-    """What process `index` of `count` sees of a pool's devices.
+    """The devices of a pool that process `index` of `count` may use.
 
     >>> [share_of_devices("4,5,6,7", i, 2) for i in range(2)], share_of_devices("0", 1, 2)
     (['4,6', '5,7'], '0')

@@ -4,7 +4,7 @@ main thread     bind ──▸ take up what the journal holds ──▸ announce
                                                                             SIGTERM, Ctrl-C, or the feeder ends
 feeder thread            connect ──▸ wait for the learner, and compare configurations
                                  ──▸ wait for room ──▸ submit tasks ──▸ …   until the run is closed (or it fails),
-                                                                            then as long as generators need to hear it
+                                                                            then until generators have noticed it
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from asyncrl.telemetry.status import ProcessStatus
 from asyncrl.types import TRAIN
 
 LEARNER = "the learner"
-"""What the feeder waits for, as the status of the process has it."""
+"""The wait of the feeder, as the status of the process shows it."""
 
 LOOK_S = 1.0
-"""Between two looks at how the queue stands, for the status."""
+"""Between two readings of the queue's figures for the status."""
 
 LEARNER_S = 30.0
-"""Of one long poll for the learner."""
+"""Longest wait of one request for the learner."""
 
 LAST_HEARTBEATS = 3
 """The queue outlives the run by this many heartbeats of a generator."""
@@ -48,13 +48,17 @@ LAST_HEARTBEATS = 3
 def run_queue(
     config: Config, announce: int | None = None, anew: bool = False, status: ProcessStatus | None = None
 ) -> None:
-    """Serve until told to stop. `announce`: a file descriptor that gets the bound address as one line. status: gets how
-    the queue stands, and that the feeder waits for the learner.
+    """Serve until a signal, or until the run is closed.
 
-    anew: what a queue of this run has left is forgotten. Raises ConfigError for a port in use and where the learner has
-    another configuration, TaskError and
-    ConfigError for a task source that is none; JournalError, DeadlineError (Redis) and OSError (a full disk) when what
-    is decided cannot be kept any more.
+    Args:
+        announce: A file descriptor that gets the bound address as one line.
+        anew: Whether the journal and the payloads of an earlier queue of this run are discarded.
+        status: Gets the queue's figures, and the feeder's wait for the learner.
+
+    Raises:
+        ConfigError: The port is in use, the learner has another configuration, or the task source is none.
+        TaskError: A task cannot be read.
+        JournalError, DeadlineError, OSError: The journal, Redis or the disk does not keep records any more.
     """
     tasks = train_stream(config)
     broker = Broker(config.queue.address, config.run.name, keys=server_keys(config.queue.keys))
@@ -73,7 +77,7 @@ def run_queue(
     feeder.start()
     if status is not None:
         status.loaded.set()
-    gc.freeze()  # what is here by now stays: looking for garbage in it would make everybody wait
+    gc.freeze()  # objects made so far stay: collections that look through them would stop the queue
     broker.serve()
     keeper.close()
     feeder.raise_failure()
@@ -96,7 +100,7 @@ def _stop_on_signals(broker: Broker) -> list[int]:
 
 
 class Feeder(threading.Thread):
-    """Submits tasks as the queue has room for them. Whatever ends it early ends the queue with it."""
+    """Submits tasks as the queue has room for them. An error that ends it ends the queue too."""
 
     def __init__(
         self,
@@ -155,7 +159,7 @@ class Feeder(threading.Thread):
             print(
                 f"run {self._config.run.name}: closed by the learner ({reason}); the queue ends", flush=True
             )
-            # Generators learn at their next heartbeat that the run is over.
+            # Generators notice at their next heartbeat that the run is over.
             await asyncio.sleep(LAST_HEARTBEATS * self._config.generator.heartbeat_s)
         finally:
             if looking is not None:

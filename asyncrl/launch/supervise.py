@@ -1,4 +1,4 @@
-"""Child processes as one stream of events: what they say, how they end, and when the user wants out.
+"""Child processes as one stream of events: their announcements and ends, and interrupts by the user.
 
     child ──exit code──▸ waiter thread ──▸ ┐
     child ──one line───▸ reader thread ──▸ ├─ events ──▸ next_event(seconds): the launcher's only wait
@@ -51,7 +51,7 @@ class ChildMessage:
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """The user wants the run to end; `count` is how often they said so, `number` by which signal."""
+    """The user wants the run to end: signal `number` came, the `count`th of all."""
 
     count: int
     number: int
@@ -59,12 +59,12 @@ class Interrupted:
 
 ChildEvent = ChildEnded | ChildMessage | Interrupted
 
-LAST_WORDS_S = 5.0
-"""How long a child's end waits for its line. A process that it has left behind may keep the pipe open."""
+LAST_LINE_S = 5.0
+"""Longest wait of a child's end for its line. A process that it has left behind may keep the pipe open."""
 
 
 class Supervisor:
-    """Starts children and tells what becomes of them. Used from the main thread only."""
+    """Starts children and reports their events. Used from the main thread only."""
 
     def __init__(self, logs: Path) -> None:
         logs.mkdir(parents=True, exist_ok=True)
@@ -74,15 +74,20 @@ class Supervisor:
         self._interrupts = 0
 
     def start(
-        self, name: str, command: Sequence[str], env: Mapping[str, str] | None = None, *, says: bool = False
+        self,
+        name: str,
+        command: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        *,
+        announces: bool = False,
     ) -> None:
         """Start a child; its output is appended to logs/<name>.log.
 
-        With `says` it gets `--announce FD` as last words of its command, and the line that it writes there
-        arrives as a `ChildMessage`.
+        With `announces` `--announce FD` is appended to its command, and the line that it writes there arrives as a
+        `ChildMessage`.
         """
-        reading, writing = os.pipe() if says else (-1, -1)
-        words = [*command, "--announce", str(writing)] if says else list(command)
+        reading, writing = os.pipe() if announces else (-1, -1)
+        words = [*command, "--announce", str(writing)] if announces else list(command)
         with self.log(name).open("ab") as log:
             child = subprocess.Popen(
                 words,
@@ -91,15 +96,15 @@ class Supervisor:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                pass_fds=[writing] if says else [],
+                pass_fds=[writing] if announces else [],
                 preexec_fn=die_with(os.getpid()),
             )
         self._children[name] = child
-        saying: threading.Thread | None = None
-        if says:
+        reader: threading.Thread | None = None
+        if announces:
             os.close(writing)
-            saying = self._thread(lambda: self._events.put(ChildMessage(name, _first_line(reading))))
-        self._thread(lambda: self._tell_end(name, child, saying))
+            reader = self._thread(lambda: self._events.put(ChildMessage(name, _first_line(reading))))
+        self._thread(lambda: self._report_end(name, child, reader))
 
     def next_event(self, seconds: float) -> ChildEvent | None:
         """The next event, or None if there was none in `seconds`."""
@@ -112,14 +117,14 @@ class Supervisor:
         return [name for name, child in self._children.items() if child.poll() is None]
 
     def code(self, name: str) -> int | None:
-        """How a child ended, as in `ChildEnded`; None while it runs, or if it was never started."""
+        """The exit code of a child, as in `ChildEnded`; None while it runs, or if it was never started."""
         return self._children[name].poll() if name in self._children else None
 
     def log(self, name: str) -> Path:
         return self._logs / f"{name}.log"
 
     def why_it_ended(self, name: str) -> tuple[str, list[str]]:
-        """Of a child, by its log: `log_end.why_it_ended`."""
+        """The cause of a child's end and the lines of its log that a reader needs, as in `log_end.why_it_ended`."""
         return why_it_ended(self.log(name).read_text(encoding="utf-8", errors="replace"), TAIL_LINES)
 
     def send(self, name: str, number: signal.Signals) -> None:
@@ -147,7 +152,7 @@ class Supervisor:
         return []
 
     def stop_all(self, seconds: float) -> list[str]:
-        """SIGTERM, then SIGKILL to whole sessions after `seconds`. Returns who had to be killed."""
+        """SIGTERM, then SIGKILL to whole sessions after `seconds`. Returns the names of those that had to be killed."""
         for name in self.running():
             self.send(name, signal.SIGTERM)
         late = self.wait_ended(self.running(), seconds)
@@ -183,10 +188,10 @@ class Supervisor:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _tell_end(self, name: str, child: subprocess.Popen[bytes], saying: threading.Thread | None) -> None:
+    def _report_end(self, name: str, child: subprocess.Popen[bytes], reader: threading.Thread | None) -> None:
         code = child.wait()
-        if saying is not None:
-            saying.join(LAST_WORDS_S)  # what it said comes before its end
+        if reader is not None:
+            reader.join(LAST_LINE_S)  # its line comes before its end
         self._events.put(ChildEnded(name, code))
 
     def _thread(self, work: Callable[[], None]) -> threading.Thread:
@@ -202,7 +207,7 @@ def wait_line(supervisor: Supervisor, name: str, what: str, seconds: float) -> C
         event = supervisor.next_event(deadline - time.monotonic())
         if event is None:
             raise DeadlineError("the launcher", f"process {name}", what, seconds)
-        # A child that dies without a word closes its pipe; its exit code, which comes next, says more.
+        # A child that dies without a line closes its pipe; its exit code, which comes next, is the better cause.
         if event != ChildMessage(name, ""):
             return event
 
@@ -218,13 +223,13 @@ def describe_exit(code: int) -> str:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel (Linux) to kill this process when the thread that started it ends."""
+    """Make the kernel (Linux) kill this process when the thread that started it ends."""
     if _LIBC is not None:
         _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def die_with(launcher: int) -> Callable[[], None]:
-    """What a child runs between fork and exec, so that the kernel (Linux) kills it when its launcher ends."""
+    """Return a function to run between fork and exec of a child: the kernel (Linux) kills it when its launcher ends."""
 
     def between_fork_and_exec() -> None:
         die_with_parent()

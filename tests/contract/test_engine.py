@@ -146,7 +146,7 @@ async def test_a_cancelled_request_leaves_its_slots(engine: Engine) -> None:
 
 async def test_log_probs_are_those_of_a_forward_pass(house: House, engine: Engine) -> None:
     if house.model is None:
-        return  # a script has no log-probs
+        pytest.skip("a script has no log-probs")
     model = with_weights(house.model, house.weights)
     version = await update(engine, house.weights)
     for temperature in (1.0, 0.7):

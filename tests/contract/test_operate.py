@@ -20,7 +20,7 @@ from asyncrl.rpc.keys import client_keys, make_keys, server_keys
 from asyncrl.types import Group, Rollout, Sampling, Task
 
 TRAIN = StreamSettings(
-    groups_per_version=2, max_staleness=1, window=1, depth=4, max_bytes=50_000_000, lease_s=30.0
+    groups_per_version=2, max_staleness=1, window=1, depth=4, max_bytes=50_000_000, lease_s=3600.0
 )
 CONFIG = "model: {path: no/model/here}\ntasks: {source: a:b}\nreward: {function: a:b}\nrun: {name: mine}\n"
 WAIT_S = 20.0

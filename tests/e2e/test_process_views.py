@@ -18,11 +18,19 @@ from pathlib import Path
 import pytest
 from processes import DEADLINE_S, ENV, family, rows, until
 
+from asyncrl.launch.supervise import die_with_parent
+
 pytestmark = pytest.mark.slow
 
 ROWS, COLUMNS = 50, 100
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 CTRL_C = b"\x03"
+
+
+def _in_terminal() -> None:
+    """Between fork and exec: standard input becomes the terminal of the session, which ends with pytest."""
+    die_with_parent()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 class Terminal:
@@ -38,7 +46,7 @@ class Terminal:
             stderr=slave,
             env={**ENV, "TERM": "xterm"},
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=_in_terminal,
             text=True,
         )
         os.close(slave)

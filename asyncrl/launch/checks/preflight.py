@@ -1,4 +1,4 @@
-"""What the processes of a run would stumble over one by one is told here, before any of them is started."""
+"""Checks of a whole configuration before any process is started, so that mistakes are reported at once."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def preflight(config: Config) -> None:
 
 
 def _check_prompts(config: Config) -> None:
-    """That there are tasks, and a chat template if the first ones of a source are messages."""
+    """Raise for sources without tasks, and for messages without a chat template."""
     first = [train_stream(config).task_at(0), *(tasks[0] for tasks in held_out(config).values() if tasks)]
     if config.tasks.chat_template is None and all(isinstance(task.prompt, str) for task in first):
         return

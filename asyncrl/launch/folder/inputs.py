@@ -1,9 +1,9 @@
-"""What a Python caller brings along, where the processes of a run find it: <run folder>/inputs/.
+"""Rows and functions of a Python caller, where the processes of a run find them: <run folder>/inputs/.
 
     rows       tasks-<digest>.jsonl
     functions  <name>-<digest>.py, of notebook cells
 
-A file is named by what is in it: the same inputs have the same names when a run is resumed, and never change under a
+A file is named by its content: the same inputs have the same names when a run is resumed, and never change under a
 run that still reads them. Only their owner can write them.
 """
 

@@ -19,7 +19,7 @@ from asyncrl.errors import ConfigError
 FILE = "config.yaml"
 
 OF_THE_START = ("run.resume", "run.resume_changed", "queue.address")
-"""Keys that say how a run is started, not what it does."""
+"""Keys that decide how a run is started, not what it computes."""
 
 SAME_TASKS = ("tasks.", "run.seed", "model.path")
 """With another value of these a run does not go on: what follows is not what would have followed."""
@@ -29,7 +29,7 @@ Change = tuple[str, str, str]
 
 
 def keep_config(config: Config, folder: Path) -> bool:
-    """Write config.yaml. Where a run goes on with another one, say on stderr what differs, and keep the one before.
+    """Write config.yaml. Where a run goes on with another one, print the differences on stderr and keep the old one.
 
     Returns whether groups that the run has not trained yet were made by other rules, or by another asyncrl. Raises
     ConfigError, and leaves everything as it was, for changes of SAME_TASKS without run.resume_changed.

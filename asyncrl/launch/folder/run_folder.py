@@ -1,4 +1,4 @@
-"""The folder of one run: who may use it, and what lies where.
+"""The folder of one run: its lock, and the places of its files.
 
 <run.dir>/<run.name>/  config.yaml  config.<version>.yaml (before a resume that changed it)  lock  address
                        metrics.jsonl  rollouts.jsonl  summary.json  logs/  checkpoints/  final/
@@ -46,7 +46,7 @@ def run_folder(config: Config) -> Path:
 
 @contextmanager
 def claimed_run_folder(config: Config) -> Iterator[tuple[Path, bool]]:
-    """(the run's folder, locked while inside, with config.yaml written; what `keep_config` says).
+    """(the run's folder, locked while inside, with config.yaml written; the result of `keep_config`).
 
     Raises ConfigError (key run.name) if a live run uses the folder, or if it holds a run not to be resumed, or not with
     this configuration (`keep_config`), or files that are not of asyncrl.
@@ -173,7 +173,7 @@ def find_run(target: str) -> Path:
 
 
 def config_of(folder: Path) -> Config:
-    """What the run was started with. ConfigError (key run) if the folder does not say."""
+    """The configuration of the run. ConfigError (key run) if the folder has none."""
     written = folder / "config.yaml"
     if not written.exists():
         raise ConfigError(
@@ -211,7 +211,7 @@ def write_address(folder: Path, address: str) -> None:
 
 
 def read_address(folder: Path) -> str:
-    """Where the broker of a run listens. ConfigError (key run) if the folder does not say."""
+    """The address of the run's broker. ConfigError (key run) if the folder has none."""
     try:
         return (folder / "address").read_text(encoding="utf-8").strip()
     except OSError:

@@ -1,7 +1,7 @@
-"""What a person sees of a run: a table that stays in place on a terminal, a line now and then elsewhere.
+"""The view of a run: a table that stays in place on a terminal, a line now and then elsewhere.
 
-Of a whole run everything comes from the rows that the learner appends to metrics.jsonl; the dashboard talks to no
-process. A process that was started by hand shows itself in the same way (process_view.py).
+A whole run is shown from the rows that the learner appends to metrics.jsonl and the reports of its processes (see
+process_reports.py). A process that was started by hand shows itself in the same way (process_view.py).
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ class Source(Protocol):
     """Where the figures of a dashboard come from."""
 
     def read(self) -> bool:
-        """Take in what is new; whether a line about it is due when its time has come."""
+        """Read new figures. Returns whether a line about them may be due."""
 
     def alert(self) -> object:
         """Each new value of this gets a line at once."""
 
     def where(self) -> str:
-        """How far it is."""
+        """The progress in a few words."""
 
     def notes(self) -> list[str]:
         """Sentences about now, e.g. what is waited for."""
@@ -91,7 +91,7 @@ class Dashboard(Protocol):
     def refresh(self) -> None:
         """Show what is new. Called about once a second, never blocks."""
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """One line that stays."""
 
 
@@ -204,7 +204,7 @@ class RunProgress:
         return [f"no new version for {duration(still_s)}: {text}"] if text and still_s >= STILL_S else []
 
     def values(self) -> Iterator[Value]:
-        """What is known."""
+        """The figures that are known."""
         for label, short, key, shape in COLUMNS:
             value = self.latest.get(key)
             if isinstance(value, (int, float)) and (value or key not in LOSSES):
@@ -221,7 +221,7 @@ class LiveDashboard:
         if self._source.read():
             self._live.update(self._table(), refresh=True)
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         self._live.console.print(without_control(text), highlight=False, markup=False)
 
     def _table(self) -> Table:
@@ -245,22 +245,22 @@ class LineDashboard:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._source, self._console, self._every_s, self._clock = source, console, every_s, clock
-        self._said, self._alert = clock(), source.alert()
+        self._printed_at, self._alert = clock(), source.alert()
 
     def refresh(self) -> None:
         if not self._source.read():
             return
         now, alert = self._clock(), self._source.alert()
-        if now - self._said >= self._every_s or alert != self._alert:
-            self._said, self._alert = now, alert
-            self.say(one_line(self._source))
+        if now - self._printed_at >= self._every_s or alert != self._alert:
+            self._printed_at, self._alert = now, alert
+            self.print_line(one_line(self._source))
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         self._console.print(without_control(text), highlight=False, markup=False, soft_wrap=True)
 
 
 def one_line(source: Source) -> str:
-    """How far it is, the notes, and as many values as a line has room for, in their order."""
+    """The progress, the notes, and as many values as a line has room for, in their order."""
     line = "  ".join([source.where(), *source.notes()])
     for value in source.values():
         longer = f"{line}  {value.short} {value.text}"
@@ -275,7 +275,7 @@ class QuietDashboard:
     def refresh(self) -> None:
         pass
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         print(without_control(text), file=sys.stderr, flush=True)
 
 

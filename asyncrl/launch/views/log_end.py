@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 
 TRACEBACK = "Traceback (most recent call last):"
 BY_TORCHRUN = "torch.distributed.elastic"
-"""What torchrun says of a rank that has failed is not why."""
+"""Tracebacks of torchrun itself, which are not the cause."""
 
 RANK = re.compile(r"^\[(?:rank|default)\d+\]: ?")
-"""Torchrun's mark of who wrote a line."""
+"""Torchrun's mark of the rank that wrote a line."""
 
-SAID = re.compile(r"^asyncrl [a-z ]+: (?P<cause>\S.*)$")
+LAST_MESSAGE = re.compile(r"^asyncrl [a-z ]+: (?P<cause>\S.*)$")
 """How a command of asyncrl ends on an error that is raised on purpose."""
 
 VARYING = re.compile(r"""'[^']*'|"[^"]*"|0x[0-9a-f]+|\d+""")
@@ -28,15 +28,15 @@ def why_it_ended(text: str, most: int) -> tuple[str, list[str]]:
     """
     tracebacks, others = _parted([RANK.sub("", line) for line in text.splitlines()])
     own = [one for one in tracebacks if not any(BY_TORCHRUN in line for line in one)]
-    said = [found["cause"] for line in others if (found := SAID.match(line))]
+    messages = [found["cause"] for line in others if (found := LAST_MESSAGE.match(line))]
     last = own[-1] if own else []
-    cause = said[-1] if said else (last[-1].strip() if last else "")
-    plain = [line for line in others if not SAID.match(line)]
+    cause = messages[-1] if messages else (last[-1].strip() if last else "")
+    plain = [line for line in others if not LAST_MESSAGE.match(line)]
     return cause, [*last, *_without_repeats(plain)[-most:]]
 
 
 def _parted(lines: Sequence[str]) -> tuple[list[list[str]], list[str]]:
-    """The tracebacks, each to the line of its error, and all other lines. Of chained ones the last one counts."""
+    """The tracebacks, each to the line of its error, and all other lines. The last of chained ones counts."""
     tracebacks: list[list[str]] = []
     others: list[str] = []
     inside = False

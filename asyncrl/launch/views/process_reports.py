@@ -1,4 +1,4 @@
-"""What each process of a run on one machine reports to the launcher: that it has loaded and lives, and what it drops.
+"""Reports of the processes of a run on one machine to its launcher: signs of life, warnings, dropped tasks.
 
 generator, learner, pool, queue ──ProcessStatus──▸ logs/<name>.report.json ──▸ launcher
                      written once the process has loaded and when it changes, touched every second

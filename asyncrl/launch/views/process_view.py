@@ -1,10 +1,10 @@
-"""How a process that was started by hand shows itself, in the table or the lines of `asyncrl train` (dashboard.py).
+"""The view of a process that was started by hand, in the table or the lines of `asyncrl train` (dashboard.py).
 
     loops of the process ──▸ ProcessStatus ──▸ a view of its kind ──▸ table or lines
                              figures, waits     about once a second, on a thread of its own
 
 The view begins once the process has loaded its models. Processes that `asyncrl train` starts have none: the launcher
-shows the run, and their logs keep plain lines. Of several ranks the first one has the view.
+shows the run, and their logs keep plain lines. The first of several ranks has the view.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ REFRESH_S = 1.0
 LINE_EVERY_S = 5.0
 
 SHOWN_WAIT_S = 2.0
-"""A shorter wait is not worth a word."""
+"""A shorter wait is not shown."""
 
 Figures = Mapping[str, Any]
 
 
 class ProcessView:
-    """What every kind of process shows: how long it runs and what it waits for. A kind adds its own values."""
+    """The part that all kinds of process share: how long it runs and its waits. A kind adds its own values."""
 
     def __init__(self, status: ProcessStatus) -> None:
         self._status, self._started = status, status.clock()
@@ -87,7 +87,7 @@ class ProcessView:
 
 
 class Rates:
-    """How fast totals grow, from the last two readings."""
+    """Growth of totals per second, from the last two readings."""
 
     def __init__(self) -> None:
         self._totals: Mapping[str, float] = {}
@@ -153,18 +153,26 @@ class PoolView(ProcessView):
 
 
 class QueueView(ProcessView):
-    """What a queue answers to `QueueClient.status`."""
+    """Figures of `QueueClient.status`."""
 
     def __init__(self, status: ProcessStatus) -> None:
         super().__init__(status)
-        self._heard: dict[str, float] = {}  # client -> when its last message came, by the clock of the status
+        self._last_message_at: dict[
+            str, float
+        ] = {}  # client -> when its last message came, by the clock of the status
 
     def read(self) -> bool:
         super().read()
         now = self._status.clock()
         # The queue forgets a silent client after two minutes. A learner that died must stay in sight.
-        lost = {n: at for n, at in self._heard.items() if n.startswith("learner") and now - at >= SILENT_S}
-        self._heard = lost | {name: now - s for name, s in self._figures.get("silent_s", {}).items()}
+        lost = {
+            n: at
+            for n, at in self._last_message_at.items()
+            if n.startswith("learner") and now - at >= SILENT_S
+        }
+        self._last_message_at = lost | {
+            name: now - s for name, s in self._figures.get("silent_s", {}).items()
+        }
         return True
 
     def values(self) -> Iterator[Value]:
@@ -192,13 +200,13 @@ class QueueView(ProcessView):
         """The waits, and the clients of which no message has come for SILENT_S. A client with an open request writes
         every 5 s (queue/client/session.py), a worker with every heartbeat: a silent one has ended or is cut off, or it
         is a learner that computes."""
-        silent = [(name, self._silent_s(name)) for name in self._heard]
+        silent = [(name, self._silent_s(name)) for name in self._last_message_at]
         lost = [f"no word from {name} for {duration(s)}" for name, s in silent if s >= SILENT_S]
         return [*super().notes(), *lost[:MOST_NAMED]]
 
     def _silent_s(self, name: str) -> float:
         """Seconds since the last message of a client; without end if it has left or was forgotten."""
-        return self._status.clock() - self._heard.get(name, -math.inf)
+        return self._status.clock() - self._last_message_at.get(name, -math.inf)
 
     def _totals(self, figures: Figures) -> Mapping[str, float]:
         train = figures.get("streams", {}).get(TRAIN)

@@ -160,7 +160,7 @@ def test_text_of_a_user_is_no_markup_and_moves_no_cursor(
             with Live(console=console, auto_refresh=False) as live:
                 LiveDashboard(progress, live, "[/name]").refresh()
         else:
-            LineDashboard(progress, console).say(one_line(progress))
+            LineDashboard(progress, console).print_line(one_line(progress))
         text = console.file.getvalue()  # type: ignore[attr-defined]
         assert "unbalanced tag [/bold] [2J" in text
         assert "\x1b" not in text

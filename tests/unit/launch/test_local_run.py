@@ -527,7 +527,7 @@ def test_several_learner_ranks_are_started_by_torchrun(config: Config, tmp_path:
     started: dict[str, Any] = {}
 
     class Recorder:
-        def start(self, name: str, command: list[str], env: dict[str, str], *, says: bool) -> None:
+        def start(self, name: str, command: list[str], env: dict[str, str], *, announces: bool) -> None:
             started[name] = (command, env)
 
     learner = dataclasses.replace(config.learner, processes=2, threads=3, devices="0,1")

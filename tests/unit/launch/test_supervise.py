@@ -65,7 +65,7 @@ def test_children_get_what_is_added_to_the_environment(supervisor: Supervisor) -
 
 def test_what_a_child_announces(supervisor: Supervisor) -> None:
     # The words added are: --announce FD
-    supervisor.start("queue", shell("echo tcp://127.0.0.1:5 >/dev/fd/$2; exec sleep 600"), says=True)
+    supervisor.start("queue", shell("echo tcp://127.0.0.1:5 >/dev/fd/$2; exec sleep 600"), announces=True)
     assert wait_line(supervisor, "queue", "its address", LONG_S) == ChildMessage("queue", "tcp://127.0.0.1:5")
     assert supervisor.running() == ["queue"]
 
@@ -81,18 +81,18 @@ def test_a_child_that_announces_and_dies_is_heard_first(
         return read(descriptor)
 
     monkeypatch.setattr(supervise, "_first_line", read_late)
-    supervisor.start("queue", shell("echo tcp://127.0.0.1:5 >/dev/fd/$2; exit 3"), says=True)
+    supervisor.start("queue", shell("echo tcp://127.0.0.1:5 >/dev/fd/$2; exit 3"), announces=True)
     assert supervisor.next_event(LONG_S) == ChildMessage("queue", "tcp://127.0.0.1:5")
     assert supervisor.next_event(LONG_S) == ChildEnded("queue", 3)
 
 
 def test_a_child_that_dies_before_it_announces(supervisor: Supervisor) -> None:
-    supervisor.start("queue", shell("exit 2"), says=True)
+    supervisor.start("queue", shell("exit 2"), announces=True)
     assert wait_line(supervisor, "queue", "its address", LONG_S) == ChildEnded("queue", 2)
 
 
 def test_a_child_that_never_announces(supervisor: Supervisor) -> None:
-    supervisor.start("queue", shell("exec sleep 600"), says=True)
+    supervisor.start("queue", shell("exec sleep 600"), announces=True)
     with pytest.raises(DeadlineError, match=r"waited 0\.0 s for process queue: its address did not come"):
         wait_line(supervisor, "queue", "its address", 0.0)
 
@@ -112,7 +112,7 @@ def test_children_that_listen_to_sigterm_are_not_killed(supervisor: Supervisor) 
 
 def test_a_child_that_ignores_sigterm_is_killed(supervisor: Supervisor) -> None:
     supervisor.start(
-        "deaf", shell('trap "" TERM; echo ready >/dev/fd/$2; while :; do sleep 600; done'), says=True
+        "deaf", shell('trap "" TERM; echo ready >/dev/fd/$2; while :; do sleep 600; done'), announces=True
     )
     wait_line(supervisor, "deaf", "the trap", LONG_S)
     assert supervisor.stop_all(0.0) == ["deaf"]
@@ -121,7 +121,7 @@ def test_a_child_that_ignores_sigterm_is_killed(supervisor: Supervisor) -> None:
 
 def test_what_a_child_has_started_in_its_session_is_killed_with_it(supervisor: Supervisor) -> None:
     """A rank's shared memory and ports would go on with a process that nobody knows of."""
-    supervisor.start("parent", shell("sleep 600 & echo $! >/dev/fd/$2; wait"), says=True)
+    supervisor.start("parent", shell("sleep 600 & echo $! >/dev/fd/$2; wait"), announces=True)
     said = wait_line(supervisor, "parent", "its child", LONG_S)
     assert isinstance(said, ChildMessage)
     grandchild = psutil.Process(int(said.line))
@@ -162,7 +162,7 @@ import threading
 from pathlib import Path
 from asyncrl.launch.supervise import Supervisor, wait_line
 supervisor = Supervisor(Path(sys.argv[1]))
-supervisor.start("child", ["sh", "-c", "echo $$ >/dev/fd/$2; exec sleep 600", "sh"], says=True)
+supervisor.start("child", ["sh", "-c", "echo $$ >/dev/fd/$2; exec sleep 600", "sh"], announces=True)
 print(wait_line(supervisor, "child", "its process id", 60.0).line, flush=True)
 supervisor.next_event(600.0)
 """
