@@ -141,7 +141,7 @@ def _exit_code(arguments: Arguments) -> int:
 def _report(arguments: Arguments, error: str) -> None:
     """Print why the command ends, on stderr, and give it to torchrun: it prints it as the root cause below its own
     traceback, where a reader looks first."""
-    from asyncrl.launch.views.plain_text import without_control
+    from asyncrl.launch.views.output import without_control
 
     message = f"asyncrl {arguments.command}: {without_control(error)}"
     print(message, file=sys.stderr)

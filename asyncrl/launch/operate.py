@@ -20,7 +20,8 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, RunClosedError
 from asyncrl.launch.folder.run_folder import find_run, read_address, read_summary
-from asyncrl.launch.views.plain_text import cell, without_control
+from asyncrl.launch.views.dashboard import cell
+from asyncrl.launch.views.output import without_control
 from asyncrl.queue.client.client import QueueClient
 from asyncrl.queue.protocol.replies import Peek
 from asyncrl.rpc.keys import client_keys

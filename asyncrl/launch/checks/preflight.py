@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from asyncrl.config.functions.function_spec import load_function
 from asyncrl.config.functions.signatures import check_arguments
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.rules import require
+from asyncrl.errors import ConfigError
 from asyncrl.generator.engines.http import http_link
 from asyncrl.generator.scoring.rewards import Scorer
 from asyncrl.launch.checks.off_keys import off_keys
-from asyncrl.launch.checks.present import check_present
 from asyncrl.learner.backends.megatron.grid import check_model, make_grid
 from asyncrl.learner.parallel.mesh import ModelShape, axis_sizes
 from asyncrl.learner.training import requirements
 from asyncrl.tasks.source import held_out, train_stream
 from asyncrl.telemetry import trackers
+
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+"""A model of the Hugging Face hub: 'gpt2', 'Qwen/Qwen3-0.6B'."""
 
 
 def preflight(config: Config) -> None:
@@ -84,3 +92,88 @@ def _check_axes(config: Config) -> None:
 
         shape = ModelShape.of(load_model_config(config.model))
     axis_sizes(parallel, config.learner.processes, shape)
+
+
+# ---------------------------------------------------------------------- files, models and GPUs
+
+
+def check_present(config: Config) -> None:
+    """Raise ConfigError for a model folder, a chat template or a GPU that is not here, and for a run folder that cannot
+    be made. A model of the hub is not looked for."""
+    for key, path in _models(config):
+        _check_model(key, path)
+    template = config.tasks.chat_template
+    require(
+        template is None or Path(template).is_file(),
+        "tasks.chat_template",
+        template,
+        f"is no file (in {Path.cwd()})",
+        "give the path of a Jinja template, or leave it out for the tokenizer's own",
+    )
+    _check_writable("run.dir", Path(config.run.dir))
+    _check_gpus(config)
+
+
+def _models(config: Config) -> Iterator[tuple[str, str]]:
+    for key in ("model", "critic", "reference", "reward_model", "teacher"):
+        path = getattr(config, key).path
+        if path is not None:
+            yield f"{key}.path", path
+
+
+def _check_model(key: str, path: str) -> None:
+    folder = Path(path).expanduser()
+    try:
+        there = folder.is_dir()
+    except OSError as error:  # a name that is too long
+        rule = f"cannot be the path of a folder ({error.strerror})"
+        raise ConfigError(key, path, rule, "give the path of a folder, or a name of the hub") from None
+    if not there:
+        # 'runs/warm' looks like a name of the hub, but for the folder runs.
+        named = HUB_NAME.fullmatch(path) and not path.startswith((".", "~")) and not _folder_part(path)
+        remedy = "make it first (`asyncrl sft` writes one), or give another folder or a name of the Hugging Face hub"
+        require(bool(named), key, path, f"is no folder (in {Path.cwd()})", remedy)
+        return
+    described = folder / "config.json"
+    remedy = f"set {key} to the folder that has config.json, e.g. the final/ of a run"
+    require(described.is_file(), key, path, "has no config.json, so it is no model", remedy)
+    try:
+        json.loads(described.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ConfigError(
+            key, path, f"its config.json cannot be read ({error})", "fetch or write the model again"
+        ) from None
+
+
+def _folder_part(path: str) -> bool:
+    return "/" in path and Path(path).parts[0] != path and Path(path).parent.is_dir()
+
+
+def _check_writable(key: str, folder: Path) -> None:
+    """The folder, or the nearest one above it that is there, takes new files."""
+    there = next(one for one in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(one))
+    ok = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    rule = f"cannot be made: {there} is {'not yours to write to' if there.is_dir() else 'no folder'}"
+    require(ok, key, str(folder), rule, f"set {key} to a folder that you may write to")
+
+
+def _check_gpus(config: Config) -> None:
+    """Asks torch only where GPUs are named."""
+    pools = {"generator": config.generator.devices, "learner": config.learner.devices}
+    pools |= {f"placement.{name}": place.devices for name, place in config.placement.pools.items()}
+    named = {f"{pool}.devices": devices for pool, devices in pools.items() if devices}
+    if not named:
+        return
+    import torch
+
+    count = torch.cuda.device_count()
+    for key, devices in named.items():
+        numbers = [int(name) for name in devices.split(",") if name.strip().isdecimal()]
+        sees = f"torch sees {count} GPUs here" if torch.version.cuda else "this torch is a build for the CPU"
+        require(
+            count > 0 and max(numbers, default=0) < count,
+            key,
+            devices,
+            f"names a GPU that is not there: {sees}",
+            "leave it out to run on the CPU" if count == 0 else f"name some of 0 to {count - 1}",
+        )

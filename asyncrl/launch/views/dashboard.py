@@ -18,9 +18,10 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from asyncrl.config.schema import Config
-from asyncrl.launch.views.plain_text import cell, without_control
+from asyncrl.launch.views.output import without_control
 from asyncrl.launch.views.process_reports import ProcessReports
 
 LINE_EVERY_S = 10.0
@@ -311,6 +312,11 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield from flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def cell(text: object) -> Text:
+    """A cell or title of a table. Square brackets are no markup in it."""
+    return Text(without_control(str(text)))
 
 
 def _with_durations(seconds_by_name: Mapping[str, float]) -> str:

@@ -1,4 +1,4 @@
-"""Output that may lose its reader: the terminal closes, or the program at the other end of a pipe ends."""
+"""Output to terminals and pipes: one that may lose its reader, and text of users without control characters."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from typing import Any, TextIO, cast
 
 NO_READER = (errno.EIO, errno.EPIPE, errno.ENXIO)
 """What a write fails with once a terminal or a pipe has no reader."""
+
+CONTROL = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+"""Characters that move a cursor, change colours or ring a bell."""
 
 
 class LastingOutput:
@@ -67,3 +70,11 @@ def lasting_output() -> Iterator[None]:
         for stream in lasting:
             stream.flush()
         sys.stdout, sys.stderr = before
+
+
+def without_control(text: str) -> str:
+    """
+    >>> without_control("\\x1b[31mred\\x1b[0m, [/bold]\\r")
+    '[31mred[0m, [/bold]'
+    """
+    return text.translate(CONTROL)

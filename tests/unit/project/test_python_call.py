@@ -20,7 +20,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError, ConfigError, TaskError
 from asyncrl.launch import local
-from asyncrl.launch.checks.present import check_present
+from asyncrl.launch.checks.preflight import check_present
 from asyncrl.launch.folder.kept_config import keep_config
 from asyncrl.tasks.source import train_stream
 
