@@ -17,6 +17,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from asyncrl.config.schema import Config
+from asyncrl.config.sections.rules import require
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.models.roles import Loss
 from asyncrl.sync.layout.layout import Layout
@@ -136,6 +138,17 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def check_reference(same_shapes: bool, config: Config) -> None:
+    """Raises ConfigError unless the policy's weights can be copied into the reference."""
+    require(
+        same_shapes,
+        "reference.path",
+        config.reference.path,
+        "has another architecture than the policy, whose weights it takes over with reference.update_every",
+        "set reference.path=null, or reference.update_every=null",
+    )
 
 
 def exchange_per_data_rank(backend: Backend, value: Any) -> list[Any]:

@@ -290,20 +290,26 @@ def _seen_before(
     """(at_T, hidden_TD): the tokens under the loss mask whose state before them is on this rank, and these states.
 
     Raises:
-        TrainingError: A token is beyond the body's table: a policy with a larger one can sample its padding.
+        TrainingError: As `check_tokens`.
     """
     config = network.body.config
-    largest, rows = int(batch.token_ids_N.max()), config.get_text_config().vocab_size
-    if largest >= rows:
-        name = config.name_or_path or type(network.body).__name__
-        raise TrainingError(
-            f"token {largest} is beyond the {rows} of {name}, which stands "
-            "beside a policy with a larger vocabulary; use a model with as large a one"
-        )
+    check_tokens(
+        batch, config.get_text_config().vocab_size, config.name_or_path or type(network.body).__name__
+    )
     at_T = torch.nonzero(batch.loss_mask_N)[:, 0]
     before_T = documents.place_N[at_T - 1]
     here_T = before_T >= 0
     return at_T[here_T], stream(network, batch, documents, before_SD).index_select(0, before_T[here_T])
+
+
+def check_tokens(batch: MicroBatch, rows: int, name: str) -> None:
+    """Raises TrainingError for a token beyond the model's table: a policy with a larger one can sample its padding."""
+    largest = int(batch.token_ids_N.max())
+    if largest >= rows:
+        raise TrainingError(
+            f"token {largest} is beyond the {rows} of {name}, which stands beside a policy with a larger "
+            "vocabulary; use a model with as large a one"
+        )
 
 
 def stream(

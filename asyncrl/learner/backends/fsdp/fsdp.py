@@ -16,10 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.rules import require
 from asyncrl.learner import ranks
 from asyncrl.learner.backends import storage
-from asyncrl.learner.backends.backend import Model
+from asyncrl.learner.backends.backend import Model, check_reference
 from asyncrl.learner.backends.boxes import as_one_box, whole_bytes
 from asyncrl.learner.backends.checkpoint_source import origin_of
 from asyncrl.learner.backends.fsdp.layers import prepare_layers
@@ -89,7 +88,11 @@ class FsdpBackend:
         if REFERENCE in names and over_base:
             self._base[REFERENCE] = BaseUnderAdapters(self.policy.network, self.policy.predict)
         if REFERENCE in models and config.reference.update_every is not None:
-            _check_same_shapes(self.policy, self._models[REFERENCE], config)
+            shapes = [
+                {name: tensor.shape for name, tensor in model.parameters().items()}
+                for model in (self.policy, self._models[REFERENCE])
+            ]
+            check_reference(shapes[0] == shapes[1], config)
 
     @property
     def models(self) -> Mapping[str, Model]:
@@ -171,15 +174,3 @@ def end_rank(code: int = 0) -> NoReturn:
 def _shape(name: str, config: Config) -> ModelShape:
     plan = blueprint(name, config)
     return ModelShape.of(load_model_config(dataclasses.replace(config.model, path=plan.path), plan.key))
-
-
-def _check_same_shapes(policy: ShardedModel, reference: ShardedModel, config: Config) -> None:
-    """Raises ConfigError unless the policy's weights can be copied into the reference."""
-    shapes = [{name: t.shape for name, t in model.parameters().items()} for model in (policy, reference)]
-    require(
-        shapes[0] == shapes[1],
-        "reference.path",
-        config.reference.path,
-        "has another architecture than the policy, whose weights it takes over with reference.update_every",
-        "set reference.path=null, or reference.update_every=null",
-    )

@@ -3,10 +3,9 @@
     architecture   a Hugging Face configuration in Megatron's terms (pure)
     grid           the axes of the ranks, and the rules between them (pure)
     network        the GPT itself, with attention within documents and heads for log-probs or values
-    weights        fills shards from Hugging Face checkpoints, box by box
     model          one network over all ranks: schedules, gradients, the distributed optimizer
     boxes          flat ranges of shards as boxes of checkpoint parameters
-    state          checkpoints and exports, made of such boxes
+    state          weights, checkpoints and exports on disk, box by box
     backend        `Backend`, made of the above
 
 `megatron.core` is imported only by network, model and backend. `sync/layout/megatron.py` maps its parameters to those

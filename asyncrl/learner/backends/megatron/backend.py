@@ -19,12 +19,11 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
 
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.rules import require
 from asyncrl.errors import ConfigError
 from asyncrl.learner import ranks
 from asyncrl.learner.backends import storage
-from asyncrl.learner.backends.backend import Model
-from asyncrl.learner.backends.megatron import state, weights
+from asyncrl.learner.backends.backend import Model, check_reference
+from asyncrl.learner.backends.megatron import state
 from asyncrl.learner.backends.megatron.architecture import architecture
 from asyncrl.learner.backends.megatron.grid import check_model, make_grid
 from asyncrl.learner.backends.megatron.model import MegatronModel
@@ -62,7 +61,7 @@ class MegatronBackend:
             self._models[name] = self._load(name)
         self.policy = self._models[POLICY]
         if "reference" in models and config.reference.update_every is not None:
-            self._check_same_shapes()
+            check_reference(self._models["reference"].gpt == self.policy.gpt, config)
 
     def _initialise(self) -> None:
         """Make Megatron's process groups, in the order of `grid.py`."""
@@ -86,20 +85,10 @@ class MegatronBackend:
         check_model(found, shape.gpt)
         head: Head = "values" if plan.make is Critic else "logprobs"
         chunks = build(shape, found, getattr(torch, model.dtype), hf, head, self._device)
-        gpt, read = shape.padded(found.tensor), weights.reader(model, config.run.seed, plan.key)
+        gpt, read = shape.padded(found.tensor), state.reader(model, config.run.seed, plan.key)
         for chunk in chunks:
-            weights.fill(chunk.body_parameters(), gpt, chunk.place, read)
+            state.fill(chunk.body_parameters(), gpt, chunk.place, read)
         return MegatronModel(name, chunks, gpt, found, plan.optimizer, self._device, self._models.get(POLICY))
-
-    def _check_same_shapes(self) -> None:
-        """Raises ConfigError unless the policy's weights can be copied into the reference."""
-        require(
-            self._models["reference"].gpt == self.policy.gpt,
-            "reference.path",
-            self._config.reference.path,
-            "has another architecture than the policy, whose weights it takes over with reference.update_every",
-            "set reference.path=null, or reference.update_every=null",
-        )
 
     @property
     def models(self) -> Mapping[str, Model]:

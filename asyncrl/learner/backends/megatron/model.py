@@ -31,8 +31,9 @@ from torch import Tensor, nn
 
 from asyncrl.config.sections.learner import OptimizerConfig
 from asyncrl.learner.backends.megatron.grid import Grid
-from asyncrl.learner.backends.megatron.network import Packed, PackedGpt, check_tokens
+from asyncrl.learner.backends.megatron.network import Packed, PackedGpt
 from asyncrl.learner.data.batch import MicroBatch
+from asyncrl.learner.models.networks import check_tokens
 from asyncrl.learner.models.roles import Loss
 from asyncrl.sync.layout.layout import ParamLayout
 from asyncrl.sync.layout.megatron import Gpt, MegatronPart, checkpoint_views

@@ -30,7 +30,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from asyncrl.errors import TrainingError
 from asyncrl.learner.backends.megatron.architecture import Architecture
 from asyncrl.learner.backends.megatron.grid import Grid
 from asyncrl.learner.data.batch import MicroBatch
@@ -335,13 +334,3 @@ def _layer(shape: Architecture, has_experts: bool) -> ModuleSpec:
     if gpt.qk_norm:
         inner.q_layernorm = inner.k_layernorm = RmsNorm
     return spec
-
-
-def check_tokens(batch: MicroBatch, vocabulary: int, name: str) -> None:
-    """Raises TrainingError for a token beyond the model's table: a policy with a larger one can sample its padding."""
-    largest = int(batch.token_ids_N.max())
-    if largest >= vocabulary:
-        raise TrainingError(
-            f"token {largest} is beyond the {vocabulary} of {name}, which stands beside a policy with a larger "
-            "vocabulary; use a model with as large a one"
-        )

@@ -4,28 +4,37 @@
 
 A checkpoint does not depend on tp, pp, ep or dp: it loads at other sizes, and that of a dense model also in the other
 backend.
+
+A rank reads only its own boxes of the safetensors that a model starts from. Weights in another format, and the random
+weights of a folder without any, are made whole on each rank by `models.load_causal_lm`. Random weights depend on the
+seed alone, not on the backend.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import Config, ModelConfig
 from asyncrl.learner.backends import storage
 from asyncrl.learner.backends.boxes import Boxes, as_one_box, whole_bytes
 from asyncrl.learner.backends.megatron.boxes import BoxShard, cuts
 from asyncrl.learner.backends.megatron.model import MegatronModel, Shard, StepCounter
+from asyncrl.learner.backends.slices import Slices
 from asyncrl.learner.models.roles import POLICY
-from asyncrl.models import load_model_config
+from asyncrl.models import checkpoint_tensors, load_causal_lm, load_model_config
 from asyncrl.sync.layout.layout import Box
+from asyncrl.sync.layout.megatron import Gpt, MegatronPlace, parts_of
+
+Read = Callable[[str, Sequence[int], Box], Tensor]
+"""(name in the checkpoint, shape of the whole, box) → that part of it."""
 
 
 def save_models(folder: Path, models: Mapping[str, MegatronModel]) -> None:
@@ -117,3 +126,24 @@ def _cut(shard: Shard) -> Iterator[tuple[BoxShard, dict[str, Tensor]]]:
     for cut in cuts(shard.parts, shard.shape, shard.start, stop):
         here = slice(cut.start - shard.start, cut.stop - shard.start)
         yield cut, {kind: flat[here].view(cut.box.shape) for kind, flat in shard.tensors.items()}
+
+
+def reader(model: ModelConfig, seed: int, key: str) -> Read:
+    """A function that reads boxes of the checkpoint at `model.path`, and raises ConfigError as `Slices.read`."""
+    slices = Slices.of(model.path, key)
+    if slices is not None:
+        return slices.read
+    whole = checkpoint_tensors(load_causal_lm(model, seed, key=key))
+    return lambda name, _, box: whole[name][box.slices()]
+
+
+@torch.no_grad()
+def fill(parameters: Mapping[str, nn.Parameter], gpt: Gpt, place: MegatronPlace, read: Read) -> None:
+    """Fill a chunk's parameters. Padding rows of the vocabulary become 0."""
+    for name, parameter in parameters.items():
+        start = 0
+        for part in parts_of(name, gpt, place):
+            stop = start + part.box.shape[0]
+            parameter[start:stop].copy_(read(part.name, part.shape, part.box))
+            start = stop
+        parameter[start:].zero_()
