@@ -22,9 +22,9 @@ from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from asyncrl.errors import DeadlineError, RefusedError, WeightSyncError
-from asyncrl.generator.engines.receiver import Learner, LostWeightsError, StagedVersion, WeightReceiver
+from asyncrl.generator.engines.receiver import Learner, LostWeightsError, WeightReceiver
 from asyncrl.sync.stream.snapshot import SnapshotEvictedError
-from asyncrl.telemetry.status import ProcessStatus
+from asyncrl.sync.stream.subscriber import StagedWeights
 from asyncrl.types import NO_VERSION, Version
 
 log = logging.getLogger(__name__)
@@ -164,7 +164,7 @@ class WeightFollower:
             elif await self._find() != learner:
                 return
 
-    async def _stage_newest(self, newer_than: Version) -> StagedVersion | None:
+    async def _stage_newest(self, newer_than: Version) -> StagedWeights | None:
         """None when there is no newer version, or when it was gone before it had arrived."""
         version = await self._receiver.newest(newer_than, POLL_S)
         self._status.wait_ends(ANSWER)
@@ -176,7 +176,7 @@ class WeightFollower:
             log.info("%s: %s", self._name, error)
             return None
 
-    async def _install(self, staged: StagedVersion, learner: Learner) -> None:
+    async def _install(self, staged: StagedWeights, learner: Learner) -> None:
         """On a mismatch the follower stays in its flip: nothing is committed any more, the worker ends."""
         while not await self._begin_flip():
             if learner.lineage == self.lineage:

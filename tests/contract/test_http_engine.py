@@ -166,7 +166,7 @@ async def test_what_a_lost_server_still_owes_is_not_waited_for(tmp_path: Path, k
         await silent.wait()
         engine.stand_in.restart()
         with pytest.raises(LostWeightsError, match="default"):
-            await engine.present()
+            await engine.check_weights()
         engine.stand_in._running.clear()
         new = await update(engine, weights_of(tiny_qwen2()))
         (turn,) = await sampling
@@ -178,8 +178,8 @@ async def test_two_engines_at_one_server_find_each_other_out(tmp_path: Path) -> 
         await engine._server.set_label("another.0.0")
         sampling = asyncio.ensure_future(engine.sample(request("a")))
         with pytest.raises(LostWeightsError, match=r"another\.0\.0"):
-            await engine.present()
-        await engine.present()  # said once; what is held is gone
+            await engine.check_weights()
+        await engine.check_weights()  # said once; what is held is gone
         await asyncio.sleep(0)
         assert not sampling.done()
 
@@ -234,11 +234,11 @@ async def test_places_go_to_the_lowest_ordinal_that_waits() -> None:
     places, order = PrioritySemaphore(1), []
 
     async def work(ordinal: int) -> None:
-        place = places.ask(ordinal)
+        place = places.request(ordinal)
         await place
         order.append(ordinal)
         await asyncio.sleep(0)
-        places.give_back()
+        places.release()
 
     await asyncio.gather(*(work(ordinal) for ordinal in (5, 3, 9, 1)))
     assert order == [5, 1, 3, 9]
@@ -248,14 +248,14 @@ async def test_places_go_to_the_lowest_ordinal_that_waits() -> None:
 @pytest.mark.parametrize("granted", [False, True])
 async def test_who_stops_waiting_takes_no_place(granted: bool) -> None:
     places = PrioritySemaphore(1)
-    first, second = places.ask(0), places.ask(1)
+    first, second = places.request(0), places.request(1)
     if granted:
-        places.give_back()
-    places.leave(second)
+        places.release()
+    places.cancel(second)
     if not granted:
-        places.leave(first)
+        places.cancel(first)
     assert (places.taken, places.waiting) == (0, 0)
-    assert places.ask(2).done()
+    assert places.request(2).done()
 
 
 @pytest.mark.parametrize("line", ["# TYPE a counter", "", "a", "a nothing", 'a{b="c"}', "a{"])

@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from asyncrl.config.schema import Config
 from asyncrl.generator.engines.engine import LocalEngine, SampleRequest
-from asyncrl.generator.engines.receiver import WeightReader, WeightReceiver, local_receiver
+from asyncrl.generator.engines.local_receiver import local_receiver
+from asyncrl.generator.engines.receiver import WeightReader, WeightReceiver
 from asyncrl.generator.engines.transformers.transformers_engine import load_transformers_engine
 from asyncrl.types import Turn, Version
 

@@ -13,7 +13,8 @@ import torch
 
 from asyncrl.config.schema import BatchConfig, Config, EvaluationConfig, GeneratorConfig, RewardConfig
 from asyncrl.errors import DeadlineError, RefusedError, RunClosedError, WeightSyncError
-from asyncrl.generator.engines.receiver import Learner, LocalReceiver
+from asyncrl.generator.engines.local_receiver import LocalReceiver
+from asyncrl.generator.engines.receiver import Learner
 from asyncrl.generator.engines.scripted_engine import ScriptedEngine
 from asyncrl.generator.rollouts import Rollouts
 from asyncrl.generator.scoring.rewards import Scorer

@@ -1,23 +1,31 @@
-"""The seam between the worker and whatever makes tokens.
+"""The seam between the worker and the engines, which make tokens.
 
-A worker holds one engine, asks it for many samples at once, and now and then flips it to a newer version:
+A worker has one engine, requests many samples of it at once, and now and then flips it to a newer version:
 
     sample(request) ──▸ n turns          any number of calls at the same time; the engine batches them
-    receiver ──▸ stage(v), flip(v)       waits for the decode step in progress; samples in flight go on (generator.kv)
+    receiver ──▸ stage(v), flip(v)       waits for the decode step in progress; see generator.kv for samples in flight
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from asyncrl.types import Array, Sampling, Turn, Version
+import numpy as np
+from torch import Tensor
 
-if TYPE_CHECKING:
-    import torch
+from asyncrl.generator.engines.receiver import WeightReader, WeightReceiver
+from asyncrl.telemetry.spans import Spans
+from asyncrl.types import Array, Finish, Sampling, Turn, Version
 
-    from asyncrl.generator.engines.receiver import WeightReader, WeightReceiver
+SECONDS = "seconds/"
+"""Prefix of the spans in an engine's stats."""
+
+
+def span_seconds(spans: Spans) -> dict[str, float]:
+    """The seconds of each span since the last call, as `Engine.stats` has them."""
+    return {f"{SECONDS}{name}": seconds for name, seconds in spans.take().items()}
 
 
 class PromptTooLongError(ValueError):
@@ -41,6 +49,22 @@ class SampleRequest:
     n: int = 1
     place: int | None = None
 
+    def turn(
+        self,
+        tokens: Sequence[int] | Array,
+        logprobs: Sequence[float] | Array,
+        versions: Sequence[Version] | Array,
+        finish: Finish,
+    ) -> Turn:
+        """A turn that answers this request."""
+        return Turn(
+            prompt_ids=np.asarray(self.prompt_ids, np.int64),
+            output_ids=np.array(tokens, np.int64),
+            logprobs=np.array(logprobs, np.float32),
+            versions=np.array(versions, np.int32),
+            finish=finish,
+        )
+
 
 def check_fits(request: SampleRequest, slots: int, max_length: int) -> None:
     """Raises PromptTooLongError or ValueError for a request that an engine of this size can never run."""
@@ -53,8 +77,14 @@ def check_fits(request: SampleRequest, slots: int, max_length: int) -> None:
         raise ValueError(f"request {request.request_id}: {request.n} samples need 1 to {slots} slots")
 
 
+def check_complete(targets: Iterable[str], staged: Iterable[str], version: Version) -> None:
+    """Raises ValueError unless a version that is to be flipped to has all parameters."""
+    if missing := sorted({*targets} - {*staged}):
+        raise ValueError(f"flip to version {version} lacks {len(missing)} parameters, e.g. {missing[0]}")
+
+
 class Sampler(Protocol):
-    """What makes rollouts of tasks needs no more of an engine."""
+    """The part of an engine that makes rollouts."""
 
     async def sample(self, request: SampleRequest) -> list[Turn]:
         """n turns, in sample order. Cancelling the call aborts the request.
@@ -67,12 +97,12 @@ class Sampler(Protocol):
 class Engine(Sampler, Protocol):
     """Makes tokens with the newest version it was flipped to. All methods run on one event loop.
 
-    Of waiting requests, those with the lowest ordinal go first.
+    Waiting requests begin in the order of their ordinals.
     """
 
     @property
     def version(self) -> Version:
-        """What the next token is made with; NO_VERSION until the first flip of a worker's engine."""
+        """The version that makes the next token; NO_VERSION until the first flip of a worker's engine."""
         ...
 
     async def start(self) -> None: ...
@@ -82,7 +112,7 @@ class Engine(Sampler, Protocol):
         ...
 
     def receiver(self, reader: WeightReader) -> WeightReceiver:
-        """What brings the learner's versions into this engine."""
+        """A receiver that brings the learner's versions into this engine."""
         ...
 
     def stats(self) -> dict[str, float]:
@@ -99,13 +129,13 @@ class Engine(Sampler, Protocol):
 class LocalEngine(Engine, Protocol):
     """An engine whose parameters are tensors of this process."""
 
-    def weight_targets(self) -> dict[str, torch.Tensor]:
+    def weight_targets(self) -> dict[str, Tensor]:
         """The live parameters under their checkpoint names; of tied ones, the first name only."""
         ...
 
-    async def flip(self, staged: Mapping[str, torch.Tensor], version: Version) -> float:
-        """Between two decode steps, make `staged` live. The pause in seconds.
+    async def flip(self, staged: Mapping[str, Tensor], version: Version) -> float:
+        """Between two decode steps, make `staged` live. See `generator.kv` for samples in flight.
 
-        What becomes of samples in flight `generator.kv` says. The seconds do not count those in which a drain waits.
+        Returns the pause in seconds, without the wait of a drain.
         """
         ...

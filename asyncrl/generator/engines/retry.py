@@ -1,10 +1,10 @@
-"""What becomes of one request that its engine fails at: `generator.on_failure`.
+"""Requests at which the engine fails: `generator.on_failure`.
 
-    retry   asked again, twice, after a pause; then as drop
+    retry   repeated twice, after a pause; then as drop
     drop    RequestFailedError: the task ends as DROPPED(engine), the others go on
     stop    the error itself: the generator ends
 
-An engine that fails so often in a row that it is no longer one request's fault ends the generator too.
+Many failures in a row are the engine's fault, not a request's: they end the generator too.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ PAUSE_S = 0.5
 """Before the first retry; twice as long before the second."""
 
 IN_A_ROW = 8
-"""Requests lost without one that went well between them: then it is the engine."""
+"""Consecutive lost requests that end the generator."""
 
 NOT_THE_REQUEST = (ConfigError, EngineFailedError, ProcessDiedError, RunClosedError, WeightSyncError)
-"""Errors that say of themselves that the engine cannot go on, or need not."""
+"""Errors after which the engine cannot continue, or need not."""
 
 
 class RequestFailedError(Exception):
-    """One request that the engine could not do. The task is dropped with reason 'engine'."""
+    """The engine failed at one request. The task is dropped with reason 'engine'."""
 
 
 class RetryingSampler:
-    """See `Sampler`. Stands before an engine. lost: requests given up so far."""
+    """See `Sampler`. Wraps an engine. lost: requests given up so far."""
 
     def __init__(self, engine: Sampler, on_failure: Literal["retry", "drop", "stop"]) -> None:
         self._engine, self._policy = engine, on_failure
@@ -45,13 +45,13 @@ class RetryingSampler:
         self.lost = 0
 
     async def sample(self, request: SampleRequest) -> list[Turn]:
-        """As the engine's. Raises RequestFailedError, and what ends the generator."""
+        """As the engine's. Raises RequestFailedError, and the errors that end the generator."""
         tries = 1 + (RETRIES if self._policy == "retry" else 0)
         for attempt in range(tries):
             if attempt:
                 await asyncio.sleep(PAUSE_S * attempt)
             try:
-                # A new name: of the old one, something may be left in the engine.
+                # A new name: the engine may still know the old one.
                 again = f"{request.request_id}~{attempt}" if attempt else request.request_id
                 turns = await self._engine.sample(replace(request, request_id=again))
             except (PromptTooLongError, *NOT_THE_REQUEST):

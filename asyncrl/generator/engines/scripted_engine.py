@@ -1,7 +1,7 @@
-"""An engine with no model: what it says is a function of (ordinal, sample). For tests, and to load a queue.
+"""An engine with no model: its tokens are a function of (ordinal, sample). For tests, and to load a queue.
 
 sample ─▸ in flight ──┐
-                      ├─▸ _run: one token for every sample in flight, then lets the event loop go round
+                      ├─▸ _run: one token for every sample in flight, then yields to the event loop
 flip ─────────────────┘   nothing in flight: _run waits for a request
 """
 
@@ -18,8 +18,9 @@ from torch import Tensor
 
 from asyncrl.counter_rng import stream_key
 from asyncrl.errors import RunClosedError
-from asyncrl.generator.engines.engine import SampleRequest, check_fits
-from asyncrl.generator.engines.receiver import WeightReader, WeightReceiver, local_receiver
+from asyncrl.generator.engines.engine import SampleRequest, check_complete, check_fits, span_seconds
+from asyncrl.generator.engines.local_receiver import local_receiver
+from asyncrl.generator.engines.receiver import WeightReader, WeightReceiver
 from asyncrl.telemetry.spans import Spans
 from asyncrl.types import NO_VERSION, Finish, Turn, Version
 
@@ -27,7 +28,7 @@ Script = Callable[[int, int], Sequence[int]]
 """(ordinal, sample) -> the tokens that the sample consists of, the end token included."""
 
 LOGPROB = -0.5
-"""What every scripted token claims as its log-prob."""
+"""The log-prob of every scripted token."""
 
 
 def hashed_script(vocabulary: int, longest: int) -> Script:
@@ -45,9 +46,8 @@ class _InFlight:
     request: SampleRequest
     scripts: list[list[int]]
     result: asyncio.Future[list[Turn]]
-    versions: list[Version] = field(
-        default_factory=list
-    )  # of the tokens made so far, the same for all samples
+    versions: list[Version] = field(default_factory=list)
+    """Of the tokens made so far, the same for all samples."""
 
     @property
     def longest(self) -> int:
@@ -63,17 +63,11 @@ class _InFlight:
     def _turn(self, script: list[int], aborted: bool) -> Turn:
         made = script[: min(len(self.versions), self.request.sampling.max_tokens)]
         finish: Finish = "stop" if len(made) == len(script) else "abort" if aborted else "length"
-        return Turn(
-            prompt_ids=np.asarray(self.request.prompt_ids, np.int64),
-            output_ids=np.array(made, np.int64),
-            logprobs=np.full(len(made), LOGPROB, np.float32),
-            versions=np.array(self.versions[: len(made)], np.int32),
-            finish=finish,
-        )
+        return self.request.turn(made, [LOGPROB] * len(made), self.versions[: len(made)], finish)
 
 
 class ScriptedEngine:
-    """See `Engine`. `parameters` are what `flip` writes to; they change nothing that is said."""
+    """See `Engine`. parameters: those that `flip` writes to; they have no influence on the tokens."""
 
     def __init__(
         self,
@@ -121,9 +115,7 @@ class ScriptedEngine:
 
     async def flip(self, staged: Mapping[str, Tensor], version: Version) -> float:
         start = time.perf_counter()
-        missing = sorted(self._targets.keys() - staged.keys())
-        if missing:
-            raise ValueError(f"flip to version {version} lacks {len(missing)} parameters, e.g. {missing[0]}")
+        check_complete(self._targets, staged, version)
         for name, target in self._targets.items():
             target.data.copy_(staged[name])
         self._version = version
@@ -134,8 +126,12 @@ class ScriptedEngine:
 
     def stats(self) -> dict[str, float]:
         running = sum(flight.unfinished for flight in self._in_flight.values())
-        seconds = {f"seconds/{name}": value for name, value in self._spans.take().items()}
-        return {"tokens": float(self._tokens), "running": float(running), "waiting": 0.0, **seconds}
+        return {
+            "tokens": float(self._tokens),
+            "running": float(running),
+            "waiting": 0.0,
+            **span_seconds(self._spans),
+        }
 
     async def close(self) -> None:
         if self._runner is not None:

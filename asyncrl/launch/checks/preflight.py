@@ -53,7 +53,7 @@ def preflight(config: Config) -> None:
     for name in config.telemetry.sinks:
         trackers.check_tracker(name)
     if config.generator.server.urls:
-        http_link.check_installed()
+        http_link.check_aiohttp()
         http_link.key_from(config.generator.server.key_variable)
     if config.agent.several_turns:
         from asyncrl.generator.agents import agent  # takes seconds, for transformers

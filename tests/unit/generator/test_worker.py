@@ -28,7 +28,8 @@ from asyncrl.config.sections.tasks import MAIN
 from asyncrl.errors import ConfigError, DeadlineError, RewardFailedError, TaskError, WeightSyncError
 from asyncrl.generator import weights
 from asyncrl.generator.engines.engine import SampleRequest
-from asyncrl.generator.engines.receiver import Learner, LocalReceiver, LostWeightsError
+from asyncrl.generator.engines.local_receiver import LocalReceiver
+from asyncrl.generator.engines.receiver import Learner, LostWeightsError
 from asyncrl.generator.engines.retry import RequestFailedError
 from asyncrl.generator.scoring.failure_streak import FIRST
 from asyncrl.generator.worker import Worker

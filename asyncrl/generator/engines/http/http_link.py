@@ -1,8 +1,8 @@
-"""Talking to one HTTP server: plain requests, their deadlines, and what a failure means.
+"""Requests to one HTTP server, their deadlines and failures.
 
-answers 2xx            its JSON, or its text
-answers 4xx            ServerRefusedError: the request is at fault, asking again does not help
-5xx, no connection     UnreachableError; a `patient` call asks again until `deadline_s`, then ProcessDiedError
+status 2xx             its JSON, or its text
+status 4xx             ServerRefusedError: the request is at fault, repeating it does not help
+5xx, no connection     UnreachableError; `get` and `post` repeat the request until `deadline_s`, then ProcessDiedError
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 CONNECT_S = 10.0
 
 PAUSES_S = (0.1, 2.0)
-"""Between two tries of a patient call: the first, doubled up to the last."""
+"""Between two tries of a repeated request: the first, doubled up to the last."""
 
 TEXT = 500
-"""Characters of an answer that an error repeats."""
+"""Most characters of a server's text in an error."""
 
 
 class UnreachableError(Exception):
-    """The server did not answer, or failed at answering. Worth another try."""
+    """The server did not answer, or failed. Worth another try."""
 
 
 class ServerRefusedError(Exception):
-    """The server does not take this request. status: of HTTP."""
+    """The server rejects this request. status: of HTTP."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -42,10 +42,10 @@ class ServerRefusedError(Exception):
 
 
 class HttpLink:
-    """who: asks, for errors · key: sent as a bearer token. `open` before anything else."""
+    """The connections to one server. `open` comes first. who: the client, for errors · key: the bearer token."""
 
     def __init__(self, who: str, url: str, deadline_s: float, key: str | None = None) -> None:
-        check_installed()
+        check_aiohttp()
         self.who, self.url = who, url.rstrip("/")
         self._deadline_s, self._key = deadline_s, key
         self._session: aiohttp.ClientSession | None = None
@@ -66,25 +66,25 @@ class HttpLink:
             self._session = None
 
     async def get(self, path: str, params: Mapping[str, str] | None = None) -> Any:
-        """Patient: see above."""
-        return await self._patiently("GET", path, None, params)
+        """Repeats the request: see above."""
+        return await self._repeat("GET", path, None, params)
 
     async def post(self, path: str, body: Any = None, params: Mapping[str, str] | None = None) -> Any:
-        """Patient, so only for what may be said twice."""
-        return await self._patiently("POST", path, body, params)
+        """Repeats the request, so only for idempotent ones."""
+        return await self._repeat("POST", path, body, params)
 
     async def post_once(self, path: str, body: Any, deadline_s: float | None = None) -> Any:
-        """deadline_s: none: as long as the server keeps the connection."""
-        return await self._ask("POST", path, body, None, deadline_s)
+        """deadline_s: None waits as long as the server keeps the connection."""
+        return await self._request("POST", path, body, None, deadline_s)
 
     async def get_once(self, path: str) -> Any:
-        return await self._ask("GET", path, None, None, self._deadline_s)
+        return await self._request("GET", path, None, None, self._deadline_s)
 
-    async def _patiently(self, method: str, path: str, body: Any, params: Mapping[str, str] | None) -> Any:
+    async def _repeat(self, method: str, path: str, body: Any, params: Mapping[str, str] | None) -> Any:
         begun, (pause_s, longest_s) = time.monotonic(), PAUSES_S
         while True:
             try:
-                return await self._ask(method, path, body, params, self._deadline_s)
+                return await self._request(method, path, body, params, self._deadline_s)
             except UnreachableError as error:
                 if time.monotonic() - begun + pause_s > self._deadline_s:
                     raise ProcessDiedError(
@@ -93,7 +93,7 @@ class HttpLink:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, longest_s)
 
-    async def _ask(
+    async def _request(
         self, method: str, path: str, body: Any, params: Mapping[str, str] | None, deadline_s: float | None
     ) -> Any:
         import aiohttp
@@ -105,12 +105,12 @@ class HttpLink:
                 asyncio.timeout(deadline_s),
                 self._session.request(method, self.url + path, json=body, params=params) as answer,
             ):
-                return _read(f"{method} {path}", answer.status, await answer.text())
+                return _checked(f"{method} {path}", answer.status, await answer.text())
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise UnreachableError(f"{method} {path}: {error!r}") from error
 
 
-def _read(what: str, status: int, text: str) -> Any:
+def _checked(what: str, status: int, text: str) -> Any:
     if status >= 500:
         raise UnreachableError(f"{what}: status {status}: {text[:TEXT]}")
     if status >= 400:
@@ -135,7 +135,7 @@ def key_from(variable: str | None) -> str | None:
     return key
 
 
-def check_installed() -> None:
+def check_aiohttp() -> None:
     """Raises ConfigError where aiohttp is not installed."""
     if importlib.util.find_spec("aiohttp") is None:
         raise ConfigError(

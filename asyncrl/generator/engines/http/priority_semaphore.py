@@ -1,4 +1,4 @@
-"""So many at once, and of those who wait the lowest ordinal first."""
+"""A semaphore that admits waiters in the order of their priorities, lowest first."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from itertools import count
 
 
 class PrioritySemaphore:
-    """`ask` for one, await it, `give_back`; whoever stops waiting says `leave`."""
+    """`request` a slot, await it, `release` it. `cancel` a slot that is not used after all."""
 
-    def __init__(self, places: int) -> None:
-        self._free = self._all = places
+    def __init__(self, slots: int) -> None:
+        self._free = self._all = slots
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._numbers = count()
 
@@ -21,29 +21,29 @@ class PrioritySemaphore:
 
     @property
     def waiting(self) -> int:
-        return sum(not place.done() for _, _, place in self._waiting)
+        return sum(not slot.done() for _, _, slot in self._waiting)
 
-    def ask(self, ordinal: int) -> asyncio.Future[None]:
-        """Done when the place is there. Cancelling it is as good as `leave`."""
-        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    def request(self, priority: int) -> asyncio.Future[None]:
+        """Done when the slot is free. Cancelling the future has the effect of `cancel`."""
+        slot: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self._free:
             self._free -= 1
-            place.set_result(None)
+            slot.set_result(None)
         else:
-            heapq.heappush(self._waiting, (ordinal, next(self._numbers), place))
-        return place
+            heapq.heappush(self._waiting, (priority, next(self._numbers), slot))
+        return slot
 
-    def leave(self, place: asyncio.Future[None]) -> None:
-        """Of no use any more, whether it came or not."""
-        if place.done() and not place.cancelled():
-            self.give_back()
+    def cancel(self, slot: asyncio.Future[None]) -> None:
+        """Stop waiting for a slot, or release one that was granted meanwhile."""
+        if slot.done() and not slot.cancelled():
+            self.release()
         else:
-            place.cancel()
+            slot.cancel()
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         while self._waiting:
-            _, _, place = heapq.heappop(self._waiting)
-            if not place.done():
-                place.set_result(None)
+            _, _, slot = heapq.heappop(self._waiting)
+            if not slot.done():
+                slot.set_result(None)
                 return
         self._free += 1

@@ -33,7 +33,7 @@ def load_server(config: Config, name: str, end_ids: list[int]) -> Server:
 
 
 def url_of(urls: list[str], name: str) -> str:
-    """Of several, generator-k asks the k-th: each updates its own, so two cannot share one. Raises ConfigError.
+    """The server of a generator. Each updates its own, so of several generator-k uses the k-th. Raises ConfigError.
 
     >>> url_of(["http://a:1", "http://b:1"], "generator-1"), url_of(["http://a:1"], "mine")
     ('http://b:1', 'http://a:1')

@@ -21,16 +21,16 @@ from typing import Any
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.rules import require
 from asyncrl.errors import ConfigError, WeightSyncError
+from asyncrl.generator.engines.http.folder_receiver import FolderReceiver
 from asyncrl.generator.engines.http.http_link import (
     HttpLink,
     ServerRefusedError,
     UnreachableError,
     metric_sums,
 )
-from asyncrl.generator.engines.http.server import ServedEngine, ServerChunk, ServerLoad, ServerRequest
-from asyncrl.generator.engines.http.server_receiver import FolderReceiver, ServerReceiver
+from asyncrl.generator.engines.http.server import CheckWeights, Flip, ServerChunk, ServerLoad, ServerRequest
 from asyncrl.generator.engines.receiver import WeightReader, WeightReceiver
-from asyncrl.types import Finish, Version
+from asyncrl.types import Finish
 
 
 class SglangServer:
@@ -47,7 +47,7 @@ class SglangServer:
         try:
             await self.label()  # waits for a server that is just starting
             await self.resume()
-            told = await self._told()
+            meta = await self._meta_of_a_token()
         except (ServerRefusedError, UnreachableError, KeyError, TypeError) as error:
             raise ConfigError(
                 "generator.server.urls",
@@ -56,7 +56,7 @@ class SglangServer:
                 "name the address of `python -m sglang.launch_server`",
             ) from error
         require(
-            not self._keep or "weight_versions" in told,
+            not self._keep or "weight_versions" in meta,
             "generator.kv",
             "keep",
             f"the server at {self._link.url} does not say which token was made by which weights",
@@ -67,26 +67,26 @@ class SglangServer:
     async def close(self) -> None:
         await self._link.close()
 
-    async def generate(self, ask: ServerRequest) -> ServerChunk:
-        sampling = ask.sampling
+    async def generate(self, request: ServerRequest) -> ServerChunk:
+        sampling = request.sampling
         body = {
-            "rid": ask.name,
-            "input_ids": list(ask.prompt_ids),
+            "rid": request.name,
+            "input_ids": list(request.prompt_ids),
             "sampling_params": {
                 "temperature": sampling.temperature,
-                "max_new_tokens": ask.most_tokens,
+                "max_new_tokens": request.most_tokens,
                 "top_p": sampling.top_p,
                 "top_k": sampling.top_k or -1,
                 "min_p": sampling.min_p,
                 "stop_token_ids": self._end_ids,  # not with ignore_eos, which would ignore these too
-                "sampling_seed": ask.seed,
+                "sampling_seed": request.seed,
             },
             "return_logprob": True,
             "stream": False,
-            # A pause in place keeps what is cached of the old weights, which nobody may use for the new ones.
-            **({"extra_key": ask.salt} if self._keep else {}),
+            # A pause in place keeps what is cached of the old weights, which must not be used for the new ones.
+            **({"extra_key": request.salt} if self._keep else {}),
         }
-        return _piece(await self._link.post_once("/generate", body))
+        return _chunk(await self._link.post_once("/generate", body))
 
     async def abort(self, name: str) -> None:
         await self._link.post_once("/abort_request", {"rid": name}, self._deadline_s)
@@ -117,11 +117,8 @@ class SglangServer:
             kv_usage=sums.get("sglang:token_usage", 0.0),
         )
 
-    def receiver(self, engine: ServedEngine, reader: WeightReader) -> WeightReceiver:
-        async def flip_to(version: Version, path: Path) -> float:
-            return await engine.flip(version, lambda label: self._load_weights(path, label))
-
-        return ServerReceiver(engine, lambda: FolderReceiver(reader, self._model, self._folder, flip_to))
+    def receiver(self, reader: WeightReader, flip: Flip, check_weights: CheckWeights) -> WeightReceiver:
+        return FolderReceiver(reader, self._model, self._folder, flip, self._load_weights, check_weights)
 
     async def _load_weights(self, path: Path, label: str) -> None:
         body = {"model_path": str(path), "weight_version": label, "flush_cache": not self._keep}
@@ -134,14 +131,14 @@ class SglangServer:
                 f"{self._link.who}: the server at {self._link.url} could not load {path}: {answer['message']}"
             )
 
-    async def _told(self) -> dict[str, Any]:
-        """What the server tells of one token."""
+    async def _meta_of_a_token(self) -> dict[str, Any]:
+        """The metadata that the server returns with one token."""
         body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}, "return_logprob": True}
         answer = await self._link.post_once("/generate", {**body, "stream": False}, self._deadline_s)
         return dict(answer["meta_info"])
 
 
-def _piece(answer: dict[str, Any]) -> ServerChunk:
+def _chunk(answer: dict[str, Any]) -> ServerChunk:
     meta = answer["meta_info"]
     tokens = meta.get("output_token_logprobs") or []  # [log-prob, token, text], the end token included
     labels = [

@@ -1,10 +1,10 @@
-"""A vLLM server that somebody else has started; its ranks take the learner's weights as those of vLLM in process do.
+"""A vLLM server that the user has started; its ranks take the learner's weights as those of vLLM in process do.
 
     VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model MODEL --tokens-only \\
         --logprobs-mode processed_logprobs \\
         --worker-extension-cls asyncrl.generator.engines.vllm.vllm_worker.WeightsExtension
 
-    POST /inference/v1/generate    token ids in and out, and which weights made them, which /v1/completions does not say
+    POST /inference/v1/generate    token ids in and out, and which weights made them, which /v1/completions omits
     POST /collective_rpc           calls of `WeightsExtension` (vllm_worker.py) on every rank
     POST /pause, /resume, /update_weight_version    the flip
 
@@ -23,15 +23,14 @@ from asyncrl.generator.engines.http.http_link import (
     UnreachableError,
     metric_sums,
 )
-from asyncrl.generator.engines.http.server import ServedEngine, ServerChunk, ServerLoad, ServerRequest
-from asyncrl.generator.engines.http.server_receiver import ServerReceiver
+from asyncrl.generator.engines.http.server import CheckWeights, Flip, ServerChunk, ServerLoad, ServerRequest
 from asyncrl.generator.engines.receiver import WeightReader, WeightReceiver
 from asyncrl.generator.engines.vllm.rank_weights import values_of
 from asyncrl.generator.engines.vllm.vllm_receiver import VllmReceiver
 from asyncrl.types import Finish, Sampling, Version
 
 PREFIX = "generate-tokens-"
-"""What vLLM puts before the name of a request."""
+"""vLLM's prefix of a request's name."""
 
 START = (
     "start it with VLLM_SERVER_DEV_MODE=1 and --tokens-only --logprobs-mode processed_logprobs "
@@ -59,11 +58,11 @@ class VllmServer:
             served = (await self._link.get("/v1/models"))["data"][0]["max_model_len"]
             certain = await self.generate(CERTAIN)
         except (ServerRefusedError, UnreachableError) as error:
-            raise self._unfit(f"does not do what is asked: {error}") from error
+            raise self._unusable(f"does not do what is asked: {error}") from error
         if not all(isinstance(report, dict) for report in reports):
-            raise self._unfit(f"has another worker extension: {reports}")
+            raise self._unusable(f"has another worker extension: {reports}")
         if abs(certain.logprobs[0]) > 1e-3:
-            raise self._unfit("says log-probs of another distribution than the one it draws from")
+            raise self._unusable("says log-probs of another distribution than the one it draws from")
         if served < self._config.generator.max_length:
             raise ConfigError(
                 "generator.max_length",
@@ -75,27 +74,27 @@ class VllmServer:
     async def close(self) -> None:
         await self._link.close()
 
-    async def generate(self, ask: ServerRequest) -> ServerChunk:
-        sampling = ask.sampling
+    async def generate(self, request: ServerRequest) -> ServerChunk:
+        sampling = request.sampling
         greedy = sampling.temperature == 0
         body = {
-            "request_id": ask.name,
-            "token_ids": list(ask.prompt_ids),
+            "request_id": request.name,
+            "token_ids": list(request.prompt_ids),
             "sampling_params": {
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
                 "top_k": sampling.top_k,
                 "min_p": sampling.min_p,
-                "max_tokens": ask.most_tokens,
+                "max_tokens": request.most_tokens,
                 "logprobs": 0,  # of the sampled token alone
                 "stop_token_ids": self._end_ids,
                 "ignore_eos": True,  # the end tokens are named above
                 "detokenize": False,
-                **({} if greedy else {"seed": ask.seed}),
+                **({} if greedy else {"seed": request.seed}),
             },
-            "cache_salt": ask.salt,
+            "cache_salt": request.salt,
         }
-        return _piece((await self._link.post_once("/inference/v1/generate", body))["choices"][0])
+        return _chunk((await self._link.post_once("/inference/v1/generate", body))["choices"][0])
 
     async def abort(self, name: str) -> None:
         body = {"request_ids": [PREFIX + name]}
@@ -123,13 +122,12 @@ class VllmServer:
             preemptions=sums.get("vllm:num_preemptions_total", 0.0),
         )
 
-    def receiver(self, engine: ServedEngine, reader: WeightReader) -> WeightReceiver:
+    def receiver(self, reader: WeightReader, flip: Flip, check_weights: CheckWeights) -> WeightReceiver:
         model = self._config.model
-        ranks = _Ranks(self, engine)
-        return ServerReceiver(engine, lambda: VllmReceiver(ranks, reader, model.dtype, model.path))
+        return VllmReceiver(_ServerRanks(self, flip, check_weights), reader, model.dtype, model.path)
 
     async def call(self, method: str, *args: Any) -> list[Any]:
-        """`WeightsExtension.<method>` on each rank: what it answers. Raises WeightSyncError or SnapshotEvictedError."""
+        """The result of `WeightsExtension.<method>` on each rank. Raises WeightSyncError or SnapshotEvictedError."""
         try:
             reports = await self._rpc(method, *args)
         except (ServerRefusedError, UnreachableError) as error:
@@ -141,15 +139,15 @@ class VllmServer:
         answer = await self._link.post_once("/collective_rpc", body, self._deadline_s)
         return list(answer["results"])
 
-    def _unfit(self, why: str) -> ConfigError:
+    def _unusable(self, why: str) -> ConfigError:
         return ConfigError("generator.server.urls", self._link.url, f"the server there {why}", START)
 
 
-class _Ranks:
-    """See `vllm_receiver.Ranks`."""
+class _ServerRanks:
+    """See `vllm_receiver.EngineRanks`."""
 
-    def __init__(self, server: VllmServer, engine: ServedEngine) -> None:
-        self._server, self._engine = server, engine
+    def __init__(self, server: VllmServer, flip: Flip, check_weights: CheckWeights) -> None:
+        self._server, self._flip, self.check_weights = server, flip, check_weights
 
     async def call(self, method: str, *args: Any) -> list[Any]:
         return await self._server.call(method, *args)
@@ -159,10 +157,10 @@ class _Ranks:
             await self._server.call("asyncrl_flip", version)
             await self._server.set_label(label)
 
-        return await self._engine.flip(version, install)
+        return await self._flip(version, install)
 
 
-def _piece(choice: dict[str, Any]) -> ServerChunk:
+def _chunk(choice: dict[str, Any]) -> ServerChunk:
     tokens = choice["token_ids"] or []
     logprobs = choice["logprobs"]["content"] if tokens else []
     spans = choice["weight_versions"] or ()

@@ -36,7 +36,8 @@ from asyncrl.config.schema import Config, ModelConfig
 from asyncrl.config.sections.generator import KvAtFlip
 from asyncrl.errors import ConfigError, RunClosedError
 from asyncrl.generator.engines.engine import SampleRequest
-from asyncrl.generator.engines.receiver import WeightReader, WeightReceiver, local_receiver
+from asyncrl.generator.engines.local_receiver import local_receiver
+from asyncrl.generator.engines.receiver import WeightReader, WeightReceiver
 from asyncrl.generator.engines.transformers.kv_cache import ATTENTION, UnsupportedAttentionError
 from asyncrl.generator.engines.transformers.slots import SlotBatch
 from asyncrl.models import checkpoint_tensors, load_causal_lm, load_model_config

@@ -20,13 +20,13 @@ from transformers import PreTrainedTokenizerBase
 from asyncrl.config.schema import Config
 from asyncrl.counter_rng import stream_key
 from asyncrl.errors import AsyncRLError, ProcessDiedError, RunClosedError
-from asyncrl.generator.engines.engine import SampleRequest, check_fits
+from asyncrl.generator.engines.engine import SampleRequest, check_fits, span_seconds
 from asyncrl.generator.engines.receiver import WeightReader, WeightReceiver
 from asyncrl.generator.engines.transformers.transformers_engine import load_end_ids
 from asyncrl.generator.engines.vllm.rank_weights import values_of
 from asyncrl.generator.engines.vllm.vllm_plugin import FORGET_PREFIXES
 from asyncrl.generator.engines.vllm.vllm_receiver import VllmReceiver
-from asyncrl.generator.engines.vllm.vllm_start import check_installed, start_vllm
+from asyncrl.generator.engines.vllm.vllm_start import check_vllm, start_vllm
 from asyncrl.telemetry.spans import Spans
 from asyncrl.types import NO_VERSION, Finish, Turn, Version
 
@@ -34,14 +34,14 @@ CLOSE_S = 2.0
 """Longest wait for vLLM's processes to end by themselves."""
 
 ABORT_AGAIN_S = 0.05
-"""An abort that comes before vLLM knows the request is lost: said again until the request has ended."""
+"""An abort that comes before vLLM knows the request is lost: repeated until the request has ended."""
 
 SEED_BITS = 62
 """Of a request's seed; sample i has the seed + i, which must stay within an int64."""
 
 
 class _Counters:
-    """What vLLM tells after each step (its StatLoggerBase)."""
+    """Receives vLLM's counters after each step, as its StatLoggerBase."""
 
     def __init__(self) -> None:
         self.tokens = self.preemptions = self.running = self.waiting = 0
@@ -80,10 +80,8 @@ class VllmEngine:
         load_weights: bool = False,
         version: Version = NO_VERSION,
     ) -> None:
-        check_installed()
+        check_vllm()
         self._config, self._name, self._load_weights = config, name, load_weights
-        self._slots, self._max_length = config.generator.slots, config.generator.max_length
-        self._kv = config.generator.kv
         self._end_ids = list(end_ids)
         self._version = version
         self._flipped = 0
@@ -109,8 +107,8 @@ class VllmEngine:
         self._runner = asyncio.create_task(self._run(), name="engine")
 
     async def sample(self, request: SampleRequest) -> list[Turn]:
-        self._alive()
-        check_fits(request, self._slots, self._max_length)
+        self._check_running()
+        check_fits(request, self._config.generator.slots, self._config.generator.max_length)
         if request.request_id in self._in_flight:
             raise ValueError(f"request {request.request_id} is in flight already")
         task = asyncio.create_task(self._generate(request))
@@ -138,12 +136,15 @@ class VllmEngine:
         return VllmReceiver(self, reader, self._config.model.dtype, self._config.model.path)
 
     async def call(self, method: str, *args: Any) -> list[Any]:
-        """`WeightsExtension.<method>` on each rank: what it answers. Raises what one of them raised."""
-        self._alive()
+        """The result of `WeightsExtension.<method>` on each rank. Raises the error of one of them."""
+        self._check_running()
         return values_of(await self._or_died(self._llm.collective_rpc(method, args=args)), self._name)
 
+    async def check_weights(self) -> None:
+        """The ranks live as long as the engine: they keep their weights."""
+
     async def flip(self, version: Version) -> float:
-        self._alive()
+        self._check_running()
         done: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._flips.append((version, done))
         self._changed.set()
@@ -158,7 +159,7 @@ class VllmEngine:
             "waiting": float(min(samples - running, self._counters.waiting)),
             "kv_usage": self._counters.kv_usage,
             "preemptions": float(self._counters.preemptions),
-            **{f"seconds/{name}": value for name, value in self._spans.take().items()},
+            **span_seconds(self._spans),
         }
 
     async def close(self) -> None:
@@ -173,7 +174,7 @@ class VllmEngine:
             if not done.done():
                 done.set_exception(RunClosedError("the engine was closed"))
         if self._llm is not None:
-            self._llm.output_handler.cancel()  # it would take the end of the core for a failure
+            self._llm.output_handler.cancel()  # it would report the end of the core as a failure
             await asyncio.to_thread(_shut_down, self._llm)
             self._llm = None
 
@@ -194,7 +195,7 @@ class VllmEngine:
         return turns * request.n if len(turns) < request.n else turns
 
     def _parameters(self, request: SampleRequest) -> Any:
-        """vLLM gives sample i the seed + i, and each sample draws from a generator of its own."""
+        """vLLM gives sample i the seed + i, and each sample its own random generator."""
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         sampling = request.sampling
@@ -206,7 +207,7 @@ class VllmEngine:
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             min_p=sampling.min_p,
-            max_tokens=min(sampling.max_tokens, self._max_length - len(request.prompt_ids)),
+            max_tokens=min(sampling.max_tokens, self._config.generator.max_length - len(request.prompt_ids)),
             seed=None if greedy else key,
             logprobs=0,  # of the sampled token alone
             flat_logprobs=True,
@@ -222,13 +223,7 @@ class VllmEngine:
             versions[span.start : span.end] = int(span.version)
         logprobs = [made.logprobs.logprobs[at] for at in made.logprobs.start_indices] if len(versions) else []
         finish: Finish = made.finish_reason if made.finish_reason in ("stop", "length") else "abort"
-        return Turn(
-            prompt_ids=np.asarray(request.prompt_ids, np.int64),
-            output_ids=np.array(made.token_ids, np.int64),
-            logprobs=np.array(logprobs, np.float32),
-            versions=versions,
-            finish=finish,
-        )
+        return request.turn(made.token_ids, logprobs, versions, finish)
 
     # ---- time and versions
 
@@ -254,21 +249,23 @@ class VllmEngine:
         del self._flips[0]
 
     async def _flip_now(self, version: Version) -> float:
-        core, asked = self._llm.engine_core, time.perf_counter()
-        # What waits finds the prompts of its siblings in the cache, unless that is cleared.
-        mode = "wait" if self._kv == "drain" else "keep"
-        await self._or_died(core.pause_scheduler_async(mode=mode, clear_cache=self._kv != "keep"))
-        begun = time.perf_counter() if self._kv == "drain" else asked  # samples went on until then
+        core, kv = self._llm.engine_core, self._config.generator.kv
+        begun = time.perf_counter()
+        # Waiting samples find the prompts of their siblings in the cache, unless that is cleared.
+        mode = "wait" if kv == "drain" else "keep"
+        await self._or_died(core.pause_scheduler_async(mode=mode, clear_cache=kv != "keep"))
+        if kv == "drain":  # samples went on until now
+            begun = time.perf_counter()
         await self.call("asyncrl_flip", version)
         self._version = version
         self._flipped += 1
-        # What was asked for before, and begins after, looks for prefixes under the old salt.
+        # Requests made before the flip that begin after it look for prefixes under the old salt.
         await self._or_died(core.call_utility_async(FORGET_PREFIXES))
         await self._or_died(core.set_weight_version_async(str(version)))
         await self._or_died(core.resume_scheduler_async())
         return time.perf_counter() - begun
 
-    def _alive(self) -> None:
+    def _check_running(self) -> None:
         if self._closed:
             raise RunClosedError("the engine was closed")
         if self._runner is None:
@@ -284,7 +281,7 @@ class VllmEngine:
 
 
 def _shut_down(llm: Any) -> None:
-    """vLLM kills what does not end in time, and does not wait for its death."""
+    """Also wait for the end of processes that vLLM kills."""
     cores = [child for child in multiprocessing.active_children() if child.name.startswith("EngineCore")]
     llm.shutdown(CLOSE_S)
     for core in cores:
@@ -301,7 +298,7 @@ async def _last(outputs: Any) -> Any:
 def load_vllm_engine(
     config: Config, tokenizer: PreTrainedTokenizerBase, name: str, load_weights: bool = False
 ) -> VllmEngine:
-    """The engine that the config asks for. load_weights: those of model.path, as version 0; otherwise the learner's."""
+    """The engine by the config. load_weights: those of model.path, as version 0; otherwise the learner's."""
     version = 0 if load_weights else NO_VERSION
     end_ids = load_end_ids(config.model, tokenizer)
     return VllmEngine(config, name, end_ids, load_weights=load_weights, version=version)

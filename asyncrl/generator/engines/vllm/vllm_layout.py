@@ -1,14 +1,14 @@
-"""Where a checkpoint's parameters lie in the model of one vLLM worker, learned by watching the model load them.
+"""Where a checkpoint's parameters lie in the model of one vLLM worker, observed while the model loads them.
 
-vLLM fuses (q, k, v; gate, up; experts), pads and shards. How, only a model's own `load_weights` knows. So it is run
-once, on meta tensors: parameters are swapped for twins of their shape at load time, every copy from a checkpoint tensor
-into a twin is noted and none is made. No byte moves and nothing live is touched.
+vLLM fuses (q, k, v; gate, up; experts), pads and shards, each model in its own `load_weights`. So that runs once on
+meta tensors: parameters are swapped for twins of their shape at load time, every copy from a checkpoint tensor into a
+twin is recorded and none is made. No byte moves and nothing live is touched.
 
-    copy   q_proj[64:128, :] ──▸ qkv_proj[0:64, :]       a view of the one, a view of the other
-    place  Box((64, 0), (64, 512)) of q_proj  ◂──▸  a view of the live qkv_proj
+    copy      q_proj[64:128, :] ──▸ qkv_proj[0:64, :]       a view of the one, a view of the other
+    BoxView   Box((64, 0), (64, 512)) of q_proj  ◂──▸  a view of the live qkv_proj
 
-What cannot be said so is refused by name: a part of a parameter that is no box, a value that is computed, a parameter
-that vLLM has packed.
+Everything else is refused by name: a part of a parameter that is no box, a computed value, a parameter that vLLM has
+packed.
 """
 
 from __future__ import annotations
@@ -25,14 +25,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl.errors import WeightSyncError
+from asyncrl.generator.engines.vllm.rank_weights import BoxView
 from asyncrl.sync.layout.layout import Box, ParamLayout
 from asyncrl.sync.tensors.bucket import dtype_name
 
 Checkpoint = Mapping[str, Tensor]
 """The checkpoint's parameters on the meta device: names, full shapes, dtypes."""
-
-LoadedPlace = tuple[Box, Tensor]
-"""A box of a checkpoint parameter, and the live view of its shape that holds it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +81,8 @@ def region_of(copy: Copy, full: tuple[int, ...]) -> Region | None:
     return Region(Box(tuple(offsets), tuple(sizes)), copy.owner, copy.offset, tuple(strides))
 
 
-def joined(regions: Sequence[Region]) -> list[Region]:
-    """The same places in as few regions: neighbours that also are neighbours in memory become one."""
+def merge_regions(regions: Sequence[Region]) -> list[Region]:
+    """The same memory in as few regions: neighbours that are also neighbours in memory become one."""
     found = list(regions)
     for axis in reversed(range(len(found[0].box.shape)) if found else range(0)):
         runs: dict[tuple[Any, ...], list[Region]] = defaultdict(list)
@@ -127,7 +125,7 @@ def _joined_pair(first: Region, second: Region, axis: int) -> Region | None:
 
 
 class _Watch(TorchDispatchMode):
-    """Notes copies from checkpoint tensors into twins, by their storages; makes no copy into a twin."""
+    """Records copies from checkpoint tensors into twins, by their storages; makes no copy into a twin."""
 
     def __init__(self, sources: Mapping[int, str], owners: Mapping[int, str]) -> None:
         super().__init__()
@@ -163,13 +161,16 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def find_places(
+def find_box_views(
     model: nn.Module, checkpoint: Checkpoint, live: Mapping[str, Tensor]
-) -> dict[str, list[LoadedPlace]]:
+) -> dict[str, list[BoxView]]:
     """For each checkpoint parameter the boxes of it that this worker holds, each with the live view.
 
-    live: what to write to for parameters of `model` whose memory is not as it was loaded, by name. Raises
-    WeightSyncError, naming the parameter, for whatever cannot be kept up to date by copies into such views.
+    Args:
+        live: By name, the tensors to write to for parameters of `model` whose memory is not as it was loaded.
+
+    Raises:
+        WeightSyncError: Copies into such views cannot keep a parameter, which the error names, up to date.
     """
     twins, owners = _twins(model)
     named = {name: live.get(name, parameter.data) for name, parameter in _parameters(model)}
@@ -188,15 +189,15 @@ def find_places(
         if region is None:
             raise WeightSyncError(f"vLLM loads a part of {copy.name} into {copy.owner} that is no box of it")
         regions[copy.name].append(region)
-    return {name: [_place(region, named) for region in joined(found)] for name, found in regions.items()}
+    return {
+        name: [_box_view(region, named) for region in merge_regions(found)] for name, found in regions.items()
+    }
 
 
-def layout_of_places(
-    checkpoint: Checkpoint, places: Mapping[str, Sequence[LoadedPlace]]
-) -> dict[str, ParamLayout]:
-    """What the planner needs to know. Raises WeightSyncError for a part that is loaded twice."""
+def layout_of_views(checkpoint: Checkpoint, views: Mapping[str, Sequence[BoxView]]) -> dict[str, ParamLayout]:
+    """The layout for the planner. Raises WeightSyncError for a part that is loaded twice."""
     layout = {}
-    for name, found in places.items():
+    for name, found in views.items():
         boxes = tuple(box for box, _ in found)
         try:
             layout[name] = ParamLayout(
@@ -207,7 +208,7 @@ def layout_of_places(
     return layout
 
 
-def _place(region: Region, named: Mapping[str, Tensor]) -> LoadedPlace:
+def _box_view(region: Region, named: Mapping[str, Tensor]) -> BoxView:
     live = named[region.owner]
     offset = live.storage_offset() + region.offset
     return region.box, torch.as_strided(live, region.box.shape, region.strides, offset)
@@ -234,7 +235,7 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _twins(model: nn.Module) -> tuple[dict[tuple[nn.Module, str], Tensor], dict[tuple[nn.Module, str], str]]:
-    """For each place of a parameter in the model its meta twin, as at load time, and its name. Tied ones share one."""
+    """For each parameter's (module, attribute) its meta twin, as at load time, and its name. Tied ones share one."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs

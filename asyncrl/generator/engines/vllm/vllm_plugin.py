@@ -1,9 +1,9 @@
-"""What vLLM calls in each of its processes where this package is installed. It makes the weight transfer known by name:
+"""The entry point that vLLM calls in each of its processes. It registers the weight transfer under its name:
 
     vllm serve MODEL --weight-transfer-config '{"backend": "asyncrl"}' \\
         --worker-extension-cls asyncrl.generator.engines.vllm.vllm_worker.WeightsExtension
 
-and the engine core able to forget prefixes while requests are under way, which vLLM does only once there are none.
+and lets the engine core forget prefixes while requests are under way, which vLLM does only once there are none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FORGET_PREFIXES = "asyncrl_forget_prefixes"
 
 
 def register() -> None:
-    """Nothing of ours is imported before somebody asks for the backend."""
+    """Imports nothing else of this package; vLLM imports the backend when it is used."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
     from vllm.v1.engine.core import EngineCore
 
@@ -29,9 +29,10 @@ def register() -> None:
 
 
 def forget_prefixes(core: Any) -> None:
-    """No request that has yet to begin finds keys and values of before; those that have begun keep theirs.
+    """Requests that have not begun find no older keys and values; those that have begun keep theirs.
 
-    core: vLLM's EngineCore.
+    Args:
+        core: vLLM's EngineCore.
     """
     manager = core.scheduler.kv_cache_manager
     known = {block.block_id for block in manager.block_pool.blocks if block.block_hash is not None}

@@ -20,19 +20,22 @@ from asyncrl.models import has_weights, load_model_config
 EXTENSION = "asyncrl.generator.engines.vllm.vllm_worker.WeightsExtension"
 
 GENERATOR = "ASYNCRL_GENERATOR"
-"""Environment variable with the pid of the generator that vLLM's processes are to end with."""
+"""Environment variable with the pid of the generator, with which vLLM's processes end."""
 
 BLOCK = 32
 """Tokens of one KV block on a CPU: vLLM's own 128 would leave shorter prompts unshared."""
 
 
 def start_vllm(config: Config, loggers: list[Callable[..., Any]], load_weights: bool = False) -> Any:
-    """vLLM's AsyncLLM as `generator` says. Blocks until it is up; on the running event loop.
+    """Start vLLM's AsyncLLM by the settings of `generator`. Blocks until it is up; on the running event loop.
 
-    load_weights: read them from model.path. Otherwise they are random until the learner's come. Raises ConfigError
-    for what vLLM refuses.
+    Args:
+        load_weights: Read them from model.path. Otherwise they are random until the learner's arrive.
+
+    Raises:
+        ConfigError: vLLM refuses the settings.
     """
-    check_installed()
+    check_vllm()
     prepare_environment(config)
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -52,13 +55,13 @@ def start_vllm(config: Config, loggers: list[Callable[..., Any]], load_weights: 
         ) from error
     if on_cpu:  # vLLM has just chosen to spawn, which imports everything once more
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-    with _out_of_reach_of_children():
+    with _frozen_garbage():
         return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=loggers, disable_log_stats=True)
 
 
 @contextlib.contextmanager
-def _out_of_reach_of_children() -> Iterator[None]:
-    """A forked child must not collect this process's garbage: what owns a thread crashes where there is none."""
+def _frozen_garbage() -> Iterator[None]:
+    """A forked child must not collect this process's garbage: owners of threads crash where these do not exist."""
     gc.collect()
     gc.freeze()
     try:
@@ -68,7 +71,7 @@ def _out_of_reach_of_children() -> Iterator[None]:
 
 
 def import_model(model: PretrainedConfig) -> None:
-    """Here, once: to look at the class, vLLM would start a process that imports everything again."""
+    """Import the model's class here: vLLM would start a process that imports everything again to inspect it."""
     from vllm.model_executor.models import ModelRegistry
 
     for name in model.architectures or ():
@@ -76,7 +79,7 @@ def import_model(model: PretrainedConfig) -> None:
             ModelRegistry.register_model(name, ModelRegistry.models.pop(name).load_model_cls())
 
 
-def check_installed() -> None:
+def check_vllm() -> None:
     """Raises ConfigError where vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
@@ -88,12 +91,12 @@ def check_installed() -> None:
 
 
 def prepare_environment(config: Config) -> None:
-    """What vLLM and its workers read when they are imported. What the user has set stays, but for what must be so."""
+    """Set the variables that vLLM and its workers read on import. The user's values stay, except for required ones."""
     settings = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
-    settings["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"  # stdout is for what a command answers
+    settings["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"  # stdout is for the output of a command
     needed = {GENERATOR: str(os.getpid())}
     if not torch.cuda.is_available():
-        settings["TORCHDYNAMO_DISABLE"] = "1"  # nothing is worth a minute of compilation here
+        settings["TORCHDYNAMO_DISABLE"] = "1"  # compilation would take a minute
         settings["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # the learner runs on the same cores
         one_rank = config.generator.vllm.tensor_parallel == 1
         needed["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if one_rank else "1"  # the rank within the engine core
@@ -139,7 +142,7 @@ def engine_arguments(config: Config, load_weights: bool = False) -> dict[str, An
 
 
 def _kv_bytes(config: Config) -> int:
-    """Of one rank: as told, else what all slots need at full length."""
+    """The KV cache of one rank: as configured, else enough for all slots at full length."""
     ours = config.generator.vllm
     if ours.kv_cache_mb is not None:
         return ours.kv_cache_mb << 20

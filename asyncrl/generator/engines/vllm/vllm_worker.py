@@ -1,6 +1,6 @@
-"""What runs inside each worker process of vLLM: its end of the weight stream. Imported by vLLM before a model is made.
+"""The end of the weight stream inside each worker process of vLLM, which imports this before it makes a model.
 
-Weights must stay where `load_weights` put them, or an update in place does not reach what the model computes with:
+Weights must stay where `load_weights` put them, or an update in place does not reach the model's computation:
 
     linear layers on a CPU   kept as plain matrices: no oneDNN handlers, no prepacked copies (`_keep_weights_live`)
     experts on a CPU         always packed by vLLM: they are flipped in a plain copy and packed again (`PackedExperts`)
@@ -38,8 +38,8 @@ from vllm.platforms import current_platform
 from asyncrl.config.schema import ModelConfig, SyncConfig
 from asyncrl.errors import AsyncRLError, WeightSyncError
 from asyncrl.generator.engines.receiver import Learner, WeightReader
-from asyncrl.generator.engines.vllm.rank_weights import BROKEN, TAKEN_BACK, RankWeights
-from asyncrl.generator.engines.vllm.vllm_layout import find_places, layout_of_places
+from asyncrl.generator.engines.vllm.rank_weights import BROKEN, EVICTED, RankWeights
+from asyncrl.generator.engines.vllm.vllm_layout import find_box_views, layout_of_views
 from asyncrl.generator.engines.vllm.vllm_start import GENERATOR
 from asyncrl.models import checkpoint_shapes
 from asyncrl.sync.stream.snapshot import SnapshotEvictedError
@@ -49,20 +49,20 @@ PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON")
 """Expert kernels that compute with the weights as they are loaded."""
 
 Report = dict[str, Any]
-"""A call's answer as plain values; {"error": name, "detail": text} when it failed."""
+"""A call's result as plain values: {"value": …}, or {"error": name, "detail": text} when it failed."""
 
 
 def _keep_weights_live() -> None:
     vllm._custom_ops._supports_onednn = False
     vllm_linear.check_cpu_sgl_kernel = lambda *_: False
-    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":  # torch may have been imported before that was said
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":  # torch may have been imported before it was set
         torch._dynamo.config.disable = True
 
 
 def _end_with_generator() -> None:
-    """A generator that is killed tells nobody: end too, and take vLLM's engine core along, within a second.
+    """A killed generator sends no message: end within a second of it, together with vLLM's engine core.
 
-    The core is this process on one rank, else its parent. Not for a server that somebody else has started.
+    The core is this process on one rank, else its parent. A server that the user has started goes on.
     """
     pid = int(os.environ.get(GENERATOR, "0"))
     if not pid:
@@ -86,7 +86,7 @@ _end_with_generator()
 
 
 class PackedExperts:
-    """Plain copies of experts' weights that vLLM keeps packed, to be flipped in place of those."""
+    """Plain copies of experts' weights that vLLM keeps packed. A flip writes to them; then vLLM packs them again."""
 
     def __init__(self, model: nn.Module, vllm_config: Any) -> None:
         self._vllm_config = vllm_config
@@ -112,7 +112,7 @@ class PackedExperts:
             self.plain[f"{prefix}.{name}"] = torch.zeros(like.shape, dtype=like.dtype)
 
     def pack(self) -> None:
-        """Make vLLM pack them as it did after loading."""
+        """Let vLLM pack them as it did after loading."""
         for prefix, layer in self._layers.items():
             for name in ("w13_weight", "w2_weight"):
                 plain = self.plain[f"{prefix}.{name}"]
@@ -134,8 +134,8 @@ def rank_weights(model: nn.Module, vllm_config: Any, dtype: str, reader: WeightR
             raise WeightSyncError(f"{name} computes with copies of its weights, made when it was loaded")
     experts = PackedExperts(model, vllm_config)
     with set_current_vllm_config(vllm_config):
-        places = find_places(model, checkpoint, experts.plain)
-    return RankWeights(places, layout_of_places(checkpoint, places), reader, experts.pack)
+        views = find_box_views(model, checkpoint, experts.plain)
+    return RankWeights(views, layout_of_views(checkpoint, views), reader, experts.pack)
 
 
 def _checkpoint(model: ModelConfig) -> dict[str, Tensor]:
@@ -213,14 +213,14 @@ def _report(work: Callable[[], Any]) -> Report:
     try:
         return {"value": work()}
     except SnapshotEvictedError as error:
-        return {"error": TAKEN_BACK, "detail": str(error)}
+        return {"error": EVICTED, "detail": str(error)}
     except (AsyncRLError, OSError, RuntimeError, ValueError) as error:
         return {"error": BROKEN, "detail": str(error) or type(error).__name__}
 
 
 @dataclass
 class LearnerInfo(WeightTransferInitInfo):
-    """Where the weights come from. dtype: of the learner's policy · sync: keys of `SyncConfig` · keys: queue.keys."""
+    """The source of weights. dtype: of the learner's policy · sync: keys of `SyncConfig` · keys: queue.keys."""
 
     run: str
     who: str

@@ -22,7 +22,7 @@ from asyncrl.generator import worker as worker_module
 from asyncrl.generator.agents.progress import TaskProgress
 from asyncrl.generator.agents.trajectory import Trajectory, TrajectoryEnd
 from asyncrl.generator.engines.engine import SampleRequest
-from asyncrl.generator.engines.receiver import LocalReceiver
+from asyncrl.generator.engines.local_receiver import LocalReceiver
 from asyncrl.generator.rollouts import Rollouts
 from asyncrl.generator.scoring.rewards import Scorer
 from asyncrl.generator.weights import WeightFollower

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.generator.engines.vllm.vllm_layout import Copy, Region, joined, region_of
+from asyncrl.generator.engines.vllm.vllm_layout import Copy, Region, merge_regions, region_of
 from asyncrl.sync.layout.layout import Box
 
 
@@ -61,7 +61,9 @@ def test_neighbours_in_both_memories_become_one() -> None:
         for half in (slice(0, 3), slice(3, 6))
     ]
     regions = [region_of(part, (4, 6, 5)) for part in parts]
-    assert joined([r for r in regions if r]) == [Region(Box((0, 0, 0), (4, 6, 5)), "w13", 0, (30, 5, 1))]
+    assert merge_regions([r for r in regions if r]) == [
+        Region(Box((0, 0, 0), (4, 6, 5)), "w13", 0, (30, 5, 1))
+    ]
 
 
 def test_neighbours_that_lie_apart_stay_apart() -> None:
@@ -71,7 +73,7 @@ def test_neighbours_that_lie_apart_stay_apart() -> None:
         observed("w", checkpoint[2:], "f", fused[4:]),
     ]
     regions = [region for part in parts if (region := region_of(part, (4, 5)))]
-    assert joined(regions) == regions
+    assert merge_regions(regions) == regions
 
 
 @given(st.data())
@@ -89,7 +91,7 @@ def test_copies_by_region_are_the_copies_that_were_seen(data: st.DataObject) -> 
         region = region_of(observed("w", full[at], "m", target[at]), full_shape)
         assert region is not None
         regions.append(region)
-    few = joined(regions)
+    few = merge_regions(regions)
     for region in few:
         filled(region, memory, full)
     assert torch.equal(target, full)
