@@ -25,7 +25,7 @@ class Admission:
     """slots: samples that the engine decodes at once · group: samples of one lease · limit: samples to be under way"""
 
     def __init__(self, slots: int, group: int) -> None:
-        self._group = group
+        self.group = group
         self._most = float(slots + max(group, math.ceil(LEAD * slots)))
         self.limit = self._most
         self._preemptions = 0.0
@@ -33,11 +33,11 @@ class Admission:
     def observe(self, under_way: int, kv_usage: float, preemptions: float) -> None:
         """One look at the engine, at a steady pace. preemptions: since its start."""
         if preemptions > self._preemptions:
-            self.limit = max(float(self._group), CUT * min(self.limit, under_way))
+            self.limit = max(float(self.group), CUT * min(self.limit, under_way))
         elif kv_usage < CALM:
-            self.limit = min(self._most, self.limit + self._group)
+            self.limit = min(self._most, self.limit + self.group)
         self._preemptions = preemptions
 
     def room(self, under_way: int) -> int:
         """Groups to ask for while so many samples are decoded or wait for it."""
-        return max(0, math.floor((self.limit - under_way) / self._group))
+        return max(0, math.floor((self.limit - under_way) / self.group))

@@ -2,29 +2,29 @@
 
               queue                        this worker                             engine, reward, learner
    ┌───────────────────────┐
-   │ lease (parks until     │──▸ intake ──▸ one _work per lease ──▸ sample ────────▸ engine
-   │  admission lets some)  │      ▴             │                 score ─────────▸ reward function
+   │ lease (waits until     │──▸ intake ──▸ one _work per lease ──▸ sample ────────▸ engine
+   │  admission permits)    │      ▴             │                 score ─────────▸ reward function
    │ commit │ drop          │◂─────┼─────────────┘ waits until no unverified flip; without spread: drop, if filtered
    │ renew, with stats      │◂──── heartbeat, and with each group ──▸ leases lost: their _work is cancelled
    └───────────────────────┘      │
                                  held ◂── weights (weights.py) ◂─────────────────── weight stream
 
   intake waits for  weights; room in the engine (admission.py), sample by sample, so that the longest one of
-                    a group keeps no slot empty; the queue's answer, or a newer `held` to ask with
+                    a group keeps no slot empty; the queue's answer, or a newer `held` for the next request
   _work waits for   the engine, the reward, the queue
-  Evaluation leases come through an intake of their own; while one is under way, no training lease is taken
+  Evaluation leases have an intake of their own; while one is under way, no training lease is taken
   and no version is flipped to.
 
-Any loop that fails ends the worker. RunClosedError is the regular end; what is still leased is given back.
+Any loop that fails ends the worker. RunClosedError is the regular end; remaining leases are given back.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -40,7 +40,9 @@ from asyncrl.generator.prober import Prober
 from asyncrl.generator.rollouts import Rollouts
 from asyncrl.generator.scoring.group_filter import FILTERED, passes_filter
 from asyncrl.generator.scoring.rewards import RewardError
+from asyncrl.generator.telemetry import WorkerTelemetry
 from asyncrl.generator.weights import WeightFollower
+from asyncrl.queue.client.replies import Lease, Renewal
 from asyncrl.telemetry.status import ProcessStatus
 from asyncrl.types import EVAL, NO_VERSION, TRAIN, Group, StreamName, Task, Version
 
@@ -50,72 +52,69 @@ Key = tuple[str, int, int]
 """(stream, ordinal, epoch): one lease."""
 
 LEASE_S = 10.0
-"""How long a lease request may park at the queue before it is made again."""
+"""How long a lease request may wait at the queue before it is repeated."""
 
 NEWS_S = 0.1
 """Least seconds between two reports of finished groups."""
 
 LOOK_S = 0.05
-"""Between two looks at how many samples the engine has left, while it has enough. Also how long a new lease counts
-with all of its samples: by then the engine knows of them."""
-
-SECONDS = "seconds/"
-"""What an engine's stats call the time since they were last asked for."""
+"""Poll interval of the engine's samples while it has enough. Also how long a new lease counts with all of its samples:
+by then the engine has them."""
 
 WEIGHTS, TASK = "the learner's weights", "a task from the queue"
-"""What a worker waits for, as its status has it."""
+"""Waits of a worker, as its status shows them."""
 
 LOGGED = 8
-"""Drops of one reason that are all in the log; of more, every one that doubles their number."""
+"""Most drops of one reason that are all logged; afterwards only every doubling of their number is."""
 
 GIVE_BACK_S = 5.0
 """Longest wait at the end: leases not given back expire by themselves."""
 
-
-class Lease(Protocol):
-    @property
-    def task(self) -> Task: ...
-    @property
-    def epoch(self) -> int: ...
-    @property
-    def progress(self) -> Sequence[bytes]: ...
-
-
-class Renewal(Protocol):
-    """lost: leases that are no longer this worker's · closed: the run is over."""
-
-    @property
-    def lost(self) -> Sequence[Key]: ...
-    @property
-    def closed(self) -> bool: ...
+DROP_REASONS: Mapping[type[Exception], str] = {
+    PromptTooLongError: "too_long",
+    RewardError: "reward",
+    RequestFailedError: "engine",
+    EnvironmentFailedError: "environment",
+}
+"""Failures that concern one task alone."""
 
 
 class WorkerClient(Protocol):
-    """What a worker needs of the queue's client."""
+    """The part of `QueueClient` that a worker uses; tests have a queue in memory."""
 
     async def lease(
         self, stream: str, *, held: Version, lineage: int, most: int, wait_s: float
     ) -> Sequence[Lease]: ...
 
-    async def progress(self, stream: str, lease: Any, frames: Sequence[bytes]) -> None: ...
+    async def progress(self, stream: str, lease: Lease, frames: Sequence[bytes]) -> None: ...
 
     async def renew(self, stats: Mapping[str, Any]) -> Renewal: ...
 
     async def commit(
-        self, stream: str, lease: Any, group: Group, columns: Sequence[str] | None = None
+        self, stream: str, lease: Lease, group: Group, columns: Sequence[str] | None = None
     ) -> None: ...
 
-    async def give_back(self, stream: str, leases: Sequence[Any]) -> None: ...
+    async def give_back(self, stream: str, leases: Sequence[Lease]) -> None: ...
 
-    async def drop(self, stream: str, lease: Any, reason: str) -> None: ...
+    async def drop(self, stream: str, lease: Lease, reason: str) -> None: ...
+
+
+@dataclass(slots=True)
+class _Running:
+    """One lease under way. sampling_since: None when its samples are made, and for evaluations."""
+
+    job: asyncio.Task[None]
+    stream: StreamName
+    sampling_since: float | None
 
 
 class Worker:
     """One generator's loops over parts that are made elsewhere (see process.py).
 
-    held_out  the sets of tasks that evaluation leases point into; none: no evaluation leases are asked for
-    prober    draws a few tokens of each version for the learner to compare; none: nobody does
-    status    gets the stats of each heartbeat, and what the worker waits for
+    Args:
+        held_out: The sets of tasks that evaluation leases point into; without any, no such lease is requested.
+        prober: Draws a few tokens of each version for the learner to compare; None if it does not.
+        status: Receives the stats of each heartbeat, and the waits of the worker.
     """
 
     def __init__(
@@ -141,23 +140,17 @@ class Worker:
             f"set generator.slots={samples} or more",
         )
         self.name = name
-        self._client, self._engine, self._follower, self._rollouts = client, engine, follower, rollouts
-        self._held_out, self._heartbeat_s = held_out or {}, config.generator.heartbeat_s
-        self._prober, self._status = prober, status or ProcessStatus()
-        self._pool_rewards = REWARDS in config.placement.pools
-        self._passes = partial(passes_filter, config=config)
-        self._samples, self._admission = samples, Admission(slots, samples)
-        self._sampling: dict[Key, float] = {}  # since when
-        self._evaluating: set[Key] = set()
+        self._config, self._client, self._follower, self._rollouts = config, client, follower, rollouts
+        self._held_out, self._prober, self._status = held_out or {}, prober, status or ProcessStatus()
+        self._admission = Admission(slots, samples)
+        self._telemetry = WorkerTelemetry(engine, follower, rollouts, prober)
         self._leases: dict[Key, tuple[StreamName, Lease]] = {}
-        self._working: dict[Key, asyncio.Task[None]] = {}
+        self._running: dict[Key, _Running] = {}
         self._room, self._news = asyncio.Event(), asyncio.Event()
-        self._counts: Counter[str] = Counter()
-        self._seconds: defaultdict[str, float] = defaultdict(float)
         self._loops: asyncio.TaskGroup
 
     async def run(self) -> None:
-        """Until the run is closed (returns), or something fails (raises it), or cancelled."""
+        """Run until the run is closed, or this is cancelled. Raises the failure of any loop."""
         try:
             async with asyncio.TaskGroup() as self._loops:
                 self._loops.create_task(self._heartbeat())
@@ -175,7 +168,7 @@ class Worker:
         finally:
             await self._give_back()
 
-    # ---- leases
+    # ---- the loop: leases in, groups out
 
     async def _intake(self, stream: StreamName, room: Callable[[], int]) -> None:
         while True:
@@ -191,14 +184,14 @@ class Worker:
             lineage, held = self._follower.lineage, self._follower.held
             if not self._leases:
                 self._status.wait_begins(TASK)
-            asked = self._loops.create_task(self._ask(stream, most, held, lineage))
+            request = self._loops.create_task(self._lease(stream, most, held, lineage))
             newer = asyncio.ensure_future(self._follower.past(lineage, held))
-            # A request parked under an old `held` admits less than the new one would: take it back.
-            await asyncio.wait({asked, newer}, return_when=asyncio.FIRST_COMPLETED)
+            # A request that waits under an old `held` admits less than a new one would: cancel it.
+            await asyncio.wait({request, newer}, return_when=asyncio.FIRST_COMPLETED)
             newer.cancel()
-            asked.cancel()
+            request.cancel()
 
-    async def _ask(self, stream: StreamName, most: int, held: Version, lineage: int) -> None:
+    async def _lease(self, stream: StreamName, most: int, held: Version, lineage: int) -> None:
         try:
             leases = await self._client.lease(stream, held=held, lineage=lineage, most=most, wait_s=LEASE_S)
         except RefusedError as refusal:
@@ -208,42 +201,23 @@ class Worker:
             await self._follower.past(lineage, held)
             return
         for lease in leases:
-            self._take(stream, lease)
+            self._begin(stream, lease)
 
-    def _take(self, stream: StreamName, lease: Lease) -> None:
+    def _begin(self, stream: StreamName, lease: Lease) -> None:
         self._status.wait_ends(TASK)
         key = (stream, lease.task.ordinal, lease.epoch)
         if key in self._leases:
             return
         self._leases[key] = (stream, lease)
-        if stream == EVAL:
-            self._evaluating.add(key)
-        else:
-            self._sampling[key] = asyncio.get_running_loop().time()
-        self._working[key] = self._loops.create_task(self._work(key, stream, lease))
-        self._working[key].add_done_callback(lambda _: self._ended(key))
+        since = asyncio.get_running_loop().time() if stream == TRAIN else None
+        job = self._loops.create_task(self._work(key, stream, lease))
+        self._running[key] = _Running(job, stream, since)
+        job.add_done_callback(lambda _: self._ended(key))
 
     def _ended(self, key: Key) -> None:
-        """However it ended: done, failed, or cancelled before it began."""
-        self._working.pop(key, None)
-        self._sampling.pop(key, None)
-        self._evaluating.discard(key)
+        """It is done, has failed, or was cancelled before it began."""
+        self._running.pop(key, None)
         self._room.set()
-
-    def _train_room(self) -> int:
-        return 0 if self._evaluating else self._admission.room(self._under_way())
-
-    def _under_way(self) -> int:
-        """Samples of training leases that the engine has not finished."""
-        now, engine = asyncio.get_running_loop().time(), self._look()
-        new = sum(now - since < LOOK_S for since in self._sampling.values())
-        in_engine = int(engine["running"] + engine["waiting"])
-        return min(self._samples * len(self._sampling), self._samples * new + in_engine)
-
-    def _eval_room(self) -> int:
-        return 1 - len(self._evaluating)
-
-    # ---- one lease
 
     async def _work(self, key: Key, stream: StreamName, lease: Lease) -> None:
         try:
@@ -251,34 +225,30 @@ class Worker:
             group = await make(key, lease)
             await self._follower.settled()
             self._news.set()
-            if stream == TRAIN and not self._pool_rewards and not self._passes(group):
+            pool_rewards = REWARDS in self._config.placement.pools
+            if stream == TRAIN and not pool_rewards and not passes_filter(group, self._config):
                 await self._drop(stream, lease, FILTERED)
             else:
-                lacking_rewards = [*group.columns] if self._pool_rewards else None
-                await self._client.commit(stream, lease, group, lacking_rewards)
-                self._counts[f"groups/{stream}"] += 1
-        except PromptTooLongError as error:
-            await self._drop(stream, lease, "too_long", error)
-        except RewardError as error:
-            await self._drop(stream, lease, "reward", error)
-        except RequestFailedError as error:
-            await self._drop(stream, lease, "engine", error)
-        except EnvironmentFailedError as error:
-            await self._drop(stream, lease, "environment", error)
+                without_rewards = [*group.columns] if pool_rewards else None
+                await self._client.commit(stream, lease, group, without_rewards)
+                self._telemetry.counts[f"groups/{stream}"] += 1
+        except tuple(DROP_REASONS) as error:
+            reason = next(reason for kind, reason in DROP_REASONS.items() if isinstance(error, kind))
+            await self._drop(stream, lease, reason, error)
         except RefusedError as refusal:
-            self._counts[f"refused/{refusal.reason}"] += 1
+            self._telemetry.counts[f"refused/{refusal.reason}"] += 1
         self._leases.pop(key, None)
 
     async def _generate(self, key: Key, lease: Lease) -> Group:
         task, keep = lease.task, partial(self._keep, lease)
         samples = await self._rollouts.sample(task, "/".join(map(str, key)), lease.progress, keep)
         # Scoring takes no room: a slow reward must not starve the engine.
-        self._sampling.pop(key, None)
+        self._running[key].sampling_since = None
         self._room.set()
         return await self._rollouts.score(task, samples)
 
     async def _keep(self, lease: Lease, frames: Sequence[bytes]) -> None:
-        """Finished turns go on with whoever has the task next. As with a commit, not those of unverified weights."""
+        """Hand finished turns to the task's next lease. As with a commit, not those of unverified weights."""
         await self._follower.settled()
         await self._client.progress(TRAIN, lease, frames)
 
@@ -291,20 +261,39 @@ class Worker:
     async def _drop(
         self, stream: StreamName, lease: Lease, reason: str, error: Exception | None = None
     ) -> None:
-        self._counts[f"dropped/{reason}"] += 1
+        counts, name = self._telemetry.counts, f"dropped/{reason}"
+        counts[name] += 1
         self._news.set()
         if error is not None:
             self._status.failure = str(error)
-            count = self._counts[f"dropped/{reason}"]
-            if count <= LOGGED or not count & (count - 1):
+            if counts[name] <= LOGGED or not counts[name] & (counts[name] - 1):
                 which = f"task {lease.task.ordinal} of stream {stream}"
                 log.warning(
-                    "%s drops %s, its drop %d of reason %s: %s", self.name, which, count, reason, error
+                    "%s drops %s, its drop %d of reason %s: %s", self.name, which, counts[name], reason, error
                 )
         try:
             await self._client.drop(stream, lease, reason)
         except RefusedError as refusal:
-            self._counts[f"refused/{refusal.reason}"] += 1
+            counts[f"refused/{refusal.reason}"] += 1
+
+    # ---- room
+
+    def _train_room(self) -> int:
+        """Leases to request."""
+        evaluating = any(one.stream == EVAL for one in self._running.values())
+        return 0 if evaluating else self._admission.room(self._under_way())
+
+    def _eval_room(self) -> int:
+        return 1 - sum(one.stream == EVAL for one in self._running.values())
+
+    def _under_way(self) -> int:
+        """Samples of training leases that the engine has not finished."""
+        now, engine = asyncio.get_running_loop().time(), self._telemetry.engine()
+        since = [one.sampling_since for one in self._running.values() if one.sampling_since is not None]
+        new = sum(now - begun < LOOK_S for begun in since)
+        in_engine = int(engine["running"] + engine["waiting"])
+        samples = self._admission.group
+        return min(samples * len(since), samples * new + in_engine)
 
     # ---- heartbeat
 
@@ -315,7 +304,7 @@ class Worker:
                 self._under_way(), stats.get("kv_usage", 0.0), stats.get("preemptions", 0.0)
             )
             await self._report(stats)
-            await asyncio.sleep(self._heartbeat_s)
+            await asyncio.sleep(self._config.generator.heartbeat_s)
 
     async def _report_news(self) -> None:
         """The learner reads the totals when it has trained on a group, maybe before the next heartbeat."""
@@ -330,45 +319,20 @@ class Worker:
         renewal = await self._client.renew(stats)
         if renewal.closed:
             raise RunClosedError("the queue closed the run")
-        for stream, ordinal, epoch in renewal.lost:
-            self._lose((stream, ordinal, epoch))
+        for key in renewal.lost:
+            self._lose(key)
 
     def _lose(self, key: Key) -> None:
         """Another worker has this task by now."""
         self._leases.pop(key, None)
-        work = self._working.get(key)
+        work = self._running.get(key)
         if work is not None:
-            self._counts["lost"] += 1
-            work.cancel()
+            self._telemetry.counts["lost"] += 1
+            work.job.cancel()
 
     def stats(self) -> dict[str, Any]:
-        """Telemetry for the queue to keep, totals of this process unless said otherwise.
-
-        tokens · running, waiting samples now · kv_usage, preemptions of engines that tell · admitted: samples that
-        may be under way · held, lineage · leases now · weights/… of the follower · probes: the prober's reports
-        reward/… of the reward function · seconds {span of the engine: seconds}
-        groups/<stream>, dropped/<reason>, refused/<reason>, lost
-        """
-        return {
-            **self._look(),
-            **self._follower.stats(),
-            **self._rollouts.stats(),
-            **self._counts,
-            "held": self._follower.held,
-            "lineage": self._follower.lineage,
-            "leases": len(self._leases),
-            "seconds": dict(self._seconds),
-            "admitted": self._admission.limit,
-            **({"probes": self._prober.reports()} if self._prober is not None else {}),
-        }
-
-    def _look(self) -> dict[str, float]:
-        """The engine's stats of now; its seconds are added to the totals."""
-        engine = self._engine.stats()
-        for name, seconds in engine.items():
-            if name.startswith(SECONDS):
-                self._seconds[name.removeprefix(SECONDS)] += seconds
-        return {name: value for name, value in engine.items() if not name.startswith(SECONDS)}
+        """See `WorkerTelemetry.collect`."""
+        return self._telemetry.collect(len(self._leases), self._admission.limit)
 
     async def _give_back(self) -> None:
         returned = 0

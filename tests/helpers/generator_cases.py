@@ -20,6 +20,7 @@ from asyncrl.generator.rollouts import Rollouts
 from asyncrl.generator.scoring.rewards import Scorer
 from asyncrl.generator.weights import WeightFollower
 from asyncrl.generator.worker import Worker
+from asyncrl.queue.client.replies import Lease, Renewal
 from asyncrl.sync.tensors.bucket import Shards
 from asyncrl.types import Group, Task
 
@@ -47,19 +48,6 @@ class Letters:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         assert skip_special_tokens
         return "".join(chr(i) for i in ids)
-
-
-@dataclass(frozen=True)
-class FakeLease:
-    task: Task
-    epoch: int
-    progress: tuple[bytes, ...] = ()
-
-
-@dataclass(frozen=True)
-class FakeRenewal:
-    lost: list[tuple[str, int, int]]
-    closed: bool
 
 
 @dataclass
@@ -107,9 +95,7 @@ class FakeQueue:
             raise DeadlineError("worker", "the queue", key, wait_s) from None
         return self.directory[key]
 
-    async def lease(
-        self, stream: str, *, held: int, lineage: int, most: int, wait_s: float
-    ) -> list[FakeLease]:
+    async def lease(self, stream: str, *, held: int, lineage: int, most: int, wait_s: float) -> list[Lease]:
         self.asked.append((stream, held, most))
         await self.tell()
 
@@ -128,16 +114,16 @@ class FakeQueue:
                 raise RefusedError("lineage")
             chosen = allowed()
             self.pending[stream] = [entry for entry in self.pending[stream] if entry not in chosen]
-            return [FakeLease(task, 1) for task, _ in chosen]
+            return [Lease(task, 1) for task, _ in chosen]
 
-    async def renew(self, stats: Mapping[str, Any]) -> FakeRenewal:
+    async def renew(self, stats: Mapping[str, Any]) -> Renewal:
         self.stats = stats
         lost, self.lost = self.lost, []
         await self.tell()
-        return FakeRenewal(lost, self.closed)
+        return Renewal(lost, self.closed)
 
     async def commit(
-        self, stream: str, lease: FakeLease, group: Group, columns: Sequence[str] | None = None
+        self, stream: str, lease: Lease, group: Group, columns: Sequence[str] | None = None
     ) -> None:
         if lease.task.ordinal in self.fenced:
             raise RefusedError("fenced")
@@ -145,11 +131,11 @@ class FakeQueue:
         self.columns[stream, lease.task.ordinal] = columns
         await self.tell()
 
-    async def drop(self, stream: str, lease: FakeLease, reason: str) -> None:
+    async def drop(self, stream: str, lease: Lease, reason: str) -> None:
         self.dropped[lease.task.ordinal] = reason
         await self.tell()
 
-    async def give_back(self, stream: str, leases: Sequence[FakeLease]) -> None:
+    async def give_back(self, stream: str, leases: Sequence[Lease]) -> None:
         self.returned += [lease.task.ordinal for lease in leases]
 
 

@@ -107,7 +107,7 @@ class Rates:
 
 
 class GeneratorView(ProcessView):
-    """Figures of `generator/worker.py`, `Worker.stats`."""
+    """Figures of `generator/telemetry.py`."""
 
     def values(self) -> Iterator[Value]:
         now = self._figures

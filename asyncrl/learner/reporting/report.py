@@ -28,7 +28,7 @@ EDGE_VERSIONS = 5
 """reward_start and reward_end are means over this many versions."""
 
 WorkerStats = Mapping[str, Any]
-"""What a worker says of itself (generator/worker.py): tokens, seconds {span: s} and weights/flips since its start,
+"""What a worker says of itself (generator/telemetry.py): tokens, seconds {span: s} and weights/flips since its start,
 held, weights/pauses_ms and weights/fetches_ms of its last flips, and weights/floor_ms, the least a pause can be."""
 
 

@@ -14,7 +14,6 @@ from generator_cases import (
     CONFIG,
     PATIENCE_S,
     FakeLearner,
-    FakeRenewal,
     House,
     house,
     letter_of,
@@ -33,7 +32,7 @@ from asyncrl.generator.engines.receiver import Learner, LostWeightsError
 from asyncrl.generator.engines.retry import RequestFailedError
 from asyncrl.generator.scoring.failure_streak import FIRST
 from asyncrl.generator.worker import Worker
-from asyncrl.telemetry.status import ProcessStatus
+from asyncrl.queue.client.replies import Renewal
 from asyncrl.types import Scored, Step, Task, Turn
 
 RARE_HEARTBEATS = replace(
@@ -682,7 +681,7 @@ async def test_a_cancelled_worker_gives_back_what_it_has() -> None:
 async def test_a_queue_that_is_gone_ends_the_worker_by_name() -> None:
     async with house() as h:
 
-        async def renew(stats: Mapping[str, Any]) -> FakeRenewal:
+        async def renew(stats: Mapping[str, Any]) -> Renewal:
             raise DeadlineError("worker", "the queue", "an answer to 'renew'", 1.0)
 
         h.queue.renew = renew  # type: ignore[method-assign]
