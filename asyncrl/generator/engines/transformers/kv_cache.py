@@ -1,6 +1,6 @@
 """A static KV cache and the attention that reads and writes it, for any model of transformers' registry.
 
-A forward is always one packed row of tokens [1, N]. What each token is comes with the pass it belongs to:
+A forward is always one packed row of tokens [1, N], of one of two kinds:
 
     Prefill   the prompts of new requests, one after another; each attends to itself, and its keys and values
               are stored in the rows of all samples of the request
@@ -28,7 +28,7 @@ ATTENTION = "asyncrl_slots"
 
 
 class UnsupportedAttentionError(NotImplementedError):
-    """The model asks its attention for something that this cache does not do."""
+    """The model needs an attention that this cache does not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,24 +71,24 @@ class KVCache:
         return self.layers[index]
 
     def _store(self, like_1KND: Tensor) -> Tensor:
-        # Zeros, not whatever the memory held: hidden columns are multiplied by 0, and 0 * NaN is NaN.
+        # Zeros, not the memory as it is: hidden columns are multiplied by 0, and 0 * NaN is NaN.
         return like_1KND.new_zeros(self.rows, like_1KND.shape[1], self.columns, like_1KND.shape[3])
 
 
-_running = threading.local()
+_pass = threading.local()
 
 
 @contextmanager
 def attending(cache: KVCache, of: Prefill | Decode) -> Iterator[None]:
     """Within this block, on this thread, a model with ATTENTION uses `cache`."""
-    _running.cache, _running.of = cache, of
+    _pass.cache, _pass.of = cache, of
     try:
         yield
     finally:
-        del _running.cache, _running.of
+        del _pass.cache, _pass.of
 
 
-def attend(
+def cached_attention(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -99,7 +99,7 @@ def attend(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """The attention function: query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]."""
-    cache, of = _running.cache, _running.of
+    cache, of = _pass.cache, _pass.of
     _check(options, cache.columns)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     stores = cache.layer(module.layer_idx, key, value)
@@ -154,4 +154,4 @@ def _check(options: dict[str, Any], columns: int) -> None:
             raise UnsupportedAttentionError(f"the attention option {name!r}")
 
 
-ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION, cached_attention)

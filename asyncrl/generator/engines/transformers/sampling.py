@@ -17,7 +17,7 @@ from asyncrl.types import Array
 
 
 class Support(NamedTuple):
-    """What each row may draw from, as `types.Sampling` says it."""
+    """The tokens that each row may draw, by the limits of `types.Sampling`."""
 
     top_p_R: Array
     top_k_R: Array
@@ -28,14 +28,21 @@ class Support(NamedTuple):
         return bool((self.top_p_R < 1).any() or (self.top_k_R > 0).any() or (self.min_p_R > 0).any())
 
 
-def draw(
+def sample_tokens(
     logits_RV: torch.Tensor, temperature_R: Array, uniform_R: Array, support: Support | None = None
 ) -> tuple[Array, Array]:
     """One token per row by inverse CDF over softmax(logits / temperature) on the support; temperature 0 takes the
-    arg max. support: none for all tokens.
+    arg max.
 
-    Returns (tokens [R] int64, log-probs [R] float32). A log-prob is that of the distribution drawn from; a
-    greedy token gets its log-prob at temperature 1. Raises FloatingPointError if one is not finite.
+    Args:
+        support: None for all tokens.
+
+    Returns:
+        (tokens [R] int64, log-probs [R] float32). A log-prob is that of the distribution drawn from; a greedy token
+        gets its log-prob at temperature 1.
+
+    Raises:
+        FloatingPointError: A log-prob is not finite.
     """
     logits_RV = logits_RV.float()
     greedy_R = temperature_R == 0.0
@@ -56,7 +63,7 @@ def draw(
 
 
 def _kept(logp_RV: torch.Tensor, support: Support) -> torch.Tensor:
-    """bool [R, V]: what the row may draw, by min_p, then top_k, then top_p of what these left."""
+    """bool [R, V]: the tokens that a row may draw, by min_p, then top_k, then top_p of the rest."""
     device, vocabulary = logp_RV.device, logp_RV.shape[1]
     top_p_R1, top_k_R1, min_p_R1 = (torch.from_numpy(one).to(device)[:, None] for one in support)
     sorted_RV, order_RV = logp_RV.sort(dim=-1, descending=True, stable=True)

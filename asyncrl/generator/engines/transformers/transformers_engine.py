@@ -4,18 +4,18 @@
   ──────────                                      ─────────────
   sample ─▸ inbox ───────────────────────────────▸ read between two steps
   abort  ─▸ inbox ───────────────────────────────▸
-  sample ◂─ turns ───────────────────────────────── told by each step that finishes a request
-  flip   ─▸ _run, visit ─────────────────────────▸ copy staged over live
-  work   ─▸ _run, visit ─────────────────────────▸ steps, until nothing is left or a flip waits
+  sample ◂─ turns ───────────────────────────────── each step that finishes a request
+  flip   ─▸ _run ────────────────────────────────▸ copy staged over live
+  work   ─▸ _run ────────────────────────────────▸ steps, until nothing is left or a flip waits
   nothing to do: _run waits for the inbox
 
-    generator.kv   keep: samples in flight go on with the keys and values that they have
-                   recompute: those are made again by the new weights, while everybody waits
+    generator.kv   keep: samples in flight keep their keys and values
+                   recompute: the new weights make them again, while everybody waits
                    drain: no sample begins any more, the flip comes when all have ended. This wait needs no deadline:
                    each of them has a last column, and waits for nothing but this thread
 
 The thread waits for the event loop only when it has nothing to do: however busy the loop is, the next step begins.
-Only `_run` visits the thread, one visit at a time, and only visits touch the batch: it needs no lock.
+Only `_run` uses the thread, one call at a time, and only these calls touch the batch: it needs no lock.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from asyncrl.config.schema import Config, ModelConfig
 from asyncrl.config.sections.generator import KvAtFlip
 from asyncrl.errors import ConfigError, RunClosedError
-from asyncrl.generator.engines.engine import SampleRequest
+from asyncrl.generator.engines.engine import SampleRequest, check_complete, span_seconds
 from asyncrl.generator.engines.local_receiver import local_receiver
 from asyncrl.generator.engines.receiver import WeightReader, WeightReceiver
 from asyncrl.generator.engines.transformers.kv_cache import ATTENTION, UnsupportedAttentionError
@@ -74,7 +74,7 @@ class TransformersEngine:
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._inbox: deque[Callable[[], None]] = deque()
-        self._asked = self._added = 0  # samples; the first is the loop's to change, the other the thread's
+        self._requested = self._added = 0  # samples; the loop changes the first, the thread the other
         self._flips: list[tuple[Mapping[str, Tensor], Version, asyncio.Future[float]]] = []
         self._results: dict[str, asyncio.Future[list[Turn]]] = {}
         self._wake = asyncio.Event()
@@ -92,30 +92,28 @@ class TransformersEngine:
         self._runner = asyncio.create_task(self._run(), name="engine")
 
     async def sample(self, request: SampleRequest) -> list[Turn]:
-        self._alive()
+        self._check_running()
         if request.request_id in self._results:
             raise ValueError(f"request {request.request_id} is in flight already")
         result: asyncio.Future[list[Turn]] = self._loop.create_future()
         self._results[request.request_id] = result
-        self._asked += request.n
+        self._requested += request.n
         self._put(lambda: self._add(request, result))
         try:
             return await result
         except asyncio.CancelledError:
-            self._put(lambda: self._remove(request.request_id))
+            await self.abort(request.request_id)
             raise
 
     async def abort(self, request_id: str) -> None:
-        self._put(lambda: self._remove(request_id))
+        self._put(lambda: self._report(request_id, self._batch.remove(request_id) or []))
 
     def weight_targets(self) -> dict[str, Tensor]:
         return dict(self._targets)
 
     async def flip(self, staged: Mapping[str, Tensor], version: Version) -> float:
-        self._alive()
-        missing = sorted(self._targets.keys() - staged.keys())
-        if missing:
-            raise ValueError(f"flip to version {version} lacks {len(missing)} parameters, e.g. {missing[0]}")
+        self._check_running()
+        check_complete(self._targets, staged, version)
         done: asyncio.Future[float] = self._loop.create_future()
         self._flips.append((staged, version, done))
         self._wake.set()
@@ -125,14 +123,13 @@ class TransformersEngine:
         return local_receiver(self, reader)
 
     def stats(self) -> dict[str, float]:
-        seconds = {f"seconds/{name}": value for name, value in self._spans.take().items()}
         return {
             "tokens": float(self._batch.tokens_made),
             "running": float(self._batch.running),
-            "waiting": float(self._asked - self._added + self._batch.waiting),
+            "waiting": float(self._requested - self._added + self._batch.waiting),
             "kv_usage": self._batch.running / self._batch.slots,
             "preemptions": 0.0,
-            **seconds,
+            **span_seconds(self._spans),
         }
 
     async def close(self) -> None:
@@ -150,7 +147,7 @@ class TransformersEngine:
                         await self._flip_next()
                 elif self._inbox or not self._batch.idle:
                     with self._spans("compute"):
-                        await self._visit(self._steps)
+                        await self._loop.run_in_executor(self._thread, self._steps)
                 else:
                     self._wake.clear()
                     with self._spans("wait/tasks"):
@@ -168,10 +165,11 @@ class TransformersEngine:
     async def _flip_next(self) -> None:
         staged, version, done = self._flips.pop(0)
         start, recompute = time.perf_counter(), self._kv == "recompute"
+        arguments = staged, self._targets, version, recompute
         try:
-            await self._visit(lambda: self._batch.flip(staged, self._targets, version, recompute))
+            await self._loop.run_in_executor(self._thread, self._batch.flip, *arguments)
         except (RuntimeError, KeyError) as error:
-            _settle(done, error=error)
+            _settle(done, error)
         else:
             _settle(done, time.perf_counter() - start)
 
@@ -184,43 +182,31 @@ class TransformersEngine:
             if self._batch.idle:
                 return
             for request_id, turns in self._batch.step(admit=not self._flips):
-                self._tell(self._finish, request_id, turns)
+                self._report(request_id, turns)
 
     def _add(self, request: SampleRequest, result: asyncio.Future[list[Turn]]) -> None:
         if not result.done():
             try:
                 self._batch.add(request)
             except ValueError as error:
-                self._tell(self._refuse, request.request_id, error)
+                self._report(request.request_id, error)
         self._added += request.n
 
-    def _remove(self, request_id: str) -> None:
-        turns = self._batch.remove(request_id)
-        self._tell(self._finish, request_id, turns or [])
-
-    def _tell(self, act: Callable[..., None], *args: Any) -> None:
-        self._loop.call_soon_threadsafe(act, *args)
+    def _report(self, request_id: str, result: list[Turn] | Exception) -> None:
+        self._loop.call_soon_threadsafe(self._end_request, request_id, result)
 
     # ---- on the event loop
 
-    def _finish(self, request_id: str, turns: list[Turn]) -> None:
-        result = self._results.pop(request_id, None)
-        if result is not None:
-            _settle(result, turns)
-
-    def _refuse(self, request_id: str, error: Exception) -> None:
-        result = self._results.pop(request_id, None)
-        if result is not None:
-            _settle(result, error=error)
+    def _end_request(self, request_id: str, result: list[Turn] | Exception) -> None:
+        waiting = self._results.pop(request_id, None)
+        if waiting is not None:
+            _settle(waiting, result)
 
     def _put(self, act: Callable[[], None]) -> None:
         self._inbox.append(act)
         self._wake.set()
 
-    async def _visit(self, work: Callable[[], Result]) -> Result:
-        return await self._loop.run_in_executor(self._thread, work)
-
-    def _alive(self) -> None:
+    def _check_running(self) -> None:
         if self._runner is None:
             raise RuntimeError("the engine was not started")
         if self._runner.done():
@@ -229,27 +215,25 @@ class TransformersEngine:
 
     def _end(self, error: Exception) -> None:
         for result in self._results.values():
-            _settle(result, error=error)
+            _settle(result, error)
         for _, _, done in self._flips:
-            _settle(done, error=error)
+            _settle(done, error)
         self._results.clear()
         self._flips.clear()
 
 
-def _settle(
-    future: asyncio.Future[Result], value: Result | None = None, error: Exception | None = None
-) -> None:
-    """Unless whoever waited has given up."""
+def _settle(future: asyncio.Future[Result], result: Result | Exception) -> None:
+    """Unless the caller has given up."""
     if future.done():
         return
-    if error is not None:
-        future.set_exception(error)
+    if isinstance(result, Exception):
+        future.set_exception(result)
     else:
-        future.set_result(value)  # type: ignore[arg-type]
+        future.set_result(result)
 
 
 def check_attention(model: PreTrainedModel, max_length: int) -> None:
-    """Run two tokens through the model. Raises ConfigError unless all layers attend by `attend`."""
+    """Run two tokens through the model. Raises ConfigError unless all layers use `cached_attention`."""
     probe = SlotBatch(model, slots=1, max_length=max_length, end_ids=(), version=NO_VERSION)
     path = model.config._name_or_path or type(model).__name__
     try:
@@ -270,7 +254,7 @@ def check_attention(model: PreTrainedModel, max_length: int) -> None:
 
 
 def end_ids_of(*sources: object) -> list[int]:
-    """Every token id that the generation config, the model's config or the tokenizer calls the end."""
+    """All end tokens of the generation config, the model's config and the tokenizer."""
     found: set[int] = set()
     for source in sources:
         ids = getattr(source, "eos_token_id", None)
@@ -279,7 +263,7 @@ def end_ids_of(*sources: object) -> list[int]:
 
 
 def load_end_ids(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Of a model that is not loaded here."""
+    """The end tokens of a model that is not loaded here."""
     model = load_model_config(config)
     try:
         generation = GenerationConfig.from_pretrained(config.path, local_files_only=True)
@@ -289,7 +273,7 @@ def load_end_ids(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> lis
 
 
 def load_transformers_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> TransformersEngine:
-    """The engine that the config asks for, on the GPU if this process sees one."""
+    """The engine by the config, on the GPU if this process sees one."""
     model = load_causal_lm(config.model, config.run.seed, ATTENTION)
     return TransformersEngine(
         model.to("cuda" if torch.cuda.is_available() else "cpu"),  # type: ignore[arg-type]

@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.counter_rng import stream_key, uniform, uniform_at
-from asyncrl.generator.engines.transformers.sampling import Support, draw
+from asyncrl.generator.engines.transformers.sampling import Support, sample_tokens
 
 LOGITS = torch.tensor([0.0, math.log(2.0), math.log(5.0), -math.inf])  # probabilities 1/8, 2/8, 5/8, 0
 
 
 def drawn(rows: int, temperature: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     uniform_R = uniform(seed, np.arange(rows), 0, 0)
-    return draw(LOGITS.expand(rows, -1), np.full(rows, temperature), uniform_R)
+    return sample_tokens(LOGITS.expand(rows, -1), np.full(rows, temperature), uniform_R)
 
 
 def test_the_generator_is_the_published_splitmix64() -> None:
@@ -77,17 +77,17 @@ def test_greedy_takes_the_most_likely_token_with_its_log_prob_at_temperature_one
 def test_greedy_and_drawn_rows_do_not_disturb_each_other() -> None:
     temperature_R = np.array([1.0, 0.0, 0.5, 1.0])
     uniform_R = uniform(0, np.arange(4), 0, 0)
-    tokens, logp = draw(LOGITS.expand(4, -1), temperature_R, uniform_R)
+    tokens, logp = sample_tokens(LOGITS.expand(4, -1), temperature_R, uniform_R)
     for row in range(4):
         at = slice(row, row + 1)
-        alone = draw(LOGITS[None], temperature_R[at], uniform_R[at])
+        alone = sample_tokens(LOGITS[None], temperature_R[at], uniform_R[at])
         assert (alone[0][0], alone[1][0]) == (tokens[row], logp[row])
 
 
 def test_the_extremes_of_the_uniform_number_hit_tokens_that_have_probability() -> None:
     lowest, highest = 2.0**-53, 1.0 - 2.0**-53
     logits_RV = torch.tensor([[-math.inf, 0.0, 0.1, -math.inf]] * 2)
-    tokens, _ = draw(logits_RV, np.ones(2), np.array([lowest, highest]))
+    tokens, _ = sample_tokens(logits_RV, np.ones(2), np.array([lowest, highest]))
     assert list(tokens) == [1, 2]
 
 
@@ -116,25 +116,25 @@ def test_a_cut_support_is_drawn_from_and_its_log_probs_are_of_what_is_left(
     rows = 20_000
     uniform_R = uniform(0, np.arange(rows), 0, 0)
     support = of_all_rows(rows, **cut)  # type: ignore[arg-type]
-    tokens, logp = draw(LOGITS.expand(rows, -1), np.ones(rows), uniform_R, support)
+    tokens, logp = sample_tokens(LOGITS.expand(rows, -1), np.ones(rows), uniform_R, support)
     assert np.bincount(tokens, minlength=4) / rows == pytest.approx([*left, 0.0], abs=0.015)
     assert np.exp(logp) == pytest.approx(np.array([*left, 0.0])[tokens])
 
 
 def test_a_cut_comes_after_the_temperature() -> None:
     # At temperature 0.5 the probabilities are 1/30, 4/30, 25/30: the likeliest alone has the mass 0.8.
-    tokens, logp = draw(LOGITS[None], np.array([0.5]), np.array([0.01]), of_all_rows(1, top_p=0.8))
+    tokens, logp = sample_tokens(LOGITS[None], np.array([0.5]), np.array([0.01]), of_all_rows(1, top_p=0.8))
     assert (tokens.tolist(), logp.tolist()) == ([2], [0.0])
 
 
 def test_each_row_is_cut_by_its_own_rule_and_a_greedy_one_by_none() -> None:
     support = Support(np.array([1.0, 0.1, 1.0, 0.1]), np.array([0, 0, 1, 1]), np.zeros(4))
     temperature_R, uniform_R = np.array([1.0, 1.0, 1.0, 0.0]), np.full(4, 1e-6)
-    tokens, logp = draw(LOGITS.expand(4, -1), temperature_R, uniform_R, support)
+    tokens, logp = sample_tokens(LOGITS.expand(4, -1), temperature_R, uniform_R, support)
     assert tokens.tolist() == [0, 2, 2, 2]
     assert np.exp(logp) == pytest.approx([1 / 8, 1, 1, 5 / 8])
 
 
 def test_logits_that_are_not_finite_are_refused() -> None:
     with pytest.raises(FloatingPointError):
-        draw(torch.tensor([[0.0, math.nan]]), np.ones(1), np.array([0.5]))
+        sample_tokens(torch.tensor([[0.0, math.nan]]), np.ones(1), np.array([0.5]))

@@ -26,7 +26,7 @@ from asyncrl.counter_rng import stream_key, uniform_at
 from asyncrl.errors import ConfigError, WeightSyncError
 from asyncrl.generator.engines.engine import SampleRequest
 from asyncrl.generator.engines.transformers.kv_cache import ATTENTION
-from asyncrl.generator.engines.transformers.sampling import draw
+from asyncrl.generator.engines.transformers.sampling import sample_tokens
 from asyncrl.generator.engines.transformers.slots import SlotBatch
 from asyncrl.generator.engines.transformers.transformers_engine import TransformersEngine, check_attention
 from asyncrl.types import Sampling, Turn
@@ -230,7 +230,9 @@ def by_hand(
     ids = torch.from_numpy(np.concatenate([turn.prompt_ids, turn.output_ids]))
     logits_TV = model(input_ids=ids[None]).logits[0, len(turn.prompt_ids) - 1 : -1]
     key, place_T = stream_key(asked.sampling.seed, asked.ordinal, sample), np.arange(len(turn.output_ids))
-    return draw(logits_TV, np.full(len(place_T), asked.sampling.temperature), uniform_at(key, place_T))
+    return sample_tokens(
+        logits_TV, np.full(len(place_T), asked.sampling.temperature), uniform_at(key, place_T)
+    )
 
 
 def flip_to(other: PreTrainedModel, slots: SlotBatch, recompute: bool = False) -> None:
