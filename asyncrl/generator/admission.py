@@ -1,10 +1,10 @@
-"""How many samples one engine is given: enough that a free slot finds its next prompt, no more than its memory takes.
+"""The number of samples of an engine: a free slot finds its next prompt, and the memory holds them all.
 
-    limit = slots + a lead        as long as the engine keeps everybody's KV
-            · ¾ of what it had    when it took KV away from samples to make room (a pre-emption: all of it is redone)
+    limit = slots + a lead        as long as the engine keeps the KV of all samples
+            · ¾ of the samples    when it took KV away from samples to make room (a pre-emption: all of it is redone)
             + one group           at each look at an engine that has memory to spare again
 
-The queue's staleness bound stands above it: this says only how many leases are worth asking for. Pure.
+The queue's staleness bound stands above it: this limits only the leases that are requested. Pure.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ LEAD = 0.25
 """Samples waiting beyond the slots, as a share of them: prompts at hand when slots fall free."""
 
 CUT = 0.75
-"""What is left of the samples under way after a pre-emption."""
+"""Share of the samples under way that remain after a pre-emption."""
 
 CALM = 0.9
-"""Share of the KV memory in use below which more is taken."""
+"""Share of the KV memory in use below which the limit rises."""
 
 
 class Admission:
@@ -31,7 +31,7 @@ class Admission:
         self._preemptions = 0.0
 
     def observe(self, under_way: int, kv_usage: float, preemptions: float) -> None:
-        """One look at the engine, at a steady pace. preemptions: since its start."""
+        """Adapt the limit, at a steady pace. preemptions: since the engine's start."""
         if preemptions > self._preemptions:
             self.limit = max(float(self.group), CUT * min(self.limit, under_way))
         elif kv_usage < CALM:
@@ -39,5 +39,5 @@ class Admission:
         self._preemptions = preemptions
 
     def room(self, under_way: int) -> int:
-        """Groups to ask for while so many samples are decoded or wait for it."""
+        """Groups to request while so many samples are decoded or wait for it."""
         return max(0, math.floor((self.limit - under_way) / self.group))

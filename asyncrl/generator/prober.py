@@ -1,4 +1,4 @@
-"""After each flip, a few tokens for the learner to compare with what it would have said: see `probes.py`.
+"""After each flip, a few tokens whose log-probs the learner compares with its own: see `probes.py`.
 
 held rises ──▸ one token after each of the prompts ──▸ reports, which travel with the worker's telemetry
 """
@@ -39,9 +39,9 @@ class Prober:
         while True:
             await self._follower.past(lineage, held)
             lineage, held = self._follower.lineage, self._follower.held
-            asked = (self._ask(f"probe/{lineage}/{held}/{p}", p) for p in range(len(self._prompts)))
+            requests = (self._sample(f"probe/{lineage}/{held}/{p}", p) for p in range(len(self._prompts)))
             try:
-                turns = await asyncio.gather(*asked)
+                turns = await asyncio.gather(*requests)
             except RequestFailedError as error:
                 log.warning("version %d goes without a probe: %s", held, error)
                 continue
@@ -61,6 +61,6 @@ class Prober:
         """The last few."""
         return list(self._reports)
 
-    async def _ask(self, name: str, prompt: int) -> Turn:
+    async def _sample(self, name: str, prompt: int) -> Turn:
         request = SampleRequest(name, self._prompts[prompt], self._sampling, ordinal=prompt)
         return (await self._engine.sample(request))[0]

@@ -39,11 +39,16 @@ async def run_generator(
     held_out: Mapping[str, Sequence[Task]] | None = None,
     status: ProcessStatus | None = None,
 ) -> None:
-    """Generate until the run is closed. held_out: the tasks of each set of `evaluation`, in their order · status: gets
-    the figures and the waits of this process.
+    """Generate until the run is closed.
 
-    Raises ConfigError for what the config asks in vain and where it is not the learner's, DeadlineError if the queue
-    does not answer, and WeightSyncError if the engine ends up with other weights than the learner's.
+    Args:
+        held_out: The tasks of each set of `evaluation`, in their order.
+        status: Receives the figures and the waits of this process.
+
+    Raises:
+        ConfigError: The config cannot work here, or differs from the learner's.
+        DeadlineError: The queue does not answer.
+        WeightSyncError: The engine has other weights than the learner's after a flip.
     """
     status = status or ProcessStatus()
     if config.generator.threads is not None:
@@ -91,8 +96,13 @@ async def run_generator(
 def load_engine(
     config: Config, tokenizer: PreTrainedTokenizerBase, name: str, load_weights: bool = False
 ) -> Engine:
-    """The engine that the config names. name: of this generator, for errors · load_weights: those of model.path into
-    vLLM too, whose ranks otherwise wait for the learner's; not into engines of one's own and servers."""
+    """The engine that the config names.
+
+    Args:
+        name: Of this generator, for errors.
+        load_weights: Load model.path into vLLM too, whose ranks otherwise wait for the learner's weights. Own engines
+            and servers ignore it.
+    """
     if config.generator.own_engine is not None:
         make = load_function(config.generator.own_engine, "generator.own_engine")
         return cast(Engine, make(config, tokenizer, name))

@@ -1,9 +1,9 @@
 """From a task to a scored group: prompt to ids, ids to samples, samples to text, text to reward.
 
     sample   task ──▸ engine ──▸ n rollouts, and a greedy one where the algorithm compares with it
-    score    rollouts ──▸ text ──▸ reward function ──▸ Group: rewards, their parts, what the function says of steps
+    score    rollouts ──▸ text ──▸ reward function ──▸ Group: rewards, their parts, steps
 
-One sample that cannot be had fails its whole task; in an evaluation it counts as 0.
+One sample that fails, fails its whole task; in an evaluation it counts as 0.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from asyncrl.config.schema import Config
-from asyncrl.config.sections.tasks import MAIN
+from asyncrl.config.schema import Config, GeneratorConfig
+from asyncrl.config.sections.tasks import MAIN, EvaluationSet
 from asyncrl.generator.agents.agent import Agent, EnvironmentFailedError
 from asyncrl.generator.agents.progress import Send, TaskProgress
-from asyncrl.generator.agents.trajectory import Trajectory
 from asyncrl.generator.engines.engine import PromptTooLongError, Sampler, SampleRequest
 from asyncrl.generator.engines.retry import RequestFailedError
 from asyncrl.generator.scoring.calls import all_of
@@ -27,18 +25,16 @@ from asyncrl.generator.scoring.rewards import RewardError, Scorer
 from asyncrl.generator.scoring.scores import Score
 from asyncrl.generator.scoring.steps import step_columns, token_ends
 from asyncrl.models import encode_prompt
-from asyncrl.types import ANSWER, UNSCORED, Array, Group, Rollout, Sampling, Task, Turn
+from asyncrl.types import ANSWER, UNSCORED, Array, Group, Rollout, Sampling, Task
 
 log = logging.getLogger(__name__)
-
-NONE_I64, NONE_F32, NONE_I32 = np.empty(0, np.int64), np.empty(0, np.float32), np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """A rollout before it is scored. text: what the reward function sees, the policy's last turn.
+    """A rollout before it is scored. text: the policy's last turn, which the reward function gets.
 
-    Of several turns, `rollout` has a step for each, and the rewards of its environment.
+    With several turns, `rollout` has a step for each, and the rewards of its environment.
     """
 
     rollout: Rollout
@@ -47,22 +43,14 @@ class Played:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """What was made of one task. greedy: not trained on, its reward is what the others are compared with."""
+    """The rollouts of one task. greedy: the others are compared with its reward; it is not trained on."""
 
     played: list[Played]
     greedy: Played | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Exam:
-    """How the tasks of an evaluation set are answered. samples: of each task."""
-
-    samples: int
-    sampling: Sampling
-
-
 class Rollouts:
-    """What one worker does with a task, apart from leases and weights. training: how training samples are drawn"""
+    """Makes and scores the rollouts of tasks. training: the sampling of training rollouts"""
 
     def __init__(
         self, engine: Sampler, tokenizer: PreTrainedTokenizerBase, scorer: Scorer, config: Config
@@ -71,26 +59,9 @@ class Rollouts:
         self._agent = Agent.from_config(engine, tokenizer, config)
         self._keeps, self._weights = config.agent.keep, config.reward.weights
         self._group_size, self._with_greedy = config.batch.group_size, config.greedy_rollout
-        self.training = Sampling(
-            temperature=config.generator.temperature,
-            max_tokens=config.generator.max_tokens,
-            seed=config.run.seed,
-            top_p=config.generator.top_p,
-            top_k=config.generator.top_k,
-            min_p=config.generator.min_p,
-        )
+        self.training = _sampling(config.generator, config)
         self._evaluations = {
-            name: Exam(
-                chosen.samples,
-                Sampling(
-                    temperature=chosen.temperature,
-                    max_tokens=chosen.max_tokens or config.generator.max_tokens,
-                    seed=config.run.seed,
-                    top_p=chosen.top_p,
-                    top_k=chosen.top_k,
-                    min_p=chosen.min_p,
-                ),
-            )
+            name: (_sampling(chosen, config), chosen.samples)
             for name, chosen in {MAIN: config.evaluation, **config.evaluation.named_sets}.items()
         }
         self._max_prompt_tokens = config.tasks.max_prompt_tokens
@@ -100,8 +71,12 @@ class Rollouts:
     ) -> Samples:
         """batch.group_size rollouts, and a greedy one if `config.greedy_rollout`.
 
-        kept: finished turns of an earlier lease · keep: called with those of this one, if rollouts have several.
-        Raises PromptTooLongError, EnvironmentFailedError.
+        Args:
+            kept: Finished turns of an earlier lease.
+            keep: Called with those of this one, if rollouts have several.
+
+        Raises:
+            PromptTooLongError, EnvironmentFailedError, RequestFailedError: The task is to be dropped.
         """
         self._check_prompt(task)
         greedy = replace(self.training, temperature=0.0)
@@ -109,21 +84,19 @@ class Rollouts:
             samplings = [self.training] * self._group_size + [greedy] * self._with_greedy
             played = await self._play(task, request_id, samplings, kept, keep if self._keeps else None)
         else:
-            requests = [self._ask(task, request_id, self.training, self._group_size)]
+            requests = [self._sample_turn(task, request_id, self.training, self._group_size)]
             if self._with_greedy:
-                requests.append(self._ask(task, f"{request_id}/greedy", greedy))
+                requests.append(self._sample_turn(task, f"{request_id}/greedy", greedy))
             played = [one for several in await all_of(requests) for one in several]
         return Samples(played, played.pop() if self._with_greedy else None)
 
     async def score(self, task: Task, samples: Samples) -> Group:
         """The group of these samples.
 
-        Raises RewardError if the reward of one cannot be had, or if only some of them have steps.
+        Raises RewardError if the reward of one fails, or if only some of them have steps.
         """
         every = [*samples.played] if samples.greedy is None else [*samples.played, samples.greedy]
-        scores = await self._scorer.score_group(
-            task, [played.text for played in every], [played.rollout for played in every]
-        )
+        scores = await self._scores(task, every)
         rollouts = [self._scored(task, *of) for of in zip(every, scores, strict=True)]
         greedy_reward = None if samples.greedy is None else rollouts.pop().reward
         if len({bool(rollout.columns) for rollout in rollouts}) > 1:
@@ -135,23 +108,25 @@ class Rollouts:
     async def evaluate(
         self, task: Task, held_out: Sequence[Task], request_id: str, name: str = MAIN
     ) -> Group:
-        """The samples of each of these held-out tasks, task by task, as the group of `task`. name: of their set.
+        """The samples of held-out tasks, task by task, as the group of `task`. name: of their set.
 
-        What cannot be answered or scored counts as 0, with a warning and the part UNSCORED: an accuracy over fewer
-        tasks would be another number. The part ANSWER says which samples of a task agree, if the reward function
-        names answers.
+        Tasks that cannot be answered or scored count as 0, with a warning and the part UNSCORED: an accuracy over
+        fewer tasks would be another number. The part ANSWER shows which samples of a task agree, if the reward
+        function returns answers.
         """
-        exam = self._evaluations[name]
-        several = await all_of(self._evaluated(one, f"{request_id}/{one.ordinal}", exam) for one in held_out)
-        return Group.from_rollouts(task, exam.sampling, [one for rollouts in several for one in rollouts])
+        sampling, samples = self._evaluations[name]
+        several = await all_of(
+            self._evaluated(one, f"{request_id}/{one.ordinal}", sampling, samples) for one in held_out
+        )
+        return Group.from_rollouts(task, sampling, [one for rollouts in several for one in rollouts])
 
     async def answer(self, task: Task, request_id: str) -> str:
         """The text of one sample as in training. Raises PromptTooLongError."""
-        (played,) = await self._several(task, request_id, self.training, 1)
+        (played,) = await self._played(task, request_id, self.training, 1)
         return played.text
 
     def stats(self) -> dict[str, float]:
-        """What the worker reports of the reward function and of turns, see `Scorer.stats` and `Agent.stats`."""
+        """See `Scorer.stats` and `Agent.stats`."""
         return {**self._scorer.stats(), **(self._agent.stats() if self._agent is not None else {})}
 
     def _check_prompt(self, task: Task) -> None:
@@ -161,13 +136,18 @@ class Rollouts:
                 f"a prompt of {length} tokens is longer than tasks.max_prompt_tokens={most}"
             )
 
-    async def _several(self, task: Task, request_id: str, sampling: Sampling, n: int) -> list[Played]:
+    async def _scores(self, task: Task, played: Sequence[Played]) -> list[Score]:
+        return await self._scorer.score_group(
+            task, [one.text for one in played], [one.rollout for one in played]
+        )
+
+    async def _played(self, task: Task, request_id: str, sampling: Sampling, n: int) -> list[Played]:
         if self._agent is not None:
             return await self._play(task, request_id, [sampling] * n)
-        return await self._ask(task, request_id, sampling, n)
+        return await self._sample_turn(task, request_id, sampling, n)
 
-    async def _ask(self, task: Task, request_id: str, sampling: Sampling, n: int = 1) -> list[Played]:
-        """Of one turn."""
+    async def _sample_turn(self, task: Task, request_id: str, sampling: Sampling, n: int = 1) -> list[Played]:
+        """n rollouts of one turn."""
         prompt_ids = encode_prompt(self._tokenizer, task)
         turns = await self._engine.sample(SampleRequest(request_id, prompt_ids, sampling, task.ordinal, n))
         return [Played(Rollout.from_turn(turn), self._text(turn.output_ids)) for turn in turns]
@@ -180,12 +160,12 @@ class Rollouts:
         kept: Sequence[bytes] = (),
         keep: Send | None = None,
     ) -> list[Played]:
-        """Of several turns: one for each of `samplings`."""
+        """Rollouts of several turns, one for each of `samplings`."""
         assert self._agent is not None
         play, count = self._agent.play, len(samplings)
         progress = TaskProgress(count, kept, keep)
         try:
-            made: list[Trajectory] = await all_of(
+            made = await all_of(
                 play(task, request_id, sampling, sample=i, of=count, trajectory=one, changed=progress.changed)
                 for i, (sampling, one) in enumerate(zip(samplings, progress.trajectories, strict=True))
             )
@@ -193,18 +173,18 @@ class Rollouts:
             progress.close()
         return [Played(one.rollout(self._weights), self._text(one.last_words)) for one in made]
 
-    async def _evaluated(self, task: Task, request_id: str, exam: Exam) -> list[Rollout]:
+    async def _evaluated(
+        self, task: Task, request_id: str, sampling: Sampling, samples: int
+    ) -> list[Rollout]:
         try:
-            played = await self._several(task, request_id, exam.sampling, exam.samples)
+            played = await self._played(task, request_id, sampling, samples)
         except (PromptTooLongError, EnvironmentFailedError, RequestFailedError) as error:
             log.warning("held-out task %d counts as 0: %s", task.ordinal, error)
             prompt_ids = encode_prompt(self._tokenizer, task)
-            empty = Rollout.from_turn(Turn(prompt_ids, NONE_I64, NONE_F32, NONE_I32, "length"))
-            return [_unscored(empty)] * exam.samples
+            nothing = SampleRequest(request_id, prompt_ids, sampling, task.ordinal).turn((), (), (), "length")
+            return [_unscored(Rollout.from_turn(nothing))] * samples
         try:
-            scores = await self._scorer.score_group(
-                task, [one.text for one in played], [one.rollout for one in played]
-            )
+            scores = await self._scores(task, played)
             rollouts = [
                 replace(self._scored(task, one, replace(score, steps=None)), columns={})
                 for one, score in zip(played, scores, strict=True)
@@ -215,7 +195,7 @@ class Rollouts:
         return _with_answers(rollouts, [score.answer for score in scores])
 
     def _scored(self, task: Task, played: Played, score: Score) -> Rollout:
-        """With the columns of the steps that the reward function tells of, if it does."""
+        """The rollout with its reward, and the columns of steps if the reward function returns steps."""
         rollout, columns = played.rollout, played.rollout.columns
         if twice := rollout.reward_parts.keys() & score.parts.keys():
             raise RewardError(
@@ -239,12 +219,23 @@ class Rollouts:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
 
+def _sampling(chosen: GeneratorConfig | EvaluationSet, config: Config) -> Sampling:
+    return Sampling(
+        temperature=chosen.temperature,
+        max_tokens=chosen.max_tokens or config.generator.max_tokens,
+        seed=config.run.seed,
+        top_p=chosen.top_p,
+        top_k=chosen.top_k,
+        min_p=chosen.min_p,
+    )
+
+
 def _unscored(rollout: Rollout) -> Rollout:
     return replace(rollout, reward=0.0, reward_parts={UNSCORED: 1.0}, columns={})
 
 
 def _with_answers(rollouts: list[Rollout], answers: Sequence[str | None]) -> list[Rollout]:
-    """With the part ANSWER, if there is an answer."""
+    """The rollouts with the part ANSWER, if there is an answer."""
     if not any(answers):
         return rollouts
     return [

@@ -28,8 +28,8 @@ class OneThread:
 
 
 def as_failure(raised: BaseException) -> Exception:
-    """An error that fails one call. What would end the process (SystemExit), cancel the caller (CancelledError) or does
-    not fit into a future (StopIteration) is its cause.
+    """An error that fails one call alone: one that would end the process (SystemExit), cancel the caller
+    (CancelledError) or does not fit into a future (StopIteration) becomes the cause of a RuntimeError.
 
     >>> as_failure(SystemExit(3)), as_failure(ValueError("no"))
     (RuntimeError('SystemExit(3)'), ValueError('no'))
@@ -42,9 +42,8 @@ def as_failure(raised: BaseException) -> Exception:
 
 
 async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Its result, from a daemon thread that has nothing else to do. A caller that gives up leaves the thread to itself:
-    one that hangs holds up neither other calls nor the end of the process. One that would end the process fails
-    (`as_failure`)."""
+    """Call a function in an idle daemon thread. A caller that gives up leaves the thread behind: a call that hangs
+    blocks neither other calls nor the end of the process. Raises the function's error, as `as_failure` changes it."""
     loop = asyncio.get_running_loop()
     result: asyncio.Future[Any] = loop.create_future()
 
@@ -59,9 +58,8 @@ async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     def run() -> None:
         value: Any = None
         error: BaseException | None = None
-        threading.current_thread().name = getattr(
-            function, "__name__", "call"
-        )  # for whoever looks what hangs
+        # The name shows in dumps of a process that hangs.
+        threading.current_thread().name = getattr(function, "__name__", "call")
         try:
             value = function(*args, **kwargs)
         except BaseException as raised:
@@ -74,7 +72,7 @@ async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 _idle: list[SimpleQueue[Callable[[], None]]] = []
-"""Of each thread that waits for a call, where it waits. To start one takes longer than most calls."""
+"""The queues of threads that wait for a call: starting a thread takes longer than most calls."""
 
 os.register_at_fork(after_in_child=_idle.clear)
 

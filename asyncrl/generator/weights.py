@@ -1,14 +1,14 @@
 """Following the learner's versions: find it, fetch into staging, flip, verify.
 
-  directory ─▸ endpoints ─▸ open ─▸ newest, stage (the engine keeps generating; see receiver.py)
+  registry ──▸ endpoints ─▸ open ─▸ newest, stage (the engine keeps generating; see receiver.py)
       ▴                                  │ a version is staged whole
       │ lineage or endpoints changed     ▾
       └────────────────────────── flip between two decode steps ─▸ verify live parameters ─▸ held = version
                                          ▴                                                       │
-       evaluations pin the version: the flip waits for them       the learner is told, leases are asked for again
+       evaluations pin the version: the flip waits for them       reported to the learner; leases are requested anew
 
 The engine stands still for the flip alone: a copy of memory to memory, however long the transfer took.
-A learner that is gone is no failure: the worker goes on with the version it holds until one appears.
+A learner that is gone is no failure: the worker keeps the version it holds until one appears.
 An engine that lost its weights (a server that restarted) holds none, until the newest have come again.
 """
 
@@ -19,8 +19,9 @@ import logging
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from typing import Any
 
+from asyncrl.config.config_consistency import Registry
 from asyncrl.errors import DeadlineError, RefusedError, WeightSyncError
 from asyncrl.generator.engines.receiver import Learner, LostWeightsError, WeightReceiver
 from asyncrl.sync.stream.snapshot import SnapshotEvictedError
@@ -30,50 +31,46 @@ from asyncrl.types import NO_VERSION, Version
 log = logging.getLogger(__name__)
 
 POLL_S = 2.0
-"""Longest wait for a new version before the directory is read again for a learner that came back."""
+"""Longest wait for a new version before the registry is read again for a learner that came back."""
 
 RETRY_S = 1.0
-"""Pause after a failed transfer, so that a learner that answers with errors is not asked in a tight loop."""
+"""Pause after a failed transfer, so that errors of a learner make no tight loop."""
 
 RECENT_FLIPS = 32
-"""Flips whose pauses the stats tell."""
+"""Flips whose pauses the stats contain."""
 
 ANSWER = "an answer of the learner"
 """The wait for a learner that is gone, as the status of the process shows it."""
 
 TRANSFER_ERRORS = (DeadlineError, WeightSyncError, RefusedError)
-"""What a stream raises when the learner is gone, or was replaced: worth another try."""
-
-
-class Directory(Protocol):
-    """The broker's directory. Rank r of the learner posts {"endpoint", "world", "lineage"} as weights/<r>."""
-
-    async def lookup(self, key: str, wait_s: float) -> Any: ...
+"""Errors of a stream whose learner is gone, or was replaced: worth another try."""
 
 
 class WeightFollower:
     """Keeps one engine at the learner's newest version.
 
-    held     the version flipped and verified, NO_VERSION before the first
-    lineage  of `held`
+    Args:
+        registry: Rank r of the learner posts {"endpoint", "world", "lineage"} in it as weights/<r>.
+        agree: Compares the configurations of this process and of a learner that was found. Raises ConfigError where
+            they differ in a key that all must share, and DeadlineError while the learner has not posted its own.
 
-    agree: raises ConfigError where this process and a learner that was found differ in what all must have alike, and
-    DeadlineError while the learner has not said what it has; none: nobody compares
-    status: gets the wait for a learner that is gone
+    Attributes:
+        held: The version flipped and verified, NO_VERSION before the first.
+        lineage: Of `held`.
     """
 
     def __init__(
         self,
         name: str,
         receiver: WeightReceiver,
-        directory: Directory,
+        registry: Registry,
         agree: Callable[[], Awaitable[None]] | None = None,
         status: ProcessStatus | None = None,
     ) -> None:
         self.held: Version = NO_VERSION
         self.lineage = -1
-        self._name, self._receiver, self._directory = name, receiver, directory
-        self._agree, self._status = agree, status or ProcessStatus()
+        self._name, self._receiver, self._registry = name, receiver, registry
+        self._agree = agree
         self._state = asyncio.Condition()
         self._pins = 0
         self._flipping = False
@@ -82,8 +79,8 @@ class WeightFollower:
         self._fetches_ms: deque[float] = deque(maxlen=RECENT_FLIPS)
 
     async def run(self) -> None:
-        """Until cancelled. Raises ConfigError as `agree` does, and WeightSyncError if a flip leaves other parameters
-        than the learner's."""
+        """Run until cancelled. Raises ConfigError as `agree` does, and WeightSyncError if a flip leaves other
+        parameters than the learner's."""
         try:
             while True:
                 learner = await self._find()
@@ -113,7 +110,7 @@ class WeightFollower:
             await self._state.wait_for(lambda: not self._flipping)
 
     async def past(self, lineage: int, held: Version) -> None:
-        """Wait until what is held is no longer this."""
+        """Wait until another version than this is held."""
         async with self._state:
             await self._state.wait_for(lambda: (self.lineage, self.held) != (lineage, held))
 
@@ -128,14 +125,14 @@ class WeightFollower:
         }
 
     async def _find(self) -> Learner:
-        """The learner in the directory; waits for one."""
+        """Wait for a learner in the registry."""
         while True:
             try:
-                first = await self._directory.lookup("weights/0", POLL_S)
+                first = await self._registry.lookup("weights/0", POLL_S)
                 if self._agree is not None:
                     await self._agree()
                 rest = [
-                    await self._directory.lookup(f"weights/{rank}", POLL_S)
+                    await self._registry.lookup(f"weights/{rank}", POLL_S)
                     for rank in range(1, int(first["world"]))
                 ]
             except DeadlineError:
@@ -145,7 +142,7 @@ class WeightFollower:
             await asyncio.sleep(RETRY_S)  # a learner that is just coming back posts its ranks one by one
 
     async def _follow(self, learner: Learner) -> None:
-        """Take this learner's versions until the directory names another, or a transfer fails."""
+        """Take this learner's versions until the registry has another, or a transfer fails."""
         newer_than = self.held if learner.lineage == self.lineage else NO_VERSION
         try:
             await self._receiver.open(learner)
@@ -165,7 +162,7 @@ class WeightFollower:
                 return
 
     async def _stage_newest(self, newer_than: Version) -> StagedWeights | None:
-        """None when there is no newer version, or when it was gone before it had arrived."""
+        """Returns None if there is no newer version, or if it was evicted before it had arrived."""
         version = await self._receiver.newest(newer_than, POLL_S)
         self._status.wait_ends(ANSWER)
         if version is None:
@@ -177,10 +174,12 @@ class WeightFollower:
             return None
 
     async def _install(self, staged: StagedWeights, learner: Learner) -> None:
-        """On a mismatch the follower stays in its flip: nothing is committed any more, the worker ends."""
+        """A mismatch leaves the follower in its flip: nothing is committed any more, and the worker ends."""
         while not await self._begin_flip():
             if learner.lineage == self.lineage:
-                await self._tell()  # an evaluation takes long, and whoever is silent gets fenced
+                await (
+                    self._acknowledge()
+                )  # an evaluation takes long, and the learner fences silent generators
         try:
             pause_s = await self._receiver.flip(staged.version)
             await self._receiver.verify()
@@ -195,22 +194,22 @@ class WeightFollower:
             self.held, self.lineage = staged.version, learner.lineage
             self._flipping = False
             self._state.notify_all()
-        await self._tell()
+        await self._acknowledge()
 
     async def _begin_flip(self) -> bool:
-        """Whether nothing pins the version any more, after some time."""
+        """Wait for a while until nothing pins the version. Returns whether the flip may go on."""
         async with self._state:
             try:
                 async with asyncio.timeout(POLL_S):
-                    # What is lost cannot be kept: an evaluation goes on at another version, as its tokens say.
+                    # Lost weights cannot be pinned: an evaluation goes on at another version, as its tokens record.
                     await self._state.wait_for(lambda: self._pins == 0 or self.held == NO_VERSION)
             except TimeoutError:
                 return False
             self._flipping = True
             return True
 
-    async def _tell(self) -> None:
-        """The learner counts who holds what; one that cannot be reached is found out by the next fetch."""
+    async def _acknowledge(self) -> None:
+        """The learner counts which generator holds which version. The next fetch notices one that is gone."""
         try:
             await self._receiver.held(self.held)
         except TRANSFER_ERRORS as error:

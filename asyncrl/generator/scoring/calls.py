@@ -1,9 +1,9 @@
-"""Calling one reward function so that one bad call never stalls the others.
+"""Calls of one reward function, such that one bad call never stalls the others.
 
-value ──▸ plain function: one of `workers` ─────┐ deadline_s ──▸ read
-          async function: this event loop ──────┘ failed or late: again, `retries` times, then RewardError
+task, text ──▸ plain function: one of `workers` threads ──┐ deadline_s ──▸ read ──▸ result
+               async function: this event loop ───────────┘ failed or late: again, `retries` times, then RewardError
 
-Whoever has made all calls of a task notes how it went: at too many (`failure_streak.py`) that is RewardFailedError.
+After all calls of a task its result is noted; too many failed tasks (`failure_limit.py`) raise RewardFailedError.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from asyncrl.config.functions.function_spec import load_function
 from asyncrl.config.functions.signatures import check_reward
 from asyncrl.config.schema import RewardConfig
 from asyncrl.errors import ConfigError, RewardFailedError
-from asyncrl.generator.scoring.failure_streak import FailureStreak
+from asyncrl.generator.scoring.failure_limit import FailureLimit
 from asyncrl.generator.threads import as_failure, in_thread
 from asyncrl.types import Task
 
@@ -44,7 +44,7 @@ class RewardError(Exception):
 
 
 class RewardCall:
-    """One reward function with its deadline, retries and threads. name: of several; one alone has none.
+    """One reward function with its deadline, retries and threads. name: empty for a single function.
 
     failures   calls that failed so far
     late       those among them that took too long
@@ -59,23 +59,20 @@ class RewardCall:
             type(function).__call__
         )
         self._takes_rollout = _takes_rollout(function)
-        self._place: AbstractAsyncContextManager[None] = (
+        self._workers: AbstractAsyncContextManager[None] = (
             nullcontext() if self._async else asyncio.Semaphore(config.workers)
         )
-        # Who has failures count as 0 expects them.
-        self._streak = FailureStreak(config.max_failed_share if config.on_failure == "drop" else 1.0)
-        self._told: set[type[Exception]] = set()
+        # Where failures count as 0, any share of them is expected.
+        self._limit = FailureLimit(config.max_failed_share if config.on_failure == "drop" else 1.0)
+        self._logged: set[type[Exception]] = set()
 
     async def __call__(self, task: Task, text: Any, rollout: Any, read: Callable[[Any], Result]) -> Result:
-        """What `read` makes of the function's value.
+        """`read` of the function's value. Raises RewardError after 1 + retries failures of either."""
+        # A retry keeps its worker: behind all first attempts its failure would be known too late.
+        async with self._workers:
+            return await self._attempts(task, text, rollout, read)
 
-        Raises RewardError after 1 + retries failures of either.
-        """
-        # A retry keeps the place among the workers: behind all first attempts its failure would be known too late.
-        async with self._place:
-            return await self._tried(task, text, rollout, read)
-
-    async def _tried(self, task: Task, text: Any, rollout: Any, read: Callable[[Any], Result]) -> Result:
+    async def _attempts(self, task: Task, text: Any, rollout: Any, read: Callable[[Any], Result]) -> Result:
         arguments = (task, text, rollout) if self._takes_rollout else (task, text)
         why = ""
         for _ in range(1 + self.config.retries):
@@ -83,10 +80,10 @@ class RewardCall:
                 value = await self._once(*arguments)
             except TimeoutError:
                 why = f"took longer than reward.deadline_s={self.config.deadline_s}"
-                self._tell_late(task, why)
+                self._log_late(task, why)
             except Exception as error:
-                why = f"raised {type(error).__name__}: {error}{_place(error)}"
-                self._tell(task, error)
+                why = f"raised {type(error).__name__}: {error}{_location(error)}"
+                self._log_error(task, error)
             else:
                 try:
                     result = read(value)
@@ -99,7 +96,7 @@ class RewardCall:
         raise RewardError(f"the {which} of task {task.ordinal} {why}")
 
     async def _once(self, *arguments: Any) -> Any:
-        """One attempt. The deadline does not count the wait for a free worker."""
+        """One attempt. The deadline excludes the wait for a free worker."""
         call = self._in_loop if self._async else self._in_thread
         self.under_way += 1
         try:
@@ -119,29 +116,31 @@ class RewardCall:
             close()
 
     def note(self, task: Task, failure: RewardError | None) -> None:
-        """How the calls of one task went, which were all made. Raises RewardFailedError if too many tasks failed."""
+        """Count a task after all of its calls. Raises RewardFailedError if too many tasks failed."""
         if failure is None:
-            self._streak.worked()
+            self._limit.worked()
             return
-        self._streak.failed(task.ordinal)
-        if self._streak.hopeless:
+        self._limit.failed(task.ordinal)
+        if self._limit.reached:
             key = f"reward.functions.{self.name}" if self.name else "reward"
-            allow = f"; if so many may fail, set {key}.max_failed_share=1" if self._streak.too_many else ""
+            allow = (
+                f"; if so many may fail, set {key}.max_failed_share=1" if self._limit.share_exceeded else ""
+            )
             raise RewardFailedError(
-                f"{key}.function = {self.config.function!r} failed at {self._streak}; the last failure: {failure}. "
+                f"{key}.function = {self.config.function!r} failed at {self._limit}; the last failure: {failure}. "
                 f"Remedy: correct the function, or the fields of the tasks that it reads{allow}"
             )
 
-    def _tell_late(self, task: Task, why: str) -> None:
+    def _log_late(self, task: Task, why: str) -> None:
         self.late += 1
         if self.late == 1:
             log.warning("%s at task %d %s, for the first time", self.config.function, task.ordinal, why)
 
-    def _tell(self, task: Task, error: Exception) -> None:
-        """The traceback of the first error of each kind: errors of the user's own code are found by it."""
-        if type(error) not in self._told:
-            self._told.add(type(error))
-            error.with_traceback(_of_function(error.__traceback__))
+    def _log_error(self, task: Task, error: Exception) -> None:
+        """The first error of each kind with its traceback, which leads to the user's code."""
+        if type(error) not in self._logged:
+            self._logged.add(type(error))
+            error.with_traceback(_user_frames(error.__traceback__))
             log.warning(
                 "%s at task %d, for the first time:", self.config.function, task.ordinal, exc_info=error
             )
@@ -153,22 +152,23 @@ class RewardCall:
             raise as_failure(raised) from raised
 
     async def _in_thread(self, *arguments: Any) -> Any:
-        # A call that hangs for ever keeps its thread, and no place among the workers.
+        # A call that hangs for ever keeps its thread, and no worker.
         return await in_thread(self._function, *arguments)
 
 
 def load_reward(config: RewardConfig, key: str) -> Reward:
-    """The function that `config.function` names, with its options; of a class, an instance.
+    """The function that `config.function` names, with its options; for a class, an instance.
 
-    Raises ConfigError under `key`, the section or the entry of `reward.functions`, and what the class raises, under
-    `key`.options.
+    Raises:
+        ConfigError: Under `key`, the section or the entry of `reward.functions`; errors of the class under
+            `key`.options.
     """
     if config.function is None:
         raise ConfigError(f"{key}.function", None, "names no reward function", "set it")
     found, options = load_function(config.function, f"{key}.function"), config.options
     try:
         signature = inspect.signature(found)
-        # A function gets its task and text later, a class gets all it needs now.
+        # A function gets its task and text later, a class gets all its arguments now.
         (signature.bind if inspect.isclass(found) else signature.bind_partial)(**options)
     except (TypeError, ValueError) as error:
         remedy = f"give the keywords that {config.function} takes"
@@ -190,7 +190,7 @@ def load_reward(config: RewardConfig, key: str) -> Reward:
 
 
 async def all_of(jobs: Iterable[Awaitable[Result]]) -> list[Result]:
-    """Their results in order; the first failure ends the others."""
+    """The results in order; the first failure cancels the others."""
     tasks = [asyncio.ensure_future(job) for job in jobs]
     try:
         return await asyncio.gather(*tasks)
@@ -199,7 +199,7 @@ async def all_of(jobs: Iterable[Awaitable[Result]]) -> list[Result]:
             task.cancel()
 
 
-def _of_function(frames: TracebackType | None) -> TracebackType | None:
+def _user_frames(frames: TracebackType | None) -> TracebackType | None:
     """From the function's own frame on, if there is one."""
     first = frames
     while first is not None and Path(first.tb_frame.f_code.co_filename).is_relative_to(PACKAGE / "generator"):
@@ -207,8 +207,8 @@ def _of_function(frames: TracebackType | None) -> TracebackType | None:
     return first or frames
 
 
-def _place(error: Exception) -> str:
-    """' (rewards.py:12)': where it was raised."""
+def _location(error: Exception) -> str:
+    """' (rewards.py:12)': the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
 

@@ -1,4 +1,4 @@
-"""Which groups have nothing to teach, and are dropped before they travel (`algorithm.filter`). Pure."""
+"""The filter of groups that teach nothing, which are dropped before they are sent (`algorithm.filter`). Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from asyncrl.config.schema import Config
 from asyncrl.types import Group
 
 FILTERED = "filtered"
-"""The reason of groups that teach nothing and are dropped before the learner sees them: `algorithm.filter`."""
+"""The reason of groups that `algorithm.filter` drops."""
 
 
 def passes_filter(group: Group, config: Config) -> bool:

@@ -1,4 +1,4 @@
-"""What the rollouts of a task earned, by the user's reward functions: one, or several at once.
+"""Scores of the rollouts of a task, by the user's reward functions: one, or several at once.
 
     texts of a task ─┬▸ function "right" ── of each text, or of all at once ──▸ parts ─┐ joined ──▸ a Score each
                      └▸ function "style" ─────────────────────────────────────▸ parts ─┘
@@ -16,7 +16,7 @@ from typing import Any
 
 from asyncrl.config.schema import RewardConfig
 from asyncrl.generator.scoring.calls import Reward, RewardCall, RewardError, all_of, load_reward
-from asyncrl.generator.scoring.scores import NOTHING, Score, joined, score_of
+from asyncrl.generator.scoring.scores import NOTHING, Score, combined, score_of
 from asyncrl.telemetry.status import LATE, UNDER_WAY, ProcessStatus
 from asyncrl.types import Rollout, Task
 
@@ -25,12 +25,16 @@ __all__ = ["Reward", "RewardError", "Scorer"]
 log = logging.getLogger(__name__)
 
 MISSED_AFTER = 16
-"""Answers scored before a weight whose part has never come is called a mistake."""
+"""Answers scored before a warning about weights of parts that never came."""
 
 
 class Scorer:
-    """The reward functions of a process. function: one for `reward.function`, or those of `reward.functions` by name;
-    of an empty mapping every rollout earns 0."""
+    """The reward functions of a process.
+
+    Args:
+        function: One for `reward.function`, or those of `reward.functions` by name. With an empty mapping every
+            rollout earns 0.
+    """
 
     def __init__(self, function: Reward | Mapping[str, Reward], config: RewardConfig) -> None:
         functions = function if isinstance(function, Mapping) else {"": function}
@@ -42,15 +46,14 @@ class Scorer:
 
     @staticmethod
     def from_config(config: RewardConfig) -> Scorer:
-        """Raises ConfigError for a function that is not there, options that it does not take, and what a class among
-        them cannot do on this machine."""
+        """Raises ConfigError for a missing function, wrong options, and a class that cannot work on this machine."""
         if not config.functions:
             return Scorer(load_reward(config, "reward"), config)
         keys = {name: f"reward.functions.{name}" for name in config.functions}
         return Scorer({name: load_reward(config.of(name), key) for name, key in keys.items()}, config)
 
     def start(self, status: ProcessStatus | None = None) -> None:
-        """Let functions get ready that have something to load: those with a `start()`. Before the first call.
+        """Start the functions that have a `start()`. Before the first call.
 
         Args:
             status: It gets the warning about weights of parts that never come.
@@ -60,17 +63,17 @@ class Scorer:
             call.start()
 
     async def score(self, task: Task, text: str, rollout: Rollout) -> Score:
-        """What one rollout earned, as a group of its own. Raises RewardError."""
+        """The score of one rollout, as a group of its own. Raises RewardError."""
         (score,) = await self.score_group(task, [text], [rollout])
         return score
 
     async def score_group(self, task: Task, texts: Sequence[str], rollouts: Sequence[Rollout]) -> list[Score]:
-        """What each rollout of a task earned. Raises RewardError if one cannot be had and `on_failure` is 'drop'."""
+        """The scores of a task's rollouts. Raises RewardError if one fails and `on_failure` is 'drop'."""
         if not self._calls:
             return [NOTHING] * len(texts)
-        by_function = await all_of(self._of_call(call, task, texts, rollouts) for call in self._calls)
+        by_function = await all_of(self._scores_by(call, task, texts, rollouts) for call in self._calls)
         try:
-            scores = [joined(of_rollout) for of_rollout in zip(*by_function, strict=True)]
+            scores = [combined(of_rollout) for of_rollout in zip(*by_function, strict=True)]
         except ValueError as error:
             raise RewardError(f"the rewards of task {task.ordinal}: {error}") from None
         for score, rollout in zip(scores, rollouts, strict=True):
@@ -101,13 +104,13 @@ class Scorer:
             for call in self._calls:
                 closing.callback(call.close)
 
-    async def _of_call(
+    async def _scores_by(
         self, call: RewardCall, task: Task, texts: Sequence[str], rollouts: Sequence[Rollout]
     ) -> Sequence[Score]:
-        """Of one function. A task has failed if it is dropped, or if nothing but failures count as 0 in it."""
+        """The scores of one function. A task has failed if it is dropped, or if all its calls fail and count as 0."""
         failures: list[RewardError] = []
         try:
-            scores = await self._calls_of(call, task, texts, rollouts, failures)
+            scores = await self._calls_by(call, task, texts, rollouts, failures)
         except RewardError as error:
             call.note(task, error)
             raise
@@ -115,7 +118,7 @@ class Scorer:
         call.note(task, failures[-1] if failures and all_failed else None)
         return scores
 
-    async def _calls_of(
+    async def _calls_by(
         self,
         call: RewardCall,
         task: Task,
@@ -134,7 +137,7 @@ class Scorer:
         )
 
     async def _or_zero(self, call: RewardCall, scoring: Any, zero: Any, failures: list[RewardError]) -> Any:
-        """What `scoring` gives; if it fails and the function's `on_failure` is 'zero', `zero`."""
+        """The result of `scoring`; `zero` if it fails and the function's `on_failure` is 'zero'."""
         try:
             return await scoring
         except RewardError as error:

@@ -4,8 +4,8 @@
     {"right": 1, "cost": 3}                  reward 4       parts as they are; with reward.weights {cost: 0}: reward 1
     Scored({"right": 1}, [Step(0, 3, .2)])   reward 1.2     parts {right: 1, steps: 0.2}
 
-Of several functions each names its parts: 0.5 of "style" is part "style", {"short": 1} of it "style/short".
-The parts are logged as they came; the reward is their weighted sum.
+Several functions name their parts: 0.5 of "style" is part "style", {"short": 1} of it "style/short".
+The parts are logged without their weights; the reward is their weighted sum.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ STEPS = "steps"
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What one answer earned.
+    """The score of one answer.
 
     reward  the sum of its parts times their weights
-    parts   as the function gave them, and the sum of the steps' rewards as part "steps"
-    steps   their rewards times the weight of that part; none: the function speaks of no steps
-    answer  what the text comes to, by the first function that says so
+    parts   as the function returned them, and the sum of the steps' rewards as part "steps"
+    steps   their rewards times the weight of that part; None: the function returned no steps
+    answer  the final answer in the text, by the first function that returns one
     """
 
     reward: float
@@ -44,28 +44,33 @@ NOTHING = Score(0.0, {})
 
 
 def score_of(value: Any, text: str, weights: Mapping[str, float], name: str = "") -> Score:
-    """value: what the function returned for `text`. weights: of the parts, 1 where there is none.
-    name: of the function, where there are several.
+    """The score of the answer `text`.
 
-    Raises ValueError or TypeError, with what is wrong, for anything that is no reward.
+    Args:
+        value: The function's result.
+        weights: Of the parts, 1 where there is none.
+        name: Of the function, where there are several.
+
+    Raises:
+        ValueError, TypeError: The value is no reward.
     """
     scored = value if isinstance(value, Scored) else Scored(value)
     parts, steps = _numbers(scored.parts, name), None
     if scored.steps is not None:
         of_steps = _part(name, STEPS)
-        told, weight = tuple(scored.steps), weights.get(of_steps, 1.0)
-        check_steps(told, text)
+        given, weight = tuple(scored.steps), weights.get(of_steps, 1.0)
+        check_steps(given, text)
         if of_steps in parts:
             raise ValueError(f"a part may not be called {STEPS!r} beside steps: their rewards add up to it")
-        parts[of_steps] = float(sum(step.reward for step in told))
-        steps = tuple(replace(step, reward=weight * step.reward) for step in told)
+        parts[of_steps] = float(sum(step.reward for step in given))
+        steps = tuple(replace(step, reward=weight * step.reward) for step in given)
     reward = sum(weights.get(part, 1.0) * number for part, number in parts.items())
     _check_finite({**parts, "the weighted sum": reward})
     return Score(reward, parts, steps, scored.answer)
 
 
-def joined(scores: Sequence[Score]) -> Score:
-    """What one answer earned by several functions. Raises ValueError if two of them speak of steps."""
+def combined(scores: Sequence[Score]) -> Score:
+    """The score of one answer by several functions. Raises ValueError if two of them return steps."""
     if len(scores) == 1:
         return scores[0]
     stepwise = [score.steps for score in scores if score.steps is not None]

@@ -1,4 +1,4 @@
-"""Steps of an answer: what a reward function says of characters, as values per token.
+"""Steps of an answer: a reward function's values of stretches of text, as values per token.
 
     text      2 1 , 3 1 , > 1 3 2          steps   [0, 3) [3, 6) [6, 10)
     tokens    21 | , | 31 | , | > | 132 | $        the end token $ makes no character
@@ -41,7 +41,7 @@ def real(value: Any) -> float:
 
 
 def check_steps(steps: Sequence[Step], text: str) -> None:
-    """Raises ValueError unless they lie in the text, one after another, with numbers and anchors of the right kind."""
+    """Raises ValueError unless they lie in the text, one after another, with valid rewards and anchors."""
     before = 0
     for at, step in enumerate(steps):
         if not isinstance(step, Step):
@@ -64,8 +64,8 @@ def check_steps(steps: Sequence[Step], text: str) -> None:
 def step_columns(steps: Sequence[Step], text: str, ends_T: Array, length: int) -> dict[str, Array]:
     """{name: [L]} of `types.COLUMNS`, L = `length`; the T output tokens are the rollout's last.
 
-    A token belongs to the first step that it holds a character of; one without characters (an end token) goes with
-    the character before it. A step that is left without a token of its own gives its reward to the token it lies in.
+    A token belongs to the first step with a character in it; one without characters (an end token) belongs to the
+    character before it. A step without a token of its own gives its reward to the token it lies in.
     """
     owner_T = _owners(steps, ends_T)
     rewards_T = np.zeros(len(ends_T))
@@ -86,7 +86,7 @@ def step_columns(steps: Sequence[Step], text: str, ends_T: Array, length: int) -
 
 
 def anchor_hash(step: Step, text: str) -> int:
-    """`state_hash` of the state that the step begins in."""
+    """`state_hash` of the state in which the step begins."""
     return state_hash(text[: step.start] if step.anchor is None else step.anchor)
 
 
@@ -101,14 +101,14 @@ def state_hash(state: str | bytes | int) -> int:
 
 
 def token_ends(decode: Decode, ids_T: Array, text: str) -> Array:
-    """[T] int64: how much of `text`, which all ids decode to, is there after each token. Never falls, ends at its end.
+    """[T] int64: the characters of `text`, to which all ids decode, up to and with each token. Never falls.
 
     Decodes a few tokens at a time: the cost is linear in T. A character whose bytes lie in several tokens counts with
     the one that completes it.
     """
     ends_T = np.zeros(len(ids_T), np.int64)
-    # Tokens below `settled` are done and make `made` characters. A decoder may treat the first token of a text in a
-    # way of its own, so a piece is decoded behind the piece before it: from `context` on, whose text is `head`.
+    # Tokens below `settled` are done and make `made` characters. A decoder may treat the first token of a text
+    # differently, so a piece is decoded behind the piece before it: from `context` on, whose text is `head`.
     context = settled = made = 0
     head = ""
     for t in range(len(ids_T)):
@@ -126,7 +126,7 @@ def token_ends(decode: Decode, ids_T: Array, text: str) -> Array:
 
 
 def _shared(one: str, other: str) -> int:
-    """Characters that both begin with."""
+    """The length of the common prefix."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 

@@ -30,7 +30,7 @@ from asyncrl.generator.engines.engine import SampleRequest
 from asyncrl.generator.engines.local_receiver import LocalReceiver
 from asyncrl.generator.engines.receiver import Learner, LostWeightsError
 from asyncrl.generator.engines.retry import RequestFailedError
-from asyncrl.generator.scoring.failure_streak import FIRST
+from asyncrl.generator.scoring.failure_limit import FIRST
 from asyncrl.generator.worker import Worker
 from asyncrl.queue.client.replies import Renewal
 from asyncrl.types import Scored, Step, Task, Turn

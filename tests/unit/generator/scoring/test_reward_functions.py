@@ -17,7 +17,7 @@ from asyncrl.config.schema import Config, RewardConfig
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.errors import ConfigError
 from asyncrl.generator.scoring.rewards import RewardError, Scorer
-from asyncrl.generator.scoring.scores import Score, joined, score_of
+from asyncrl.generator.scoring.scores import Score, combined, score_of
 from asyncrl.launch import local
 from asyncrl.types import Rollout, Scored, Step, Task
 
@@ -137,13 +137,13 @@ async def test_only_one_function_may_speak_of_steps() -> None:
 
 def test_the_answer_is_that_of_the_first_function_that_has_one() -> None:
     answers = [score_of(Scored(1.0, answer=answer), "", {}, "f") for answer in (None, "a", "b")]
-    assert joined(answers).answer == "a"
+    assert combined(answers).answer == "a"
 
 
 def test_sums_must_be_finite_too() -> None:
     large = score_of(6e29, "", {}, "a")
     with pytest.raises(ValueError, match="the sum of all functions is not a finite number"):
-        joined([large, large])
+        combined([large, large])
 
 
 # ---- whole groups
