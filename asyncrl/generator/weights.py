@@ -26,6 +26,7 @@ from asyncrl.errors import DeadlineError, RefusedError, WeightSyncError
 from asyncrl.generator.engines.receiver import Learner, LostWeightsError, WeightReceiver
 from asyncrl.sync.stream.snapshot import SnapshotEvictedError
 from asyncrl.sync.stream.subscriber import StagedWeights
+from asyncrl.telemetry.status import ProcessStatus
 from asyncrl.types import NO_VERSION, Version
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class WeightFollower:
         registry: Rank r of the learner posts {"endpoint", "world", "lineage"} in it as weights/<r>.
         agree: Compares the configurations of this process and of a learner that was found. Raises ConfigError where
             they differ in a key that all must share, and DeadlineError while the learner has not posted its own.
+        status: Receives the wait for a learner that is gone.
 
     Attributes:
         held: The version flipped and verified, NO_VERSION before the first.
@@ -70,7 +72,7 @@ class WeightFollower:
         self.held: Version = NO_VERSION
         self.lineage = -1
         self._name, self._receiver, self._registry = name, receiver, registry
-        self._agree = agree
+        self._agree, self._status = agree, status or ProcessStatus()
         self._state = asyncio.Condition()
         self._pins = 0
         self._flipping = False

@@ -49,9 +49,9 @@ class LocalReceiver(StreamReceiver):
 
     async def verify(self) -> None:
         staged = self._staged
-        if self._verify and staged is not None and staged.proof is not None:
+        if self._verify and staged is not None and staged.checksum is not None:
             whose = f"after the flip to version {staged.version} the engine's parameters"
-            await self._thread(staged.proof.check, self._live, whose)
+            await self._thread(staged.checksum.check, self._live, whose)
 
 
 def local_receiver(engine: LocalEngine, reader: WeightReader) -> LocalReceiver:

@@ -33,6 +33,7 @@ from asyncrl.generator.engines.retry import RequestFailedError
 from asyncrl.generator.scoring.failure_limit import FIRST
 from asyncrl.generator.worker import Worker
 from asyncrl.queue.client.replies import Renewal
+from asyncrl.telemetry.status import ProcessStatus
 from asyncrl.types import Scored, Step, Task, Turn
 
 RARE_HEARTBEATS = replace(

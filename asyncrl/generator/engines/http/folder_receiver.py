@@ -73,9 +73,9 @@ class FolderReceiver(StreamReceiver):
 
     def _stage(self, version: Version) -> StagedWeights:
         staged = self._opened.stage(version)
-        if self._reader.sync.verify and staged.proof is not None:
+        if self._reader.sync.verify and staged.checksum is not None:
             whose = f"{self._reader.who}: the parameters of version {version} as they arrived"
-            staged.proof.check(Shards(self._layout, self._staging), whose)
+            staged.checksum.check(Shards(self._layout, self._staging), whose)
         write_checkpoint(self._path(version), self._staging, self._model)
         for path in self._folder.iterdir():
             if path.name.isdecimal() and int(path.name) not in (version, self._live):
