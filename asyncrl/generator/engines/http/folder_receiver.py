@@ -19,7 +19,7 @@ from torch import Tensor
 from asyncrl.config.schema import ModelConfig
 from asyncrl.generator.engines.http.server import CheckWeights, Flip
 from asyncrl.generator.engines.receiver import Learner, StreamReceiver, WeightReader, WeightStream
-from asyncrl.models import checkpoint_shapes, load_config
+from asyncrl.models import checkpoint_shapes, load_model_config
 from asyncrl.sync.layout.layout import whole_layout
 from asyncrl.sync.stream.subscriber import StagedWeights
 from asyncrl.sync.tensors.bucket import Shards
@@ -91,7 +91,7 @@ def write_checkpoint(folder: Path, tensors: dict[str, Tensor], model: ModelConfi
     unfinished = folder.with_name(f".{folder.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    load_config(model).save_pretrained(unfinished)
+    load_model_config(model).save_pretrained(unfinished)
     split = split_state_dict_into_shards_factory(
         tensors,
         get_storage_size=lambda tensor: tensor.numel() * tensor.element_size(),
