@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 from itertools import count
 
-from asyncrl.config.schema import KvAtFlip
+from asyncrl.config.sections.generator import KvAtFlip
 from asyncrl.generator.engines.http.http_link import ServerRefusedError, UnreachableError
 from asyncrl.generator.engines.http.server import Install, Server
 from asyncrl.generator.engines.receiver import LostWeightsError
