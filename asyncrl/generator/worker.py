@@ -42,7 +42,7 @@ from asyncrl.generator.scoring.group_filter import FILTERED, passes_filter
 from asyncrl.generator.scoring.rewards import RewardError
 from asyncrl.generator.telemetry import WorkerTelemetry
 from asyncrl.generator.weights import WeightFollower
-from asyncrl.queue.client.replies import Lease, Renewal
+from asyncrl.queue.protocol.replies import Lease, Renewal
 from asyncrl.telemetry.status import ProcessStatus
 from asyncrl.types import EVAL, NO_VERSION, TRAIN, Group, StreamName, Task, Version
 

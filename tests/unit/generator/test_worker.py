@@ -32,7 +32,7 @@ from asyncrl.generator.engines.receiver import Learner, LostWeightsError
 from asyncrl.generator.engines.retry import RequestFailedError
 from asyncrl.generator.scoring.failure_limit import FIRST
 from asyncrl.generator.worker import Worker
-from asyncrl.queue.client.replies import Renewal
+from asyncrl.queue.protocol.replies import Renewal
 from asyncrl.telemetry.status import ProcessStatus
 from asyncrl.types import Scored, Step, Task, Turn
 
