@@ -23,7 +23,7 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError, DeadlineError
 from asyncrl.launch.folder.run_folder import run_folder, write_address
 from asyncrl.queue.broker.broker import Broker
-from asyncrl.queue.broker.durability import open_keeper
+from asyncrl.queue.broker.durability import open_recovery
 from asyncrl.queue.client.client import QueueClient
 from asyncrl.queue.feeder import feed
 from asyncrl.rpc.keys import client_keys, server_keys
@@ -65,13 +65,13 @@ def run_queue(
     interrupts = _stop_on_signals(broker)
     address = broker.bound_address
     folder = run_folder(config)
-    keeper = open_keeper(config.queue, config.run.name, folder / "queue", now=time.monotonic(), anew=anew)
-    broker.take_up(keeper.queue, keeper.flush)
+    recovery = open_recovery(config.queue, config.run.name, folder / "queue", now=time.monotonic(), anew=anew)
+    broker.take_up(recovery.queue, recovery.flush)
     write_address(folder, address)
     if announce is not None:
         with open(announce, "w", encoding="utf-8") as pipe:
             pipe.write(address + "\n")
-    again = ", going on from its journal" if keeper.recovered else ""
+    again = ", going on from its journal" if recovery.recovered else ""
     print(f"run {config.run.name}: queue at {address}, process {os.getpid()}{again}", flush=True)
     feeder = Feeder(config, address, tasks, broker, status)
     feeder.start()
@@ -79,7 +79,7 @@ def run_queue(
         status.loaded.set()
     gc.freeze()  # objects made so far stay: collections that look through them would stop the queue
     broker.serve()
-    keeper.close()
+    recovery.close()
     feeder.raise_failure()
     if interrupts:
         raise KeyboardInterrupt

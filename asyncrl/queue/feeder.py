@@ -2,7 +2,7 @@
 
     queue ── room(next ordinal, how many) ──▸ feeder ── task_at(ordinal) … ──▸ submit ──▸ queue
 
-It waits only for the queue, which asks for more once half of the pending tasks are leased.
+It waits only for the queue, which wants more once half of the pending tasks are leased.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from asyncrl.queue.client.client import QueueClient
 from asyncrl.types import Task
 
 WAIT_S = 30.0
-"""Of one long poll for room."""
+"""Duration of one long poll for room."""
 
 
 async def feed(client: QueueClient, stream: str, task_at: Callable[[int], Task]) -> str:
-    """Submit `task_at(ordinal)` for every ordinal that the stream asks for, until the run is over.
+    """Submit `task_at(ordinal)` for every ordinal that the stream wants, until the run is over.
 
-    Returns why it is over, as the learner has stated it.
+    Returns the reason that the learner gave for the end.
 
     `task_at` is pure, so a rewound stream gets the same tasks again; SourceEndedError means that there are no more,
-    and the queue is told so.
+    which is reported to the queue.
     """
     while True:
         try:
@@ -36,7 +36,7 @@ async def feed(client: QueueClient, stream: str, task_at: Callable[[int], Task])
         except RunClosedError as closed:
             return str(closed)
         except RefusedError as refusal:
-            # The stream was rewound between the two requests: ask again where it stands.
+            # The stream was rewound between the two requests: begin again where it stands.
             if refusal.reason != "gap":
                 raise
 

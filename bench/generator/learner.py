@@ -21,7 +21,7 @@ from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.stream_settings import train_settings
 from asyncrl.queue.broker.broker import Broker
-from asyncrl.queue.broker.durability import open_keeper
+from asyncrl.queue.broker.durability import open_recovery
 from asyncrl.queue.client.client import BlockingClient, QueueClient
 from asyncrl.queue.feeder import feed
 from asyncrl.sync.stream.publisher import Publisher
@@ -46,8 +46,8 @@ def main() -> None:
     folder = Path(said["folder"])
     config = config_of(folder, said["engine"])
     broker = Broker(config.queue.address, config.run.name)
-    keeper = open_keeper(config.queue, config.run.name, folder / "queue", now=time.monotonic())
-    broker.take_up(keeper.queue, keeper.flush)
+    recovery = open_recovery(config.queue, config.run.name, folder / "queue", now=time.monotonic())
+    broker.take_up(recovery.queue, recovery.flush)
     serving = threading.Thread(target=broker.serve)
     serving.start()
     threading.Thread(target=lambda: asyncio.run(_feed(config, broker.bound_address)), daemon=True).start()
@@ -64,7 +64,7 @@ def main() -> None:
         talk.hears()  # the generator hears at its next heartbeat that the run is over
     broker.stop()
     serving.join()
-    keeper.close()
+    recovery.close()
 
 
 class Learner:

@@ -19,7 +19,7 @@ import numpy as np
 from asyncrl.config.schema import QueueConfig
 from asyncrl.errors import SourceEndedError
 from asyncrl.queue.broker.broker import Broker
-from asyncrl.queue.broker.durability import open_keeper
+from asyncrl.queue.broker.durability import open_recovery
 from asyncrl.queue.client.client import QueueClient
 from asyncrl.queue.feeder import feed
 from asyncrl.queue.protocol.replies import Claim, Lease
@@ -70,8 +70,8 @@ def serve(folder: Path, options: Mapping[str, Any], load: Load) -> Iterator[list
         if words.pop("redis", False):
             words["redis_url"] = "unix://" + stack.enter_context(redis_server(folder))
         broker = Broker("tcp://127.0.0.1:*", RUN, keys=server_keys(keys))
-        keeper = open_keeper(QueueConfig(**words), RUN, folder / "queue", now=time.monotonic())
-        broker.take_up(keeper.queue, keeper.flush)
+        recovery = open_recovery(QueueConfig(**words), RUN, folder / "queue", now=time.monotonic())
+        broker.take_up(recovery.queue, recovery.flush)
         address = [broker.bound_address, keys]
         serving = threading.Thread(target=broker.serve)
         serving.start()
@@ -79,7 +79,7 @@ def serve(folder: Path, options: Mapping[str, Any], load: Load) -> Iterator[list
         yield address
         broker.stop()
         serving.join()
-        keeper.close()
+        recovery.close()
 
 
 def produce(address: list[str | None], run: Run) -> None:

@@ -8,15 +8,15 @@ from pathlib import Path
 
 from asyncrl.config.schema import QueueConfig
 from asyncrl.queue.broker.broker import Broker
-from asyncrl.queue.broker.durability import open_keeper
+from asyncrl.queue.broker.durability import open_recovery
 
 
 def main(address: str, folder: str, *words: str) -> None:
     """Prints its address once it listens. Words are keys of the section `queue`."""
     config = QueueConfig(**dict(word.split("=", 1) for word in words))
     broker = Broker(address, "run")
-    keeper = open_keeper(config, "run", Path(folder), now=time.monotonic())
-    broker.take_up(keeper.queue, keeper.flush)
+    recovery = open_recovery(config, "run", Path(folder), now=time.monotonic())
+    broker.take_up(recovery.queue, recovery.flush)
     print(broker.bound_address, flush=True)
     broker.serve()
 

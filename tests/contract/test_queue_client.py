@@ -24,7 +24,7 @@ from asyncrl.errors import (
     WireError,
 )
 from asyncrl.queue.broker.broker import Broker
-from asyncrl.queue.broker.durability import open_keeper
+from asyncrl.queue.broker.durability import open_recovery
 from asyncrl.queue.broker.recovery import Recovery
 from asyncrl.queue.client.client import BlockingClient, QueueClient
 from asyncrl.queue.feeder import feed
@@ -59,12 +59,12 @@ class Clock:
 class SocketQueue:
     """A running broker and the clients that a test has asked for."""
 
-    def __init__(self, run: str = "run", keeper: Recovery | None = None) -> None:
+    def __init__(self, run: str = "run", recovery: Recovery | None = None) -> None:
         self.clock = Clock()
         self._broker = Broker("tcp://127.0.0.1:*", run, clock=self.clock)
-        self._keeper = keeper
-        if keeper is not None:
-            self._broker.take_up(keeper.queue, keeper.flush)
+        self._recovery = recovery
+        if recovery is not None:
+            self._broker.take_up(recovery.queue, recovery.flush)
         self.address, self.desk = self._broker.bound_address, self._broker.dispatcher
         self._thread = threading.Thread(target=self._broker.serve)
         self._thread.start()
@@ -81,8 +81,8 @@ class SocketQueue:
         self._broker.stop()
         self._thread.join(WAIT_S)
         assert not self._thread.is_alive()
-        if self._keeper is not None:
-            self._keeper.close()
+        if self._recovery is not None:
+            self._recovery.close()
 
 
 class ProcessQueue:
@@ -121,7 +121,7 @@ async def queue(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
     else:
         url = request.getfixturevalue("redis_server").url if request.param == "redis" else None
         kept = QueueConfig(store=request.param, durable="payload", redis_url=url)
-        queue = SocketQueue(keeper=open_keeper(kept, "run", tmp_path, now=0.0))
+        queue = SocketQueue(recovery=open_recovery(kept, "run", tmp_path, now=0.0))
     yield queue
     await queue.close()
 

@@ -67,11 +67,11 @@ class BrokerHost:
         self._store = PayloadStore(self._shelf, durable=plan.durable, cool_bytes=COOL_BYTES)
         self._stale = {}
         try:
-            self._keeper = Recovery(world.run, self._journal, self._store, now=self._now(), anew=anew)
+            self._recovery = Recovery(world.run, self._journal, self._store, now=self._now(), anew=anew)
         except Crash:
             self._die(anew)
             return
-        self._desk = Dispatcher(self._keeper.queue)
+        self._desk = Dispatcher(self._recovery.queue)
         self._due = False
         self._tick(self._life)
         world.start_feeder()
@@ -152,7 +152,7 @@ class BrokerHost:
                 self._reach("read")
             letters += self._desk.tick(self._now())
             self._reach("decided")
-            self._keeper.flush()
+            self._recovery.flush()
             for letter in letters:
                 self._world.network.send(letter.identity, letter.frames)
                 self._reach("sent")
@@ -171,7 +171,7 @@ class BrokerHost:
     # ------------------------------------------------------------------ what must be true of it at all times
 
     def _check(self) -> None:
-        queue = self._keeper.queue
+        queue = self._recovery.queue
         assert not queue.refused["bug"], "a request has uncovered a bug; see the log"
         assert not queue.refused["malformed"]
         for name, stream in queue.streams.items():
@@ -182,7 +182,7 @@ class BrokerHost:
 
     def _check_memory(self, name: str) -> None:
         """By what the run is configured to, not by how long it is."""
-        state, plan = self._keeper.queue.streams[name].ledger.state, self._world.plan
+        state, plan = self._recovery.queue.streams[name].ledger.state, self._world.plan
         if state.settings is None:
             return
         kept = state.version - state.retention.floor
@@ -194,7 +194,7 @@ class BrokerHost:
 
     def _check_bytes(self) -> None:
         """What is kept is what the ledgers count on."""
-        streams = self._keeper.queue.streams
+        streams = self._recovery.queue.streams
         states = [stream.ledger.state for stream in streams.values()]
         counted = sum(state.nbytes + state.kept_bytes for state in states)
         assert self._store.sizes().memory <= counted
@@ -212,5 +212,5 @@ class BrokerHost:
             assert self._shelf.keys >= needed.keys() - lost
 
     def _is_lost(self, stream: str, ordinal: int) -> bool:
-        item = self._keeper.queue.streams[stream].ledger.state.items.get(ordinal)
+        item = self._recovery.queue.streams[stream].ledger.state.items.get(ordinal)
         return item is not None and item.lost

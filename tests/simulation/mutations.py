@@ -59,10 +59,10 @@ def replies_before_the_flush() -> Any:
     """What was decided is written down with the next burst."""
     right, due = Recovery.flush, set[int]()
 
-    def wrong(keeper: Recovery) -> None:
-        if id(keeper) in due:
-            right(keeper)
-        due.symmetric_difference_update({id(keeper)})
+    def wrong(recovery: Recovery) -> None:
+        if id(recovery) in due:
+            right(recovery)
+        due.symmetric_difference_update({id(recovery)})
 
     return patch.object(Recovery, "flush", wrong)
 
@@ -101,12 +101,12 @@ def progress_is_forgotten() -> Any:
 
 
 def payloads_are_kept_after_the_journal() -> Any:
-    def wrong(keeper: Recovery) -> None:
-        keeper._journal.flush()
-        keeper._store.tidy()
-        keeper._store.flush()
-        if keeper._journal.overgrown:
-            keeper._journal.compact(CODEC.encode(record) for record in keeper._snapshot())
+    def wrong(recovery: Recovery) -> None:
+        recovery._journal.flush()
+        recovery._store.tidy()
+        recovery._store.flush()
+        if recovery._journal.overgrown:
+            recovery._journal.compact(CODEC.encode(record) for record in recovery._snapshot())
 
     return patch.object(Recovery, "flush", wrong)
 

@@ -1,13 +1,13 @@
 """The broker: one ROUTER socket, one thread, one loop. Everybody connects to it; it connects to nobody.
 
-        ┌──────────────────────────────── serve() ───────────────────────────────┐
-        │  poll ─▸ take what has come ─▸ desk: receive … tick ─▸ before_send ─┐  │
-        │   ▴                                                                 ▾  │
-        │   └──────────────────────── send the replies ◂──────────────────────┘  │
-        └────────────────────────────────────────────────────────────────────────┘
+        ┌────────────────────────────────── serve() ───────────────────────────────────┐
+        │  poll ─▸ take the messages ─▸ dispatcher: receive … tick ─▸ before_send ─┐   │
+        │   ▴                                                                      ▾   │
+        │   └────────────────────────── send the replies ◂─────────────────────────┘   │
+        └──────────────────────────────────────────────────────────────────────────────┘
 
-Who is answered what is decided in dispatcher.py; here are the sockets. A peer that does not read is sent no more than
-`UNREAD` messages, and one that sends faster than it is served is not read: neither can make the broker grow.
+dispatcher.py decides which request gets which reply; here are the sockets. A peer that does not read is sent no more
+than `UNREAD` messages, and one that sends faster than it is served is not read: neither can make the broker grow.
 """
 
 from __future__ import annotations

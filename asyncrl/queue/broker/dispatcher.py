@@ -210,7 +210,7 @@ class Dispatcher:
         return client
 
     def _silent_s(self, now: float) -> dict[str, float]:
-        """By name of a client, the seconds since its last message. A client that has said goodbye has no entry."""
+        """By name of a client, the seconds since its last message. A client that has sent goodbye has no entry."""
         return {client.name: now - client.seen_at for client in self._clients.values()}  # newest last
 
     def _forget_silent(self, now: float) -> None:

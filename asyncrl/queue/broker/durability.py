@@ -1,4 +1,4 @@
-"""How a queue is kept, as the configuration says.
+"""The storage of a queue, as configured.
 
 queue.store   journal         payloads ready or claimed      payloads kept for a rewind only
 memory        none            in memory                      in memory, then files without a name
@@ -22,26 +22,30 @@ from asyncrl.queue.storage.redis_run import RedisRun
 from asyncrl.queue.storage.store import PayloadBackend, PayloadStore
 
 
-def open_keeper(config: QueueConfig, run: str, folder: Path, *, now: float, anew: bool = False) -> Recovery:
-    """The queue of run `run` as the broker before left it. folder: this run's own, on this machine.
+def open_recovery(config: QueueConfig, run: str, folder: Path, *, now: float, anew: bool = False) -> Recovery:
+    """The queue of run `run` as the last broker left it. folder: this run's own, on this machine.
 
-    anew: what that one left is forgotten. Raises JournalError (damaged, in use), ConfigError (key queue.redis_url) and
-    DeadlineError (no Redis there).
+    anew: forget that queue and begin with an empty one.
+
+    Raises:
+        JournalError: the journal is damaged or in use.
+        ConfigError: key queue.redis_url.
+        DeadlineError: there is no Redis.
     """
     journal: Journal = NoJournal()
-    shelf: PayloadBackend | None = None
+    backend: PayloadBackend | None = None
     if config.store == "file":
         journal = FileJournal(folder, run, CODEC.schema, fsync=config.fsync)  # first: it keeps others out
         if config.durable == "payload":
-            shelf = FilePayloads(folder / "payloads", fsync=config.fsync)
+            backend = FilePayloads(folder / "payloads", fsync=config.fsync)
     elif config.store == "redis":
         assert config.redis_url is not None
         place = RedisRun(config.redis_url, run)
         journal = RedisJournal(place, CODEC.schema)
         if config.durable == "payload":
-            shelf = RedisPayloads(place)
-    durable = shelf is not None
+            backend = RedisPayloads(place)
+    durable = backend is not None
     store = PayloadStore(
-        shelf or FilePayloads(folder, lasting=False), durable=durable, cool_bytes=config.retained_bytes
+        backend or FilePayloads(folder, lasting=False), durable=durable, cool_bytes=config.retained_bytes
     )
     return Recovery(run, journal, store, now=now, anew=anew)

@@ -1,10 +1,10 @@
-"""What the queue's journal holds: everything that a broker must know to go on where another one ended.
+"""The records of the queue's journal: everything that the next broker needs to go on where one ended.
 
 Happened      an event of a stream's ledger
-TasksKept     the bytes of tasks that came in
-Posted        an entry of the run's directory
+TasksKept     the bytes of submitted tasks
+Posted        an entry of the run's registry
 Closed        the run is over
-StreamState   a snapshot of a stream's book, in place of all its events before
+StreamState   a snapshot of a ledger's state, in place of all its earlier events
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Keeps a queue over the death of its broker: what it decides goes into a journal, what it is given into a store.
+"""Lets a queue survive the death of its broker: its decisions go into a journal, its payloads into a store.
 
-    requests ─▸ service ── records ──▸ journal ┐
-                   └───── payloads ──▸ store ──┴─ flush ─▸ only now are the replies sent
+    requests ─▸ handlers ── records ──▸ journal ┐
+                   └────── payloads ──▸ store ──┴─ flush ─▸ only now are the replies sent
 
-    the next broker:   journal ─▸ replay ─▸ service as it was ─▸ what is of no payload any more is made again
+    the next broker:   journal ─▸ replay ─▸ the queue as it was ─▸ groups without a payload are made again
 
-Payloads are flushed before the journal that speaks of them: what the journal says is ready is there, or was lost with
-its machine. Leases begin anew, so that whoever still works has time to say so.
+Payloads are flushed before the journal that mentions them: a group that is ready in the journal has its payload, or
+lost it with its machine. Leases begin anew, so that workers that are still busy have time to renew them.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from asyncrl.queue.storage.store import PayloadKey, PayloadStore
 log = logging.getLogger(__name__)
 
 TASKS_AT_ONCE = 1024
-"""Of one record of a snapshot."""
+"""Tasks in one record of a snapshot."""
 
 
 class Recovery:
-    """The service of run `run` as its journal and its store left it; new if they are empty.
+    """The queue of run `run` as its journal and its store hold it; new if they are empty.
 
-    anew: what they say is forgotten. A run that is closed is over: the next one begins anew in any case.
+    anew: their contents are forgotten. A run that is closed is over: the next one begins anew in any case.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Recovery:
         self.flush()
 
     def flush(self) -> None:
-        """What was decided so far is kept; its replies may be sent."""
+        """Make all decisions so far durable; their replies may be sent."""
         self._store.tidy()
         self._store.flush()
         self._journal.flush()
@@ -56,7 +56,7 @@ class Recovery:
             self._journal.compact(CODEC.encode(record) for record in self._snapshot())
 
     def close(self) -> None:
-        """Let another broker have it."""
+        """Release journal and store for another broker."""
         self._store.close()
         self._journal.close()
 
@@ -99,7 +99,7 @@ class Recovery:
         return queue
 
     def _recover(self, now: float) -> None:
-        """What the store has and nobody needs is dropped; of what is needed and is not there the ledgers are told."""
+        """Drop stored payloads that nobody needs, and report the missing ones to the ledgers."""
         stored = self._store.recovered()
         needed: set[PayloadKey] = set()
         for name, stream in self.queue.streams.items():

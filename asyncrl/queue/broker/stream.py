@@ -1,8 +1,8 @@
 """One stream at the broker: its ledger, and the bytes that the ledger's entries stand for.
 
-Tasks are kept here. What is made of them is in the store, in parts: what is finished of a task, the group, and a
-column part for each stage. The ledger alone decides how long: after every event its state names the ordinals whose
-bytes are of no more use.
+Tasks are kept here. Their results are in the store, in parts: the finished part of a task, the group, and a column part
+for each stage. The ledger alone decides how long: after every event its state names the ordinals whose bytes are of no
+more use.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROGRESS, GROUP = "progress", "group"
 COLUMN = "column/"
 
 NOT_COMPARED = 0
-"""The stamp of progress: whichever was kept last will do."""
+"""The stamp of progress: the latest part is used, whichever it is."""
 
 
 class Content(NamedTuple):
@@ -45,11 +45,11 @@ class Content(NamedTuple):
 
 
 def ignore(record: Record) -> None:
-    """Of a queue without a journal."""
+    """Takes the records of a queue without a journal."""
 
 
 class Stream:
-    """note: told of everything that a broker which comes next must know. tasks: packed, by ordinal."""
+    """note: receives every record that the next broker needs. tasks: packed, by ordinal."""
 
     def __init__(
         self, name: str, store: PayloadStore | None = None, note: Callable[[Record], None] = ignore

@@ -410,7 +410,7 @@ class QueueClient:
 
 
 def _give_back(stream: str) -> Undo:
-    """How a grant is undone: [ordinal, epoch, …] each."""
+    """The request that gives back a grant, a list of [ordinal, epoch, …]."""
 
     def give_back(granted: Any) -> rq.Request | None:
         pairs = tuple((ordinal, epoch) for ordinal, epoch, *_ in granted)

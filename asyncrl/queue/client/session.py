@@ -57,7 +57,7 @@ class ReplyValue(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How a request ended. undo: for a grant, whose caller has left by then."""
+    """The end of a request. undo: for a grant whose caller has left by then."""
 
     number: int
     result: ReplyValue | Exception
@@ -274,7 +274,7 @@ class Session:
 
 
 def _checked_size(op: str, packed: bytes, frames: Sequence[wire.Buffer]) -> int:
-    """Bytes of the payload. What the broker would not read is a WireError here, and a bug where it is pending."""
+    """Bytes of the payload. WireError for a message that the broker would not read."""
     head, largest = len(packed) + HEAD_BYTES, max(map(len, frames), default=0)
     if head > wire.MAX_ENVELOPE_BYTES or largest > wire.MAX_FRAME_BYTES or len(frames) >= wire.MAX_FRAMES:
         raise WireError(

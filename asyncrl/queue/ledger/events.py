@@ -1,4 +1,4 @@
-"""What can happen to a stream: one frozen record of plain values per transition of the ledger.
+"""The events of a stream: one frozen record of plain values per transition of the ledger.
 
 The event log is the state: `Ledger.apply` of the same events on a fresh ledger gives the same ledger.
 """
@@ -57,7 +57,7 @@ class Recovered(NamedTuple):
 
 
 class Drained(NamedTuple):
-    """What is pending ends as DROPPED(drained), no task is leased any more; what is under way is finished."""
+    """Pending tasks end as DROPPED(drained), no task is leased any more; leased ones are finished."""
 
 
 class Finished(NamedTuple):
@@ -92,7 +92,7 @@ class Leased(NamedTuple):
 
 
 class Renewed(NamedTuple):
-    """Of tasks and stages alike: `epochs` of the leases."""
+    """Leases of tasks and stages alike were extended."""
 
     epochs: tuple[int, ...]
     deadline: float
@@ -106,14 +106,14 @@ class Requeued(NamedTuple):
 
 
 class Progressed(NamedTuple):
-    """What is finished of a leased task is kept for whoever leases it next. Replaces what was kept before."""
+    """The finished part of a leased task is kept for its next lease; it replaces the part kept before."""
 
     ordinal: int
     nbytes: int
 
 
 class Committed(NamedTuple):
-    """columns: what the group has beyond what every group has · squares: of its rollouts' lengths, added up"""
+    """columns: those that the group has beyond those of every group · squares: of its rollouts' lengths, added up"""
 
     ordinal: int
     tokens: int
@@ -206,7 +206,7 @@ class Checkpointed(NamedTuple):
 
 
 class LeadSet(NamedTuple):
-    """How far ahead of the learner generators may work from now on."""
+    """A new limit on how far ahead of the learner generators may work."""
 
     lead: Lookahead
 

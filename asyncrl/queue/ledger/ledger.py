@@ -77,18 +77,18 @@ class Ledger:
     ) -> None:
         """Start the stream, or rewind it to `frontier` under a new lineage (at least `lineage`).
 
-        If every step since the frontier is still kept, they are handed out again as they were; otherwise what came
-        after it is done again. Without a frontier a stream that has leased anything is 'occupied': another learner
+        If every step since the frontier is still kept, they are handed out again as they were; otherwise all later
+        work is done again. Without a frontier a stream that has leased anything is 'occupied': another learner
         may be using it. Every opening gets a new learner epoch, which fences the learner before.
 
-        opener: names this call. The last call again, by its name: nothing.
+        opener: names this call. A repetition of the last call changes nothing.
         """
         state, epoch = self.state, self.state.learner_epoch + 1
         self.require_running()
         if opener and opener == state.opener:
             return
         if frontier is not None:
-            # What is lost cannot be handed out again; the rest of the running step can.
+            # Lost groups cannot be handed out again; the rest of the running step can.
             if self.has_lost(
                 ordinal for claim in state.claims for share in claim.shares for ordinal in share
             ):
@@ -113,16 +113,16 @@ class Ledger:
     def recover(self, now: float, lost: Collection[int] = ()) -> None:
         """After a replay of the journal: leases begin anew. lost: ordinals without bytes (`LedgerState.holding`).
 
-        What is lost is made again. A learner goes on with what it has claimed and got; if it asks for more of that, the
-        step begins anew.
+        Lost groups are made again. A learner goes on with the groups that it has received; if it requests more of the
+        lost ones, the step begins anew.
         """
         settings = self.state.settings
         if settings is not None and self.state.closed is None:
             self.apply(ev.Recovered(now, now + settings.lease_s, tuple(sorted(lost))))
 
     def drain(self) -> int:
-        """Lease no more: what is pending is DROPPED(drained), what is under way is finished, then the stream is
-        exhausted. Returns how many were pending. Again: nothing."""
+        """Lease no more: pending tasks are DROPPED(drained), leased ones are finished, then the stream is exhausted.
+        Returns how many were pending. Idempotent."""
         self.require_open()
         pending = len(self.state.pending)
         if not self.state.draining:
@@ -130,7 +130,7 @@ class Ledger:
         return pending
 
     def finish(self, reason: str) -> None:
-        """Whatever has not ended is DROPPED(end). Again: nothing."""
+        """All tasks that have not ended are DROPPED(end). Idempotent."""
         if self.state.closed is None:
             self.apply(ev.Finished(reason))
 
@@ -145,7 +145,7 @@ class Ledger:
         return depth - pending if pending <= depth // 2 and not self.state.exhausted else 0
 
     def exhaust(self, at: int) -> None:
-        """The feeder has no task at ordinal `at`, and none after it. Again: nothing."""
+        """The feeder has no task at ordinal `at`, and none after it. Idempotent."""
         self.require_open()
         if at != self.state.next:
             raise RefusedError("gap", f"ordinal {self.state.next} is next, not {at}")
@@ -171,7 +171,7 @@ class Ledger:
     # ------------------------------------------------------------------ looking
 
     def counts(self, now: float) -> dict[str, Any]:
-        """How many tasks are in each state, and what they weigh."""
+        """The number of tasks in each state, and their bytes."""
         state = self.state
         tasks = [lease for lease in state.leases if lease.stage == TASK]
         staged = Counter(lease.stage for lease in state.leases)

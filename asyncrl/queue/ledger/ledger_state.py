@@ -1,4 +1,4 @@
-"""What the ledger knows: the state of one stream, and the moves that its changes are made of.
+"""The state of one stream, and the moves that its changes are made of.
 
 No rules: the ledger has checked each event (ledger.py) before it is applied (transitions.py). Memory follows the live
 tasks and the steps that are kept for a rewind: an ordinal that has ended is forgotten once all below it have ended too.
@@ -49,12 +49,12 @@ PLAIN = (
     ),
     *("claims", "claimed", "recorded", "exhausted", "lead", "nbytes", "kept_bytes"),
 )
-"""Attributes of the state that compare as they are."""
+"""Attributes that `comparable` copies as they are."""
 
 
 class LedgerState:
-    """unmade, gone: ordinals whose bytes the last event made useless, for whoever keeps the bytes. Of an unmade one
-    the task stays, to be done again."""
+    """unmade, gone: ordinals whose bytes the last event made useless, for whoever keeps the bytes. An unmade
+    task stays, to be done again."""
 
     def __init__(self) -> None:
         self.settings: StreamSettings | None = None
@@ -68,7 +68,7 @@ class LedgerState:
         self.reset(Frontier(), lineage=0)
 
     def reset(self, frontier: Frontier, lineage: int) -> None:
-        """Forget all tasks; what has ended is as `frontier` says."""
+        """Forget all tasks; those in `frontier` have ended."""
         self.lineage = lineage
         self.version = frontier.version
         self.ranks = OrdinalIndex(
@@ -262,7 +262,7 @@ class LedgerState:
         self.move_head()
 
     def unmake(self, ordinal: int) -> None:
-        """What was made of the task is void: it is pending as if it had never been leased."""
+        """The result of the task is void: it is pending as if it had never been leased."""
         item = self.items[ordinal]
         self.weigh(item, 0)
         self.bias.finished(item.tokens, -1)

@@ -1,4 +1,4 @@
-"""What a rewind, a step begun anew and a restart of the broker do to the state.
+"""The changes of the state by a rewind, by a step that begins anew, and by a restart of the broker.
 
     step_back     the steps since a checkpoint are recorded: each will be claimed again as it was
     reset         nothing of them is kept: their tasks are done again

@@ -1,4 +1,4 @@
-"""One task in the state: where it stands, and what is kept of it."""
+"""The record of one task."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """What one stage added to a group. version: of the policy that it depends on."""
+    """The columns that one stage added to a group. version: of the policy that they depend on."""
 
     epoch: int
     digest: int

@@ -1,4 +1,4 @@
-"""What each event does to the state. What rewinds and restarts do is in rewind.py."""
+"""The change of the state by each event. Rewinds and restarts are in rewind.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stream is opened with: its pace, its stages, and the frontier that a rewind goes back to."""
+"""The settings of a stream: its pace, its stages, and the frontier that a rewind goes back to."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class StageSettings:
 
 @dataclass(frozen=True, slots=True)
 class StreamSettings:
-    """How a stream is paced. The learner sends it when it opens the stream.
+    """The pace of a stream. The learner sends it when it opens the stream.
 
     groups_per_version  B · max_staleness  η, None: unbounded · window  W, None: any order
     depth               most groups leased or ready at once
     max_bytes           payload bytes above which nothing new is leased
     lease_s             a lease not renewed for this long goes back to pending
     learners            learner ranks that share the groups of a step
-    columns             what a group must have to be claimed, beyond what every group has
+    columns             columns that a group needs to be claimed, beyond those of every group
     stages              the pools that add columns
     wait_share          the share of its time that the learner may wait for groups: no more is leased ahead than
                         that takes; None: as much as the bound and the depth allow
@@ -108,7 +108,7 @@ class StreamSettings:
         return self.max_staleness - math.ceil((self.window - 1) / self.groups_per_version)
 
     def cost(self, tokens: int, squares: int) -> float:
-        """Of a group with so many tokens, whose lengths' squares add up to `squares`: in tokens of short rollouts."""
+        """The cost of a group in tokens of short rollouts. squares: sum of its rollouts' squared lengths."""
         return tokens + (squares / self.even_tokens if self.even_tokens else 0.0)
 
     def same_steps(self, other: StreamSettings) -> bool:
@@ -124,7 +124,7 @@ Count = Annotated[int, Meta(ge=0, lt=1 << 40)]
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """Which ordinals have ended and what admission still needs to know: all that a rewind goes back to.
+    """The ended ordinals, and the counts that admission needs: the state that a rewind goes back to.
 
     frontier      lowest ordinal that has not ended · kept: how many below it were trained
     trained, dropped_ordinals   ends above the frontier

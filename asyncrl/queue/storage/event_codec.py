@@ -1,4 +1,4 @@
-"""Values of the ledger ⇄ msgpack: what the journal and its snapshots are made of. Never pickle.
+"""Values of the ledger ⇄ msgpack: the contents of journal and snapshots. Never pickle.
 
     None, bool, int, float, str, bytes      as they are; an int of more than 64 bits as ["int", "digits"]
     tuple, list, set, frozenset             ["tuple", member, …]
@@ -167,7 +167,7 @@ def _kind(cls: type) -> Kind:
 
 
 def _field_names(cls: type) -> Sequence[str] | None:
-    """Of a dataclass or NamedTuple, in order; None: it is neither."""
+    """The field names of a dataclass or NamedTuple, in order; None: it is neither."""
     if is_dataclass(cls):
         return [field.name for field in fields(cls)]
     return getattr(cls, "_fields", None)

@@ -123,7 +123,7 @@ class FileJournal:
             self._lock = -1
 
     def _write(self, body: bytes) -> None:
-        """One batch. What a full disk let through is taken back."""
+        """One batch. The part of it that a full disk took is removed again."""
         number = NUMBER.pack(self._number)
         head = HEAD.pack(MARK, len(body), zlib.crc32(body, zlib.crc32(number)), self._number)
         start = os.lseek(self._file, 0, os.SEEK_CUR)

@@ -1,4 +1,4 @@
-"""A shelf of files: payloads are appended to segments, and a segment of which nothing is wanted any more is deleted.
+"""Payloads in files: they are appended to segments, and a segment of which nothing is wanted any more is deleted.
 
     segment-000007    record · record · …
     record            mark · bytes and crc32 of the label · label (msgpack: key, stamp, frame lengths) · the frames
@@ -29,7 +29,7 @@ MARK = b"\xa5PAY"
 HEAD = struct.Struct("<4sII")
 SEGMENT_BYTES = 64 << 20
 MOST_BUFFERS = 512
-"""Of one write; the system allows 1024."""
+"""Buffers of one write; the system allows 1024."""
 
 
 @dataclass(slots=True, eq=False)
@@ -198,7 +198,7 @@ def _records(segment: PayloadSegment) -> Iterator[tuple[PayloadKey, PayloadRecor
 
 
 def _write_all(segment: PayloadSegment, buffers: list[bytes | memoryview]) -> None:
-    """Behind what is there. What a full disk let through is written over by the next record."""
+    """Behind what is there. The next record overwrites the part that a full disk took."""
     left, at = [memoryview(buffer) for buffer in buffers if len(buffer)], segment.size
     while left:
         written = os.pwritev(segment.file, left[:MOST_BUFFERS], at)

@@ -1,4 +1,4 @@
-"""The journal: what a broker must know to come back as it was. Records are bytes; what they mean is not known here.
+"""The journal: records from which the next broker restores the queue. Records are opaque bytes here.
 
     append ─▸ buffer ── flush ─▸ one batch: one write, whole or not at all ── replay after a restart ─▸ records
                                      │
@@ -104,7 +104,7 @@ class MemoryJournal:
 
 
 class Growth:
-    """How large a journal is, and how large its last snapshot was, in bytes.
+    """The size of a journal and of its last snapshot, in bytes.
 
     >>> growth = Growth(least=10)
     >>> growth.snapshot(5); growth.add(16); growth.over

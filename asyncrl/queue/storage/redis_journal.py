@@ -38,7 +38,7 @@ return redis.error_reply('LOST')
 
 
 class RedisJournal:
-    """schema, least_overgrown: as in FileJournal. How durable a flush is, the server's `appendonly` decides."""
+    """schema, least_overgrown: as in FileJournal. The server's `appendonly` decides how durable a flush is."""
 
     def __init__(self, run: RedisRun, schema: str = "", *, least_overgrown: int = LEAST_OVERGROWN) -> None:
         self._run, self._key, self._new = run, run.key("journal"), run.key("journal", "new")

@@ -1,11 +1,11 @@
-"""A shelf in Redis. A payload is a hash of its frames under a name that is used once; the index says whose it is.
+"""Payloads in Redis. A payload is a hash of its frames under a name that is used once; the index has its key.
 
     asyncrl:{run}:payload:<epoch>-<n>     "0" frame · "1" frame · …
     asyncrl:{run}:index                   key of the payload -> [name, stamp, frames, bytes]
 
 Large frames are costly to pass through a script (half the speed and less), so they are written without the guard, to
-expire by themselves; the guarded script that puts them into the index makes them stay. What a broker writes after it
-was taken over is in no index.
+expire by themselves; the guarded script that puts them into the index makes them stay. Payloads of a broker
+that was taken over are in no index.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class RedisRun:
         return Script(self, self.client.register_script(GUARD + text))
 
     def call(self, command: Callable[[], Any]) -> Any:
-        """What `command` returns, tried again while the server cannot be reached.
+        """The result of `command`, repeated while the server cannot be reached.
 
         DeadlineError after `deadline_s`; JournalError if another broker has the run, or the server has no memory.
         """

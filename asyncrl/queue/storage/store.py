@@ -1,11 +1,11 @@
-"""Payloads at the broker: frames by stream, ordinal and part, held in memory and put away on a shelf.
+"""Payloads at the broker: frames by stream, ordinal and part, held in memory and written to a backend.
 
              put                            trained: kept for a rewind only, `cool`
-    ──▸ in memory ─────────────────────────────────────────▸ cool ── beyond `cool_bytes` ──▸ on the shelf only
-            │ durable: written to the shelf as well                                              │
-            └──▸ get: the frames as they came, never copied        get: read from the shelf ◂────┘
+    ──▸ in memory ─────────────────────────────────────────▸ cool ── beyond `cool_bytes` ──▸ in the backend only
+            │ durable: written to the backend as well                                            │
+            └──▸ get: the frames as they came, never copied        get: read from the backend ◂──┘
 
-    store     shelf                     what survives the broker
+    store     backend                   what survives the broker
     memory    none, or files to spill   nothing
     file      files                     every payload that was flushed
     redis     Redis                     the same, on any host
@@ -25,7 +25,7 @@ Frames = Sequence[Any]
 
 COOL_BYTES = 1 << 30
 TIDY_BYTES = 8 << 20
-"""Written to the shelf at most in one turn of the broker: long writes would make everybody wait."""
+"""Bytes written to the backend in one turn of the broker, at most: long writes would make everybody wait."""
 
 PayloadName = tuple[str, int]
 """Stream and ordinal."""
@@ -38,7 +38,7 @@ class PayloadKey(NamedTuple):
 
 
 class PayloadBackend(Protocol):
-    """Where payloads are put away. OSError if there is no room left."""
+    """Storage outside of the broker's memory. OSError if there is no room left."""
 
     def write(self, key: PayloadKey, frames: Frames, stamp: int) -> None:
         """In place of what is there under this key."""
@@ -50,10 +50,10 @@ class PayloadBackend(Protocol):
         """Again: nothing."""
 
     def flush(self) -> None:
-        """What was written and erased so far is so for whoever comes next."""
+        """Make all writes and erasures so far durable."""
 
     def stamps(self) -> Mapping[PayloadKey, int]:
-        """What lies here: key -> the stamp that it was written with.
+        """The stamp of each stored payload.
 
         After a restart it may hold again what was erased before.
         """
@@ -66,7 +66,7 @@ class PayloadBackend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StoreSizes:
-    """Bytes in memory, and of these those kept for a rewind only; bytes on the shelf."""
+    """Bytes in memory, and of these those kept for a rewind only; bytes in the backend (`shelf`)."""
 
     memory: int
     cool: int
@@ -82,34 +82,34 @@ class StoredPart(NamedTuple):
 
 
 class PayloadStore:
-    """durable: everything is written to the shelf at once, and is there again after a restart.
+    """durable: everything is written to the backend at once, and is there again after a restart.
 
-    Without a shelf everything stays in memory.
+    Without a backend everything stays in memory.
     """
 
     def __init__(
         self,
-        shelf: PayloadBackend | None = None,
+        backend: PayloadBackend | None = None,
         *,
         durable: bool = False,
         cool_bytes: int = COOL_BYTES,
         tidy_bytes: int = TIDY_BYTES,
     ) -> None:
-        self._shelf, self._durable = shelf, durable
+        self._backend, self._durable = backend, durable
         self._cool_bytes, self._tidy_bytes = cool_bytes, tidy_bytes
         self._held: dict[PayloadName, dict[str, StoredPart]] = {}
-        self._away: dict[PayloadName, set[str]] = {}  # parts on the shelf
+        self._away: dict[PayloadName, set[str]] = {}  # parts in the backend
         self._cool: OrderedDict[PayloadName, int] = OrderedDict()  # -> bytes; coolest first
         self._memory = self._cooled = 0
         self._doomed: dict[PayloadKey, None] = {}  # dropped since the last flush
         self._due: dict[PayloadKey, None] = {}  # dropped before it
-        for key in shelf.stamps() if shelf is not None else ():
+        for key in backend.stamps() if backend is not None else ():
             self._away.setdefault(key[:2], set()).add(key.part)
 
     def put(self, stream: str, ordinal: int, part: str, frames: Frames, stamp: int = 0) -> None:
         """In place of what is there; no frames are the same as nothing there.
 
-        stamp: tells one payload from another after a restart.
+        stamp: distinguishes payloads after a restart.
         """
         if not frames:
             self.drop(stream, ordinal, part)
@@ -128,12 +128,12 @@ class PayloadStore:
         held = self._held.get((stream, ordinal), {}).get(part)
         if held is not None:
             return held.frames
-        if self._shelf is None or part not in self._away.get((stream, ordinal), ()):
+        if self._backend is None or part not in self._away.get((stream, ordinal), ()):
             return ()
-        return self._shelf.read(PayloadKey(stream, ordinal, part))
+        return self._backend.read(PayloadKey(stream, ordinal, part))
 
     def drop(self, stream: str, ordinal: int, part: str | None = None) -> None:
-        """One part, or all of an ordinal's. The shelf keeps them until it is sure that they will not be asked for."""
+        """One part, or all of an ordinal's. The backend keeps them until no restart can need them."""
         place = stream, ordinal
         held, away = self._held.get(place), self._away.get(place)
         if held is not None:
@@ -153,7 +153,7 @@ class PayloadStore:
     def tidy(self) -> None:
         """Bring cool payloads down to `cool_bytes`, a part of them at a time."""
         moved = 0
-        while self._shelf is not None and self._cooled > self._cool_bytes and moved < self._tidy_bytes:
+        while self._backend is not None and self._cooled > self._cool_bytes and moved < self._tidy_bytes:
             stream, ordinal = place = next(iter(self._cool))
             moved += self._cool[place]
             for part, held in list(self._held[place].items()):
@@ -162,35 +162,35 @@ class PayloadStore:
                 self._forget(place, part)
 
     def flush(self) -> None:
-        """What was put so far is as durable as this store promises. To be called before the journal is flushed.
+        """Make all payloads as durable as this store promises. To be called before the journal is flushed.
 
-        What was dropped goes with the next flush: only then does the journal say for sure that it is not needed.
+        Dropped ones go with the next flush: only then is the journal sure that they are not needed.
         """
-        if self._shelf is None:
+        if self._backend is None:
             return
         for key in self._due:
-            self._shelf.erase(key)
-        self._shelf.flush()
+            self._backend.erase(key)
+        self._backend.flush()
         self._due, self._doomed = self._doomed, {}
 
     def recovered(self) -> Mapping[PayloadKey, int]:
-        """What the shelf holds, also of an earlier life: key -> stamp. Empty unless durable.
+        """The stamps of the backend's payloads, also of an earlier life. Empty unless durable.
 
-        Some of it may have been dropped in that life; whoever knows better drops it again.
+        Some may have been dropped in that life; the caller drops them again.
         """
-        return self._shelf.stamps() if self._shelf is not None and self._durable else {}
+        return self._backend.stamps() if self._backend is not None and self._durable else {}
 
     def sizes(self) -> StoreSizes:
-        return StoreSizes(self._memory, self._cooled, 0 if self._shelf is None else self._shelf.nbytes)
+        return StoreSizes(self._memory, self._cooled, 0 if self._backend is None else self._backend.nbytes)
 
     def close(self) -> None:
-        if self._shelf is not None:
-            self._shelf.close()
+        if self._backend is not None:
+            self._backend.close()
 
-    # ------------------------------------------------------------------ memory and shelf
+    # ------------------------------------------------------------------ memory and backend
 
     def _forget(self, place: PayloadName, part: str) -> None:
-        """In memory. Of what is not there: nothing."""
+        """Remove a part from memory, if it is there."""
         parts = self._held.get(place, {})
         held = parts.pop(part, None)
         if held is None:
@@ -204,14 +204,14 @@ class PayloadStore:
             self._cool.pop(place, None)
 
     def _put_away(self, key: PayloadKey, held: StoredPart) -> None:
-        assert self._shelf is not None
-        self._shelf.write(key, held.frames, held.stamp)
+        assert self._backend is not None
+        self._backend.write(key, held.frames, held.stamp)
         self._away.setdefault(key[:2], set()).add(key.part)
         for dropped in (self._doomed, self._due):
             dropped.pop(key, None)
 
     def _doom(self, key: PayloadKey) -> None:
-        """On the shelf. Of what is not there: nothing."""
+        """Mark a part of the backend to be erased, if it is there."""
         parts = self._away.get(key[:2], set())
         if key.part not in parts:
             return

@@ -1,8 +1,8 @@
-"""What travels between a client and the broker: requests, and their replies.
+"""The messages between a client and the broker: requests, and their replies.
 
     client ▸ broker   frame 0: {newest, waiting, run, session, requests: [[number, op, arguments, frames], …]}
     broker ▸ client   frame 0: {replies: [[number, value, error, frames], …]}
-                      frames 1…: the payload of the first one, of the second, …  each has as many as `frames` says
+                      frames 1…: the payload of the first one, of the second, …  each has `frames` of them
 
 All requests or replies of one turn of a loop travel in one message: the client's state (client_state.py) is sent once,
 and both sides and their I/O threads are woken once. Arguments and replies are packed each by itself: one that cannot be
@@ -57,7 +57,7 @@ def pack_calls(call: ClientMessage) -> list[Message]:
 
 
 def unpack_call(frames: Sequence[Any]) -> ClientMessage:
-    """What the frames behind the identity say. WireError unless every field is of its kind."""
+    """The message in the frames behind the identity. WireError unless every field is of its kind."""
     message = _head(frames)
     for name, kind in FIELDS.items():
         if type(message.get(name)) is not kind:

@@ -8,7 +8,7 @@
 Axes:  n rollouts · N tokens, of all of them · K spans (spans.py), which tell loss mask and versions
 
 Of the 17 bytes that a token has in memory 8 travel: no vocabulary needs 64 bits, and thousands of tokens share a span.
-Nothing that the header says of sizes is believed before it was compared with the bytes that are there.
+Sizes in the header are compared with the actual bytes before they are used.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ PART, PART_DTYPE = "part/", np.dtype("<f4")  # part/<name> [n], of the reward
 MAX_TOKEN_ID = (1 << 31) - 1
 SAMPLING = (float, int, int, float, int, float)
 SAMPLED = attrgetter(*(each.name for each in dataclasses.fields(Sampling)))
-"""What the fields of a `Sampling` are, and their values."""
+"""The types of the fields of a `Sampling`, and a getter of their values."""
 FINISHES: tuple[Finish, ...] = get_args(Finish)
 
 

@@ -46,7 +46,7 @@ def pack(message: Mapping[str, Any]) -> bytes:
 
 
 def unpack(frame: Buffer) -> dict[str, Any]:
-    """The message of an envelope frame. WireError says what is wrong with it."""
+    """The message of an envelope frame. WireError names the fault."""
     view = memoryview(frame)
     check_magic(view, ENVELOPE_MAGIC)
     if len(view) > MAX_ENVELOPE_BYTES:

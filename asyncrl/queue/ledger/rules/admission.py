@@ -1,10 +1,10 @@
 """Whether the lowest pending task may start: the staleness bound, the lead, and room for its bytes.
 
     the bound   rank(o) < F(held + S + 1): see ledger.py
-    the lead    rank(o) < groups trained + lead: no further ahead of the learner than its waiting asks for
+    the lead    rank(o) < groups trained + lead: no further ahead of the learner than its waiting requires
     room        `depth` groups leased or ready; `max_bytes` of payload, with what leased groups are expected to weigh
 
-What the learner may be waiting for starts without room, or learner and generators would wait for each other.
+Tasks that the learner may be waiting for start without room, or learner and generators would wait for each other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the next claim of a step hands to each learner rank."""
+"""The groups that each learner rank gets with the next claim of a step."""
 
 from __future__ import annotations
 

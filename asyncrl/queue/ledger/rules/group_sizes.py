@@ -1,4 +1,4 @@
-"""How many bytes a group will have, from those that came before."""
+"""The expected bytes of a group, from earlier groups."""
 
 from __future__ import annotations
 

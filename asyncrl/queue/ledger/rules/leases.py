@@ -1,4 +1,4 @@
-"""Who may work on what, until when: the leases of a stream, of tasks and of its stages alike."""
+"""The leases of a stream, of its tasks and of its stages alike."""
 
 from __future__ import annotations
 

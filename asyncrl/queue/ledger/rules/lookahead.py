@@ -1,4 +1,4 @@
-"""How far ahead of the learner generators may work, so that the bound is a ceiling and not a target.
+"""The limit on how far generators work ahead of the learner, so that the bound is a ceiling and not a target.
 
 A group that waits for the learner grows old. The smallest lead at which the learner hardly waits for groups keeps
 the data as fresh as the generators' speed allows, whatever the bound would permit.
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from asyncrl.queue.protocol.settings import StreamSettings
 
 GROW, SHRINK = 1 / 2, 1 / 16
-"""Of a version's groups, a step."""
+"""Change of the lead in one step, as a share of a version's groups."""
 
 MOST_DEBT = 1.0
 """Steps spent waiting that are remembered: a slow start, or generators that were gone, are forgiven beyond that."""
@@ -31,7 +31,7 @@ class Lookahead:
 
 
 def most_lead(settings: StreamSettings) -> int:
-    """What the bound allows a worker that holds the newest version."""
+    """The lead that the bound allows a worker that holds the newest version."""
     return (settings.spare_versions + 1) * settings.groups_per_version
 
 

@@ -24,7 +24,7 @@ class OrdinalIndex:
         self.dropped = sorted(dropped)  # at or above the frontier
 
     def rank(self, ordinal: int) -> int:
-        """Of an ordinal at or above the frontier."""
+        """The rank of an ordinal at or above the frontier."""
         return self.kept + ordinal - self.frontier - bisect_left(self.dropped, ordinal)
 
     @property

@@ -25,7 +25,7 @@ class RetainedStep:
     """One step as it was claimed.
 
     whole   its claims are all it is made of · before   groups trained before it
-    items   what the state knew of its groups, while they are out of the state
+    items   the records of its groups, while they are out of the state
     """
 
     claims: list[StepClaimed]

@@ -1,4 +1,4 @@
-"""How the groups of one claim are shared out over the learner's ranks: by what they cost, within what fits."""
+"""The distribution of one claim's groups over the learner's ranks: by their cost, within the limit of tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class GroupCost(NamedTuple):
-    """What one group is to the rank that trains on it. cost: in any unit, alike for all groups."""
+    """The load of one group on the rank that trains on it. cost: in any unit, alike for all groups."""
 
     tokens: int
     cost: float
@@ -54,7 +54,7 @@ def dearest(loads: Sequence[GroupCost], homes: Sequence[int], ranks: int) -> flo
 
 
 def _dearest_first(loads: Sequence[GroupCost], ranks: int, max_tokens: int) -> list[int] | None:
-    """None: they do not fit that way."""
+    """The ranks by descending cost, or None if the groups do not fit that way."""
     costs, tokens, homes = [0.0] * ranks, [0] * ranks, [0] * len(loads)
     for item in sorted(range(len(loads)), key=lambda item: -loads[item].cost):
         fits = [

@@ -18,7 +18,7 @@ from asyncrl.queue.protocol.settings import StageSettings
 
 
 class Waiting:
-    """A set of ordinals that gives its lowest. What was discarded is skipped when it comes up."""
+    """A set of ordinals that gives its lowest. Discarded ones are skipped when they come up."""
 
     def __init__(self) -> None:
         self._members: set[int] = set()

@@ -102,7 +102,7 @@ class Queue:
 
     def start(self, anew: bool = False) -> None:
         store = DurableStore(self.payloads) if self._durable else PayloadStore()
-        self.keeper = Recovery("run", MemoryJournal(self.batches), store, now=self.now, anew=anew)
+        self.recovery = Recovery("run", MemoryJournal(self.batches), store, now=self.now, anew=anew)
 
     def die(self) -> None:
         """Without a word, and another begins on a machine with another clock."""
@@ -111,7 +111,7 @@ class Queue:
 
     @property
     def state(self) -> QueueState:
-        return self.keeper.queue
+        return self.recovery.queue
 
     def ask(self, op: str, who: str = "w", frames: Frames = (), **args: Any) -> Any:
         """The value of the reply, which is sent, so what it rests on is kept; a refusal as its reason."""
@@ -119,7 +119,7 @@ class Queue:
             reply = handle(self.state, session_request(op, f"{who}/1", args, frames), self.now, late=True)
         except (RefusedError, WireError) as error:
             reply = refusal(self.state, error)
-        self.keeper.flush()
+        self.recovery.flush()
         assert reply is not None
         return reply.error[1] if reply.error else reply.value
 
@@ -201,7 +201,7 @@ def test_everything_that_was_answered_is_there_again(queue: Queue) -> None:
     first, _ = queue.lease(2)
     assert first[:3] == [0, 1, b"task 0"]
     queue.die()
-    assert queue.keeper.recovered
+    assert queue.recovery.recovered
     assert queue.ask("lookup", key="weights/0") == {"found": True, "value": b"endpoint"}
     assert queue.states() == {
         0: "leased",
@@ -237,7 +237,7 @@ def test_payloads_are_flushed_before_the_journal_that_speaks_of_them(
     def dies() -> None:
         raise BrokenPipeError
 
-    monkeypatch.setattr(queue.keeper._journal, "flush", dies)
+    monkeypatch.setattr(queue.recovery._journal, "flush", dies)
     with pytest.raises(BrokenPipeError):
         queue.commit(0, epoch)
     assert [frames for frames, _ in queue.payloads.values()] == [(b"group 0",)]
@@ -336,8 +336,8 @@ def test_an_end_is_an_end_and_the_next_broker_begins_anew(queue: Queue) -> None:
     queue.make(2)
     queue.ask("finish", reason="done")
     queue.die()
-    assert (queue.state.closed, queue.state.streams, queue.keeper.recovered) == (None, {}, False)
-    queue.keeper.flush()
+    assert (queue.state.closed, queue.state.streams, queue.recovery.recovered) == (None, {}, False)
+    queue.recovery.flush()
     assert queue.payloads == {}
 
 
@@ -347,7 +347,7 @@ def test_anew_forgets_everything(queue: Queue) -> None:
     assert queue.state.streams == {}
     queue.die()
     assert queue.state.streams == {}
-    queue.keeper.flush()
+    queue.recovery.flush()
     assert queue.payloads == {}
 
 
@@ -365,7 +365,7 @@ def test_a_snapshot_in_the_journal_is_as_good_as_all_before(queue: Queue) -> Non
     queue.make(1)
     queue.lease()
     before = queue.state.streams["train"].ledger.state.comparable()
-    queue.keeper._journal.compact(CODEC.encode(record) for record in queue.keeper._snapshot())
+    queue.recovery._journal.compact(CODEC.encode(record) for record in queue.recovery._snapshot())
     assert len(queue.batches) == 1
     if queue.payloads:
         queue.die()
