@@ -116,7 +116,7 @@ class Trajectory:
 
     @property
     def _last_finish(self) -> Finish | None:
-        """None unless the last entry is the policy's."""
+        """Returns None unless the last entry is the policy's."""
         last = self.entries[-1] if self.entries else None
         return last.finish if isinstance(last, PolicyEntry) else None
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -96,11 +96,16 @@ class _LoadMeter:
         self.load = await self._request()
         self._before = -self.load.tokens
 
-    async def poll(self) -> None:
-        load = await self._request()
-        if load.tokens < self.load.tokens:
-            self._before += self.load.tokens
-        self.load = load
+    async def run(self, requests: Collection[Any]) -> None:
+        """Poll the load while there are requests. Runs until cancelled."""
+        while True:
+            await asyncio.sleep(LOAD_S)
+            if not requests:
+                continue
+            load = await self._request()
+            if load.tokens < self.load.tokens:
+                self._before += self.load.tokens
+            self.load = load
 
     async def _request(self) -> ServerLoad:
         """The load as before where the server does not report it."""
@@ -137,7 +142,7 @@ class HttpEngine:
         await self._meter.start()
         self._started = True
         self._background(self._account())
-        self._background(self._poll_load())
+        self._background(self._meter.run(self._requests))
 
     async def sample(self, request: SampleRequest) -> list[Turn]:
         self._check_running()
@@ -310,12 +315,6 @@ class HttpEngine:
             busy = "compute" if self._requests else "wait/tasks"
             with self._spans(busy if self._weights.usable else "wait/weights"):
                 await self._changed.wait()
-
-    async def _poll_load(self) -> None:
-        while True:
-            await asyncio.sleep(LOAD_S)
-            if self._requests:
-                await self._meter.poll()
 
     def _background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.create_task(work)

@@ -1,9 +1,9 @@
-"""An SGLang server, asked through its native HTTP interface.
+"""An SGLang server, through its native HTTP interface.
 
     python -m sglang.launch_server --model-path MODEL --port 30000 --enable-deterministic-inference --enable-metrics
 
 Written from SGLang's documentation ("SGLang for RL Systems", "Sampling Parameters", "Native APIs") and its
-`GenerateReqInput`; a real server was not run here. What it relies on:
+`GenerateReqInput`; a real server was not run here. It relies on:
 
     POST /generate                  one sample a request: of n in one, none could be aborted by its rid.
                                     Log-probs are of softmax(logits / temperature), before any cut of the support
