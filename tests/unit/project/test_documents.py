@@ -38,11 +38,9 @@ def test_paths_keys_and_commands_exist(page: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_faults_are_found() -> None:
-    text = (
-        "`asyncrl/nowhere.py` `asyncrl/api.py` `queue.max_stale=1` `queue.max_staleness=1` `sync.delta=true`"
-    )
+    text = "`sync/nowhere.py` `sync/bytes` `asyncrl/api.py` `queue.max_stale=1` `queue.depth=9` `sync.delta=true`"
     path, key, value, command = faults(f"{text}\n\n    asyncrl fly\n")
-    assert path == "there is no path asyncrl/nowhere.py"
+    assert path == "there is no path sync/nowhere.py"
     assert key == "there is no key queue.max_stale"
     assert value.startswith("sync.delta = True: Invalid value")
     assert command.startswith("asyncrl fly is refused")
