@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from asyncrl.sync.delta.delta import apply, encode
+from asyncrl.sync.delta.delta import apply_delta, encode_delta
 from bench.sync.model import shapes
 from bench.sync.tensors import drawn
 
@@ -40,9 +40,9 @@ def _train(weights: torch.Tensor, lr: float) -> tuple[int, int]:
         master.grad = direction + 0.1 * torch.randn_like(master)
         optimizer.step()
         new = master.detach().bfloat16()
-        record = encode(old, new)
+        record = encode_delta(old, new)
         sent += record.numel() if step >= WARM_UP else 0
-        apply(staged, record)
+        apply_delta(staged, record)
         if not torch.equal(staged.view(torch.int16), new.view(torch.int16)):
             raise RuntimeError(f"step {step}: the delta does not give the new weights")
     return sent, STEPS * 2 * weights.numel()

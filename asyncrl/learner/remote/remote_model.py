@@ -36,7 +36,7 @@ RETRY_S = 0.2
 """Between two reads of the registry, while it names a process that does not answer."""
 
 
-class Registry(Protocol):
+class PoolRegistry(Protocol):
     """The part of the queue's blocking client that a remote model uses."""
 
     def lookup(self, key: str, wait_s: float) -> Any: ...
@@ -61,7 +61,7 @@ class RemoteModel:
         config: Config,
         rank: int,
         world: int,
-        registry: Registry,
+        registry: PoolRegistry,
         keys: ClientKeys | None = None,
         speaks: bool = True,
     ) -> None:

@@ -113,7 +113,9 @@ def described(parts: Sequence[torch.Tensor]) -> tuple[SharedSegment, list[int]] 
     return segment, numbers
 
 
-def views(memory: torch.Tensor, like: Sequence[torch.Tensor], numbers: Sequence[int]) -> list[torch.Tensor]:
+def shared_views(
+    memory: torch.Tensor, like: Sequence[torch.Tensor], numbers: Sequence[int]
+) -> list[torch.Tensor]:
     """Over `memory` [bytes] uint8, of the shapes and dtypes of `like`.
 
     Raises WeightSyncError for numbers that are not of as many tensors, or lead out of the memory.

@@ -40,7 +40,7 @@ from asyncrl.sync.channels.shared_memory import (
     described,
     mapped,
     shared_memory,
-    views,
+    shared_views,
 )
 from asyncrl.sync.channels.torch_transport import SOURCE
 from asyncrl.sync.channels.transport import ChannelEnd, Meeting, Transfer, bytes_of, named
@@ -269,7 +269,7 @@ class ShmChannel(ChannelEnd):
         if arrived.bytes != expected:
             raise self.breaks(f"{arrived.bytes} bytes came where {expected} were expected")
         try:
-            there = views(arrived.memory, into, arrived.numbers)
+            there = shared_views(arrived.memory, into, arrived.numbers)
         except WeightSyncError as error:
             raise self.breaks(error) from error
         torch._foreach_copy_(list(into), there)

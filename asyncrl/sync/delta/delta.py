@@ -59,12 +59,12 @@ def most_bytes(raw: int) -> int:
     return raw + raw // UNCHANGED + HEADER_BYTES + 8
 
 
-def encode(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+def encode_delta(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """The record [bytes] uint8, on the CPU, that makes `old` into `new`: same shape, dtype and device, any strides."""
-    return to_bytes(find(old, new))
+    return changes_to_bytes(find_changes(old, new))
 
 
-def apply(staged: torch.Tensor, record: torch.Tensor) -> None:
+def apply_delta(staged: torch.Tensor, record: torch.Tensor) -> None:
     """Make the old version, in place, into the new one. `staged` may have any strides.
 
     Raises WireError, with `staged` untouched, for a record of another tensor.
@@ -73,7 +73,7 @@ def apply(staged: torch.Tensor, record: torch.Tensor) -> None:
     add(staged, changes)
 
 
-def find(old: torch.Tensor, new: torch.Tensor) -> Changes:
+def find_changes(old: torch.Tensor, new: torch.Tensor) -> Changes:
     """The changes from `old` to `new`."""
     if old.shape != new.shape or old.dtype != new.dtype:
         raise ValueError(f"{old.dtype} {tuple(old.shape)} against {new.dtype} {tuple(new.shape)}")
@@ -101,7 +101,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(INTEGERS[tensor.element_size()])
 
 
-def to_bytes(changes: Changes) -> torch.Tensor:
+def changes_to_bytes(changes: Changes) -> torch.Tensor:
     """The record of these changes, [bytes] uint8 on the CPU."""
     steps = changes.steps.cpu().contiguous()
     gaps = None if changes.positions is None else _gaps(changes.positions.cpu())

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from asyncrl.sync.delta.delta import HEADER_BYTES, encode, read, to_bytes
+from asyncrl.sync.delta.delta import HEADER_BYTES, changes_to_bytes, encode_delta, read
 from asyncrl.sync.delta.delta_boxes import cut
 from asyncrl.sync.delta.delta_stream import MOST_STEPS, Deltas
 from asyncrl.sync.layout.layout import ITEM_BYTES, Box, Layout
-from asyncrl.sync.plan.plan import Piece, SourcePlan, split
+from asyncrl.sync.plan.plan import Piece, SourcePlan, split_box
 from asyncrl.sync.tensors.bucket import Shards
 from asyncrl.types import Version
 
@@ -66,7 +66,7 @@ def make_step(
     """The step; None as soon as `still_good()` is false, which is called after each tile."""
     tiles: dict[str, list[Tile]] = {}
     for name, box in tiled(new.layout):
-        record = encode(old.view(name, box), new.view(name, box))
+        record = encode_delta(old.view(name, box), new.view(name, box))
         if not still_good():
             return None
         tiles.setdefault(name, []).append(Tile(box, record))
@@ -79,7 +79,7 @@ def tiled(layout: Layout) -> list[tuple[str, Box]]:
         (name, tile)
         for name, param in layout.items()
         for box in param.boxes
-        for tile in split(box, TILE_BYTES // ITEM_BYTES[param.dtype])
+        for tile in split_box(box, TILE_BYTES // ITEM_BYTES[param.dtype])
     ]
 
 
@@ -99,7 +99,7 @@ def _record(tiles: Sequence[Tile], piece: Piece, layout: Layout) -> torch.Tensor
         return inside[0].record
     item = ITEM_BYTES[layout[piece.name].dtype]
     changes = [(t.box, c) for t in inside for c in read(t.record, [(t.box.elements, item)])]
-    return to_bytes(cut(changes, piece.box))
+    return changes_to_bytes(cut(changes, piece.box))
 
 
 class DeltaChain:

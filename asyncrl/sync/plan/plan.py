@@ -183,7 +183,7 @@ class _Cutter:
                 _Share(small, small.elements * item, ranks)
                 for box in needed
                 for part, ranks in _regions(name, box, cells, disjoint)
-                for small in split(part, self._bucket_bytes // item)
+                for small in split_box(part, self._bucket_bytes // item)
             ]
             self._known[key] = (cells, shares)
         return self._known[key][1]
@@ -224,7 +224,7 @@ def _overlaid(held: Sequence[_Region]) -> list[_Region]:
     return regions
 
 
-def split(box: Box, most: int) -> Iterator[Box]:
+def split_box(box: Box, most: int) -> Iterator[Box]:
     """Cut a box along its leading axes into boxes of at most `most` elements; an empty one gives none."""
     if box.elements <= most:
         if box.elements:
@@ -236,7 +236,7 @@ def split(box: Box, most: int) -> Iterator[Box]:
         offsets, shape = list(box.offsets), list(box.shape)
         offsets[axis] += start
         shape[axis] = min(rows, box.shape[axis] - start)
-        yield from split(Box(tuple(offsets), tuple(shape)), most)
+        yield from split_box(Box(tuple(offsets), tuple(shape)), most)
 
 
 def _pack(parts: Sequence[Part], bucket_bytes: int) -> tuple[Bucket, ...]:

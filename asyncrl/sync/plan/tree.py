@@ -56,7 +56,7 @@ class Links:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ForestShape:
     """A complete forest: `roots` of them at its source, `fanout` children at each member."""
 
     roots: int
@@ -190,13 +190,13 @@ def _shape(
     speeds: _Speeds,
     fanout: int | None,
     most_roots: int | None = None,
-) -> Shape:
+) -> ForestShape:
     """The forest of `count` members that ends first, or all direct where that is hardly slower."""
     if fanout is not None:
-        return Shape(fanout, fanout)
+        return ForestShape(fanout, fanout)
     count = 1 << max(count - 1, 0).bit_length()
 
-    def seconds(shape: Shape) -> float:
+    def seconds(shape: ForestShape) -> float:
         depth = shape.depth(count)
         rate = min(speeds.node, speeds.source / shape.roots)
         if depth > 1:
@@ -204,13 +204,13 @@ def _shape(
         return size / rate + (depth - 1) * (min(bucket_bytes, size) / rate + speeds.hop_s)
 
     roots = [1 << power for power in range(min(count, most_roots or count).bit_length())]
-    shapes = [Shape(root, k) for root in roots for k in FANOUTS]
+    shapes = [ForestShape(root, k) for root in roots for k in FANOUTS]
     best = min(shapes, key=lambda shape: (seconds(shape), shape.depth(count), shape.fanout))
-    direct = Shape(count, 1)
+    direct = ForestShape(count, 1)
     return direct if roots[-1] == count and seconds(direct) <= DIRECT_SLACK * seconds(best) else best
 
 
-def _forest(names: Sequence[str], source: str | None, shape: Shape) -> Parents:
+def _forest(names: Sequence[str], source: str | None, shape: ForestShape) -> Parents:
     above = (shape.parent(place) for place in range(len(names)))
     return {who: source if place is None else names[place] for who, place in zip(names, above, strict=True)}
 

@@ -5,7 +5,7 @@
                └ series: the lineage, and a random word of this publisher: blobs of an earlier one cannot pass for new
 
 A version is there once all ranks have written its manifest. A *block* is a part of a box of about a megabyte, in one
-stretch of the file; it has its share of the hash (`digest`), made from the learner's snapshot in checkpoint
+stretch of the file; it has its share of the hash (`row_digest`), made from the learner's snapshot in checkpoint
 coordinates. The hash of a block covers its bytes, their place, name, shape and type.
 
 kind "full" is everything; another kind (a delta from the version `base`) names a blob of another format.
@@ -23,7 +23,7 @@ import msgpack
 
 from asyncrl.errors import WeightSyncError, WireError
 from asyncrl.sync.layout.layout import ITEM_BYTES, Box, Layout, from_wire, to_wire
-from asyncrl.sync.plan.plan import split
+from asyncrl.sync.plan.plan import split_box
 from asyncrl.types import Version
 
 T = TypeVar("T")
@@ -83,13 +83,13 @@ class Block:
     stop: int
 
 
-def to_bytes(manifest: Manifest) -> bytes:
+def manifest_to_bytes(manifest: Manifest) -> bytes:
     fields = {name: getattr(manifest, name) for name in Manifest.__slots__}
     return bytes(msgpack.packb([FORMAT, {**fields, "layout": to_wire(manifest.layout)}]))
 
 
-def from_bytes(data: bytes) -> Manifest:
-    """The inverse of `to_bytes`; raises WireError for anything else."""
+def manifest_from_bytes(data: bytes) -> Manifest:
+    """The inverse of `manifest_to_bytes`; raises WireError for anything else."""
     try:
         format_, fields = msgpack.unpackb(data)
         if format_ != FORMAT:
@@ -135,7 +135,7 @@ def version_of(key: str) -> Version | None:
 def blocks(box: Box, item: int, first: int = 0) -> Iterator[Block]:
     """The blocks of one box, in the order of its memory. item: bytes of an element · first: number of the first."""
     start = 0
-    for number, part in enumerate(split(box, max(1, BLOCK_BYTES // item)), first):
+    for number, part in enumerate(split_box(box, max(1, BLOCK_BYTES // item)), first):
         stop = start + part.elements * item
         yield Block(part, number, start, stop)
         start = stop

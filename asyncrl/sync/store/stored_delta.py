@@ -26,7 +26,7 @@ from asyncrl.sync.plan.plan import SourcePlan
 from asyncrl.sync.store.blobs import Blobs
 from asyncrl.sync.store.stored import BLOCK_BYTES, Block, Manifest, blocks, runs
 from asyncrl.sync.tensors.bucket import Shards, flat_bytes
-from asyncrl.sync.tensors.row_hash import digest
+from asyncrl.sync.tensors.row_hash import row_digest
 from asyncrl.types import Version
 
 KIND = "delta"
@@ -102,7 +102,7 @@ class DeltaReader:
         for _, name, block, parts in _needed(source, manifest.layout):
             shape = manifest.layout[name].shape
             for part in parts:
-                hashed = digest(self._staging.view(name, part), part, shape, name)
+                hashed = row_digest(self._staging.view(name, part), part, shape, name)
                 if part == block.box and manifest.digests and hashed != manifest.digests[name][block.number]:
                     raise WeightSyncError(
                         f"{self._who}: with the changes to version {manifest.version}, parameter {name}, {part} is "

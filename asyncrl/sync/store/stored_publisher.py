@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 
 from asyncrl.config.schema import SyncConfig
 from asyncrl.errors import AsyncRLError, WeightSyncError
-from asyncrl.sync.delta.delta import encode
+from asyncrl.sync.delta.delta import encode_delta
 from asyncrl.sync.layout.layout import ITEM_BYTES, Layout
 from asyncrl.sync.store.blobs import Blobs, Bytes
 from asyncrl.sync.store.stored import (
@@ -29,8 +29,8 @@ from asyncrl.sync.store.stored import (
     blocks,
     header_of,
     manifest_key,
+    manifest_to_bytes,
     tensors_key,
-    to_bytes,
     version_of,
 )
 from asyncrl.sync.store.stored_delta import KIND, Chain, all_blocks, delta_header, delta_key
@@ -38,7 +38,7 @@ from asyncrl.sync.stream.publisher import PublishReport
 from asyncrl.sync.stream.sender import FAST_BYTES_S, LATENCY_S
 from asyncrl.sync.stream.snapshot import Pin, SnapshotEvictedError, Snapshots
 from asyncrl.sync.tensors.bucket import BoxTensors, Shards, flat_bytes
-from asyncrl.sync.tensors.row_hash import digest
+from asyncrl.sync.tensors.row_hash import row_digest
 from asyncrl.sync.tensors.tensor_buffer import TensorBuffer
 from asyncrl.types import Version
 
@@ -203,11 +203,11 @@ class StoredPublisher:
             new = self._buffers[pin.slot].shards.view(name, block.box)
             slot = self._snapshots.slot_of(base)
             if slot is not None:
-                records.append(encode(self._buffers[slot].shards.view(name, block.box), new))
+                records.append(encode_delta(self._buffers[slot].shards.view(name, block.box), new))
             if slot is None or self._snapshots.slot_of(base) != slot:
                 return None  # the base was overwritten meanwhile: nothing pins it
             if self._config.verify:
-                digests[name].append(digest(new, block.box, self._live.layout[name].shape, name))
+                digests[name].append(row_digest(new, block.box, self._live.layout[name].shape, name))
         header = delta_header(records)
         size = len(header) + sum(map(len, records))
         if size >= self._buffers[pin.slot].bytes:
@@ -238,7 +238,7 @@ class StoredPublisher:
             layout=self._live.layout,
             digests=digests if self._config.verify else None,
         )
-        self._blobs.put(manifest_key(self.endpoint, pin.version), [to_bytes(manifest)])
+        self._blobs.put(manifest_key(self.endpoint, pin.version), [manifest_to_bytes(manifest)])
 
     def _count(self, event: str, amount: int) -> None:
         with self._changed:
@@ -254,7 +254,7 @@ class StoredPublisher:
                     self._go_on(pin)
                     values = shards.view(name, block.box)
                     if self._config.verify:
-                        digests[name].append(digest(values, block.box, param.shape, name))
+                        digests[name].append(row_digest(values, block.box, param.shape, name))
                     yield flat_bytes(values.contiguous()).cpu().numpy().data
 
     def _go_on(self, pin: Pin) -> None:

@@ -27,7 +27,7 @@ from asyncrl.sync.store.stored import (
     Block,
     Manifest,
     blocks,
-    from_bytes,
+    manifest_from_bytes,
     manifest_key,
     offsets_in,
     runs,
@@ -40,7 +40,7 @@ from asyncrl.sync.stream.snapshot import SnapshotEvictedError
 from asyncrl.sync.stream.subscriber import StagedWeights
 from asyncrl.sync.tensors.bucket import BoxTensors, Shards
 from asyncrl.sync.tensors.checksum import ROWS, Checksum, ChecksumShare
-from asyncrl.sync.tensors.row_hash import MOD, digest
+from asyncrl.sync.tensors.row_hash import MOD, row_digest
 from asyncrl.types import Version
 
 log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class StoredReader:
                 part = values[common.within(block.box).slices()]
                 self._staging.view(name, common).copy_(part)
                 if hashed is not None:
-                    total += hashed if common == block.box else digest(part, common, param.shape, name)
+                    total += hashed if common == block.box else row_digest(part, common, param.shape, name)
         return total
 
     def _checked(
@@ -117,7 +117,7 @@ class StoredReader:
         if manifest.digests is None or not self._verify:
             return None
         expected = manifest.digests[name][block.number]
-        hashed = digest(values, block.box, manifest.layout[name].shape, name)
+        hashed = row_digest(values, block.box, manifest.layout[name].shape, name)
         if hashed != expected:
             raise WeightSyncError(
                 f"{self._who}: {key} at {self._blobs.where} is damaged: parameter {name}, {block.box} hashes to "
@@ -264,7 +264,7 @@ class StoredStream:
     def _manifest(self, rank: int, version: Version) -> Manifest:
         key = manifest_key(self._series[rank], version)
         try:
-            manifest = from_bytes(self._blobs.get(key))
+            manifest = manifest_from_bytes(self._blobs.get(key))
         except MissingBlobError as error:
             raise SnapshotEvictedError(f"{self.who}: version {version} was deleted: {error}") from error
         except WireError as error:

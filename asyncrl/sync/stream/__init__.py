@@ -1,1 +1,1 @@
-"""The live weight stream: publisher, subscribers, relays and their control messages."""
+"""The live weight stream: publisher, subscribers and relays."""

@@ -96,21 +96,21 @@ def _check(name: str, param: ParamLayout, parts: Sequence[torch.Tensor]) -> None
         )
 
 
-def views(bucket: Bucket, shards: Shards) -> list[torch.Tensor]:
+def bucket_views(bucket: Bucket, shards: Shards) -> list[torch.Tensor]:
     """The bucket's pieces where they lie."""
     return [shards.view(piece.name, piece.box) for piece in bucket.pieces]
 
 
-def pack(bucket: Bucket, shards: Shards, buffer: torch.Tensor) -> torch.Tensor:
+def pack_bucket(bucket: Bucket, shards: Shards, buffer: torch.Tensor) -> torch.Tensor:
     """Copy the bucket's pieces into `buffer` [bytes] uint8; returns the part that is to be sent."""
-    for piece, source in zip(bucket.pieces, views(bucket, shards), strict=True):
+    for piece, source in zip(bucket.pieces, bucket_views(bucket, shards), strict=True):
         buffer[piece.at : piece.at + piece.bytes].view(source.dtype).view(source.shape).copy_(source)
     return buffer[: bucket.length]
 
 
-def unpack(bucket: Bucket, shards: Shards, buffer: torch.Tensor) -> None:
-    """The inverse of `pack`."""
-    for piece, target in zip(bucket.pieces, views(bucket, shards), strict=True):
+def unpack_bucket(bucket: Bucket, shards: Shards, buffer: torch.Tensor) -> None:
+    """The inverse of `pack_bucket`."""
+    for piece, target in zip(bucket.pieces, bucket_views(bucket, shards), strict=True):
         target.copy_(buffer[piece.at : piece.at + piece.bytes].view(target.dtype).view(target.shape))
 
 
@@ -118,7 +118,7 @@ def in_place(bucket: Bucket, shards: Shards, device: torch.device) -> torch.Tens
     """The bucket's bytes where they lie in the tensor; None where they must be packed."""
     if len(bucket.pieces) > 1:
         return None
-    (tensor,) = views(bucket, shards)
+    (tensor,) = bucket_views(bucket, shards)
     return flat_bytes(tensor) if tensor.is_contiguous() and tensor.device.type == device.type else None
 
 
@@ -162,11 +162,11 @@ def send_buckets(
             moved()
         ready(index)
         if isinstance(channel, SharingChannel):
-            flying.append(channel.send_parts(views(bucket, shards)))
+            flying.append(channel.send_parts(bucket_views(bucket, shards)))
             continue
         data = in_place(bucket, shards, channel.device)
         if data is None:
-            data = pack(bucket, shards, buffers.take(index))
+            data = pack_bucket(bucket, shards, buffers.take(index))
         flying.append(channel.send(data))
     for transfer in flying:
         transfer.wait(seconds_left())
@@ -189,7 +189,7 @@ def receive_buckets(
     def begin(index: int) -> tuple[torch.Tensor | None, Transfer]:
         bucket = source.buckets[index]
         if isinstance(channel, SharingChannel):
-            return None, channel.recv_parts(views(bucket, shards))
+            return None, channel.recv_parts(bucket_views(bucket, shards))
         direct = in_place(bucket, shards, channel.device)
         if direct is not None:
             return None, channel.recv(direct)
@@ -202,7 +202,7 @@ def receive_buckets(
         packed, transfer = flying.pop(0)
         transfer.wait(seconds_left())
         if packed is not None:
-            unpack(bucket, shards, packed)
+            unpack_bucket(bucket, shards, packed)
         arrived(index)
         if index + ahead < len(source.buckets):
             flying.append(begin(index + ahead))

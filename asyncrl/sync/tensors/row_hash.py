@@ -44,7 +44,7 @@ MOST_COLUMNS = 1 << 16
 """Bytes of a row in one product: their sum of |b · T| ≤ 2^14 each stays within int32."""
 
 
-def digest(tensor: torch.Tensor, box: Box, shape: tuple[int, ...], name: str) -> int:
+def row_digest(tensor: torch.Tensor, box: Box, shape: tuple[int, ...], name: str) -> int:
     """The share, in [0, 2^64), of `tensor`: the elements in `box` of the parameter `name` of full `shape`."""
     if not tensor.numel():
         return 0
@@ -70,7 +70,9 @@ def digest(tensor: torch.Tensor, box: Box, shape: tuple[int, ...], name: str) ->
 def digest_pieces(pieces: Iterable[Piece], shards: Shards) -> int:
     """The digest of some pieces of a rank. Raises WeightSyncError for those that are not held."""
     return (
-        sum(digest(shards.view(p.name, p.box), p.box, shards.layout[p.name].shape, p.name) for p in pieces)
+        sum(
+            row_digest(shards.view(p.name, p.box), p.box, shards.layout[p.name].shape, p.name) for p in pieces
+        )
         % MOD
     )
 

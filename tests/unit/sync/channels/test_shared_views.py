@@ -6,7 +6,7 @@ from hypothesis import assume, given
 from sharding import full_tensors, local_tensors, same_bits, sharded_models
 
 from asyncrl.errors import WeightSyncError
-from asyncrl.sync.channels.shared_memory import described, shared_memory, views
+from asyncrl.sync.channels.shared_memory import described, shared_memory, shared_views
 from asyncrl.sync.tensors.bucket import Shards
 from asyncrl.sync.tensors.tensor_buffer import TensorBuffer
 
@@ -19,7 +19,7 @@ def test_numbers_by_hand() -> None:
     assert numbers == [32, 4, 1, 32 + 4 * 6, 4, 1, 32, 1, 4, 5]
     matrix.copy_(torch.arange(12.0).view(3, 4))
     like = [torch.empty(3, 4), torch.empty(2, 2), torch.empty(4, 3), torch.empty((), dtype=torch.uint8)]
-    assert [found.tolist() for found in views(memory, like, numbers)[1:3]] == [
+    assert [found.tolist() for found in shared_views(memory, like, numbers)[1:3]] == [
         [[6, 7], [10, 11]],
         matrix.t().tolist(),
     ]
@@ -38,7 +38,7 @@ def test_what_does_not_lie_in_one_segment_has_no_place() -> None:
 )
 def test_numbers_that_lead_astray_are_refused(numbers: list[int]) -> None:
     with pytest.raises(WeightSyncError):
-        views(torch.zeros(64, dtype=torch.uint8), [torch.empty(3, 4)], numbers)
+        shared_views(torch.zeros(64, dtype=torch.uint8), [torch.empty(3, 4)], numbers)
 
 
 @given(sharded_models())
@@ -49,5 +49,5 @@ def test_an_arena_is_read_where_it_lies(model: tuple) -> None:
     arena = TensorBuffer(shards)
     arena.take(shards)
     _, numbers = described(arena.shards.parts) or pytest.fail("not shared")
-    found = views(arena.memory, shards.parts, numbers)
+    found = shared_views(arena.memory, shards.parts, numbers)
     assert all(map(same_bits, found, shards.parts))

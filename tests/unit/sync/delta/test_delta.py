@@ -15,12 +15,12 @@ from asyncrl.sync.delta.delta import (
     HEADER_BYTES,
     Changes,
     add,
-    apply,
-    encode,
-    find,
+    apply_delta,
+    changes_to_bytes,
+    encode_delta,
+    find_changes,
     most_bytes,
     read,
-    to_bytes,
 )
 from asyncrl.sync.layout.layout import ITEM_BYTES
 
@@ -56,9 +56,9 @@ def pairs(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
 @given(pairs())
 def test_any_two_tensors_come_back_bit_for_bit(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
     old, new = pair
-    record = encode(old, new)
+    record = encode_delta(old, new)
     staged = old.clone()
-    apply(staged, record)
+    apply_delta(staged, record)
     assert same_bits(staged, new)
     assert record.numel() % 8 == 0
     assert record.numel() <= most_bytes(new.numel() * new.element_size())
@@ -82,7 +82,7 @@ def test_strided_views_change_nothing_beside_them(
         return around, view
 
     (around, staged), (expected, after) = inside(old), inside(new)
-    apply(staged, encode(staged, after))
+    apply_delta(staged, encode_delta(staged, after))
     assert same_bits(around, expected)
 
 
@@ -90,14 +90,14 @@ def test_the_record_by_hand() -> None:
     old = torch.zeros(1000, dtype=torch.int16)
     new = old.clone()
     new[3], new[4], new[600] = 1, -127, 1000
-    record = encode(old, new)
+    record = encode_delta(old, new)
     # 3 unchanged · 0 · 595 = 2 · 255 + 85 unchanged
     assert header(record) == [5, 3, 1]
     assert record[24:26].view(torch.int16).tolist() == [1000]
     assert record[26:31].tolist() == [3, 0, 255, 255, 85]
     assert record[31:34].view(torch.int8).tolist() == [1, -127, -128]
     assert record.numel() == 40
-    assert header(encode(old, old)) == [0, 0, -1]
+    assert header(encode_delta(old, old)) == [0, 0, -1]
 
 
 @pytest.mark.parametrize("gap", [0, 1, 253, 254, 255, 256, 509, 510, 511])
@@ -105,7 +105,7 @@ def test_gaps_around_the_escape(gap: int) -> None:
     old, new = torch.zeros(2000), torch.zeros(2000)
     new[gap] = new[2 * gap + 1] = 1.0
     staged = old.clone()
-    apply(staged, encode(old, new))
+    apply_delta(staged, encode_delta(old, new))
     assert staged.nonzero().view(-1).tolist() == [gap, 2 * gap + 1]
 
 
@@ -114,7 +114,7 @@ def test_steps_around_the_mark_of_a_wide_one(step: int) -> None:
     old, new = torch.zeros(1000, dtype=torch.int16), torch.zeros(1000, dtype=torch.int16)
     new[:20], new[20] = 1, step
     staged = old.clone()
-    apply(staged, encode(old, new))
+    apply_delta(staged, encode_delta(old, new))
     assert torch.equal(staged, new)
 
 
@@ -122,17 +122,17 @@ def test_changes_beyond_the_first_chunk_keep_their_places(monkeypatch: pytest.Mo
     monkeypatch.setattr("asyncrl.sync.delta.delta.CHUNK", 16)
     old, new = torch.zeros(50), torch.zeros(50)
     new[[3, 15, 16, 40, 49]] = 1.0
-    changes = find(old, new)
+    changes = find_changes(old, new)
     assert changes.positions is not None
     assert changes.positions.tolist() == [3, 15, 16, 40, 49]
 
 
 def test_when_most_elements_change_positions_are_left_out() -> None:
     old = torch.arange(100, dtype=torch.int32)
-    record = encode(old, old + 1)
+    record = encode_delta(old, old + 1)
     assert header(record) == [-1, 100, 0]
     assert record.numel() == 24 + 100 + 4
-    assert header(encode(old, old + (1 << 20))) == [-1, 100, -1]
+    assert header(encode_delta(old, old + (1 << 20))) == [-1, 100, -1]
 
 
 def test_the_share_of_bf16_weights_that_an_adamw_step_changes() -> None:
@@ -141,14 +141,14 @@ def test_the_share_of_bf16_weights_that_an_adamw_step_changes() -> None:
     masters = 0.02 * torch.randn(1 << 20)
     moved = masters + 1e-6 * torch.randn(1 << 20).sign()
     old, new = masters.bfloat16(), moved.bfloat16()
-    changes = find(old, new)
+    changes = find_changes(old, new)
     assert 0.03 < changes.steps.numel() / old.numel() < 0.05
-    assert encode(old, new).numel() / (2 * old.numel()) < 0.05
+    assert encode_delta(old, new).numel() / (2 * old.numel()) < 0.05
 
 
 def test_records_lie_one_after_another() -> None:
     a, b = torch.arange(10), torch.arange(300, dtype=torch.uint8)
-    records = [encode(a, a + 3), encode(b, b.flip(0))]
+    records = [encode_delta(a, a + 3), encode_delta(b, b.flip(0))]
     for tensor, changes in zip((a, b), read(torch.cat(records), [(10, 8), (300, 1)]), strict=True):
         add(tensor, changes)
     assert a.tolist() == list(range(3, 13))
@@ -159,16 +159,16 @@ def test_records_lie_one_after_another() -> None:
 
 def test_other_shapes_and_dtypes_have_no_delta() -> None:
     with pytest.raises(ValueError, match="against"):
-        find(torch.zeros(2), torch.zeros(3))
+        find_changes(torch.zeros(2), torch.zeros(3))
     with pytest.raises(ValueError, match="against"):
-        find(torch.zeros(2), torch.zeros(2, dtype=torch.int32))
+        find_changes(torch.zeros(2), torch.zeros(2, dtype=torch.int32))
 
 
 def with_header(record: torch.Tensor, *fields: int) -> torch.Tensor:
     return torch.cat([torch.tensor(fields).view(torch.uint8), record[HEADER_BYTES:]])
 
 
-SPARSE = to_bytes(Changes(torch.tensor([2, 900]), torch.tensor([1, 500], dtype=torch.int16)))
+SPARSE = changes_to_bytes(Changes(torch.tensor([2, 900]), torch.tensor([1, 500], dtype=torch.int16)))
 
 
 @pytest.mark.parametrize(
@@ -184,14 +184,14 @@ SPARSE = to_bytes(Changes(torch.tensor([2, 900]), torch.tensor([1, 500], dtype=t
         with_header(SPARSE, -2, 2, 1),
         with_header(SPARSE, -1, 2, 1),
         with_header(SPARSE, 1 << 62, 1 << 62, 1 << 62),
-        to_bytes(Changes(torch.tensor([2, 1000]), torch.tensor([1, 500], dtype=torch.int16))),
-        to_bytes(Changes(None, torch.ones(999, dtype=torch.int16))),
+        changes_to_bytes(Changes(torch.tensor([2, 1000]), torch.tensor([1, 500], dtype=torch.int16))),
+        changes_to_bytes(Changes(None, torch.ones(999, dtype=torch.int16))),
     ],
 )
 def test_what_is_no_delta_of_this_tensor_is_refused_and_changes_nothing(record: torch.Tensor) -> None:
     staged = torch.zeros(1000, dtype=torch.bfloat16)
     with pytest.raises(WireError):
-        apply(staged, record)
+        apply_delta(staged, record)
     assert not staged.any()
 
 
@@ -200,7 +200,7 @@ def test_any_bytes_are_a_delta_or_refused(body: np.ndarray, fields: list[int]) -
     record = torch.cat([torch.tensor(fields).view(torch.uint8), torch.from_numpy(body.copy())])
     around = torch.zeros(64, dtype=torch.int32)
     try:
-        apply(around[8:40], record)
+        apply_delta(around[8:40], record)
     except WireError:
         assert not around.any()
     assert not around[:8].any()

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sharding import same_bits
 
-from asyncrl.sync.delta.delta import Changes, add, find
+from asyncrl.sync.delta.delta import Changes, add, find_changes
 from asyncrl.sync.delta.delta_boxes import cut
 from asyncrl.sync.layout.layout import Box, grid
 
@@ -29,7 +29,7 @@ def test_the_changes_of_a_part_are_those_of_the_tiles_it_lies_in(
     random = torch.Generator().manual_seed(seed)
     old = torch.randint(0, 1000, shape, generator=random, dtype=torch.int16)
     new = old + (torch.rand(shape, generator=random) < share).to(torch.int16)
-    changes = cut([(tile, find(old[tile.slices()], new[tile.slices()])) for tile in tiles], part)
+    changes = cut([(tile, find_changes(old[tile.slices()], new[tile.slices()])) for tile in tiles], part)
     staged = old[part.slices()].clone()
     add(staged, changes)
     assert same_bits(staged, new[part.slices()])

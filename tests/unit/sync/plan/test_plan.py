@@ -11,7 +11,7 @@ from sharding import sharded_models
 
 from asyncrl.errors import WeightSyncError, WireError
 from asyncrl.sync.layout.layout import ITEM_BYTES, Box, ParamLayout, layout_bytes, whole_layout
-from asyncrl.sync.plan.plan import ALIGN, plan, source_from_wire, source_to_wire, split
+from asyncrl.sync.plan.plan import ALIGN, plan, source_from_wire, source_to_wire, split_box
 
 buckets = st.integers(ALIGN, 300)
 
@@ -93,14 +93,14 @@ def test_small_pieces_are_packed_and_large_ones_travel_alone() -> None:
 
 
 def test_split_goes_down_to_the_axis_that_fits() -> None:
-    assert list(split(Box((0, 0), (2, 4)), 3)) == [
+    assert list(split_box(Box((0, 0), (2, 4)), 3)) == [
         Box((0, 0), (1, 3)),
         Box((0, 3), (1, 1)),
         Box((1, 0), (1, 3)),
         Box((1, 3), (1, 1)),
     ]
-    assert list(split(Box((0, 0), (0, 4)), 3)) == []
-    assert list(split(Box.whole(()), 1)) == [Box.whole(())]
+    assert list(split_box(Box((0, 0), (0, 4)), 3)) == []
+    assert list(split_box(Box.whole(()), 1)) == [Box.whole(())]
 
 
 def test_errors_name_the_parameter() -> None:

@@ -7,7 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.sync.plan.tree import FANOUTS, MOST_ROOTS, Links, Member, Shape, assign, depths, leave, predict
+from asyncrl.sync.plan.tree import (
+    FANOUTS,
+    MOST_ROOTS,
+    ForestShape,
+    Links,
+    Member,
+    assign,
+    depths,
+    leave,
+    predict,
+)
 
 MB = 10**6
 SLOW = Links(learner=100 * MB, member=100 * MB, local=1000 * MB, hop_s=0.0)
@@ -87,7 +97,7 @@ def test_the_shape_changes_only_with_the_order_of_magnitude() -> None:
 
 
 def test_places_of_a_forest_by_hand() -> None:
-    shape = Shape(roots=2, fanout=3)
+    shape = ForestShape(roots=2, fanout=3)
     assert [shape.parent(place) for place in range(10)] == [None, None, 0, 0, 0, 1, 1, 1, 2, 2]
     assert [shape.depth(count) for count in (0, 1, 2, 3, 8, 9)] == [0, 1, 1, 2, 2, 3]
 

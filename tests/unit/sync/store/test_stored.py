@@ -24,12 +24,12 @@ from asyncrl.sync.store.blobs import Bytes, FolderBlobs
 from asyncrl.sync.store.stored import (
     Manifest,
     blocks,
-    from_bytes,
     header_of,
+    manifest_from_bytes,
     manifest_key,
+    manifest_to_bytes,
     offsets_in,
     tensors_key,
-    to_bytes,
 )
 from asyncrl.sync.store.stored_publisher import FAILURES, StoredPublisher
 from asyncrl.sync.store.stored_stream import StoredStream
@@ -69,17 +69,17 @@ def manifest(layout: Layout, **fields: object) -> Manifest:
 @given(model=sharded_models(), digests=st.booleans())
 def test_a_manifest_survives_the_store(model: tuple[list[Layout], Layout], digests: bool) -> None:
     one = manifest(model[1]) if digests else manifest(model[1], digests=None, kind="delta", base=1)
-    assert from_bytes(to_bytes(one)) == one
+    assert manifest_from_bytes(manifest_to_bytes(one)) == one
 
 
 @given(data=st.binary(max_size=80) | st.integers(0, 400), value=st.integers(0, 255))
 def test_what_is_no_manifest_is_refused(data: bytes | int, value: int) -> None:
-    whole = to_bytes(manifest(WHOLE))
+    whole = manifest_to_bytes(manifest(WHOLE))
     if isinstance(data, int):  # one byte of a good one is another, or its end is missing
         at = data % len(whole)
         data = whole[:at] + bytes([value]) + whole[at + 1 :] if value % 2 else whole[:at]
     try:
-        found = from_bytes(data)
+        found = manifest_from_bytes(data)
     except WireError:
         return
     assert isinstance(found, Manifest)
@@ -88,9 +88,9 @@ def test_what_is_no_manifest_is_refused(data: bytes | int, value: int) -> None:
 
 def test_a_manifest_of_another_format_or_with_too_few_hashes_is_named() -> None:
     with pytest.raises(WireError, match="a manifest of format 99, this side reads 1"):
-        from_bytes(msgpack.packb([99, {}]))
+        manifest_from_bytes(msgpack.packb([99, {}]))
     with pytest.raises(WireError, match="parameter embed: not as many hashes as the 2 blocks"):
-        from_bytes(to_bytes(manifest(WHOLE, digests={"embed": [1], "norm": [1]})))
+        manifest_from_bytes(manifest_to_bytes(manifest(WHOLE, digests={"embed": [1], "norm": [1]})))
 
 
 def test_a_header_of_other_tensors_is_refused() -> None:
@@ -290,22 +290,24 @@ def flipped(at: int) -> Callable[[bytearray], bytearray]:
         ("manifest", lambda data: b"hello", "not a manifest"),
         (
             "manifest",
-            lambda data: to_bytes(manifest(WHOLE, version=0, rank=1, world=3)),
+            lambda data: manifest_to_bytes(manifest(WHOLE, version=0, rank=1, world=3)),
             "foreign: .* rank 1 of 3",
         ),
         (
             "manifest",
-            lambda data: to_bytes(manifest(WHOLE, version=5, rank=1, world=2)),
+            lambda data: manifest_to_bytes(manifest(WHOLE, version=5, rank=1, world=2)),
             "foreign: of version 5",
         ),
         (
             "manifest",
-            lambda data: to_bytes(manifest(WHOLE, version=0, rank=1, world=2, lineage=9)),
+            lambda data: manifest_to_bytes(manifest(WHOLE, version=0, rank=1, world=2, lineage=9)),
             "lineage 9",
         ),
         (
             "manifest",
-            lambda data: to_bytes(manifest(WHOLE, version=0, rank=1, world=2, kind="wavelet", base=3)),
+            lambda data: manifest_to_bytes(
+                manifest(WHOLE, version=0, rank=1, world=2, kind="wavelet", base=3)
+            ),
             "of kind 'wavelet', which",
         ),
     ],
@@ -410,14 +412,14 @@ def test_closing_ends_a_write_in_the_middle_and_leaves_no_part_of_it(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, go_on = threading.Event(), threading.Event()
-    digest = publisher_module.digest
+    digest = publisher_module.row_digest
 
     def slow_digest(*what: object) -> int:
         begun.set()
         assert go_on.wait(WAIT_S)
         return digest(*what)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(publisher_module, "digest", slow_digest)
+    monkeypatch.setattr(publisher_module, "row_digest", slow_digest)
     publisher = run.replace(0)
     run.publish(0, ranks=[0])
     assert begun.wait(WAIT_S)

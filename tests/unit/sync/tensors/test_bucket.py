@@ -15,10 +15,10 @@ from asyncrl.sync.tensors.bucket import (
     Buffers,
     Shards,
     in_place,
-    pack,
+    pack_bucket,
     receive_buckets,
     send_buckets,
-    unpack,
+    unpack_bucket,
 )
 from asyncrl.sync.tensors.checksum import PIECES, ROWS, Checksum, ChecksumShare, hash_of
 from asyncrl.sync.tensors.tensor_buffer import TensorBuffer
@@ -59,12 +59,12 @@ def test_pack_and_unpack_by_hand() -> None:
     (source,) = plan([layout], layout, 1024).sources
     (bucket,) = source.buckets
     held = {"a": torch.tensor([[1, 2], [3, 4]]), "b": torch.tensor([7, 8, 9], dtype=torch.uint8)}
-    packed = pack(bucket, Shards(layout, held), torch.zeros(64, dtype=torch.uint8))
+    packed = pack_bucket(bucket, Shards(layout, held), torch.zeros(64, dtype=torch.uint8))
     assert packed.numel() == 32 + 3
     assert packed[:32].view(torch.int64).tolist() == [1, 2, 3, 4]
     assert packed[32:].tolist() == [7, 8, 9]
     other = {name: torch.zeros_like(t) for name, t in held.items()}
-    unpack(bucket, Shards(layout, other), packed)
+    unpack_bucket(bucket, Shards(layout, other), packed)
     assert all(torch.equal(other[name], held[name]) for name in held)
 
 

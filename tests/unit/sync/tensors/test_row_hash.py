@@ -6,26 +6,26 @@ from hypothesis import strategies as st
 from sharding import DTYPES, full_tensors
 
 from asyncrl.sync.layout.layout import Box, grid, whole_layout
-from asyncrl.sync.tensors.row_hash import CHUNK_BYTES, MOD, MOST_COLUMNS, _padded, digest
+from asyncrl.sync.tensors.row_hash import CHUNK_BYTES, MOD, MOST_COLUMNS, _padded, row_digest
 
 
 def of_whole(tensor: torch.Tensor, name: str = "w") -> int:
     shape = tuple(tensor.shape)
-    return digest(tensor, Box.whole(shape), shape, name)
+    return row_digest(tensor, Box.whole(shape), shape, name)
 
 
 @given(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 4)), max_size=3), st.sampled_from(DTYPES))
 def test_shares_of_a_partition_add_up_to_the_whole(axes: list, dtype: str) -> None:
     shape, parts = tuple(n for n, _ in axes), tuple(p for _, p in axes)
     tensor = full_tensors(whole_layout({"w": (shape, dtype)}))["w"]
-    shares = [digest(tensor[box.slices()], box, shape, "w") for box in grid(shape, parts)]
+    shares = [row_digest(tensor[box.slices()], box, shape, "w") for box in grid(shape, parts)]
     assert sum(shares) % MOD == of_whole(tensor)
 
 
 def test_a_tensor_of_many_chunks_adds_up_too() -> None:
     tensor = torch.arange(CHUNK_BYTES, dtype=torch.int32).view(-1, 128)
     boxes = grid(tuple(tensor.shape), (5, 1))
-    shares = [digest(tensor[box.slices()], box, tuple(tensor.shape), "w") for box in boxes]
+    shares = [row_digest(tensor[box.slices()], box, tuple(tensor.shape), "w") for box in boxes]
     assert sum(shares) % MOD == of_whole(tensor)
 
 
@@ -52,12 +52,14 @@ def test_position_name_shape_and_dtype_all_count() -> None:
         of_whole(tensor.roll(1, 0)),
         of_whole(tensor.view(4, 9)),
         of_whole(tensor.view(torch.int32)),
-        digest(row, Box((0, 0), (1, 6)), (6, 6), "w"),
-        digest(row, Box((1, 0), (1, 6)), (6, 6), "w"),
+        row_digest(row, Box((0, 0), (1, 6)), (6, 6), "w"),
+        row_digest(row, Box((1, 0), (1, 6)), (6, 6), "w"),
         of_whole(tensor),
     ]
     assert len(set(others)) == len(others)
-    assert of_whole(torch.zeros(3)) != digest(torch.zeros(2), Box((0,), (2,)), (3,), "w"), "a missing zero"
+    assert of_whole(torch.zeros(3)) != row_digest(torch.zeros(2), Box((0,), (2,)), (3,), "w"), (
+        "a missing zero"
+    )
 
 
 def test_non_contiguous_views_hash_as_their_copies() -> None:
@@ -70,7 +72,7 @@ def test_rows_longer_than_one_product_are_exact() -> None:
     columns = 3 * MOST_COLUMNS
     tensor = torch.full((2, columns), -128, dtype=torch.int8)
     boxes = grid((2, columns), (1, 48))
-    assert sum(digest(tensor[b.slices()], b, (2, columns), "w") for b in boxes) % MOD == of_whole(tensor)
+    assert sum(row_digest(tensor[b.slices()], b, (2, columns), "w") for b in boxes) % MOD == of_whole(tensor)
 
 
 @given(st.integers(1, 40), st.integers(1, 20))
