@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from asyncrl.errors import RefusedError, WireError
-from asyncrl.queue.protocol.settings import StreamSettings, check_names
+from asyncrl.queue.protocol.settings import Names, StreamSettings, check_names
 from asyncrl.types import Version
 
 MAX_TEXT = 4096
@@ -175,7 +175,7 @@ class CommitRequest(PayloadRequest, frozen=True, kw_only=True):
     tokens: int
     start_version: Version
     digest: int
-    columns: tuple[str, ...] = ()
+    columns: Names = ()
     squares: int = 0
 
     def __post_init__(self) -> None:

@@ -16,6 +16,8 @@ MAX_NAMES = 32
 MAX_NAME = 64
 """Characters of the name of a stage or column."""
 
+Names = Annotated[tuple[str, ...], Meta(max_length=MAX_NAMES)]
+
 
 @dataclass(frozen=True, slots=True)
 class StageSettings:
@@ -26,8 +28,8 @@ class StageSettings:
     """
 
     name: str
-    needs: tuple[str, ...] = ()
-    adds: tuple[str, ...] = ()
+    needs: Names = ()
+    adds: Names = ()
 
     def __post_init__(self) -> None:
         check_names("stages", (self.name,))
@@ -62,8 +64,8 @@ class StreamSettings:
     max_bytes: int
     lease_s: float
     learners: int = 1
-    columns: tuple[str, ...] = ()
-    stages: tuple[StageSettings, ...] = ()
+    columns: Names = ()
+    stages: Annotated[tuple[StageSettings, ...], Meta(max_length=MAX_NAMES)] = ()
     wait_share: float | None = None
     retain: bool = True
     even_tokens: float | None = None

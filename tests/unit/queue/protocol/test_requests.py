@@ -1,0 +1,88 @@
+"""A request arrives as the record that was sent, or its error names the verb, the key, the rule and the value."""
+
+from __future__ import annotations
+
+import msgpack
+import pytest
+
+from asyncrl.errors import RefusedError, WireError
+from asyncrl.queue.broker.service import HANDLERS
+from asyncrl.queue.protocol.requests import MAX_ITEMS, MAX_TEXT, VERBS, CommitRequest, pack, unpack
+
+COMMIT = CommitRequest(
+    stream="train",
+    ordinal=1,
+    epoch=(1 << 40) + 1,
+    tokens=9,
+    nbytes=5,
+    start_version=-1,
+    digest=(1 << 64) - 1,
+    columns=("rewards",),
+)
+
+
+def test_a_record_arrives_as_it_was_sent_and_absent_fields_have_their_defaults() -> None:
+    assert unpack("commit", pack(COMMIT), [b"gr", b"oup"]) == COMMIT
+    fields = msgpack.unpackb(pack(COMMIT))
+    assert "squares" not in fields
+    assert unpack("commit", msgpack.packb({**fields, "of_a_newer_client": [1]}), [b"group"]) == COMMIT
+
+
+def test_every_verb_has_one_handler() -> None:
+    assert {*VERBS.values()} == {*HANDLERS}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"ordinal": "x"}, r"commit: Expected `int`, got `str` - at `\$\.ordinal`, which is 'x'"),
+        ({"ordinal": True}, r"commit: .*`bool` - at `\$\.ordinal`, which is True"),
+        (
+            {"stream": "s" * (MAX_TEXT + 1)},
+            rf"commit: .*length <= {MAX_TEXT} - at `\$\.stream`, which is 'sss",
+        ),
+        ({"columns": ["a", "a"]}, "commit: columns: .* none twice"),
+        ({"columns": [1]}, r"commit: .*`\$\.columns\[0\]`, which is \[1\]"),
+        ({"wait_s": float("nan")}, r"commit: .*`\$\.wait_s`, which is nan"),
+        ({"wait_s": 3601}, r"commit: .*<= 3600.*`\$\.wait_s`, which is 3601"),
+        ({"nbytes": 6}, "commit: 5 payload bytes, 6 announced"),
+    ],
+)
+def test_an_error_names_verb_key_rule_and_value(changes: dict[str, object], error: str) -> None:
+    fields = {**msgpack.unpackb(pack(COMMIT)), **changes}
+    with pytest.raises(WireError, match=error):
+        unpack("commit", msgpack.packb(fields), [b"group"])
+
+
+def test_what_is_no_request_is_refused() -> None:
+    with pytest.raises(RefusedError, match="unknown_op: explode"):
+        unpack("explode", b"\x80")
+    with pytest.raises(WireError, match="commit: Object missing required field `stream`"):
+        unpack("commit", b"\x80")
+    for packed in (b"", b"\x90", b"\xc1", b"\x91" * 100_000, b"\x81\xa6stream\xa1\xff"):
+        with pytest.raises(WireError, match="commit: "):
+            unpack("commit", packed)
+
+
+@pytest.mark.parametrize("count", [MAX_ITEMS + 1, (1 << 32) - 1])
+@pytest.mark.parametrize(
+    ("verb", "fields"),
+    [
+        ("give_back", {"leases": []}),
+        ("renew", {"leases": {"train": []}}),
+        ("submit", {"tasks": []}),
+        ("collect", {"got": []}),
+        ("abandon", {"dropped": []}),
+        ("commit", {"columns": []}),
+        ("open", {"settings": {"columns": []}}),
+        ("open", {"settings": {"stages": []}}),
+        ("open", {"settings": {"stages": [{"needs": []}]}}),
+    ],
+)
+def test_a_list_longer_than_allowed_is_refused_before_there_is_room_for_it(
+    verb: str, fields: dict[str, object], count: int
+) -> None:
+    packed = msgpack.packb(fields)
+    assert packed.endswith(b"\x90")
+    with pytest.raises(WireError, match="array` of length"):
+        unpack(verb, packed[:-1] + b"\xdd" + count.to_bytes(4, "big"))
