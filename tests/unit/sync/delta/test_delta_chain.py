@@ -221,8 +221,8 @@ def test_a_base_that_is_overwritten_meanwhile_makes_no_step(
         learner.held.discard(0)
         return encode(old, new)
 
-    encode = delta_chain.encode
-    monkeypatch.setattr(delta_chain, "encode", overwritten)
+    encode = delta_chain.encode_delta
+    monkeypatch.setattr(delta_chain, "encode_delta", overwritten)
     learner.publish(1)
     assert learner.find(0, 1) is None
     assert learner.chain.bytes == 0
@@ -240,8 +240,8 @@ def test_who_asks_early_waits_for_the_step_that_is_being_made(
         assert go.wait(10.0)
         return encode(old, new)
 
-    encode = delta_chain.encode
-    monkeypatch.setattr(delta_chain, "encode", slowly)
+    encode = delta_chain.encode_delta
+    monkeypatch.setattr(delta_chain, "encode_delta", slowly)
     learner.publish(1)
     assert learner.chain.find(0, 1, whole_plan(), 0.0) is None
     go.set()
@@ -255,7 +255,7 @@ def test_a_step_that_fails_costs_only_itself(
     learner.find(None, 0)
     learner.publish(0)
     with monkeypatch.context() as patch:
-        patch.setattr(delta_chain, "encode", None)
+        patch.setattr(delta_chain, "encode_delta", None)
         learner.publish(1)
         assert learner.find(0, 1) is None
     learner.publish(2)

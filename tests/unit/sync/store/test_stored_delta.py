@@ -179,8 +179,8 @@ def test_wrong_changes_with_a_right_checksum_are_found_by_the_hash_of_the_versio
         changed.view(-1).view(torch.uint8)[0] ^= 1
         return encode(old, changed)
 
-    encode = stored_publisher.encode
-    monkeypatch.setattr(stored_publisher, "encode", wrong)
+    encode = stored_publisher.encode_delta
+    monkeypatch.setattr(stored_publisher, "encode_delta", wrong)
     store.publish(1)
     with pytest.raises(WeightSyncError, match="is not what learner rank 0 has"):
         reader.stream.stage(1)
