@@ -22,7 +22,13 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from asyncrl.errors import ConfigError
-from asyncrl.learner.models.kernels import PLAIN, Rule, dense_attention, flash, flash_attn_varlen_func
+from asyncrl.learner.models.kernels import (
+    PLAIN,
+    AttentionRule,
+    dense_attention,
+    flash,
+    flash_attn_varlen_func,
+)
 from asyncrl.learner.parallel.context import ContextParallel
 
 PACKED = "asyncrl_packed"
@@ -206,7 +212,7 @@ def packed_attention(
         ConfigError: The model family uses an option of CHANGES_SCORES.
     """
     _refuse(options, module)
-    rule = Rule(scaling, sliding_window, softcap)
+    rule = AttentionRule(scaling, sliding_window, softcap)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     context = documents.context
     if context is None:
@@ -223,7 +229,7 @@ def packed_attention(
 
 
 def whole_attention(
-    q_NHE: Tensor, k_NKE: Tensor, v_NKF: Tensor, documents: Documents, rule: Rule = PLAIN
+    q_NHE: Tensor, k_NKE: Tensor, v_NKF: Tensor, documents: Documents, rule: AttentionRule = PLAIN
 ) -> Tensor:
     """Attention where this rank has all tokens: [N, H, F]."""
     if not _flash(q_NHE):
@@ -233,7 +239,7 @@ def whole_attention(
 
 
 def slice_attention(
-    q_nHE: Tensor, k_NKE: Tensor, v_NKF: Tensor, cut: DocumentSlice, rule: Rule = PLAIN
+    q_nHE: Tensor, k_NKE: Tensor, v_NKF: Tensor, cut: DocumentSlice, rule: AttentionRule = PLAIN
 ) -> Tensor:
     """Attention for the queries of a slice, to keys of all tokens: [n, H, F]."""
     k, v = (x[cut.seen] for x in (k_NKE, v_NKF))
@@ -255,13 +261,15 @@ def _flash(query: Tensor) -> bool:
     return flash_attn_varlen_func is not None and query.is_cuda and half
 
 
-def _continued(q_nHE: Tensor, k_LKE: Tensor, v_LKF: Tensor, rule: Rule) -> Tensor:
+def _continued(q_nHE: Tensor, k_LKE: Tensor, v_LKF: Tensor, rule: AttentionRule) -> Tensor:
     """[n, H, F], for the last n of L tokens of one document."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q_nHE, k_LKE, v_LKF))
     return dense_attention(q, k, v, rule)[0].transpose(0, 1)
 
 
-def _bucketed(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, documents: Documents, rule: Rule) -> Tensor:
+def _bucketed(
+    q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, documents: Documents, rule: AttentionRule
+) -> Tensor:
     """One dense causal attention per bucket. Padding is at the end, so no real token attends to it."""
     shapes = [index_DL.shape for index_DL, _ in documents.buckets]
     padded = (x.index_select(0, documents.padded_P) for x in (q_NHE, k_NKE, v_NKE))

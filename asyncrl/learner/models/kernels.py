@@ -18,7 +18,7 @@ except ImportError:
     flash_attn_varlen_func = None
 
 
-class Rule(NamedTuple):
+class AttentionRule(NamedTuple):
     """A family's variation of attention.
 
     scaling   factor of q·k; None: 1/√E
@@ -31,10 +31,10 @@ class Rule(NamedTuple):
     softcap: float | None = None
 
 
-PLAIN = Rule()
+PLAIN = AttentionRule()
 
 
-def dense_attention(q_BHnE: Tensor, k_BKLE: Tensor, v_BKLF: Tensor, rule: Rule) -> Tensor:
+def dense_attention(q_BHnE: Tensor, k_BKLE: Tensor, v_BKLF: Tensor, rule: AttentionRule) -> Tensor:
     """Dense attention: [B, H, n, F]."""
     n, length = q_BHnE.shape[2], k_BKLE.shape[2]
     if rule.softcap is not None:
@@ -63,7 +63,7 @@ def flash(
     v_NKF: Tensor,
     edges: tuple[Tensor, Tensor],
     longest: tuple[int, int],
-    rule: Rule,
+    rule: AttentionRule,
 ) -> Tensor:
     """Flash attention over packed documents: [N, H, F].
 
@@ -88,7 +88,7 @@ def flash(
     return out_NHE[..., : v_NKF.shape[-1]]
 
 
-def _capped(q_BHnE: Tensor, k_BKLE: Tensor, v_BKLF: Tensor, rule: Rule, cap: float) -> Tensor:
+def _capped(q_BHnE: Tensor, k_BKLE: Tensor, v_BKLF: Tensor, rule: AttentionRule, cap: float) -> Tensor:
     """Attention with a softcap, which fused kernels lack: all scores are in memory, in float32 at least."""
     heads = q_BHnE.shape[1] // k_BKLE.shape[1]
     k_BHLE, v_BHLF = (x.repeat_interleave(heads, dim=1) for x in (k_BKLE, v_BKLF))

@@ -99,20 +99,20 @@ class ShardedModel:
                 self._masters.tied = TiedEmbedding(table, axis.get_group())
 
     def _fill(self, network: nn.Module, origin: CheckpointSource) -> None:
-        """Allocate and read what is still empty, now that the network is cut."""
-        empty = {name for name, tensor in self._tensors().items() if is_empty(tensor)}
+        """Allocate and read the tensors that are still empty, now that the network is cut."""
+
+        def tensors() -> dict[str, Tensor]:
+            stages = self._stages
+            constants = stages.named_constants_here() if stages else named_constants(self.network)
+            return {**self._parameters(), **constants}
+
+        empty = {name for name, tensor in tensors().items() if is_empty(tensor)}
         allocate(network, self._device)
-        here = self._tensors()
+        here = tensors()
         origin.fill({name_at_start(self.network, name): here[name] for name in here if name in empty})
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         return self._stages.named_parameters_here() if self._stages else named_parameters(self.network)
-
-    def _tensors(self) -> dict[str, Tensor]:
-        """Parameters and constants of this rank."""
-        stages = self._stages
-        constants = stages.named_constants_here() if stages else named_constants(self.network)
-        return {**self._parameters(), **constants}
 
     def accumulate(self, batches: Sequence[MicroBatch], loss: Loss) -> None:
         if self._masters.optimizer is None:

@@ -9,13 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.learner.models.kernels import Rule, dense_attention, seen
+from asyncrl.learner.models.kernels import AttentionRule, dense_attention, seen
 
 
 def test_a_capped_score_by_hand() -> None:
     """One head of size 1: the second query has scores 3 and 6, which a cap of 2 makes 2 tanh 1.5 and 2 tanh 3."""
     q, k, v = (torch.tensor(values)[None, None, :, None] for values in ([1.0, 3.0], [1.0, 2.0], [10.0, 20.0]))
-    out = dense_attention(q, k, v, Rule(scaling=1.0, softcap=2.0))[0, 0, :, 0]
+    out = dense_attention(q, k, v, AttentionRule(scaling=1.0, softcap=2.0))[0, 0, :, 0]
     second = 1 / (1 + math.exp(2 * math.tanh(1.5) - 2 * math.tanh(3.0)))
     assert out.tolist() == pytest.approx([10.0, 10.0 + 10.0 * second])
 
@@ -23,7 +23,7 @@ def test_a_capped_score_by_hand() -> None:
 def test_a_window_of_one_sees_itself_alone() -> None:
     q, k, v = (torch.randn(2, 4, 5, 3) for _ in range(3))
     for softcap in (None, 2.0):
-        torch.testing.assert_close(dense_attention(q, k, v, Rule(window=1, softcap=softcap)), v)
+        torch.testing.assert_close(dense_attention(q, k, v, AttentionRule(window=1, softcap=softcap)), v)
 
 
 @given(
@@ -41,7 +41,7 @@ def test_attention_is_the_softmax_of_what_is_seen(
     q = torch.randn(1, heads * shared, n, 4, dtype=torch.float64, generator=generator)
     k = torch.randn(1, heads, length, 4, dtype=torch.float64, generator=generator)
     v = torch.randn(1, heads, length, 3, dtype=torch.float64, generator=generator)
-    out = dense_attention(q, k, v, Rule(0.7, window, softcap))
+    out = dense_attention(q, k, v, AttentionRule(0.7, window, softcap))
     for head in range(heads * shared):
         for i in range(n):
             at = before + i
