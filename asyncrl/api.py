@@ -11,10 +11,13 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.config.functions.function_spec import refuse_in_import
 from asyncrl.errors import ConfigError, TaskError
+
+if TYPE_CHECKING:
+    from asyncrl.launch.caller import Call
 
 Keys = Mapping[str, Any]
 Function = Callable[..., Any]
@@ -70,28 +73,12 @@ def train(
         def reward(task, text):  # or async; a number, {part: number}, or asyncrl.Scored
             return float(text.strip() == task.data["answer"])
 
-        rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(10)]
-
         if __name__ == "__main__":  # not needed in a notebook
-            result = asyncrl.train(
-                model="my-model", tasks=rows, reward=reward, max_staleness=2,
-                run={"versions": 20}, batch={"groups": 8, "group_size": 4},
-                generator={"max_tokens": 16, "max_length": 64}, learner={"optimizer": {"lr": 1e-5}},
-            )
+            result = asyncrl.train(model="my-model", tasks="problems.jsonl", reward=reward, run={"versions": 20})
             print(result["reward_end"], result.model)
 
-    All that a YAML file can set can be set here, and each argument can be left out if a file has it. The keys that
-    a first run needs, and their defaults:
-
-        run         name, dir "runs", versions 100 (training steps), seed 0, resume False
-        batch       groups 64 (tasks of one step), group_size 8 (rollouts of one task)
-        generator   max_tokens 256 (of an answer), max_length 1024 (of prompt and answer), slots 256 (answers made at
-                    once), temperature 1.0, count 1 (processes), engine "transformers"
-        learner     optimizer={"lr": …}, micro_batch_tokens
-        evaluation  source (held-out tasks), every 10 (versions)
-        launch      quiet False
-
-    `asyncrl config FILE --print` prints every key of a file, with its default and what it is for.
+    All that a YAML file can set can be set here, and each argument can be left out if a file has it. docs/keys.md lists
+    every key; `asyncrl config FILE --print` prints those of a file.
 
     Args:
         config: A YAML file, or a mapping in the shape of one; none: the defaults, and a new folder for each run,
@@ -124,15 +111,20 @@ def train(
             goes on.
     """
     from asyncrl.launch.caller import call_of
+
+    refuse_in_import()
+    arguments = {"model": model, "tasks": tasks, "reward": reward, "max_staleness": max_staleness}
+    return _run(call_of(config, overrides, arguments, keys))
+
+
+def _run(call: Call) -> TrainResult:
+    """Check the call in its run folder, train, and read what the run has left."""
     from asyncrl.launch.checks.preflight import preflight
     from asyncrl.launch.folder.inputs import Inputs
     from asyncrl.launch.folder.run_folder import locked_run_folder, refuse_own_config, remove_empty
     from asyncrl.launch.local import train as train_here
     from asyncrl.telemetry.sinks import read_rows
 
-    refuse_in_import()
-    arguments = {"model": model, "tasks": tasks, "reward": reward, "max_staleness": max_staleness}
-    call = call_of(config, overrides, arguments, keys)
     call, draft = call.in_folder(call.load(Inputs(None)))
     if call.file is not None:
         refuse_own_config(call.file, draft)

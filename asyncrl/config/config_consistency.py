@@ -1,9 +1,10 @@
-"""What all processes of a run must have alike: a difference would change what is trained, and nobody would see it.
+"""The keys that all processes of a run must have alike: a difference would change what is trained, and nobody would see
+it.
 
-The learner posts its values on the run's board under AGREED when it opens the streams. Whoever makes tasks, rollouts or
-columns compares its own before it leases anything, and ends by ConfigError where they differ. What may rightly differ
-from machine to machine (devices, threads, slots, addresses, folders) is not compared. Of a key that only one side
-reads, such as `queue.max_staleness`, another process gets a warning where its own value differs; it names the side
+The learner posts its values in the queue's registry under AGREED when it opens the streams. A process that makes tasks,
+rollouts or columns compares its own before it leases anything, and ends by ConfigError where they differ. Keys that may
+differ from machine to machine (devices, threads, slots, addresses, folders) are not compared. For a key that only one
+side reads, such as `queue.max_staleness`, another process logs a warning where its own value differs; it names the side
 whose value counts. A function that is given by name compares by name.
 """
 
@@ -12,8 +13,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Any
 
 from asyncrl.config.load import all_keys
 from asyncrl.config.schema import Config
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 _warned: set[str] = set()
 
 AGREED = "agreed"
-"""Where on the run's board the learner's values are: {key: text}."""
+"""The entry of the queue's registry with the learner's values: {key: text}."""
 
 ASYNCRL = "asyncrl"
 """The entry of the package's version, which is no key."""
@@ -42,7 +43,7 @@ SECTIONS = (
     "reward_model.",
     "teacher.",
 )
-"""Of these all keys, but for LOCAL ones."""
+"""All keys of these sections, but for LOCAL ones."""
 
 LOCAL = ("reward.workers", "reward.max_failed_share", "agent.tool_workers")
 
@@ -86,16 +87,13 @@ ASIDE = "one side: "
 SHOWN = 200
 """Characters of a value that are posted; what is longer is told apart by a digest."""
 
+Lookup = Callable[[str, float], Awaitable[Any]]
+"""(key, seconds to wait) -> the entry of the queue's registry."""
+
 REMEDY = (
     "start all processes of a run with the same configuration; where the run goes on with another one on purpose, "
     "begin its queue with `asyncrl queue --anew`"
 )
-
-
-class Registry(Protocol):
-    """The queue's board, as its clients see it."""
-
-    async def lookup(self, key: str, wait_s: float) -> Any: ...
 
 
 def is_agreed(key: str) -> bool:
@@ -171,12 +169,20 @@ def check_agreed(learners: Mapping[str, str], config: Config) -> None:
     raise ConfigError(key, ours, f"this process and the learner are of one run, but {told}", REMEDY)
 
 
-async def check_board(board: Registry, config: Config, wait_s: float, *, queue: bool = False) -> None:
-    """`check_agreed` with what the learner has posted, and a warning of each key in `one_sided`, once.
+async def check_with_learner(lookup: Lookup, config: Config, wait_s: float, *, queue: bool = False) -> None:
+    """`check_agreed` with the values that the learner has posted, and a warning of each key in `one_sided`, once.
 
-    Raises DeadlineError if the learner posts nothing within wait_s.
+    Args:
+        lookup: Reads the queue's registry.
+        config: This process's.
+        wait_s: Seconds to wait for the learner.
+        queue: Whether this is the queue's process.
+
+    Raises:
+        ConfigError: As `check_agreed`.
+        DeadlineError: The learner posts nothing within wait_s.
     """
-    learners = await board.lookup(AGREED, wait_s)
+    learners = await lookup(AGREED, wait_s)
     check_agreed(learners, config)
     for line in one_sided(learners, config, queue=queue):
         if line not in _warned:

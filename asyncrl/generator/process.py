@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from asyncrl.config.config_consistency import check_board
+from asyncrl.config.config_consistency import check_with_learner
 from asyncrl.config.functions.function_spec import load_function
 from asyncrl.config.schema import Config
 from asyncrl.generator.engines.engine import Engine, Sampler
@@ -72,7 +72,7 @@ async def run_generator(
         await client.connect()
         sampler = RetryingSampler(engine, config.generator.on_failure)
         rollouts = Rollouts(sampler, tokenizer, scorer, config)
-        agree = partial(check_board, client, config, POLL_S)
+        agree = partial(check_with_learner, client.lookup, config, POLL_S)
         receiver = engine.receiver(WeightReader.of(name, config))
         follower = WeightFollower(name, receiver, client, agree, status)
         worker = Worker(

@@ -18,7 +18,7 @@ import time
 from contextlib import suppress
 from types import FrameType
 
-from asyncrl.config.config_consistency import check_board
+from asyncrl.config.config_consistency import check_with_learner
 from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError, DeadlineError
 from asyncrl.launch.folder.run_folder import run_folder, write_address
@@ -131,7 +131,7 @@ class Feeder(threading.Thread):
         with (self._status or ProcessStatus()).waiting(LEARNER):
             while True:
                 with suppress(DeadlineError):
-                    return await check_board(client, self._config, LEARNER_S, queue=True)
+                    return await check_with_learner(client.lookup, self._config, LEARNER_S, queue=True)
 
     async def _look(self, client: QueueClient, status: ProcessStatus) -> None:
         """Until cancelled. A queue that ends does not answer any more."""

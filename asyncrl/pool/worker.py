@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from asyncrl.config.config_consistency import check_board
+from asyncrl.config.config_consistency import check_with_learner
 from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError, DeadlineError, RefusedError, RunClosedError, first_failure
 from asyncrl.queue.protocol.replies import StageLease
@@ -129,7 +129,7 @@ class PoolWorker:
             async with asyncio.TaskGroup() as loops:
                 loops.create_task(self._heartbeat())
                 with self._status.waiting(LEARNER, self._learner_deadline_s):
-                    await check_board(self._client, self._config, self._learner_deadline_s)
+                    await check_with_learner(self._client.lookup, self._config, self._learner_deadline_s)
                     loops.create_task(self._keep_checking_config())
                     await self._work.ready()
                 for stream, add_columns in self._work.streams.items():
@@ -144,7 +144,7 @@ class PoolWorker:
         """The learner may come back with another configuration."""
         while True:
             await asyncio.sleep(self._heartbeat_s)
-            await check_board(self._client, self._config, self._learner_deadline_s)
+            await check_with_learner(self._client.lookup, self._config, self._learner_deadline_s)
 
     async def _work_on(self, stream: str, add_columns: AddColumns) -> None:
         since = time.monotonic()
