@@ -1,0 +1,74 @@
+"""`asyncrl config` and `asyncrl algorithms`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+from asyncrl.cli.command import Arguments, Command, loading, read_config
+
+
+def _show_config(arguments: Arguments) -> int:
+    if arguments.schema:
+        from asyncrl.config.json_schema import schema_text
+
+        print(schema_text())
+        return 0
+    config = read_config(arguments)
+    if arguments.print:
+        from asyncrl.config.docs import render
+
+        print(render(config, show_passwords=False))
+        return 0
+    if not arguments.rules_only:
+        loading(arguments, f"the tasks, and what is needed to check {arguments.config}")
+        from asyncrl.launch.checks.preflight import preflight
+
+        preflight(config)
+    print(f"{arguments.config}: valid; --print shows every key")
+    return 0
+
+
+def _algorithms(arguments: Arguments) -> int:
+    catalogue = importlib.import_module("asyncrl.learner.algorithms.catalogue")
+    print(catalogue.as_markdown() if arguments.markdown else catalogue.as_text())
+    return 0
+
+
+def _config_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--print", action="store_true", help="show every key, its value and what it is for")
+    parser.add_argument(
+        "--rules-only",
+        action="store_true",
+        help="do not look whether data, models, functions and GPUs are here: for a configuration of another machine",
+    )
+    parser.add_argument(
+        "--schema", action="store_true", help="print the JSON Schema of configurations, for editors"
+    )
+
+
+def _algorithms_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--markdown", action="store_true", help="as in docs/algorithms.md, with every key")
+
+
+COMMANDS: dict[str, Command] = {
+    "config": Command(
+        _show_config,
+        "check a configuration, or explain it",
+        "Read a configuration with its includes and overrides, check every rule, and look whether the data, models, "
+        "functions and GPUs that it names are here and fit, without starting anything. Keys that would do nothing are "
+        "named. --print and --rules-only leave the looking out.",
+        "asyncrl config configs/recipes/demo.yaml queue.max_staleness=4 --print",
+        _config_options,
+        config_optional=True,
+    ),
+    "algorithms": Command(
+        _algorithms,
+        "every advantage, loss and correction there is",
+        "List the values of algorithm.advantage, algorithm.loss and algorithm.correction with their "
+        "definition, their paper and what they need. Whole algorithms are in configs/algorithms.",
+        "asyncrl algorithms",
+        _algorithms_options,
+        takes_config=False,
+    ),
+}

@@ -1,0 +1,83 @@
+"""`asyncrl demo` and `asyncrl train`: a whole run on this machine."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from asyncrl.cli.command import Arguments, Command, loading, read_config
+
+if TYPE_CHECKING:
+    from asyncrl.config.schema import Config
+
+
+def _train(arguments: Arguments) -> int:
+    from asyncrl.launch.folder.run_folder import refuse_own_config
+
+    config = read_config(arguments)
+    refuse_own_config(arguments.config, config)
+    loading(arguments, f"the tasks, and what is needed to check {arguments.config}")
+    return _run_here(config)
+
+
+def _demo(arguments: Arguments) -> int:
+    from asyncrl.demo import check, clear, demo, warm_up
+
+    engine = [f"generator.engine={arguments.engine}"] if arguments.engine else []
+    planned = demo(arguments.dir, [*engine, *arguments.overrides])
+    print(planned.plan(trains=not arguments.warm_up), flush=True)
+    if arguments.warm_up:
+        warm_up(planned)
+        return 0
+    check(planned)
+    warm_up(planned)
+    clear(planned)
+    return _run_here(planned.config)
+
+
+def _run_here(config: Config) -> int:
+    from asyncrl.launch.checks.preflight import preflight
+    from asyncrl.launch.folder.run_folder import run_folder
+    from asyncrl.launch.local import train
+    from asyncrl.launch.views.dashboard import print_summary
+    from asyncrl.rpc.keys import client_keys, server_keys
+
+    preflight(config)
+    server_keys(config.queue.keys), client_keys(config.queue.keys)
+    print_summary(train(config), run_folder(config))
+    return 0
+
+
+def _demo_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dir", default="runs", metavar="DIR", help="holds the model and the run; runs/ unless given"
+    )
+    parser.add_argument(
+        "--engine", metavar="NAME", help="of the generator, e.g. vllm; transformers unless given"
+    )
+    parser.add_argument(
+        "--warm-up", action="store_true", help="make the warmed-up model, and stop before the training"
+    )
+
+
+COMMANDS: dict[str, Command] = {
+    "demo": Command(
+        _demo,
+        "train a small model on this machine, about 5 minutes",
+        "Make a small model, warm it up on two-digit addition and train it with GRPO in separate processes: "
+        "queue, learner and generator. It needs two CPU cores, no GPU, no checkout and no download. The warm-up is "
+        "made once; an earlier run in DIR/demo is replaced, one of another run.name never.",
+        "asyncrl demo queue.max_staleness=8 run.name=eight",
+        _demo_options,
+        takes_config=False,
+        takes_keys=True,
+    ),
+    "train": Command(
+        _train,
+        "run everything on this machine",
+        "Start the queue, the learner and the generators on this machine, watch over them and show how "
+        "the run goes. Everything it leaves lies in <run.dir>/<run.name>. Ctrl-C stops it with a "
+        "checkpoint, run.resume=true goes on; Ctrl-C twice kills it.",
+        "asyncrl train configs/recipes/demo.yaml run.name=mine queue.max_staleness=0",
+    ),
+}

@@ -1,0 +1,145 @@
+"""Processes that work for a queue: generators, pools, the learner."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import socket
+from collections.abc import Coroutine
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.cli.command import Arguments, Command, loading, split_run_config
+from asyncrl.stop_signals import stop_signals
+
+if TYPE_CHECKING:
+    from asyncrl.config.schema import Config
+
+
+def _generator(arguments: Arguments) -> int:
+    config = split_run_config(arguments)
+    _check_process_name(arguments.name)
+    loading(arguments, f"torch and the model {config.model.path}")
+    from asyncrl.generator.process import run_generator
+    from asyncrl.launch.views.process_view import GeneratorView, shown
+    from asyncrl.tasks.source import held_out
+    from asyncrl.telemetry.status import ProcessStatus
+
+    status, name = ProcessStatus(), arguments.name
+    with shown(name, GeneratorView(status), status, config):
+        work = run_generator(config, name=name, held_out=held_out(config), status=status)
+        asyncio.run(_until_sigterm(work))
+    return 0
+
+
+def _pool(arguments: Arguments) -> int:
+    config = split_run_config(arguments)
+    name = arguments.name or f"{arguments.model}-{socket.gethostname()}-{os.getpid()}"
+    _check_process_name(name)
+    loading(arguments, f"torch and what the pool of the {arguments.model} needs")
+    from asyncrl.launch.views.process_view import PoolView, shown
+    from asyncrl.pool.process import run_pool
+    from asyncrl.telemetry.status import ProcessStatus
+
+    status = ProcessStatus()
+    with shown(name, PoolView(status), status, config):
+        asyncio.run(_until_sigterm(run_pool(config, arguments.model, name=name, status=status)))
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        from asyncrl.learner.backends.fsdp.fsdp import end_rank
+
+        end_rank()
+    return 0
+
+
+def _learner(arguments: Arguments) -> int:
+    from asyncrl.launch.folder.run_folder import claimed_by_learner
+
+    config = split_run_config(arguments)
+    by_hand = "ASYNCRL_LAUNCHED" not in os.environ and os.environ.get("RANK", "0") == "0"
+    with claimed_by_learner(config, arguments.config) if by_hand else nullcontext():
+        return _learn(arguments, config)
+
+
+def _learn(arguments: Arguments, config: Config) -> int:
+    loading(arguments, f"torch and the model {config.model.path}")
+    from asyncrl.launch.folder.run_folder import run_folder
+    from asyncrl.launch.views.process_view import LearnerView, shown
+    from asyncrl.learner.process import run_learner
+    from asyncrl.learner.training import requirements
+    from asyncrl.tasks.source import held_out
+    from asyncrl.telemetry.status import ProcessStatus
+
+    requirements.check(config)
+    heldout = {name: len(tasks) for name, tasks in held_out(config).items()}
+    status = ProcessStatus()
+    with shown("learner", LearnerView(config, run_folder(config), status), status, config):
+        run_learner(config, heldout, status)
+    return 0
+
+
+def _check_process_name(name: str) -> None:
+    """Some engines name a folder after the process."""
+    from asyncrl.config.sections.rules import check_name
+
+    check_name("--name", name)
+
+
+async def _until_sigterm(work: Coroutine[Any, Any, None]) -> None:
+    """SIGTERM, SIGHUP and Ctrl-C cancel the work, which then gives back what it holds. Ctrl-C again ends it at once."""
+    task, told = asyncio.ensure_future(work), asyncio.Event()
+
+    def stop() -> None:
+        if not told.is_set():  # a terminal that closes can send several signals
+            told.set()
+            task.cancel()
+
+    for number in stop_signals():
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+    try:
+        await task
+    except asyncio.CancelledError:
+        if not told.is_set():  # asyncio.run makes a KeyboardInterrupt of it
+            raise
+
+
+def _generator_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--name",
+        default=f"generator-{socket.gethostname()}-{os.getpid()}",
+        help="unique among the run's generators",
+    )
+
+
+def _pool_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--name", help="unique among the run's processes")
+
+
+COMMANDS: dict[str, Command] = {
+    "generator": Command(
+        _generator,
+        "one generator of a run",
+        "Turn tasks into scored rollouts, with the newest weights, until the run is over. Any number may "
+        "join and leave while the run goes on.",
+        "asyncrl generator configs/recipes/demo.yaml queue.address=tcp://127.0.0.1:5555 --name generator-0",
+        _generator_options,
+    ),
+    "pool": Command(
+        _pool,
+        "one process of a pool: a model beside the policy",
+        "Work on groups that wait in the queue until the run is over: what MODEL says of them (reference, teacher, "
+        "reward_model, critic, cost_critic), or their rewards (MODEL is then 'rewards'). For what the section "
+        "`placement` has on a pool. Any number may join and leave while the run goes on; of a model that learns "
+        "there is one process.",
+        "asyncrl pool configs/recipes/demo.yaml reference queue.address=tcp://127.0.0.1:5555",
+        _pool_options,
+        operand="model",
+    ),
+    "learner": Command(
+        _learner,
+        "the learner of a run",
+        "Train on groups as they arrive and publish each version of the policy. For several ranks start "
+        "it with torchrun. SIGTERM makes it write a checkpoint and end the run.",
+        "torchrun --nproc-per-node 2 -m asyncrl learner CONFIG queue.address=tcp://127.0.0.1:5555",
+    ),
+}
