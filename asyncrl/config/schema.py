@@ -169,6 +169,7 @@ class Config(Section):
     def rules(self, at: str) -> Iterator[Rule]:
         """The rules among sections."""
         yield from _size_rules(self)
+        yield from _length_rules(self)
         yield from _evaluation_rules(self)
         yield from policy_rules(self.algorithm, self.learner.mini_batches * self.learner.epochs)
         yield from _truncation_rules(self.algorithm, self.generator)
@@ -227,8 +228,8 @@ class Config(Section):
 
 
 def _size_rules(config: Config) -> Iterator[Rule]:
-    """How many groups, rollouts and tokens fit where."""
-    batch, generator, queue, algorithm = config.batch, config.generator, config.queue, config.algorithm
+    """Rollouts within groups, groups within versions and the queue."""
+    batch, queue, algorithm = config.batch, config.queue, config.algorithm
     advantage = algorithm.built_in_advantage
     yield Rule(
         advantage not in GROUP_ADVANTAGES or batch.group_size >= 2,
@@ -258,6 +259,27 @@ def _size_rules(config: Config) -> Iterator[Rule]:
         f"splits the groups of a version, of which there are batch.groups={batch.groups}",
         f"set learner.mini_batches={batch.groups} or less",
     )
+    least = batch.groups + config.window - 1
+    yield Rule(
+        config.spare_versions >= 0,
+        "queue.window",
+        config.window,
+        f"a window of {config.window} over batches of {batch.groups} leaves no room under "
+        f"queue.max_staleness={queue.max_staleness}: η - ceil((W - 1) / B) is negative",
+        f"set queue.window to at most {queue.max_staleness * batch.groups + 1}",
+    )
+    yield Rule(
+        config.depth >= least,
+        "queue.depth",
+        config.depth,
+        f"must hold one batch and the window: batch.groups + window - 1 = {least}",
+        f"set queue.depth={least} or more",
+    )
+
+
+def _length_rules(config: Config) -> Iterator[Rule]:
+    """Tokens within sequences, and seconds within leases."""
+    generator, queue, algorithm = config.generator, config.queue, config.algorithm
     yield Rule(
         algorithm.shaping.overlong_buffer <= generator.max_tokens,
         "algorithm.shaping.overlong_buffer",
@@ -278,22 +300,6 @@ def _size_rules(config: Config) -> Iterator[Rule]:
         config.agent.max_tokens,
         f"is more than the engine holds of one sequence, generator.max_length={generator.max_length}",
         "set generator.max_length higher, or leave agent.max_tokens out",
-    )
-    yield Rule(
-        config.spare_versions >= 0,
-        "queue.window",
-        config.window,
-        f"a window of {config.window} over batches of {batch.groups} leaves no room under "
-        f"queue.max_staleness={queue.max_staleness}: η - ceil((W - 1) / B) is negative",
-        f"set queue.window to at most {queue.max_staleness * batch.groups + 1}",
-    )
-    least = batch.groups + config.window - 1
-    yield Rule(
-        config.depth >= least,
-        "queue.depth",
-        config.depth,
-        f"must hold one batch and the window: batch.groups + window - 1 = {least}",
-        f"set queue.depth={least} or more",
     )
     yield Rule(
         generator.heartbeat_s < queue.lease_s,
@@ -376,7 +382,7 @@ def _lora_rules(config: Config) -> Iterator[Rule]:
 
 
 def _model_rules(config: Config) -> Iterator[Rule]:
-    """What an algorithm needs of the models beside the policy, and of the reward."""
+    """An algorithm needs certain models beside the policy, and certain rewards."""
     algorithm = config.algorithm
     advantage, cost = algorithm.built_in_advantage, algorithm.cost_part
     yield Rule(
