@@ -132,7 +132,7 @@ def test_a_run_that_has_ended_says_so_at_once(
     def asked(*_: object) -> None:
         raise AssertionError("the queue was asked")
 
-    monkeypatch.setattr(operate, "_ask", asked)
+    monkeypatch.setattr(operate, "_request", asked)
     (folder / "summary.json").write_text(json.dumps({"ended": "stopped", "versions": 44}))
     for words in (["status", "mine"], ["inspect", "mine", "1"], ["drain", str(folder)]):
         assert cli.main(["queue", *words]) == 0
