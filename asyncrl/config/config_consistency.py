@@ -13,8 +13,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
 
 from asyncrl.config.load import all_keys
 from asyncrl.config.schema import Config
@@ -87,13 +87,16 @@ ASIDE = "one side: "
 SHOWN = 200
 """Characters of a value that are posted; what is longer is told apart by a digest."""
 
-Lookup = Callable[[str, float], Awaitable[Any]]
-"""(key, seconds to wait) -> the entry of the queue's registry."""
-
 REMEDY = (
     "start all processes of a run with the same configuration; where the run goes on with another one on purpose, "
     "begin its queue with `asyncrl queue --anew`"
 )
+
+
+class Registry(Protocol):
+    """The queue's registry, as its clients read it."""
+
+    async def lookup(self, key: str, wait_s: float) -> Any: ...
 
 
 def is_agreed(key: str) -> bool:
@@ -169,11 +172,13 @@ def check_agreed(learners: Mapping[str, str], config: Config) -> None:
     raise ConfigError(key, ours, f"this process and the learner are of one run, but {told}", REMEDY)
 
 
-async def check_with_learner(lookup: Lookup, config: Config, wait_s: float, *, queue: bool = False) -> None:
+async def check_with_learner(
+    registry: Registry, config: Config, wait_s: float, *, queue: bool = False
+) -> None:
     """`check_agreed` with the values that the learner has posted, and a warning of each key in `one_sided`, once.
 
     Args:
-        lookup: Reads the queue's registry.
+        registry: The queue's.
         config: This process's.
         wait_s: Seconds to wait for the learner.
         queue: Whether this is the queue's process.
@@ -182,7 +187,7 @@ async def check_with_learner(lookup: Lookup, config: Config, wait_s: float, *, q
         ConfigError: As `check_agreed`.
         DeadlineError: The learner posts nothing within wait_s.
     """
-    learners = await lookup(AGREED, wait_s)
+    learners = await registry.lookup(AGREED, wait_s)
     check_agreed(learners, config)
     for line in one_sided(learners, config, queue=queue):
         if line not in _warned:

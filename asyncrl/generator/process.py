@@ -72,7 +72,7 @@ async def run_generator(
         await client.connect()
         sampler = RetryingSampler(engine, config.generator.on_failure)
         rollouts = Rollouts(sampler, tokenizer, scorer, config)
-        agree = partial(check_with_learner, client.lookup, config, POLL_S)
+        agree = partial(check_with_learner, client, config, POLL_S)
         receiver = engine.receiver(WeightReader.of(name, config))
         follower = WeightFollower(name, receiver, client, agree, status)
         worker = Worker(

@@ -131,7 +131,7 @@ class Feeder(threading.Thread):
         with (self._status or ProcessStatus()).waiting(LEARNER):
             while True:
                 with suppress(DeadlineError):
-                    return await check_with_learner(client.lookup, self._config, LEARNER_S, queue=True)
+                    return await check_with_learner(client, self._config, LEARNER_S, queue=True)
 
     async def _look(self, client: QueueClient, status: ProcessStatus) -> None:
         """Until cancelled. A queue that ends does not answer any more."""

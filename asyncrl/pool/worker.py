@@ -129,7 +129,7 @@ class PoolWorker:
             async with asyncio.TaskGroup() as loops:
                 loops.create_task(self._heartbeat())
                 with self._status.waiting(LEARNER, self._learner_deadline_s):
-                    await check_with_learner(self._client.lookup, self._config, self._learner_deadline_s)
+                    await check_with_learner(self._client, self._config, self._learner_deadline_s)
                     loops.create_task(self._keep_checking_config())
                     await self._work.ready()
                 for stream, add_columns in self._work.streams.items():
@@ -144,7 +144,7 @@ class PoolWorker:
         """The learner may come back with another configuration."""
         while True:
             await asyncio.sleep(self._heartbeat_s)
-            await check_with_learner(self._client.lookup, self._config, self._learner_deadline_s)
+            await check_with_learner(self._client, self._config, self._learner_deadline_s)
 
     async def _work_on(self, stream: str, add_columns: AddColumns) -> None:
         since = time.monotonic()

@@ -159,9 +159,10 @@ def test_the_version_is_that_of_the_package() -> None:
     assert project["version"] == VERSION
 
 
-async def lookup(key: str, wait_s: float) -> dict[str, str]:
-    assert key == AGREED
-    return posted(CONFIG)
+class FakeRegistry:
+    async def lookup(self, key: str, wait_s: float) -> dict[str, str]:
+        assert key == AGREED
+        return posted(CONFIG)
 
 
 async def test_of_a_key_that_one_side_uses_the_other_is_told_whose_value_counts(
@@ -169,11 +170,11 @@ async def test_of_a_key_that_one_side_uses_the_other_is_told_whose_value_counts(
 ) -> None:
     here = with_("queue", max_staleness=7, fsync=True)
     for _ in range(2):
-        await check_with_learner(lookup, here, 1.0)
+        await check_with_learner(FakeRegistry(), here, 1.0)
     assert caplog.messages == [
         "queue.max_staleness is 2 at the learner, whose value counts; 7 here does nothing"
     ]
-    await check_with_learner(lookup, here, 1.0, queue=True)
+    await check_with_learner(FakeRegistry(), here, 1.0, queue=True)
     assert caplog.messages[1:] == [
         "queue.fsync is true here at the queue, whose value counts; false at the learner does nothing"
     ]
