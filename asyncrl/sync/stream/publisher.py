@@ -59,6 +59,8 @@ class PublishReport:
 class Publisher:
     """Serves this rank's live shards to any number of subscribers.
 
+    Its methods are many because it is a `VersionSource` too and handles six kinds of requests.
+
     Args:
         tensors: the live shards, cut as `layout`
         lineage: the learner's; a subscriber of another one is refused by name

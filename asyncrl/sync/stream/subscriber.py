@@ -85,6 +85,8 @@ class _Source:
 class Subscriber:
     """Fills staging memory from the publishers of all learner ranks. Blocking; one thread at a time.
 
+    Its methods are many because each step of a transfer is one: connect, route, pin, receive, give up.
+
     Args:
         who: unique among the subscribers: each rank of an engine has one of its own
         endpoints: of all learner ranks, in any order
