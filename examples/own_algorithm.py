@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig
-from asyncrl.learner.algorithms.losses.losses import PolicyTerms, TokenLoss, ratio
+from asyncrl.learner.algorithms.losses.policy_loss import PolicyTerms, TokenLoss, ratio
 from asyncrl.learner.algorithms.registry import AlgorithmContext, advantage, loss
 from asyncrl.learner.data.batch import MicroBatch
 

@@ -23,7 +23,6 @@ from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Thread
-from typing import Protocol
 
 import msgpack
 
@@ -31,23 +30,28 @@ from asyncrl.config.schema import CheckpointConfig
 from asyncrl.disk import sync_folder
 from asyncrl.errors import ConfigError, DeadlineError
 from asyncrl.learner.backends.backend import Backend
+from asyncrl.learner.remote.remote_model import RemoteModel
 from asyncrl.types import Version
 
 log = logging.getLogger(__name__)
 
 FOLDER, STATE, META = "checkpoints", "learner", "meta.msgpack"
 FORMAT = 2
-"""1 had no controls."""
+"""Format 1 had no controls."""
 NAME = re.compile(r"v\d{6,}")
 
 NOTHING, WRITING, WRITTEN, FAILED = "", "writing", "written", "failed"
-"""How a rank's writer stands."""
+"""States of a rank's part of the checkpoint under way."""
 
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """version: of the policy that is saved · train, eval: the queue's snapshots of the two streams
-    (opaque) · controls: what the run had adapted by then, by name, see `AdaptiveCoefficients`."""
+    """Metadata of a checkpoint.
+
+    version      of the policy that is saved
+    train, eval  the queue's snapshots of the two streams (opaque)
+    controls     coefficients that the run had adapted, by name, see `AdaptiveCoefficients`
+    """
 
     version: Version
     train: bytes
@@ -84,9 +88,13 @@ def is_one(folder: Path) -> bool:
 def to_resume(run_folder: Path, set_aside: bool = False) -> tuple[Path, Meta] | None:
     """The newest checkpoint that is whole; None if there is no checkpoint at all.
 
-    One that is torn, by a power failure, is passed over with a warning if there is an older one to go on from.
-    set_aside: it gets another name then, so that it is none of the `checkpoint.keep`. Raises ConfigError as
-    `read_meta` does.
+    A checkpoint torn by a power failure is skipped with a warning if there is an older one.
+
+    Args:
+        set_aside: Rename skipped ones, so that they do not count for `checkpoint.keep`.
+
+    Raises:
+        ConfigError: As `read_meta`.
     """
     torn: list[Path] = []
     for folder in sorted(_all(run_folder), key=_version, reverse=True):
@@ -105,7 +113,7 @@ def to_resume(run_folder: Path, set_aside: bool = False) -> tuple[Path, Meta] | 
 
 
 def read_meta(checkpoint: Path) -> Meta:
-    """Of this format or an older one. Raises ConfigError (key run.resume) for one that is cut short, or newer."""
+    """Metadata of this format or an older one. Raises ConfigError (key run.resume) if it is cut short, or newer."""
     meta = _read(checkpoint)
     if meta is None:
         raise _torn(checkpoint)
@@ -113,10 +121,10 @@ def read_meta(checkpoint: Path) -> Meta:
 
 
 def _read(checkpoint: Path) -> Meta | None:
-    """None of a file that says nothing, or not all."""
+    """The metadata, or None if the file is missing or incomplete."""
     try:
-        said = msgpack.unpackb((checkpoint / META).read_bytes())
-        made_in = int(said["format"])
+        fields = msgpack.unpackb((checkpoint / META).read_bytes())
+        made_in = int(fields["format"])
     except (ValueError, TypeError, KeyError, FileNotFoundError):
         return None
     if made_in > FORMAT:
@@ -126,7 +134,7 @@ def _read(checkpoint: Path) -> Meta | None:
             f"the checkpoint has format {made_in}, and this asyncrl reads up to {FORMAT}",
             "go on with the asyncrl that wrote it, or remove this folder to go on from an older one",
         )
-    return Meta(**said)
+    return Meta(**fields)
 
 
 def _torn(checkpoint: Path) -> ConfigError:
@@ -145,12 +153,8 @@ def _set_aside(torn: Path) -> None:
 
 
 def load(checkpoint: Path, backend: Backend) -> None:
-    """On every rank at once."""
+    """Collective: restore the backend."""
     backend.load(checkpoint / STATE)
-
-
-class SavesItself(Protocol):
-    def save(self, folder: Path) -> Callable[[], None]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +164,11 @@ class _UnderWay:
 
 
 class Saver:
-    """Makes a run's checkpoints, one after the other. Methods marked ∀ are called on every rank at once.
+    """Writes a run's checkpoints, one after the other. Collective: every method but `rescue`.
 
-    pooled: models that learn on pools; what comes back from their `save` waits until they are written · fsync: a whole
-    checkpoint outlives a power failure, as the queue's journal does, which forgets the steps before it
+    Args:
+        remote_models: Models that learn in pools, and are saved there.
+        fsync: A whole checkpoint outlives a power failure, as the queue's journal does, which forgets the steps before.
     """
 
     def __init__(
@@ -171,39 +176,39 @@ class Saver:
         run_folder: Path,
         backend: Backend,
         settings: CheckpointConfig,
-        pooled: Collection[SavesItself] = (),
+        remote_models: Collection[RemoteModel] = (),
         *,
         fsync: bool = False,
     ) -> None:
         self._run_folder, self._backend, self._settings = run_folder, backend, settings
-        self._pooled, self._fsync = pooled, fsync
+        self._remote_models, self._fsync = remote_models, fsync
         self._under_way: _UnderWay | None = None
 
     def begin(self, meta: Meta) -> None:
-        """∀ Start to save what the backend holds now, none being under way. Returns once its tensors may change."""
+        """Start to save what the backend holds now, none being under way. Returns once its tensors may change."""
         folder = self._partial(meta.version)
         if self._backend.rank == 0:
             for left in self._folder.glob(".v*"):  # by a process that was killed
                 shutil.rmtree(left, ignore_errors=True)
             folder.mkdir(parents=True)
         self._backend.exchange(None)
-        elsewhere = [model.save(folder) for model in self._pooled]
+        remote = [model.save(folder) for model in self._remote_models]
         if self._settings.asynchronous:
             save, run = self._backend.stage(), _in_thread
         else:
             save, run = self._backend.save, _at_once
-        self._under_way = _UnderWay(meta.version, run(lambda: self._write(save, elsewhere, folder, meta)))
+        self._under_way = _UnderWay(meta.version, run(lambda: self._write(save, remote, folder, meta)))
 
     @property
     def state(self) -> str:
-        """How this rank's part of the one under way stands; for `settle`."""
+        """The state of this rank's part of the checkpoint under way; for `settle`."""
         if self._under_way is None:
             return NOTHING
         done = self._under_way.done
         return WRITING if not done.done() else FAILED if done.exception() else WRITTEN
 
     def settle(self, states: Sequence[str]) -> Version | None:
-        """∀ Finish the one under way if all ranks have written it, and return its version. states: of all ranks.
+        """Finish the one under way if all ranks have written it, and return its version. states: of all ranks.
 
         Raises OSError on every rank if the disk of one would not take it; no broken checkpoint stays behind then.
         """
@@ -214,7 +219,7 @@ class Saver:
         return self._commit()
 
     def finish(self) -> Version | None:
-        """∀ As `settle`, but waits. Raises DeadlineError after `checkpoint.deadline_s`."""
+        """As `settle`, but waits. Raises DeadlineError after `checkpoint.deadline_s`."""
         if self._under_way is None:
             return None
         version, seconds = self._under_way.version, self._settings.deadline_s
@@ -234,10 +239,10 @@ class Saver:
             self._commit()
 
     def _write(
-        self, save: Callable[[Path], None], elsewhere: Sequence[Callable[[], None]], folder: Path, meta: Meta
+        self, save: Callable[[Path], None], remote: Sequence[Callable[[], None]], folder: Path, meta: Meta
     ) -> None:
         save(folder / STATE)
-        for written in elsewhere:
+        for written in remote:
             written()
         if self._backend.rank == 0:
             with (folder / META).open("wb") as file:
@@ -261,7 +266,7 @@ class Saver:
         return version
 
     def _rename(self, partial: Path, final: Path) -> None:
-        """What is in the files of tensors, torch.distributed.checkpoint has brought to the disk."""
+        """The files of tensors are on the disk already: torch.distributed.checkpoint syncs them."""
         if self._fsync:
             for folder in (*(path for path in partial.iterdir() if path.is_dir()), partial):
                 sync_folder(folder)
@@ -287,7 +292,7 @@ class Saver:
 
 
 def _in_thread(work: Callable[[], None]) -> Future[None]:
-    """In a daemon: a process that has waited long enough can end without it."""
+    """In a daemon thread: a process that has waited long enough can end without it."""
     done: Future[None] = Future()
     Thread(target=_run, args=(work, done), name="checkpoint", daemon=True).start()
     return done

@@ -2,8 +2,8 @@
 
     RUN/checkpoints/v000050/learner ── the policy's masters ──▸ an FSDP backend of one rank ── as final/ is made ──▸ DIR
 
-Whatever the mesh that saved it: torch.distributed.checkpoint reads the pieces that a tensor is made of. Moments,
-critics and the random state are not read. Memory: the model in model.dtype and, if that is half precision, in float32.
+Any mesh may have saved it: torch.distributed.checkpoint reads the pieces of each tensor. Moments, critics and the
+random state are not read. Memory: the model in model.dtype and, if that is half precision, in float32.
 """
 
 from __future__ import annotations
@@ -23,10 +23,15 @@ from asyncrl.types import Version
 
 
 def export(config: Config, run_folder: Path, output: Path, version: Version | None = None) -> Version:
-    """Write the policy of a version, of the newest whole checkpoint unless given, as `final/` has it; which version.
+    """Write the policy of a version as a folder like `final/`. Returns the version.
 
-    config: what the run was started with · output: whole or not there. Raises ConfigError if there is no such
-    checkpoint, if it is not one of this model, or if output holds something.
+    Args:
+        config: Of the run.
+        output: Appears whole or not at all.
+        version: The newest whole checkpoint's unless given.
+
+    Raises:
+        ConfigError: There is no such checkpoint, it is of another model, or `output` is not empty.
     """
     saved = checkpoint.of_version(run_folder, version)
     found = checkpoint.read_meta(saved).version
@@ -37,7 +42,7 @@ def export(config: Config, run_folder: Path, output: Path, version: Version | No
         "holds something already",
         "name a folder that is not there yet",
     )
-    backend = FsdpBackend(_of_one_process(config), device=torch.device("cpu"))
+    backend = FsdpBackend(_single_process(config), device=torch.device("cpu"))
     backend.load_policy(saved / checkpoint.STATE)
     partial = output.with_name(f".{output.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -46,6 +51,6 @@ def export(config: Config, run_folder: Path, output: Path, version: Version | No
     return found
 
 
-def _of_one_process(config: Config) -> Config:
-    """The same policy, on a learner that is as plain as can be."""
+def _single_process(config: Config) -> Config:
+    """The same policy, with default learner settings."""
     return dataclasses.replace(config, learner=LearnerConfig(optimizer=config.learner.optimizer))

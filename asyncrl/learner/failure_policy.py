@@ -6,7 +6,7 @@ import logging
 
 from asyncrl.config.schema import LearnerConfig
 from asyncrl.errors import TrainingError
-from asyncrl.learner.checks.finite_check import NotFinite
+from asyncrl.learner.checks.finite_check import NonFiniteGroups
 from asyncrl.learner.train_stream import TrainStream
 from asyncrl.types import Version
 
@@ -26,7 +26,7 @@ class FailurePolicy:
         self._config, self._stream = config, stream
         self._bad_steps = self._bad_batches = self._left_out = 0
 
-    def leave_out(self, bad: NotFinite, version: Version) -> None:
+    def leave_out(self, bad: NonFiniteGroups, version: Version) -> None:
         """Restart the version without its bad groups. Nothing has moved.
 
         Raises:
@@ -43,7 +43,7 @@ class FailurePolicy:
         self._stream.leave_out(version, bad.ordinals)
 
     def refuse_step(self, reason: str, version: Version) -> None:
-        """Drop all groups of a version whose optimizer step was not finite.
+        """Drop the groups of a version whose optimizer step was not finite.
 
         That step has moved no model; earlier optimizer steps of the version stand.
 

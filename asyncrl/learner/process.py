@@ -104,7 +104,7 @@ def _train(
 
     remote_models = {
         name: RemoteModel(name, config, rank, world, client, keys, backend.is_data_leader)
-        for name in requirements.taught_on_pools(config)
+        for name in requirements.models_trained_in_pools(config)
     }
     trainer = open_trainer(
         config,

@@ -7,8 +7,7 @@ from typing import Any
 
 from asyncrl.config.schema import Config
 from asyncrl.learner.backends.backend import Backend
-from asyncrl.learner.checks.behaviour import BehaviourGate
-from asyncrl.learner.checks.logprob_check import LogprobProbes
+from asyncrl.learner.checks.logprob_check import LogprobGate, LogprobProbes
 from asyncrl.learner.reporting.report import publish_values
 from asyncrl.queue.client.client import BlockingClient
 from asyncrl.sync.store.stored_publisher import StoredPublisher
@@ -35,7 +34,7 @@ class Publication:
         config: Config,
         backend: Backend,
         publisher: Publisher | StoredPublisher,
-        gate: BehaviourGate | None,
+        gate: LogprobGate | None,
         lineage: int,
         spans: Spans,
     ) -> None:

@@ -27,7 +27,7 @@ def own_device() -> torch.device:
     return device
 
 
-def join(device: torch.device) -> None:
+def join_process_group(device: torch.device) -> None:
     """Join the process group of all ranks. Small values always travel on the CPU."""
     if not dist.is_initialized():
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"

@@ -6,9 +6,10 @@ every rank     load ─────────────── exchange ─�
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from asyncrl.config.schema import Config
@@ -55,51 +56,26 @@ def open_trainer(
         remote_models: Models that learn in pools, by name.
         status: Shows what this rank waits for.
     """
-    spans, stop = Spans(), stop or threading.Event()
-    status, remote_models = status or ProcessStatus(), remote_models or {}
+    spans, stop, status = Spans(), stop or threading.Event(), status or ProcessStatus()
+    remote_models = remote_models or {}
     training = version_step(backend, config, spans, remote_models)
     records = RunRecords(run_folder, config)
     folder, meta = _restore(config, backend, training, run_folder, status)
     version = meta.version if meta else 0
-
-    opened: OpenedStreams | None = None
-    if backend.rank == 0:
-        even_tokens = records.utilization.training_flops.even_tokens
-        opened = open_streams(client, config, meta, backend.data_world, even_tokens)
+    opened = _open_streams(config, backend, client, records, meta)
     learner_epoch, lineage = backend.exchange(opened and [opened.train_epoch, opened.lineage])[0]
     _open_remote_models(config, remote_models, learner_epoch, folder, version, status)
-
     publication = Publication(config, backend, make_publisher(lineage), training.gate, lineage, spans)
     publication.post_endpoint(client)
     if training.gate is not None and meta is not None:
         training.gate.abandoned = _abandoned_versions(backend, records, version)
     publication.publish(version)
     publication.note_probes(version)
-
-    if opened is not None:
-        records.open(version)
-    evaluations = _evaluations(config, client, opened, records, heldout or {})
-
-    def idle() -> None:
-        for model in remote_models.values():
-            model.check()  # no group comes from a pool that is gone
-        evaluations.poll()
-
-    stream = TrainStream(
-        client,
-        backend,
-        spans,
-        learner_epoch=learner_epoch,
-        max_tokens=requirements.claim_tokens(config),
-        whole=config.queue.max_staleness == 0,
-        deadline_s=config.learner.groups_deadline_s,
-        stopping=stop.is_set,
-        idle=idle,
-        status=status,
-    )
-    saver = checkpoint.Saver(
-        run_folder, backend, config.checkpoint, remote_models.values(), fsync=config.queue.fsync
-    )
+    evaluations = _open_records(config, client, opened, records, version, heldout or {})
+    idle = functools.partial(_idle, remote_models, evaluations)
+    stream = _train_stream(config, backend, client, learner_epoch, spans, stop, idle, status)
+    models = remote_models.values()
+    saver = checkpoint.Saver(run_folder, backend, config.checkpoint, models, fsync=config.queue.fsync)
     empty_eval = opened.empty_eval if opened else None
     saved = version if meta else None
     return Trainer(
@@ -136,6 +112,15 @@ def _restore(
     return folder, meta
 
 
+def _open_streams(
+    config: Config, backend: Backend, client: BlockingClient, records: RunRecords, meta: Meta | None
+) -> OpenedStreams | None:
+    if backend.rank != 0:
+        return None
+    even_tokens = records.utilization.training_flops.even_tokens
+    return open_streams(client, config, meta, backend.data_world, even_tokens)
+
+
 def _open_remote_models(
     config: Config,
     models: Mapping[str, RemoteModel],
@@ -157,14 +142,49 @@ def _abandoned_versions(backend: Backend, records: RunRecords, version: Version)
     return range(version + 1, backend.exchange(last)[0] + 1)
 
 
-def _evaluations(
+def _open_records(
     config: Config,
     client: BlockingClient,
     opened: OpenedStreams | None,
     records: RunRecords,
+    version: Version,
     heldout: Mapping[str, int],
 ) -> EvaluationSchedule:
+    """Open the run's files on rank 0. Returns the schedule of the evaluations whose results they get."""
+    if opened is not None:
+        records.open(version)
     if opened is None or not heldout:
         return EvaluationSchedule(config, records, None, ())
     evaluations = Evaluations(client, opened.eval_epoch, heldout, config.evaluation)
     return EvaluationSchedule(config, records, evaluations, records.evaluated())
+
+
+def _idle(models: Mapping[str, RemoteModel], evaluations: EvaluationSchedule) -> None:
+    """While the learner waits for groups; none come from a pool that is gone."""
+    for model in models.values():
+        model.check()
+    evaluations.poll()
+
+
+def _train_stream(
+    config: Config,
+    backend: Backend,
+    client: BlockingClient,
+    learner_epoch: int,
+    spans: Spans,
+    stop: threading.Event,
+    idle: Callable[[], None],
+    status: ProcessStatus,
+) -> TrainStream:
+    return TrainStream(
+        client,
+        backend,
+        spans,
+        learner_epoch=learner_epoch,
+        max_tokens=requirements.claim_tokens(config),
+        whole=config.queue.max_staleness == 0,
+        deadline_s=config.learner.groups_deadline_s,
+        stopping=stop.is_set,
+        idle=idle,
+        status=status,
+    )

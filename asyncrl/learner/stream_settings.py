@@ -23,7 +23,7 @@ EVAL_DEPTH = 64
 
 @dataclass(frozen=True, slots=True)
 class OpenedStreams:
-    """What the queue has assigned to this learner.
+    """The values that the queue has assigned to this learner.
 
     train_epoch, eval_epoch  go with every request about that stream
     lineage                  of the versions that this learner publishes

@@ -159,7 +159,7 @@ class TrainStream:
             self._client.checkpointed(TRAIN, learner_epoch=self._learner_epoch, version=version)
 
     def dropped(self) -> Mapping[str, int] | None:
-        """Tasks dropped so far, by reason, later ones than in the last `trained` included. None if unknown."""
+        """Tasks dropped so far, by reason, including those after the last `trained`; None if unknown."""
         try:
             counts: Mapping[str, int] = self._client.status()["streams"][TRAIN]["dropped_by_reason"]
         except AsyncRLError as error:
@@ -213,7 +213,7 @@ class TrainStream:
                 claim, refusal = _result(self._request(step, index, attempt))
 
     def _task_counts(self) -> str:
-        """How many of the stream's tasks are where, and why some were dropped: for the error after a long wait."""
+        """The queue's counts of the stream's tasks, for the error after a long wait."""
         try:
             status = self._client.status()
             return _counts_text(status["streams"][TRAIN]) + _calls_under_way(status["workers"])
@@ -221,7 +221,7 @@ class TrainStream:
             return f"the queue does not say why ({error})"
 
 
-def check_size(group: Group, size: int) -> None:
+def check_group_size(group: Group, size: int) -> None:
     """Raises TrainingError for a group with another number of rollouts than `batch.group_size`."""
     if len(group.lengths) != size:
         raise TrainingError(

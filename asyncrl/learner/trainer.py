@@ -29,14 +29,21 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import StoppedError
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.checkpoint_schedule import CheckpointSchedule
-from asyncrl.learner.checks.finite_check import NotFinite
+from asyncrl.learner.checks.finite_check import NonFiniteGroups
 from asyncrl.learner.failure_policy import FailurePolicy
 from asyncrl.learner.publication import Publication
 from asyncrl.learner.remote.remote_model import RemoteModel
 from asyncrl.learner.reporting.evaluation_schedule import EvaluationSchedule
 from asyncrl.learner.reporting.rollout_log import GROUPS
 from asyncrl.learner.reporting.run_records import RunRecords
-from asyncrl.learner.train_stream import STOPPED, LeaveLoop, NoGroups, StepRestarted, TrainStream, check_size
+from asyncrl.learner.train_stream import (
+    STOPPED,
+    LeaveLoop,
+    NoGroups,
+    StepRestarted,
+    TrainStream,
+    check_group_size,
+)
 from asyncrl.learner.training import requirements
 from asyncrl.learner.training.version_step import VersionReport, VersionStep
 from asyncrl.queue.client.client import BlockingClient
@@ -99,7 +106,7 @@ class Trainer:
         try:
             rollouts = self._take_groups()
             report = self.version_step.step(self.version)
-        except NotFinite as bad:
+        except NonFiniteGroups as bad:
             self.version_step.abandon()
             self.failures.leave_out(bad, self.version)
             return ""
@@ -127,7 +134,7 @@ class Trainer:
         some: list[Group] = []
         for groups in self.stream.step(self.version):
             for group in groups:
-                check_size(group, self.config.batch.group_size)
+                check_group_size(group, self.config.batch.group_size)
             self.version_step.add(groups, self.version)
             some += groups[: GROUPS - len(some)]
         if requirements.whole_batch(self.config) and (reason := self._agreed_reason_to_leave()):

@@ -12,7 +12,7 @@ from asyncrl.config.sections.rules import require
 from asyncrl.generator.scoring.rewards import Scorer
 from asyncrl.generator.threads import in_thread
 from asyncrl.learner.remote.remote_protocol import registry_key
-from asyncrl.learner.training.requirements import taught_on_pools
+from asyncrl.learner.training.requirements import models_trained_in_pools
 from asyncrl.models import load_tokenizer
 from asyncrl.pool.model import InferenceModel
 from asyncrl.pool.scoring import Scoring
@@ -85,7 +85,7 @@ async def load_work(
     if model == REWARDS:
         return _scoring(config, closing, status)
     loaded: InferenceModel | TrainedModel
-    loaded = (TrainedModel if model in taught_on_pools(config) else InferenceModel)(model, config)
+    loaded = (TrainedModel if model in models_trained_in_pools(config) else InferenceModel)(model, config)
     closing.callback(loaded.ranks.close)
     if loaded.ranks.rank > 0:
         await in_thread(loaded.follow)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncrl.learner.ranks import COLLECTIVE_DEADLINE, join, own_device
+from asyncrl.learner.ranks import COLLECTIVE_DEADLINE, join_process_group, own_device
 
 HEARTBEAT_S = COLLECTIVE_DEADLINE.total_seconds() / 10
 
@@ -38,7 +38,7 @@ class ModelRanks:
         self.turn = threading.Lock()
         self._over = threading.Event()
         if self.world > 1:
-            join(self.device)
+            join_process_group(self.device)
             if self.rank == 0:
                 threading.Thread(target=self._send_heartbeats, name="pool heartbeats", daemon=True).start()
 

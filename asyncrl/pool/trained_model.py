@@ -17,7 +17,7 @@ from asyncrl.learner.backends import storage
 from asyncrl.learner.remote import remote_protocol
 from asyncrl.learner.remote.remote_protocol import BEGIN, FORGET, LEARN, NORM, SAVE, STEP
 from asyncrl.learner.training.passes import run_passes
-from asyncrl.learner.training.trainables import objective_beside
+from asyncrl.learner.training.trainables import auxiliary_objective
 from asyncrl.pool.model import PoolModel
 
 NAME = re.compile(r"v\d{6,}|\.v\d{6,}\.partial")
@@ -31,7 +31,7 @@ class TrainedModel(PoolModel):
     def __init__(self, name: str, config: Config) -> None:
         torch.manual_seed(config.run.seed)
         super().__init__(name, config)
-        self._objective = objective_beside(name, config)
+        self._objective = auxiliary_objective(name, config)
         self._checkpoints = Path(config.run.dir) / config.run.name / checkpoint.FOLDER
         self._changed = False  # since the beginning of a run
         self._jobs |= {

@@ -39,7 +39,7 @@ MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID = 1, 2
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 
-NOBODY = 65534
+PADDING = 65534
 INSIDE = 1000
 """The user and group id that a child has inside its namespace."""
 
@@ -87,7 +87,7 @@ def setup(job: Job) -> int:
     if uid == 0:
         # Limits of processes apply to the real user, and never to root; access to files, to the effective user.
         os.setgroups([])
-        os.setresuid(NOBODY, 0, 0)
+        os.setresuid(PADDING, 0, 0)
         _prctl(PR_SET_DUMPABLE, 1)  # a change of user closed /proc/self
     with contextlib.suppress(OSError):
         _write("/proc/self/oom_score_adj", "1000")  # the first process to be killed when memory runs out

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from asyncrl.config.schema import Config
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.data.batch import MicroBatch
-from asyncrl.learner.data.packing import pack
+from asyncrl.learner.data.packing import pack_micro_batches
 from asyncrl.learner.reporting.flops import TrainingFlops
 from asyncrl.models import load_causal_lm
 from bench.learner.clock import CLOCKS
@@ -64,9 +64,9 @@ class Packed:
             return -logp_N.sum()
 
         batch = self._batch
-        passes = len(pack(batch, range(batch.rollouts), self._tokens))
+        passes = len(pack_micro_batches(batch, range(batch.rollouts), self._tokens))
         self._backend.policy.accumulate(
-            pack(batch, range(batch.rollouts), self._tokens, passes, self._even), loss
+            pack_micro_batches(batch, range(batch.rollouts), self._tokens, passes, self._even), loss
         )
         return sum(losses)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.learner.algorithms.losses.aggregation import AGGREGATIONS, Counts
-from asyncrl.learner.algorithms.losses.losses import PolicyTerms, policy_loss
+from asyncrl.learner.algorithms.losses.policy_loss import PolicyTerms, policy_loss
 from asyncrl.learner.data.batch import MicroBatch
 
 TOKENS = ("ppo", "decoupled_ppo", "cispo", "sapo", "aipo", "reinforce", "dppo_tv", "dppo_kl")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from asyncrl.config.config_consistency import flat
 from asyncrl.config.schema import Config
-from asyncrl.learner.algorithms.catalogue import KINDS, rows
+from asyncrl.learner.algorithms.catalogue import KINDS, algorithm_rows
 from asyncrl.learner.training import requirements
 
 Reason = Callable[[Config], str | None]
@@ -72,7 +72,7 @@ def _readers() -> dict[str, set[tuple[str, str]]]:
     """Key → the (kind, literal) that read it, of keys that not every literal of a kind reads."""
     found: dict[str, set[tuple[str, str]]] = {}
     for kind in KINDS:
-        for row in rows(kind):
+        for row in algorithm_rows(kind):
             for key in row.keys:
                 found.setdefault(key, set()).add((kind, row.name))
     return found

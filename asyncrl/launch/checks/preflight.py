@@ -28,7 +28,7 @@ HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def preflight(config: Config) -> None:
-    """Look at all that can be looked at: the tasks and the user's functions and how they are called, whether models,
+    """Inspect at all that can be looked at: the tasks and the user's functions and how they are called, whether models,
     files and GPUs are here, whether the models beside the policy speak its tokens, and whether the learner's processes
     go up in its axes. Keys that do nothing are named on stderr.
 

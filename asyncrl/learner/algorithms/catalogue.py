@@ -46,7 +46,7 @@ class Row:
     keys: tuple[str, ...]
 
 
-def rows(kind: str) -> list[Row]:
+def algorithm_rows(kind: str) -> list[Row]:
     """All literals of `algorithm.<kind>`, in the order of the files that define them."""
     return [_row(kind, name, entry) for name, entry in KINDS[kind].items()]
 
@@ -63,7 +63,7 @@ def as_markdown() -> str:
 
 
 def _lines(kind: str) -> Iterator[str]:
-    every = rows(kind)
+    every = algorithm_rows(kind)
     width = max(len(row.name) for row in every) + 2
     for row in every:
         needs = f"  needs: {', '.join(row.needs)}" if row.needs else ""
@@ -73,7 +73,7 @@ def _lines(kind: str) -> Iterator[str]:
 
 def _markdown(kind: str) -> Iterator[str]:
     yield f"## `algorithm.{kind}`\n"
-    for row in rows(kind):
+    for row in algorithm_rows(kind):
         yield f"### `{row.name}`\n"
         yield f"{row.definition}\n"
         if row.details:
@@ -89,7 +89,7 @@ def _markdown(kind: str) -> Iterator[str]:
 
 def _other_keys() -> Iterator[str]:
     """Keys of `algorithm:` that no single function is noted for: aggregation, shaping, KL, filters."""
-    shown = {key for kind in KINDS for row in rows(kind) for key in row.keys}
+    shown = {key for kind in KINDS for row in algorithm_rows(kind) for key in row.keys}
     shown |= {f"algorithm.{kind}" for kind in KINDS}
     yield "## Every other key of `algorithm`\n"
     for key, comment in key_comments().items():

@@ -1,9 +1,9 @@
-"""Off-policy corrections: a weight per token, made of w = π_p / μ, that multiplies the loss.
+"""Off-policy corrections: a weight per token that multiplies the loss, a function of w = π_p / μ.
 
     w ── kind: truncate, cut out ── normalise ──▸ weight_N
 
-`high` and `low` bound π_p/μ itself. A token that is weighted to 0 stays in every denominator; one that `rejections.py`
-leaves out does not.
+`high` and `low` bound π_p/μ itself. A token of weight 0 stays in every denominator; a token that `rejections.py` leaves
+out does not.
 
 Axes:  N tokens · R rollouts · K weights of tokens or of rollouts
 """
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.sections.algorithm import CorrectionConfig
-from asyncrl.learner.algorithms.advantages.segments import over_ranks
 from asyncrl.learner.algorithms.drift import Drift
-from asyncrl.learner.algorithms.losses.losses import MAX_LOG_RATIO
+from asyncrl.learner.algorithms.losses.policy_loss import MAX_LOG_RATIO
 from asyncrl.learner.algorithms.registry import CORRECTIONS, Gather, correction
+from asyncrl.learner.algorithms.segments import over_ranks, policy_tokens, rollout_means, rollout_sums
 
 LEAST_MEAN = 1e-8
-"""Weights with a mean below this are not normalised: there is nothing left to scale."""
+"""Weights with a smaller mean are not normalised: next to nothing is left to scale."""
 
 
 def correction_weights(
@@ -34,8 +34,14 @@ def correction_weights(
     """[N] weights for log_w_N = log π_p − log μ (taken without gradient); meaningless outside the mask.
 
     At level 'sequence' every token of a rollout has the product over its policy tokens. Logs are clamped to ±20, after
-    the sum. gather: the tokens are this rank's part of a whole batch, and every rank calls. Without it they may be any
-    whole rollouts; ValueError for a `config` that needs the batch (`normalise`).
+    the sum.
+
+    Args:
+        gather: Given where the tokens are this rank's part of a whole batch, and every rank calls. Without it they may
+            be any whole rollouts.
+
+    Raises:
+        ValueError: `normalise` is set, which needs the whole batch, and there is no gather.
     """
     if gather is None and config.normalise:
         raise ValueError("normalised weights need the tokens of the whole batch, and a gather")
@@ -50,11 +56,11 @@ def geometric_means(weight_N: Tensor, loss_mask_N: Tensor, seq_N: Tensor, rollou
     """[N]: every token of a rollout has the geometric mean of the weights of its policy tokens; 0 if any of them is 0
     (verl adds 1e-10 to each)."""
     drift = Drift.of(weight_N.log(), loss_mask_N, seq_N, rollouts)
-    return drift.means(drift.log_w_N).exp()[seq_N]
+    return rollout_means(drift.log_w_N, drift).exp()[seq_N]
 
 
 @correction("none", source="")
-def none(raw_N: Tensor, config: CorrectionConfig) -> Tensor:
+def no_correction(raw_N: Tensor, config: CorrectionConfig) -> Tensor:
     """1 everywhere."""
     return torch.ones_like(raw_N)
 
@@ -72,13 +78,13 @@ def icepop(raw_N: Tensor, config: CorrectionConfig) -> Tensor:
 
 
 def _raw(drift: Drift, config: CorrectionConfig) -> Tensor:
-    log_w_N = drift.log_w_N if config.level == "token" else drift.sums(drift.log_w_N)[drift.seq_N]
+    log_w_N = drift.log_w_N if config.level == "token" else rollout_sums(drift.log_w_N, drift)[drift.seq_N]
     return log_w_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def _mean(weight_N: Tensor, drift: Drift, config: CorrectionConfig, gather: Gather) -> Tensor:
-    """Of the weights of the batch, as they are after `kind`: over its tokens or, at level 'sequence', over its rollouts
-    (as in verl). 1 where there is nothing to scale."""
+    """The mean weight of the batch, after `kind`: over its tokens or, at level 'sequence', over its rollouts (as in
+    verl). 1 where there is nothing to scale."""
     each_K = (_of_rollouts if config.level == "sequence" else _of_tokens)(weight_N.double(), drift)
     total, count = over_ranks(torch.stack([each_K.sum(), torch.ones_like(each_K).sum()]), gather)
     mean = total / count
@@ -86,11 +92,10 @@ def _mean(weight_N: Tensor, drift: Drift, config: CorrectionConfig, gather: Gath
 
 
 def _of_tokens(weight_N: Tensor, drift: Drift) -> Tensor:
-    """[K]: of each policy token."""
+    """[K]: the weight of each policy token."""
     return weight_N[drift.loss_mask_N]
 
 
 def _of_rollouts(weight_N: Tensor, drift: Drift) -> Tensor:
-    """[K]: of each rollout with a policy token, all of whose tokens have the same."""
-    weight_R = drift.means(torch.where(drift.loss_mask_N, weight_N, 0.0))
-    return weight_R[drift.tokens(weight_R) > 0]
+    """[K]: the weight of each rollout with a policy token; all its tokens have the same."""
+    return rollout_means(weight_N, drift)[policy_tokens(drift) > 0]

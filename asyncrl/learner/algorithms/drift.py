@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from asyncrl.learner.algorithms.losses.losses import MAX_LOG_RATIO
+from asyncrl.learner.algorithms.losses.policy_loss import MAX_LOG_RATIO
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Drift:
 
     @staticmethod
     def of(log_w_N: Tensor, loss_mask_N: Tensor, seq_N: Tensor, rollouts: int) -> Drift:
-        """Whatever log_w_N says outside the mask."""
+        """log_w_N may have any values outside the mask."""
         return Drift(torch.where(loss_mask_N, log_w_N.detach(), 0.0), loss_mask_N, seq_N, rollouts)
 
     @property
@@ -42,19 +42,3 @@ class Drift:
     def k3_N(self) -> Tensor:
         """w − 1 − log w."""
         return torch.expm1(self.k1_N) - self.k1_N
-
-    def sums(self, values_N: Tensor) -> Tensor:
-        """[R]: over the policy tokens of each rollout, of values that are 0 outside the mask."""
-        return values_N.new_zeros(self.rollouts).index_add(0, self.seq_N, values_N)
-
-    def means(self, values_N: Tensor) -> Tensor:
-        """[R]: likewise; 0 for a rollout without a policy token."""
-        return self.sums(values_N) / self.tokens(values_N).clamp(min=1)
-
-    def maxima(self, values_N: Tensor) -> Tensor:
-        """[R]: likewise, of values that are never negative."""
-        return values_N.new_zeros(self.rollouts).scatter_reduce(0, self.seq_N, values_N, "amax")
-
-    def tokens(self, like: Tensor) -> Tensor:
-        """[R] of the type of `like`: how many policy tokens each rollout has."""
-        return self.sums(self.loss_mask_N.to(like.dtype))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from asyncrl.learner.algorithms.losses.losses import log_ratio
+from asyncrl.learner.algorithms.losses.policy_loss import log_ratio
 
 MAX_K3 = 10.0
 

@@ -1,4 +1,4 @@
-"""The proximal policy without a forward pass.
+"""The proximal policy π_p: the centre of the trust region.
 
 Axes:  N tokens
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from asyncrl.config.sections.algorithm import AlgorithmConfig
+from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.types import Version
 
 
@@ -20,3 +22,17 @@ def loglinear_proximal(behaviour_N: Tensor, logp_N: Tensor, versions_N: Tensor, 
     age_N = (version - versions_N).clamp(min=1)
     alpha_N = 1 - 1 / age_N.to(logp_N.dtype)
     return behaviour_N + alpha_N * (logp_N.detach() - behaviour_N)
+
+
+def proximal(batch: MicroBatch, now_N: Tensor, config: AlgorithmConfig, version: Version) -> Tensor:
+    """log π_p [N], as `algorithm.proximal` defines it.
+
+    Args:
+        now_N: Log-probs of the policy as it is, without gradient. They are those of the version's start where the batch
+            has no column `proximal`.
+    """
+    if config.proximal == "behaviour":
+        return batch.behaviour_N
+    if config.proximal == "loglinear":
+        return loglinear_proximal(batch.behaviour_N, now_N, batch.versions_N, version)
+    return batch.columns.get("proximal", now_N)

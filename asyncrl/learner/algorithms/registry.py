@@ -1,9 +1,9 @@
-"""Which algorithms there are, where each comes from, and what each needs from the learner.
+"""The registries of algorithms: function, source, and needs from the learner.
 
     @advantage("rloo", source="arXiv 2402.14740", needs={"group"})
     def rloo(batch, config, context): ...
 
-A decorator notes a function under its literal of `AlgorithmConfig`; importing the package `algorithms` imports
+A decorator registers a function under its literal of `AlgorithmConfig`; importing the package `algorithms` imports
 every file that does so. A new algorithm is one function, one literal, one test with hand-computed numbers.
 """
 
@@ -57,14 +57,13 @@ def alone(mine: Tensor) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmContext:
-    """What an algorithm may ask for beside its batch and its configuration.
+    """The inputs of an algorithm beside its batch and its configuration.
 
     gather           for statistics over the batch of all ranks
     cost_multiplier  λ of safe_rlhf at this version
-    part_weights     `reward.weights`: of the reward's parts in its sum; what is not here: 1
-    seed             (run.seed, version): everything random is drawn by a counter (`draws.uniform`) from this and from
-                     the ordinal, the rollout's place in its group and the token's position: it depends on no batching
-                     and on no ranks
+    part_weights     `reward.weights`: of the reward's parts in its sum; 1 for parts that it lacks
+    seed             (run.seed, version): random draws are a function (`counter_rng.uniform`) of this, the ordinal, the
+                     rollout's place in its group and the token's position, and so independent of batching and ranks
     """
 
     gather: Gather = alone
@@ -87,10 +86,10 @@ class Algorithm(Generic[F]):
 
 
 Estimator = Callable[[MicroBatch, AlgorithmConfig, AlgorithmContext], Tensor]
-"""Whole groups → advantages_N, before `advantage_scale`; what it says outside the mask is ignored."""
+"""Whole groups → advantages_N, before `advantage_scale`; values outside the mask are ignored."""
 
 ARGUMENTS: Final = {"own_advantage": ("batch", "config", "context"), "own_loss": ("terms", "config")}
-"""What a user's own function is called with."""
+"""Parameters of a user's own functions."""
 
 ADVANTAGES: Final[dict[str, Algorithm[Estimator]]] = {}
 LOSSES: Final[dict[str, Algorithm[Callable[..., Any]]]] = {}
@@ -99,37 +98,37 @@ REJECTIONS: Final[dict[str, Algorithm[Callable[..., Any]]]] = {}
 
 
 def advantage(name: str, source: str, needs: Collection[Need] = ()) -> Callable[[F], F]:
-    """Note an `Estimator` under a literal of `algorithm.advantage`."""
-    return _note(ADVANTAGES, name, source, needs)
+    """Register an `Estimator` under a literal of `algorithm.advantage`."""
+    return _register(ADVANTAGES, name, source, needs)
 
 
 def loss(name: str, source: str, needs: Collection[Need] = ()) -> Callable[[F], F]:
-    """Note a loss per token under a literal of `algorithm.loss`."""
-    return _note(LOSSES, name, source, needs)
+    """Register a loss per token under a literal of `algorithm.loss`."""
+    return _register(LOSSES, name, source, needs)
 
 
 def correction(name: str, source: str, needs: Collection[Need] = ()) -> Callable[[F], F]:
-    """Note an off-policy weight under a literal of `algorithm.correction.kind`."""
-    return _note(CORRECTIONS, name, source, needs)
+    """Register an off-policy weight under a literal of `algorithm.correction.kind`."""
+    return _register(CORRECTIONS, name, source, needs)
 
 
 def rejection(name: str, source: str, needs: Collection[Need] = ()) -> Callable[[F], F]:
-    """Note a rejection mask under a literal of `algorithm.correction.reject`."""
-    return _note(REJECTIONS, name, source, needs)
+    """Register a rejection mask under a literal of `algorithm.correction.reject`."""
+    return _register(REJECTIONS, name, source, needs)
 
 
 def advantage_of(config: AlgorithmConfig) -> Algorithm[Estimator]:
-    """`algorithm.own_advantage` if there is one, else `algorithm.advantage`. Raises ConfigError if it cannot be had."""
+    """`algorithm.own_advantage` if set, else `algorithm.advantage`. Raises ConfigError if it cannot be loaded."""
     return _own(config.own_advantage, "own_advantage", ADVANTAGES) or ADVANTAGES[config.advantage]
 
 
 def loss_of(config: AlgorithmConfig) -> Algorithm[Callable[..., Any]]:
-    """`algorithm.own_loss` if there is one, else `algorithm.loss`. Raises ConfigError if it cannot be had."""
+    """`algorithm.own_loss` if set, else `algorithm.loss`. Raises ConfigError if it cannot be loaded."""
     return _own(config.own_loss, "own_loss", LOSSES) or LOSSES[config.loss]
 
 
 def needs(config: AlgorithmConfig) -> frozenset[Need]:
-    """All that the section `algorithm:` needs. How often the learner steps per version is none of its business."""
+    """All needs of the section `algorithm:`; the number of optimizer steps per version does not matter here."""
     correction = config.correction
     of_correction = CORRECTIONS[correction.kind].needs | REJECTIONS[correction.reject].needs
     found = set(advantage_of(config).needs | loss_of(config).needs | of_correction)
@@ -145,25 +144,25 @@ def needs(config: AlgorithmConfig) -> frozenset[Need]:
 
 
 def _own(spec: str | None, key: str, entries: Mapping[str, Algorithm[F]]) -> Algorithm[F] | None:
-    """The entry of a user's function; one that no decorator noted needs nothing."""
+    """The entry of a user's function; one that no decorator registered needs nothing."""
     if spec is None:
         return None
     function = load_function(spec, f"algorithm.{key}")
     check_arguments(function, spec, f"algorithm.{key}", *ARGUMENTS[key])
-    noted = (entry for entry in entries.values() if entry.function is function)
-    return next(noted, Algorithm(cast(F, function), "", frozenset()))
+    registered = (entry for entry in entries.values() if entry.function is function)
+    return next(registered, Algorithm(cast(F, function), "", frozenset()))
 
 
-def _note(
+def _register(
     entries: dict[str, Algorithm[Any]], name: str, source: str, needs: Collection[Need]
 ) -> Callable[[F], F]:
-    def note(function: F) -> F:
+    def register(function: F) -> F:
         if name in entries and _origin(entries[name].function) != _origin(function):
             raise ValueError(f"two algorithms are called {name!r}: {entries[name].function} and {function}")
         entries[name] = Algorithm(function, source, frozenset(needs))
         return function
 
-    return note
+    return register
 
 
 def _origin(function: Callable[..., Any]) -> tuple[Path, str]:

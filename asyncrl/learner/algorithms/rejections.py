@@ -1,4 +1,4 @@
-"""Rejection masks: which tokens are left out because the proximal policy is too far from the one that made them.
+"""Rejection masks: tokens are left out where the proximal policy is too far from the policy that made them.
 
     token_*                         a token is judged by itself, and left out alone
     seq_sum_* seq_mean_* seq_max_*  a rollout is judged by its policy tokens, and left out whole
@@ -6,13 +6,14 @@
     *_k2 *_k3                       by an estimate of KL(μ‖π_p), ½ log² w or w − 1 − log w, kept up to reject_high
 
 Log w is clamped to ±20. verl's k1 options bound μ/π_p instead. Each function: (drift, config, gather) → keep_N bool.
-What is left out leaves the policy's loss mask and denominators; the other models learn from it all the same.
+Rejected tokens leave the policy's loss mask and denominators; the other models learn from them all the same.
 
 Axes:  N tokens · K values of any kind
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Final
 
@@ -22,9 +23,11 @@ from torch import Tensor
 from asyncrl.config.sections.algorithm import CorrectionConfig
 from asyncrl.learner.algorithms.drift import Drift
 from asyncrl.learner.algorithms.registry import REJECTIONS, Gather, rejection
+from asyncrl.learner.algorithms.segments import rollout_means, rollout_sums
+from asyncrl.learner.data.batch import MicroBatch
 
 ROUNDING: Final = 1e-9
-"""A mean above its bound by less than this share is at the bound."""
+"""Relative tolerance: a mean above its bound by less than this counts as at the bound."""
 
 SOURCE: Final = "https://verl.readthedocs.io/en/latest/algo/rollout_corr.html"
 
@@ -37,8 +40,14 @@ def kept(
     config: CorrectionConfig,
     gather: Gather | None = None,
 ) -> Tensor:
-    """[N] bool: what `correction.reject` leaves of the mask, for log_w_N = log π_p − log μ. gather: as in
-    `correction_weights`; ValueError where m2po has none."""
+    """[N] bool: the part of the mask that `correction.reject` keeps, for log_w_N = log π_p − log μ.
+
+    Args:
+        gather: As in `correction_weights`.
+
+    Raises:
+        ValueError: m2po without a gather.
+    """
     entry = REJECTIONS[config.reject]
     if gather is None and "batch" in entry.needs:
         raise ValueError(f"{config.reject} needs the tokens of the whole batch, and a gather")
@@ -46,8 +55,15 @@ def kept(
     return loss_mask_N & entry.function(drift, config, gather)
 
 
+def unrejected(batch: MicroBatch) -> MicroBatch:
+    """The batch without the rejected policy tokens (column `kept`). For the policy alone: critics and the reward model
+    learn from them too."""
+    kept_N = batch.columns.get("kept")
+    return batch if kept_N is None else dataclasses.replace(batch, loss_mask_N=batch.loss_mask_N & kept_N)
+
+
 @rejection("none", source="")
-def none(drift: Drift, config: CorrectionConfig, gather: Gather | None) -> Tensor:
+def no_rejection(drift: Drift, config: CorrectionConfig, gather: Gather | None) -> Tensor:
     """Nothing is left out."""
     return torch.ones_like(drift.loss_mask_N)
 
@@ -73,37 +89,37 @@ def token_k3(drift: Drift, config: CorrectionConfig, gather: Gather | None) -> T
 @rejection("seq_sum_k1", source=SOURCE)
 def seq_sum_k1(drift: Drift, config: CorrectionConfig, gather: Gather | None) -> Tensor:
     """Leave out rollouts whose product of π_p/μ is outside the bounds."""
-    return _within(drift.sums(drift.k1_N), config)[drift.seq_N]
+    return _within(rollout_sums(drift.k1_N, drift), config)[drift.seq_N]
 
 
 @rejection("seq_sum_k2", source=SOURCE)
 def seq_sum_k2(drift: Drift, config: CorrectionConfig, gather: Gather | None) -> Tensor:
     """Leave out rollouts whose sum of k2 is above the bound."""
-    return (drift.sums(drift.k2_N) <= config.reject_high)[drift.seq_N]
+    return (rollout_sums(drift.k2_N, drift) <= config.reject_high)[drift.seq_N]
 
 
 @rejection("seq_sum_k3", source=SOURCE)
 def seq_sum_k3(drift: Drift, config: CorrectionConfig, gather: Gather | None) -> Tensor:
     """Leave out rollouts whose sum of k3 is above the bound."""
-    return (drift.sums(drift.k3_N) <= config.reject_high)[drift.seq_N]
+    return (rollout_sums(drift.k3_N, drift) <= config.reject_high)[drift.seq_N]
 
 
 @rejection("seq_mean_k1", source=SOURCE)
 def seq_mean_k1(drift: Drift, config: CorrectionConfig, gather: Gather | None) -> Tensor:
     """Leave out rollouts whose geometric mean of π_p/μ is outside the bounds."""
-    return _within(drift.means(drift.k1_N), config)[drift.seq_N]
+    return _within(rollout_means(drift.k1_N, drift), config)[drift.seq_N]
 
 
 @rejection("seq_mean_k2", source=SOURCE)
 def seq_mean_k2(drift: Drift, config: CorrectionConfig, gather: Gather | None) -> Tensor:
     """Leave out rollouts whose mean of k2 is above the bound."""
-    return (drift.means(drift.k2_N) <= config.reject_high)[drift.seq_N]
+    return (rollout_means(drift.k2_N, drift) <= config.reject_high)[drift.seq_N]
 
 
 @rejection("seq_mean_k3", source=SOURCE)
 def seq_mean_k3(drift: Drift, config: CorrectionConfig, gather: Gather | None) -> Tensor:
     """Leave out rollouts whose mean of k3 is above the bound."""
-    return (drift.means(drift.k3_N) <= config.reject_high)[drift.seq_N]
+    return (rollout_means(drift.k3_N, drift) <= config.reject_high)[drift.seq_N]
 
 
 @rejection("seq_max_k1", source=SOURCE)
@@ -113,19 +129,19 @@ def seq_max_k1(drift: Drift, config: CorrectionConfig, gather: Gather | None) ->
     verl has no such option.
     """
     outside_N = ~_within(drift.k1_N, config) & drift.loss_mask_N
-    return (drift.maxima(outside_N.float()) == 0)[drift.seq_N]
+    return (_maxima(outside_N.float(), drift) == 0)[drift.seq_N]
 
 
 @rejection("seq_max_k2", source=SOURCE)
 def seq_max_k2(drift: Drift, config: CorrectionConfig, gather: Gather | None) -> Tensor:
     """Leave out rollouts whose largest k2 is above the bound."""
-    return (drift.maxima(drift.k2_N) <= config.reject_high)[drift.seq_N]
+    return (_maxima(drift.k2_N, drift) <= config.reject_high)[drift.seq_N]
 
 
 @rejection("seq_max_k3", source=SOURCE)
 def seq_max_k3(drift: Drift, config: CorrectionConfig, gather: Gather | None) -> Tensor:
     """Leave out rollouts whose largest k3 is above the bound."""
-    return (drift.maxima(drift.k3_N) <= config.reject_high)[drift.seq_N]
+    return (_maxima(drift.k3_N, drift) <= config.reject_high)[drift.seq_N]
 
 
 @rejection("m2po", source="M2PO, arXiv 2510.01161", needs={"batch"})
@@ -139,10 +155,15 @@ def m2po(drift: Drift, config: CorrectionConfig, gather: Gather) -> Tensor:
     """
     square_N = drift.log_w_N.double() ** 2
     every_K = torch.cat(gather(square_N[drift.loss_mask_N])).sort().values
-    # Σ (x − τ) > 0 says that the mean is above τ. From there on each x is above τ, and the sum only rises.
+    # Σ (x − τ) > 0 means that the mean is above τ. From there on each x is above τ, and the sum only rises.
     excess_K = (every_K - config.reject_high * (1 + ROUNDING)).cumsum(0)
     out_K = every_K[excess_K > 0]
     return square_N < out_K[0] if len(out_K) else torch.ones_like(drift.loss_mask_N)
+
+
+def _maxima(values_N: Tensor, drift: Drift) -> Tensor:
+    """[R]: the largest value of each rollout; none may be negative."""
+    return values_N.new_zeros(drift.rollouts).scatter_reduce(0, drift.seq_N, values_N, "amax")
 
 
 def _within(log_w_K: Tensor, config: CorrectionConfig) -> Tensor:

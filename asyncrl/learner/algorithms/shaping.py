@@ -1,6 +1,6 @@
-"""What happens to rewards before advantages are made of them (`algorithm.shaping`).
+"""Reward shaping before advantages are computed (`algorithm.shaping`).
 
-    R ─▸ − overlong penalty ─▸ resampling by what is left ─▸ − β · KL(policy‖reference) per token
+    R ─▸ − overlong penalty ─▸ resampling by the result ─▸ − β · KL(policy‖reference) per token
 
 The result is the column `token_rewards`, for estimators that look at tokens, rewards_R, their sums, for those that look
 at rollouts, and copies_R.
@@ -19,7 +19,9 @@ from torch import Tensor
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig, ShapingConfig
 from asyncrl.counter_rng import uniform
-from asyncrl.learner.algorithms.advantages.segments import (
+from asyncrl.learner.algorithms.kl import kl
+from asyncrl.learner.algorithms.registry import AlgorithmContext
+from asyncrl.learner.algorithms.segments import (
     column,
     place_in_group,
     policy_tokens,
@@ -27,21 +29,19 @@ from asyncrl.learner.algorithms.advantages.segments import (
     rollout_sums,
     token_rewards,
 )
-from asyncrl.learner.algorithms.kl import kl
-from asyncrl.learner.algorithms.registry import AlgorithmContext
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.telemetry.metrics import Mean, Metrics
 
 MAX_KL_ERROR = 0.2
 WEIGHT_FLOOR = 1e-8
 RESAMPLING: Final = 1
-"""Part of the counter of this module's draws, so that they are nobody else's."""
+"""Part of the counter of this module's draws, which keeps them distinct from others."""
 
 
 def shape(
     batch: MicroBatch, config: AlgorithmConfig, max_tokens: int, kl_coef: float, context: AlgorithmContext
 ) -> tuple[MicroBatch, Metrics]:
-    """The batch with token_rewards, rewards_R and copies_R as `config.shaping` has it, and what it measured on the way.
+    """The batch with token_rewards, rewards_R and copies_R as `config.shaping` defines them, and their metrics.
 
     kl_coef is β of this version. The KL is that of the policy at the version's start where its log-probs are known
     (the column `proximal`), else of the policy that made the tokens. Every rank must call where rollouts are resampled.
@@ -54,7 +54,7 @@ def shape(
         shaped = dataclasses.replace(shaped, copies_R=resampled_copies(shaped, shaping, context))
     kl_N = _kl_to_reference(batch, shaping) if shaping.kl_coef > 0 else torch.zeros(batch.tokens)
     rewards_N = token_rewards(shaped) - kl_coef * kl_N
-    rewards_R = shaped.rewards_R.double() - kl_coef * rollout_sums(kl_N, batch)
+    rewards_R = shaped.rewards_R.double() - kl_coef * rollout_sums(kl_N.double(), batch)
     shaped = dataclasses.replace(shaped, rewards_R=rewards_R.float())
     return shaped.with_columns(token_rewards=rewards_N.float()), _measured(shaped, kl_N, penalty_R, shaping)
 
@@ -104,8 +104,8 @@ def resampling_weights(rewards_B: Tensor, shaping: ShapingConfig) -> Tensor:
 def resampled_copies(batch: MicroBatch, shaping: ShapingConfig, context: AlgorithmContext) -> Tensor:
     """[R] float32: how often each rollout comes up in B draws with replacement from the B rollouts of all ranks.
 
-    Who is drawn depends on seed, rewards, ordinals and places in the group alone. Rollouts without a policy token are
-    not drawn.
+    The draws depend on seed, rewards, ordinals and places in the group alone. Rollouts without a policy token are not
+    drawn.
     """
     drawable_R = policy_tokens(batch) > 0
     place_R = torch.stack([batch.ordinals_R, place_in_group(batch)], 1)[drawable_R]
@@ -134,7 +134,7 @@ def _measured(batch: MicroBatch, kl_N: Tensor, penalty_R: Tensor, shaping: Shapi
     metrics, counted_R = Metrics(), policy_tokens(batch) > 0
     rollouts = int(counted_R.sum())
     if shaping.kl_coef > 0:
-        metrics.add("kl/reward", Mean(float(rollout_means(kl_N, batch).sum()), rollouts))
+        metrics.add("kl/reward", Mean(float(rollout_means(kl_N.double(), batch).sum()), rollouts))
     if shaping.overlong_buffer > 0:
         metrics.add("reward/overlong_penalty", Mean(float(penalty_R[counted_R].sum()), rollouts))
     if shaping.resample != "none":

@@ -28,7 +28,7 @@ from asyncrl.types import COLUMNS, WITHOUT_STEPS, Group
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Everything that the loss of some rollouts needs.
+    """The inputs of the losses of some rollouts.
 
     token_ids_N, position_ids_N, seq_N int64 · loss_mask_N bool
     behaviour_N    float32, the recorded log μ, 0 where the mask is 0
@@ -40,8 +40,8 @@ class MicroBatch:
     temperature_R  float32, of the distribution that the rollout was sampled from; the learner applies it to its own
                    log-probs
     columns        further values per token by name, all [N]: those of `types.COLUMNS` that came with the groups;
-                   what other models say: values, cost_values (critics), reference, proximal, reward_model, teacher
-                   (log-probs of the token); and what `Experience` makes of it all
+                   outputs of other models: values, cost_values (critics), reference, proximal, reward_model, teacher
+                   (log-probs of the token); and those that `Experience` adds
     """
 
     token_ids_N: Tensor
@@ -86,57 +86,59 @@ class MicroBatch:
             versions_N=_joined(groups, "versions", np.int32),
             advantages_N=torch.zeros(len(seq_N)),
             lengths_R=tuple(lengths.tolist()),
-            group_R=_each(np.arange(len(groups)), sizes),
+            group_R=_each(range(len(groups)), sizes, np.int64),
             rewards_R=_joined(groups, "rewards", np.float32),
-            greedy_R=_each(
-                np.array(
-                    [np.nan if g.greedy_reward is None else g.greedy_reward for g in groups], np.float32
-                ),
-                sizes,
-            ),
-            ordinals_R=_each(np.array([group.task.ordinal for group in groups], np.int64), sizes),
+            greedy_R=_each([np.nan if g.greedy_reward is None else g.greedy_reward for g in groups], sizes),
+            ordinals_R=_each([group.task.ordinal for group in groups], sizes, np.int64),
             copies_R=torch.ones(len(lengths)),
-            temperature_R=_each(
-                np.array([group.sampling.temperature for group in groups], np.float32), sizes
-            ),
-            parts_R={
-                name: torch.from_numpy(np.concatenate([_part(group, name) for group in groups]))
-                for name in parts
-            },
-            columns={
-                name: torch.from_numpy(np.concatenate([_column(group, name) for group in groups]))
-                for name in columns
-            },
+            temperature_R=_each([group.sampling.temperature for group in groups], sizes),
+            parts_R={name: _concatenated([_part(group, name) for group in groups]) for name in parts},
+            columns={name: _concatenated([_column(group, name) for group in groups]) for name in columns},
         )
         if bool((batch.loss_mask_N & (batch.position_ids_N == 0)).any()):
             raise ValueError("a rollout's first token has a loss mask, but nothing predicts it")
         return batch
 
     @staticmethod
-    def empty() -> MicroBatch:
-        """One token that nobody trains on: what a rank runs while another rank has work."""
-        zero_1 = torch.zeros(1, dtype=torch.int64)
-        return MicroBatch(
-            token_ids_N=zero_1,
-            position_ids_N=zero_1,
-            seq_N=zero_1,
-            loss_mask_N=zero_1.bool(),
-            behaviour_N=torch.zeros(1),
-            versions_N=zero_1.int(),
-            advantages_N=torch.zeros(1),
-            lengths_R=(1,),
-            group_R=zero_1,
-            rewards_R=torch.zeros(1),
-            greedy_R=torch.full((1,), torch.nan),
-            ordinals_R=zero_1,
-            copies_R=torch.ones(1),
-            temperature_R=torch.ones(1),
+    def of_tokens(token_ids_N: Tensor, lengths: Sequence[int], **values: Any) -> MicroBatch:
+        """Rollouts of these tokens, each a group of its own, without policy tokens, rewards or advantages.
+
+        Args:
+            values: Fields that differ from this.
+        """
+        seq_N, position_ids_N = segments(np.asarray(lengths, np.int64))
+        zeros_N, zeros_R, numbers_R = (
+            torch.zeros(len(seq_N)),
+            torch.zeros(len(lengths)),
+            torch.arange(len(lengths)),
         )
+        fields: dict[str, Any] = {
+            "token_ids_N": token_ids_N,
+            "position_ids_N": position_ids_N,
+            "seq_N": seq_N,
+            "loss_mask_N": zeros_N.bool(),
+            "behaviour_N": zeros_N,
+            "versions_N": zeros_N.int(),
+            "advantages_N": zeros_N,
+            "lengths_R": tuple(lengths),
+            "group_R": numbers_R,
+            "rewards_R": zeros_R,
+            "greedy_R": torch.full_like(zeros_R, torch.nan),
+            "ordinals_R": numbers_R,
+            "copies_R": torch.ones_like(zeros_R),
+            "temperature_R": torch.ones_like(zeros_R),
+        }
+        return MicroBatch(**(fields | values))
+
+    @staticmethod
+    def empty() -> MicroBatch:
+        """One token that is not trained on: run by a rank without work while another rank has some."""
+        return MicroBatch.of_tokens(torch.zeros(1, dtype=torch.int64), [1])
 
     @staticmethod
     def joined(batches: Sequence[MicroBatch]) -> MicroBatch:
-        """All rollouts of `batches`, in the order of their ordinals; no group may be in two of them. What came with the
-        groups of some batch only is `completed` in the others."""
+        """All rollouts of `batches`, in the order of their ordinals; no group may be in two of them. Columns and parts
+        of single batches are `completed` in the others."""
         columns = {name for batch in batches for name in batch.columns if name in COLUMNS}
         parts = {name for batch in batches for name in batch.parts_R}
         batches = [batch.completed(columns, parts) for batch in batches]
@@ -156,8 +158,8 @@ class MicroBatch:
         return every.select(torch.argsort(every.ordinals_R, stable=True).tolist())
 
     def completed(self, columns: Iterable[str], parts: Iterable[str]) -> MicroBatch:
-        """With these of `types.COLUMNS` and these parts of the reward: where there is none, what `WITHOUT_STEPS` says,
-        and 0."""
+        """With these of `types.COLUMNS` and these reward parts: missing columns are as in `WITHOUT_STEPS`, missing
+        parts are 0."""
         empty = {n: torch.from_numpy(_without_steps(n, self.tokens)) for n in columns}
         none_R = torch.zeros(self.rollouts)
         return dataclasses.replace(
@@ -167,7 +169,7 @@ class MicroBatch:
         )
 
     def of_ordinals(self, ordinals: Sequence[int]) -> MicroBatch | None:
-        """Only the groups of these tasks, in the order they have here; none if there is none of them."""
+        """The groups of these tasks, in their order here; None if there are none."""
         chosen = torch.isin(self.ordinals_R, torch.tensor(ordinals, dtype=torch.int64))
         return self.select(torch.nonzero(chosen)[:, 0].tolist()) if chosen.any() else None
 
@@ -184,24 +186,16 @@ class MicroBatch:
         token_N = self.tokens_of(rollouts)
         seq_N, position_ids_N = segments(np.asarray(self.lengths_R, np.int64)[np.asarray(rollouts)])
         _, group_R = torch.unique_consecutive(self.group_R[picked_R], return_inverse=True)
-        return MicroBatch(
-            token_ids_N=self.token_ids_N[token_N],
-            position_ids_N=position_ids_N,
-            seq_N=seq_N,
-            loss_mask_N=self.loss_mask_N[token_N],
-            behaviour_N=self.behaviour_N[token_N],
-            versions_N=self.versions_N[token_N],
-            advantages_N=self.advantages_N[token_N],
-            lengths_R=tuple(self.lengths_R[r] for r in rollouts),
-            group_R=group_R,
-            rewards_R=self.rewards_R[picked_R],
-            greedy_R=self.greedy_R[picked_R],
-            ordinals_R=self.ordinals_R[picked_R],
-            copies_R=self.copies_R[picked_R],
-            temperature_R=self.temperature_R[picked_R],
-            parts_R={name: part_R[picked_R] for name, part_R in self.parts_R.items()},
-            columns={name: column_N[token_N] for name, column_N in self.columns.items()},
-        )
+
+        def chosen(name: str, values: Any) -> Any:
+            if isinstance(values, Mapping):
+                return {key: each[picked_R if name == "parts_R" else token_N] for key, each in values.items()}
+            return values[picked_R if name.endswith("_R") else token_N]
+
+        made: dict[str, Any] = {"seq_N": seq_N, "position_ids_N": position_ids_N, "group_R": group_R}
+        made["lengths_R"] = tuple(self.lengths_R[r] for r in rollouts)
+        fields = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
+        return MicroBatch(**made, **{n: chosen(n, v) for n, v in fields.items() if n not in made})
 
     def tokens_of(self, rollouts: Sequence[int]) -> Tensor:
         """int64 indices into this batch of all tokens of these rollouts, in their order."""
@@ -238,9 +232,13 @@ def _joined(groups: Sequence[Group], column: str, dtype: type) -> Tensor:
     return torch.from_numpy(np.concatenate([getattr(group, column) for group in groups]).astype(dtype))
 
 
-def _each(values: np.ndarray, sizes: Sequence[int]) -> Tensor:
+def _concatenated(arrays: Sequence[np.ndarray]) -> Tensor:
+    return torch.from_numpy(np.concatenate(arrays))
+
+
+def _each(values: Sequence[float], sizes: Sequence[int], dtype: type = np.float32) -> Tensor:
     """A value per group → one per rollout."""
-    return torch.from_numpy(np.repeat(values, sizes))
+    return torch.from_numpy(np.repeat(np.array(values, dtype), sizes))
 
 
 def _part(group: Group, name: str) -> np.ndarray:

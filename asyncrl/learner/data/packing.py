@@ -72,7 +72,7 @@ def bins(batch: MicroBatch, rollouts: Sequence[int], max_tokens: int) -> list[li
     return [[rollouts[i] for i in chosen] for chosen in filled]
 
 
-def pack(
+def pack_micro_batches(
     batch: MicroBatch,
     rollouts: Sequence[int],
     max_tokens: int,

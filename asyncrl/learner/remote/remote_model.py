@@ -1,6 +1,6 @@
 """The learner's end of a model that learns on a pool: its passes and steps are made there, in step with the policy's.
 
-    trainer thread   ─ learn ─ the policy's passes ─ found: wait ─ gradient_norm: wait ─ optimizer_step: wait ─▸ publish
+    trainer thread   ─ learn ─ the policy's passes ─ results: wait ─ norm: wait ─────── optimizer_step: wait ─▸ publish
                          │                               ▲                    ▲                     ▲
     the pool             └────── the model's passes ──────┴────────────────────┴─────────────────────┘
 
@@ -16,15 +16,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from asyncrl.config.schema import Config
 from asyncrl.errors import DeadlineError, PoolLostError, RefusedError, WireError
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.remote import remote_protocol
 from asyncrl.learner.remote.remote_protocol import BATCH, BEGIN, FORGET, HELLO, LEARN, NORM, SAVE, STEP
-from asyncrl.learner.training.passes import Look, Objective, PassResult
-from asyncrl.learner.training.trainables import objective_beside
+from asyncrl.learner.training.passes import Inspect, Objective, PassResult
+from asyncrl.learner.training.trainables import auxiliary_objective
+from asyncrl.queue.client.client import BlockingClient
 from asyncrl.rpc.client import RpcClient, RpcReply
 from asyncrl.rpc.keys import ClientKeys
 from asyncrl.types import Version
@@ -36,12 +37,6 @@ RETRY_S = 0.2
 """Between two reads of the registry, while it names a process that does not answer."""
 
 
-class PoolRegistry(Protocol):
-    """The part of the queue's blocking client that a remote model uses."""
-
-    def lookup(self, key: str, wait_s: float) -> Any: ...
-
-
 class RemoteModel:
     """`LearningModel` of one rank of the learner.
 
@@ -50,9 +45,9 @@ class RemoteModel:
 
     Args:
         name: of the model
-        registry: has the place of the pool
+        registry: the queue, which has the place of the pool
         keys: that the pool holds too
-        speaks: whether this rank sends rows of its own, see `Backend`
+        is_data_leader: whether this rank sends rows of its own, see `Backend`
     """
 
     def __init__(
@@ -61,16 +56,16 @@ class RemoteModel:
         config: Config,
         rank: int,
         world: int,
-        registry: PoolRegistry,
+        registry: BlockingClient,
         keys: ClientKeys | None = None,
-        speaks: bool = True,
+        is_data_leader: bool = True,
     ) -> None:
-        self.name, self._speaks = name, speaks
+        self.name, self._is_data_leader = name, is_data_leader
         self._rank, self._world, self._registry, self._keys = rank, world, registry, keys
         self._who, self._whom = f"learner rank {rank}", f"the pool of the {name}"
         self._deadline_s = config.placement.places[name].deadline_s
         self._save_deadline_s = config.checkpoint.deadline_s
-        self._reads = objective_beside(name, config).reads
+        self._reads = auxiliary_objective(name, config).reads
         self._client: RpcClient | None = None
         self._session = ""
         self._version: Version = 0
@@ -131,16 +126,16 @@ class RemoteModel:
         batches: Sequence[MicroBatch],
         passes: int,
         version: Version,
-        look: Look | None = None,
+        inspect: Inspect | None = None,
     ) -> None:
         """The pool has the same objective of the same configuration, and makes passes of its own number."""
         self._version = version
-        call, mine = next(self._calls), batches if self._speaks else ()
+        call, mine = next(self._calls), batches if self._is_data_leader else ()
         for batch in mine:
             self._request(BATCH, {"call": call, "frames": remote_protocol.encode_batch(batch, self._reads)})
         self._learning.append(self._request(LEARN, {"call": call, "batches": len(mine), "version": version}))
 
-    def found(self, wait: bool) -> PassResult:
+    def take_results(self, wait: bool) -> PassResult:
         every = []
         while self._learning and (wait or self._learning[0].done()):
             fields = self._wait(self._learning.popleft(), f"its passes for version {self._version}")

@@ -14,7 +14,6 @@ Axes:  N tokens · R rollouts
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from types import NoneType
 from typing import Any, Final
@@ -23,8 +22,8 @@ import numpy as np
 import torch
 
 from asyncrl.errors import WireError
-from asyncrl.learner.algorithms.advantages.segments import column
-from asyncrl.learner.data.batch import MicroBatch, segments
+from asyncrl.learner.algorithms.segments import column
+from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.queue.wire.columns import decode_columns, encode_columns
 from asyncrl.types import Array
 
@@ -80,29 +79,20 @@ def decode_batch(frames: Any, reads: Sequence[str]) -> MicroBatch:
         raise WireError(f"a micro-batch of {sorted(arrays)}, expected is {sorted(expected)}")
     lengths, tokens = arrays["lengths"], arrays["token_ids"]
     _check(lengths, arrays, len(tokens))
-    seq_N, position_ids_N = segments(lengths)
-    mask_N = torch.from_numpy(arrays["loss_mask"].copy())
-    if bool((mask_N & (position_ids_N == 0)).any()):
-        raise WireError("a rollout's first token has a loss mask, but nothing predicts it")
-    ordinals_R, zeros_N = torch.from_numpy(arrays["ordinals"].copy()), torch.zeros(len(tokens))
-    return dataclasses.replace(
-        MicroBatch.empty(),
-        token_ids_N=torch.from_numpy(tokens.copy()),
-        position_ids_N=position_ids_N,
-        seq_N=seq_N,
-        loss_mask_N=mask_N,
-        behaviour_N=zeros_N,
-        versions_N=zeros_N.int(),
-        advantages_N=zeros_N,
-        lengths_R=tuple(lengths.tolist()),
-        group_R=torch.unique_consecutive(ordinals_R, return_inverse=True)[1],
-        rewards_R=torch.zeros(len(lengths)),
-        greedy_R=torch.full((len(lengths),), torch.nan),
-        ordinals_R=ordinals_R,
-        copies_R=torch.from_numpy(arrays["copies"].copy()),
-        temperature_R=torch.from_numpy(arrays["temperature"].copy()),
-        columns={name: torch.from_numpy(arrays[name].copy()) for name in reads},
+    tensors = {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
+    batch = MicroBatch.of_tokens(
+        tensors["token_ids"],
+        lengths.tolist(),
+        loss_mask_N=tensors["loss_mask"],
+        group_R=torch.unique_consecutive(tensors["ordinals"], return_inverse=True)[1],
+        ordinals_R=tensors["ordinals"],
+        copies_R=tensors["copies"],
+        temperature_R=tensors["temperature"],
+        columns={name: tensors[name] for name in reads},
     )
+    if bool((batch.loss_mask_N & (batch.position_ids_N == 0)).any()):
+        raise WireError("a rollout's first token has a loss mask, but nothing predicts it")
+    return batch
 
 
 def _check(lengths: Array, arrays: Mapping[str, Array], tokens: int) -> None:

@@ -1,8 +1,8 @@
-"""What is worth knowing of the batch that a version is trained on, as metrics that add up over claims and ranks.
+"""Metrics of the batch that a version is trained on; they add up over claims and ranks.
 
-    batch_metrics      of all its rollouts: rewards, lengths, age
-    advantage_metrics, value_metrics      of what was made of them
-    token_metrics, age_metrics      of the tokens that had a forward
+    batch_metrics                       all its rollouts: rewards, lengths, age
+    advantage_metrics, value_metrics    their advantages and values
+    token_metrics, age_metrics          the tokens that had a forward pass
 
 Axes:  N tokens · R rollouts · G groups · P policy tokens (those under the mask)
 """
@@ -14,9 +14,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from asyncrl.learner.algorithms.advantages.segments import column
 from asyncrl.learner.algorithms.kl import kl
-from asyncrl.learner.algorithms.losses.losses import log_ratio
+from asyncrl.learner.algorithms.losses.policy_loss import log_ratio
+from asyncrl.learner.algorithms.segments import column
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.data.packing import moving_rollouts
 from asyncrl.telemetry.metrics import EffectiveShare, ExplainedVariance, Max, Mean, Metrics, Sum
@@ -26,24 +26,24 @@ PART: Final = "reward/part/"
 
 
 def batch_metrics(batch: MicroBatch, version: Version) -> Metrics:
-    """Of all rollouts that a version is trained on, whether they need a forward or not. Parts of the reward are sums,
-    for `version_values`: not every claim has all of them."""
+    """Metrics of all rollouts that a version is trained on, also those without a forward pass. Reward parts are sums,
+    for `version_values`: not every claim has all parts."""
     metrics = Metrics()
-    groups, made = _groups(batch), int(batch.loss_mask_N.sum())
+    groups, tokens = _groups(batch), int(batch.loss_mask_N.sum())
     metrics.add("reward/mean", Mean(float(batch.rewards_R.sum()), batch.rollouts))
     for name, part_R in batch.parts_R.items():
         metrics.add(f"{PART}{name}", Sum(float(part_R.sum())))
     metrics.add("groups", Sum(groups))
     metrics.add("rollouts", Sum(batch.rollouts))
-    metrics.add("tokens", Sum(made))
+    metrics.add("tokens", Sum(tokens))
     metrics.add("tokens_with_prompts", Sum(batch.tokens))
-    metrics.add("length/mean", Mean(made, batch.rollouts))
+    metrics.add("length/mean", Mean(tokens, batch.rollouts))
     metrics.merge([staleness_metrics(batch, version)])
     return metrics
 
 
 def version_values(metrics: Metrics) -> dict[str, float]:
-    """The values of what was measured of a whole version; parts of the reward are means over all of its rollouts."""
+    """The values of a whole version's metrics; reward parts are means over all of its rollouts."""
     values = metrics.values()
     return {
         name: value / values["rollouts"] if name.startswith(PART) else value for name, value in values.items()
@@ -53,9 +53,9 @@ def version_values(metrics: Metrics) -> dict[str, float]:
 def staleness_metrics(batch: MicroBatch, version: Version) -> Metrics:
     """Ages in versions, at the training of `version`.
 
-    Of a group, by its oldest token: staleness/mean and its largest, staleness/max. That mean is the sum of
-    staleness/in_flight, from its oldest token to its newest (policies that came while it was generated), and
-    staleness/in_queue, from its newest token to now. staleness/token is the mean age over tokens.
+    staleness/mean and staleness/max are over groups, each by its oldest token. The mean is the sum of
+    staleness/in_flight, from the oldest token to the newest (policies that arrived while the group was generated), and
+    staleness/in_queue, from the newest token to now. staleness/token is the mean age over tokens.
     """
     metrics, groups = Metrics(), _groups(batch)
     age_P = version - batch.versions_N[batch.loss_mask_N]
@@ -63,12 +63,12 @@ def staleness_metrics(batch: MicroBatch, version: Version) -> Metrics:
     nothing_G = torch.full((groups,), -1, dtype=age_P.dtype)
     oldest_G = nothing_G.scatter_reduce(0, group_P, age_P, "amax", include_self=False)
     newest_G = nothing_G.scatter_reduce(0, group_P, age_P, "amin", include_self=False)
-    made_G = torch.bincount(group_P, minlength=groups) > 0
-    count = int(made_G.sum())
-    metrics.add("staleness/mean", Mean(float(oldest_G[made_G].sum()), count))
-    metrics.add("staleness/max", Max(float(max(oldest_G[made_G].tolist(), default=0))))
-    metrics.add("staleness/in_flight", Mean(float((oldest_G - newest_G)[made_G].sum()), count))
-    metrics.add("staleness/in_queue", Mean(float(newest_G[made_G].sum()), count))
+    nonempty_G = torch.bincount(group_P, minlength=groups) > 0
+    count = int(nonempty_G.sum())
+    metrics.add("staleness/mean", Mean(float(oldest_G[nonempty_G].sum()), count))
+    metrics.add("staleness/max", Max(float(max(oldest_G[nonempty_G].tolist(), default=0))))
+    metrics.add("staleness/in_flight", Mean(float((oldest_G - newest_G)[nonempty_G].sum()), count))
+    metrics.add("staleness/in_queue", Mean(float(newest_G[nonempty_G].sum()), count))
     metrics.add("staleness/token", Mean(float(age_P.sum()), len(age_P)))
     return metrics
 
@@ -76,15 +76,15 @@ def staleness_metrics(batch: MicroBatch, version: Version) -> Metrics:
 def token_metrics(
     batch: MicroBatch, logp_N: Tensor, entropy_N: Tensor, clipped_N: Tensor, weight_N: Tensor
 ) -> Metrics:
-    """How far π, with the log-probs logp_N, is from what made the tokens, μ. All inputs [N], no gradient.
+    """Distances of π, with the log-probs logp_N, from μ, which made the tokens. All inputs [N], no gradient.
 
     π is the policy at the version's start where its log-probs are known (the column `proximal`), else the policy as it
-    is, which is that one until the version's first optimizer step.
+    is; until the version's first optimizer step both are the same.
 
     ratio/* of w = π/μ; ratio/ess is the effective sample size as a share of the tokens. The divergences are estimates
     of KL(μ‖π) from μ's own samples: kl/k1 = mean log μ/π; kl/k3 = mean (π/μ − 1 − log π/μ), never negative
     (http://joschu.net/blog/kl-approx.html). In all but k1 log π/μ is clamped to ±20. kl/reference: k3 of
-    KL(π‖reference), where there is one. share/clipped: tokens that the loss holds back; share/cut_out: tokens of
+    KL(π‖reference), where there is one. share/clipped: tokens whose loss is clipped; share/cut_out: tokens of
     weight 0.
     """
     mask_N = batch.loss_mask_N
@@ -117,10 +117,10 @@ def token_metrics(
 
 
 def age_metrics(batch: MicroBatch, logp_N: Tensor, clipped_N: Tensor, version: Version) -> Metrics:
-    """What the tokens' ages in versions do to them, at the training of `version`. All inputs [N], no gradient.
+    """Metrics by the tokens' age in versions, at the training of `version`. All inputs [N], no gradient.
 
-    Of the tokens of age A, which is 0, 1, 2-3, 4-7 and so on: age/A/log_ratio, mean log π/μ, and age/A/clipped, the
-    share that the loss holds back.
+    For each bin of ages A (0, 1, 2-3, 4-7 and so on): age/A/log_ratio, mean log π/μ, and age/A/clipped, the share of
+    tokens whose loss is clipped.
     """
     mask_N = batch.loss_mask_N
     age_P = (version - batch.versions_N[mask_N]).clamp(min=0).double()
@@ -146,7 +146,7 @@ def advantage_metrics(batch: MicroBatch) -> Metrics:
 
 
 def value_metrics(batch: MicroBatch) -> Metrics:
-    """How well each critic's values foretell the returns that it is about to be trained on."""
+    """How well each critic's values predict the returns that it is about to be trained on."""
     metrics = Metrics()
     for name, prefix in (("critic", ""), ("cost_critic", "cost_")):
         if f"{prefix}returns" not in batch.columns:
@@ -164,7 +164,7 @@ def value_metrics(batch: MicroBatch) -> Metrics:
 
 
 def _ages(which: int) -> str:
-    """Of bin `which`.
+    """The ages of a bin.
 
     >>> [_ages(which) for which in range(4)]
     ['0', '1', '2-3', '4-7']

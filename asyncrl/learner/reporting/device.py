@@ -9,7 +9,7 @@ import time
 import torch
 
 SIZES = {"cpu": 768, "cuda": 8192}
-"""Of the square matrices whose product is timed: about 20 ms of one core, 2 ms of an H100."""
+"""Sizes of the square matrices whose product is timed: about 20 ms of one core, 2 ms of an H100."""
 
 ROUNDS = 5
 

@@ -1,11 +1,10 @@
-"""Evaluation beside the stream: held-out tasks of a pinned version, in chunks, answered whenever generators
-get to it.
+"""Evaluation beside training: held-out tasks of a pinned version, in chunks, answered as generators have room.
 
     start(v) ─▸ chunks [0, 250) [250, 500) of each set with min_version v ─▸ queue, stream "eval" ─▸ generators
     poll()   ◂─ finished chunks; an evaluation is whole when every task of every set has its rewards
 
-They come out in the order of their versions: one that overtakes another waits for it. The learner never waits for one,
-except for the last.
+Evaluations are returned in the order of their versions: a later one waits for those before it. The learner waits for
+the last one alone.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from asyncrl.queue.client.client import BlockingClient
 from asyncrl.types import EVAL, Array, Group, Task, Version
 
 PARK_S = 0.5
-"""Of one poll, where the learner has nothing else to do."""
+"""Longest wait of one poll, where the learner has nothing else to do."""
 
 PREFIX = "heldout/"
-"""What metrics of an evaluation begin with."""
+"""Prefix of the metrics of an evaluation."""
 
 ACCURACY = f"{PREFIX}accuracy"
 """The mean reward of the tasks of `evaluation.source`."""
@@ -66,17 +65,17 @@ class Evaluations:
 
     @property
     def pending(self) -> list[Version]:
-        """Versions whose evaluation has not come out yet."""
+        """Versions whose evaluation was not returned yet."""
         return sorted([*self._open, *self._whole])
 
     def start(self, version: Version) -> None:
-        """Ask for an evaluation of `version`, which must have been published."""
+        """Request an evaluation of `version`, which must have been published."""
         self._open[version] = _Open(set(self._chunks))
         self._unsent.extend((version, chunk) for chunk in self._chunks)
         self._send()
 
     def poll(self, wait_s: float = 0.0) -> list[Evaluation]:
-        """Evaluations that became whole and have no older one before them."""
+        """Evaluations that have become complete, up to the first incomplete version."""
         self._send()
         if not self._open:
             return []
@@ -87,7 +86,7 @@ class Evaluations:
         return self._out([version for version in self._whole if oldest is None or version < oldest])
 
     def rest(self) -> list[Evaluation]:
-        """Those that are whole behind an older one, which will not become so any more."""
+        """Complete evaluations behind an incomplete one, which will not be completed any more."""
         return self._out([*self._whole])
 
     def _out(self, versions: Sequence[Version]) -> list[Evaluation]:

@@ -1,11 +1,11 @@
-"""What training costs in floating-point operations, from the shape of the model alone.
+"""Floating-point operations of training, from the shape of the model alone.
 
     6 · N · tokens         every weight that a token meets: a product and a sum forward, twice that backward
     6 · A · Σ length²      causal attention, A = layers · heads · head size: scores and sums over half of length² pairs
 
 Kaplan et al. 2020 (arXiv:2001.08361), section 2.1, and PaLM (arXiv:2204.02311), appendix B, which counts attention
-without the mask and so has twice the second term. What is computed again under activation checkpointing is not counted:
-this is what the model needs, not what the machine does.
+without the mask and so has twice the second term. Recomputation under activation checkpointing is not counted: these
+are the operations that the model needs, not those that the device does.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from asyncrl.models import load_model_config
 
 @dataclass(frozen=True, slots=True)
 class TrainingFlops:
-    """weights: N, those that a token meets: of experts only the chosen ones, and not a token table beside a head of its
-    own · attention: A"""
+    """weights: N, those that a token meets, with chosen experts alone, and without a token table that is not the head
+    too · attention: A"""
 
     weights: int
     attention: int
@@ -51,8 +51,8 @@ class TrainingFlops:
         return TrainingFlops(round(weights), text.num_hidden_layers * text.num_attention_heads * head_size)
 
     def flops(self, tokens: float, squares: float) -> float:
-        """Of forward and backward over rollouts with so many tokens in all, whose lengths' squares add up to
-        `squares`."""
+        """Operations of forward and backward over rollouts with `tokens` in all. squares: the sum of their squared
+        lengths."""
         return 6.0 * (self.weights * tokens + self.attention * squares)
 
     @property
@@ -62,7 +62,7 @@ class TrainingFlops:
 
 
 def squares(lengths: Iterable[int]) -> int:
-    """Of lengths, added up."""
+    """The sum of the squared lengths."""
     return sum(length * length for length in lengths)
 
 

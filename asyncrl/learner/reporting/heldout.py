@@ -1,4 +1,4 @@
-"""What the answers to held-out tasks say of a policy. Pure.
+"""Scores of a policy from its answers to held-out tasks. Pure.
 
 Axes:  T tasks · K answers of each
 """
@@ -23,16 +23,16 @@ def scores(rewards_TK: Array, answers_TK: Array, unscored_TK: Array, pass_reward
     answers_TK: numbers of a task's answers, 0: the rollout has none. unscored_TK: 1 or 0. A rollout is right from
     `pass_reward` on.
     """
-    made = {"accuracy": float(rewards_TK.mean()), "unscored": float(unscored_TK.sum())}
+    result = {"accuracy": float(rewards_TK.mean()), "unscored": float(unscored_TK.sum())}
     samples = rewards_TK.shape[1]
     if samples == 1:
-        return made
+        return result
     right_TK = rewards_TK >= np.float32(pass_reward)
     for k in (*_powers_of_two(samples), samples):
-        made[f"pass@{k}"] = pass_at(right_TK, k)
+        result[f"pass@{k}"] = pass_at(right_TK, k)
     if answers_TK.any():
-        made[f"maj@{samples}"] = majority_at(right_TK, answers_TK)
-    return made
+        result[f"maj@{samples}"] = majority_at(right_TK, answers_TK)
+    return result
 
 
 def pass_at(right_TK: Array, k: int) -> float:

@@ -1,4 +1,4 @@
-"""What the learner tells about a run: one row of metrics.jsonl per version, and summary.json at the end.
+"""The learner's reports of a run: one row of metrics.jsonl per version, and summary.json at the end.
 
 The summary is computed from the rows alone, so a resumed run is summed up as a whole.
 """
@@ -28,24 +28,24 @@ EDGE_VERSIONS = 5
 """reward_start and reward_end are means over this many versions."""
 
 WorkerStats = Mapping[str, Any]
-"""What a worker says of itself (generator/telemetry.py): tokens, seconds {span: s} and weights/flips since its start,
+"""A worker's telemetry (generator/telemetry.py): tokens, seconds {span: s} and weights/flips since its start,
 held, weights/pauses_ms and weights/fetches_ms of its last flips, and weights/floor_ms, the least a pause can be."""
 
 
 class GeneratorTotals:
-    """The generators as the learner hears of them: totals since their start in, differences between versions out."""
+    """Turns the generators' telemetry, totals since their start, into metrics of one version."""
 
     def __init__(self) -> None:
         self._before: dict[str, WorkerStats] = {}
         self._tokens = self._flips = 0.0
 
     def update(self, stats: Mapping[str, WorkerStats]) -> dict[str, float]:
-        """One step later. Workers report at their heartbeats and with each group, so a row may show several at once.
-        One that has no weights yet has nothing to report.
+        """Metrics since the last call. Workers report at their heartbeats and with each group; those without weights
+        are left out.
 
-        busy/generator and generator/time/<span> are means over workers, tokens_per_s is the sum of theirs;
+        busy/generator and generator/time/<span> are means over workers, tokens_per_s is their sum;
         tokens_generated, weight_updates, agent/…, reward/… and pool/<stage>/… are totals. A worker whose totals fell
-        was started anew: they count from 0.
+        was restarted, and counts from 0.
         """
         pools = {name: now for name, now in stats.items() if "stage" in now}
         generators = {name: now for name, now in stats.items() if name not in pools}
@@ -58,7 +58,7 @@ class GeneratorTotals:
             tokens += now.get("tokens", 0) - before.get("tokens", 0)
             self._flips += now.get("weights/flips", 0) - before.get("weights/flips", 0)
             spans.update(_difference(now.get("seconds", {}), before.get("seconds", {})))
-        self._before |= stats  # a queue that was started again has not heard of everybody yet
+        self._before |= stats  # after its restart, a queue does not know all workers at first
         self._tokens += tokens
         row: dict[str, float] = {"generators": len(generators)}
         if self._before:
@@ -75,7 +75,7 @@ class GeneratorTotals:
         if floors:
             row["pause_floor_ms"] = median(floors)
         row |= _totals(stats, "agent/") | _totals(stats, "reward/")
-        row |= {f"pool/{key}": total for key, total in _of_stages(pools.values()).items()}
+        row |= {f"pool/{key}": total for key, total in _stage_totals(pools.values()).items()}
         held = [now["held"] for now in stats.values() if "held" in now]
         if held:
             row["held/min"] = min(held)
@@ -83,7 +83,7 @@ class GeneratorTotals:
 
 
 def publish_values(published: PublishReport, stats: Mapping[str, float]) -> dict[str, float]:
-    """What a version cost rank 0, and what its publisher counts (`Publisher.stats`), as sync/…"""
+    """The pause of rank 0 and the counts of its publisher (`Publisher.stats`), as sync/…"""
     return {
         **{f"sync/{name}": value for name, value in stats.items()},
         "sync/pause_ms": 1e3 * published.pause_s,
@@ -175,15 +175,15 @@ def _difference(now: Mapping[str, float], before: Mapping[str, float]) -> dict[s
 
 
 def _totals(stats: Mapping[str, WorkerStats], prefix: str) -> dict[str, float]:
-    """Of the processes that there are now."""
+    """Sums over the processes that run now."""
     totals = Counter[str]()
     for now in stats.values():
         totals.update({name: count for name, count in now.items() if name.startswith(prefix)})
     return dict(totals)
 
 
-def _of_stages(pools: Iterable[WorkerStats]) -> dict[str, float]:
-    """<stage>/groups, <stage>/busy_s, <stage>/dropped/<reason>, …: over the processes that there are now."""
+def _stage_totals(pools: Iterable[WorkerStats]) -> dict[str, float]:
+    """<stage>/groups, <stage>/busy_s, <stage>/dropped/<reason>, …: sums over the processes that run now."""
     totals = Counter[str]()
     for now in pools:
         counts = {name: count for name, count in without_timely_calls(now).items() if name != "stage"}
@@ -205,7 +205,7 @@ def _over_groups(rows: Sequence[Mapping[str, Any]], key: str) -> float:
 
 
 def _grown(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    """How much a total has grown in all. One that falls was counted anew, by the processes of a resumed run."""
+    """The growth of a total over all rows. A total that falls was counted anew, by the processes of a resumed run."""
     values = [0.0, *(row[key] for row in rows if key in row)]
     if len(values) == 1:
         return None

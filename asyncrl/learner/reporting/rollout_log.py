@@ -1,7 +1,7 @@
-"""RUN/rollouts.jsonl: what the policy says, for people to read.
+"""RUN/rollouts.jsonl: rollouts as text, for people to read.
 
-Of every `telemetry.rollouts_every`-th version and of the first: the worst and the best rollout of a few of the groups
-that made it, with the rewards that they were trained on.
+For the first version and every `telemetry.rollouts_every`-th: the worst and the best rollout of a few of the groups
+that it was trained on, with their rewards.
 
     {"version": 10, "ordinal": 117, "prompt": "4+5=", "answer": "0,9>9", "reward": 1.0, "parts": {"right": 1.0},
      "tokens": 5, "versions": [8, 9], "finish": "stop"}
@@ -23,20 +23,20 @@ from asyncrl.types import Array, Group, Rollout, Task, Version
 
 FILE = "rollouts.jsonl"
 GROUPS = 4
-"""Of one version, at most."""
+"""Most groups of one version."""
 
 Decode = Callable[[Array], str | list[int]]
 
 
 class RolloutLog:
-    """resume_at: the version that a run goes on from; what was written of later ones is cut off."""
+    """resume_at: the version that a run is resumed from; later rows are cut off."""
 
     def __init__(self, run_folder: Path, config: Config, resume_at: Version | None) -> None:
         self._every, self._decode = config.telemetry.rollouts_every, _decoder(config)
         self._sink = JsonlSink(run_folder / FILE, resume_at)
 
     def write(self, version: Version, groups: Sequence[Group]) -> None:
-        """groups: of those that `version` was made from."""
+        """groups: some that `version` was trained on."""
         if version == 1 or version % self._every == 0:
             for group in groups[:GROUPS]:
                 for rollout in _worst_and_best(group.rollouts()):
@@ -47,11 +47,15 @@ class RolloutLog:
 
 
 def rollout_row(task: Task, rollout: Rollout, decode: Decode) -> dict[str, Any]:
-    """prompt, answer: what stands before the policy's first token, and all from there on, whoever said it · tokens,
-    versions: how many are the policy's, and the oldest and newest that made one."""
+    """The row of one rollout.
+
+    prompt, answer  the text before the policy's first token, and all text from there on, also of tools
+    tokens          number of the policy's tokens
+    versions        the oldest and the newest policy that made one
+    """
     mine = rollout.loss_mask != 0
     first = int(np.argmax(mine)) if mine.any() else len(mine)
-    made = rollout.versions[mine]
+    versions = rollout.versions[mine]
     return {
         "ordinal": task.ordinal,
         "prompt": decode(rollout.token_ids[:first]),
@@ -59,13 +63,13 @@ def rollout_row(task: Task, rollout: Rollout, decode: Decode) -> dict[str, Any]:
         "reward": float(rollout.reward),
         "parts": {name: float(value) for name, value in rollout.reward_parts.items()},
         "tokens": int(mine.sum()),
-        "versions": [int(made.min()), int(made.max())] if len(made) else [],
+        "versions": [int(versions.min()), int(versions.max())] if len(versions) else [],
         "finish": rollout.finish,
     }
 
 
 def _worst_and_best(rollouts: Iterable[Rollout]) -> Iterator[Rollout]:
-    """Two of a group, one where all earn the same."""
+    """Two of a group; one where all rewards are equal."""
     by_reward = sorted(rollouts, key=lambda rollout: rollout.reward)
     yield by_reward[0]
     if by_reward[-1].reward > by_reward[0].reward:

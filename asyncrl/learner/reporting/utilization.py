@@ -1,11 +1,11 @@
-"""How well the learner's machines are used, on each row of the metrics.
+"""Utilization of the learner's devices, on each row of the metrics.
 
 learner/tokens_per_s, learner/samples_per_s    of the version's rollouts, prompts included, by the wall clock
-learner/mfu           model FLOPs utilisation: the policy's training passes (flops.py) over what the devices could do
-                      meanwhile (PaLM, arXiv:2204.02311, appendix B). Passes without gradient, critics and reward
-                      models count as nothing done
+learner/mfu           model FLOPs utilisation: the policy's training passes (flops.py) over the peak of the devices
+                      (PaLM, arXiv:2204.02311, appendix B). Passes without gradient, critics and reward models are
+                      not counted
 learner/memory_gib    the most that a rank has needed: on a GPU within the version, on a CPU so far
-share/wait/…          shares of the version's time, by what was waited for
+share/wait/…          shares of the version's time, by the kind of wait
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ GIB = 1 << 30
 
 
 class Utilization:
-    """On every rank. The speed of its device is measured here, in some 100 ms, unless `learner.peak_tflops` says it."""
+    """Of one rank. Its device's peak is measured here, in some 100 ms, unless `learner.peak_tflops` is set."""
 
     def __init__(self, config: Config) -> None:
         self._device = this_device()
         self.training_flops = TrainingFlops.of(config.model)
-        told = config.learner.peak_tflops
+        tflops = config.learner.peak_tflops
         self.peak_flops = (
-            told * 1e12 if told else measured_peak_flops(self._device, getattr(torch, config.model.dtype))
+            tflops * 1e12 if tflops else measured_peak_flops(self._device, getattr(torch, config.model.dtype))
         )
 
     def memory(self) -> int:
@@ -43,7 +43,13 @@ class Utilization:
     def values(
         self, metrics: Mapping[str, float], seconds: Mapping[str, float], memory: Sequence[int]
     ) -> dict[str, float]:
-        """Of one version. metrics: over all ranks · seconds: this rank's, by span · memory: of each rank."""
+        """Metrics of one version.
+
+        Args:
+            metrics: Of the version, over all ranks.
+            seconds: This rank's seconds by span.
+            memory: Bytes of each rank.
+        """
         step_s = sum(seconds.values())
         if step_s <= 0:
             return {}

@@ -1,15 +1,14 @@
-"""Sums of gradients of every model that learns, and the one optimizer step that they make.
+"""The gradients of every model that learns, summed over batches, and the optimizer step from them.
 
     batch ─▸ pack ─▸ forward ─▸ objective ─▸ backward ─┐  for the policy, and for the critics and the reward model
-      ▲              └───── here, or on a pool ──────┘ │
+      ▲              └── here, or in a pool ─────────┘ │
       └───── the next batch ◂──────────────────────────┤  sums of gradients, counts, losses, metrics
                                                        └─▸ · 1 / denominator ─▸ optimizer step
 
 All ranks make as many passes as the one that needs most; each spreads its rollouts over them so that all passes cost
 about the same. Groups with values that are not finite are found before anything moves (`finite_check.py`).
 
-A batch is whole groups, with advantages and whatever columns the objectives ask for. Nothing here knows how many
-batches make a step.
+A batch is whole groups, with advantages and the columns that the objectives read. Any number of batches make a step.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from torch import Tensor
 from asyncrl.config.schema import Config
 from asyncrl.learner.algorithms.losses.aggregation import Counts
 from asyncrl.learner.backends.backend import Backend, exchange_per_data_rank
-from asyncrl.learner.checks.behaviour import BehaviourGate, Gap
-from asyncrl.learner.checks.finite_check import NotFinite
+from asyncrl.learner.checks.finite_check import NonFiniteGroups
+from asyncrl.learner.checks.logprob_check import LogprobGap, LogprobGate
 from asyncrl.learner.data.batch import MicroBatch
-from asyncrl.learner.data.packing import bins, moving_rollouts, pack
+from asyncrl.learner.data.packing import bins, moving_rollouts, pack_micro_batches
 from asyncrl.learner.models.roles import POLICY
 from asyncrl.learner.reporting.flops import even_tokens, squares
 from asyncrl.learner.reporting.utilization import PASSED, PASSED_SQUARES
-from asyncrl.learner.training.passes import LearningModel, Look
+from asyncrl.learner.training.passes import Inspect, LearningModel
 from asyncrl.learner.training.trainables import Trainable, trainables
 from asyncrl.telemetry.metrics import Metrics, Sum
 from asyncrl.telemetry.spans import Spans
@@ -40,29 +39,33 @@ from asyncrl.types import Version
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
-    """One optimizer step over all ranks, by model: the mean loss, the learning rate, and the gradient's norm before
-    clipping, NaN where the loss is not finite. If one of the norms is not finite no model has moved.
+    """One optimizer step over all ranks; the mappings are by model.
 
-    gap: between recorded and recomputed log-probs of tokens made by the version itself · metrics: of this rank's passes
+    losses   means over the global batch
+    rates    learning rates
+    norms    of the gradients before clipping, NaN where the loss is not finite; if one is not finite no model has moved
+    gap      between recorded and recomputed log-probs of tokens that the version itself made
+    metrics  of this rank's passes
     """
 
     losses: Mapping[str, float]
     rates: Mapping[str, float]
     norms: Mapping[str, float]
-    gap: Gap
+    gap: LogprobGap
     metrics: Metrics
 
     @property
     def refused(self) -> list[str]:
-        """The models that kept all of them from moving."""
+        """The models whose gradients are not finite."""
         return [name for name, norm in self.norms.items() if not math.isfinite(norm)]
 
 
 class Accumulator:
-    """The same calls on every rank, in the same order, whatever rollouts each of them holds.
+    """Collective: every method, also on ranks without rollouts.
 
-    gate: compares the policy's log-probs with the recorded ones before a version's first step; none: nobody does
-    pooled: models that learn on pools
+    Args:
+        gate: Compares the policy's log-probs with the recorded ones before a version's first step, if given.
+        remote_models: Models that learn in pools.
     """
 
     def __init__(
@@ -70,22 +73,25 @@ class Accumulator:
         backend: Backend,
         config: Config,
         spans: Spans | None = None,
-        gate: BehaviourGate | None = None,
-        pooled: Mapping[str, LearningModel] | None = None,
+        gate: LogprobGate | None = None,
+        remote_models: Mapping[str, LearningModel] | None = None,
     ) -> None:
         self._backend, self._config, self._gate = backend, config, gate
         self._moved: Version | None = None  # the last version with a step
-        self._gap = Gap()
+        self._gap = LogprobGap()
         self._spans = spans or Spans()
-        # First what pools do while this process is busy with the rest.
-        self._trainables = sorted(trainables(backend, config, pooled), key=lambda each: not each.on_pool)
+        # Models in pools first: they compute while this process is busy with the others.
+        self._trainables = sorted(
+            trainables(backend, config, remote_models), key=lambda each: not each.in_pool
+        )
         self._max_tokens, self._even_tokens = config.learner.micro_batch_tokens, even_tokens(config.model)
         self._reset()
 
     def add(self, batch: MicroBatch | None, version: Version, number: int = 0) -> None:
-        """∀ Add the gradient of a batch, none where this rank has no groups.
+        """Add the gradient of a batch, None where this rank has no groups.
 
-        Raises NotFinite as `step` does, for batches added before this one.
+        Raises:
+            NonFiniteGroups: As `step`, for batches added before this one.
         """
         learning = self._learning(version)
         with self._spans("compute/pack"):
@@ -97,33 +103,35 @@ class Accumulator:
             needed = [len(bins(batch, some, self._max_tokens)) if batch else 0 for some in counting]
         with self._spans("wait/ranks"):
             every = self._backend.exchange([needed, sorted(self._bad)])
-        self._require_sound((bad for _, bad in every), number)
+        self._require_finite((bad for _, bad in every), number)
         for trainable, rollouts, *passes in zip(learning, counting, *(n for n, _ in every), strict=True):
             with self._spans("compute/pack"):
                 micro_batches = self._packed(batch, rollouts, max(passes))
                 if trainable.name == POLICY and batch is not None:
                     self._metrics.merge([_passed(micro_batches)])
             with self._spans("compute/forward_backward"):
-                look = self._look(version) if trainable.name == POLICY else None
-                trainable.model.learn(trainable.objective, micro_batches, max(passes), version, look)
-            self._note_found(trainable, wait=False)
+                inspect = self._inspect(version) if trainable.name == POLICY else None
+                trainable.model.learn(trainable.objective, micro_batches, max(passes), version, inspect)
+            self._take_results(trainable, wait=False)
 
-    def _note_found(self, trainable: Trainable, wait: bool) -> None:
-        found = trainable.model.found(wait)
-        self._losses[trainable.name] += found.loss
-        self._bad |= found.bad
-        self._metrics.merge([found.metrics])
+    def _take_results(self, trainable: Trainable, wait: bool) -> None:
+        results = trainable.model.take_results(wait)
+        self._losses[trainable.name] += results.loss
+        self._bad |= results.bad
+        self._metrics.merge([results.metrics])
 
     def step(self, version: Version, number: int = 0) -> OptimizerStep:
-        """∀ Divide by the global denominators and step, for the `number`-th time in `version`: all models or none.
+        """Divide by the global denominators and step, for the `number`-th time in `version`: all models or none.
 
-        Raises BehaviourMismatchError, and NotFinite where it is the version's first step: nothing has moved then. In
-        later steps what is not finite shows in the loss, and the step is refused.
+        Raises:
+            BehaviourMismatchError: See `LogprobGate`.
+            NonFiniteGroups: In the version's first step, before anything has moved. In later steps values that are not
+                finite show in the loss, and the step is refused.
         """
         learning = self._learning(version)
         for trainable in learning:
-            with self._spans(_doing(trainable)):
-                self._note_found(trainable, wait=True)
+            with self._spans(_step_span(trainable)):
+                self._take_results(trainable, wait=True)
         scales, losses, gap = self._scales_and_losses(learning, number)
         if self._gate is not None:
             self._gate.judge(gap, version)
@@ -134,24 +142,25 @@ class Accumulator:
             step = OptimizerStep(losses, rates, norms, gap, self._metrics)
             if not step.refused:
                 for t in learning:
-                    with self._spans(_doing(t)):
+                    with self._spans(_step_span(t)):
                         t.model.optimizer_step(scales[t.name], rates[t.name])
         self.abandon()
         return step
 
     def abandon(self) -> None:
-        """Forget what has been summed up."""
+        """Drop the sums."""
         for trainable in self._trainables:
             trainable.model.forget_gradients()
         self._reset()
 
     def _norm(self, trainable: Trainable, scale: float, loss: float) -> float:
-        """∀ A clamp turns the gradient of a NaN into 0, so the loss is looked at too."""
-        with self._spans(_doing(trainable)):
+        """The gradient's norm; NaN for a loss that is not finite, as a clamp turns the gradient of a NaN into 0."""
+        with self._spans(_step_span(trainable)):
             return trainable.model.gradient_norm(scale if math.isfinite(loss) else math.nan)
 
-    def _look(self, version: Version) -> Look | None:
-        """Where the policy of the version's start is known: by the column `proximal`, or because it has not moved."""
+    def _inspect(self, version: Version) -> Inspect | None:
+        """Measures the log-prob gap where the policy of the version's start is known: by the column `proximal`, or
+        because it has not moved."""
         gate, moved = self._gate, self._moved == version
         if gate is None:
             return None
@@ -159,37 +168,37 @@ class Accumulator:
         def compare(batch: MicroBatch, logp_N: Tensor) -> None:
             if not moved or "proximal" in batch.columns:
                 start_N = batch.columns.get("proximal", logp_N.detach())
-                self._gap = Gap.of([self._gap, gate.gap(batch, start_N, version)])
+                self._gap = LogprobGap.of([self._gap, gate.gap(batch, start_N, version)])
 
         return compare
 
     def _scales_and_losses(
         self, learning: Sequence[Trainable], number: int
-    ) -> tuple[dict[str, float], dict[str, float], Gap]:
-        """∀ By model: 1 / the global denominator, and the mean loss; and the gap of the version's own tokens."""
+    ) -> tuple[dict[str, float], dict[str, float], LogprobGap]:
+        """By model: 1 / the global denominator, and the mean loss; and the gap of the version's own tokens."""
         counted = {name: astuple(counts) for name, counts in self._counts.items()}
         with self._spans("wait/ranks"):
-            told = [counted, self._losses, astuple(self._gap), sorted(self._bad)]
-            every = exchange_per_data_rank(self._backend, told)
-        self._require_sound((bad for *_, bad in every), number)
+            mine = [counted, self._losses, astuple(self._gap), sorted(self._bad)]
+            every = exchange_per_data_rank(self._backend, mine)
+        self._require_finite((bad for *_, bad in every), number)
         scales, losses = {}, {}
         for t in learning:
             counts = Counts.total(Counts(*theirs[t.name]) for theirs, *_ in every if t.name in theirs)
             scales[t.name] = 1 / t.objective.denominator(counts)
-            losses[t.name] = scales[t.name] * sum(mine.get(t.name, 0.0) for _, mine, *_ in every)
-        return scales, losses, Gap.of(Gap(*gap) for _, _, gap, _ in every)
+            losses[t.name] = scales[t.name] * sum(sums.get(t.name, 0.0) for _, sums, *_ in every)
+        return scales, losses, LogprobGap.of(LogprobGap(*gap) for _, _, gap, _ in every)
 
-    def _require_sound(self, bad: Iterable[Sequence[int]], number: int) -> None:
-        """bad: what each rank has found. Once a version has moved it cannot be begun anew."""
+    def _require_finite(self, bad: Iterable[Sequence[int]], number: int) -> None:
+        """Raise NonFiniteGroups for the bad groups of all ranks, unless the version has moved already."""
         ordinals = {ordinal for theirs in bad for ordinal in theirs}
         if ordinals and number == 0:
-            raise NotFinite(ordinals)
+            raise NonFiniteGroups(ordinals)
 
     def _learning(self, version: Version) -> list[Trainable]:
         return [trainable for trainable in self._trainables if version >= trainable.since]
 
     def _counting(self, trainable: Trainable, batch: MicroBatch | None) -> list[int]:
-        """The rollouts without those that are sure to add nothing to the gradient."""
+        """The rollouts that may add to the gradient."""
         if batch is None:
             return []
         rollouts = moving_rollouts(batch) if trainable.skips_flat else range(batch.rollouts)
@@ -199,23 +208,23 @@ class Accumulator:
     def _packed(self, batch: MicroBatch | None, rollouts: Sequence[int], passes: int) -> list[MicroBatch]:
         if batch is None:
             return []
-        return pack(batch, rollouts, self._max_tokens, passes, self._even_tokens)
+        return pack_micro_batches(batch, rollouts, self._max_tokens, passes, self._even_tokens)
 
     def _reset(self) -> None:
         self._counts = defaultdict[str, Counts](Counts)
         self._losses = defaultdict[str, float](float)
-        self._gap = Gap()
+        self._gap = LogprobGap()
         self._bad = set[int]()
         self._metrics = Metrics()
 
 
-def _doing(trainable: Trainable) -> str:
-    """The span of its steps."""
-    return "wait/pool" if trainable.on_pool else "compute/optimizer"
+def _step_span(trainable: Trainable) -> str:
+    """The span of the model's steps."""
+    return "wait/pool" if trainable.in_pool else "compute/optimizer"
 
 
 def _passed(micro_batches: Sequence[MicroBatch]) -> Metrics:
-    """What the policy is trained on in these, for `Utilization`."""
+    """The tokens of these passes of the policy, for `Utilization`."""
     metrics = Metrics()
     metrics.add(PASSED, Sum(sum(batch.tokens for batch in micro_batches)))
     metrics.add(PASSED_SQUARES, Sum(sum(squares(batch.lengths_R) for batch in micro_batches)))

@@ -21,7 +21,7 @@ class AdaptiveCoefficients:
 
     @staticmethod
     def start(config: AlgorithmConfig) -> AdaptiveCoefficients:
-        """As the configuration says."""
+        """The configured values."""
         return AdaptiveCoefficients(config.shaping.kl_coef, config.cost_multiplier)
 
     def adapted(self, config: AlgorithmConfig) -> dict[str, float]:
@@ -30,7 +30,7 @@ class AdaptiveCoefficients:
         return {name: value for name, value in asdict(self).items() if adapting[name]}
 
     def restored(self, adapted: Mapping[str, float], config: AlgorithmConfig) -> Self:
-        """With what had been adapted when it was saved; a coefficient that no longer adapts stays as configured."""
+        """With the adapted values of a checkpoint; a coefficient that no longer adapts keeps its configured value."""
         names = self.adapted(config)
         return replace(self, **{name: value for name, value in adapted.items() if name in names})
 

@@ -1,10 +1,10 @@
 """From groups to a batch that is ready to train on.
 
-    groups ─▸ tokens ─▸ what the other models ─▸ shaped rewards ─▸ advantages, ─▸ weights against
-                        say of them (columns)                      returns        the behaviour policy
-              └────── score(), per claim ──────┘ └───── ready(), per claim or for the whole version ─────┘
+    groups ─▸ tokens ─▸ columns of the ───▸ shaped rewards ─▸ advantages, ─▸ weights against
+                        other models                          returns        the behaviour policy
+              └── score(), per claim ───┘ └── ready(), per claim or for the whole version ──┘
 
-Whatever one rank asks of a model, or of all ranks, every rank asks too, with groups or without.
+A model's pass, and an exchange among ranks, is made by every rank, with groups or without.
 
 Axes:  N tokens · R rollouts
 """
@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.schema import Config
-from asyncrl.learner.algorithms.advantages.advantages import advantages
+from asyncrl.learner.algorithms.advantages.estimate import advantages
 from asyncrl.learner.algorithms.advantages.return_advantages import value_targets
-from asyncrl.learner.algorithms.advantages.segments import column
 from asyncrl.learner.algorithms.corrections import correction_weights
 from asyncrl.learner.algorithms.losses.covariance_losses import select_covariance
 from asyncrl.learner.algorithms.losses.terms import lm_weights
 from asyncrl.learner.algorithms.registry import AlgorithmContext
 from asyncrl.learner.algorithms.rejections import kept
+from asyncrl.learner.algorithms.segments import column
 from asyncrl.learner.algorithms.shaping import shape
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.data.batch import MicroBatch
@@ -32,7 +32,7 @@ from asyncrl.learner.data.packing import bins
 from asyncrl.learner.reporting.batch_metrics import advantage_metrics, batch_metrics, value_metrics
 from asyncrl.learner.training import requirements
 from asyncrl.learner.training.adaptive_coefficients import AdaptiveCoefficients
-from asyncrl.learner.training.objective import proximal, unrejected
+from asyncrl.learner.training.objectives import proximal, unrejected
 from asyncrl.telemetry.metrics import Mean, Metrics
 from asyncrl.telemetry.spans import Spans
 from asyncrl.types import Group, Version
@@ -42,11 +42,11 @@ Predict = Callable[[MicroBatch], Tensor]
 NO_ROWS = torch.zeros(0, dtype=torch.int64)
 
 SELECTING = ("clip_cov", "kl_cov")
-"""Losses that treat some tokens of an optimizer step apart."""
+"""Losses that treat selected tokens of an optimizer step differently."""
 
 
 class Experience:
-    """The same calls on every rank, in the same order."""
+    """Collective: every method."""
 
     def __init__(self, backend: Backend, config: Config, spans: Spans) -> None:
         self._backend, self._config, self._spans = backend, config, spans
@@ -59,34 +59,41 @@ class Experience:
             self._models["proximal"] = backend.policy.predict
 
     def score(self, groups: Sequence[Group]) -> MicroBatch | None:
-        """∀ One claim's groups, none where this rank has none, with a column of what each other model says of their
-        tokens, and `proximal`, what the policy itself says before it moves, where that is needed."""
+        """One claim's groups with a column of each other model's outputs and, where it is needed, `proximal`: the
+        policy's own log-probs before it moves. None where this rank has no groups."""
         with self._spans("compute/pack"):
             batch = MicroBatch.of(groups) if groups else None
-        columns = self._ask(self._models, batch)
+        columns = self._predict(self._models, batch)
         return batch and batch.with_columns(**columns)
 
     def ready(
         self, batch: MicroBatch | None, version: Version, controls: AdaptiveCoefficients
     ) -> tuple[MicroBatch | None, Metrics]:
-        """∀ A scored batch, and what was measured of it. It gets shaped rewards, advantages and the columns
+        """A scored batch with shaped rewards and advantages, and its metrics. It also gets the columns
 
             outcome                 the reward of the token's rollout before any shaping
-            returns, cost_returns   what the critics are to learn
-            kept, weight            bool, what the off-policy correction does not reject; and its weights, where they
+            returns, cost_returns   the critics' targets
+            kept, weight            bool, the tokens that the off-policy correction keeps; and its weights, where they
                                     stay the same for the whole version
 
-        Raises TrainingError for groups that lack what the algorithm needs.
+        Raises:
+            TrainingError: The groups lack something that the algorithm needs.
         """
         if batch is None and not self._whole:
             return None, Metrics()
         with self._spans("compute/pack"):
-            made, metrics = self._made(batch or MicroBatch.empty(), version, controls)
-        return (None, Metrics()) if batch is None else (made, metrics)
+            completed, metrics = self._completed(batch or MicroBatch.empty(), version, controls)
+        return (None, Metrics()) if batch is None else (completed, metrics)
 
     def for_step(self, batch: MicroBatch | None, version: Version, moved: bool) -> MicroBatch | None:
-        """∀ What one optimizer step is to train on, with the columns that depend on who else is in it: `lm`, and
-        `selected` for the policy as it is. moved: since `proximal` was asked for."""
+        """The batch of one optimizer step, with the columns that depend on all groups in that step.
+
+            lm         weights of the LM loss
+            selected   tokens that some losses treat differently, by the policy as it is
+
+        Args:
+            moved: Whether the policy has moved since `score`.
+        """
         config = self._config.algorithm
         selects = config.loss in SELECTING and config.own_loss is None
         if not selects and not config.lm_coef:
@@ -97,12 +104,12 @@ class Experience:
         if selects:
             now_N = column(some, "proximal")
             if moved:
-                now_N = self._ask({"now": self._backend.policy.predict}, batch)["now"]
+                now_N = self._predict({"now": self._backend.policy.predict}, batch)["now"]
             old_N = proximal(some, now_N, config, version)
             columns["selected"] = select_covariance(some, now_N, old_N, config, self._context(version))
         return batch and batch.with_columns(**columns)
 
-    def _made(
+    def _completed(
         self, batch: MicroBatch, version: Version, controls: AdaptiveCoefficients
     ) -> tuple[MicroBatch, Metrics]:
         config, context = self._config.algorithm, self._context(version, controls.cost_multiplier)
@@ -118,8 +125,8 @@ class Experience:
         return batch, metrics
 
     def _corrected(self, batch: MicroBatch, version: Version) -> tuple[MicroBatch, Metrics]:
-        """A log-linear π_p moves with the policy: what it rejects stays as it is now, its weights are made anew with
-        every step. (Normalised ones cannot be, and go with single steps only.)"""
+        """Adds `kept` and `weight`. A log-linear π_p moves with the policy: its rejections stay those of the version's
+        start, its weights are computed in every step. (Normalised weights cannot be, and need single steps.)"""
         config, mask_N = self._config.algorithm, batch.loss_mask_N
         log_w_N = proximal(batch, column(batch, "proximal"), config, version) - batch.behaviour_N
         about = (log_w_N, mask_N, batch.seq_N, batch.rollouts, config.correction)
@@ -127,12 +134,12 @@ class Experience:
         columns = {"kept": kept(*about, gather)}
         if config.proximal != "loglinear" or config.correction.normalise:
             columns["weight"] = correction_weights(*about, gather)
-        metrics, made = Metrics(), int(mask_N.sum())
-        metrics.add("share/rejected", Mean(made - int(columns["kept"].sum()), made))
+        metrics, tokens = Metrics(), int(mask_N.sum())
+        metrics.add("share/rejected", Mean(tokens - int(columns["kept"].sum()), tokens))
         return batch.with_columns(**columns), metrics
 
-    def _ask(self, models: Mapping[str, Predict], batch: MicroBatch | None) -> dict[str, Tensor]:
-        """∀ A column of each model's answers; of no batch, those of an empty one."""
+    def _predict(self, models: Mapping[str, Predict], batch: MicroBatch | None) -> dict[str, Tensor]:
+        """A column of each model's outputs; those of an empty batch where this rank has none."""
         if not models:
             return {}
         pieces: list[tuple[Tensor, MicroBatch]] = []

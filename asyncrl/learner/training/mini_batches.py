@@ -1,8 +1,8 @@
-"""Which groups of a version make up each optimizer step: a pure function of their ordinals.
+"""The groups of each optimizer step of a version: a pure function of their ordinals.
 
 ordinals of all ranks    8 9 10 11 12 13          epochs = 2, parts = 3
 epoch 0                  [13 9] [11 12] [8 10]    drawn from (seed, version, epoch): the same on every rank and
-epoch 1                  [12 9] [13 11] [8 10]    whatever the number of ranks; each rank trains on its own of them
+epoch 1                  [12 9] [13 11] [8 10]    for any number of ranks; each rank trains on its own of them
 """
 
 from __future__ import annotations

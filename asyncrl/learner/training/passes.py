@@ -1,8 +1,8 @@
-"""The passes of a model that learns: forward, objective, backward, micro-batch by micro-batch; and what they found.
+"""The passes of a model that learns: forward, objective, backward, micro-batch by micro-batch; and their results.
 
-Accumulator ── learn ─▸ LearningModel ── found ─▸ losses, metrics, groups that are not finite
-                        ├── Here            in this process, at once
-                        └── PooledModel     on a pool, while the policy trains (`remote_model.py`)
+Accumulator ── learn ─▸ LearningModel ── take_results ─▸ losses, metrics, groups that are not finite
+                        ├── LocalModel      in this process, at once
+                        └── RemoteModel     in a pool, while the policy trains (`remote_model.py`)
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from torch import Tensor
 from asyncrl.errors import WireError
 from asyncrl.learner.algorithms.losses.aggregation import Counts
 from asyncrl.learner.backends.backend import Model
-from asyncrl.learner.checks.finite_check import blamed
+from asyncrl.learner.checks.finite_check import nonfinite_outputs
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.telemetry.metrics import Metrics
 from asyncrl.types import Version
 
-NOBODY = MicroBatch.empty().with_columns(weight=torch.zeros(1), selected=torch.zeros(1, dtype=torch.bool))
-"""What a rank runs while another has rollouts left. Nothing of a whole batch is picked from it."""
+PADDING = MicroBatch.empty().with_columns(weight=torch.zeros(1), selected=torch.zeros(1, dtype=torch.bool))
+"""A micro-batch without policy tokens, which a rank runs while another one has rollouts left."""
 
-Look = Callable[[MicroBatch, Tensor], None]
-"""Is shown each micro-batch, and the first of what the model says of it."""
+Inspect = Callable[[MicroBatch, Tensor], None]
+"""Called with each micro-batch and the model's first output for it."""
 
 
 class Objective(Protocol):
-    """(batch, what the model says of it, version=) → (a sum to differentiate, metrics). The sum over the global batch
-    is divided by the `denominator` of what it counts there."""
+    """(batch, *outputs of the model, version=) → (a sum to differentiate, metrics). The sum over the global batch is
+    divided by the `denominator` of the counts there."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Metrics]: ...
 
@@ -42,18 +42,18 @@ class Objective(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PassResult:
-    """loss: the sum that was differentiated · bad: ordinals of groups that made something not finite"""
+    """loss: the sum that was differentiated · bad: ordinals of groups with values that are not finite"""
 
     loss: float = 0.0
     bad: frozenset[int] = frozenset()
     metrics: Metrics = field(default_factory=Metrics)
 
     @staticmethod
-    def total(every: Iterable[PassResult]) -> PassResult:
+    def total(results: Iterable[PassResult]) -> PassResult:
         loss, bad, metrics = 0.0, frozenset[int](), Metrics()
-        for found in every:
-            loss, bad = loss + found.loss, bad | found.bad
-            metrics.merge([found.metrics])
+        for result in results:
+            loss, bad = loss + result.loss, bad | result.bad
+            metrics.merge([result.metrics])
         return PassResult(loss, bad, metrics)
 
     def to_wire(self) -> list[Any]:
@@ -61,7 +61,7 @@ class PassResult:
 
     @staticmethod
     def from_wire(wire: Any) -> PassResult:
-        """Raises WireError for what `to_wire` does not give."""
+        """The inverse of `to_wire`. Raises WireError for anything else."""
         try:
             loss, bad, metrics = wire
             return PassResult(float(loss), frozenset(map(int, bad)), Metrics.from_wire(metrics))
@@ -70,7 +70,7 @@ class PassResult:
 
 
 class LearningModel(Protocol):
-    """∀ All of these; the last three as `Model` has them."""
+    """Collective: every method; the last three as of `Model`."""
 
     def learn(
         self,
@@ -78,13 +78,17 @@ class LearningModel(Protocol):
         batches: Sequence[MicroBatch],
         passes: int,
         version: Version,
-        look: Look | None = None,
+        inspect: Inspect | None = None,
     ) -> None:
-        """Add the gradient of the objective on this rank's micro-batches. passes: of the rank that has most of them."""
+        """Add the gradient of the objective on this rank's micro-batches.
+
+        Args:
+            passes: Number of micro-batches of the rank that has most of them.
+        """
         ...
 
-    def found(self, wait: bool) -> PassResult:
-        """What passes have found since this was asked last. wait: for all of them."""
+    def take_results(self, wait: bool) -> PassResult:
+        """Results of the passes since the last call. wait: until all passes are done."""
         ...
 
     def gradient_norm(self, scale: float) -> float: ...
@@ -95,11 +99,11 @@ class LearningModel(Protocol):
 
 
 class LocalModel:
-    """`LearningModel` of a model that this process holds its part of."""
+    """`LearningModel` in this process."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._found: list[PassResult] = []
+        self._results: list[PassResult] = []
 
     def learn(
         self,
@@ -107,13 +111,13 @@ class LocalModel:
         batches: Sequence[MicroBatch],
         passes: int,
         version: Version,
-        look: Look | None = None,
+        inspect: Inspect | None = None,
     ) -> None:
-        self._found += run_passes(self._model, objective, batches, passes, version, look)
+        self._results += run_passes(self._model, objective, batches, passes, version, inspect)
 
-    def found(self, wait: bool) -> PassResult:
-        found, self._found = PassResult.total(self._found), []
-        return found
+    def take_results(self, wait: bool) -> PassResult:
+        results, self._results = PassResult.total(self._results), []
+        return results
 
     def gradient_norm(self, scale: float) -> float:
         return self._model.gradient_norm(scale)
@@ -122,7 +126,7 @@ class LocalModel:
         return self._model.optimizer_step(scale, lr)
 
     def forget_gradients(self) -> None:
-        self._found = []
+        self._results = []
         self._model.forget_gradients()
 
 
@@ -132,24 +136,29 @@ def run_passes(
     batches: Sequence[MicroBatch],
     passes: int,
     version: Version,
-    look: Look | None = None,
+    inspect: Inspect | None = None,
 ) -> list[PassResult]:
-    """∀ Add the gradients of these micro-batches, and of nobody's where other ranks have more. Where the losses are
-    computed: what was found, micro-batch by micro-batch in their order; elsewhere nothing."""
-    losses: list[Tensor] = []
-    beside: list[tuple[set[int], Metrics]] = []
+    """Collective: add the gradients of these micro-batches, padded to `passes` of them.
 
-    def loss(batch: MicroBatch, *said: Tensor) -> Tensor:
-        if look is not None:
-            look(batch, said[0])
-        total, metrics = objective(batch, *said, version=version)
-        bad = blamed(batch, said, total.detach(), lambda *alone: objective(*alone, version=version)[0])
+    Returns:
+        The results, one per micro-batch in their order, on ranks that compute losses; elsewhere nothing.
+    """
+    losses: list[Tensor] = []
+    findings: list[tuple[set[int], Metrics]] = []
+
+    def loss(batch: MicroBatch, *outputs: Tensor) -> Tensor:
+        if inspect is not None:
+            inspect(batch, outputs[0])
+        total, metrics = objective(batch, *outputs, version=version)
+        bad = nonfinite_outputs(
+            batch, outputs, total.detach(), lambda *alone: objective(*alone, version=version)[0]
+        )
         losses.append(total.detach())
-        beside.append((bad, metrics))
+        findings.append((bad, metrics))
         return total
 
-    model.accumulate([*batches, *[NOBODY] * (passes - len(batches))], loss)
+    model.accumulate([*batches, *[PADDING] * (passes - len(batches))], loss)
     return [
         PassResult(float(loss), frozenset(bad), metrics)
-        for loss, (bad, metrics) in zip(losses, beside, strict=True)
+        for loss, (bad, metrics) in zip(losses, findings, strict=True)
     ]

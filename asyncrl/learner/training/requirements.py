@@ -1,6 +1,6 @@
-"""What a configuration asks of the learner: which models, where, which way through a version, which extra pass.
+"""What a configuration requires of the learner: models and their places, kind of version step, extra passes.
 
-Functions of the configuration alone, so that every rank and every test answers alike.
+Functions of the configuration alone, the same on every rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from asyncrl.queue.protocol.settings import StageSettings
 from asyncrl.types import COLUMNS, Version
 
 COLUMN_OF: Mapping[str, str] = {"critic": "values", "cost_critic": "cost_values"}
-"""Where the column of what a model says is not called as the model."""
+"""Columns that are not called as the model whose outputs they hold."""
 
 PIPELINE_FILL = 4
 """Micro-batches of one claim for each process of a pipeline, if so much is ready: it idles a fifth of the time then."""
@@ -28,20 +28,20 @@ def models(config: Config) -> frozenset[str]:
 
 
 def colocated(config: Config) -> frozenset[str]:
-    """Those of them that the learner holds itself; of the others it reads what they say in columns of the groups."""
+    """The models that the learner holds itself; the outputs of the others come as columns of the groups."""
     return models(config) - config.placement.pools.keys()
 
 
-def taught_on_pools(config: Config) -> tuple[str, ...]:
-    """Those on pools that learn there, in step with the policy."""
+def models_trained_in_pools(config: Config) -> tuple[str, ...]:
+    """The models that learn in pools, in step with the policy."""
     frozen = {"reward_model"} if config.reward_model.frozen else set()
     return tuple(name for name in LEARNING if name in config.placement.pools.keys() - frozen)
 
 
 def stages(config: Config) -> tuple[StageSettings, ...]:
-    """What the queue lets pools do with committed groups. Each adds one column.
+    """The queue's stages for committed groups: each pool adds one column.
 
-    Where groups are filtered by what a pool makes of their rewards, no model works on a group that may be dropped.
+    Where a pool computes the rewards that groups are filtered by, no model works on a group that may be dropped.
     """
     pools, filtered = config.placement.pools, config.algorithm.filter != "none"
     needed = (REWARDS,) if REWARDS in pools and filtered else ()
@@ -52,12 +52,12 @@ def stages(config: Config) -> tuple[StageSettings, ...]:
 
 
 def evaluation_stages(config: Config) -> tuple[StageSettings, ...]:
-    """The same of the answers to held-out tasks."""
+    """The stages for answers to held-out tasks."""
     return (StageSettings(REWARDS, adds=(REWARDS,)),) if REWARDS in config.placement.pools else ()
 
 
 def first_policy_version(config: Config) -> Version:
-    """From which on the policy learns; before, its critic warms up alone."""
+    """The first version that the policy learns from; before, its critic warms up alone."""
     return config.critic.warmup_versions if "critic" in models(config) else 0
 
 
@@ -67,7 +67,7 @@ def columns(config: Config) -> tuple[str, ...]:
 
 
 def parts(config: Config) -> tuple[str, ...]:
-    """The same of the parts of the reward."""
+    """Reward parts that groups of every version must come with, likewise."""
     return (config.algorithm.cost_part,) if "cost_critic" in models(config) else ()
 
 
@@ -83,16 +83,18 @@ def whole_batch(config: Config) -> bool:
 
 
 def claim_tokens(config: Config) -> int:
-    """Most tokens that a data rank claims at once: one micro-batch, or what fills a pipeline well. With m micro-batches
-    and p stages a pipeline idles (p - 1) / (m + p - 1) of the time (GPipe, arXiv 1811.06965)."""
+    """Most tokens that a data rank claims at once: one micro-batch, or several that fill a pipeline.
+
+    With m micro-batches and p stages a pipeline idles (p - 1) / (m + p - 1) of the time (GPipe, arXiv 1811.06965).
+    """
     learner = config.learner
     fill = PIPELINE_FILL * learner.parallel.pipeline if learner.parallel.pipeline > 1 else 1
     return learner.micro_batch_tokens * fill
 
 
 def proximal_pass(config: Config) -> bool:
-    """Whether a forward pass of its own notes the log-probs of the policy at the version's start. Where each version is
-    one optimizer step the policy is still that one when its loss is computed, and most losses need no such pass."""
+    """Whether an extra forward pass records the policy's log-probs at the version's start. Where each version is one
+    optimizer step, the policy has not moved when its loss is computed, and most losses need no such pass."""
     moves = config.algorithm.proximal == "frozen" and steps_per_version(config) > 1
     return moves or "proximal" in needs(config.algorithm)
 
@@ -103,8 +105,12 @@ def norm_tokens(config: Config) -> int:
 
 
 def check(config: Config) -> None:
-    """The rules that depend on what the algorithm needs. Raises ConfigError for an own function that cannot be loaded
-    or does not get what it declares, and for a setting of a model that nothing asks for."""
+    """The rules that depend on what the algorithm needs.
+
+    Raises:
+        ConfigError: An own function cannot be loaded or lacks what it declares, or a setting belongs to a model that
+            the algorithm does not have.
+    """
     needed = needs(config.algorithm)
     require(
         "group" not in needed or config.batch.group_size >= 2,

@@ -1,4 +1,4 @@
-"""What the groups of one version do to the models: two ways, the same result where both can go.
+"""The groups of one version become optimizer steps, in one of two ways; where both are possible the result is the same.
 
     streaming      claim ─▸ score ─▸ ready ─▸ accumulate ──┐
                      ▲                                     ├─▸ optimizer step
@@ -8,9 +8,9 @@
                      ▲              ├─▸ ready, once ─┤                                               │
                      └─ next claim ◂┘                └──────── the next one, epoch after epoch ◂─────┘
 
-Whatever needs statistics over the version's groups, or takes several optimizer steps, goes the second way; only the
-passes of other models over its tokens are done while claims are still coming in. Nothing here knows where groups come
-from: a plain loop over lists trains exactly like the stream.
+Algorithms with statistics over the version's groups, and several optimizer steps, need the second way; there only the
+other models' passes run while claims still come in. Groups may come from anywhere: a plain loop over lists trains
+exactly like the stream.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from statistics import mean
 from asyncrl.config.schema import Config
 from asyncrl.errors import TrainingError
 from asyncrl.learner.backends.backend import Backend, exchange_per_data_rank
-from asyncrl.learner.checks.behaviour import BehaviourGate, Gap, values
-from asyncrl.learner.checks.finite_check import NotFinite, unsound
+from asyncrl.learner.checks.finite_check import NonFiniteGroups, nonfinite_inputs
+from asyncrl.learner.checks.logprob_check import LogprobGap, LogprobGate
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.models.roles import POLICY
 from asyncrl.learner.reporting.batch_metrics import version_values
@@ -38,15 +38,15 @@ from asyncrl.telemetry.metrics import Metrics
 from asyncrl.telemetry.spans import Spans
 from asyncrl.types import COLUMNS, Group, Version
 
-Pooled = Mapping[str, LearningModel]
+RemoteModels = Mapping[str, LearningModel]
 
 
 @dataclass(frozen=True, slots=True)
 class VersionReport:
-    """What training on one version's groups did, over all ranks.
+    """The result of training on one version's groups, over all ranks.
 
     values   every metric; losses, gradient norms and learning rates are means over the optimizer steps
-    refused  what kept the last of these steps from being made, empty if nothing did
+    refused  why the last of these steps was not made; empty if it was
     """
 
     values: Mapping[str, float]
@@ -54,24 +54,29 @@ class VersionReport:
 
 
 class VersionStep(ABC):
-    """One version after the other: `add` each claim, then `step` or `abandon`. The same calls on every rank, in the
-    same order, whatever groups each of them holds. pooled: models that learn on pools."""
+    """One version after the other: `add` each claim, then `step` or `abandon`.
+
+    Collective: every method, also on ranks without groups. remote_models: models that learn in pools.
+    """
 
     def __init__(
-        self, backend: Backend, config: Config, spans: Spans | None = None, pooled: Pooled | None = None
+        self,
+        backend: Backend,
+        config: Config,
+        spans: Spans | None = None,
+        remote_models: RemoteModels | None = None,
     ) -> None:
         spans = spans or Spans()
         self._backend, self._config = backend, config
         self._experience = Experience(backend, config, spans)
-        self.gate = BehaviourGate(config) if config.generator.makes_real_tokens else None
-        self._accumulator = Accumulator(backend, config, spans, self.gate, pooled)
+        self.gate = LogprobGate(config) if config.generator.makes_real_tokens else None
+        self._accumulator = Accumulator(backend, config, spans, self.gate, remote_models)
         self._spans = spans
         self.controls = AdaptiveCoefficients.start(config.algorithm)
         self._begin()
 
     def add(self, groups: Sequence[Group], version: Version) -> None:
-        """∀ Take in one claim's groups, none where this rank has none, for the policy of `version`. Raises NotFinite as
-        `step` does."""
+        """Take one claim's groups, to train the policy of `version`. Raises NonFiniteGroups as `step` does."""
         if self.gate is not None:
             self.gate.admit(groups)
         for group in groups:
@@ -80,23 +85,24 @@ class VersionStep(ABC):
             self._ordinals.append(group.task.ordinal)
         scored = self._experience.score(groups)
         if scored is not None:
-            self._bad |= unsound(scored)
+            self._bad |= nonfinite_inputs(scored)
         self._take(scored, version)
 
     @abstractmethod
     def _take(self, scored: MicroBatch | None, version: Version) -> None:
-        """∀ Of one claim."""
+        """Take the groups of one claim, None where this rank has none."""
 
     @abstractmethod
     def _train(self, version: Version) -> list[OptimizerStep]:
-        """∀ The optimizer steps of `version`, all its groups being in; the last one may have been refused."""
+        """Make the optimizer steps of `version`, all its groups being in; the last one may be refused."""
 
     def step(self, version: Version) -> VersionReport:
-        """∀ Finish `version`: afterwards the policy is that of version + 1, unless the report says what was refused.
+        """Finish `version`: afterwards the policy is that of version + 1, unless the step was refused.
 
-        Raises NotFinite, on all ranks, for groups without which `version` must be begun anew: `abandon` what came in.
+        Raises:
+            NonFiniteGroups: On all ranks. `abandon` the version and begin it anew without these groups.
         """
-        self._agree_what_came()
+        self._exchange_contents()
         steps = self._train(version)
         self._metrics.merge(step.metrics for step in steps)
         report = self._report(steps)
@@ -106,7 +112,7 @@ class VersionStep(ABC):
         return report
 
     def abandon(self) -> None:
-        """Forget what came in since the last step."""
+        """Drop the groups added since the last step."""
         self._accumulator.abandon()
         self._begin()
 
@@ -115,9 +121,9 @@ class VersionStep(ABC):
         self._columns, self._parts, self._ordinals = set[str](), set[str](), list[int]()
         self._bad = set[int]()
 
-    def _agree_what_came(self) -> None:
-        """∀ Which columns and parts of the reward the groups of all ranks brought along. Some group may lack what the
-        algorithm looks at. Raises TrainingError if all of them do, and NotFinite."""
+    def _exchange_contents(self) -> None:
+        """Collect the columns and reward parts of all ranks' groups. Single groups may lack some that the algorithm
+        needs; raises TrainingError if all of them do, and NonFiniteGroups."""
         mine = [sorted(self._columns), sorted(self._parts), self._ordinals, sorted(self._bad)]
         with self._spans("wait/ranks"):
             every = self._backend.exchange(mine)
@@ -125,7 +131,7 @@ class VersionStep(ABC):
             [name for each in some for name in each] for some in zip(*every, strict=True)
         )
         if bad:
-            raise NotFinite(set(bad))
+            raise NonFiniteGroups(set(bad))
         self._columns, self._parts = set(columns), set(parts)
         lacking = [f"column {name!r}" for name in requirements.columns(self._config) if name not in columns]
         lacking += [f"reward part {name!r}" for name in requirements.parts(self._config) if name not in parts]
@@ -140,17 +146,17 @@ class VersionStep(ABC):
             every = exchange_per_data_rank(self._backend, self._metrics.to_wire())
         merged = Metrics()
         merged.merge(Metrics.from_wire(metrics) for metrics in every)
-        told = version_values(merged) | self.controls.adapted(self._config.algorithm)
-        told |= values("train", Gap.of(step.gap for step in steps))
-        told["optimizer_steps"] = float(len(steps))
+        report = version_values(merged) | self.controls.adapted(self._config.algorithm)
+        report |= LogprobGap.of(step.gap for step in steps).metrics("train")
+        report["optimizer_steps"] = float(len(steps))
         for name in steps[-1].losses:
             prefix = "" if name == POLICY else f"{name}/"
-            told[f"{prefix}loss"] = mean(step.losses[name] for step in steps)
-            told[f"{prefix}grad_norm"] = mean(step.norms[name] for step in steps)
-            told[f"{prefix}lr"] = mean(step.rates[name] for step in steps)
+            report[f"{prefix}loss"] = mean(step.losses[name] for step in steps)
+            report[f"{prefix}grad_norm"] = mean(step.norms[name] for step in steps)
+            report[f"{prefix}lr"] = mean(step.rates[name] for step in steps)
         refused = [f"gradient norm {steps[-1].norms[name]} of the {name}" for name in steps[-1].refused]
         where = f" in optimizer step {len(steps)}" if len(steps) > 1 else ""
-        return VersionReport(told, ", ".join(refused) + where if refused else "")
+        return VersionReport(report, ", ".join(refused) + where if refused else "")
 
     def _move_on(self, version: Version, report: VersionReport) -> None:
         if version >= requirements.first_policy_version(self._config):
@@ -175,12 +181,16 @@ class Streaming(VersionStep):
 
 
 class WholeBatch(VersionStep):
-    """Claims are scored as they arrive; when the last one is in, mini-batch by mini-batch is trained on."""
+    """Claims are scored as they arrive; when the last one is in, the mini-batches are trained on one by one."""
 
     def __init__(
-        self, backend: Backend, config: Config, spans: Spans | None = None, pooled: Pooled | None = None
+        self,
+        backend: Backend,
+        config: Config,
+        spans: Spans | None = None,
+        remote_models: RemoteModels | None = None,
     ) -> None:
-        super().__init__(backend, config, spans, pooled)
+        super().__init__(backend, config, spans, remote_models)
         self._claims: list[MicroBatch] = []
 
     def _take(self, scored: MicroBatch | None, version: Version) -> None:
@@ -207,7 +217,7 @@ class WholeBatch(VersionStep):
         return steps
 
     def _mini_batches(self, batch: MicroBatch | None, version: Version) -> list[list[int]]:
-        """Ordinals of each optimizer step, the same on every rank: of all ranks' groups."""
+        """Ordinals of each optimizer step, from all ranks' groups; the same on every rank."""
         mine = [] if batch is None else batch.ordinals_R.unique().tolist()
         with self._spans("wait/ranks"):
             every = exchange_per_data_rank(self._backend, mine)
@@ -217,8 +227,8 @@ class WholeBatch(VersionStep):
 
 
 def version_step(
-    backend: Backend, config: Config, spans: Spans | None = None, pooled: Pooled | None = None
+    backend: Backend, config: Config, spans: Spans | None = None, remote_models: RemoteModels | None = None
 ) -> VersionStep:
-    """The way that `config` asks for. pooled: models that learn on pools."""
-    way = WholeBatch if requirements.whole_batch(config) else Streaming
-    return way(backend, config, spans, pooled)
+    """The version step that the configuration needs. remote_models: models that learn in pools."""
+    chosen = WholeBatch if requirements.whole_batch(config) else Streaming
+    return chosen(backend, config, spans, remote_models)

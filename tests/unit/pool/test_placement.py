@@ -98,12 +98,12 @@ def test_a_model_that_learns_adds_its_column_from_a_pool_of_one_process() -> Non
     weights = RewardConfig(weights={"cost": 0.0})
     config = config_with(algorithm=safe, reward=weights, placement=on_pools("critic", "cost_critic"))
     assert requirements.colocated(config) == set()
-    assert requirements.taught_on_pools(config) == ("critic", "cost_critic")
+    assert requirements.models_trained_in_pools(config) == ("critic", "cost_critic")
     assert train_settings(config, 1).columns == ("values", "cost_values")
     learns = config_with(algorithm=PRIME, placement=on_pools("reference", "reward_model"))
-    assert requirements.taught_on_pools(learns) == ("reward_model",)
+    assert requirements.models_trained_in_pools(learns) == ("reward_model",)
     frozen = dataclasses.replace(learns, reward_model=TRAINED_BEFORE)
-    assert requirements.taught_on_pools(frozen) == ()
+    assert requirements.models_trained_in_pools(frozen) == ()
     dataclasses.replace(frozen, placement=PlacementConfig(reward_model=TWO_PROCESSES))
 
 

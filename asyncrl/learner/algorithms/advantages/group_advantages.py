@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig
-from asyncrl.learner.algorithms.advantages.segments import (
+from asyncrl.learner.algorithms.registry import AlgorithmContext, advantage
+from asyncrl.learner.algorithms.segments import (
     above_least,
     by_group,
     centred,
@@ -26,7 +27,6 @@ from asyncrl.learner.algorithms.advantages.segments import (
     whiten,
     zeros,
 )
-from asyncrl.learner.algorithms.registry import AlgorithmContext, advantage
 from asyncrl.learner.data.batch import MicroBatch
 
 
@@ -88,7 +88,7 @@ def gpg(batch: MicroBatch, config: AlgorithmConfig, context: AlgorithmContext) -
 def gdpo(batch: MicroBatch, config: AlgorithmConfig, context: AlgorithmContext) -> Tensor:
     """Σ weight · grpo of each part of the reward, whitened over the policy tokens of the batch.
 
-    A part of small spread says as much as one of large spread. The weights are those of `reward.weights`; verl has keys
+    Parts of small and of large spread have equal influence. The weights are those of `reward.weights`; verl has keys
     of its own for parts and weights.
     """
     total_R = zeros(batch.rollouts)
@@ -108,8 +108,8 @@ def reinforce_pp_baseline(batch: MicroBatch, config: AlgorithmConfig, context: A
 
 @advantage("pass_at_k", source="arXiv 2503.19595; subsets: PKPO, 2505.15201", needs={"group"})
 def pass_at_k(batch: MicroBatch, config: AlgorithmConfig, context: AlgorithmContext) -> Tensor:
-    """What a rollout adds to the best of k: the sum over the k-subsets S with it of max(S) − max(S without it), over
-    C(n, k), the number of all k-subsets of the group.
+    """The rollout's contribution to the best of k: the sum over the k-subsets S with it of max(S) − max(S without it),
+    over C(n, k), the number of all k-subsets of the group.
 
     So Σ A · ∇log π is an unbiased gradient of E[best of k]. With k = n only the best rollout gets anything,
     R_max − R_second, which is all that verl knows (where it divides by the group's standard deviation too, by default).

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.errors import TrainingError
-from asyncrl.learner.algorithms.advantages.segments import (
+from asyncrl.learner.algorithms.registry import AlgorithmContext, advantage, advantage_of
+from asyncrl.learner.algorithms.segments import (
     at_last_token,
     column,
     leave_one_out,
@@ -27,11 +28,10 @@ from asyncrl.learner.algorithms.advantages.segments import (
     token_rewards,
     whiten,
 )
-from asyncrl.learner.algorithms.registry import AlgorithmContext, advantage, advantage_of
 from asyncrl.learner.data.batch import MicroBatch
 
 MAX_LOG_STEP = 1.0
-"""The logarithm of a multiplier moves by no more than this at once, so that no single version throws it to 0."""
+"""Largest change of a multiplier's logarithm in one version, so that no single version drives it to 0."""
 
 
 @advantage("gae", source="GAE, arXiv 1506.02438, eq. 16", needs={"critic", "batch"})
@@ -102,7 +102,7 @@ def distill(batch: MicroBatch, config: AlgorithmConfig, context: AlgorithmContex
     """log π_teacher − log π: minus the reverse KL to the teacher, one sample of it per token.
 
     π is the policy at the version's start, the column `proximal`: μ in its place would add the gradient of KL(π‖μ) on
-    stale tokens. A batch without that column counts as made by π itself. Nothing that comes later has a say (γ = 0),
+    stale tokens. A batch without that column counts as made by π itself. Later tokens have no influence (γ = 0),
     and the rewards of the rollouts are not used.
     """
     policy_N = batch.columns.get("proximal", batch.behaviour_N)
@@ -110,8 +110,8 @@ def distill(batch: MicroBatch, config: AlgorithmConfig, context: AlgorithmContex
 
 
 def value_targets(batch: MicroBatch, config: AlgorithmConfig) -> dict[str, Tensor]:
-    """What the critics of `algorithm.advantage` learn: the columns `returns` and `cost_returns` [N] float32, unwhitened
-    advantages plus values, 0 outside the mask; only those whose critic there is. vapo's have λ = 1.
+    """Targets of the critics that `algorithm.advantage` needs: the columns `returns` and `cost_returns` [N] float32,
+    unwhitened advantages plus values, 0 outside the mask. Those of vapo have λ = 1.
     """
     entry = advantage_of(config)
     needs = entry.needs

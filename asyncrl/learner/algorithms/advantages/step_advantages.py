@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig
-from asyncrl.learner.algorithms.advantages.segments import (
+from asyncrl.learner.algorithms.registry import AlgorithmContext, advantage
+from asyncrl.learner.algorithms.segments import (
     column,
     has_spread,
     on_policy_tokens,
@@ -23,7 +24,6 @@ from asyncrl.learner.algorithms.advantages.segments import (
     token_rewards,
     zeros,
 )
-from asyncrl.learner.algorithms.registry import AlgorithmContext, advantage
 from asyncrl.learner.data.batch import MicroBatch
 
 
@@ -44,7 +44,7 @@ def hgpo(batch: MicroBatch, config: AlgorithmConfig, context: AlgorithmContext) 
     """Σ_k w_k · grpo of the step returns over the steps that share their state and the k before it, w_k ∝ (k + 1)^α.
 
     k runs from 0, gigpo's groups, to `hgpo_history`; a step with fewer than k before it has no level k. A level in
-    which a step is alone, or all returns are equal, says nothing: its weight goes to the others. The episode has no
+    which a step is alone, or all returns are equal, is left out: its weight goes to the others. The episode has no
     advantage of its own, as in the paper. The authors' code divides by the biased standard deviation, has
     w_k ∝ (k + 2)^α, and leaves a level out for each single step whose advantage there is exactly 0, not for a group
     whose returns are all equal.

@@ -1,7 +1,7 @@
-"""Losses that hold the entropy up: they treat the few tokens apart that would lower it most.
+"""Losses that keep the entropy up: they clip or penalise the few tokens that would lower it most.
 
-Entropy falls by the covariance of log-prob and advantage. `select_covariance` picks tokens by their part in it, before
-the loss and over the batch of all ranks; the loss takes them from `PolicyTerms.selected_N`.
+Entropy falls by the covariance of log-prob and advantage. `select_covariance` selects tokens by their part in it,
+before the loss and over the batch of all ranks; the loss reads them from `PolicyTerms.selected_N`.
 
 Axes:  N tokens · P policy tokens · K candidates of all ranks
 """
@@ -16,14 +16,14 @@ from torch import Tensor
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.counter_rng import uniform
-from asyncrl.learner.algorithms.advantages.segments import over_ranks, place_in_group
-from asyncrl.learner.algorithms.losses.losses import PolicyTerms, TokenLoss, ratio
+from asyncrl.learner.algorithms.losses.policy_loss import PolicyTerms, TokenLoss, ratio
 from asyncrl.learner.algorithms.losses.ratio_losses import ppo
 from asyncrl.learner.algorithms.registry import AlgorithmContext, Gather, loss
+from asyncrl.learner.algorithms.segments import over_ranks, place_in_group
 from asyncrl.learner.data.batch import MicroBatch
 
 SELECTING: Final = 2
-"""Part of the counter of this module's draws, so that they are nobody else's."""
+"""Part of the counter of this module's draws, which keeps them distinct from others."""
 
 SOURCE: Final = "The Entropy Mechanism of RL, arXiv 2505.22617"
 
@@ -56,11 +56,11 @@ def kl_cov(terms: PolicyTerms, config: AlgorithmConfig) -> TokenLoss:
 def select_covariance(
     batch: MicroBatch, logp_N: Tensor, proximal_N: Tensor, config: AlgorithmConfig, context: AlgorithmContext
 ) -> Tensor:
-    """[N] bool: the tokens that `algorithm.loss` (clip_cov or kl_cov) treats apart. Every rank must call.
+    """[N] bool: the tokens that `algorithm.loss` (clip_cov or kl_cov) treats differently. Every rank must call.
 
     batch: this rank's part, whole groups · logp_N log π, proximal_N log π_p, without gradients, all on the CPU.
-    max(1, share · policy tokens of all ranks) tokens, or all that may be chosen. What is random is drawn by (seed,
-    ordinal, place in the group, position), so that it depends on no batching.
+    max(1, share · policy tokens of all ranks) tokens, or all eligible ones. Random draws are a function of (seed,
+    ordinal, place in the group, position), and so independent of batching.
     """
     mask_N = batch.loss_mask_N
     logp_P, advantages_P = logp_N[mask_N].double(), batch.advantages_N[mask_N].double()
@@ -70,7 +70,7 @@ def select_covariance(
     covariance_P = (logp_P - logp / tokens) * (advantages_P - advantages / tokens)
     if config.loss == "clip_cov":
         low, high = config.cov_range
-        clipped_P = _clipped_by_ppo(batch, logp_N, proximal_N, config)[mask_N]
+        clipped_P = ppo(PolicyTerms.of(batch, logp_N, proximal_N), config).clipped_N[mask_N]
         eligible_P = (low < covariance_P) & (covariance_P < high) & ~clipped_P
         key_P = torch.zeros_like(covariance_P)  # the same for all: the draw decides
     else:
@@ -85,10 +85,6 @@ def _selected(terms: PolicyTerms) -> Tensor:
     if terms.selected_N is None:
         raise ValueError("clip_cov and kl_cov need what select_covariance picks from the whole batch")
     return terms.selected_N
-
-
-def _clipped_by_ppo(batch: MicroBatch, logp_N: Tensor, proximal_N: Tensor, config: AlgorithmConfig) -> Tensor:
-    return ppo(PolicyTerms.of(batch, logp_N, proximal_N), config).clipped_N
 
 
 def _draws(batch: MicroBatch, context: AlgorithmContext) -> Tensor:

@@ -1,4 +1,4 @@
-"""Losses that hold a token back by how far the policy has moved at it, not by its ratio.
+"""Losses that clip a token by the divergence of the policies at it, not by its ratio.
 
 The distribution over the vocabulary is taken for a binary one: the sampled token, and all others. Ratio and divergence
 are those of π against μ; there is no proximal policy.
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig
-from asyncrl.learner.algorithms.losses.losses import PolicyTerms, TokenLoss, ratio
+from asyncrl.learner.algorithms.losses.policy_loss import PolicyTerms, TokenLoss, ratio
 from asyncrl.learner.algorithms.registry import loss
 
 EPSILON = 1e-8
-"""What verl adds to the probability of all other tokens."""
+"""Added to the probability of all other tokens, as in verl."""
 
 
 @loss("dppo_tv", source="DPPO, arXiv 2602.04879")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig
-from asyncrl.learner.algorithms.losses.losses import PolicyTerms, TokenLoss, none_of, ratio
+from asyncrl.learner.algorithms.losses.policy_loss import PolicyTerms, TokenLoss, none_of, ratio
 from asyncrl.learner.algorithms.registry import loss
 
 

@@ -8,16 +8,14 @@ from __future__ import annotations
 import torch
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig
-from asyncrl.learner.algorithms.losses.losses import (
+from asyncrl.learner.algorithms.losses.policy_loss import (
     PolicyTerms,
     TokenLoss,
     log_ratio,
     none_of,
-    policy_tokens,
-    rollout_means,
-    rollout_sums,
 )
 from asyncrl.learner.algorithms.registry import loss
+from asyncrl.learner.algorithms.segments import policy_tokens, rollout_means, rollout_sums
 
 MAX_LOG_SEQUENCE_RATIO = 10.0
 """verl's bound on the mean log-ratio of gspo."""
@@ -46,7 +44,7 @@ def gmpo(terms: PolicyTerms, config: AlgorithmConfig) -> TokenLoss:
 
     log ρ is clipped to [−ε_lo, ε_hi] where it moves on outward, as in ppo. With 'seq-mean-token-mean' this is
     the paper's objective. Off-policy weights come in as their geometric mean over the rollout, as in verl, which
-    aggregates by the mean over rollouts whatever `aggregation` says. Neither has our clamp of log ρ to ±20.
+    always aggregates by the mean over rollouts. Neither has our clamp of log ρ to ±20.
     """
     sign_N = terms.advantages_N.sign()
     log_rho_N = log_ratio(terms.logp_N, terms.proximal_N)
@@ -65,5 +63,5 @@ def sppo(terms: PolicyTerms, config: AlgorithmConfig) -> TokenLoss:
     """
     moved_R = rollout_sums(terms.logp_N - terms.proximal_N, terms)
     target_R = rollout_means(terms.advantages_N, terms)
-    part_R = (moved_R - target_R) ** 2 / policy_tokens(terms)
+    part_R = (moved_R - target_R) ** 2 / policy_tokens(terms).clamp(min=1)
     return TokenLoss(part_R[terms.seq_N], none_of(terms))

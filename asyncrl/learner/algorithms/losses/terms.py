@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig
-from asyncrl.learner.algorithms.advantages.segments import column, over_ranks
 from asyncrl.learner.algorithms.kl import kl
 from asyncrl.learner.algorithms.losses.aggregation import AGGREGATIONS, Counts
 from asyncrl.learner.algorithms.registry import Gather
-from asyncrl.learner.algorithms.success import succeeded
+from asyncrl.learner.algorithms.segments import column, over_ranks, succeeded
 from asyncrl.learner.data.batch import MicroBatch
 
 
@@ -34,7 +33,7 @@ def kl_term(logp_N: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> Tenso
 
 
 def lm_term(logp_N: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> Tensor:
-    """coef · −log π, each token as much as the column `lm` says: the imitation of what has succeeded.
+    """coef · −log π, weighted by the column `lm`: the imitation of rollouts that succeeded.
 
     Raises TrainingError for a batch without that column, which `lm_weights` makes.
     """
@@ -45,7 +44,7 @@ def lm_weights(batch: MicroBatch, config: AlgorithmConfig, norm_tokens: int, gat
     """[N]: scale · copies / share at the policy tokens of rollouts that have succeeded, else 0.
 
     share is what the aggregation multiplies the token with, and scale its denominator over Σ copies, of all ranks:
-    whatever the aggregation, the LM loss becomes Σ copies · −log π / Σ copies, the mean over these tokens. Source: the
+    for every aggregation the LM loss becomes Σ copies · −log π / Σ copies, the mean over these tokens. Source: the
     LM loss of positive examples in VAPO, arXiv 2504.05118. batch: this rank's part, with the column `outcome`; every
     rank calls. Raises TrainingError without that column.
     """

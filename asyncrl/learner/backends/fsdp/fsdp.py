@@ -57,7 +57,7 @@ class FsdpBackend:
         device = device or ranks.own_device()
         offload = Offload.of(config.learner, device)
         if self.world > 1:
-            ranks.join(device)
+            ranks.join_process_group(device)
         self._mesh = mesh = Mesh(sizes[0], self.rank, device.type, config.learner.parallel.expert)
         self.data_rank, self.data_world = mesh.data_rank, mesh.data_world
         self.is_data_leader = mesh.is_data_leader

@@ -149,7 +149,7 @@ def _device(config: Config) -> torch.device:
 def _join(device: torch.device, world: int) -> None:
     """Make the process group, which Megatron needs even for one process."""
     if world > 1:
-        ranks.join(device)
+        ranks.join_process_group(device)
     elif not dist.is_initialized():
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

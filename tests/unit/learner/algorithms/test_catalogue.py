@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.bench.climb import EDGE, presets
 from asyncrl.cli import main
-from asyncrl.learner.algorithms.catalogue import KINDS, as_markdown, rows
+from asyncrl.learner.algorithms.catalogue import KINDS, algorithm_rows, as_markdown
 
 ROOT = Path(__file__).parents[4]
 DOCS = ROOT / "docs"
@@ -27,13 +27,13 @@ PAGES = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_algorithm_says_what_it_is(kind: str) -> None:
-    for row in rows(kind):
+    for row in algorithm_rows(kind):
         assert len(row.definition) > 10, row.name
         assert row.source or row.name == "none"
 
 
 def test_keys_are_read_from_the_function_and_what_it_hands_its_config_to() -> None:
-    keys = {row.name: set(row.keys) for kind in KINDS for row in rows(kind)}
+    keys = {row.name: set(row.keys) for kind in KINDS for row in algorithm_rows(kind)}
     assert {"algorithm.gamma", "algorithm.lam"} <= keys["gae"]
     assert {"algorithm.clip_low", "algorithm.clip_high", "algorithm.dual_clip"} <= keys["decoupled_ppo"]
     assert keys["tis"] == {"algorithm.correction.high"}

@@ -11,7 +11,7 @@ from loss_cases import f64
 from asyncrl.config.sections.algorithm import AlgorithmConfig, CorrectionConfig
 from asyncrl.learner.algorithms.corrections import correction_weights
 from asyncrl.learner.algorithms.registry import Gather, alone
-from asyncrl.learner.training.objective import PolicyObjective
+from asyncrl.learner.training.objectives import PolicyObjective
 
 
 def weights(

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from learner_cases import random_group, rewards_batch, rollout, tiny_model
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig
-from asyncrl.learner.algorithms.advantages.advantages import advantages
+from asyncrl.learner.algorithms.advantages.estimate import advantages
 from asyncrl.learner.data.batch import MicroBatch
-from asyncrl.learner.data.packing import first_fit, level, moving_rollouts, pack
+from asyncrl.learner.data.packing import first_fit, level, moving_rollouts, pack_micro_batches
 from asyncrl.learner.models.attention import PACKED, Documents
 from asyncrl.models import load_causal_lm
 from asyncrl.types import Group, Sampling, Task
@@ -62,10 +62,10 @@ def test_with_room_enough_no_bin_is_much_dearer_than_another(
 
 def test_rollouts_are_spread_over_the_passes_that_are_run_anyway() -> None:
     batch = rewards_batch([1, 0, 0, 0])  # two tokens each
-    assert [b.rollouts for b in pack(batch, range(4), max_tokens=6)] == [3, 1]
-    assert [b.rollouts for b in pack(batch, range(4), max_tokens=6, passes=2)] == [2, 2]
-    assert [b.rollouts for b in pack(batch, range(4), max_tokens=6, passes=9)] == [1, 1, 1, 1]
-    assert pack(batch, [], max_tokens=6, passes=3) == []
+    assert [b.rollouts for b in pack_micro_batches(batch, range(4), max_tokens=6)] == [3, 1]
+    assert [b.rollouts for b in pack_micro_batches(batch, range(4), max_tokens=6, passes=2)] == [2, 2]
+    assert [b.rollouts for b in pack_micro_batches(batch, range(4), max_tokens=6, passes=9)] == [1, 1, 1, 1]
+    assert pack_micro_batches(batch, [], max_tokens=6, passes=3) == []
 
 
 def test_columns_of_a_batch() -> None:
@@ -104,7 +104,7 @@ def test_only_groups_with_advantages_move() -> None:
     batch = batch.with_advantages(advantages(batch, AlgorithmConfig(advantage="dr_grpo")))
     # The middle rollout has no advantage itself, but its group has.
     assert moving_rollouts(batch) == [3, 4, 5]
-    (only,) = pack(batch, moving_rollouts(batch), max_tokens=100)
+    (only,) = pack_micro_batches(batch, moving_rollouts(batch), max_tokens=100)
     assert only.rewards_R.tolist() == [1, 0.5, 0]
 
 

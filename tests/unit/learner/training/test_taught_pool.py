@@ -37,9 +37,8 @@ from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.remote import remote_protocol
 from asyncrl.learner.remote.remote_model import RemoteModel
 from asyncrl.learner.training import requirements
-from asyncrl.learner.training.outcome_objective import OutcomeObjective
-from asyncrl.learner.training.passes import NOBODY, PassResult
-from asyncrl.learner.training.value_objective import ValueObjective
+from asyncrl.learner.training.objectives import OutcomeObjective, ValueObjective
+from asyncrl.learner.training.passes import PADDING, PassResult
 from asyncrl.learner.training.version_step import VersionReport, version_step
 from asyncrl.pool.call_barrier import CallBarrier
 from asyncrl.pool.model import InferenceModel
@@ -79,7 +78,7 @@ class Pools:
     """A process of each pool of a run, in threads of this one, and the run's board."""
 
     def __init__(self, config: Config, keys: ClientKeys | None = None) -> None:
-        self.keys, names = keys, requirements.taught_on_pools(config)
+        self.keys, names = keys, requirements.models_trained_in_pools(config)
         self.config, self.models = config, {name: TrainedModel(name, config) for name in names}
         self.lessons = {name: TrainingServer(model, LOOPBACK, keys) for name, model in self.models.items()}
         self.lines: list[RemoteModel] = []
@@ -93,11 +92,12 @@ class Pools:
         rank: int = 0,
         world: int = 1,
         checkpoint: str | None = None,
-        speaks: bool = True,
+        is_data_leader: bool = True,
     ) -> dict[str, RemoteModel]:
         """What one rank of a learner has of them."""
         found = {
-            name: RemoteModel(name, self.config, rank, world, self, self.keys, speaks) for name in self.models
+            name: RemoteModel(name, self.config, rank, world, self, self.keys, is_data_leader)
+            for name in self.models
         }
         self.lines += found.values()
         for model in found.values():
@@ -151,7 +151,7 @@ def versions(
     config: Config, backend: FsdpBackend, pools: Pools | None, count: int = 2
 ) -> Iterator[VersionReport]:
     """A few versions of a learner at max_staleness 0, claim by claim."""
-    training = version_step(backend, config, pooled=pools.open() if pools else None)
+    training = version_step(backend, config, remote_models=pools.open() if pools else None)
     for version in range(count):
         groups = [group(4 * version + i) for i in range(4)]
         for one in pools.scored(groups) if pools else groups:
@@ -216,8 +216,8 @@ def test_two_ranks_of_a_learner_make_the_steps_of_one_and_repeat_them(
         pools = pools_of(config)
 
         def work(backend: FakeBackend) -> None:
-            pooled = pools.open(rank=backend.rank, world=backend.world, speaks=backend.is_data_leader)
-            training = version_step(backend, config, pooled=pooled)
+            pooled = pools.open(rank=backend.rank, world=backend.world, is_data_leader=backend.is_data_leader)
+            training = version_step(backend, config, remote_models=pooled)
             for version in range(2):
                 groups = pools.scored(
                     [group(4 * version + i) for i in range(backend.data_rank, 4, data_world)]
@@ -249,7 +249,7 @@ def test_each_rank_hears_what_its_own_batches_have_found(
         (model,) = pools.open(rank=backend.rank, world=2).values()
         worth = torch.full((batch.tokens,), float(backend.rank + 1))
         model.learn(None, [batch.with_columns(returns=worth)] * (2 - backend.rank), 2, 0)  # type: ignore[arg-type]
-        return model.found(wait=True).loss
+        return model.take_results(wait=True).loss
 
     assert ranks(2, work) == pytest.approx([2 * tokens * 0.5, tokens * 2.0])
 
@@ -296,7 +296,7 @@ def test_a_model_goes_on_from_a_checkpoint_or_from_the_beginning(
     folder = Path(config.run.dir) / config.run.name
     pooled = pools.open(epoch=1)
     saver = Saver(folder, backend, CheckpointConfig(), pooled.values())
-    training = version_step(backend, config, pooled=pooled)
+    training = version_step(backend, config, remote_models=pooled)
     saved: dict[str, Tensor] = {}
     for version in range(2):
         if version == 1:
@@ -323,7 +323,7 @@ def test_a_checkpoint_without_the_model_is_refused_by_name(
     pools = pools_of(config_of(tmp_path))
     with pytest.raises(RefusedError, match=r"run\.resume.*has no folder 'critic'"):
         pools.open(checkpoint="v000007")
-    with pytest.raises(RefusedError, match="is no checkpoint"):
+    with pytest.raises(RefusedError, match="is not the name of a checkpoint"):
         pools.open(epoch=2, checkpoint="../../v000007")
 
 
@@ -367,7 +367,7 @@ def test_gradients_of_a_learner_that_died_are_forgotten_and_it_is_not_listened_t
     (dead,) = pools.open(epoch=1).values()
     batch = ready(config, pools)
     dead.learn(None, [batch], 1, 0)  # type: ignore[arg-type]
-    assert dead.found(wait=True).loss > 0
+    assert dead.take_results(wait=True).loss > 0
     (heir,) = pools.open(epoch=2).values()
     assert heir.gradient_norm(1.0) == 0
     with pytest.raises(RefusedError, match="session"):
@@ -391,7 +391,7 @@ def test_a_pool_that_dies_is_named_with_the_version_and_whoever_waited(
     pools.lessons["critic"].close()
     model.learn(None, [], 0, 7)  # type: ignore[arg-type]
     with pytest.raises(PoolLostError, match=r"learner rank 0 has lost the pool of the critic.*version 7"):
-        model.found(wait=True)
+        model.take_results(wait=True)
     with pytest.raises(PoolLostError):
         model.check()
 
@@ -622,7 +622,7 @@ def test_nobody_adds_nothing_to_any_objective(dtype: torch.dtype) -> None:
         (OutcomeObjective(0.05), (zeros, zeros)),
         (ValueObjective("critic", "values", "returns", 0.5), (zeros,)),
     ):
-        total, _ = objective(NOBODY, *said)  # type: ignore[operator]
+        total, _ = objective(PADDING, *said)  # type: ignore[operator]
         total.backward()
         assert total.item() == 0
         assert zeros.grad is not None

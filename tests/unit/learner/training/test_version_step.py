@@ -30,18 +30,18 @@ from asyncrl.config.schema import (
 from asyncrl.config.sections.algorithm import AlgorithmConfig, CorrectionConfig, KlLossConfig, ShapingConfig
 from asyncrl.config.sections.learner import OptimizerConfig
 from asyncrl.errors import TrainingError
-from asyncrl.learner.algorithms.advantages.advantages import advantages
+from asyncrl.learner.algorithms.advantages.estimate import advantages
 from asyncrl.learner.algorithms.advantages.return_advantages import value_targets
 from asyncrl.learner.algorithms.losses.covariance_losses import select_covariance
 from asyncrl.learner.algorithms.proximal import loglinear_proximal
 from asyncrl.learner.algorithms.registry import LOSSES, AlgorithmContext
-from asyncrl.learner.checks.finite_check import NotFinite
+from asyncrl.learner.checks.finite_check import NonFiniteGroups
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.training import requirements
 from asyncrl.learner.training.adaptive_coefficients import AdaptiveCoefficients
 from asyncrl.learner.training.experience import Experience
 from asyncrl.learner.training.mini_batches import mini_batches
-from asyncrl.learner.training.objective import PolicyObjective, unrejected
+from asyncrl.learner.training.objectives import PolicyObjective, unrejected
 from asyncrl.learner.training.version_step import (
     Streaming,
     VersionReport,
@@ -460,7 +460,7 @@ def test_a_group_that_is_not_finite_is_named_on_every_rank_before_anything_moves
                 step.add([broken(ordinal) for ordinal in claim], 2)
             return step.step(2)
 
-        with pytest.raises(NotFinite) as found:
+        with pytest.raises(NonFiniteGroups) as found:
             train([[[0, 3], [5]], [[1], []]])
         models = {"policy": backend.policy, **backend.models}
         assert not any(model.gradients for model in models.values())
@@ -488,7 +488,7 @@ def test_a_group_that_one_rank_finds_in_its_passes_stops_the_others_too() -> Non
 
         backend.policy.says = broken_for_3  # type: ignore[method-assign]
         step.add([group(3 - backend.rank)], 2)
-        with pytest.raises(NotFinite) as found:
+        with pytest.raises(NonFiniteGroups) as found:
             step.step(2)
         assert not backend.policy.gradients
         return found.value.ordinals

@@ -15,7 +15,7 @@ from loss_cases import EVERY_LOSS, SELECTING, aggregated, outcome, terms_of, tok
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.learner.algorithms.losses.aggregation import AGGREGATIONS, Counts
 from asyncrl.learner.algorithms.losses.covariance_losses import select_covariance
-from asyncrl.learner.algorithms.losses.losses import policy_loss
+from asyncrl.learner.algorithms.losses.policy_loss import policy_loss
 from asyncrl.learner.algorithms.registry import AlgorithmContext
 from asyncrl.learner.data.batch import MicroBatch
 

@@ -10,7 +10,7 @@ from learner_cases import ORACLE, flat, oracle_batch
 from loss_cases import aggregated, f64, outcome, terms_of, tokens
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig
-from asyncrl.learner.algorithms.losses.losses import policy_loss
+from asyncrl.learner.algorithms.losses.policy_loss import policy_loss
 
 
 def config(loss: str, low: float = 0.2, high: float = 0.28) -> AlgorithmConfig:

@@ -26,8 +26,7 @@ from asyncrl.generator.engines.engine import SampleRequest
 from asyncrl.generator.engines.transformers.kv_cache import ATTENTION
 from asyncrl.generator.engines.transformers.slots import SlotBatch
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
-from asyncrl.learner.checks.behaviour import BehaviourGate, Gap
-from asyncrl.learner.checks.logprob_check import LogprobProbes
+from asyncrl.learner.checks.logprob_check import LogprobGap, LogprobGate, LogprobProbes
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.startup import open_trainer
 from asyncrl.learner.training import requirements
@@ -59,7 +58,7 @@ def group_of(*rollouts: Rollout, ordinal: int = 0) -> Group:
 def test_only_rollouts_that_are_all_of_the_version_are_compared_if_keys_live_through_flips(
     tmp_path: Path,
 ) -> None:
-    gate = BehaviourGate(config_of(tmp_path))
+    gate = LogprobGate(config_of(tmp_path))
     moved = rollout([1, 2, 3, 4], 2, version=5)
     moved = dataclasses.replace(moved, versions=np.array([-1, -1, 4, 5], np.int32))
     batch = MicroBatch.of(
@@ -70,20 +69,20 @@ def test_only_rollouts_that_are_all_of_the_version_are_compared_if_keys_live_thr
     )
     # log μ = -1 of every token. Those of the version: the last two of the first rollout, and the last of the third.
     logp_N = torch.tensor([0, 0, -1.5, -1.0, 0, 0, 9.0, 9.0, 0, 0, -0.25])
-    assert gate.gap(batch, logp_N, version=5) == Gap(3, 1.25, 0.75, "task 9")
-    assert gate.gap(batch, logp_N, version=4) == Gap()
-    assert Gap.of([Gap(3, 1.25, 0.75, "task 9"), Gap(), Gap(1, 2.0, 2.0, "task 1")]) == Gap(
-        4, 3.25, 2.0, "task 1"
-    )
-    recomputed = BehaviourGate(config_of(tmp_path, kv="recompute"))
-    assert recomputed.gap(batch, logp_N, version=5) == Gap(4, 11.25, 10.0, "task 9")
-    assert recomputed.gap(batch, logp_N, version=4) == Gap(1, 10.0, 10.0, "task 9")
+    assert gate.gap(batch, logp_N, version=5) == LogprobGap(3, 1.25, 0.75, "task 9")
+    assert gate.gap(batch, logp_N, version=4) == LogprobGap()
+    assert LogprobGap.of(
+        [LogprobGap(3, 1.25, 0.75, "task 9"), LogprobGap(), LogprobGap(1, 2.0, 2.0, "task 1")]
+    ) == LogprobGap(4, 3.25, 2.0, "task 1")
+    recomputed = LogprobGate(config_of(tmp_path, kv="recompute"))
+    assert recomputed.gap(batch, logp_N, version=5) == LogprobGap(4, 11.25, 10.0, "task 9")
+    assert recomputed.gap(batch, logp_N, version=4) == LogprobGap(1, 10.0, 10.0, "task 9")
     gate.abandoned = range(4, 6)
-    assert gate.gap(batch, logp_N, version=5) == Gap()
+    assert gate.gap(batch, logp_N, version=5) == LogprobGap()
 
 
 def test_an_engine_with_a_prefix_cache_is_compared_at_the_start_alone(tmp_path: Path) -> None:
-    gate = BehaviourGate(config_of(tmp_path, own_engine="mine.py:load"))
+    gate = LogprobGate(config_of(tmp_path, own_engine="mine.py:load"))
     for version, tokens in ((0, 1), (1, 0)):
         batch = MicroBatch.of([group_of(rollout([1, 2], 1, version=version))])
         assert gate.gap(batch, torch.zeros(2), version).count == tokens
@@ -107,28 +106,28 @@ def test_a_cut_support_may_raise_recorded_log_probs_and_never_lower_them(
         algorithm=AlgorithmConfig(truncated="weigh"),
     )
     batch = MicroBatch.of([group_of(rollout([1, 2, 3, 4], 1))])
-    gap = BehaviourGate(config).gap(batch, torch.tensor([0, -1.5, -0.5, -2.0]), 0)
+    gap = LogprobGate(config).gap(batch, torch.tensor([0, -1.5, -0.5, -2.0]), 0)
     assert (gap.total, gap.largest) == (pytest.approx(sum(apart), abs=1e-6), pytest.approx(max(apart)))
 
 
 @pytest.mark.parametrize(
     ("gap", "passes"),
     [
-        (Gap(), True),
-        (Gap(100, 0.05, 0.009, "task 1"), True),
-        (Gap(100, 0.05, 0.011, "task 1"), False),
-        (Gap(10, 0.02, 0.009, "task 1"), False),
+        (LogprobGap(), True),
+        (LogprobGap(100, 0.05, 0.009, "task 1"), True),
+        (LogprobGap(100, 0.05, 0.011, "task 1"), False),
+        (LogprobGap(10, 0.02, 0.009, "task 1"), False),
     ],
 )
-def test_both_bounds_are_kept(tmp_path: Path, gap: Gap, passes: bool) -> None:
-    BehaviourGate(config_of(tmp_path, LogprobGateConfig(on_mismatch="warn"))).judge(gap, 3)
+def test_both_bounds_are_kept(tmp_path: Path, gap: LogprobGap, passes: bool) -> None:
+    LogprobGate(config_of(tmp_path, LogprobGateConfig(on_mismatch="warn"))).judge(gap, 3)
     if passes:
-        BehaviourGate(config_of(tmp_path)).judge(gap, 3)
+        LogprobGate(config_of(tmp_path)).judge(gap, 3)
         return
     with pytest.raises(
         BehaviourMismatchError, match=r"'transformers'.* of version 3.*\(task 1\).*0.01 and 0.001"
     ):
-        BehaviourGate(config_of(tmp_path)).judge(gap, 3)
+        LogprobGate(config_of(tmp_path)).judge(gap, 3)
 
 
 def test_bounds_are_those_of_the_dtype_unless_they_are_set() -> None:
@@ -145,12 +144,16 @@ def probes_of(tmp_path: Path, says_PV: torch.Tensor, lineage: int) -> LogprobPro
     class Backend:
         rank = 0
 
+        @property
+        def policy(self) -> Any:
+            return self
+
         def predict_next(self, batch: MicroBatch) -> torch.Tensor:
             return says_PV
 
     config = config_of(tmp_path)
     tiny_model(Path(config.model.path))
-    return LogprobProbes(config, Backend(), BehaviourGate(config), lineage)  # type: ignore[arg-type]
+    return LogprobProbes(config, Backend(), LogprobGate(config), lineage)  # type: ignore[arg-type]
 
 
 def test_a_report_is_compared_at_its_temperature_once_and_in_its_lineage(tmp_path: Path) -> None:
@@ -209,9 +212,9 @@ def test_a_cut_support_is_trained_on_only_where_tokens_are_weighed_by_it(tmp_pat
 def test_groups_of_a_generator_with_another_configuration_are_refused(tmp_path: Path) -> None:
     cut = dataclasses.replace(group_of(rollout([1, 2], 1)), sampling=Sampling(top_k=3))
     with pytest.raises(BehaviourMismatchError, match=r"task 0 was answered with .*top_k=3"):
-        BehaviourGate(config_of(tmp_path)).admit([cut])
+        LogprobGate(config_of(tmp_path)).admit([cut])
     config = dataclasses.replace(config_of(tmp_path), algorithm=AlgorithmConfig(truncated="weigh"))
-    BehaviourGate(config).admit([cut])
+    LogprobGate(config).admit([cut])
 
 
 # ---- planted

@@ -11,7 +11,7 @@ from learner_cases import ORACLE, flat, oracle_batch
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig, CorrectionConfig, KlLossConfig
 from asyncrl.learner.algorithms.losses.aggregation import AGGREGATIONS, Counts
-from asyncrl.learner.training.objective import PolicyObjective
+from asyncrl.learner.training.objectives import PolicyObjective
 
 VERL = AlgorithmConfig(loss="ppo", dual_clip=3.0)
 

@@ -1,7 +1,8 @@
-"""What the estimators share: sums over rollouts and groups, the recursion backwards in time, whitening.
+"""Reductions over the rollouts and groups of a flat batch, the recursion backwards in time, whitening.
 
-All on the CPU, in float64: rewards that differ in the sixth digit count as different, equal ones give exactly 0. Tokens
-outside the loss mask (prompts, tool output) are skipped: their values never matter, and no discount counts them.
+Advantages are computed on the CPU in float64: rewards that differ in the sixth digit count as different, equal ones
+give exactly 0. Tokens outside the loss mask (prompts, tool output) are skipped: their values never matter, and no
+discount counts them.
 
 Axes:  R rollouts · N tokens · P policy tokens · K values of any kind, each with the id of the group it belongs to
 """
@@ -9,6 +10,7 @@ Axes:  R rollouts · N tokens · P policy tokens · K values of any kind, each w
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +22,22 @@ from asyncrl.learner.data.batch import MicroBatch
 STD_EPSILON = 1e-6
 WHITEN_EPSILON = 1e-8
 
+SUCCESS: Final = 0.5
+"""A rollout with a reward above this, before any shaping, has succeeded."""
+
+
+class PackedRollouts(Protocol):
+    """Tokens of several rollouts: `MicroBatch`, `PolicyTerms`, `Drift`."""
+
+    @property
+    def loss_mask_N(self) -> Tensor: ...
+
+    @property
+    def seq_N(self) -> Tensor: ...
+
+    @property
+    def rollouts(self) -> int: ...
+
 
 def zeros(size: int) -> Tensor:
     return torch.zeros(size, dtype=torch.float64)
@@ -28,20 +46,21 @@ def zeros(size: int) -> Tensor:
 # --- rollouts
 
 
-def policy_tokens(batch: MicroBatch) -> Tensor:
+def policy_tokens(packed: PackedRollouts) -> Tensor:
     """[R] int64: how many tokens of each rollout the policy made."""
-    return torch.bincount(batch.seq_N[batch.loss_mask_N], minlength=batch.rollouts)
+    none_R = torch.zeros(packed.rollouts, dtype=torch.int64, device=packed.seq_N.device)
+    return none_R.index_add_(0, packed.seq_N, packed.loss_mask_N.long())
 
 
-def rollout_sums(values_N: Tensor, batch: MicroBatch) -> Tensor:
-    """[R]: the sum over the policy tokens of each rollout."""
-    mask_N = batch.loss_mask_N
-    return zeros(batch.rollouts).index_add_(0, batch.seq_N[mask_N], values_N[mask_N].double())
+def rollout_sums(values_N: Tensor, packed: PackedRollouts) -> Tensor:
+    """[R]: the sum over the policy tokens of each rollout, in the dtype of the values and with their gradient."""
+    kept_N = torch.where(packed.loss_mask_N, values_N, 0.0)
+    return kept_N.new_zeros(packed.rollouts).index_add(0, packed.seq_N, kept_N)
 
 
-def rollout_means(values_N: Tensor, batch: MicroBatch) -> Tensor:
-    """[R]: the mean over the policy tokens of each rollout; 0 for a rollout without any."""
-    return rollout_sums(values_N, batch) / policy_tokens(batch).clamp(min=1)
+def rollout_means(values_N: Tensor, packed: PackedRollouts) -> Tensor:
+    """[R]: the mean over the policy tokens of each rollout, as `rollout_sums`; 0 for a rollout without any."""
+    return rollout_sums(values_N, packed) / policy_tokens(packed).clamp(min=1)
 
 
 def on_policy_tokens(values_P: Tensor, batch: MicroBatch) -> Tensor:
@@ -50,15 +69,15 @@ def on_policy_tokens(values_P: Tensor, batch: MicroBatch) -> Tensor:
 
 
 def at_last_token(values_R: Tensor, batch: MicroBatch) -> Tensor:
-    """[N]: each rollout's value on its last policy token, 0 elsewhere; a rollout without one has no place for it."""
+    """[N]: each rollout's value on its last policy token, 0 elsewhere. Rollouts without one are left out."""
     owner_P = batch.seq_N[batch.loss_mask_N]
     last_P = torch.cat([owner_P[1:] != owner_P[:-1], owner_P.new_ones(1).bool()])[: len(owner_P)]
     return on_policy_tokens(torch.where(last_P, values_R.double()[owner_P], 0.0), batch)
 
 
 def token_rewards(batch: MicroBatch) -> Tensor:
-    """[N]: the rewards as they fall along the rollouts: the column `token_rewards` that `shaping.py` makes or, before
-    there is one, the steps' rewards at their steps and the rest of R on the last policy token."""
+    """[N]: the rewards along the rollouts: the column `token_rewards` that `shaping.py` makes or, before there is one,
+    the steps' rewards at their steps and the rest of R on the last policy token."""
     if "token_rewards" in batch.columns:
         return batch.columns["token_rewards"].double()
     if "step_rewards" not in batch.columns:
@@ -88,7 +107,7 @@ def group_sums(values_K: Tensor, ids_K: Tensor) -> Tensor:
 
 
 def above_least(values_K: Tensor, ids_K: Tensor) -> Tensor:
-    """[K]: how far each value lies above the least of its group; exactly 0 where all are equal, as no mean promises."""
+    """[K]: how far each value lies above the least of its group; exactly 0 where all are equal, unlike value − mean."""
     least = zeros(len(torch.bincount(ids_K)))
     least.scatter_reduce_(0, ids_K, values_K.double(), "amin", include_self=False)
     return values_K.double() - least[ids_K]
@@ -167,7 +186,7 @@ def over_ranks(sums_K: Tensor, gather: Gather) -> Tensor:
 def whiten(values_N: Tensor, batch: MicroBatch, gather: Gather) -> Tensor:
     """[N]: (x − mean) / sqrt(unbiased variance + 1e-8) over the policy tokens of all ranks; 0 outside the mask.
 
-    Exactly 0 where all values are equal. `copies_R` has no say: what is resampled is drawn from whitened rollouts.
+    Exactly 0 where all values are equal. `copies_R` is ignored: resampling draws from whitened rollouts.
     """
     values_P = values_N[batch.loss_mask_N].double()
     least_here = values_P.amin() if len(values_P) else values_P.new_tensor(torch.inf)
@@ -179,13 +198,14 @@ def whiten(values_N: Tensor, batch: MicroBatch, gather: Gather) -> Tensor:
     return on_policy_tokens(centred_P * torch.rsqrt(variance + WHITEN_EPSILON), batch)
 
 
-# --- what a batch must bring along
+# --- required values of a batch
 
 
 def column(batch: MicroBatch, name: str) -> Tensor:
-    """[N], a column that the algorithm cannot do without; 0 in a batch without policy tokens, which lacks nothing.
+    """[N], a column that the algorithm needs; zeros in a batch without policy tokens, which needs none.
 
-    Raises TrainingError where it is missing.
+    Raises:
+        TrainingError: The batch lacks it.
     """
     if name in batch.columns:
         return batch.columns[name]
@@ -198,11 +218,16 @@ def column(batch: MicroBatch, name: str) -> Tensor:
 
 
 def reward_part(batch: MicroBatch, name: str) -> Tensor:
-    """[R], one part of the reward; 0 in a batch without policy tokens. Raises TrainingError where it is missing."""
+    """[R], one part of the reward, as `column`."""
     if name in batch.parts_R:
         return batch.parts_R[name]
     _refuse_without(batch, f"reward part {name!r}", "it from the reward function, for every rollout")
     return zeros(batch.rollouts)
+
+
+def succeeded(batch: MicroBatch) -> Tensor:
+    """[R] bool: rollouts whose reward before any shaping, the column `outcome`, is above SUCCESS."""
+    return column(batch, "outcome")[batch.position_ids_N == 0] > SUCCESS
 
 
 def _refuse_without(batch: MicroBatch, what: str, remedy: str) -> None:

@@ -1,13 +1,13 @@
 """Policy losses: log-probs and advantages → a loss per token.
 
-Three policies are kept apart: behaviour μ (made the tokens), proximal π_p (what the trust region is around)
-and current π. ρ = π / π_p is the ratio of most losses. The off-policy weight w = π_p / μ is no business of a loss
-(but of the few that say so): `corrections.py` multiplies it in.
+Three policies are kept apart: behaviour μ (made the tokens), proximal π_p (the centre of the trust region) and
+current π. ρ = π / π_p is the ratio of most losses. `corrections.py` multiplies the off-policy weight w = π_p / μ in;
+only a few losses use it themselves, and their docstrings state it.
 
     ratio_losses.py        the loss of a token depends on its own ratio
-    sequence_losses.py     on the ratio of its whole rollout
-    divergence_losses.py   on how far π has moved from μ at this token
-    covariance_losses.py   on which tokens of the batch move the entropy most
+    sequence_losses.py     … on the ratio of its whole rollout
+    divergence_losses.py   … on the divergence of π from μ at this token
+    covariance_losses.py   … on whether it moves the entropy more than others of the batch
 
 A new loss is a function under its literal there, the literal in `AlgorithmConfig.loss`, and a test with numbers.
 
@@ -28,17 +28,17 @@ from asyncrl.learner.algorithms.registry import loss_of
 from asyncrl.learner.data.batch import MicroBatch
 
 MAX_LOG_RATIO = 20.0
-"""exp of more than this is no information, only an overflow further on."""
+"""Log-ratios are clamped to ±20: the exponential of more would overflow in sums."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyTerms:
-    """What a loss is made of.
+    """The inputs of a loss.
 
     logp_N        log π, with its gradient; the others have none
     proximal_N    log π_p · behaviour_N log μ · advantages_N · loss_mask_N bool
     seq_N         the rollout of each token, of `rollouts` = R
-    selected_N    bool, what `covariance_losses.select_covariance` has picked from the whole batch; None: not asked
+    selected_N    bool, the tokens that `covariance_losses.select_covariance` selected; None for other losses
     """
 
     logp_N: Tensor
@@ -83,8 +83,8 @@ class TokenLoss(NamedTuple):
 
 
 def policy_loss(terms: PolicyTerms, config: AlgorithmConfig) -> TokenLoss:
-    """The loss of `algorithm.loss`, before corrections and aggregation. What stands outside the mask never matters, and
-    neither does what this says there."""
+    """The loss of `algorithm.loss`, before corrections and aggregation. Inputs outside the mask never matter, nor do
+    outputs there."""
     return loss_of(config).function(terms.inside(), config)
 
 
@@ -101,19 +101,3 @@ def log_ratio(logp_N: Tensor, other_N: Tensor) -> Tensor:
 def none_of(terms: PolicyTerms) -> Tensor:
     """[N] bool: no token."""
     return torch.zeros_like(terms.loss_mask_N)
-
-
-def rollout_sums(values_N: Tensor, terms: PolicyTerms) -> Tensor:
-    """[R]: the sum over the policy tokens of each rollout, with its gradient."""
-    kept_N = torch.where(terms.loss_mask_N, values_N, 0.0)
-    return kept_N.new_zeros(terms.rollouts).index_add(0, terms.seq_N, kept_N)
-
-
-def policy_tokens(terms: PolicyTerms) -> Tensor:
-    """[R] of the log-probs' type: how many tokens of each rollout the policy made, but at least 1."""
-    return rollout_sums(torch.ones_like(terms.logp_N), terms).clamp(min=1)
-
-
-def rollout_means(values_N: Tensor, terms: PolicyTerms) -> Tensor:
-    """[R]: the mean over the policy tokens of each rollout, with its gradient; 0 where there is none."""
-    return rollout_sums(values_N, terms) / policy_tokens(terms)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from asyncrl.learner.algorithms.losses.losses import TokenLoss
+from asyncrl.learner.algorithms.losses.policy_loss import TokenLoss
 
 
 def value_loss(values_N: Tensor, old_N: Tensor, returns_N: Tensor, clip: float | None) -> TokenLoss:

@@ -5,8 +5,8 @@ import torch
 from advantage_cases import tokens_batch
 from loss_cases import f64
 
-from asyncrl.learner.algorithms.losses.values import value_loss
-from asyncrl.learner.training.value_objective import ValueObjective
+from asyncrl.learner.algorithms.losses.value_loss import value_loss
+from asyncrl.learner.training.objectives import ValueObjective
 
 
 @pytest.mark.parametrize(

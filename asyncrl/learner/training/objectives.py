@@ -1,0 +1,189 @@
+"""The objective of each model that learns: its outputs for a micro-batch → a sum to differentiate, and metrics.
+
+    policy            π ── ρ = π/π_p ── loss(ρ, A) ─┐
+                      π_p ─ w = π_p/μ ─ correction ─┴─▸ Σ share_N · (w_N · loss_N + entropy, KL and LM terms)
+    critics           V, clipped around V at the version's start ── against the returns
+    reward model      σ(implicit reward of the rollout)          ── against its success
+
+The sum over the global batch is divided by `denominator` of the counts there.
+
+Axes:  N tokens · P policy tokens · R rollouts
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from asyncrl.config.schema import Config
+from asyncrl.config.sections.algorithm import AlgorithmConfig
+from asyncrl.learner.algorithms.corrections import correction_weights, geometric_means
+from asyncrl.learner.algorithms.losses.aggregation import AGGREGATIONS, Counts
+from asyncrl.learner.algorithms.losses.policy_loss import PolicyTerms, policy_loss
+from asyncrl.learner.algorithms.losses.terms import entropy_term, kl_term, lm_term
+from asyncrl.learner.algorithms.losses.value_loss import value_loss
+from asyncrl.learner.algorithms.proximal import proximal
+from asyncrl.learner.algorithms.rejections import unrejected
+from asyncrl.learner.algorithms.segments import column, policy_tokens, rollout_sums, succeeded
+from asyncrl.learner.data.batch import MicroBatch
+from asyncrl.learner.reporting.batch_metrics import age_metrics, token_metrics
+from asyncrl.telemetry.metrics import Mean, Metrics
+from asyncrl.types import Version
+
+MOVES_WITHOUT_ADVANTAGE: Final = frozenset({"sppo", "kl_cov"})
+"""Losses with a gradient where the advantage is 0: a target of 0, a penalty."""
+
+WEIGHED_BY_ROLLOUT: Final = frozenset({"gmpo"})
+"""Losses that take the off-policy weights as they take the ratios: by their geometric mean over the rollout."""
+
+TOKEN_MEAN: Final = AGGREGATIONS["token-mean"]
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyObjective:
+    """The section `algorithm:`. norm_tokens: the constant of 'seq-mean-token-sum-norm'."""
+
+    config: AlgorithmConfig
+    norm_tokens: int
+
+    def __call__(
+        self, batch: MicroBatch, logp_N: Tensor, entropy_N: Tensor, version: Version = 0
+    ) -> tuple[Tensor, Metrics]:
+        """(scalar sum, metrics), while `version` is trained. Both inputs are 0 outside the mask. The columns weight,
+        kept, selected and lm are used where `Experience` has added them."""
+        now_N = logp_N.detach()
+        proximal_N = proximal(batch, now_N, self.config, version)
+        weight_N = self._weights(batch, proximal_N)
+        batch = unrejected(batch)
+        loss = policy_loss(PolicyTerms.of(batch, logp_N, proximal_N), self.config)
+        if self.config.loss in WEIGHED_BY_ROLLOUT and not self.config.own_loss:
+            weight_N = geometric_means(weight_N, batch.loss_mask_N, batch.seq_N, batch.rollouts)
+        per_token_N = weight_N * loss.loss_N + self._other_terms(batch, logp_N, entropy_N)
+        share_N = AGGREGATIONS[self.config.aggregation].weights(batch, self.norm_tokens).to(per_token_N.dtype)
+        # where, not a product: values outside the mask may be infinite, and 0 · ∞ is not 0.
+        total = (torch.where(batch.loss_mask_N, per_token_N, 0.0) * share_N).sum()
+        start_N = batch.columns.get("proximal", now_N)
+        metrics = token_metrics(batch, start_N, entropy_N.detach(), loss.clipped_N, weight_N)
+        metrics.merge([age_metrics(batch, start_N, loss.clipped_N, version)])
+        return total, metrics
+
+    def counts(self, batch: MicroBatch) -> Counts:
+        """Without the tokens that the correction rejects."""
+        return Counts.of(unrejected(batch))
+
+    def denominator(self, counts: Counts) -> float:
+        """1 for a global batch without a policy token, whose sum is 0."""
+        return float(max(1, AGGREGATIONS[self.config.aggregation].denominator(counts)))
+
+    @property
+    def skips_flat_groups(self) -> bool:
+        """Whether a group without advantages adds exactly nothing to the gradient."""
+        config = self.config
+        beside = config.entropy_bonus or config.kl_loss.coef or config.lm_coef or config.own_loss
+        return not beside and config.loss not in MOVES_WITHOUT_ADVANTAGE
+
+    def _weights(self, batch: MicroBatch, proximal_N: Tensor) -> Tensor:
+        """w_N of the off-policy correction, from all policy tokens, rejected ones included."""
+        if "weight" in batch.columns:
+            return batch.columns["weight"]
+        log_w_N = proximal_N - batch.behaviour_N
+        tokens = (batch.loss_mask_N, batch.seq_N, batch.rollouts)
+        return correction_weights(log_w_N, *tokens, self.config.correction)
+
+    def _other_terms(self, batch: MicroBatch, logp_N: Tensor, entropy_N: Tensor) -> Tensor:
+        terms_N = torch.zeros_like(logp_N)
+        if self.config.entropy_bonus:
+            terms_N = terms_N + entropy_term(entropy_N, self.config)
+        if self.config.kl_loss.coef:
+            terms_N = terms_N + kl_term(logp_N, batch, self.config)
+        if self.config.lm_coef:
+            terms_N = terms_N + lm_term(logp_N, batch, self.config)
+        return terms_N
+
+
+@dataclass(frozen=True, slots=True)
+class ValueObjective:
+    """A critic's objective: the mean over policy tokens of `value_loss`.
+
+    name           of the critic
+    values         column: V at the version's start
+    returns        column: the targets
+    clip           ε_v
+    """
+
+    name: str
+    values: str
+    returns: str
+    clip: float | None
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The columns that it needs."""
+        return (self.values, self.returns)
+
+    def __call__(self, batch: MicroBatch, values_N: Tensor, version: Version = 0) -> tuple[Tensor, Metrics]:
+        """(sum over policy tokens, metrics)."""
+        old_N, returns_N = column(batch, self.values), column(batch, self.returns)
+        loss = value_loss(values_N, old_N, returns_N, self.clip)
+        share_N = TOKEN_MEAN.weights(batch, 1).to(loss.loss_N.dtype)
+        total = (torch.where(batch.loss_mask_N, loss.loss_N, 0.0) * share_N).sum()
+        metrics, clipped_P = Metrics(), loss.clipped_N[batch.loss_mask_N]
+        metrics.add(f"{self.name}/clipped", Mean(float(clipped_P.sum()), len(clipped_P)))
+        return total, metrics
+
+    def counts(self, batch: MicroBatch) -> Counts:
+        return Counts.of(batch)
+
+    def denominator(self, counts: Counts) -> float:
+        return float(max(1, TOKEN_MEAN.denominator(counts)))
+
+
+@dataclass(frozen=True, slots=True)
+class OutcomeObjective:
+    """The implicit reward model's objective: cross-entropy of σ(r(y)) against success, the mean over rollouts.
+
+    r(y) = β Σ_t (log π_prm − log π_ref) over the policy tokens of the rollout. Source: PRIME, arXiv 2502.01456.
+    """
+
+    beta: float
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The columns that it needs."""
+        return ("reference", "outcome")
+
+    def __call__(
+        self, batch: MicroBatch, logp_N: Tensor, entropy_N: Tensor, version: Version = 0
+    ) -> tuple[Tensor, Metrics]:
+        """(sum over rollouts, metrics)."""
+        reference_N = column(batch, "reference").to(logp_N.dtype)
+        reward_R = self.beta * rollout_sums(logp_N - reference_N, batch)
+        success_R = succeeded(batch).to(reward_R.dtype)
+        counted_R = policy_tokens(batch) > 0
+        loss_R = binary_cross_entropy_with_logits(reward_R, success_R, reduction="none")
+        right_R = counted_R & ((reward_R > 0) == (success_R > 0))
+        metrics = Metrics()
+        metrics.add("reward_model/accuracy", Mean(float(right_R.sum()), float(counted_R.sum())))
+        return (loss_R * counted_R * batch.copies_R).sum(), metrics
+
+    def counts(self, batch: MicroBatch) -> Counts:
+        return Counts.of(batch)
+
+    def denominator(self, counts: Counts) -> float:
+        return float(max(1, counts.rollouts))
+
+
+def auxiliary_objective(name: str, config: Config) -> ValueObjective | OutcomeObjective:
+    """The objective of a model beside the policy, wherever it learns."""
+    match name:
+        case "critic":
+            return ValueObjective(name, "values", "returns", config.critic.clip)
+        case "cost_critic":
+            return ValueObjective(name, "cost_values", "cost_returns", config.critic.clip)
+        case "reward_model":
+            return OutcomeObjective(config.algorithm.prm_beta)
+    raise ValueError(f"no model that learns beside the policy is called {name!r}")
