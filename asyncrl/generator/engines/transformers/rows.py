@@ -38,7 +38,7 @@ class BatchedRequest:
         return [self.turns.get(sample, nothing) for sample in range(self.request.n)]
 
 
-class Rows:
+class BatchRows:
     """See above.
 
     cached_R   tokens in the cache: the column of the next token to feed

@@ -32,7 +32,7 @@ from asyncrl.counter_rng import uniform_at
 from asyncrl.errors import WeightSyncError
 from asyncrl.generator.engines.engine import SampleRequest, check_fits
 from asyncrl.generator.engines.transformers.kv_cache import Decode, KVCache, Prefill, attending
-from asyncrl.generator.engines.transformers.rows import BatchedRequest, Rows
+from asyncrl.generator.engines.transformers.rows import BatchedRequest, BatchRows
 from asyncrl.generator.engines.transformers.sampling import Support, sample_tokens
 from asyncrl.types import Array, Finish, Turn, Version
 
@@ -66,7 +66,7 @@ class SlotBatch:
         self._column_indices = torch.arange(max_length, device=self._device)
         self._row_indices = torch.arange(slots, device=self._device)
         self._waiting: list[BatchedRequest] = []  # by ordinal
-        self._rows = Rows(slots, max_length)
+        self._rows = BatchRows(slots, max_length)
 
     @property
     def running(self) -> int:
