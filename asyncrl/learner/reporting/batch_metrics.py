@@ -146,7 +146,7 @@ def advantage_metrics(batch: MicroBatch) -> Metrics:
 
 
 def value_metrics(batch: MicroBatch) -> Metrics:
-    """How well each critic's values predict the returns that it is about to be trained on."""
+    """Fit of each critic's values to the returns that it is about to be trained on."""
     metrics = Metrics()
     for name, prefix in (("critic", ""), ("cost_critic", "cost_")):
         if f"{prefix}returns" not in batch.columns:

@@ -1,4 +1,4 @@
-"""What a configuration requires of the learner: models and their places, kind of version step, extra passes.
+"""The requirements of a configuration on the learner: models and their places, kind of version step, extra passes.
 
 Functions of the configuration alone, the same on every rank.
 """
