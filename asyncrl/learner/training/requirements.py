@@ -1,4 +1,4 @@
-"""The requirements of a configuration on the learner: models and their places, kind of version step, extra passes.
+"""The requirements of a configuration on the learner: models, their places, kind of version step, extra passes.
 
 Functions of the configuration alone, the same on every rank.
 """
