@@ -150,7 +150,7 @@ def _with_model(config: Config, model_path: str) -> Config:
 
 
 def _load_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
-    """That of the run's generators, with the weights of model.path. Raises ConfigError for those that have others."""
+    """The engine of the run's generators, with the weights of model.path. Raises ConfigError for one with others."""
     ours = config.generator
     require(
         ours.own_engine is None,

@@ -102,7 +102,7 @@ MOST_ROUNDS = 100
 
 @dataclass(frozen=True, slots=True)
 class Climb:
-    """How one preset did. rewards: mean over the rollouts of each version; best: what the optimal policy gets."""
+    """The result of one preset. rewards: mean over the rollouts of each version; best: what the optimal policy gets."""
 
     preset: str
     best: float

@@ -353,7 +353,7 @@ def _truncation_rules(algorithm: AlgorithmConfig, generator: GeneratorConfig) ->
 
 
 def _lora_rules(config: Config) -> Iterator[Rule]:
-    """What does not go with adapters."""
+    """Adapters exclude some other keys."""
     if config.model.lora.rank == 0:
         return
     yield Rule(
