@@ -26,7 +26,7 @@ GIB = 1 << 30
 
 
 class Utilization:
-    """Utilization of one rank. Its peak is measured here, in some 100 ms, unless `learner.peak_tflops` is set."""
+    """Utilization of one rank. Its peak is measured here, in 100 ms, unless `learner.peak_tflops` is set."""
 
     def __init__(self, config: Config) -> None:
         self._device = this_device()
