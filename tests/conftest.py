@@ -22,9 +22,7 @@ MOST_WAITS = 10
 
 RUNS = ("tests/e2e/", "tests/chaos/")
 LONG = (
-    "tests/unit/test_megatron_backend",
-    "tests/contract/test_vllm",
-    "tests/contract/test_engine",
+    "tests/contract/engines/",
     "tests/chaos/",
     "tests/e2e/",
     "tests/simulation/",

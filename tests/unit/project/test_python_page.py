@@ -1,4 +1,4 @@
-"""docs/python.md: every block runs, up to the launcher; tests/e2e/test_python_run.py runs them whole."""
+"""docs/python.md: every block runs, up to the launcher; tests/e2e/commands/test_python_run.py runs them whole."""
 
 from __future__ import annotations
 

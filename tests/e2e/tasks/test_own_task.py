@@ -12,7 +12,7 @@ from processes import finished, started
 import asyncrl
 from asyncrl.errors import AsyncRLError, ConfigError
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 def test_the_example_trains(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

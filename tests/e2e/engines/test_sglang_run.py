@@ -10,7 +10,7 @@ from processes import finished, free_port, listens, rows, started, until
 
 pytestmark = pytest.mark.slow
 
-SERVE = str(Path(__file__).parents[1] / "contract" / "sglang_serve.py")
+SERVE = str(Path(__file__).parents[2] / "contract" / "engines" / "sglang_serve.py")
 
 
 def test_a_run_trains_on_what_a_server_says(config_file: Path, model_folder: Path) -> None:

@@ -21,7 +21,7 @@ from asyncrl.tasks.addition import train as training
 from asyncrl.telemetry.sinks import read_rows
 from asyncrl.types import Scored, Task
 
-DOCS = Path(__file__).parents[2] / "docs" / "data.md"
+DOCS = Path(__file__).parents[3] / "docs" / "data.md"
 REST = {
     "batch": {"groups": 4, "group_size": 2},
     "generator": {"slots": 32, "max_tokens": 8, "max_length": 32, "threads": 1, "heartbeat_s": 0.2},

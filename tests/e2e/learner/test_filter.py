@@ -9,7 +9,7 @@ from processes import rows
 from asyncrl.config.load import load_config
 from asyncrl.launch.local import train
 
-OWN = Path(__file__).with_name("own_functions.py")
+OWN = Path(__file__).parents[1].joinpath("own_functions.py")
 
 
 def test_a_run_trains_full_batches_of_groups_with_spread(config_file: Path) -> None:

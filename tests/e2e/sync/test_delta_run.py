@@ -13,7 +13,7 @@ from asyncrl.sync.store.redis_blobs import RedisBlobs
 
 pytestmark = pytest.mark.slow
 
-OWN = Path(__file__).with_name("own_functions.py")
+OWN = Path(__file__).parents[1].joinpath("own_functions.py")
 
 SMALL_STEPS = "learner.optimizer.lr=1e-7"  # moves fp32 weights of 0.02 by some units in their last place
 

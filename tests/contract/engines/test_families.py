@@ -29,7 +29,10 @@ from asyncrl.models import load_causal_lm
 from asyncrl.types import Group, Sampling, Task
 
 REFUSED = {
-    "gemma3": (Family("gemma3", {"head_dim": 8}, {"num_hidden_layers": 1}), "renames its checkpoint.s parameters"),
+    "gemma3": (
+        Family("gemma3", {"head_dim": 8}, {"num_hidden_layers": 1}),
+        "renames its checkpoint.s parameters",
+    ),
     "cohere": (Family("cohere", {"logit_scale": 0.5}), "its head has logit_scale=0.5"),
     "granite": (Family("granite", {"logits_scaling": 8.0}), "its head has logits_scaling=8.0"),
     "phi": (Family("phi"), "its head has a bias"),

@@ -60,7 +60,7 @@ def test_functions_of_cells_train(model_folder: Path, tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_the_page_trains(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/python.md, its script and its cells."""
-    page = (Path(__file__).parents[2] / "docs" / "python.md").read_text("utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "python.md").read_text("utf-8")
     script, *cells = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my-model").symlink_to(model_folder)

@@ -14,8 +14,8 @@ from asyncrl.config.functions.function_spec import load_function
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
-OWN = Path(__file__).with_name("own_functions.py")
+ROOT = Path(__file__).parents[3]
+OWN = Path(__file__).parents[1].joinpath("own_functions.py")
 
 CONFIG = """
 run: {{name: it, dir: {folder}, versions: 1, seed: 3}}

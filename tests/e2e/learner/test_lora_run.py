@@ -10,7 +10,7 @@ from processes import finished, rows, started
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-REWARD = f"reward.function='{Path(__file__).with_name('own_functions.py')}:length'"
+REWARD = f"reward.function='{Path(__file__).parents[1].joinpath('own_functions.py')}:length'"
 
 
 @pytest.mark.slow

@@ -16,8 +16,8 @@ VERSIONS = 9
 MOMENTS = [("claim", 3), ("copy", 4), ("write", 6), ("commit", 8)]
 """Checkpoints are made every 2 versions."""
 
-SCRIPT = str(Path(__file__).with_name("killed_learner.py"))
-REWARD = f"reward.function='{Path(__file__).with_name('own_functions.py')}:length'"
+SCRIPT = str(Path(__file__).parents[1].joinpath("killed_learner.py"))
+REWARD = f"reward.function='{Path(__file__).parents[1].joinpath('own_functions.py')}:length'"
 
 
 class Run:

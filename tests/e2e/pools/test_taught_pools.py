@@ -15,7 +15,7 @@ from asyncrl.learner import checkpoint
 
 pytestmark = pytest.mark.slow
 
-OWN = Path(__file__).with_name("own_functions.py")
+OWN = Path(__file__).parents[1].joinpath("own_functions.py")
 PPO = [
     "algorithm.advantage=gae",
     f"reward.function='{OWN}:length'",

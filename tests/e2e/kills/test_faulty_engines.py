@@ -11,7 +11,7 @@ from asyncrl.errors import AsyncRLError, BehaviourMismatchError, WeightSyncError
 
 pytestmark = pytest.mark.slow
 
-ENGINES = Path(__file__).with_name("faulty_engines.py")
+ENGINES = Path(__file__).parents[1].joinpath("faulty_engines.py")
 
 
 def ended_by(config: Path, error: type[AsyncRLError], engine: str, *words: str) -> str:

@@ -10,7 +10,7 @@ from processes import finished, rows, started
 
 pytestmark = pytest.mark.slow
 
-OWN = Path(__file__).with_name("own_functions.py")
+OWN = Path(__file__).parents[1].joinpath("own_functions.py")
 
 
 def trained(config: Path, kv: str) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from asyncrl.tasks.addition import write_model_folder
 pytest.importorskip("vllm", reason=missing.VLLM)
 pytestmark = pytest.mark.slow
 
-SERVE = str(Path(__file__).parents[1] / "contract" / "vllm_serve.py")
+SERVE = str(Path(__file__).parents[2] / "contract" / "engines" / "vllm_serve.py")
 
 
 def test_a_run_trains_on_what_a_server_says(config_file: Path) -> None:

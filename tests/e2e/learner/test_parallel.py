@@ -11,7 +11,7 @@ from processes import final_weights, rows
 from asyncrl.config.load import load_config
 from asyncrl.launch.local import train
 
-OWN = Path(__file__).with_name("own_functions.py")
+OWN = Path(__file__).parents[1].joinpath("own_functions.py")
 
 
 WAYS = {

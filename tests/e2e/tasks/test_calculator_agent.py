@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.config.functions.function_spec import load_function
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from asyncrl.launch.local import train
 from asyncrl.models import load_causal_lm
 
 KL = ["algorithm.kl_loss.coef=0.1", "placement.reference.where=pool"]
-OWN = Path(__file__).with_name("own_functions.py")
+OWN = Path(__file__).parents[1].joinpath("own_functions.py")
 
 
 @pytest.mark.slow

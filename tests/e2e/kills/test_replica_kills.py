@@ -74,7 +74,7 @@ class Child:
         spec = json.dumps([who, publisher.endpoint, SHAPES, config, dies_at, LAST])
         self.process = subprocess.Popen(
             [sys.executable, "-c", CHILD, spec],
-            cwd=Path(__file__).parents[2],
+            cwd=Path(__file__).parents[3],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

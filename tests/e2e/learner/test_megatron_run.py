@@ -23,7 +23,7 @@ pytestmark = [
     ),
 ]
 
-HOOK, OWN = (Path(__file__).with_name(name) for name in ("megatron_hook", "own_functions.py"))
+HOOK, OWN = (Path(__file__).parents[1].joinpath(name) for name in ("megatron_hook", "own_functions.py"))
 WORDS = ("queue.max_staleness=0", f"reward.function='{OWN}:length'")
 TWO_RANKS = ("learner.backend=megatron", "learner.processes=2", "run.versions=2")
 

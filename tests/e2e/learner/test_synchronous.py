@@ -67,7 +67,7 @@ def test_weights_after_some_steps_are_bit_identical_to_a_plain_loop(
         "queue.max_staleness=0",
         "generator.count=2",
         "evaluation.source=null",
-        f"reward.function='{Path(__file__).with_name('own_functions.py')}:digit_sum'",
+        f"reward.function='{Path(__file__).parents[1].joinpath('own_functions.py')}:digit_sum'",
     ]
     config = load_config(config_file, overrides)
     expected = asyncio.run(plain_loop(config))
