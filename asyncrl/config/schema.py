@@ -120,6 +120,7 @@ class LaunchConfig(Section):
         3, "how often a learner that dies is started again, from the newest checkpoint"
     )
     start_deadline_s: Seconds = key(120.0, "until the queue listens")
+    load_deadline_s: Seconds = key(3600.0, "until the learner has loaded its models")
     stop_deadline_s: Seconds = key(
         30.0, "for a clean end after Ctrl-C or the last version: longer than one version trains"
     )

@@ -11,8 +11,8 @@
            the learner dies        so is it, from the newest checkpoint, `launch.learner_restarts` times
            a pool that learns dies the learner too: both go on from the newest checkpoint
            one dies too often      everything is killed, ProcessDiedError
-           the learner hangs   while it loads, or silent for learner.groups_deadline_s: everything is killed,
-                               DeadlineError
+           the learner hangs   loads for launch.load_deadline_s, or is silent for learner.groups_deadline_s:
+                               everything is killed, DeadlineError
            Ctrl-C, SIGTERM, SIGHUP the learner ends its step and writes a checkpoint, then all are stopped
            Ctrl-C again            everything is killed
            SIGTERM to the learner  the same
@@ -46,6 +46,7 @@ from asyncrl.launch.views.output import lasting_output
 from asyncrl.launch.views.process_reports import ProcessReports, clear
 
 REFRESH_S = 1.0
+LOADED, SIGN = "its report that it has loaded", "a sign of life"
 
 SLOW_END_S = 20.0
 """How long a queue may take to end, once the workers of a closed run no longer need it."""
@@ -164,16 +165,19 @@ class LocalRun:
     def _check_learner(self) -> None:
         """Raise DeadlineError for a learner that hangs. One that has loaded has deadlines of its own for all it waits
         for, but not if it is stopped, e.g. by SIGSTOP."""
-        limit_s = self._config.learner.groups_deadline_s
-        remedy = (
-            f"its log: {self._supervisor.log(LEARNER)}; learner.groups_deadline_s={limit_s:g} is the limit"
+        hung = (
+            ("launch.load_deadline_s", self._config.launch.load_deadline_s, self._reports.loading(), LOADED),
+            (
+                "learner.groups_deadline_s",
+                self._config.learner.groups_deadline_s,
+                self._reports.silent(),
+                SIGN,
+            ),
         )
-        for what, since_s in (
-            ("its report that it has loaded", self._reports.loading()),
-            ("a sign of life", self._reports.silent()),
-        ):
+        for key, limit_s, since_s, missing in hung:
             if since_s.get(LEARNER, 0.0) > limit_s:
-                raise DeadlineError("the launcher", "the learner", what, since_s[LEARNER], remedy)
+                remedy = f"its log: {self._supervisor.log(LEARNER)}; {key}={limit_s:g} is the limit"
+                raise DeadlineError("the launcher", "the learner", missing, since_s[LEARNER], remedy)
 
     def _refresh(self) -> None:
         self._reports.read()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -32,8 +33,18 @@ class LoraConfig(Section):
         )
 
 
+class PathSection(Section):
+    """A section whose `path` may begin with ~."""
+
+    path: str | None
+
+    def __post_init__(self) -> None:
+        if self.path is not None:
+            object.__setattr__(self, "path", os.path.expanduser(self.path))
+
+
 @dataclass(frozen=True)
-class ModelConfig(Section):
+class ModelConfig(PathSection):
     path: str = key(
         "???", "Hugging Face folder or hub name; a folder with config.json alone starts from random weights"
     )
@@ -43,7 +54,7 @@ class ModelConfig(Section):
 
 
 @dataclass(frozen=True)
-class CriticConfig(Section):
+class CriticConfig(PathSection):
     """The value model of advantages that need one; safe_rlhf has a second one for the cost, of the same make."""
 
     path: str | None = key(None, "folder of the body; none: model.path. The value head starts at 0")
@@ -55,7 +66,7 @@ class CriticConfig(Section):
 
 
 @dataclass(frozen=True)
-class ReferenceConfig(Section):
+class ReferenceConfig(PathSection):
     """The frozen policy of KL terms and implicit rewards."""
 
     path: str | None = key(None, "none: model.path")
@@ -63,7 +74,7 @@ class ReferenceConfig(Section):
 
 
 @dataclass(frozen=True)
-class RewardModelConfig(Section):
+class RewardModelConfig(PathSection):
     """The implicit process reward model of prime, trained online on the outcomes."""
 
     path: str | None = key(None, "none: model.path")
@@ -81,7 +92,7 @@ class RewardModelConfig(Section):
 
 
 @dataclass(frozen=True)
-class TeacherConfig(Section):
+class TeacherConfig(PathSection):
     """The policy that `advantage: distill` learns from; the same tokenizer as the policy's."""
 
     path: str | None = key(None, "required for distill")

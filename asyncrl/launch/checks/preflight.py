@@ -37,7 +37,7 @@ def preflight(config: Config) -> None:
         TaskError: tasks that are none.
     """
     check_present(config)
-    if not Path(config.model.path).expanduser().is_dir():  # of the hub
+    if not Path(config.model.path).is_dir():  # of the hub
         from asyncrl.models import load_model_config  # takes seconds, for transformers
 
         load_model_config(config.model)
@@ -122,7 +122,7 @@ def _models(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _check_model(key: str, path: str) -> None:
-    folder = Path(path).expanduser()
+    folder = Path(path)
     try:
         there = folder.is_dir()
     except OSError as error:  # a name that is too long

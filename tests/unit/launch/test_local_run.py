@@ -370,9 +370,13 @@ def test_a_learner_that_hangs_is_named(
     scripts["learner"] = (
         f"{f'echo {{}} > $(dirname $1)/logs/{report}.report.json; ' if report else ''}exec sleep 600"
     )
-    impatient = dataclasses.replace(config.learner, groups_deadline_s=0.2 if report else 0.01)
+    impatient = dataclasses.replace(
+        config,
+        learner=dataclasses.replace(config.learner, groups_deadline_s=0.2 if report else 1000.0),
+        launch=dataclasses.replace(config.launch, load_deadline_s=1000.0 if report else 0.01),
+    )
     with pytest.raises(DeadlineError, match=rf"for the learner: {missing} did not come.*learner\.log"):
-        local.train(dataclasses.replace(config, learner=impatient))
+        local.train(impatient)
 
 
 def test_a_queue_that_never_listens(config: Config, scripts: dict[str, str]) -> None:

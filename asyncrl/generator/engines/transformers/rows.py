@@ -106,7 +106,7 @@ class BatchRows:
 
     def requests(self) -> dict[int, BatchedRequest]:
         """The request of each row in use."""
-        return {int(row): self._owner_of(row)[0] for row in np.flatnonzero(self.used_R)}
+        return {row: self._owner_of(row)[0] for row in np.flatnonzero(self.used_R).tolist()}
 
     def _owner_of(self, row: int) -> tuple[BatchedRequest, int]:
         owner = self._owner[row]

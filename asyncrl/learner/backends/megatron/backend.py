@@ -9,6 +9,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,8 @@ class MegatronBackend:
     def stage(self) -> Callable[[Path], None]:
         written = state.stage_models({name: model for name, model in self._models.items() if model.changes})
         if self._writers is None:
-            self._writers = dist.new_group(backend="gloo", timeout=ranks.COLLECTIVE_DEADLINE)
+            deadline = timedelta(seconds=self._config.checkpoint.deadline_s)
+            self._writers = dist.new_group(backend="gloo", timeout=deadline)
         return lambda folder: storage.save(folder, written, self._writers)
 
     def load(self, folder: Path) -> None:
