@@ -16,11 +16,11 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
+from asyncrl.config import VERSION
 from asyncrl.config.load import all_keys
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 from asyncrl.masking import masked_value
-from asyncrl.version import VERSION
 
 log = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+from asyncrl.config import VERSION
 from asyncrl.config.schema import Config
 from asyncrl.config.yaml_values import escaped_references, one_line
 from asyncrl.masking import masked_value
-from asyncrl.version import VERSION
 
 COMMENT_COLUMN = 36
 

@@ -29,8 +29,8 @@ from asyncrl.config.limits import value_errors
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.rules import Section
 from asyncrl.config.yaml_values import LONGEST, parse, parse_with_lines, with_references
-from asyncrl.disk import replace_text
 from asyncrl.errors import ConfigError, call_all, raise_all
+from asyncrl.system.disk import replace_text
 
 PACKAGE = Path(__file__).parents[1]
 CONFIGS = (PACKAGE if (PACKAGE / "configs").is_dir() else PACKAGE.parent) / "configs"

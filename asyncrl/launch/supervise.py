@@ -26,7 +26,7 @@ from types import FrameType
 
 from asyncrl.errors import DeadlineError
 from asyncrl.launch.views.log_end import why_it_ended
-from asyncrl.stop_signals import stop_signals
+from asyncrl.system.stop_signals import stop_signals
 
 TAIL_LINES = 25
 PR_SET_PDEATHSIG = 1

@@ -27,10 +27,10 @@ from threading import Thread
 import msgpack
 
 from asyncrl.config.schema import CheckpointConfig
-from asyncrl.disk import sync_folder
 from asyncrl.errors import ConfigError, DeadlineError
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.remote.remote_model import RemoteModel
+from asyncrl.system.disk import sync_folder
 from asyncrl.types import Version
 
 log = logging.getLogger(__name__)

@@ -22,11 +22,11 @@ from asyncrl.learner.startup import open_trainer
 from asyncrl.learner.training import requirements
 from asyncrl.queue.client.client import BlockingClient
 from asyncrl.rpc.keys import ClientKeys, client_keys
-from asyncrl.stop_signals import stop_signals
 from asyncrl.sync.channels.torch_transport import own_host
 from asyncrl.sync.factory import open_publisher
 from asyncrl.sync.store.stored_publisher import StoredPublisher
 from asyncrl.sync.stream.publisher import Publisher
+from asyncrl.system.stop_signals import stop_signals
 from asyncrl.telemetry.status import ProcessStatus
 
 log = logging.getLogger(__name__)

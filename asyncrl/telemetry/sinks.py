@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from asyncrl.disk import replace_text, writing
 from asyncrl.errors import ConfigError
+from asyncrl.system.disk import replace_text, writing
 
 
 class Sink(Protocol):

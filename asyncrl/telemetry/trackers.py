@@ -14,8 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from asyncrl.disk import replace_text
 from asyncrl.errors import ConfigError
+from asyncrl.system.disk import replace_text
 from asyncrl.telemetry.sinks import Sink
 
 

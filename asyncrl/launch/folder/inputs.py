@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.load import OWN_EYES
-from asyncrl.disk import replace_text
 from asyncrl.errors import TaskError
+from asyncrl.system.disk import replace_text
 from asyncrl.types import Task
 
 FOLDER = "inputs"

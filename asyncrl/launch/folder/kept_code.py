@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.schema import Config
-from asyncrl.disk import replace_text
+from asyncrl.system.disk import replace_text
 
 FILE = "code.json"
 PACKAGE = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from asyncrl.disk import replace_text
+from asyncrl.system.disk import replace_text
 from asyncrl.telemetry.status import LATE, UNDER_WAY, ProcessStatus, without_timely_calls
 
 SUFFIX = ".report.json"

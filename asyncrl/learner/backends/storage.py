@@ -26,8 +26,8 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.rules import require
-from asyncrl.disk import writing
 from asyncrl.learner.models.roles import POLICY
+from asyncrl.system.disk import writing
 
 warnings.filterwarnings(
     "ignore", message="torch.distributed is disabled", category=UserWarning

@@ -14,9 +14,9 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from asyncrl.disk import replace_text
 from asyncrl.learner.reporting.evaluation import ACCURACY, PREFIX
 from asyncrl.sync.stream.publisher import PublishReport
+from asyncrl.system.disk import replace_text
 from asyncrl.telemetry.sinks import json_numbers
 from asyncrl.telemetry.spans import busy_share
 from asyncrl.telemetry.status import without_timely_calls

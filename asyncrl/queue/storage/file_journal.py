@@ -21,9 +21,9 @@ from pathlib import Path
 
 import msgpack
 
-from asyncrl.disk import sync_folder, writing
 from asyncrl.errors import JournalError
 from asyncrl.queue.storage.journal import LEAST_OVERGROWN, Growth, batches, join, split
+from asyncrl.system.disk import sync_folder, writing
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import msgpack
 
-from asyncrl.disk import sync_folder, writing
 from asyncrl.queue.storage.store import Frames, PayloadKey
+from asyncrl.system.disk import sync_folder, writing
 
 log = logging.getLogger(__name__)
 

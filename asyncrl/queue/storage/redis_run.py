@@ -19,7 +19,7 @@ from redis.client import Pipeline
 
 from asyncrl.errors import ConfigError, JournalError
 from asyncrl.masking import masked_url
-from asyncrl.redis_place import DEADLINE_S, open_redis, patiently, refused
+from asyncrl.system.redis_place import DEADLINE_S, open_redis, patiently, refused
 
 KEY = "queue.redis_url"
 

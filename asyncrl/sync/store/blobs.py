@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from asyncrl.disk import sync_folder
 from asyncrl.errors import WeightSyncError, WireError
+from asyncrl.system.disk import sync_folder
 
 KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
 """No parent folder, no hidden file."""

@@ -18,8 +18,8 @@ import redis
 
 from asyncrl.errors import WeightSyncError
 from asyncrl.masking import masked_url
-from asyncrl.redis_place import DEADLINE_S, open_redis, patiently, refused
 from asyncrl.sync.store.blobs import Bytes, checked, ends_early, missing
+from asyncrl.system.redis_place import DEADLINE_S, open_redis, patiently, refused
 
 CHUNK = 64 << 20
 """Bytes."""

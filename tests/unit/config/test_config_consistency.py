@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.config import VERSION
 from asyncrl.config.config_consistency import (
     AGREED,
     ASIDE,
@@ -24,7 +25,6 @@ from asyncrl.config.schema import BatchConfig, Config, GeneratorConfig, ModelCon
 from asyncrl.config.sections.placement import PlaceConfig, PlacementConfig
 from asyncrl.config.sections.reward import RewardConfig
 from asyncrl.errors import ConfigError
-from asyncrl.version import VERSION
 
 CONFIG = Config(
     run=RunConfig(name="it"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.disk import writing
+from asyncrl.system.disk import writing
 
 
 @pytest.mark.parametrize("exists", [True, False])

@@ -1,0 +1,1 @@
+"""The machine below: files that are replaced whole, signals that end a process, places in Redis."""
