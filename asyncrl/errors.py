@@ -124,7 +124,7 @@ class WireError(AsyncRLError):
 
 
 class RefusedError(AsyncRLError):
-    """The queue refused a request. `reason` is a short literal, e.g. 'fenced'; the text says the rest."""
+    """The queue refused a request. `reason` is a short literal, e.g. 'fenced'; the text has the details."""
 
     exit_code = 8
 
@@ -151,7 +151,7 @@ class DeadlineError(AsyncRLError):
 class ProcessDiedError(AsyncRLError):
     """A process of the run ended by itself. The text names it, its exit code and its last log lines.
 
-    code: with which it ended. One that says why, of those above, is that of the launcher too.
+    code: with which it ended. A code of one of the errors above becomes the launcher's own.
 
     >>> [ProcessDiedError("learner ended", code).exit_code for code in (1, -9, 4, 9)]
     [5, 5, 4, 9]
@@ -212,12 +212,14 @@ class TrainingError(AsyncRLError):
 
 
 class BehaviourMismatchError(TrainingError):
-    """What an engine recorded of its tokens is not what the learner finds with the same weights; the text says which
-    engine, which version, how far they are apart and what is allowed."""
+    """The log-probs that an engine recorded differ from those that the learner computes with the same weights.
+
+    The text names the engine, the version, the difference and the limit.
+    """
 
 
 def first_failure(failures: BaseExceptionGroup[AsyncRLError]) -> AsyncRLError:
-    """Of loops that fail one after another; the first one to do so is why."""
+    """The first error of loops that fail one after another, which is the cause of the others."""
     found = failures.exceptions[0]
     return first_failure(found) if isinstance(found, BaseExceptionGroup) else found
 

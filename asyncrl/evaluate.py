@@ -67,7 +67,7 @@ class Evaluator:
         return {name: len(tasks) for name, tasks in self._tasks.items()}
 
     def held_out(self, weights: Mapping[str, Tensor] | None = None, name: str = MAIN) -> Group:
-        """The rollouts of each held-out task of a set, greedy unless `evaluation` says otherwise; with `weights`
+        """The rollouts of each held-out task of a set, greedy unless `evaluation` sets a temperature; with `weights`
         (checkpoint names, whole tensors) loaded first, which the embedded engine takes."""
         if weights is not None:
             engine = cast(LocalEngine, self._engine)
@@ -170,7 +170,7 @@ def _load_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
 
 
 def _frame(config: Config) -> SourceConfig:
-    """How prompts of `tasks` are framed."""
+    """The framing of prompts of `tasks`."""
     sources: list[SourceConfig] = [*config.tasks.sources.values()] or [config.tasks]
     require(
         len({(source.system, source.chat) for source in sources}) == 1,

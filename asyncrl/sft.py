@@ -1,6 +1,6 @@
 """Supervised warm-up: teach a model the 'target' texts of the training tasks before reinforcement learning.
 
-Of rollouts of several turns, 'target' is a list: what to say in each turn, in the environment of the run.
+Of rollouts of several turns, 'target' is a list: the text of each turn, in the environment of the run.
 
     tasks ─▸ prompt + target + end token ─▸ accumulate ─▸ optimizer step
                                                            every `sft.every` steps: held-out accuracy
@@ -104,7 +104,9 @@ def supervised_batches(
 ) -> Iterator[MicroBatch]:
     """`sft.batch_size` examples each, every advantage 1, in the stream's order, for as long as it lasts."""
     size, ordinal = config.sft.batch_size, 0
-    examples = _recited(tokenizer, config) if config.agent.several_turns else partial(_examples, tokenizer)
+    examples = (
+        _demonstrated(tokenizer, config) if config.agent.several_turns else partial(_examples, tokenizer)
+    )
     while True:
         tasks = [stream.task_at(ordinal + i) for i in range(size)]
         rollouts = zip(tasks, examples(tasks), strict=True)
@@ -113,10 +115,12 @@ def supervised_batches(
         ordinal += size
 
 
-def _recited(tokenizer: PreTrainedTokenizerBase, config: Config) -> Callable[[Sequence[Task]], list[Rollout]]:
-    """Of several turns."""
-    recital, loop = Demonstration(tokenizer, config), asyncio.Runner()
-    return lambda tasks: loop.run(all_of(map(recital.rollout, tasks)))
+def _demonstrated(
+    tokenizer: PreTrainedTokenizerBase, config: Config
+) -> Callable[[Sequence[Task]], list[Rollout]]:
+    """Rollouts of several turns."""
+    demonstration, loop = Demonstration(tokenizer, config), asyncio.Runner()
+    return lambda tasks: loop.run(all_of(map(demonstration.rollout, tasks)))
 
 
 def _examples(tokenizer: PreTrainedTokenizerBase, tasks: Sequence[Task]) -> list[Rollout]:
@@ -124,7 +128,7 @@ def _examples(tokenizer: PreTrainedTokenizerBase, tasks: Sequence[Task]) -> list
 
 
 def _example(task: Task, tokenizer: PreTrainedTokenizerBase) -> Rollout:
-    """The task's target as if the policy had said it."""
+    """The task's target as a turn of the policy."""
     target = task.data.get("target")
     if not isinstance(target, str):
         raise TaskError(f"task {task.ordinal} has no 'target' text, which supervised training needs")

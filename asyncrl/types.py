@@ -71,7 +71,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens were (or are to be) drawn. It travels with every group: the learner applies the same transform.
+    """The way in which tokens were (or are to be) drawn. It travels with every group: the learner transforms alike.
 
     temperature  0 means greedy
     max_tokens   most output tokens of one turn
@@ -96,7 +96,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a reward function says of one step of an answer, `text[start:stop]`, for algorithms that credit steps.
+    """The reward of one step of an answer, `text[start:stop]`, for algorithms that credit steps.
 
     start, stop  characters of the text, `stop` excluded
     reward       the step's own, beside the parts of the whole answer
@@ -112,11 +112,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """What a reward function may return in place of a number or of parts by name.
+    """A return value of reward functions in place of a number or of parts by name.
 
     parts   the reward of the whole answer: a number, or its parts by name, at least one
     steps   in the text's order, without overlap; what lies between two steps belongs to none. None: no steps at all
-    answer  what the text comes to, by which rollouts of a task are told to agree. None: the function found none
+    answer  what the text comes to, by which the rollouts of a task are compared. None: the function found none
     """
 
     parts: float | Mapping[str, float]
@@ -249,7 +249,7 @@ class Group:
 
 
 def oldest_version(versions: Iterable[Version]) -> Version:
-    """Of those that made something; NO_VERSION: none did."""
+    """Over those that made something; NO_VERSION: none did."""
     return min((version for version in versions if version != NO_VERSION), default=NO_VERSION)
 
 

@@ -184,7 +184,7 @@ async def _loop(config: Config) -> list[list[Group]]:
 
 
 async def _groups(config: Config, rollouts: Rollouts, tasks: Iterator[Task]) -> list[Group]:
-    """Of one version. Dropped groups are replaced, as by a worker."""
+    """The groups of one version. Dropped ones are replaced, as by a worker."""
     kept: list[Group] = []
     for _ in range(MOST_ROUNDS):
         some = islice(tasks, config.batch.groups)

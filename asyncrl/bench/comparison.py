@@ -1,4 +1,4 @@
-"""How much faster one way is than another, from runs of both that alternate. Pure.
+"""The speed of one way relative to another, from runs of both that alternate. Pure.
 
 One repetition has one run of each way, so what the machine does meanwhile touches both; the ratio is taken within a
 repetition. The interval is Student's over the logarithms of these ratios.
@@ -40,14 +40,14 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """Of the shortest run: its versions and seconds without warm-up, and the warm-up's versions."""
+    """The shortest run: its versions and seconds without warm-up, and the warm-up's versions."""
 
     versions: int
     seconds: float
     warm_up: int
 
     def versions_for(self, seconds: float) -> int:
-        """How many versions a run needs to have so many seconds at this pace.
+        """The number of versions that take a run `seconds` at this pace.
 
         >>> Length(versions=10, seconds=5.0, warm_up=3).versions_for(60.0)
         123
@@ -56,7 +56,7 @@ class Length:
 
 
 def claim(ratio: Ratio, length: Length, least_s: float) -> str:
-    """What the measurement supports: a ratio with its interval, or why it supports none."""
+    """The result that the measurement supports: a ratio with its interval, or why it supports none."""
     if length.seconds < least_s:
         needed = length.versions_for(least_s)
         return (
@@ -72,5 +72,5 @@ def claim(ratio: Ratio, length: Length, least_s: float) -> str:
 
 
 def shortest(lengths: Mapping[str, Sequence[Length]]) -> Length:
-    """Of all runs of all ways."""
+    """Over all runs of all ways."""
     return min((length for runs in lengths.values() for length in runs), key=lambda length: length.seconds)

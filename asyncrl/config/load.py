@@ -175,7 +175,7 @@ def _settings_of_file(path: Path, including: tuple[Path, ...], read: list[Path])
 
 
 def _includes(tree: dict[str, Any], path: Path) -> list[str]:
-    """What a file names under `include`, which is taken out of `tree`."""
+    """The files under `include`, which is taken out of `tree`."""
     includes = tree.pop("include", None) or []
     names = includes if isinstance(includes, list) else [includes]
     if not all(isinstance(name, str) for name in names):

@@ -1,4 +1,4 @@
-"""What to write instead of a key or a value that is refused."""
+"""Suggestions in place of a key or a value that is refused."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def kinds(hint: Any) -> tuple[Any, ...]:
 
 
 def in_words(hint: Any) -> str:
-    """What a value of this type is.
+    """A description of the values of a type.
 
     >>> in_words(int), in_words(float | None), in_words(typing.Literal["stop", "skip"])
     ('a whole number', 'a number, or null', 'stop or skip')

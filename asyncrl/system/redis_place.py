@@ -77,7 +77,7 @@ def patiently(command: Callable[[], Any], *, who: str, where: str, key: str, dea
 
 
 def refused(error: redis.RedisError, where: str, key: str) -> ConfigError:
-    """Of a server that does not take our name and password."""
+    """The error for a server that refuses the name and password."""
     return ConfigError(
         key,
         where,

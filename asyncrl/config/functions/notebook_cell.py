@@ -62,7 +62,7 @@ class _Module:
         return "\n".join([HEADER.format(name=name) + paths, *self._parts.values()])
 
     def _add(self, name: str, value: Any) -> None:
-        """What binds `name` to `value`, after what that needs. A function may need itself."""
+        """Statements that bind `name` to `value`, after those that it needs. A function may need itself."""
         if name in self._parts:
             return
         if statement := self._import(name, value):

@@ -85,7 +85,7 @@ def check_arguments(function: Callable[..., Any], spec: str, key: str, *names: s
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    """None for what does not say how it is called, as some functions written in C."""
+    """The signature; None if there is none to inspect, as for some functions written in C."""
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):
@@ -101,7 +101,7 @@ def _takes(signature: inspect.Signature, count: int) -> bool:
 
 
 def _around(shape: Shape, spec: str, signature: inspect.Signature) -> str:
-    """What to write around a function of another trainer."""
+    """The wrapper to write around a function of another trainer."""
     prompts = "prompts=[task.prompt] * len(texts), " if "prompts" in signature.parameters else ""
     code = shape.instead.format(name=spec.rpartition(":")[2], prompts=prompts)
     return f"put a function around it, and name that one: {code}"

@@ -29,7 +29,7 @@ UNSHAPED = ("gdpo", "distill")
 
 @dataclass(frozen=True)
 class ShapingConfig(Section):
-    """What is added to the reward of a rollout before advantages are made of it."""
+    """Terms that are added to the reward of a rollout before advantages are made of it."""
 
     kl_coef: NotNegative = key(
         0.0, "β: −β · KL(π_p‖reference) of each token in the reward; above 0 it needs a reference"
@@ -286,7 +286,7 @@ class AlgorithmConfig(Section):
 
     @property
     def weighs_behaviour(self) -> bool:
-        """Whether π/μ, μ as recorded, is a factor of each token's gradient. What an own loss does is its business."""
+        """Whether π/μ, μ as recorded, is a factor of each token's gradient. An own loss decides for itself."""
         if self.own_loss or self.loss in OWN_WEIGHTS or self.correction.kind != "none":
             return True
         return self.proximal == "behaviour" and self.loss not in WITHOUT_RATIO

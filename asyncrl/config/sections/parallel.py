@@ -12,7 +12,7 @@ from asyncrl.config.sections.rules import Section, key
 
 @dataclass(frozen=True)
 class ParallelConfig(Section):
-    """What these axes leave of the processes shards parameters, gradients and optimizer (FSDP)."""
+    """The processes beyond these axes shard parameters, gradients and optimizer (FSDP)."""
 
     tensor: Processes = key(1, "processes that share each matrix; they learn from the same groups")
     sequence: bool = key(True, "with tensor > 1: what stands between the matrices is shared too, by tokens")

@@ -89,5 +89,5 @@ class PlacementConfig(Section):
 
     @property
     def pools(self) -> Mapping[str, PlaceConfig]:
-        """What runs in processes of its own, by name."""
+        """Models that run in processes of their own, by name."""
         return {name: place for name, place in self.places.items() if place.where == "pool"}
