@@ -9,6 +9,7 @@ import pytest
 import yaml
 from pages import blocks, text_of
 
+from asyncrl.config.limits import check
 from asyncrl.config.schema import GeneratorConfig
 from asyncrl.config.sections.generator import ServerConfig
 from asyncrl.errors import ConfigError
@@ -22,7 +23,9 @@ PAGE = text_of("docs/engines.md")
 
 def generator(**settings: Any) -> GeneratorConfig:
     server = ServerConfig(**settings.pop("server", {}))
-    return GeneratorConfig(**settings, server=server)
+    section = GeneratorConfig(**settings, server=server)
+    check(section, "generator")
+    return section
 
 
 def test_the_settings_are_valid() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from asyncrl.config.functions.function_spec import load_function
+from asyncrl.config.limits import check
 from asyncrl.config.schema import RewardConfig
 from asyncrl.errors import ConfigError, RewardFailedError
 from asyncrl.generator.scoring.failure_limit import FIRST, LATER, LEAST
@@ -171,7 +172,7 @@ async def test_answers_that_may_count_as_0_fail_no_task_that_has_good_ones() -> 
 @pytest.mark.parametrize("share", [0.0, -0.5, 1.5])
 def test_a_share_that_is_none_is_refused(share: float) -> None:
     with pytest.raises(ConfigError, match=r"reward.max_failed_share = .* is a share"):
-        config(max_failed_share=share)
+        check(config(max_failed_share=share), "reward")
 
 
 async def test_failures_of_one_task_count_once() -> None:
