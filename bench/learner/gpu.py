@@ -25,7 +25,7 @@ from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.reporting.device import measured_peak_flops, peak_memory_bytes, this_device
 from asyncrl.learner.reporting.flops import TrainingFlops, squares
 from asyncrl.learner.training.version_step import version_step
-from asyncrl.models import load_config as load_model_config
+from asyncrl.models import load_model_config
 from asyncrl.types import Group
 from bench.learner.clock import CLOCKS
 from bench.learner.model import config_of, groups_of

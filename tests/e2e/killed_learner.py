@@ -21,17 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl import cli
-from asyncrl.learner import checkpoint
+from asyncrl.learner import checkpoint, process
 from asyncrl.learner.backends import storage
 from asyncrl.learner.training import version_step
-from asyncrl.sync import factory
 
 RANK = os.environ.get("RANK", "0")
 
 
 def note_hashes(notes: Path) -> None:
     """One line per version that this rank publishes: of its shards, in the order of their names."""
-    open_publisher = factory.open_publisher
+    open_publisher = process.open_publisher
 
     def opened(*words: Any) -> Any:
         publisher = open_publisher(*words)
@@ -47,7 +46,7 @@ def note_hashes(notes: Path) -> None:
         publisher.publish = noted
         return publisher
 
-    factory.open_publisher = opened
+    process.open_publisher = opened
 
 
 def stand_still(notes: Path) -> None:

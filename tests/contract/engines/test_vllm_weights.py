@@ -182,7 +182,7 @@ sys.path[:0] = ["tests", "tests/contract/engines"]
 from pathlib import Path
 import psutil
 from engine_cases import vllm_config
-from asyncrl.config.schema import VllmConfig
+from asyncrl.config.sections.generator import VllmConfig
 from asyncrl.generator.engines.vllm.vllm_engine import VllmEngine
 
 async def main():

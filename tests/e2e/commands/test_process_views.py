@@ -22,7 +22,7 @@ from asyncrl.launch.supervise import die_with_parent
 
 pytestmark = pytest.mark.slow
 
-ROWS, COLUMNS = 50, 100
+ROWS, COLUMNS = 50, 160
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 CTRL_C = b"\x03"
 
@@ -44,7 +44,7 @@ class Terminal:
             stdin=slave,
             stdout=slave,
             stderr=slave,
-            env={**ENV, "TERM": "xterm"},
+            env={**ENV, "TERM": "xterm", "COLUMNS": str(COLUMNS), "LINES": str(ROWS)},
             start_new_session=True,
             preexec_fn=_in_terminal,
             text=True,

@@ -1,10 +1,12 @@
-"""`asyncrl.train` without a YAML file, for real: from cells, and from a kernel of Jupyter where there is one."""
+"""`asyncrl.train` without a YAML file, for real: from cells, and from a kernel of Jupyter."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import nbclient
+import nbformat
 import pytest
 from cells import session
 from processes import finished, started
@@ -77,11 +79,6 @@ def test_the_page_trains(model_folder: Path, tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.timeout(300)
 def test_a_notebook_trains(model_folder: Path, tmp_path: Path) -> None:
-    pytest.importorskip("ipykernel", reason="no Jupyter kernel here: pip install ipykernel nbclient")
-    nbclient = pytest.importorskip(
-        "nbclient", reason="no Jupyter client here: pip install ipykernel nbclient"
-    )
-    nbformat = pytest.importorskip("nbformat")
     given = f"MODEL, RUNS = {str(model_folder)!r}, {str(tmp_path)!r}\n"
     show = "print(repr(result)); print([row['version'] for row in result.rows])"
     new = nbformat.v4

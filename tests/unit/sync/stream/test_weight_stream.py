@@ -148,12 +148,12 @@ CHILD = """
 import json, sys, torch
 import asyncrl.sync.stream.link as link
 from asyncrl.config.schema import SyncConfig
-from asyncrl.sync.tensors.bucket import views
+from asyncrl.sync.tensors.bucket import bucket_views
 from asyncrl.sync.layout.layout import from_wire
 from asyncrl.sync.stream.subscriber import Subscriber
 
 def receive_one_bucket_and_hang(source, shards, channel, *more):
-    channel.recv_parts(views(source.buckets[0], shards)).wait(20.0)
+    channel.recv_parts(bucket_views(source.buckets[0], shards)).wait(20.0)
     print("mid-transfer", flush=True)
     sys.stdin.read()
 
