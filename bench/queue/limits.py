@@ -1,4 +1,4 @@
-"""What no queue on this machine can pass: one thread's copy, the disk with fsync, the ledger alone."""
+"""Limits that no queue on this machine can pass: one thread's copy, the disk with fsync, the ledger alone."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
+from asyncrl.queue.ledger import generator_commands, learner_commands
 from asyncrl.queue.ledger.ledger import Ledger
+from asyncrl.queue.protocol import requests as rq
 from asyncrl.queue.protocol.settings import StreamSettings
+from asyncrl.types import TRAIN
 
 COPY_BYTES = 64 << 20
 """More than a cache holds."""
@@ -58,20 +61,51 @@ def ledger_transitions_per_s() -> float:
     ledger = Ledger(lambda event: None)
     ledger.open(settings, None)
     ledger.submit(0, (STEPS + 16) * STEP)
-    epoch = ledger.state.learner_epoch
     started = time.perf_counter()
     for step in range(STEPS):
-        while grants := ledger.lease("worker", HELD, ledger.state.lineage, 8, 0.0):
-            for grant in grants:
-                ledger.commit(grant.ordinal, grant.epoch, 4096, 70_000, HELD, grant.ordinal, ("rewards",))
-        index, last = 0, False
-        while not last:
-            claimed = ledger.claim(epoch, step, index, 0, 8 * 4096, whole=False)
-            assert claimed is not None
-            index, last = index + 1, claimed.last
-        ledger.trained(epoch, step)
-        ledger.checkpointed(epoch, step + 1)
+        _generate(ledger)
+        _train(ledger, step)
     return 4 * STEPS * STEP / (time.perf_counter() - started)
+
+
+def _generate(ledger: Ledger) -> None:
+    """Lease and commit all that may be leased."""
+    lineage = ledger.state.lineage
+    request = rq.LeaseRequest(stream=TRAIN, held=HELD, lineage=lineage, most=8)
+    while grants := generator_commands.lease(ledger, request, "worker", 0.0):
+        for ordinal, epoch in grants:
+            commit = rq.CommitRequest(
+                stream=TRAIN,
+                ordinal=ordinal,
+                epoch=epoch,
+                tokens=4096,
+                nbytes=70_000,
+                start_version=HELD,
+                digest=ordinal,
+                columns=("rewards",),
+            )
+            generator_commands.commit(ledger, commit)
+
+
+def _train(ledger: Ledger, step: int) -> None:
+    """Claim a step in one or more claims, and report it as trained and saved."""
+    epoch = ledger.state.learner_epoch
+    index, last = 0, False
+    while not last:
+        claim = rq.ClaimRequest(
+            stream=TRAIN,
+            learner_epoch=epoch,
+            step=step,
+            index=index,
+            rank=0,
+            max_tokens=8 * 4096,
+            whole=False,
+        )
+        claimed = learner_commands.claim(ledger, claim)
+        assert claimed is not None
+        index, last = index + 1, claimed.last
+    learner_commands.trained(ledger, rq.TrainedRequest(stream=TRAIN, learner_epoch=epoch, step=step))
+    learner_commands.checkpointed(ledger, epoch, step + 1)
 
 
 def _seconds(work: Callable[[], object]) -> float:

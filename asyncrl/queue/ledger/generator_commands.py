@@ -6,6 +6,7 @@ A lease is for a task, or for one stage of a ready group; both end, expire and a
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import NamedTuple
 
 from asyncrl.errors import RefusedError
@@ -19,6 +20,9 @@ from asyncrl.types import NO_VERSION
 
 MAX_PROGRESS = 64 << 20
 """Bytes that are kept of an unfinished task."""
+
+
+_COMMITTED = attrgetter(*ev.Committed._fields)
 
 
 class Grant(NamedTuple):
@@ -83,8 +87,10 @@ def commit(ledger: Ledger, request: rq.CommitRequest) -> bool:
         held = item.held
         ledger.apply(ev.Requeued(ordinal, "stale"))
         raise RefusedError("stale", f"a token of version {request.start_version} under a lease for {held}")
-    facts = {name: getattr(request, name) for name in ev.Committed._fields}
-    ledger.apply(ev.Committed(**facts)._replace(columns=tuple(sorted(request.columns))))
+    committed = ev.Committed._make(_COMMITTED(request))
+    if len(request.columns) > 1:
+        committed = committed._replace(columns=tuple(sorted(request.columns)))
+    ledger.apply(committed)
     return True
 
 
