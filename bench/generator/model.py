@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ learner: {{threads: 1, micro_batch_tokens: 4096}}
 """
 
 
-def write_model(folder: Path, sizes: dict[str, int]) -> None:
+def write_model(folder: Path, sizes: Mapping[str, Any]) -> None:
     """Random weights: of a token to end with, one in 8192."""
     write_model_folder(folder)
     Qwen2Config(

@@ -7,7 +7,7 @@ import asyncio
 import itertools
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -33,7 +33,7 @@ async def main() -> None:
         watched.append(Watched(load(*args), SLOTS))
         return watched[0]
 
-    process.load_engine = load_watched
+    process.load_engine = cast(Any, load_watched)
     worker = asyncio.create_task(process.run_generator(config, name="pool"))
     orders = asyncio.create_task(_obey(talk, watched))
     done, _ = await asyncio.wait({worker, orders}, return_when=asyncio.FIRST_COMPLETED)
@@ -73,7 +73,7 @@ async def _alone(watched: Watched, seconds: float, numbers: itertools.count[int]
 async def _endless(watched: Watched, numbers: itertools.count[int]) -> None:
     for number in numbers:
         # As different from each other as those of tasks: an engine may remember prompts.
-        prompt = np.array([1 + int(digit) for digit in task_at(number).prompt], np.int64)
+        prompt = np.array([1 + int(digit) for digit in str(task_at(number).prompt)], np.int64)
         sampling = Sampling(max_tokens=MEAN)
         await watched.engine.sample(SampleRequest(f"alone/{number}", prompt, sampling, number, GROUP))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ learner: {{micro_batch_tokens: {tokens}, optimizer: {{lr: 1.0e-6, warmup_steps: 
 """The scripted engine: the log-probs of these rollouts are made up, and nobody is to compare them."""
 
 
-def write_model(folder: Path, sizes: dict[str, int]) -> None:
+def write_model(folder: Path, sizes: Mapping[str, Any]) -> None:
     """Configuration and a tokenizer, which TRL asks for."""
     write_model_folder(folder)
     Qwen2Config(

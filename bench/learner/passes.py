@@ -37,7 +37,7 @@ def main() -> None:
         kind: MicroBatch.of(groups_of(samples(kind, groups, said["scale"])))
         for kind, groups in said["groups"].items()
     }
-    ways = {"packed": Packed(config), "padded": Padded(config)}
+    ways: dict[str, Packed | Padded] = {"packed": Packed(config), "padded": Padded(config)}
     talk.tell("ready")
     while (order := talk.hears()) is not None:
         way, batch = ways[order["way"]], rollouts[order["kind"]]

@@ -25,7 +25,7 @@ from asyncrl.queue.feeder import feed
 from asyncrl.queue.protocol.replies import Claim, Lease
 from asyncrl.queue.protocol.settings import StreamSettings
 from asyncrl.rpc.keys import client_keys, make_keys, server_keys
-from asyncrl.types import Group, Sampling, Task
+from asyncrl.types import Finish, Group, Sampling, Task
 from bench.queue.endpoint import Run
 from bench.queue.load import AHEAD, DEPTH, IN_FLIGHT, POOL, ROWS, Arrays, Columns, Load
 from bench.queue.redis_server import redis_server
@@ -174,13 +174,18 @@ def _client(address: list[str | None], who: str) -> QueueClient:
 
 
 def group_of(task: Task, columns: Arrays) -> Group:
+    flat = {name: np.reshape(column, -1) for name, column in columns.items()}
+    finish: list[Finish] = ["stop"] * ROWS
     return Group(
         task=task,
-        sampling=Sampling(),
-        finish=("stop",) * ROWS,
+        token_ids=flat["token_ids"],
+        logprobs=flat["logprobs"],
+        loss_mask=flat["loss_mask"],
+        versions=flat["versions"],
         lengths=np.full(ROWS, len(columns["token_ids"][0]), np.int64),
         rewards=np.ones(ROWS, np.float32),
-        **{name: np.reshape(column, -1) for name, column in columns.items()},
+        sampling=Sampling(),
+        finish=tuple(finish),
     )
 
 

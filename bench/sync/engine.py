@@ -7,11 +7,11 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from asyncrl.config.schema import SyncConfig
 from asyncrl.generator.engines.engine import SampleRequest
@@ -76,7 +76,7 @@ class OneLearner:
         return {"endpoint": self.endpoints[rank], "world": len(self.endpoints), "lineage": 1}
 
 
-def model_of(millions: int) -> torch.nn.Module:
+def model_of(millions: int) -> PreTrainedModel:
     hidden, inner, layers, heads, kv_heads, vocabulary = SHAPES[millions]
     config = Qwen2Config(
         vocab_size=vocabulary,
@@ -85,7 +85,7 @@ def model_of(millions: int) -> torch.nn.Module:
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        head_dim=HEAD,
+        head_dim=HEAD,  # type: ignore[call-arg]  # Qwen2's model reads it all the same
         tie_word_embeddings=True,
     )
     return AutoModelForCausalLM.from_config(
@@ -96,7 +96,12 @@ def model_of(millions: int) -> torch.nn.Module:
 async def run(talk: Talk, said: dict[str, Any]) -> None:
     if said["link_bytes_per_s"]:
         opened = link.open_channel
-        link.open_channel = lambda *of, **more: SlowChannel(opened(*of, **more), said["link_bytes_per_s"])  # type: ignore[assignment]
+
+        def open_slow(*of: Any, **more: Any) -> SlowChannel:
+            channel = cast(SharingChannel, opened(*of, **more))
+            return SlowChannel(channel, said["link_bytes_per_s"])
+
+        link.open_channel = cast(Any, open_slow)
     engine = TransformersEngine(
         model_of(said["millions"]), slots=SLOTS, max_length=LENGTH, end_ids=(), version=0, fixed_shape=False
     )
