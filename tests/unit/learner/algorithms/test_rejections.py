@@ -56,6 +56,17 @@ def test_by_hand(raw: list[float], reject: str, low: float | None, high: float, 
     assert kept(raw, reject, high, low) == expected
 
 
+@pytest.mark.parametrize("reject", sorted(REJECTIONS))
+def test_tokens_outside_the_mask_have_no_part(reject: str) -> None:
+    config = CorrectionConfig(reject=reject, reject_high=1.5)
+    mask_N, seq_N = torch.tensor([False, True, True, False, True]), torch.tensor([0, 0, 0, 1, 1])
+    clean_N, spoiled_N = (
+        rejections.kept(f64([outside, 1.0, 1.1, outside, 0.9]).log(), mask_N, seq_N, 2, config, alone)
+        for outside in (1.0, 1e6)
+    )
+    assert clean_N.tolist() == spoiled_N.tolist() == mask_N.tolist()
+
+
 @pytest.mark.parametrize(
     ("tau", "expected"),
     [
