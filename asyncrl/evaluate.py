@@ -19,7 +19,8 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sections.rules import require
 from asyncrl.config.sections.tasks import MAIN, EvaluationSet, SourceConfig
 from asyncrl.errors import ConfigError
-from asyncrl.generator.engines.engine import Engine, LocalEngine, Sampler, SampleRequest
+from asyncrl.generator.engines.engine import Engine, Sampler, SampleRequest
+from asyncrl.generator.engines.receiver import LocalEngine
 from asyncrl.generator.engines.transformers.transformers_engine import load_transformers_engine
 from asyncrl.generator.process import load_engine
 from asyncrl.generator.rollouts import Rollouts
@@ -27,7 +28,7 @@ from asyncrl.generator.scoring.rewards import Scorer
 from asyncrl.learner import checkpoint
 from asyncrl.learner.reporting.heldout import of_group, scores
 from asyncrl.models import policy_tokenizer
-from asyncrl.tasks.reader import framed
+from asyncrl.tasks.rows import framed
 from asyncrl.tasks.source import held_out
 from asyncrl.telemetry.bars import progress_of
 from asyncrl.types import Group, Task, Turn
@@ -71,7 +72,7 @@ class Evaluator:
         (checkpoint names, whole tensors) loaded first, which the embedded engine takes."""
         if weights is not None:
             engine = cast(LocalEngine, self._engine)
-            self._loop.run(engine.flip(weights, engine.version + 1))
+            self._loop.run(engine.flip(weights, self._engine.version + 1))
         exam = Task(0, "", {})
         made = self._rollouts.evaluate(exam, self._tasks[name], f"held-out/{name}", name)
         samples = self._config.evaluation.named_sets[name].samples * len(self._tasks[name])

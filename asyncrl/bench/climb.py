@@ -33,8 +33,8 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import TrainingError
 from asyncrl.generator.engines.transformers.transformers_engine import load_transformers_engine
 from asyncrl.generator.rollouts import Rollouts
-from asyncrl.generator.scoring.group_filter import passes_filter
 from asyncrl.generator.scoring.rewards import Scorer
+from asyncrl.generator.scoring.scores import passes_filter
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.training import requirements
 from asyncrl.learner.training.version_step import version_step

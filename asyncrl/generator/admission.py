@@ -10,6 +10,10 @@ The queue's staleness bound stands above it: this limits only the leases that ar
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+
+from asyncrl.config.schema import Config
+from asyncrl.config.sections.rules import require
 
 LEAD = 0.25
 """Samples waiting beyond the slots, as a share of them: prompts at hand when slots fall free."""
@@ -20,6 +24,10 @@ CUT = 0.75
 CALM = 0.9
 """Share of the KV memory in use below which the limit rises."""
 
+LOOK_S = 0.05
+"""Poll interval of the engine's samples while it has enough. Also how long a new lease counts with all of its samples:
+by then the engine has them."""
+
 
 class Admission:
     """slots: samples that the engine decodes at once · group: samples of one lease · limit: samples to be under way"""
@@ -29,6 +37,30 @@ class Admission:
         self._most = float(slots + max(group, math.ceil(LEAD * slots)))
         self.limit = self._most
         self._preemptions = 0.0
+
+    @staticmethod
+    def from_config(config: Config) -> Admission:
+        """Raises ConfigError if the slots hold no group."""
+        slots, samples = config.generator.slots, config.batch.group_size + config.greedy_rollout
+        greedy = " and a greedy rollout" if config.greedy_rollout else ""
+        require(
+            samples <= slots,
+            "generator.slots",
+            slots,
+            f"must hold one group of batch.group_size={config.batch.group_size}{greedy}",
+            f"set generator.slots={samples} or more",
+        )
+        return Admission(slots, samples)
+
+    def under_way(self, ages_s: Sequence[float], in_engine: float) -> int:
+        """Samples that the engine has not finished.
+
+        Args:
+            ages_s: Of the leases whose samples are not all made.
+            in_engine: Samples that the engine decodes, or that wait for a slot.
+        """
+        new = sum(age < LOOK_S for age in ages_s)
+        return min(self.group * len(ages_s), self.group * new + int(in_engine))
 
     def observe(self, under_way: int, kv_usage: float, preemptions: float) -> None:
         """Adapt the limit, at a steady pace. preemptions: since the engine's start."""

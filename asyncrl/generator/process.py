@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -13,11 +14,15 @@ from asyncrl.config.config_consistency import check_with_learner
 from asyncrl.config.functions.function_spec import load_function
 from asyncrl.config.schema import Config
 from asyncrl.generator.engines.engine import Engine, Sampler
-from asyncrl.generator.engines.http.server_engine import load_server_engine
+from asyncrl.generator.engines.http.http_engine import HttpEngine
+from asyncrl.generator.engines.http.http_link import HttpLink, key_from, url_of
+from asyncrl.generator.engines.http.server import Server
+from asyncrl.generator.engines.http.sglang_server import SglangServer
+from asyncrl.generator.engines.http.vllm_server import VllmServer
 from asyncrl.generator.engines.receiver import WeightReader
 from asyncrl.generator.engines.retry import RetryingSampler
 from asyncrl.generator.engines.scripted_engine import ScriptedEngine, hashed_script
-from asyncrl.generator.engines.transformers.transformers_engine import load_transformers_engine
+from asyncrl.generator.engines.transformers.transformers_engine import load_end_ids, load_transformers_engine
 from asyncrl.generator.engines.vllm.vllm_engine import load_vllm_engine
 from asyncrl.generator.prober import Prober
 from asyncrl.generator.rollouts import Rollouts
@@ -111,7 +116,8 @@ def load_engine(
     if config.generator.engine == "vllm":
         return load_vllm_engine(config, tokenizer, name, load_weights)
     if config.generator.engine in ("vllm_server", "sglang"):
-        return load_server_engine(config, tokenizer, name)
+        server = load_server(config, name, load_end_ids(config.model, tokenizer))
+        return HttpEngine(server, config.generator)
     model = load_causal_lm(config.model, config.run.seed)
     return ScriptedEngine(
         hashed_script(model.config.get_text_config().vocab_size, config.generator.max_tokens),
@@ -119,6 +125,16 @@ def load_engine(
         max_length=config.generator.max_length,
         parameters=checkpoint_tensors(model),
     )
+
+
+def load_server(config: Config, name: str, end_ids: list[int]) -> Server:
+    """The generator's server by `generator.server`. end_ids: tokens that end an answer. Raises ConfigError."""
+    ours = config.generator.server
+    link = HttpLink(name, url_of(ours.urls, name), ours.deadline_s, key_from(ours.key_variable))
+    if config.generator.engine == "sglang":
+        assert ours.folder is not None
+        return SglangServer(link, config, end_ids, Path(ours.folder) / config.run.name / name)
+    return VllmServer(link, config, end_ids)
 
 
 def _prober(config: Config, sampler: Sampler, follower: WeightFollower, rollouts: Rollouts) -> Prober | None:

@@ -1,49 +1,84 @@
-"""Telemetry of one worker, which each heartbeat sends to the queue."""
+"""Telemetry of one worker, which goes to the queue with each heartbeat, and soon after each lease that ends."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+import asyncio
+from collections import defaultdict
 from typing import Any
 
+from asyncrl.generator.admission import Admission
 from asyncrl.generator.engines.engine import SECONDS, Engine
+from asyncrl.generator.leases import Leases
 from asyncrl.generator.prober import Prober
 from asyncrl.generator.rollouts import Rollouts
 from asyncrl.generator.weights import WeightFollower
 
+NEWS_S = 0.1
+"""Least seconds between two reports of finished groups."""
+
 
 class WorkerTelemetry:
-    """counts: groups/<stream>, dropped/<reason>, refused/<reason> and lost leases."""
+    """Figures of these parts of one worker."""
 
     def __init__(
-        self, engine: Engine, follower: WeightFollower, rollouts: Rollouts, prober: Prober | None
+        self,
+        engine: Engine,
+        follower: WeightFollower,
+        rollouts: Rollouts,
+        prober: Prober | None,
+        leases: Leases,
+        admission: Admission,
     ) -> None:
-        self.counts: Counter[str] = Counter()
         self._engine, self._follower, self._rollouts, self._prober = engine, follower, rollouts, prober
+        self._leases, self._admission = leases, admission
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
-    def engine(self) -> dict[str, float]:
+    async def send_heartbeats(self, every_s: float) -> None:
+        """Run until cancelled. Raises RunClosedError at the end of the run, as `send_news` does."""
+        while True:
+            stats = self.collect()
+            self._admission.observe(
+                self.under_way(), stats.get("kv_usage", 0.0), stats.get("preemptions", 0.0)
+            )
+            await self._leases.renew(stats)
+            await asyncio.sleep(every_s)
+
+    async def send_news(self) -> None:
+        """The learner reads the totals when it has trained on a group, maybe before the next heartbeat."""
+        while True:
+            await self._leases.news.wait()
+            self._leases.news.clear()
+            await self._leases.renew(self.collect())
+            await asyncio.sleep(NEWS_S)
+
+    def under_way(self) -> int:
+        """Samples of training leases that the engine has not finished."""
+        stats = self._engine_stats()
+        return self._admission.under_way(self._leases.sampling_s(), stats["running"] + stats["waiting"])
+
+    def collect(self) -> dict[str, Any]:
+        """All figures, as totals of this process unless stated otherwise.
+
+        tokens · running, waiting samples now · kv_usage, preemptions of engines that have them · admitted: samples
+        that may be under way · held, lineage · leases now · weights/… of the follower · probes: the prober's reports
+        reward/… of the reward function · seconds {span of the engine: seconds} · counts of `Leases`
+        """
+        return {
+            **self._engine_stats(),
+            **self._follower.stats(),
+            **self._rollouts.stats(),
+            **self._leases.counts,
+            "held": self._follower.held,
+            "lineage": self._follower.lineage,
+            "leases": len(self._leases),
+            "seconds": dict(self._seconds),
+            "admitted": self._admission.limit,
+            **({"probes": self._prober.reports()} if self._prober is not None else {}),
+        }
+
+    def _engine_stats(self) -> dict[str, float]:
         """The engine's stats of now; its seconds are added to the totals."""
         stats = self._engine.stats()
         for name in [name for name in stats if name.startswith(SECONDS)]:
             self._seconds[name.removeprefix(SECONDS)] += stats.pop(name)
         return stats
-
-    def collect(self, leases: int, admitted: float) -> dict[str, Any]:
-        """All figures, as totals of this process unless stated otherwise.
-
-        tokens · running, waiting samples now · kv_usage, preemptions of engines that have them · admitted: samples
-        that may be under way · held, lineage · leases now · weights/… of the follower · probes: the prober's reports
-        reward/… of the reward function · seconds {span of the engine: seconds} · counts
-        """
-        return {
-            **self.engine(),
-            **self._follower.stats(),
-            **self._rollouts.stats(),
-            **self.counts,
-            "held": self._follower.held,
-            "lineage": self._follower.lineage,
-            "leases": leases,
-            "seconds": dict(self._seconds),
-            "admitted": admitted,
-            **({"probes": self._prober.reports()} if self._prober is not None else {}),
-        }

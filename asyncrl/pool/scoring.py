@@ -12,9 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from asyncrl.config.schema import Config
 from asyncrl.generator.rollouts import answer_numbers
 from asyncrl.generator.scoring.calls import all_of
-from asyncrl.generator.scoring.group_filter import FILTERED, passes_filter
 from asyncrl.generator.scoring.rewards import RewardError, Scorer
-from asyncrl.generator.scoring.scores import Score
+from asyncrl.generator.scoring.scores import FILTERED, Score, passes_filter
 from asyncrl.pool.worker import AddColumns, LeftOut
 from asyncrl.queue.wire.columns import REWARDS
 from asyncrl.queue.wire.payload import PART

@@ -4,7 +4,7 @@
     'problems.jsonl'                                one row per line
     'problems.parquet', 'folder', 'hf:name'         a data set of the package datasets (rows.py)
 
-A row is a `Task`, or a mapping whose fields become the task (reader.py). Rows with a length (a list, a file, a data
+A row is a `Task`, or a mapping whose fields become the task (`RowReader`). Rows with a length (a list, a file, a data
 set) repeat in epochs without end, each in a new order if they are shuffled. Rows without a length (a generator) keep
 their order and end.
 """
@@ -21,8 +21,7 @@ from asyncrl.config.functions.function_spec import load_function
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.tasks import SourceConfig
 from asyncrl.errors import ConfigError, SourceEndedError, TaskError
-from asyncrl.tasks.reader import Row, RowReader
-from asyncrl.tasks.rows import HUB, JsonlRows, data_set
+from asyncrl.tasks.rows import HUB, JsonlRows, Row, RowReader, data_set
 from asyncrl.tasks.stream import IteratorStream, MixtureStream, SequenceStream, TaskStream
 from asyncrl.types import Task
 

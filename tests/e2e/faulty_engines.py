@@ -10,10 +10,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from asyncrl.config.schema import Config
-from asyncrl.generator.engines.engine import LocalEngine, SampleRequest
-from asyncrl.generator.engines.local_receiver import local_receiver
-from asyncrl.generator.engines.receiver import WeightReader, WeightReceiver
-from asyncrl.generator.engines.transformers.transformers_engine import load_transformers_engine
+from asyncrl.generator.engines.engine import SampleRequest
+from asyncrl.generator.engines.receiver import LocalReceiver, WeightReader, WeightReceiver
+from asyncrl.generator.engines.transformers.transformers_engine import (
+    TransformersEngine,
+    load_transformers_engine,
+)
 from asyncrl.types import Turn, Version
 
 SPOILT = 2
@@ -23,14 +25,14 @@ SPOILT = 2
 class Wrapped:
     """The embedded engine, as it is."""
 
-    def __init__(self, engine: LocalEngine) -> None:
+    def __init__(self, engine: TransformersEngine) -> None:
         self.engine = engine
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
 
     def receiver(self, reader: WeightReader) -> WeightReceiver:
-        return local_receiver(self, reader)  # type: ignore[arg-type]
+        return LocalReceiver(self, reader)
 
 
 class Heavier(Wrapped):

@@ -13,8 +13,7 @@ import torch
 
 from asyncrl.config.schema import BatchConfig, Config, EvaluationConfig, GeneratorConfig, RewardConfig
 from asyncrl.errors import DeadlineError, RefusedError, RunClosedError, WeightSyncError
-from asyncrl.generator.engines.local_receiver import LocalReceiver
-from asyncrl.generator.engines.receiver import Learner
+from asyncrl.generator.engines.receiver import Learner, LocalReceiver, WeightReader
 from asyncrl.generator.engines.scripted_engine import ScriptedEngine
 from asyncrl.generator.rollouts import Rollouts
 from asyncrl.generator.scoring.rewards import Scorer
@@ -222,6 +221,16 @@ class FakeStream:
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True)
+class FakeReader(WeightReader):
+    """stream: made of a learner and the staging memory, in place of the weight stream."""
+
+    stream: Any = None
+
+    def open(self, learner: Learner, layout: Any, staging: Any) -> Any:
+        return self.stream(learner, staging)
+
+
 @dataclass
 class House:
     queue: FakeQueue
@@ -258,8 +267,8 @@ async def house(
     await engine.start()
     may_verify = at_once()
 
-    staging = {"w": torch.zeros(3)}
-    receiver = LocalReceiver(engine, staging, lambda *of: made.learner.open(*of, may_verify), config.sync)
+    reader = FakeReader("run", "worker", config.sync, stream=lambda *of: made.learner.open(*of, may_verify))
+    receiver = LocalReceiver(engine, reader)
     follower = WeightFollower("worker", receiver, queue)
     scorer = Scorer(reward, RewardConfig(function="unused:unused", retries=0))
     rollouts = Rollouts(engine, Letters(), scorer, config)  # type: ignore[arg-type]

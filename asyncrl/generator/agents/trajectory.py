@@ -7,27 +7,35 @@
     Context Policy Context Policy End           two turns
     Context Policy(abort) Policy End            one turn, interrupted once
 
-`packed` is the whole trajectory as bytes, from which another process continues.
+`packed` is the whole trajectory as bytes, from which another process continues. The queue keeps those of a task:
+
+    a turn ends ─▸ changed ─▸ all trajectories of the task ─▸ queue     one message at a time; changes during a send
+                                                                        go into the next message
+    leased again ─▸ the trajectories as they were in the last message
 
 Axes:  L tokens of the rollout
 """
 
 from __future__ import annotations
 
+import asyncio
 import io
+import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgpack
 import numpy as np
 
+from asyncrl.errors import AsyncRLError
 from asyncrl.types import COLUMNS, NO_VERSION, WITHOUT_STEPS, Array, Finish, Rollout
+
+log = logging.getLogger(__name__)
 
 EndReason = Literal["done", "max_turns", "turn_tokens", "total_tokens"]
 """The environment is done · agent.max_turns · generator.max_tokens of one turn · no room for another turn."""
-
 
 NO_IDS = np.empty(0, np.int64)
 
@@ -223,3 +231,63 @@ ENTRY_READERS: Mapping[str, Callable[..., TrajectoryEntry]] = {
     "said": _policy_entry,
     "ended": TrajectoryEnd,
 }
+
+
+# ---- the finished turns of a leased task, which the queue keeps for its next lease: `QueueClient.progress`
+
+FORMAT = 1
+"""Of the frames: a header, then the bytes of each trajectory."""
+
+Send = Callable[[Sequence[bytes]], Awaitable[None]]
+"""Sends frames to the queue."""
+
+
+class TaskProgress:
+    """The `count` trajectories of one task.
+
+    kept  frames that came with the lease; unreadable ones are replaced by new trajectories
+    send  None sends nothing
+    """
+
+    def __init__(self, count: int, kept: Sequence[bytes] = (), send: Send | None = None) -> None:
+        self.trajectories = _unpack(kept, count)
+        self._send, self._newer = send, False
+        self._sending: asyncio.Task[None] | None = None
+
+    def changed(self) -> None:
+        """Send the trajectories, now or after the message under way."""
+        self._newer = True
+        if self._send is not None and self._sending is None:
+            self._sending = asyncio.create_task(self._send_all(self._send))
+
+    def close(self) -> None:
+        """Cancel the message under way."""
+        if self._sending is not None:
+            self._sending.cancel()
+
+    def frames(self) -> list[bytes]:
+        header = msgpack.packb({"format": FORMAT, "trajectories": len(self.trajectories)})
+        return [header, *(bytes(trajectory.packed) for trajectory in self.trajectories)]
+
+    async def _send_all(self, send: Send) -> None:
+        """A failure (a lost lease, a queue that is gone) ends the sending; the worker's other calls report it."""
+        try:
+            while self._newer:
+                self._newer = False
+                await send(self.frames())
+        except AsyncRLError as error:
+            self._send = None
+            log.info("what is finished of a task is not kept any more: %s", error)
+        self._sending = None
+
+
+def _unpack(kept: Sequence[bytes], count: int) -> list[Trajectory]:
+    try:
+        if kept:
+            header, *packed = kept
+            if msgpack.unpackb(header) == {"format": FORMAT, "trajectories": count} and len(packed) == count:
+                return [Trajectory.unpack(one) for one in packed]
+            raise ValueError("other trajectories than those of this config")
+    except (ValueError, msgpack.UnpackException) as error:
+        log.warning("what was finished of a task cannot be used: %s", error)
+    return [Trajectory() for _ in range(count)]

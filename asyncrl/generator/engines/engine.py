@@ -8,12 +8,11 @@ A worker has one engine, requests many samples of it at once, and now and then f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from torch import Tensor
 
 from asyncrl.generator.engines.receiver import WeightReader, WeightReceiver
 from asyncrl.telemetry.spans import Spans
@@ -107,10 +106,6 @@ class Engine(Sampler, Protocol):
 
     async def start(self) -> None: ...
 
-    async def abort(self, request_id: str) -> None:
-        """`sample` of that request returns soon: partial tokens and finish "abort" where it was not done."""
-        ...
-
     def receiver(self, reader: WeightReader) -> WeightReceiver:
         """A receiver that brings the learner's versions into this engine."""
         ...
@@ -123,19 +118,4 @@ class Engine(Sampler, Protocol):
 
     async def close(self) -> None:
         """Samples in flight raise RunClosedError."""
-        ...
-
-
-class LocalEngine(Engine, Protocol):
-    """An engine whose parameters are tensors of this process."""
-
-    def weight_targets(self) -> dict[str, Tensor]:
-        """The live parameters under their checkpoint names; of tied ones, the first name only."""
-        ...
-
-    async def flip(self, staged: Mapping[str, Tensor], version: Version) -> float:
-        """Between two decode steps, make `staged` live. See `generator.kv` for samples in flight.
-
-        Returns the pause in seconds, without the wait of a drain.
-        """
         ...

@@ -2,8 +2,8 @@
 
     open(learner) ─▸ newest ─▸ stage(v) ─▸ flip(v) ─▸ verify ─▸ held(v) ─▸ newest …
 
-Implementations: `local_receiver.py` for parameters in this process, `vllm/vllm_receiver.py` for ranks that take their
-own parts, `http/folder_receiver.py` for servers that load folders.
+Implementations: `LocalReceiver` for parameters in this process, `vllm/vllm_weights.py` for ranks that take their own
+parts, `http/sglang_server.py` for servers that load folders.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from asyncrl.config.schema import Config, SyncConfig
 from asyncrl.generator.threads import OneThread
 from asyncrl.rpc.keys import client_keys
 from asyncrl.sync.factory import open_stream
 from asyncrl.sync.layout.layout import Layout
-from asyncrl.sync.stream.subscriber import StagedWeights
-from asyncrl.sync.tensors.bucket import BoxTensors
+from asyncrl.sync.store.stored_stream import StoredStream
+from asyncrl.sync.stream.subscriber import StagedWeights, Subscriber
+from asyncrl.sync.tensors.bucket import BoxTensors, Shards, layout_of
 from asyncrl.sync.tensors.tensor_buffer import TensorBuffer
 from asyncrl.types import Version
 
@@ -77,16 +79,8 @@ class WeightReceiver(Protocol):
     async def close(self) -> None: ...
 
 
-class WeightStream(Protocol):
-    """Blocking, used from one thread. See `sync.stream.subscriber.Subscriber`."""
-
-    def newest(self, newer_than: Version, wait_s: float) -> Version | None: ...
-
-    def stage(self, version: Version) -> StagedWeights: ...
-
-    def held(self, version: Version) -> None: ...
-
-    def close(self) -> None: ...
+WeightStream = Subscriber | StoredStream
+"""Blocking, used from one thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,3 +154,53 @@ class StreamReceiver:
         stream, self._stream = self._stream, None
         if stream is not None:
             await self._thread(stream.close)
+
+
+class LocalEngine(Protocol):
+    """The part of an engine whose parameters are tensors of this process that its receiver uses."""
+
+    def weight_targets(self) -> dict[str, Tensor]:
+        """The live parameters under their checkpoint names; of tied ones, the first name only."""
+        ...
+
+    async def flip(self, staged: Mapping[str, Tensor], version: Version) -> float:
+        """Between two decode steps, make `staged` live. See `generator.kv` for samples in flight.
+
+        Returns the pause in seconds, without the wait of a drain.
+        """
+        ...
+
+
+class LocalReceiver(StreamReceiver):
+    """See `WeightReceiver`. The engine is one rank with every parameter whole; the stream's thread hashes them."""
+
+    def __init__(self, engine: LocalEngine, reader: WeightReader) -> None:
+        super().__init__()
+        self._engine, self._reader = engine, reader
+        live = engine.weight_targets()
+        self._live = Shards(layout_of(live), live)
+        device = next((target.device for target in live.values()), torch.device("cpu"))
+        buffer = reader.staging(self._live.layout, device)
+        self.floor_s = min(buffer.floor(device) for _ in range(2))
+        # A parameter without elements takes no memory.
+        self._staging = {
+            name: torch.empty_like(target) for name, target in live.items() if not target.numel()
+        }
+        self._staging |= {name: parts[0] for name, parts in buffer.shards.tensors.items()}
+        self._staged: StagedWeights | None = None
+
+    def _connect(self, learner: Learner) -> WeightStream:
+        return self._reader.open(learner, self._live.layout, self._staging)
+
+    async def stage(self, version: Version) -> StagedWeights:
+        self._staged = await self._thread(self._opened.stage, version)
+        return self._staged
+
+    async def flip(self, version: Version) -> float:
+        return await self._engine.flip(self._staging, version)
+
+    async def verify(self) -> None:
+        staged = self._staged
+        if self._reader.sync.verify and staged is not None and staged.checksum is not None:
+            whose = f"after the flip to version {staged.version} the engine's parameters"
+            await self._thread(staged.checksum.check, self._live, whose)

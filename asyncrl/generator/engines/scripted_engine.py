@@ -19,8 +19,7 @@ from torch import Tensor
 from asyncrl.counter_rng import stream_key
 from asyncrl.errors import RunClosedError
 from asyncrl.generator.engines.engine import SampleRequest, check_complete, check_fits, span_seconds
-from asyncrl.generator.engines.local_receiver import local_receiver
-from asyncrl.generator.engines.receiver import WeightReader, WeightReceiver
+from asyncrl.generator.engines.receiver import LocalReceiver, WeightReader, WeightReceiver
 from asyncrl.telemetry.spans import Spans
 from asyncrl.types import NO_VERSION, Finish, Turn, Version
 
@@ -57,12 +56,9 @@ class _InFlight:
     def unfinished(self) -> int:
         return sum(len(script) > len(self.versions) for script in self.scripts)
 
-    def turns(self, aborted: bool) -> list[Turn]:
-        return [self._turn(script, aborted) for script in self.scripts]
-
-    def _turn(self, script: list[int], aborted: bool) -> Turn:
+    def turn(self, script: list[int]) -> Turn:
         made = script[: min(len(self.versions), self.request.sampling.max_tokens)]
-        finish: Finish = "stop" if len(made) == len(script) else "abort" if aborted else "length"
+        finish: Finish = "stop" if len(made) == len(script) else "length"
         return self.request.turn(made, [LOGPROB] * len(made), self.versions[: len(made)], finish)
 
 
@@ -105,11 +101,6 @@ class ScriptedEngine:
         finally:
             self._in_flight.pop(request.request_id, None)
 
-    async def abort(self, request_id: str) -> None:
-        flight = self._in_flight.pop(request_id, None)
-        if flight is not None:
-            flight.result.set_result(flight.turns(aborted=True))
-
     def weight_targets(self) -> dict[str, Tensor]:
         return dict(self._targets)
 
@@ -122,7 +113,7 @@ class ScriptedEngine:
         return time.perf_counter() - start
 
     def receiver(self, reader: WeightReader) -> WeightReceiver:
-        return local_receiver(self, reader)
+        return LocalReceiver(self, reader)
 
     def stats(self) -> dict[str, float]:
         running = sum(flight.unfinished for flight in self._in_flight.values())
@@ -158,5 +149,5 @@ class ScriptedEngine:
             flight.versions.append(self.version)
             self._tokens += sum(len(script) >= len(flight.versions) for script in flight.scripts)
             if len(flight.versions) >= flight.longest:
-                flight.result.set_result(flight.turns(aborted=False))
+                flight.result.set_result([flight.turn(script) for script in flight.scripts])
                 self._in_flight.pop(request_id, None)

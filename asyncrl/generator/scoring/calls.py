@@ -3,7 +3,7 @@
 task, text ──▸ plain function: one of `workers` threads ──┐ deadline_s ──▸ read ──▸ result
                async function: this event loop ───────────┘ failed or late: again, `retries` times, then RewardError
 
-After all calls of a task its result is noted; too many failed tasks (`failure_limit.py`) raise RewardFailedError.
+After all calls of a task its result is noted; too many failed tasks (`FailureLimit`) raise RewardFailedError.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import inspect
 import logging
 import reprlib
 import traceback
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
@@ -24,7 +25,6 @@ from asyncrl.config.functions.function_spec import load_function
 from asyncrl.config.functions.signatures import check_reward
 from asyncrl.config.schema import RewardConfig
 from asyncrl.errors import ConfigError, RewardFailedError
-from asyncrl.generator.scoring.failure_limit import FailureLimit
 from asyncrl.generator.threads import as_failure, in_thread
 from asyncrl.types import Task
 
@@ -35,6 +35,16 @@ Reward = Callable[..., Any]
 Result = TypeVar("Result")
 
 PACKAGE = Path(__file__).parents[2]
+
+FIRST = 32
+"""Failed tasks before any has worked."""
+
+LATER = 512
+"""Consecutive failed tasks after one has worked: more than a service loses that is away for a while. Also the window
+of the share of failures."""
+
+LEAST = 64
+"""Tasks in the window before the share counts."""
 
 log = logging.getLogger(__name__)
 
@@ -220,3 +230,55 @@ def _takes_rollout(function: Reward) -> bool:
     except TypeError:
         return False
     return True
+
+
+class FailureLimit:
+    """The limit at which failed tasks of one function end the generator. most_share: of the last tasks that may fail.
+
+    >>> limit = FailureLimit()
+    >>> for ordinal in range(FIRST):
+    ...     limit.failed(ordinal)
+    >>> limit.reached, str(limit)
+    (True, 'each of the first 32 tasks')
+    >>> for ordinal in range(FIRST):
+    ...     limit.worked()
+    >>> limit.reached
+    False
+    """
+
+    def __init__(self, most_share: float = 1.0) -> None:
+        self._most_share = most_share
+        self._consecutive: set[int] = set()
+        self._recent: deque[bool] = deque(maxlen=LATER)  # whether each task failed
+        self._worked = False
+
+    def worked(self) -> None:
+        """At all answers of a task."""
+        self._worked = True
+        self._consecutive.clear()
+        self._recent.append(False)
+
+    def failed(self, ordinal: int) -> None:
+        """A task that fails again before another works counts once."""
+        if ordinal not in self._consecutive:
+            self._consecutive.add(ordinal)
+            self._recent.append(True)
+
+    @property
+    def reached(self) -> bool:
+        return len(self._consecutive) >= (LATER if self._worked else FIRST) or self.share_exceeded
+
+    @property
+    def share_exceeded(self) -> bool:
+        tasks = len(self._recent)
+        return tasks >= LEAST and sum(self._recent) > self._most_share * tasks
+
+    def __str__(self) -> str:
+        """'each of the first 32 tasks', '40 of the last 64 tasks (62 %, more than max_failed_share=0.5)'"""
+        if not self._worked:
+            return f"each of the first {len(self._consecutive)} tasks"
+        failed, tasks = sum(self._recent), len(self._recent)
+        if not self.share_exceeded:
+            return f"each of the last {len(self._consecutive)} tasks"
+        allowed = f"more than max_failed_share={self._most_share:g}"
+        return f"{failed} of the last {tasks} tasks ({failed / tasks:.0%}, {allowed})"

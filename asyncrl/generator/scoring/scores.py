@@ -1,4 +1,4 @@
-"""From what a reward function returns to one number and what it is made of. Pure.
+"""From the result of a reward function to one number and its parts; the filter of groups by their rewards. Pure.
 
     0.5                                      reward 0.5     parts {reward: 0.5}
     {"right": 1, "cost": 3}                  reward 4       parts as they are; with reward.weights {cost: 0}: reward 1
@@ -14,14 +14,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from asyncrl.config.schema import Config
 from asyncrl.generator.scoring.steps import LARGEST, check_steps, real
-from asyncrl.types import Scored, Step
+from asyncrl.types import Group, Scored, Step
 
 ALONE = "reward"
 """The name of the only part when the function returns a number."""
 
 STEPS = "steps"
 """The name of the part that the rewards of the steps add up to."""
+
+FILTERED = "filtered"
+"""The reason of groups that `algorithm.filter` drops."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,20 @@ def combined(scores: Sequence[Score]) -> Score:
     parts = {name: part for score in scores for name, part in score.parts.items()}
     answers = [score.answer for score in scores if score.answer is not None]
     return Score(reward, parts, next(iter(stepwise), None), next(iter(answers), None))
+
+
+def passes_filter(group: Group, config: Config) -> bool:
+    """Whether `group` is trained on: with 'no_spread', if the rewards of its rollouts differ.
+
+    For gdpo, which compares the parts of a reward one by one, if any part that counts differs: their sum may not.
+    """
+    if config.algorithm.filter == "none":
+        return True
+    compared = [group.rewards]
+    if config.algorithm.built_in_advantage == "gdpo":
+        weights = config.reward.weights
+        compared += [part for name, part in group.reward_parts.items() if weights.get(name, 1.0) != 0]
+    return any(bool((rewards_n != rewards_n[0]).any()) for rewards_n in compared)
 
 
 def _numbers(parts: Any, name: str) -> dict[str, float]:

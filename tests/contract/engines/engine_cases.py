@@ -23,12 +23,12 @@ from asyncrl.config.schema import BatchConfig, Config, GeneratorConfig, ModelCon
 from asyncrl.config.sections.generator import KvAtFlip, ServerConfig
 from asyncrl.generator.engines.engine import Engine, SampleRequest
 from asyncrl.generator.engines.http.http_engine import HttpEngine
-from asyncrl.generator.engines.http.server_engine import load_server
 from asyncrl.generator.engines.receiver import Learner, WeightReader
 from asyncrl.generator.engines.scripted_engine import ScriptedEngine
 from asyncrl.generator.engines.transformers.kv_cache import ATTENTION
 from asyncrl.generator.engines.transformers.transformers_engine import TransformersEngine
 from asyncrl.generator.engines.vllm.vllm_engine import VllmEngine
+from asyncrl.generator.process import load_server
 from asyncrl.launch.supervise import die_with_parent
 from asyncrl.models import checkpoint_tensors
 from asyncrl.sync.stream.publisher import Publisher

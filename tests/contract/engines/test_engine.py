@@ -120,22 +120,6 @@ async def test_more_samples_than_slots_are_refused(engine: Engine) -> None:
         await engine.sample(request("wide", n=SLOTS + 1))
 
 
-async def test_an_aborted_request_returns_what_it_has(engine: Engine) -> None:
-    long = asyncio.ensure_future(engine.sample(request("long", n=2, max_tokens=300)))
-    await until_tokens(engine, 10)
-    await engine.abort("long")
-    turns = await asyncio.wait_for(long, 30)
-    for turn in turns:
-        assert turn.finish == "abort"
-        assert 0 < len(turn.output_ids) < 300
-        assert len(turn.output_ids) == len(turn.logprobs) == len(turn.versions)
-
-
-async def test_aborting_what_is_not_there_does_nothing(engine: Engine) -> None:
-    await engine.abort("nobody")
-    assert len(await engine.sample(request("a"))) == 1
-
-
 async def test_a_cancelled_request_leaves_its_slots(engine: Engine) -> None:
     lost = asyncio.ensure_future(engine.sample(request("lost", n=SLOTS, max_tokens=300)))
     await until_tokens(engine, 10)

@@ -28,8 +28,8 @@ from transformers import AutoModelForCausalLM
 from asyncrl.config.sections.generator import KvAtFlip
 from asyncrl.errors import ConfigError, ProcessDiedError, WeightSyncError
 from asyncrl.generator.engines.http import http_link
+from asyncrl.generator.engines.http.http_engine import PrioritySemaphore
 from asyncrl.generator.engines.http.http_link import ServerRefusedError, metric_sums
-from asyncrl.generator.engines.http.priority_semaphore import PrioritySemaphore
 from asyncrl.generator.engines.receiver import LostWeightsError, WeightReader
 from asyncrl.types import NO_VERSION
 
@@ -234,11 +234,9 @@ async def test_places_go_to_the_lowest_ordinal_that_waits() -> None:
     places, order = PrioritySemaphore(1), []
 
     async def work(ordinal: int) -> None:
-        place = places.request(ordinal)
-        await place
-        order.append(ordinal)
-        await asyncio.sleep(0)
-        places.release()
+        async with places.slot(ordinal):
+            order.append(ordinal)
+            await asyncio.sleep(0)
 
     await asyncio.gather(*(work(ordinal) for ordinal in (5, 3, 9, 1)))
     assert order == [5, 1, 3, 9]
@@ -247,15 +245,27 @@ async def test_places_go_to_the_lowest_ordinal_that_waits() -> None:
 
 @pytest.mark.parametrize("granted", [False, True])
 async def test_who_stops_waiting_takes_no_place(granted: bool) -> None:
-    places = PrioritySemaphore(1)
-    first, second = places.request(0), places.request(1)
-    if granted:
-        places.release()
-    places.cancel(second)
+    places, leave = PrioritySemaphore(1), asyncio.Event()
+
+    async def hold() -> None:
+        async with places.slot(0):
+            await leave.wait()
+        if granted:
+            waiter.cancel()  # in the step that has granted it the place
+
+    async def wait() -> None:
+        async with places.slot(1):
+            pytest.fail("it was cancelled")
+
+    holder, waiter = asyncio.create_task(hold()), asyncio.create_task(wait())
+    await asyncio.sleep(0)
+    assert (places.taken, places.waiting) == (1, 1)
     if not granted:
-        places.cancel(first)
+        waiter.cancel()
+    leave.set()
+    await asyncio.gather(holder, waiter, return_exceptions=True)
+    assert waiter.cancelled()
     assert (places.taken, places.waiting) == (0, 0)
-    assert places.request(2).done()
 
 
 @pytest.mark.parametrize("line", ["# TYPE a counter", "", "a", "a nothing", 'a{b="c"}', "a{"])

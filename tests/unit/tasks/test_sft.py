@@ -1,14 +1,21 @@
-"""What a supervised warm-up keeps of a configuration that was written for a run."""
+"""The supervised warm-up: what it keeps of a run's configuration, and its examples of several turns."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
+from agent_cases import CALL
+from chat_cases import tokenizer
 from learner_cases import small_config
 
-from asyncrl.config.schema import CriticConfig, RunConfig, SftConfig
+from asyncrl.config.schema import Config, CriticConfig, RunConfig, SftConfig
+from asyncrl.config.sections.agent import AgentConfig
 from asyncrl.config.sections.algorithm import AlgorithmConfig
-from asyncrl.sft import as_supervised
+from asyncrl.errors import TaskError
+from asyncrl.sft import Demonstration, as_supervised
+from asyncrl.types import Task
 
 
 def test_a_critic_that_warms_up_longer_than_the_warm_up_lasts() -> None:
@@ -22,3 +29,32 @@ def test_a_critic_that_warms_up_longer_than_the_warm_up_lasts() -> None:
     supervised = as_supervised(config)
     assert supervised.run.versions == 20
     assert supervised.critic == CriticConfig()
+
+
+CONFIG = Config(agent=AgentConfig(tools=["agent_cases:multiply"]))
+
+
+def task(target: Any) -> Task:
+    return Task(0, "12 times 34", {"target": target})
+
+
+async def test_each_turn_says_its_target_and_tools_answer_themselves() -> None:
+    tok = tokenizer("merges")
+    rollout = await Demonstration(tok, CONFIG).rollout(task([CALL, "408"]))
+    said = tok.decode(rollout.token_ids[rollout.loss_mask == 1])
+    assert said == f"{CALL}<|im_end|>408<|im_end|>"
+    assert "<tool_response>\n408\n</tool_response>" in tok.decode(rollout.token_ids[rollout.loss_mask == 0])
+
+
+@pytest.mark.parametrize(
+    ("target", "problem"),
+    [
+        ("408", "has no list of texts under 'target'"),
+        ([CALL, 408], "has no list of texts"),
+        (["408", "and more"], "was over before its last 1 targets"),
+        ([CALL], "goes on after its last target"),
+    ],
+)
+async def test_targets_that_do_not_fit_are_refused(target: Any, problem: str) -> None:
+    with pytest.raises(TaskError, match=f"task 0 {problem}"):
+        await Demonstration(tokenizer("merges"), CONFIG).rollout(task(target))

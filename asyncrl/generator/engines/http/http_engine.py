@@ -1,6 +1,6 @@
 """An engine behind HTTP: a server that the user has started, and that this generator alone uses and updates.
 
-    sample ─▸ n samples ─▸ a slot (priority_semaphore.py) ─▸ the gate ─▸ server.generate ─▸ chunk ─▸ turn
+    sample ─▸ n samples ─▸ a slot (`PrioritySemaphore`) ─▸ the gate ─▸ server.generate ─▸ chunk ─▸ turn
                                                    ▲              │ cut off by a flip: the rest is requested again
     flip   ─▸ pause ─▸ install ─▸ resume ──────────┘              └ of weights that are not ours: thrown away
 
@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Collection, Coroutine
+import heapq
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -25,13 +26,12 @@ from asyncrl.counter_rng import stream_key
 from asyncrl.errors import RunClosedError
 from asyncrl.generator.engines.engine import SampleRequest, check_fits, span_seconds
 from asyncrl.generator.engines.http.http_link import ServerRefusedError, UnreachableError
-from asyncrl.generator.engines.http.priority_semaphore import PrioritySemaphore
-from asyncrl.generator.engines.http.served_weights import ServedWeights, version_of
+from asyncrl.generator.engines.http.served_weights import ServedWeights, version_in
 from asyncrl.generator.engines.http.server import (
     Install,
+    LoadMeter,
     Server,
     ServerChunk,
-    ServerLoad,
     ServerRequest,
     check_whole,
 )
@@ -42,23 +42,17 @@ from asyncrl.types import NO_VERSION, Finish, Turn, Version
 ABORT_AGAIN_S = 0.05
 """An abort that comes before the server knows the request is lost: repeated until the request has ended."""
 
-LOAD_S = 0.1
-"""Between two requests for the server's load, while it has something to do."""
-
 TRIES = 3
 """Of one sample at a server that fails at it and yet is there."""
 
 SEED_BITS = 31
 
 
-@dataclass(eq=False)
+@dataclass
 class _Sample:
     request: SampleRequest
     index: int
     most_tokens: int
-    slot: asyncio.Future[None] | None = None
-    name: str | None = None  # by which the server knows it now
-    aborted: bool = False
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[Version] = field(default_factory=list)
@@ -71,47 +65,10 @@ class _Sample:
         self.token_ids += chunk.token_ids
         self.logprobs += chunk.logprobs
         for label, start, end in chunk.labels:
-            self.versions += [version_of(label)] * (end - start)
+            self.versions += [version_in(label)] * (end - start)
 
     def turn(self, finish: Finish) -> Turn:
         return self.request.turn(self.token_ids, self.logprobs, self.versions, finish)
-
-
-class _LoadMeter:
-    """The server's load, polled while it has requests, and the tokens that it has made for this engine."""
-
-    def __init__(self, server: Server) -> None:
-        self.load = ServerLoad()
-        self.finished_tokens = 0
-        """Of requests that have ended, for servers that report none."""
-        self._server = server
-        self._before = 0.0
-        """Tokens before a restart of the server, less those before this engine began."""
-
-    @property
-    def tokens(self) -> float:
-        return max(float(self.finished_tokens), self._before + self.load.tokens)
-
-    async def start(self) -> None:
-        self.load = await self._request()
-        self._before = -self.load.tokens
-
-    async def run(self, requests: Collection[Any]) -> None:
-        """Poll the load while there are requests. Runs until cancelled."""
-        while True:
-            await asyncio.sleep(LOAD_S)
-            if not requests:
-                continue
-            load = await self._request()
-            if load.tokens < self.load.tokens:
-                self._before += self.load.tokens
-            self.load = load
-
-    async def _request(self) -> ServerLoad:
-        """The load as before where the server does not report it."""
-        with contextlib.suppress(UnreachableError, ServerRefusedError):
-            return await self._server.load()
-        return self.load
 
 
 class HttpEngine:
@@ -123,9 +80,8 @@ class HttpEngine:
         self._weights = ServedWeights(
             server, config.kv, version, changed=self._changed.set, lost=self._cancel_requests
         )
-        self._meter = _LoadMeter(server)
+        self._meter = LoadMeter(server)
         self._semaphore = PrioritySemaphore(config.slots)
-        self._samples: dict[str, list[_Sample]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()  # all that must end with the engine
         self._requests: set[asyncio.Task[ServerChunk]] = set()
         self._names = count()
@@ -147,12 +103,9 @@ class HttpEngine:
     async def sample(self, request: SampleRequest) -> list[Turn]:
         self._check_running()
         check_fits(request, self._config.slots, self._config.max_length)
-        if request.request_id in self._samples:
-            raise ValueError(f"request {request.request_id} is in flight already")
         alike = request.sampling.temperature == 0  # n greedy samples are one, n times
         most = min(request.sampling.max_tokens, self._config.max_length - len(request.prompt_ids))
         samples = [_Sample(request, index, most) for index in range(1 if alike else request.n)]
-        self._samples[request.request_id] = samples
         tasks = [self._background(self._make(sample)) for sample in samples]
         try:
             turns = await asyncio.gather(*tasks)
@@ -163,18 +116,7 @@ class HttpEngine:
         finally:
             for task in tasks:
                 task.cancel()
-            del self._samples[request.request_id]
         return turns * request.n if alike else turns
-
-    async def abort(self, request_id: str) -> None:
-        for sample in self._samples.get(request_id, ()):
-            sample.aborted = True
-            if sample.slot is not None and not sample.slot.done():
-                sample.slot.cancel()
-        while request_id in self._samples:
-            for name in [s.name for s in self._samples[request_id] if s.name is not None]:
-                await self._server.abort(name)
-            await asyncio.sleep(ABORT_AGAIN_S)
 
     def receiver(self, reader: WeightReader) -> WeightReceiver:
         return self._server.receiver(reader, self.flip, self.check_weights)
@@ -215,35 +157,23 @@ class HttpEngine:
     # ---- one sample
 
     async def _make(self, sample: _Sample) -> Turn:
-        sample.slot = self._semaphore.request(sample.request.ordinal)
-        try:
-            await sample.slot
-        except asyncio.CancelledError:
-            self._semaphore.cancel(sample.slot)
-            if sample.aborted:
-                return sample.turn("abort")
-            raise
-        try:
+        async with self._semaphore.slot(sample.request.ordinal):
             return await self._finish(sample)
-        finally:
-            self._semaphore.release()
 
     async def _finish(self, sample: _Sample) -> Turn:
         while True:
             await self._weights.gate.wait()
-            if sample.aborted:
-                return sample.turn("abort")
             flips = self._weights.flips
             chunk = await self._usable_chunk(sample)
             if chunk is None:
                 continue
             sample.add(chunk)
-            if chunk.finish != "abort" or sample.aborted:
+            if chunk.finish != "abort":
                 return sample.turn(chunk.finish)
             if not sample.missing:
                 return sample.turn("length")
             if flips == self._weights.flips:
-                raise RuntimeError(f"the server gave {sample.name} up by itself")
+                raise RuntimeError(f"the server gave {sample.request.request_id} up by itself")
 
     async def _usable_chunk(self, sample: _Sample) -> ServerChunk | None:
         """None: the weights were not ours; the gate is closed until they are."""
@@ -266,9 +196,9 @@ class HttpEngine:
         """Request the rest of a sample. If cancelled, aborts the request, whose tokens are still counted."""
         request, made = sample.request, len(sample.token_ids)
         key = int(stream_key(request.sampling.seed, request.ordinal, sample.index, made))
-        sample.name = f"{request.request_id}/{sample.index}/{next(self._names)}."
+        name = f"{request.request_id}/{sample.index}/{next(self._names)}."
         of_server = ServerRequest(
-            sample.name,
+            name,
             [*request.prompt_ids.tolist(), *sample.token_ids],
             request.sampling,
             sample.missing,
@@ -285,10 +215,8 @@ class HttpEngine:
             if answer.cancelled() and not _is_cancelled():
                 raise UnreachableError("its weights were lost meanwhile") from None
             if not self._closed:
-                self._background(self._abort_request(sample.name, answer))
+                self._background(self._abort_request(name, answer))
             raise
-        finally:
-            sample.name = None
 
     async def _abort_request(self, name: str, answer: asyncio.Task[ServerChunk]) -> None:
         with contextlib.suppress(UnreachableError, ServerRefusedError):
@@ -333,3 +261,47 @@ def _is_cancelled() -> bool:
     """Whether the running task itself is cancelled."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
+
+
+class PrioritySemaphore:
+    """Slots, granted to the waiter of the lowest priority first."""
+
+    def __init__(self, slots: int) -> None:
+        self._free = self._all = slots
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._numbers = count()
+
+    @property
+    def taken(self) -> int:
+        return self._all - self._free
+
+    @property
+    def waiting(self) -> int:
+        return sum(not slot.done() for _, _, slot in self._waiting)
+
+    @contextlib.asynccontextmanager
+    async def slot(self, priority: int) -> AsyncIterator[None]:
+        """Wait for a slot, and hold it within the block."""
+        if self._free:
+            self._free -= 1
+        else:
+            granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            heapq.heappush(self._waiting, (priority, next(self._numbers), granted))
+            try:
+                await granted
+            except asyncio.CancelledError:
+                if not granted.cancelled():  # it was granted meanwhile
+                    self._release()
+                raise
+        try:
+            yield
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        while self._waiting:
+            _, _, slot = heapq.heappop(self._waiting)
+            if not slot.done():
+                slot.set_result(None)
+                return
+        self._free += 1

@@ -11,6 +11,7 @@ import asyncio
 import importlib.util
 import json
 import os
+import re
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -119,6 +120,25 @@ def _checked(what: str, status: int, text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
+
+
+def url_of(urls: list[str], name: str) -> str:
+    """The server of a generator. Each updates its own, so of several generator-k uses the k-th. Raises ConfigError.
+
+    >>> url_of(["http://a:1", "http://b:1"], "generator-1"), url_of(["http://a:1"], "mine")
+    ('http://b:1', 'http://a:1')
+    """
+    if len(urls) == 1:
+        return urls[0]
+    number = re.search(r"-(\d+)$", name)
+    if number is None or int(number[1]) >= len(urls):
+        raise ConfigError(
+            "generator.server.urls",
+            urls,
+            f"say nothing of a server for the generator {name!r}: generator-K asks the one at K, from 0",
+            "start it with --name generator-K, or add its server",
+        )
+    return urls[int(number[1])]
 
 
 def key_from(variable: str | None) -> str | None:

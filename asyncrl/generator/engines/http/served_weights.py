@@ -107,7 +107,7 @@ class ServedWeights:
 
     def is_flipped(self, label: str) -> bool:
         """Whether the label is of weights that this engine was flipped to."""
-        return label.startswith(self._nonce) and version_of(label) != NO_VERSION
+        return label.startswith(self._nonce) and version_in(label) != NO_VERSION
 
     def _new_label(self, version: Version) -> str:
         """Unlike any other of this or another generator: lineages number their versions alike."""
@@ -124,9 +124,9 @@ class ServedWeights:
         return LostWeightsError(reason)
 
 
-def version_of(label: str) -> Version:
+def version_in(label: str) -> Version:
     """
-    >>> version_of("0f9a.3.12")
+    >>> version_in("0f9a.3.12")
     12
     """
     return int(label.rpartition(".")[2])

@@ -7,10 +7,13 @@ label, load                      which weights the server has, how busy it is
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from asyncrl.generator.engines.http.http_link import ServerRefusedError, UnreachableError
 from asyncrl.generator.engines.receiver import WeightReader, WeightReceiver
 from asyncrl.types import Finish, Sampling, Version
 
@@ -118,3 +121,44 @@ class Server(Protocol):
     def receiver(self, reader: WeightReader, flip: Flip, check_weights: CheckWeights) -> WeightReceiver: ...
 
     async def close(self) -> None: ...
+
+
+LOAD_S = 0.1
+"""Between two requests for the server's load, while it has something to do."""
+
+
+class LoadMeter:
+    """The server's load, polled while it has requests, and the tokens that it has made for this engine."""
+
+    def __init__(self, server: Server) -> None:
+        self.load = ServerLoad()
+        self.finished_tokens = 0
+        """Of requests that have ended, for servers that report none."""
+        self._server = server
+        self._before = 0.0
+        """Tokens before a restart of the server, less those before this engine began."""
+
+    @property
+    def tokens(self) -> float:
+        return max(float(self.finished_tokens), self._before + self.load.tokens)
+
+    async def start(self) -> None:
+        self.load = await self._request()
+        self._before = -self.load.tokens
+
+    async def run(self, requests: Collection[Any]) -> None:
+        """Poll the load while there are requests. Runs until cancelled."""
+        while True:
+            await asyncio.sleep(LOAD_S)
+            if not requests:
+                continue
+            load = await self._request()
+            if load.tokens < self.load.tokens:
+                self._before += self.load.tokens
+            self.load = load
+
+    async def _request(self) -> ServerLoad:
+        """The load as before where the server does not report it."""
+        with contextlib.suppress(UnreachableError, ServerRefusedError):
+            return await self._server.load()
+        return self.load

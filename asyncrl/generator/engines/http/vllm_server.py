@@ -25,8 +25,7 @@ from asyncrl.generator.engines.http.http_link import (
 )
 from asyncrl.generator.engines.http.server import CheckWeights, Flip, ServerChunk, ServerLoad, ServerRequest
 from asyncrl.generator.engines.receiver import WeightReader, WeightReceiver
-from asyncrl.generator.engines.vllm.rank_weights import values_of
-from asyncrl.generator.engines.vllm.vllm_receiver import VllmReceiver
+from asyncrl.generator.engines.vllm.vllm_weights import VllmReceiver, values_of
 from asyncrl.types import Finish, Sampling, Version
 
 PREFIX = "generate-tokens-"
@@ -144,7 +143,7 @@ class VllmServer:
 
 
 class _ServerRanks:
-    """See `vllm_receiver.EngineRanks`."""
+    """See `vllm_weights.EngineRanks`."""
 
     def __init__(self, server: VllmServer, flip: Flip, check_weights: CheckWeights) -> None:
         self._server, self._flip, self.check_weights = server, flip, check_weights

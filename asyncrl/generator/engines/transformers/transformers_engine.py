@@ -36,8 +36,7 @@ from asyncrl.config.schema import Config, ModelConfig
 from asyncrl.config.sections.generator import KvAtFlip
 from asyncrl.errors import ConfigError, RunClosedError
 from asyncrl.generator.engines.engine import SampleRequest, check_complete, span_seconds
-from asyncrl.generator.engines.local_receiver import local_receiver
-from asyncrl.generator.engines.receiver import WeightReader, WeightReceiver
+from asyncrl.generator.engines.receiver import LocalReceiver, WeightReader, WeightReceiver
 from asyncrl.generator.engines.transformers.kv_cache import ATTENTION, UnsupportedAttentionError
 from asyncrl.generator.engines.transformers.slots import SlotBatch
 from asyncrl.models import checkpoint_tensors, load_causal_lm, load_model_config
@@ -106,6 +105,7 @@ class TransformersEngine:
             raise
 
     async def abort(self, request_id: str) -> None:
+        """`sample` of that request returns soon: partial tokens and finish "abort" where it was not done."""
         self._put(lambda: self._report(request_id, self._batch.remove(request_id) or []))
 
     def weight_targets(self) -> dict[str, Tensor]:
@@ -120,7 +120,7 @@ class TransformersEngine:
         return await done
 
     def receiver(self, reader: WeightReader) -> WeightReceiver:
-        return local_receiver(self, reader)
+        return LocalReceiver(self, reader)
 
     def stats(self) -> dict[str, float]:
         return {

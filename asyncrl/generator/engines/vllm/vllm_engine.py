@@ -23,18 +23,14 @@ from asyncrl.errors import AsyncRLError, ProcessDiedError, RunClosedError
 from asyncrl.generator.engines.engine import SampleRequest, check_fits, span_seconds
 from asyncrl.generator.engines.receiver import WeightReader, WeightReceiver
 from asyncrl.generator.engines.transformers.transformers_engine import load_end_ids
-from asyncrl.generator.engines.vllm.rank_weights import values_of
 from asyncrl.generator.engines.vllm.vllm_plugin import FORGET_PREFIXES
-from asyncrl.generator.engines.vllm.vllm_receiver import VllmReceiver
 from asyncrl.generator.engines.vllm.vllm_start import check_vllm, start_vllm
+from asyncrl.generator.engines.vllm.vllm_weights import VllmReceiver, values_of
 from asyncrl.telemetry.spans import Spans
 from asyncrl.types import NO_VERSION, Finish, Turn, Version
 
 CLOSE_S = 2.0
 """Longest wait for vLLM's processes to end by themselves."""
-
-ABORT_AGAIN_S = 0.05
-"""An abort that comes before vLLM knows the request is lost: repeated until the request has ended."""
 
 SEED_BITS = 62
 """Of a request's seed; sample i has the seed + i, which must stay within an int64."""
@@ -123,14 +119,6 @@ class VllmEngine:
         finally:
             del self._in_flight[request.request_id]
             self._changed.set()
-
-    async def abort(self, request_id: str) -> None:
-        while request_id in self._in_flight:
-            _, task = self._in_flight[request_id]
-            await self._llm.abort(request_id)
-            await asyncio.wait({task}, timeout=ABORT_AGAIN_S)
-            if task.done():
-                return
 
     def receiver(self, reader: WeightReader) -> WeightReceiver:
         return VllmReceiver(self, reader, self._config.model.dtype, self._config.model.path)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl.errors import WeightSyncError
-from asyncrl.generator.engines.vllm.rank_weights import BoxView
+from asyncrl.generator.engines.vllm.vllm_weights import BoxView
 from asyncrl.sync.layout.layout import Box, ParamLayout
 from asyncrl.sync.tensors.bucket import dtype_name
 

@@ -38,9 +38,9 @@ from vllm.platforms import current_platform
 from asyncrl.config.schema import ModelConfig, SyncConfig
 from asyncrl.errors import AsyncRLError, WeightSyncError
 from asyncrl.generator.engines.receiver import Learner, WeightReader
-from asyncrl.generator.engines.vllm.rank_weights import BROKEN, EVICTED, RankWeights
 from asyncrl.generator.engines.vllm.vllm_layout import find_box_views, layout_of_views
 from asyncrl.generator.engines.vllm.vllm_start import GENERATOR
+from asyncrl.generator.engines.vllm.vllm_weights import BROKEN, EVICTED, RankWeights
 from asyncrl.models import checkpoint_shapes
 from asyncrl.sync.stream.snapshot import SnapshotEvictedError
 from asyncrl.types import Version

@@ -12,17 +12,16 @@ import numpy as np
 import pytest
 import torch
 from agent_cases import CALL, Counting, Speaker, calculating
-from generator_cases import PATIENCE_S, FakeLearner, FakeQueue
+from generator_cases import PATIENCE_S, FakeLearner, FakeQueue, FakeReader
 
 from asyncrl.config.schema import BatchConfig, Config, GeneratorConfig, RewardConfig
 from asyncrl.config.sections.agent import AgentConfig
 from asyncrl.errors import RefusedError
-from asyncrl.generator import weights
+from asyncrl.generator import leases, weights
 from asyncrl.generator import worker as worker_module
-from asyncrl.generator.agents.progress import TaskProgress
-from asyncrl.generator.agents.trajectory import Trajectory, TrajectoryEnd
+from asyncrl.generator.agents.trajectory import TaskProgress, Trajectory, TrajectoryEnd
 from asyncrl.generator.engines.engine import SampleRequest
-from asyncrl.generator.engines.local_receiver import LocalReceiver
+from asyncrl.generator.engines.receiver import LocalReceiver
 from asyncrl.generator.rollouts import Rollouts
 from asyncrl.generator.scoring.rewards import Scorer
 from asyncrl.generator.weights import WeightFollower
@@ -44,7 +43,7 @@ TASKS = [Task(ordinal, f"the product {ordinal}", {"answer": "the answer is 408"}
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "POLL_S", 0.05)
-    monkeypatch.setattr(worker_module, "GIVE_BACK_S", 0.05)
+    monkeypatch.setattr(leases, "GIVE_BACK_S", 0.05)
 
 
 async def right(task: Task, text: str) -> float:
@@ -122,8 +121,8 @@ async def party(queue: LocalQueue, name: str, version: int) -> AsyncIterator[Par
     await learner.publish(version)
     await client.post("weights/0", learner.queue.directory["weights/0"])
     engine = SpeakingEngine(calculating)
-    staging = {name: torch.zeros_like(live) for name, live in engine.weight_targets().items()}
-    receiver = LocalReceiver(engine, staging, learner.open, CONFIG.sync)  # type: ignore[arg-type]
+    reader = FakeReader("run", name, CONFIG.sync, stream=learner.open)
+    receiver = LocalReceiver(engine, reader)
     follower = WeightFollower(name, receiver, client)  # type: ignore[arg-type]
     scorer = Scorer(right, CONFIG.reward)
     rollouts = Rollouts(engine, engine.tok, scorer, CONFIG)  # type: ignore[arg-type]
@@ -178,7 +177,7 @@ async def test_finished_turns_go_on_at_another_worker(how: str) -> None:
             second.engine.gate.set()
             groups = await claimed(learner, opened)
             assert len(second.engine.asked) == 4  # the second turns alone
-            assert second.worker.stats()["agent/resumed"] == 4
+            assert second.worker.telemetry.collect()["agent/resumed"] == 4
         assert len(first.engine.asked) == 4
         for group in groups:
             assert group.rewards.tolist() == [1.0, 1.0]

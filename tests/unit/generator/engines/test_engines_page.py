@@ -14,8 +14,7 @@ from asyncrl.config.schema import GeneratorConfig
 from asyncrl.config.sections.generator import ServerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engines.http import sglang_server, vllm_server
-from asyncrl.generator.engines.http.http_link import key_from
-from asyncrl.generator.engines.http.server_engine import url_of
+from asyncrl.generator.engines.http.http_link import key_from, url_of
 from asyncrl.generator.engines.vllm.vllm_start import EXTENSION
 
 PAGE = text_of("docs/engines.md")

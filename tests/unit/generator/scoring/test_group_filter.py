@@ -10,7 +10,7 @@ from learner_cases import rollout
 
 from asyncrl.config.schema import Config, RewardConfig
 from asyncrl.config.sections.algorithm import AlgorithmConfig
-from asyncrl.generator.scoring.group_filter import passes_filter
+from asyncrl.generator.scoring.scores import passes_filter
 from asyncrl.types import Group, Sampling, Task
 
 

@@ -15,7 +15,7 @@ from asyncrl.config.functions.function_spec import load_function
 from asyncrl.config.limits import check
 from asyncrl.config.schema import RewardConfig
 from asyncrl.errors import ConfigError, RewardFailedError
-from asyncrl.generator.scoring.failure_limit import FIRST, LATER, LEAST
+from asyncrl.generator.scoring.calls import FIRST, LATER, LEAST
 from asyncrl.generator.scoring.rewards import MISSED_AFTER, RewardError, Scorer
 from asyncrl.generator.scoring.scores import Score
 from asyncrl.telemetry.status import ProcessStatus

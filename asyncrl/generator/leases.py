@@ -1,0 +1,180 @@
+"""The leases of one worker, and how they end: committed, dropped, refused, lost to another worker, given back.
+
+A lease whose work ends the worker stays here, and is given back at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.errors import AsyncRLError, RefusedError, RunClosedError
+from asyncrl.generator.agents.agent import EnvironmentFailedError
+from asyncrl.generator.engines.engine import PromptTooLongError
+from asyncrl.generator.engines.retry import RequestFailedError
+from asyncrl.generator.scoring.calls import RewardError
+from asyncrl.queue.client.client import QueueClient
+from asyncrl.queue.protocol.replies import Lease
+from asyncrl.telemetry.status import ProcessStatus
+from asyncrl.types import EVAL, TRAIN, Group, StreamName, Task
+
+log = logging.getLogger(__name__)
+
+Key = tuple[str, int, int]
+"""(stream, ordinal, epoch): one lease."""
+
+LOGGED = 8
+"""Most drops of one reason that are all logged; afterwards only every doubling of their number is."""
+
+GIVE_BACK_S = 5.0
+"""Longest wait at the end: leases not given back expire by themselves."""
+
+DROP_REASONS: Mapping[type[Exception], str] = {
+    PromptTooLongError: "too_long",
+    RewardError: "reward",
+    RequestFailedError: "engine",
+    EnvironmentFailedError: "environment",
+}
+"""Failures that concern one task alone."""
+
+
+def drop_reason(failure: Exception) -> str:
+    """The entry of DROP_REASONS."""
+    return next(reason for kind, reason in DROP_REASONS.items() if isinstance(failure, kind))
+
+
+@dataclass(slots=True, eq=False)
+class LeasedTask:
+    """One lease under way. sampling_since: None when its samples are made, and for evaluations."""
+
+    stream: StreamName
+    lease: Lease
+    sampling_since: float | None
+    job: asyncio.Task[None] | None = None
+
+    @property
+    def key(self) -> Key:
+        return self.stream, self.lease.task.ordinal, self.lease.epoch
+
+    @property
+    def task(self) -> Task:
+        return self.lease.task
+
+    @property
+    def request_id(self) -> str:
+        return "/".join(map(str, self.key))
+
+
+class Leases:
+    """See above.
+
+    counts     groups/<stream>, dropped/<reason>, refused/<reason> and lost, so far
+    room       set when there may be room for another lease
+    news       set when a lease ends
+    """
+
+    def __init__(self, who: str, client: QueueClient, status: ProcessStatus) -> None:
+        self.counts: Counter[str] = Counter()
+        self.room, self.news = asyncio.Event(), asyncio.Event()
+        self._who, self._client, self._status = who, client, status
+        self._under_way: dict[Key, LeasedTask] = {}
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    @property
+    def evaluations(self) -> int:
+        return sum(one.stream == EVAL for one in self._under_way.values())
+
+    def sampling_s(self) -> list[float]:
+        """How long ago each lease began whose samples are not all made."""
+        now = asyncio.get_running_loop().time()
+        begun = [one.sampling_since for one in self._under_way.values()]
+        return [now - since for since in begun if since is not None]
+
+    def begin(
+        self,
+        stream: StreamName,
+        lease: Lease,
+        work: Callable[[LeasedTask], Coroutine[Any, Any, None]],
+        jobs: asyncio.TaskGroup,
+    ) -> None:
+        """Start `work` on a lease as one of `jobs`, unless it is under way already."""
+        since = asyncio.get_running_loop().time() if stream == TRAIN else None
+        one = LeasedTask(stream, lease, since)
+        if one.key not in self._under_way:
+            self._under_way[one.key] = one
+            one.job = jobs.create_task(work(one))
+
+    def sampled(self, one: LeasedTask) -> None:
+        """Scoring takes no room: a slow reward must not starve the engine."""
+        one.sampling_since = None
+        self.room.set()
+
+    async def commit(self, one: LeasedTask, group: Group, columns: Sequence[str] | None) -> None:
+        """Hand in the group. columns: as `QueueClient.commit`."""
+        if await self._end(one, self._client.commit(one.stream, one.lease, group, columns)):
+            self.counts[f"groups/{one.stream}"] += 1
+
+    async def drop(self, one: LeasedTask, reason: str, failure: Exception | None = None) -> None:
+        """failure: logged, and shown in the status."""
+        self.counts[f"dropped/{reason}"] += 1
+        count = self.counts[f"dropped/{reason}"]
+        if failure is not None:
+            self._status.failure = str(failure)
+            if count <= LOGGED or not count & (count - 1):
+                which = f"task {one.task.ordinal} of stream {one.stream}"
+                log.warning(
+                    "%s drops %s, its drop %d of reason %s: %s", self._who, which, count, reason, failure
+                )
+        await self._end(one, self._client.drop(one.stream, one.lease, reason))
+
+    async def renew(self, stats: dict[str, Any]) -> None:
+        """Renew all leases, and report `stats`. Raises RunClosedError at the end of the run."""
+        self._status.figures = stats
+        renewal = await self._client.renew(stats)
+        if renewal.closed:
+            raise RunClosedError("the queue closed the run")
+        for key in renewal.lost:
+            self._lose(key)
+
+    async def give_back(self) -> None:
+        """Return the leases that are left to the queue."""
+        returned = 0
+        for stream in (TRAIN, EVAL):
+            left = [one.lease for one in self._under_way.values() if one.stream == stream]
+            if not left:
+                continue
+            try:
+                async with asyncio.timeout(GIVE_BACK_S):
+                    await self._client.give_back(stream, left)
+                returned += len(left)
+            except (AsyncRLError, TimeoutError) as error:
+                log.info("%s could not give back %d leases: %s", self._who, len(left), error)
+        log.info("%s: leases returned to the queue: %d", self._who, returned)
+        self._under_way.clear()
+
+    def _lose(self, key: Key) -> None:
+        """Another worker has this task by now."""
+        one = self._under_way.pop(key, None)
+        if one is not None and one.job is not None:
+            self.counts["lost"] += 1
+            one.job.cancel()
+            self.room.set()
+
+    async def _end(self, one: LeasedTask, request: Awaitable[None]) -> bool:
+        """Whether the queue did what was requested. A lease that it refuses is over too."""
+        self.news.set()
+        accepted = True
+        try:
+            await request
+        except RefusedError as refusal:
+            self.counts[f"refused/{refusal.reason}"] += 1
+            accepted = False
+        self._under_way.pop(one.key, None)
+        self.room.set()
+        return accepted
