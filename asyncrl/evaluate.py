@@ -20,8 +20,10 @@ from asyncrl.config.sections.rules import require
 from asyncrl.config.sections.tasks import MAIN, EvaluationSet, SourceConfig
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engines.engine import Engine, Sampler, SampleRequest
-from asyncrl.generator.engines.receiver import LocalEngine
-from asyncrl.generator.engines.transformers.transformers_engine import load_transformers_engine
+from asyncrl.generator.engines.transformers.transformers_engine import (
+    TransformersEngine,
+    load_transformers_engine,
+)
 from asyncrl.generator.process import load_engine
 from asyncrl.generator.rollouts import Rollouts
 from asyncrl.generator.scoring.rewards import Scorer
@@ -71,7 +73,7 @@ class Evaluator:
         """The rollouts of each held-out task of a set, greedy unless `evaluation` sets a temperature; with `weights`
         (checkpoint names, whole tensors) loaded first, which the embedded engine takes."""
         if weights is not None:
-            engine = cast(LocalEngine, self._engine)
+            engine = cast(TransformersEngine, self._engine)
             self._loop.run(engine.flip(weights, self._engine.version + 1))
         exam = Task(0, "", {})
         made = self._rollouts.evaluate(exam, self._tasks[name], f"held-out/{name}", name)

@@ -55,9 +55,7 @@ class Admission:
     def under_way(self, ages_s: Sequence[float], in_engine: float) -> int:
         """Samples that the engine has not finished.
 
-        Args:
-            ages_s: Of the leases whose samples are not all made.
-            in_engine: Samples that the engine decodes, or that wait for a slot.
+        ages_s: of the leases whose samples are not all made · in_engine: samples with a slot, or waiting for one
         """
         new = sum(age < LOOK_S for age in ages_s)
         return min(self.group * len(ages_s), self.group * new + int(in_engine))

@@ -44,11 +44,7 @@ async def run_generator(
     held_out: Mapping[str, Sequence[Task]] | None = None,
     status: ProcessStatus | None = None,
 ) -> None:
-    """Generate until the run is closed.
-
-    Args:
-        held_out: The tasks of each set of `evaluation`, in their order.
-        status: Receives the figures and the waits of this process.
+    """Generate until the run is closed. held_out: the tasks of each set of `evaluation`, in their order.
 
     Raises:
         ConfigError: The config cannot work here, or differs from the learner's.
@@ -101,12 +97,10 @@ async def run_generator(
 def load_engine(
     config: Config, tokenizer: PreTrainedTokenizerBase, name: str, load_weights: bool = False
 ) -> Engine:
-    """The engine that the config names.
+    """The engine that the config names. name: of this generator, for errors.
 
-    Args:
-        name: Of this generator, for errors.
-        load_weights: Load model.path into vLLM too, whose ranks otherwise wait for the learner's weights. Own engines
-            and servers ignore it.
+    load_weights: those of model.path into vLLM too, whose ranks otherwise wait for the learner's. Own engines and
+    servers ignore it.
     """
     if config.generator.own_engine is not None:
         make = load_function(config.generator.own_engine, "generator.own_engine")
@@ -123,7 +117,7 @@ def load_engine(
         hashed_script(model.config.get_text_config().vocab_size, config.generator.max_tokens),
         slots=config.generator.slots,
         max_length=config.generator.max_length,
-        parameters=checkpoint_tensors(model),
+        targets=checkpoint_tensors(model),
     )
 
 

@@ -71,12 +71,8 @@ class Rollouts:
     ) -> Samples:
         """batch.group_size rollouts, and a greedy one if `config.greedy_rollout`.
 
-        Args:
-            kept: Finished turns of an earlier lease.
-            keep: Called with those of this one, if rollouts have several.
-
-        Raises:
-            PromptTooLongError, EnvironmentFailedError, RequestFailedError: The task is to be dropped.
+        kept: finished turns of an earlier lease · keep: called with those of this one, if rollouts have several. Raises
+        PromptTooLongError, EnvironmentFailedError or RequestFailedError if the task is to be dropped.
         """
         self._check_prompt(task)
         greedy = replace(self.training, temperature=0.0)

@@ -95,11 +95,7 @@ class Sandbox:
     ) -> list[ProgramRun]:
         """Run the program once for each text of `inputs`, its stdin. This blocks.
 
-        Args:
-            tests: programs that run after it, in its own namespace.
-
-        Raises:
-            SandboxError: The sandbox failed.
+        tests: programs that run after it, in its own namespace. Raises SandboxError if the sandbox failed.
         """
         with tempfile.TemporaryDirectory(prefix="asyncrl-sandbox-", ignore_cleanup_errors=True) as folder:
             job = {

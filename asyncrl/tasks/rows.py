@@ -89,14 +89,10 @@ class JsonlRows(Sequence[Any]):
 
 
 def data_set(source: str, options: Mapping[str, Any], section: str) -> Any:
-    """Load a `datasets.Dataset`.
+    """Load a `datasets.Dataset`. Raises ConfigError if it cannot be loaded.
 
-    Args:
-        source: a .parquet file, a hub name, a folder made by `save_to_disk`, or one of .parquet, .jsonl, .csv, … files.
-        options: split; for a folder of files or a hub name also subset and revision.
-
-    Raises:
-        ConfigError: The source cannot be loaded.
+    source   a .parquet file, a hub name, a folder made by `save_to_disk`, or one of .parquet, .jsonl, .csv, … files
+    options  split; for a folder of files or a hub name also subset and revision
     """
     for name in options:
         if name not in FOLDER_OPTIONS:

@@ -33,13 +33,8 @@ def load_source(
 ) -> TaskStream:
     """Open a source and read its first row, or all rows of a .jsonl file.
 
-    Args:
-        section: the section of the configuration, for errors.
-        shuffle_key: determines the order of every epoch; None: the source's own order.
-
-    Raises:
-        ConfigError: The source does not exist, or does not take its options.
-        TaskError: A row that was read is bad.
+    section: of the configuration, for errors · shuffle_key: determines the order of every epoch; None: the source's own.
+    Raises ConfigError if the source does not exist or does not take its options, TaskError for a bad row.
     """
     rows = _open_rows(chosen, section)
     place = getattr(rows, "place", lambda index: f"{chosen.source}: task {index}")

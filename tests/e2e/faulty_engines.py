@@ -32,7 +32,7 @@ class Wrapped:
         return getattr(self.engine, name)
 
     def receiver(self, reader: WeightReader) -> WeightReceiver:
-        return LocalReceiver(self, reader)
+        return LocalReceiver(self.targets, self.flip, reader)
 
 
 class Heavier(Wrapped):
@@ -41,7 +41,7 @@ class Heavier(Wrapped):
     async def flip(self, staged: Mapping[str, Tensor], version: Version) -> float:
         pause_s = await self.engine.flip(staged, version)
         if version >= SPOILT:
-            self.engine.weight_targets()["model.layers.0.mlp.down_proj.weight"][3, 5] += 1.0
+            self.engine.targets["model.layers.0.mlp.down_proj.weight"][3, 5] += 1.0
         return pause_s
 
 

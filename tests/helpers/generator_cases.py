@@ -263,12 +263,12 @@ async def house(
 ) -> AsyncIterator[House]:
     queue = FakeQueue()
     learner = FakeLearner(queue)
-    engine = ScriptedEngine(script, slots=8, max_length=64, parameters={"w": torch.zeros(3)})
+    engine = ScriptedEngine(script, slots=8, max_length=64, targets={"w": torch.zeros(3)})
     await engine.start()
     may_verify = at_once()
 
     reader = FakeReader("run", "worker", config.sync, stream=lambda *of: made.learner.open(*of, may_verify))
-    receiver = LocalReceiver(engine, reader)
+    receiver = LocalReceiver(engine.targets, engine.flip, reader)
     follower = WeightFollower("worker", receiver, queue)
     scorer = Scorer(reward, RewardConfig(function="unused:unused", retries=0))
     rollouts = Rollouts(engine, Letters(), scorer, config)  # type: ignore[arg-type]

@@ -18,11 +18,11 @@ import asyncio
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -41,6 +41,8 @@ from asyncrl.generator.engines.engine import PromptTooLongError, Sampler, Sample
 from asyncrl.generator.scoring.scores import STEPS
 from asyncrl.generator.scoring.steps import LARGEST, real, state_hash
 from asyncrl.types import Array, Sampling, Task
+
+Result = TypeVar("Result")
 
 log = logging.getLogger(__name__)
 
@@ -103,16 +105,10 @@ class Agent:
         trajectory: Trajectory | None = None,
         changed: Callable[[], None] = lambda: None,
     ) -> Trajectory:
-        """Play one rollout to its end.
+        """Play one rollout to its end: `trajectory`, or a new one. It has index `sample` among the `of` of the task.
 
-        Args:
-            sample: Index of the rollout among the `of` rollouts of the task.
-            trajectory: A rollout to continue; None begins a new one.
-            changed: Called after each turn and each answer.
-
-        Raises:
-            PromptTooLongError: There is no room for a first turn.
-            EnvironmentFailedError: The environment raised, or took too long.
+        changed: called after each turn and each answer. Raises PromptTooLongError where there is no room for a first
+        turn, and EnvironmentFailedError.
         """
         trajectory = trajectory or Trajectory()
         if trajectory.ended:
@@ -147,8 +143,7 @@ class Agent:
         async def make() -> Environment:
             return self._make_environment()
 
-        made: Environment = await self._guarded(make(), task, "making", self._config.deadline_s)
-        return made
+        return await self._guarded(make(), task, "making", self._config.deadline_s)
 
     async def _begin(self, environment: Environment, task: Task, trajectory: Trajectory) -> None:
         """Keep a trajectory that the environment reproduces; otherwise begin with the prompt."""
@@ -167,7 +162,7 @@ class Agent:
         async def prompt() -> Array:
             return self._chat.open(await environment.reset(task), environment.tools)
 
-        opening: Array = await self._guarded(prompt(), task, "reset", self._config.deadline_s)
+        opening = await self._guarded(prompt(), task, "reset", self._config.deadline_s)
         if len(opening) >= self._max_length:
             raise PromptTooLongError(
                 f"task {task.ordinal}: a prompt of {len(opening)} tokens leaves no room for a turn in a rollout of "
@@ -215,8 +210,7 @@ class Agent:
             ids = NO_IDS if observed.done else self._chat.after(observed.messages, end)
             return _Answer(ids, _reward_parts(observed), observed.done, observed.state)
 
-        answer: _Answer = await self._guarded(step(), task, "step", self._config.deadline_s)
-        return answer
+        return await self._guarded(step(), task, "step", self._config.deadline_s)
 
     async def _reproduces(
         self, environment: Environment, task: Task, kept: Trajectory, opening: Array
@@ -235,7 +229,7 @@ class Agent:
             replayed.add(entry)
         return True
 
-    async def _guarded(self, call: Any, task: Task, what: str, deadline_s: float) -> Any:
+    async def _guarded(self, call: Awaitable[Result], task: Task, what: str, deadline_s: float) -> Result:
         """Await user code. Any failure of it, or of the messages that it returns, concerns its task alone."""
         try:
             async with asyncio.timeout(deadline_s):

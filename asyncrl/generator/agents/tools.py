@@ -61,9 +61,9 @@ class Tool:
     function: Callable[..., Any]
 
     @staticmethod
-    def of(function: Callable[..., Any], key: str = "agent.tools") -> Tool:
-        """Raises ConfigError under `key` for a function whose arguments lack type hints or descriptions."""
-        schema = _schema(inspect.unwrap(getattr(function, "__func__", function)), key)
+    def of(function: Callable[..., Any]) -> Tool:
+        """Raises ConfigError for a function whose arguments lack type hints or descriptions."""
+        schema = _schema(inspect.unwrap(getattr(function, "__func__", function)))
         return Tool(schema["function"]["name"], schema, function)
 
     async def call(self, arguments: Mapping[str, Any], deadline_s: float) -> str:
@@ -127,12 +127,12 @@ def load_tools(specs: Sequence[str]) -> list[Callable[..., Any]]:
 
 
 @functools.cache
-def _schema(function: Callable[..., Any], key: str) -> Schema:
+def _schema(function: Callable[..., Any]) -> Schema:
     try:
         schema = get_json_schema(function)
     except (DocstringParsingException, TypeHintParsingException) as error:
         raise ConfigError(
-            key,
+            "agent.tools",
             getattr(function, "__name__", function),
             str(error),
             "give each argument a type and a line under 'Args:' in the docstring",

@@ -8,9 +8,9 @@ parts, `http/sglang_server.py` for servers that load folders.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -37,46 +37,6 @@ class Learner:
 
     endpoints: tuple[str, ...]
     lineage: int
-
-
-class WeightReceiver(Protocol):
-    """Brings versions into one engine. One call at a time. floor_s: seconds of one plain copy of a version."""
-
-    floor_s: float
-
-    async def open(self, learner: Learner) -> None:
-        """Leave a former learner, and take versions from this one."""
-        ...
-
-    async def newest(self, newer_than: Version, wait_s: float) -> Version | None:
-        """The newest version above `newer_than`; None when none came in `wait_s`.
-
-        Raises:
-            DeadlineError, WeightSyncError, RefusedError: The learner is gone, or was replaced; `stage` too.
-            LostWeightsError: See there; `flip` too.
-        """
-        ...
-
-    async def stage(self, version: Version) -> StagedWeights:
-        """Fetch this version beside the live parameters while the engine decodes.
-
-        Raises SnapshotEvictedError for a version that is no longer available.
-        """
-        ...
-
-    async def flip(self, version: Version) -> float:
-        """Make the staged version live between two decode steps. Returns the pause in seconds."""
-        ...
-
-    async def verify(self) -> None:
-        """Compare the live parameters with the learner's. Raises WeightSyncError on a difference."""
-        ...
-
-    async def held(self, version: Version) -> None:
-        """Report to the learner that this version is flipped and verified, or still is. Raises as `newest`."""
-        ...
-
-    async def close(self) -> None: ...
 
 
 WeightStream = Subscriber | StoredStream
@@ -118,8 +78,11 @@ class WeightReader:
         return TensorBuffer.for_layout(layout, torch.device("cpu") if on_host else live)
 
 
-class StreamReceiver:
-    """The common part of receivers: a weight stream, in a thread of its own."""
+class WeightReceiver(ABC):
+    """Brings versions into one engine, over a weight stream in a thread of its own. One call at a time.
+
+    floor_s: seconds of one plain copy of a version
+    """
 
     floor_s = 0.0
 
@@ -127,28 +90,51 @@ class StreamReceiver:
         self._thread = OneThread("weights")
         self._stream: WeightStream | None = None
 
+    @abstractmethod
     def _connect(self, learner: Learner) -> WeightStream:
         """Runs in the stream's thread."""
-        raise NotImplementedError
-
-    @property
-    def _opened(self) -> WeightStream:
-        assert self._stream is not None, "open comes first"
-        return self._stream
 
     async def open(self, learner: Learner) -> None:
+        """Leave a former learner, and take versions from this one."""
         await self._leave()
         self._stream = await self._thread(self._connect, learner)
 
     async def newest(self, newer_than: Version, wait_s: float) -> Version | None:
+        """The newest version above `newer_than`; None when none came in `wait_s`.
+
+        Raises:
+            DeadlineError, WeightSyncError, RefusedError: The learner is gone, or was replaced; `stage` too.
+            LostWeightsError: See there; `flip` too.
+        """
         return await self._thread(self._opened.newest, newer_than, wait_s)
 
+    @abstractmethod
+    async def stage(self, version: Version) -> StagedWeights:
+        """Fetch this version beside the live parameters while the engine decodes.
+
+        Raises SnapshotEvictedError for a version that is no longer available.
+        """
+
+    @abstractmethod
+    async def flip(self, version: Version) -> float:
+        """Make the staged version live between two decode steps. Returns the pause in seconds."""
+
+    @abstractmethod
+    async def verify(self) -> None:
+        """Compare the live parameters with the learner's. Raises WeightSyncError on a difference."""
+
     async def held(self, version: Version) -> None:
+        """Report to the learner that this version is flipped and verified, or still is. Raises as `newest`."""
         await self._thread(self._opened.held, version)
 
     async def close(self) -> None:
         await self._leave()
         self._thread.close()
+
+    @property
+    def _opened(self) -> WeightStream:
+        assert self._stream is not None, "open comes first"
+        return self._stream
 
     async def _leave(self) -> None:
         stream, self._stream = self._stream, None
@@ -156,29 +142,22 @@ class StreamReceiver:
             await self._thread(stream.close)
 
 
-class LocalEngine(Protocol):
-    """The part of an engine whose parameters are tensors of this process that its receiver uses."""
+class LocalReceiver(WeightReceiver):
+    """For an engine that is one rank with every parameter whole, as tensors of this process.
 
-    def weight_targets(self) -> dict[str, Tensor]:
-        """The live parameters under their checkpoint names; of tied ones, the first name only."""
-        ...
+    live  the parameters under their checkpoint names; of tied ones, the first name only
+    flip  flip(staged, version): make `staged` live between two decode steps. Returns the pause in seconds, without the
+          wait of a drain
+    """
 
-    async def flip(self, staged: Mapping[str, Tensor], version: Version) -> float:
-        """Between two decode steps, make `staged` live. See `generator.kv` for samples in flight.
-
-        Returns the pause in seconds, without the wait of a drain.
-        """
-        ...
-
-
-class LocalReceiver(StreamReceiver):
-    """See `WeightReceiver`. The engine is one rank with every parameter whole; the stream's thread hashes them."""
-
-    def __init__(self, engine: LocalEngine, reader: WeightReader) -> None:
+    def __init__(
+        self,
+        live: Mapping[str, Tensor],
+        flip: Callable[[Mapping[str, Tensor], Version], Awaitable[float]],
+        reader: WeightReader,
+    ) -> None:
         super().__init__()
-        self._engine, self._reader = engine, reader
-        live = engine.weight_targets()
-        self._live = Shards(layout_of(live), live)
+        self._live, self._flip, self._reader = Shards(layout_of(live), live), flip, reader
         device = next((target.device for target in live.values()), torch.device("cpu"))
         buffer = reader.staging(self._live.layout, device)
         self.floor_s = min(buffer.floor(device) for _ in range(2))
@@ -197,7 +176,7 @@ class LocalReceiver(StreamReceiver):
         return self._staged
 
     async def flip(self, version: Version) -> float:
-        return await self._engine.flip(self._staging, version)
+        return await self._flip(self._staging, version)
 
     async def verify(self) -> None:
         staged = self._staged

@@ -37,12 +37,11 @@ class RequestFailedError(Exception):
 
 
 class RetryingSampler:
-    """See `Sampler`. Wraps an engine. lost: requests given up so far."""
+    """See `Sampler`. Wraps an engine."""
 
     def __init__(self, engine: Sampler, on_failure: Literal["retry", "drop", "stop"]) -> None:
         self._engine, self._policy = engine, on_failure
         self._in_a_row = 0
-        self.lost = 0
 
     async def sample(self, request: SampleRequest) -> list[Turn]:
         """As the engine's. Raises RequestFailedError, and the errors that end the generator."""
@@ -66,7 +65,6 @@ class RetryingSampler:
             else:
                 self._in_a_row = 0
                 return turns
-        self.lost += 1
         self._in_a_row += 1
         if self._in_a_row >= IN_A_ROW:
             raise EngineFailedError(

@@ -63,7 +63,7 @@ class _InFlight:
 
 
 class ScriptedEngine:
-    """See `Engine`. parameters: those that `flip` writes to; they have no influence on the tokens."""
+    """See `Engine`. targets: the parameters that `flip` writes to; they have no influence on the tokens."""
 
     def __init__(
         self,
@@ -71,12 +71,12 @@ class ScriptedEngine:
         *,
         slots: int = 256,
         max_length: int = 1024,
-        parameters: Mapping[str, Tensor] | None = None,
+        targets: Mapping[str, Tensor] | None = None,
         version: Version = NO_VERSION,
     ) -> None:
         self._version = version
         self._script, self._slots, self._max_length = script, slots, max_length
-        self._targets = dict(parameters) if parameters is not None else {"weight": torch.zeros(4)}
+        self.targets = dict(targets) if targets is not None else {"weight": torch.zeros(4)}
         self._in_flight: dict[str, _InFlight] = {}
         self._wake = asyncio.Event()
         self._spans = Spans()
@@ -101,19 +101,16 @@ class ScriptedEngine:
         finally:
             self._in_flight.pop(request.request_id, None)
 
-    def weight_targets(self) -> dict[str, Tensor]:
-        return dict(self._targets)
-
     async def flip(self, staged: Mapping[str, Tensor], version: Version) -> float:
         start = time.perf_counter()
-        check_complete(self._targets, staged, version)
-        for name, target in self._targets.items():
+        check_complete(self.targets, staged, version)
+        for name, target in self.targets.items():
             target.data.copy_(staged[name])
         self._version = version
         return time.perf_counter() - start
 
     def receiver(self, reader: WeightReader) -> WeightReceiver:
-        return LocalReceiver(self, reader)
+        return LocalReceiver(self.targets, self.flip, reader)
 
     def stats(self) -> dict[str, float]:
         running = sum(flight.unfinished for flight in self._in_flight.values())

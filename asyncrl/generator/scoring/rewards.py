@@ -29,11 +29,9 @@ MISSED_AFTER = 16
 
 
 class Scorer:
-    """The reward functions of a process.
+    """The reward functions of a process: that of `reward.function`, or those of `reward.functions` by name.
 
-    Args:
-        function: One for `reward.function`, or those of `reward.functions` by name. With an empty mapping every
-            rollout earns 0.
+    With an empty mapping every rollout earns 0.
     """
 
     def __init__(self, function: Reward | Mapping[str, Reward], config: RewardConfig) -> None:
@@ -53,11 +51,8 @@ class Scorer:
         return Scorer({name: load_reward(config.of(name), key) for name, key in keys.items()}, config)
 
     def start(self, status: ProcessStatus | None = None) -> None:
-        """Start the functions that have a `start()`. Before the first call.
-
-        Args:
-            status: It gets the warning about weights of parts that never come.
-        """
+        """Start the functions that have a `start()`, before the first call. status: gets a warning about weights of
+        parts that never come."""
         self._status = status or self._status
         for call in self._calls:
             call.start()

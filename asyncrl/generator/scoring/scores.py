@@ -48,15 +48,9 @@ NOTHING = Score(0.0, {})
 
 
 def score_of(value: Any, text: str, weights: Mapping[str, float], name: str = "") -> Score:
-    """The score of the answer `text`.
+    """The score of the answer `text` by the function `name`, empty where there is only one, from its result `value`.
 
-    Args:
-        value: The function's result.
-        weights: Of the parts, 1 where there is none.
-        name: Of the function, where there are several.
-
-    Raises:
-        ValueError, TypeError: The value is no reward.
+    weights: of the parts, 1 where there is none. Raises ValueError or TypeError if the value is no reward.
     """
     scored = value if isinstance(value, Scored) else Scored(value)
     parts, steps = _numbers(scored.parts, name), None

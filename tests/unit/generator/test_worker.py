@@ -105,7 +105,7 @@ async def test_nothing_is_leased_before_the_first_weights() -> None:
         await h.learner.publish(5)
         await h.queue.until(lambda: len(h.queue.committed) == 1)
         assert {held for _, held, _ in h.queue.asked} == {5}
-        assert torch.equal(h.engine.weight_targets()["w"], torch.full((3,), 6.0))
+        assert torch.equal(h.engine.targets["w"], torch.full((3,), 6.0))
 
 
 async def test_no_more_is_leased_than_the_engine_can_hold_and_a_lead() -> None:

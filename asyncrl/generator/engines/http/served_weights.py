@@ -23,15 +23,11 @@ from asyncrl.types import NO_VERSION, Version
 class ServedWeights:
     """The weights of one server.
 
-    Args:
-        version: What the server starts with; for tests.
-        changed: Called when the gate, or whether a flip is under way, has changed.
-        lost: Called when the server turns out to have other weights.
-
-    Attributes:
-        gate: Set while samples may begin.
-        flips: Flips begun so far.
-        label: Of the weights that the server should have.
+    gate     set while samples may begin
+    flips    flips begun so far
+    label    of the weights that the server should have
+    changed  called when the gate, or whether a flip is under way, has changed
+    lost     called when the server turns out to have other weights
     """
 
     def __init__(

@@ -108,9 +108,8 @@ class Server(Protocol):
     async def pause(self, keep: bool) -> None:
         """No token is made from now on.
 
-        Args:
-            keep: Requests stay and continue later. Otherwise they return their tokens so far, and no cached key or
-                value is used again.
+        keep: requests stay and continue later. Otherwise they return their tokens so far, and no cached key or value is
+        used again.
         """
         ...
 

@@ -38,7 +38,6 @@ from asyncrl.generator.engines.http.http_link import (
 from asyncrl.generator.engines.http.server import CheckWeights, Flip, ServerChunk, ServerLoad, ServerRequest
 from asyncrl.generator.engines.receiver import (
     Learner,
-    StreamReceiver,
     WeightReader,
     WeightReceiver,
     WeightStream,
@@ -181,8 +180,8 @@ LoadFolder = Callable[[Path, str], Awaitable[None]]
 """load(path, label): the server, which is paused, loads that folder as the weights with this label."""
 
 
-class FolderReceiver(StreamReceiver):
-    """See `WeightReceiver`. Writes version v to `folder`/v, and calls `load` with it."""
+class FolderReceiver(WeightReceiver):
+    """Writes version v to `folder`/v, and calls `load` with it."""
 
     def __init__(
         self,

@@ -122,8 +122,14 @@ class VllmServer:
         )
 
     def receiver(self, reader: WeightReader, flip: Flip, check_weights: CheckWeights) -> WeightReceiver:
-        model = self._config.model
-        return VllmReceiver(_ServerRanks(self, flip, check_weights), reader, model.dtype, model.path)
+        async def flip_ranks(version: Version) -> float:
+            async def install(label: str) -> None:
+                await self.call("asyncrl_flip", version)
+                await self.set_label(label)
+
+            return await flip(version, install)
+
+        return VllmReceiver(reader, self._config.model, self.call, flip_ranks, check_weights)
 
     async def call(self, method: str, *args: Any) -> list[Any]:
         """The result of `WeightsExtension.<method>` on each rank. Raises WeightSyncError or SnapshotEvictedError."""
@@ -140,23 +146,6 @@ class VllmServer:
 
     def _unusable(self, why: str) -> ConfigError:
         return ConfigError("generator.server.urls", self._link.url, f"the server there {why}", START)
-
-
-class _ServerRanks:
-    """See `vllm_weights.EngineRanks`."""
-
-    def __init__(self, server: VllmServer, flip: Flip, check_weights: CheckWeights) -> None:
-        self._server, self._flip, self.check_weights = server, flip, check_weights
-
-    async def call(self, method: str, *args: Any) -> list[Any]:
-        return await self._server.call(method, *args)
-
-    async def flip(self, version: Version) -> float:
-        async def install(label: str) -> None:
-            await self._server.call("asyncrl_flip", version)
-            await self._server.set_label(label)
-
-        return await self._flip(version, install)
 
 
 def _chunk(choice: dict[str, Any]) -> ServerChunk:

@@ -31,18 +31,11 @@ class Support(NamedTuple):
 def sample_tokens(
     logits_RV: torch.Tensor, temperature_R: Array, uniform_R: Array, support: Support | None = None
 ) -> tuple[Array, Array]:
-    """One token per row by inverse CDF over softmax(logits / temperature) on the support; temperature 0 takes the
-    arg max.
+    """One token per row by inverse CDF over softmax(logits / temperature) on the support, or on all tokens;
+    temperature 0 takes the arg max.
 
-    Args:
-        support: None for all tokens.
-
-    Returns:
-        (tokens [R] int64, log-probs [R] float32). A log-prob is that of the distribution drawn from; a greedy token
-        gets its log-prob at temperature 1.
-
-    Raises:
-        FloatingPointError: A log-prob is not finite.
+    Returns (tokens [R] int64, log-probs [R] float32). A log-prob is that of the distribution drawn from; a greedy token
+    gets its log-prob at temperature 1. Raises FloatingPointError if a log-prob is not finite.
     """
     logits_RV = logits_RV.float()
     greedy_R = temperature_R == 0.0

@@ -116,10 +116,8 @@ class SlotBatch:
     ) -> None:
         """Copy `staged` over the live parameters. Samples in flight keep their keys and values.
 
-        Args:
-            recompute: Compute them again with the new weights from prompt and tokens so far. A sample that has no
-                token yet, as there are at fixed shape, gets new ones in any case: all of its tokens will be of
-                `version`.
+        recompute: compute them again with the new weights from prompt and tokens so far. A sample that has no token yet,
+        as there are at fixed shape, gets new ones in any case: all of its tokens will be of `version`.
         """
         torch._foreach_copy_(list(targets.values()), [staged[name] for name in targets])
         self.version, rows = version, self._rows
@@ -133,11 +131,7 @@ class SlotBatch:
     def step(self, admit: bool = True) -> list[tuple[str, list[Turn]]]:
         """Admit waiting requests, then make one token for every row. Returns the requests that finished, by id.
 
-        Args:
-            admit: False lets no sample begin.
-
-        Raises:
-            WeightSyncError: The policy's logits are not finite.
+        admit: False lets no sample begin. Raises WeightSyncError if the policy's logits are not finite.
         """
         if self.fixed_shape:
             if admit:

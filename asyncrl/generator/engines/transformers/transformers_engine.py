@@ -47,7 +47,10 @@ Result = TypeVar("Result")
 
 
 class TransformersEngine:
-    """See `Engine`. Makes a causal LM's tokens with continuous batching (`SlotBatch`)."""
+    """See `Engine`. Makes a causal LM's tokens with continuous batching (`SlotBatch`).
+
+    targets: the live parameters under their checkpoint names; of tied ones, the first name only
+    """
 
     def __init__(
         self,
@@ -61,7 +64,7 @@ class TransformersEngine:
         kv: KvAtFlip = "keep",
     ) -> None:
         self._kv = kv
-        self._targets = checkpoint_tensors(model)
+        self.targets = checkpoint_tensors(model)
         check_attention(model, max_length)
         self._batch = SlotBatch(
             model,
@@ -108,19 +111,16 @@ class TransformersEngine:
         """`sample` of that request returns soon: partial tokens and finish "abort" where it was not done."""
         self._put(lambda: self._report(request_id, self._batch.remove(request_id) or []))
 
-    def weight_targets(self) -> dict[str, Tensor]:
-        return dict(self._targets)
-
     async def flip(self, staged: Mapping[str, Tensor], version: Version) -> float:
         self._check_running()
-        check_complete(self._targets, staged, version)
+        check_complete(self.targets, staged, version)
         done: asyncio.Future[float] = self._loop.create_future()
         self._flips.append((staged, version, done))
         self._wake.set()
         return await done
 
     def receiver(self, reader: WeightReader) -> WeightReceiver:
-        return LocalReceiver(self, reader)
+        return LocalReceiver(self.targets, self.flip, reader)
 
     def stats(self) -> dict[str, float]:
         return {
@@ -165,7 +165,7 @@ class TransformersEngine:
     async def _flip_next(self) -> None:
         staged, version, done = self._flips.pop(0)
         start, recompute = time.perf_counter(), self._kv == "recompute"
-        arguments = staged, self._targets, version, recompute
+        arguments = staged, self.targets, version, recompute
         try:
             await self._loop.run_in_executor(self._thread, self._batch.flip, *arguments)
         except (RuntimeError, KeyError) as error:

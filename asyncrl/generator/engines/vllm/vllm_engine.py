@@ -121,15 +121,12 @@ class VllmEngine:
             self._changed.set()
 
     def receiver(self, reader: WeightReader) -> WeightReceiver:
-        return VllmReceiver(self, reader, self._config.model.dtype, self._config.model.path)
+        return VllmReceiver(reader, self._config.model, self.call, self.flip)
 
     async def call(self, method: str, *args: Any) -> list[Any]:
         """The result of `WeightsExtension.<method>` on each rank. Raises the error of one of them."""
         self._check_running()
         return values_of(await self._or_died(self._llm.collective_rpc(method, args=args)), self._name)
-
-    async def check_weights(self) -> None:
-        """The ranks live as long as the engine: they keep their weights."""
 
     async def flip(self, version: Version) -> float:
         self._check_running()

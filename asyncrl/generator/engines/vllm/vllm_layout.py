@@ -166,11 +166,8 @@ def find_box_views(
 ) -> dict[str, list[BoxView]]:
     """For each checkpoint parameter the boxes of it that this worker holds, each with the live view.
 
-    Args:
-        live: By name, the tensors to write to for parameters of `model` whose memory is not as it was loaded.
-
-    Raises:
-        WeightSyncError: Copies into such views cannot keep a parameter, which the error names, up to date.
+    live: by name, the tensors to write to for parameters of `model` whose memory is not as it was loaded. Raises
+    WeightSyncError, naming the parameter, if copies into such views cannot keep one up to date.
     """
     twins, owners = _twins(model)
     named = {name: live.get(name, parameter.data) for name, parameter in _parameters(model)}

@@ -29,11 +29,7 @@ def register() -> None:
 
 
 def forget_prefixes(core: Any) -> None:
-    """Requests that have not begun find no older keys and values; those that have begun keep theirs.
-
-    Args:
-        core: vLLM's EngineCore.
-    """
+    """Requests that have not begun find no older keys and values; those that have begun keep theirs."""
     manager = core.scheduler.kv_cache_manager
     known = {block.block_id for block in manager.block_pool.blocks if block.block_hash is not None}
     manager.evict_blocks(known)

@@ -29,11 +29,8 @@ BLOCK = 32
 def start_vllm(config: Config, loggers: list[Callable[..., Any]], load_weights: bool = False) -> Any:
     """Start vLLM's AsyncLLM by the settings of `generator`. Blocks until it is up; on the running event loop.
 
-    Args:
-        load_weights: Read them from model.path. Otherwise they are random until the learner's arrive.
-
-    Raises:
-        ConfigError: vLLM refuses the settings.
+    load_weights: those of model.path; otherwise they are random until the learner's arrive. Raises ConfigError if vLLM
+    refuses the settings.
     """
     check_vllm()
     prepare_environment(config)

@@ -17,20 +17,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from asyncrl.config.schema import ModelConfig
 from asyncrl.errors import AsyncRLError, ConfigError, DeadlineError, WeightSyncError
 from asyncrl.generator.engines.receiver import (
     Learner,
     LostWeightsError,
-    StreamReceiver,
     WeightReader,
+    WeightReceiver,
     WeightStream,
 )
 from asyncrl.sync.layout.layout import Box, Layout
@@ -44,28 +45,30 @@ POLL_RANKS_S = (0.002, 0.05)
 """Between two polls of the ranks: the first wait, growing to the last."""
 
 
-class EngineRanks(Protocol):
-    """The worker processes of one engine."""
-
-    async def call(self, method: str, *args: Any) -> list[Any]:
-        """The result of `vllm_worker.WeightsExtension.<method>` on each rank. Raises the error of one of them."""
-        ...
-
-    async def flip(self, version: Version) -> float:
-        """Make the staged version live on all ranks, between two steps. Returns the pause in seconds."""
-        ...
-
-    async def check_weights(self) -> None:
-        """Raises LostWeightsError if the ranks are not those that were prepared."""
-        ...
+Call = Callable[..., Awaitable[list[Any]]]
+"""call(method, *args): the result of `vllm_worker.WeightsExtension.<method>` on each rank. Raises the error of one."""
 
 
-class VllmReceiver(StreamReceiver):
-    """See `WeightReceiver`. dtype: of the learner's policy · path: of the model, for errors."""
+class VllmReceiver(WeightReceiver):
+    """Versions for the ranks of one engine.
 
-    def __init__(self, ranks: EngineRanks, reader: WeightReader, dtype: str, path: str) -> None:
+    model          of the learner's policy: its dtype, and its path for errors
+    flip           make the staged version live on all ranks, between two steps. Returns the pause in seconds
+    check_weights  raises LostWeightsError if the ranks are not those that were prepared; None: they live as long as
+                   the engine
+    """
+
+    def __init__(
+        self,
+        reader: WeightReader,
+        model: ModelConfig,
+        call: Call,
+        flip: Callable[[Version], Awaitable[float]],
+        check_weights: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         super().__init__()
-        self._ranks, self._reader, self._dtype, self._path = ranks, reader, dtype, path
+        self._reader, self._model = reader, model
+        self._call, self._flip, self._check_weights = call, flip, check_weights
         self._prepared = False
 
     def _connect(self, learner: Learner) -> WeightStream:
@@ -77,31 +80,32 @@ class VllmReceiver(StreamReceiver):
         await self._leave()
         await self._prepare()
         await super().open(learner)
-        await self._ranks.call("asyncrl_open", list(learner.endpoints), learner.lineage)
+        await self._call("asyncrl_open", list(learner.endpoints), learner.lineage)
 
     async def newest(self, newer_than: Version, wait_s: float) -> Version | None:
-        with self._preparing_again():
-            await self._ranks.check_weights()
+        if self._check_weights is not None:
+            with self._preparing_again():
+                await self._check_weights()
         return await super().newest(newer_than, wait_s)
 
     async def stage(self, version: Version) -> StagedWeights:
         begun = time.monotonic()
-        await self._ranks.call("asyncrl_stage", version)
+        await self._call("asyncrl_stage", version)
         staged = await self._done("asyncrl_staged", f"version {version}")
         return StagedWeights(version, None, time.monotonic() - begun, sum(one["bytes"] for one in staged))
 
     async def flip(self, version: Version) -> float:
         with self._preparing_again():
-            return await self._ranks.flip(version)
+            return await self._flip(version)
 
     async def verify(self) -> None:
         if self._reader.sync.verify:
-            await self._ranks.call("asyncrl_verify")
+            await self._call("asyncrl_verify")
             await self._done("asyncrl_verified", "the hash of what is live")
 
     async def held(self, version: Version) -> None:
         await super().held(version)
-        await self._ranks.call("asyncrl_held", version)
+        await self._call("asyncrl_held", version)
 
     @contextlib.contextmanager
     def _preparing_again(self) -> Iterator[None]:
@@ -116,7 +120,7 @@ class VllmReceiver(StreamReceiver):
         """The ranks' results of `method` once all are done: until then one or another is None."""
         begun, deadline_s = time.monotonic(), 2 * self._reader.sync.deadline_s
         wait_s, longest_s = POLL_RANKS_S
-        while None in (answers := await self._ranks.call(method)):
+        while None in (answers := await self._call(method)):
             if time.monotonic() - begun > deadline_s:
                 raise DeadlineError(self._reader.who, "its ranks", what, deadline_s)
             await asyncio.sleep(wait_s)
@@ -128,11 +132,11 @@ class VllmReceiver(StreamReceiver):
         if self._prepared:
             return
         try:
-            floors_s = await self._ranks.call("asyncrl_prepare", self._dtype, asdict(self._reader))
+            floors_s = await self._call("asyncrl_prepare", self._model.dtype, asdict(self._reader))
         except WeightSyncError as error:
             raise ConfigError(
                 "model.path",
-                self._path,
+                self._model.path,
                 f"vLLM's model of it cannot take new weights in place: {error}",
                 "set generator.engine=transformers, or use another model",
             ) from error
@@ -143,7 +147,7 @@ class VllmReceiver(StreamReceiver):
         if self._stream is not None:
             await super()._leave()
             with contextlib.suppress(AsyncRLError):  # an engine that is gone has left
-                await self._ranks.call("asyncrl_close")
+                await self._call("asyncrl_close")
 
 
 # ---- a rank
@@ -170,10 +174,9 @@ def values_of(reports: Sequence[Mapping[str, Any]], who: str) -> list[Any]:
 class RankWeights:
     """The weights of one rank.
 
-    Args:
-        views: The boxes of each checkpoint parameter that this rank holds.
-        layout: The same boxes as the planner takes them.
-        after_flip: Called when the parameters have changed.
+    views       the boxes of each checkpoint parameter that this rank holds
+    layout      the same boxes as the planner takes them
+    after_flip  called when the parameters have changed
     """
 
     def __init__(

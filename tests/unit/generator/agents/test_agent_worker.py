@@ -64,9 +64,6 @@ class SpeakingEngine(Speaker):
             await self.gate.wait()
         return await super().sample(request)
 
-    def weight_targets(self) -> dict[str, torch.Tensor]:
-        return {"w": self.weight}
-
     async def flip(self, staged: Mapping[str, torch.Tensor], version: int) -> float:
         self.weight.copy_(staged["w"])
         self.version = version
@@ -122,7 +119,7 @@ async def party(queue: LocalQueue, name: str, version: int) -> AsyncIterator[Par
     await client.post("weights/0", learner.queue.directory["weights/0"])
     engine = SpeakingEngine(calculating)
     reader = FakeReader("run", name, CONFIG.sync, stream=learner.open)
-    receiver = LocalReceiver(engine, reader)
+    receiver = LocalReceiver({"w": engine.weight}, engine.flip, reader)
     follower = WeightFollower(name, receiver, client)  # type: ignore[arg-type]
     scorer = Scorer(right, CONFIG.reward)
     rollouts = Rollouts(engine, engine.tok, scorer, CONFIG)  # type: ignore[arg-type]
