@@ -33,7 +33,9 @@ def load_source(
 ) -> TaskStream:
     """Open a source and read its first row, or all rows of a .jsonl file.
 
-    section: of the configuration, for errors · shuffle_key: determines the order of every epoch; None: the source's own.
+    section      of the configuration, for errors
+    shuffle_key  determines the order of every epoch; None: the source's own order
+
     Raises ConfigError if the source does not exist or does not take its options, TaskError for a bad row.
     """
     rows = _open_rows(chosen, section)

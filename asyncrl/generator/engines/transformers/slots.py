@@ -116,8 +116,8 @@ class SlotBatch:
     ) -> None:
         """Copy `staged` over the live parameters. Samples in flight keep their keys and values.
 
-        recompute: compute them again with the new weights from prompt and tokens so far. A sample that has no token yet,
-        as there are at fixed shape, gets new ones in any case: all of its tokens will be of `version`.
+        recompute: compute them again with the new weights from prompt and tokens so far. A sample that has no token
+        yet, as there are at fixed shape, gets new ones in any case: all of its tokens will be of `version`.
         """
         torch._foreach_copy_(list(targets.values()), [staged[name] for name in targets])
         self.version, rows = version, self._rows
