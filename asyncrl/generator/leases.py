@@ -14,8 +14,7 @@ from typing import Any
 
 from asyncrl.errors import AsyncRLError, RefusedError, RunClosedError
 from asyncrl.generator.agents.agent import EnvironmentFailedError
-from asyncrl.generator.engines.engine import PromptTooLongError
-from asyncrl.generator.engines.retry import RequestFailedError
+from asyncrl.generator.engines.engine import PromptTooLongError, RequestFailedError
 from asyncrl.generator.scoring.calls import RewardError
 from asyncrl.queue.client.client import QueueClient
 from asyncrl.queue.protocol.replies import Lease

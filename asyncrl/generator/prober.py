@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from asyncrl.generator.engines.engine import Sampler, SampleRequest
-from asyncrl.generator.engines.retry import RequestFailedError
+from asyncrl.generator.engines.engine import RequestFailedError, Sampler, SampleRequest
 from asyncrl.generator.weights import WeightFollower
 from asyncrl.types import NO_VERSION, Array, Sampling, Turn
 

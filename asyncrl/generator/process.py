@@ -13,17 +13,16 @@ from transformers import PreTrainedTokenizerBase
 from asyncrl.config.config_consistency import check_with_learner
 from asyncrl.config.functions.function_spec import load_function
 from asyncrl.config.schema import Config
-from asyncrl.generator.engines.engine import Engine, Sampler
+from asyncrl.generator.engines.engine import Engine, RetryingSampler, Sampler
 from asyncrl.generator.engines.http.http_engine import HttpEngine
 from asyncrl.generator.engines.http.http_link import HttpLink, key_from, url_of
 from asyncrl.generator.engines.http.server import Server
 from asyncrl.generator.engines.http.sglang_server import SglangServer
 from asyncrl.generator.engines.http.vllm_server import VllmServer
 from asyncrl.generator.engines.receiver import WeightReader
-from asyncrl.generator.engines.retry import RetryingSampler
 from asyncrl.generator.engines.scripted_engine import ScriptedEngine, hashed_script
 from asyncrl.generator.engines.transformers.transformers_engine import load_end_ids, load_transformers_engine
-from asyncrl.generator.engines.vllm.vllm_engine import load_vllm_engine
+from asyncrl.generator.engines.vllm.vllm_engine import VllmEngine
 from asyncrl.generator.prober import Prober
 from asyncrl.generator.rollouts import Rollouts
 from asyncrl.generator.scoring.rewards import Scorer
@@ -108,7 +107,7 @@ def load_engine(
     if config.generator.engine == "transformers":
         return load_transformers_engine(config, tokenizer)
     if config.generator.engine == "vllm":
-        return load_vllm_engine(config, tokenizer, name, load_weights)
+        return VllmEngine(config, name, load_end_ids(config.model, tokenizer), load_weights)
     if config.generator.engine in ("vllm_server", "sglang"):
         server = load_server(config, name, load_end_ids(config.model, tokenizer))
         return HttpEngine(server, config.generator)

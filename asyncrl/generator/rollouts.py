@@ -18,8 +18,7 @@ from asyncrl.config.schema import Config, GeneratorConfig
 from asyncrl.config.sections.tasks import MAIN, EvaluationSet
 from asyncrl.generator.agents.agent import Agent, EnvironmentFailedError
 from asyncrl.generator.agents.trajectory import Send, TaskProgress
-from asyncrl.generator.engines.engine import PromptTooLongError, Sampler, SampleRequest
-from asyncrl.generator.engines.retry import RequestFailedError
+from asyncrl.generator.engines.engine import PromptTooLongError, RequestFailedError, Sampler, SampleRequest
 from asyncrl.generator.scoring.calls import all_of
 from asyncrl.generator.scoring.rewards import RewardError, Scorer
 from asyncrl.generator.scoring.scores import Score

@@ -151,7 +151,7 @@ def transformers(folder: Path, fixed_shape: bool = False, kv: KvAtFlip = "keep")
 def vllm(folder: Path) -> House:
     reference = tiny_qwen2()
     reference.save_pretrained(folder)
-    engine = VllmEngine(vllm_config(folder), "generator-0", (END,), load_weights=True, version=0)
+    engine = VllmEngine(vllm_config(folder), "generator-0", (END,), load_weights=True)
     return House(engine, weights_of(reference), reference)
 
 

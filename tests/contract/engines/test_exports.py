@@ -37,7 +37,7 @@ async def test_vllm_reads_an_export(config: PretrainedConfig, tmp_path: Path) ->
     untrained = from_config(config, start)
     export(start, final)
     trained = AutoModelForCausalLM.from_pretrained(final).eval()
-    engine = VllmEngine(vllm_config(final), "generator-0", (), load_weights=True, version=0)
+    engine = VllmEngine(vllm_config(final), "generator-0", (), load_weights=True)
     await engine.start()
     try:
         turns = await engine.sample(request("a", n=3, max_tokens=40, prompt=40))

@@ -79,7 +79,7 @@ async def house(
     extra = {"weight_transfer_config": {"backend": BACKEND}}
     ours = VllmConfig(tensor_parallel=case.ranks, kv_cache_mb=case.kv_cache_mb, extra=extra)
     config = vllm_config(folder, kv=case.kv, vllm=ours)
-    engine = VllmEngine(config, "generator-0", (), load_weights=True, version=0)
+    engine = VllmEngine(config, "generator-0", (), load_weights=True)
     await engine.start()
     yield House(case, engine, model)
     await engine.close()

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from asyncrl.generator.engines.engine import SampleRequest
-from asyncrl.generator.engines.retry import RequestFailedError
+from asyncrl.generator.engines.engine import RequestFailedError, SampleRequest
 from asyncrl.generator.prober import RECENT, Prober
 from asyncrl.probes import LENGTHS, prompts
 from asyncrl.types import NO_VERSION, Sampling, Turn

@@ -26,9 +26,8 @@ from asyncrl.config.sections.placement import PlacementConfig, RewardsPlaceConfi
 from asyncrl.config.sections.tasks import MAIN
 from asyncrl.errors import ConfigError, DeadlineError, RewardFailedError, TaskError, WeightSyncError
 from asyncrl.generator import weights
-from asyncrl.generator.engines.engine import SampleRequest
+from asyncrl.generator.engines.engine import RequestFailedError, SampleRequest
 from asyncrl.generator.engines.receiver import Learner, LocalReceiver, LostWeightsError
-from asyncrl.generator.engines.retry import RequestFailedError
 from asyncrl.generator.scoring.calls import FIRST
 from asyncrl.generator.worker import Worker
 from asyncrl.queue.protocol.replies import Renewal

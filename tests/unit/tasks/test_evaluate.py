@@ -68,7 +68,7 @@ def answers(config: Config, model: Path, monkeypatch: pytest.MonkeyPatch) -> lis
         loaded.append((config.model.path, rest[-1]))
         return Echo()
 
-    monkeypatch.setattr(process, "load_vllm_engine", load)
+    monkeypatch.setattr(process, "VllmEngine", load)
     said = evaluate.generate(config, str(model), ["1+2", "3+4="])
     assert loaded == [(str(model), True)]
     return said

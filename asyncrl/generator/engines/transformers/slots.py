@@ -32,8 +32,7 @@ from asyncrl.counter_rng import uniform_at
 from asyncrl.errors import WeightSyncError
 from asyncrl.generator.engines.engine import SampleRequest, check_fits
 from asyncrl.generator.engines.transformers.kv_cache import Decode, KVCache, Prefill, attending
-from asyncrl.generator.engines.transformers.rows import BatchedRequest, BatchRows
-from asyncrl.generator.engines.transformers.sampling import Support, sample_tokens
+from asyncrl.generator.engines.transformers.rows import BatchedRequest, BatchRows, Support, sample_tokens
 from asyncrl.types import Array, Finish, Turn, Version
 
 PREFILL_TOKENS = 8192

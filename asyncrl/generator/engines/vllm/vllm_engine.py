@@ -1,7 +1,7 @@
 """vLLM behind the `Engine` protocol: its AsyncLLM in this process, the model in processes that it starts.
 
     sample ─▸ generate ─▸ engine core ─▸ ranks        n samples share the prompt's KV
-    flip   ─▸ _run: pause ─▸ every rank copies its staged version ─▸ forget prefixes, label ─▸ resume
+    flip   ─▸ pause ─▸ every rank copies its staged version ─▸ forget prefixes, label ─▸ resume
 
 Between pause and resume no step runs, so each token's version is the label of the step that made it.
 """
@@ -15,14 +15,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from asyncrl.config.schema import Config
 from asyncrl.counter_rng import stream_key
-from asyncrl.errors import AsyncRLError, ProcessDiedError, RunClosedError
+from asyncrl.errors import ProcessDiedError, RunClosedError
 from asyncrl.generator.engines.engine import SampleRequest, check_fits, span_seconds
 from asyncrl.generator.engines.receiver import WeightReader, WeightReceiver
-from asyncrl.generator.engines.transformers.transformers_engine import load_end_ids
 from asyncrl.generator.engines.vllm.vllm_plugin import FORGET_PREFIXES
 from asyncrl.generator.engines.vllm.vllm_start import check_vllm, start_vllm
 from asyncrl.generator.engines.vllm.vllm_weights import VllmReceiver, values_of
@@ -65,30 +63,22 @@ class _Counters:
 
 
 class VllmEngine:
-    """See `Engine`. name: of the generator, for errors · load_weights: start with those of model.path as `version`."""
+    """See `Engine`. name: of the generator, for errors · load_weights: begin with those of model.path, as version 0."""
 
-    def __init__(
-        self,
-        config: Config,
-        name: str,
-        end_ids: Sequence[int],
-        *,
-        load_weights: bool = False,
-        version: Version = NO_VERSION,
-    ) -> None:
+    def __init__(self, config: Config, name: str, end_ids: Sequence[int], load_weights: bool = False) -> None:
         check_vllm()
         self._config, self._name, self._load_weights = config, name, load_weights
         self._end_ids = list(end_ids)
-        self._version = version
+        self._version: Version = 0 if load_weights else NO_VERSION
         self._flipped = 0
         self._llm: Any = None
         self._by_priority = False  # generator.vllm.extra may say otherwise
         self._counters = _Counters()
         self._in_flight: dict[str, tuple[int, asyncio.Task[list[Turn]]]] = {}
-        self._flips: list[tuple[Version, asyncio.Future[float]]] = []
+        self._flipping = False
         self._changed = asyncio.Event()
         self._spans = Spans()
-        self._runner: asyncio.Task[None] | None = None
+        self._accounting: asyncio.Task[None] | None = None
         self._closed = False
 
     @property
@@ -100,7 +90,7 @@ class VllmEngine:
         self._llm = start_vllm(self._config, [self._counters], self._load_weights)
         self._by_priority = self._llm.vllm_config.scheduler_config.policy == "priority"
         await self._llm.engine_core.set_weight_version_async(str(self._version))
-        self._runner = asyncio.create_task(self._run(), name="engine")
+        self._accounting = asyncio.create_task(self._account(), name="engine")
 
     async def sample(self, request: SampleRequest) -> list[Turn]:
         self._check_running()
@@ -130,10 +120,13 @@ class VllmEngine:
 
     async def flip(self, version: Version) -> float:
         self._check_running()
-        done: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-        self._flips.append((version, done))
+        self._flipping = True
         self._changed.set()
-        return await done
+        try:
+            return await self._flip(version)
+        finally:
+            self._flipping = False
+            self._changed.set()
 
     def stats(self) -> dict[str, float]:
         samples = sum(n for n, _ in self._in_flight.values())
@@ -150,14 +143,11 @@ class VllmEngine:
     async def close(self) -> None:
         self._closed = True
         tasks: list[asyncio.Task[Any]] = [task for _, task in self._in_flight.values()]
-        if self._runner is not None:
-            tasks.append(self._runner)
+        if self._accounting is not None:
+            tasks.append(self._accounting)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for _, done in self._flips:
-            if not done.done():
-                done.set_exception(RunClosedError("the engine was closed"))
         if self._llm is not None:
             self._llm.output_handler.cancel()  # it would report the end of the core as a failure
             await asyncio.to_thread(_shut_down, self._llm)
@@ -212,28 +202,14 @@ class VllmEngine:
 
     # ---- time and versions
 
-    async def _run(self) -> None:
+    async def _account(self) -> None:
         while True:
             self._changed.clear()
-            if self._flips:
-                with self._spans("wait/weights"):
-                    await self._flip_next()
-            else:
-                with self._spans("compute" if self._in_flight else "wait/tasks"):
-                    await self._changed.wait()
+            busy = "compute" if self._in_flight else "wait/tasks"
+            with self._spans("wait/weights" if self._flipping else busy):
+                await self._changed.wait()
 
-    async def _flip_next(self) -> None:
-        version, done = self._flips[0]
-        try:
-            pause_s = await self._flip_now(version)
-            if not done.done():
-                done.set_result(pause_s)
-        except AsyncRLError as error:
-            if not done.done():
-                done.set_exception(error)
-        del self._flips[0]
-
-    async def _flip_now(self, version: Version) -> float:
+    async def _flip(self, version: Version) -> float:
         core, kv = self._llm.engine_core, self._config.generator.kv
         begun = time.perf_counter()
         # Waiting samples find the prompts of their siblings in the cache, unless that is cleared.
@@ -253,7 +229,7 @@ class VllmEngine:
     def _check_running(self) -> None:
         if self._closed:
             raise RunClosedError("the engine was closed")
-        if self._runner is None:
+        if self._accounting is None:
             raise RuntimeError("the engine was not started")
 
     async def _or_died(self, answer: Any) -> Any:
@@ -278,12 +254,3 @@ async def _last(outputs: Any) -> Any:
     async for output in outputs:
         last = output
     return last
-
-
-def load_vllm_engine(
-    config: Config, tokenizer: PreTrainedTokenizerBase, name: str, load_weights: bool = False
-) -> VllmEngine:
-    """The engine by the config. load_weights: those of model.path, as version 0; otherwise the learner's."""
-    version = 0 if load_weights else NO_VERSION
-    end_ids = load_end_ids(config.model, tokenizer)
-    return VllmEngine(config, name, end_ids, load_weights=load_weights, version=version)

@@ -9,9 +9,14 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import EngineFailedError, ProcessDiedError
-from asyncrl.generator.engines import retry
-from asyncrl.generator.engines.engine import PromptTooLongError, SampleRequest
-from asyncrl.generator.engines.retry import IN_A_ROW, RequestFailedError, RetryingSampler
+from asyncrl.generator.engines import engine as engines
+from asyncrl.generator.engines.engine import (
+    IN_A_ROW,
+    PromptTooLongError,
+    RequestFailedError,
+    RetryingSampler,
+    SampleRequest,
+)
 from asyncrl.types import Sampling, Turn
 
 ASKED = SampleRequest("r", np.zeros(1, np.int64), Sampling(), 0)
@@ -19,7 +24,7 @@ ASKED = SampleRequest("r", np.zeros(1, np.int64), Sampling(), 0)
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "PAUSE_S", 0.0)
+    monkeypatch.setattr(engines, "PAUSE_S", 0.0)
 
 
 class Moody:

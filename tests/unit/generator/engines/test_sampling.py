@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.counter_rng import stream_key, uniform, uniform_at
-from asyncrl.generator.engines.transformers.sampling import Support, sample_tokens
+from asyncrl.generator.engines.transformers.rows import Support, sample_tokens
 
 LOGITS = torch.tensor([0.0, math.log(2.0), math.log(5.0), -math.inf])  # probabilities 1/8, 2/8, 5/8, 0
 

@@ -26,7 +26,7 @@ from asyncrl.counter_rng import stream_key, uniform_at
 from asyncrl.errors import ConfigError, WeightSyncError
 from asyncrl.generator.engines.engine import SampleRequest
 from asyncrl.generator.engines.transformers.kv_cache import ATTENTION
-from asyncrl.generator.engines.transformers.sampling import sample_tokens
+from asyncrl.generator.engines.transformers.rows import sample_tokens
 from asyncrl.generator.engines.transformers.slots import SlotBatch
 from asyncrl.generator.engines.transformers.transformers_engine import TransformersEngine, check_attention
 from asyncrl.types import Sampling, Turn
