@@ -5,7 +5,7 @@
    │ lease (waits until     │──▸ intake ──▸ one _work per lease ──▸ sample ────────▸ engine
    │  admission permits)    │      ▴             │                 score ─────────▸ reward function
    │ commit │ drop          │◂─────┼─────────────┘ waits until no unverified flip; without spread: drop, if filtered
-   │ renew, with stats      │◂──── heartbeat, and with each group ──▸ leases lost: their _work is cancelled
+   │ renew, with stats      │◂──── heartbeat, and with each group (telemetry.py) ──▸ lost: _work is cancelled (leases.py)
    └───────────────────────┘      │
                                  held ◂── weights (weights.py) ◂─────────────────── weight stream
 

@@ -10,10 +10,10 @@ import difflib
 import json
 import os
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import msgpack
 
@@ -34,7 +34,7 @@ DEFAULT_SPLIT = "train"
 FOLDER_OPTIONS = ("split", "subset", "revision")
 
 
-class JsonlRows(Sequence[Any]):
+class JsonlRows:
     """One row per line, without empty lines. It takes 16 bytes of memory per row.
 
     Access raises TaskError, with file and line, for a row that is not JSON.
@@ -67,21 +67,14 @@ class JsonlRows(Sequence[Any]):
     def __len__(self) -> int:
         return len(self._lines)
 
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Any]: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return [self[one] for one in range(*index.indices(len(self)))]
-        at = range(len(self))[index]
-        start, end = self._starts[at], self._starts[at + 1]
+    def __getitem__(self, index: int) -> Any:
+        start, end = self._starts[index], self._starts[index + 1]
         try:
             return json.loads(os.pread(self._file.fileno(), end - start, start).decode("utf-8"))
         except UnicodeDecodeError as error:
-            raise TaskError(f"{self.place(at)}: not UTF-8: {error.reason}") from None
+            raise TaskError(f"{self.place(index)}: not UTF-8: {error.reason}") from None
         except json.JSONDecodeError as error:
-            raise TaskError(f"{self.place(at)}: not JSON: {error.msg} at column {error.colno}") from None
+            raise TaskError(f"{self.place(index)}: not JSON: {error.msg} at column {error.colno}") from None
 
     def place(self, index: int) -> str:
         """'file:line'"""

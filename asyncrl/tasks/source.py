@@ -12,7 +12,7 @@ their order and end.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,9 +42,9 @@ def load_source(
     place = getattr(rows, "place", lambda index: f"{chosen.source}: task {index}")
     reader = RowReader(chosen, section, place)
     if isinstance(rows, JsonlRows):
-        for index, row in enumerate(rows):
-            reader(index, index, row)
-    if isinstance(rows, Sequence) or (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
+        for index in range(len(rows)):
+            reader(index, index, rows[index])
+    if hasattr(rows, "__len__") and hasattr(rows, "__getitem__"):
         if not len(rows):
             raise TaskError(f"{chosen.source} gives no tasks")
         stream: TaskStream = SequenceStream(rows, reader, shuffle_key)
