@@ -1,13 +1,13 @@
 """The loop of a generator: tasks in, scored groups out, while the weights change underneath.
 
-              queue                        this worker                             engine, reward, learner
-   ┌───────────────────────┐
+              queue                         this worker                            engine, reward, learner
+   ┌────────────────────────┐
    │ lease (waits until     │──▸ intake ──▸ one _work per lease ──▸ sample ────────▸ engine
    │  admission permits)    │      ▴             │                 score ─────────▸ reward function
    │ commit │ drop          │◂─────┼─────────────┘ waits until no unverified flip; without spread: drop, if filtered
-   │ renew, with stats      │◂──── heartbeat, and with each group (telemetry.py) ──▸ lost: _work is cancelled (leases.py)
-   └───────────────────────┘      │
-                                 held ◂── weights (weights.py) ◂─────────────────── weight stream
+   │ renew, with stats      │◂──── telemetry.py: heartbeat, and with each group ──▸ lost leases: _work is cancelled
+   └────────────────────────┘      │
+                                  held ◂── weights (weights.py) ◂─────────────────── weight stream
 
   intake waits for  weights; room in the engine (admission.py), sample by sample, so that the longest one of
                     a group keeps no slot empty; the queue's answer, or a newer `held` for the next request
