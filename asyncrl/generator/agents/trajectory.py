@@ -236,7 +236,7 @@ ENTRY_READERS: Mapping[str, Callable[..., TrajectoryEntry]] = {
 # ---- the finished turns of a leased task, which the queue keeps for its next lease: `QueueClient.progress`
 
 FORMAT = 1
-"""Of the frames: a header, then the bytes of each trajectory."""
+"""The format of the frames: a header, then the bytes of each trajectory."""
 
 Send = Callable[[Sequence[bytes]], Awaitable[None]]
 """Sends frames to the queue."""

@@ -46,7 +46,7 @@ class _InFlight:
     scripts: list[list[int]]
     result: asyncio.Future[list[Turn]]
     versions: list[Version] = field(default_factory=list)
-    """Of the tokens made so far, the same for all samples."""
+    """The versions of the tokens made so far, the same for all samples."""
 
     @property
     def longest(self) -> int:

@@ -43,7 +43,7 @@ ABORT_AGAIN_S = 0.05
 """An abort that comes before the server knows the request is lost: repeated until the request has ended."""
 
 TRIES = 3
-"""Of one sample at a server that fails at it and yet is there."""
+"""Tries of one sample, at a server that fails at it and yet is there."""
 
 SEED_BITS = 31
 

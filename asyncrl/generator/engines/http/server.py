@@ -132,7 +132,7 @@ class LoadMeter:
     def __init__(self, server: Server) -> None:
         self.load = ServerLoad()
         self.finished_tokens = 0
-        """Of requests that have ended, for servers that report none."""
+        """Tokens of requests that have ended, for servers that report none."""
         self._server = server
         self._before = 0.0
         """Tokens before a restart of the server, less those before this engine began."""

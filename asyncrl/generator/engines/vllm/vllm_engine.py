@@ -31,7 +31,7 @@ CLOSE_S = 2.0
 """Longest wait for vLLM's processes to end by themselves."""
 
 SEED_BITS = 62
-"""Of a request's seed; sample i has the seed + i, which must stay within an int64."""
+"""Bits of a request's seed; sample i has the seed + i, which must stay within an int64."""
 
 
 class _Counters:
