@@ -50,15 +50,11 @@ TRANSFER_ERRORS = (DeadlineError, WeightSyncError, RefusedError)
 class WeightFollower:
     """Keeps one engine at the learner's newest version.
 
-    Args:
-        registry: Rank r of the learner posts {"endpoint", "world", "lineage"} in it as weights/<r>.
-        agree: Compares the configurations of this process and of a learner that was found. Raises ConfigError where
-            they differ in a key that all must share, and DeadlineError while the learner has not posted its own.
-        status: Receives the wait for a learner that is gone.
-
-    Attributes:
-        held: The version flipped and verified, NO_VERSION before the first.
-        lineage: Of `held`.
+    held      the version flipped and verified, NO_VERSION before the first; `lineage` is its lineage
+    registry  rank r of the learner posts {"endpoint", "world", "lineage"} in it as weights/<r>
+    agree     compares the configurations of this process and of a learner that was found. Raises ConfigError where they
+              differ in a key that all must share, and DeadlineError while the learner has not posted its own
+    status    receives the wait for a learner that is gone
     """
 
     def __init__(

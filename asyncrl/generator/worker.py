@@ -52,10 +52,9 @@ WEIGHTS, TASK = "the learner's weights", "a task from the queue"
 class Worker:
     """One generator's loops over parts that are made elsewhere (see process.py). Raises ConfigError as `Admission`.
 
-    Args:
-        held_out: The sets of tasks that evaluation leases point into; without any, no such lease is requested.
-        prober: Draws a few tokens of each version for the learner to compare; None if it does not.
-        status: Receives the stats of each heartbeat, and the waits of the worker.
+    held_out  the sets of tasks that evaluation leases point into; without any, no such lease is requested
+    prober    draws a few tokens of each version for the learner to compare; None if it does not
+    status    receives the stats of each heartbeat, and the waits of the worker
     """
 
     def __init__(

@@ -176,12 +176,9 @@ def _chunk(answer: dict[str, Any]) -> ServerChunk:
 FILE_BYTES = 4 << 30
 """Most bytes of one file of a folder, if no parameter is larger."""
 
-LoadFolder = Callable[[Path, str], Awaitable[None]]
-"""load(path, label): the server, which is paused, loads that folder as the weights with this label."""
-
 
 class FolderReceiver(WeightReceiver):
-    """Writes version v to `folder`/v, and calls `load` with it."""
+    """Writes version v to `folder`/v. load(path, label): the paused server loads it as the weights with this label."""
 
     def __init__(
         self,
@@ -189,7 +186,7 @@ class FolderReceiver(WeightReceiver):
         model: ModelConfig,
         folder: Path,
         flip: Flip,
-        load: LoadFolder,
+        load: Callable[[Path, str], Awaitable[None]],
         check_weights: CheckWeights,
     ) -> None:
         super().__init__()
