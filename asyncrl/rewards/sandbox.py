@@ -66,7 +66,7 @@ class ProgramRun:
     ended: Literal["exit", "time", "output"]
     code: int
     out: str
-    passed: tuple[bool, ...] | None
+    passed: Sequence[bool] | None
 
     @property
     def well(self) -> bool:
@@ -107,10 +107,7 @@ class Sandbox:
                 "tests": None if tests is None else list(tests),
             }
             runs = json.loads(self._process(json.dumps(job).encode(), folder))
-        return [
-            ProgramRun(r["ended"], r["code"], r["out"], None if r["passed"] is None else tuple(r["passed"]))
-            for r in runs
-        ]
+        return [ProgramRun(**run) for run in runs]
 
     def _process(self, job: bytes, folder: str) -> bytes:
         process = subprocess.Popen(
