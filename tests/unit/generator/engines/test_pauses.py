@@ -69,7 +69,7 @@ class CountingEngine(ScriptedEngine):
     """Counts its steps, so that another thread can wait for the next one; notes when it was flipped."""
 
     def __init__(self, parameters: dict[str, torch.Tensor]) -> None:
-        super().__init__(lambda ordinal, sample: [1] * 10_000, max_length=20_000, parameters=parameters)
+        super().__init__(lambda ordinal, sample: [1] * 10_000, max_length=20_000, targets=parameters)
         self.steps = 0
         self.stepped = threading.Condition()
         self.flipped_at: list[int] = []
