@@ -23,7 +23,7 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError, DeadlineError
 from asyncrl.launch.folder.run_folder import run_folder, write_address
 from asyncrl.queue.broker.broker import Broker
-from asyncrl.queue.broker.durability import open_recovery
+from asyncrl.queue.broker.recovery import open_recovery
 from asyncrl.queue.client.client import QueueClient
 from asyncrl.queue.feeder import feed
 from asyncrl.rpc.keys import client_keys, server_keys

@@ -18,7 +18,7 @@ from asyncrl.config.schema import Config
 from asyncrl.launch.folder.run_folder import run_folder
 from asyncrl.queue.broker.records import CODEC, Happened, Record, StreamState
 from asyncrl.queue.ledger import events as ev
-from asyncrl.queue.ledger.transitions import END
+from asyncrl.queue.ledger.state.tasks import END
 from asyncrl.queue.storage.file_journal import FileJournal
 from asyncrl.queue.storage.journal import split
 
@@ -93,15 +93,15 @@ class History:
             case ev.Drained():
                 raise ValueError("what a drain drops is not in its event: a drained run cannot be read here")
 
-    def _snapshot(self, state: StreamState) -> None:
+    def _snapshot(self, snapshot: StreamState) -> None:
         """All that was before it is gone from the journal, and known only if it was read in time."""
-        book = state.book
-        ended = {*range(book.ranks.frontier), *book.ranks.trained, *book.ranks.dropped}
+        tasks, steps = snapshot.state.tasks, snapshot.state.steps
+        ended = {*range(tasks.ranks.frontier), *tasks.ranks.trained, *tasks.ranks.dropped}
         self.ends = {ordinal: self.ends.get(ordinal, BEFORE) for ordinal in ended}
-        for version, step in book.retention.steps.items():
+        for version, step in steps.retained.steps.items():
             self.ends |= dict.fromkeys(step.ordinals(), version + 1)
-        self._submitted = book.next
-        self._claimed = [o for claim in book.claims for share in claim.shares for o in share]
+        self._submitted = tasks.next
+        self._claimed = [o for claim in steps.claims for share in claim.shares for o in share]
 
     def _end(self, ordinals: Iterable[int], how: int | str) -> None:
         for ordinal in ordinals:

@@ -21,7 +21,7 @@ from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.stream_settings import train_settings
 from asyncrl.queue.broker.broker import Broker
-from asyncrl.queue.broker.durability import open_recovery
+from asyncrl.queue.broker.recovery import open_recovery
 from asyncrl.queue.client.client import BlockingClient, QueueClient
 from asyncrl.queue.feeder import feed
 from asyncrl.sync.stream.publisher import Publisher

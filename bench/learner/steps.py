@@ -19,7 +19,7 @@ from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.reporting.flops import TrainingFlops, squares
 from asyncrl.learner.training.version_step import version_step
-from asyncrl.queue.ledger.rules.shares import GroupCost, share_out
+from asyncrl.queue.ledger.claims import GroupCost, share_out
 from asyncrl.types import Group
 from bench.learner.clock import CLOCKS
 from bench.learner.model import config_of, groups_of

@@ -19,7 +19,7 @@ import numpy as np
 from asyncrl.config.schema import QueueConfig
 from asyncrl.errors import SourceEndedError
 from asyncrl.queue.broker.broker import Broker
-from asyncrl.queue.broker.durability import open_recovery
+from asyncrl.queue.broker.recovery import open_recovery
 from asyncrl.queue.client.client import QueueClient
 from asyncrl.queue.feeder import feed
 from asyncrl.queue.protocol.replies import Claim, Lease

@@ -105,7 +105,8 @@ def _train(ledger: Ledger, step: int) -> None:
         assert claimed is not None
         index, last = index + 1, claimed.last
     learner_commands.trained(ledger, rq.TrainedRequest(stream=TRAIN, learner_epoch=epoch, step=step))
-    learner_commands.checkpointed(ledger, epoch, step + 1)
+    saved = rq.CheckpointedRequest(stream=TRAIN, learner_epoch=epoch, version=step + 1)
+    learner_commands.checkpointed(ledger, saved)
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from hypothesis import strategies as st
 
 from asyncrl.errors import RefusedError
 from asyncrl.queue.ledger import events as ev
+from asyncrl.queue.ledger.state.ledger_state import LedgerState
 from asyncrl.queue.protocol.settings import Frontier, StageSettings, StreamSettings
 from tests.helpers.ledger_driver import DrivenLedger as Ledger
 
@@ -154,6 +156,21 @@ def of(claims: list[ev.StepClaimed]) -> Iterator[int]:
             yield from share
 
 
+def comparable(state: LedgerState) -> dict[str, Any]:
+    """All that counts, in a form that compares: two states that took the same events are equal."""
+    parts = asdict(state)
+    parts["tasks"]["pending"].sort()
+    parts["leases"] = sorted(parts["leases"]["by_epoch"].values(), key=lambda lease: lease["epoch"])
+    del parts["usage"]["unmade"], parts["usage"]["gone"]
+    return parts
+
+
+def holding(state: LedgerState) -> set[int]:
+    """Ordinals of which bytes beside the task are kept."""
+    kept = {ordinal for step in state.steps.retained.steps.values() for ordinal in step.items}
+    return kept | {ordinal for ordinal, item in state.tasks.records.items() if item.nbytes}
+
+
 class Run(Observer):
     """A ledger under test and those who work with it. Every method with a number is an action of a schedule."""
 
@@ -172,12 +189,12 @@ class Run(Observer):
         match event:
             case ev.Leased(ordinal=ordinal, held=held):
                 self.under[ordinal] = held
-                if not self.ledger.state.items[ordinal].progress:
+                if not self.ledger.state.tasks.records[ordinal].progress:
                     self.reused.pop(ordinal, None)
                 self.check_room(ordinal)
             case ev.StepTrained():
                 # Steps whose bytes were lost are not kept: nobody goes back to before them.
-                floor = self.ledger.state.retention.floor
+                floor = self.ledger.state.steps.retained.floor
                 self.snapshots = [snapshot for snapshot in self.snapshots if snapshot.version >= floor]
             case ev.Progressed(ordinal=ordinal):
                 self.reused[ordinal] = self.oldest(ordinal)
@@ -189,8 +206,8 @@ class Run(Observer):
         state, stream = self.ledger.state, self.stream
         waited_for = max(stream.window, stream.groups_per_version if stream.max_staleness == 0 else 1)
         inside = self.rank(ordinal) < self.rank(self.head()) + waited_for
-        assert state.in_stock <= stream.depth or (inside and self.disturbed)
-        assert state.nbytes + state.reserved <= stream.max_bytes or inside
+        assert state.tasks.in_stock <= stream.depth or (inside and self.disturbed)
+        assert state.usage.live + state.reserved <= stream.max_bytes or inside
 
     def oldest(self, ordinal: int) -> int:
         """What a worker may make of a lease: tokens as old as it and what it reuses."""
@@ -198,7 +215,7 @@ class Run(Observer):
 
     @property
     def step(self) -> int:
-        return self.ledger.state.version
+        return self.ledger.state.steps.version
 
     @property
     def learner(self) -> int:
@@ -212,7 +229,7 @@ class Run(Observer):
 
     def submit(self, n: int) -> None:
         if room := self.ledger.room():
-            self.ledger.submit(self.ledger.state.next, min(room, n + 1))
+            self.ledger.submit(self.ledger.state.tasks.next, min(room, n + 1))
 
     def lease(self, n: int) -> None:
         worker = self.workers[n % len(self.workers)]
@@ -270,7 +287,7 @@ class Run(Observer):
 
     def claim(self, n: int) -> None:
         with may_refuse("complete"):
-            index = len(self.ledger.state.claims)
+            index = len(self.ledger.state.steps.claims)
             self.ledger.claim(self.learner, self.step, index, 0, MAX_TOKENS, n % 2 == 0)
 
     def fetch(self, n: int) -> None:
@@ -292,7 +309,7 @@ class Run(Observer):
     def abandon(self, n: int) -> None:
         if n % 4 == 0:
             bad = tuple(of(self.claims))[n % 3 :: 3]
-            self.ledger.abandon(self.learner, self.step, self.ledger.state.attempt, bad, "corrupt")
+            self.ledger.abandon(self.learner, self.step, self.ledger.state.steps.attempt, bad, "corrupt")
 
     # ------------------------------------------------------------------ rewinds and restarts
 
@@ -316,10 +333,10 @@ class Run(Observer):
 
     def recover(self, n: int) -> None:
         """The broker comes back, with the bytes of some groups lost."""
-        holding = sorted(self.ledger.state.holding())
+        held = sorted(holding(self.ledger.state))
         self.now = float(n)
-        self.ledger.recover(self.now, holding[n::7] if n % 4 else ())
-        floor = self.ledger.state.retention.floor
+        self.ledger.recover(self.now, held[n::7] if n % 4 else ())
+        floor = self.ledger.state.steps.retained.floor
         self.snapshots = [snapshot for snapshot in self.snapshots if snapshot.version >= floor]
 
     # ------------------------------------------------------------------ everybody cooperates

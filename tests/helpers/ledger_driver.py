@@ -50,7 +50,8 @@ class DrivenLedger(Ledger):
         return generator_commands.commit(self, request)
 
     def drop(self, ordinal: int, epoch: int, reason: str) -> None:
-        generator_commands.drop(self, ordinal, epoch, reason)
+        request = rq.DropRequest(stream="t", ordinal=ordinal, epoch=epoch, reason=reason)
+        generator_commands.drop(self, request)
 
     def stage_lease(self, stage: str, worker: str, most: int, now: float) -> list[Grant]:
         request = rq.StageLeaseRequest(stream="t", stage=stage, most=most)
@@ -71,7 +72,8 @@ class DrivenLedger(Ledger):
         return generator_commands.stage_commit(self, request)
 
     def stage_drop(self, stage: str, ordinal: int, epoch: int, reason: str) -> None:
-        generator_commands.drop(self, ordinal, epoch, reason, stage)
+        request = rq.StageDropRequest(stream="t", stage=stage, ordinal=ordinal, epoch=epoch, reason=reason)
+        generator_commands.drop(self, request)
 
     def renew(self, leases: Leases, now: float) -> list[tuple[int, int]]:
         return generator_commands.renew(self, leases, now)
@@ -83,7 +85,7 @@ class DrivenLedger(Ledger):
         generator_commands.give_back(self, leases)
 
     def leases_of(self, worker: str) -> list[tuple[int, int]]:
-        return generator_commands.leases_of(self, worker)
+        return self.state.leases.of(worker)
 
     def claim(
         self,
@@ -112,7 +114,8 @@ class DrivenLedger(Ledger):
         return learner_commands.trained(self, request)
 
     def reject(self, learner_epoch: int, step: int, reason: str) -> int:
-        return learner_commands.reject(self, learner_epoch, step, reason)
+        request = rq.RejectRequest(stream="t", learner_epoch=learner_epoch, step=step, reason=reason)
+        return learner_commands.reject(self, request)
 
     def abandon(
         self, learner_epoch: int, step: int, attempt: int, dropped: Collection[int], reason: str
@@ -125,10 +128,11 @@ class DrivenLedger(Ledger):
             dropped=tuple(dropped),
             reason=reason,
         )
-        return learner_commands.abandon(self, request, reason)
+        return learner_commands.abandon(self, request)
 
     def checkpointed(self, learner_epoch: int, version: int) -> None:
-        learner_commands.checkpointed(self, learner_epoch, version)
+        request = rq.CheckpointedRequest(stream="t", learner_epoch=learner_epoch, version=version)
+        learner_commands.checkpointed(self, request)
 
     def collect(
         self, learner_epoch: int, got: Collection[int] = (), corrupt: Collection[int] = ()
@@ -139,4 +143,4 @@ class DrivenLedger(Ledger):
         return learner_commands.collect(self, request)
 
     def frontier(self, learner_epoch: int) -> Frontier:
-        return learner_commands.frontier(self, learner_epoch)
+        return learner_commands.snapshot(self, rq.SnapshotRequest(stream="t", learner_epoch=learner_epoch))

@@ -176,8 +176,8 @@ class BrokerHost:
         assert not queue.refused["malformed"]
         for name, stream in queue.streams.items():
             self._check_memory(name)
-            retained = {o for step in stream.ledger.state.retention.steps.values() for o in step.items}
-            assert set(stream.tasks) == set(stream.ledger.state.items) | retained
+            retained = {o for step in stream.ledger.state.steps.retained.steps.values() for o in step.items}
+            assert set(stream.tasks) == set(stream.ledger.state.tasks.records) | retained
         self._check_bytes()
 
     def _check_memory(self, name: str) -> None:
@@ -185,10 +185,12 @@ class BrokerHost:
         state, plan = self._recovery.queue.streams[name].ledger.state, self._world.plan
         if state.settings is None:
             return
-        kept = state.version - state.retention.floor
+        kept = state.steps.version - state.steps.retained.floor
         assert kept <= 5 * plan.checkpoint_every or state.settings.max_staleness is None
-        steps = state.settings.groups_per_version * (len(state.retention.steps) + len(state.replay) + 1)
-        assert len(state.items) <= 4 * state.settings.depth + steps
+        steps = state.settings.groups_per_version * (
+            len(state.steps.retained.steps) + len(state.steps.replay) + 1
+        )
+        assert len(state.tasks.records) <= 4 * state.settings.depth + steps
         assert self._desk is not None
         assert self._desk.parked <= 16 * len(self._world.network.links) + 64
 
@@ -196,7 +198,7 @@ class BrokerHost:
         """What is kept is what the ledgers count on."""
         streams = self._recovery.queue.streams
         states = [stream.ledger.state for stream in streams.values()]
-        counted = sum(state.nbytes + state.kept_bytes for state in states)
+        counted = sum(state.usage.live + state.usage.retained for state in states)
         assert self._store.sizes().memory <= counted
         if self._shelf is None:
             return
@@ -212,5 +214,5 @@ class BrokerHost:
             assert self._shelf.keys >= needed.keys() - lost
 
     def _is_lost(self, stream: str, ordinal: int) -> bool:
-        item = self._recovery.queue.streams[stream].ledger.state.items.get(ordinal)
+        item = self._recovery.queue.streams[stream].ledger.state.tasks.records.get(ordinal)
         return item is not None and item.lost

@@ -14,10 +14,10 @@ from asyncrl.queue.broker.records import CODEC
 from asyncrl.queue.broker.recovery import Recovery
 from asyncrl.queue.broker.stream import Stream
 from asyncrl.queue.client import session
-from asyncrl.queue.ledger import generator_commands, rewind
+from asyncrl.queue.ledger import admission, claims, generator_commands, rewind
 from asyncrl.queue.ledger.ledger import Ledger
-from asyncrl.queue.ledger.ledger_state import LedgerState
-from asyncrl.queue.ledger.rules.leases import Leases
+from asyncrl.queue.ledger.state.leases import Leases
+from asyncrl.queue.ledger.state.ledger_state import LedgerState
 from asyncrl.queue.protocol.requests import CommitRequest
 
 Mutation = Callable[[], Any]
@@ -25,17 +25,17 @@ Mutation = Callable[[], Any]
 
 
 def bound_off_by_one() -> Any:
-    right = LedgerState.admitted_below
+    right = admission.admitted_below
 
     def wrong(state: LedgerState, held: int) -> int | None:
         limit = right(state, held)
         return None if limit is None else limit + 1
 
-    return patch.object(LedgerState, "admitted_below", wrong)
+    return patch.object(admission, "admitted_below", wrong)
 
 
 def window_off_by_one() -> Any:
-    right = LedgerState.ready_in_window
+    right = claims.ready_in_window
 
     def wrong(state: LedgerState, most: int) -> list[int]:
         before, settings = state.settings, state.settings
@@ -48,7 +48,7 @@ def window_off_by_one() -> Any:
         finally:
             state.settings = before
 
-    return patch.object(LedgerState, "ready_in_window", wrong)
+    return patch.object(claims, "ready_in_window", wrong)
 
 
 def _widened(settings: Any) -> Any:
@@ -71,7 +71,7 @@ def no_fencing_of_workers() -> Any:
     right = generator_commands.commit
 
     def wrong(ledger: Ledger, request: CommitRequest) -> bool:
-        item = ledger.state.items.get(request.ordinal)
+        item = ledger.state.tasks.records.get(request.ordinal)
         return right(ledger, request if item is None else replaced(request, epoch=item.epoch))
 
     return patch.object(generator_commands, "commit", wrong)
@@ -79,7 +79,7 @@ def no_fencing_of_workers() -> Any:
 
 def abandoned_branches_count_as_fresh() -> Any:
     def wrong(state: LedgerState, version: int) -> None:
-        state.move_head()
+        state.tasks.move_head()
 
     return patch.object(rewind, "_count_as", wrong)
 

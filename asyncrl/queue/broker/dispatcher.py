@@ -28,9 +28,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from asyncrl.errors import AsyncRLError, RefusedError, WireError
+from asyncrl.queue.broker.handlers import handle, refusal
 from asyncrl.queue.broker.long_poll import LongPoll, Waiter
 from asyncrl.queue.broker.queue_state import QueueState, Reply, SessionRequest
-from asyncrl.queue.broker.service import handle, refusal
 from asyncrl.queue.protocol.requests import GoodbyeRequest, StatusRequest, unpack
 from asyncrl.queue.wire.client_state import UNKNOWN, ClientState, Message
 from asyncrl.queue.wire.envelope import ClientMessage, WireRequest, pack_replies, pack_reply, unpack_call

@@ -18,9 +18,7 @@ from asyncrl.queue.storage.store import Frames, PayloadStore
 MAX_STREAMS = 16
 MAX_KEYS = 4096
 MAX_VALUE = 1 << 20
-MAX_REASON = 64
-"""Limits on what clients can make the broker keep: streams, keys and workers, bytes of a value, characters of a
-reason."""
+"""Limits on what clients can make the broker keep: streams, keys and workers, bytes of a value."""
 
 
 class SessionRequest(NamedTuple):

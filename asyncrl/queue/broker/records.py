@@ -12,16 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple, get_args
 
 from asyncrl.queue.ledger.events import Event
-from asyncrl.queue.ledger.ledger_state import LedgerState
-from asyncrl.queue.ledger.rules.group_sizes import GroupSizes
-from asyncrl.queue.ledger.rules.leases import Lease, Leases
-from asyncrl.queue.ledger.rules.length_bias import LengthBias
-from asyncrl.queue.ledger.rules.lookahead import Lookahead
-from asyncrl.queue.ledger.rules.ordinal_index import OrdinalIndex
-from asyncrl.queue.ledger.rules.retained_steps import RetainedStep, RetainedSteps
-from asyncrl.queue.ledger.rules.stages import Stages, Waiting
-from asyncrl.queue.ledger.task_record import TaskRecord
-from asyncrl.queue.protocol.settings import StageSettings
+from asyncrl.queue.ledger.state.ledger_state import LedgerState
 from asyncrl.queue.storage.event_codec import Codec
 
 
@@ -48,33 +39,9 @@ class Closed(NamedTuple):
 
 class StreamState(NamedTuple):
     stream: str
-    book: LedgerState
+    state: LedgerState
 
 
 Record = Happened | TasksKept | Posted | Closed | StreamState
 
-CODEC = Codec(
-    [*get_args(Record), TaskRecord, Lease, RetainedStep],
-    [
-        LedgerState(),
-        OrdinalIndex(),
-        Leases(),
-        Stages(),
-        Waiting(),
-        RetainedSteps(0),
-        GroupSizes(),
-        LengthBias(),
-    ],
-    tags={
-        LedgerState: "Book",
-        TaskRecord: "Item",
-        OrdinalIndex: "Ranks",
-        RetainedStep: "Step",
-        RetainedSteps: "Retention",
-        Lookahead: "Lead",
-        GroupSizes: "Sizes",
-        LengthBias: "Bias",
-        StageSettings: "Stage",
-    },
-)
-"""Journals keep the names that these classes had first."""
+CODEC = Codec(get_args(Record))

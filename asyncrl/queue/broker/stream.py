@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 from asyncrl.queue.broker.records import Happened, Record, TasksKept
 from asyncrl.queue.ledger import events as ev
-from asyncrl.queue.ledger import generator_commands
 from asyncrl.queue.ledger.events import Event
 from asyncrl.queue.ledger.ledger import Ledger
-from asyncrl.queue.ledger.task_record import TaskRecord
+from asyncrl.queue.ledger.state.tasks import TaskRecord
 from asyncrl.queue.ledger.transitions import apply
 from asyncrl.queue.protocol import requests as rq
 from asyncrl.queue.storage.store import Frames, PayloadStore
@@ -66,23 +65,17 @@ class Stream:
         if not tasks:
             return
         self.ledger.submit(tasks[0][0], len(tasks), request.min_version)
-        items = self.ledger.state.items
-        new = {ordinal: packed for ordinal, packed in tasks if ordinal in items and ordinal not in self.tasks}
+        records = self.ledger.state.tasks.records
+        new = {
+            ordinal: packed for ordinal, packed in tasks if ordinal in records and ordinal not in self.tasks
+        }
         if new:
             self.tasks.update(new)
             self._note(TasksKept(self._name, tuple(new.items())))
 
-    def progress(self, request: rq.ProgressRequest, frames: Frames) -> None:
-        generator_commands.progress(self.ledger, request)
-        self._store.put(self._name, request.ordinal, PROGRESS, frames, NOT_COMPARED)
-
-    def commit(self, request: rq.CommitRequest, frames: Frames) -> None:
-        if generator_commands.commit(self.ledger, request):
-            self._store.put(self._name, request.ordinal, GROUP, frames, request.digest)
-
-    def stage_commit(self, request: rq.StageCommitRequest, frames: Frames) -> None:
-        if generator_commands.stage_commit(self.ledger, request):
-            self._store.put(self._name, request.ordinal, COLUMN + request.stage, frames, request.digest)
+    def put(self, ordinal: int, part: str, frames: Frames, stamp: int) -> None:
+        """Keep a result that the ledger has taken."""
+        self._store.put(self._name, ordinal, part, frames, stamp)
 
     # ------------------------------------------------------------------ out
 
@@ -97,7 +90,7 @@ class Stream:
     def _content(self, ordinal: int) -> Content:
         columns: list[tuple[str, Version, int]] = []
         added: list[Any] = []
-        for stage, column in self.ledger.state.items[ordinal].added.items():
+        for stage, column in self.ledger.state.tasks.records[ordinal].added.items():
             frames = self._store.get(self._name, ordinal, COLUMN + stage)
             columns.append((stage, column.version, len(frames)))
             added += frames
@@ -108,18 +101,18 @@ class Stream:
     def replay(self, event: Event) -> None:
         """An event of the journal. The store has seen it already."""
         apply(self.ledger.state, event)
-        for ordinal in self.ledger.state.gone:
+        for ordinal in self.ledger.state.usage.gone:
             self.tasks.pop(ordinal, None)
 
     def needed(self) -> Iterator[tuple[int, str, int]]:
         """(ordinal, part, stamp) of all that the ledger counts on."""
         state = self.ledger.state
-        for ordinal, item in state.items.items():
+        for ordinal, item in state.tasks.records.items():
             if item.progress:
                 yield ordinal, PROGRESS, NOT_COMPARED
             elif item.nbytes:
                 yield from _made(ordinal, item)
-        for step in state.retention.steps.values():
+        for step in state.steps.retained.steps.values():
             for ordinal, item in step.items.items():
                 yield from _made(ordinal, item)
 
@@ -129,13 +122,13 @@ class Stream:
         state = self.ledger.state
         if isinstance(event, ev.Committed):
             self._store.drop(self._name, event.ordinal, PROGRESS)
-        elif isinstance(event, ev.StepTrained) and event.step in state.retention.steps:
-            for ordinal in state.retention.steps[event.step].items:
+        elif isinstance(event, ev.StepTrained) and event.step in state.steps.retained.steps:
+            for ordinal in state.steps.retained.steps[event.step].items:
                 self._store.cool(self._name, ordinal)
-        for ordinals in (state.unmade, state.gone):
-            for ordinal in ordinals:
-                self._store.drop(self._name, ordinal)
-        for ordinal in state.gone:
+        usage = state.usage
+        for ordinal in (*usage.unmade, *usage.gone):
+            self._store.drop(self._name, ordinal)
+        for ordinal in usage.gone:
             self.tasks.pop(ordinal, None)
 
 

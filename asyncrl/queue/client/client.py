@@ -14,7 +14,7 @@ from asyncrl.queue.client.channel import Channel
 from asyncrl.queue.client.decoding import groups_of, leases_of, received
 from asyncrl.queue.client.link import Link, SocketLink
 from asyncrl.queue.client.session import Undo
-from asyncrl.queue.ledger.ledger_state import CORRUPT
+from asyncrl.queue.ledger.state.tasks import CORRUPT
 from asyncrl.queue.protocol import requests as rq
 from asyncrl.queue.protocol.replies import (
     Claim,

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from asyncrl.queue.ledger.rules.lookahead import Lookahead
-from asyncrl.queue.protocol.settings import Frontier, StageSettings, StreamSettings
+from asyncrl.queue.ledger.lookahead import Lookahead
+from asyncrl.queue.protocol.settings import Frontier, StreamSettings
 from asyncrl.types import Version
-
-__all__ = ["Event", "Frontier", "StageSettings", "StreamSettings"]
 
 # ---------------------------------------------------------------------- opening, rewinding, ending
 

@@ -11,16 +11,15 @@ from typing import NamedTuple
 
 from asyncrl.errors import RefusedError
 from asyncrl.queue.ledger import events as ev
-from asyncrl.queue.ledger.ledger import Ledger
-from asyncrl.queue.ledger.rules.admission import leasable
-from asyncrl.queue.ledger.rules.leases import TASK, Lease
-from asyncrl.queue.ledger.task_record import State
+from asyncrl.queue.ledger.admission import leasable
+from asyncrl.queue.ledger.ledger import MAX_REASON, Ledger
+from asyncrl.queue.ledger.state.leases import TASK, LeaseRecord
+from asyncrl.queue.ledger.state.tasks import State
 from asyncrl.queue.protocol import requests as rq
 from asyncrl.types import NO_VERSION
 
 MAX_PROGRESS = 64 << 20
 """Bytes that are kept of an unfinished task."""
-
 
 _COMMITTED = attrgetter(*ev.Committed._fields)
 
@@ -44,9 +43,9 @@ def lease(ledger: Ledger, request: rq.LeaseRequest, worker: str, now: float) -> 
         )
     grants: list[Grant] = []
     while len(grants) < request.most and leasable(state, request.held):
-        ordinal = state.pending[0]
-        ledger.apply(ev.Leased(ordinal, worker, state.grants + 1, request.held, now, now + settings.lease_s))
-        grants.append(Grant(ordinal, state.items[ordinal].epoch))
+        ordinal, grant = state.tasks.pending[0], state.leases.grants + 1
+        ledger.apply(ev.Leased(ordinal, worker, grant, request.held, now, now + settings.lease_s))
+        grants.append(Grant(ordinal, state.tasks.records[ordinal].epoch))
     return grants
 
 
@@ -76,7 +75,7 @@ def commit(ledger: Ledger, request: rq.CommitRequest) -> bool:
             "malformed", f"{request.tokens} tokens, {request.nbytes} bytes, squares of {request.squares}"
         )
     ordinal = request.ordinal
-    item = ledger.state.items.get(ordinal)
+    item = ledger.state.tasks.records.get(ordinal)
     if item is None or item.epoch != request.epoch:
         raise fenced(ordinal)
     if item.state is not State.LEASED:
@@ -94,11 +93,12 @@ def commit(ledger: Ledger, request: rq.CommitRequest) -> bool:
     return True
 
 
-def drop(ledger: Ledger, ordinal: int, epoch: int, reason: str, stage: str = TASK) -> None:
+def drop(ledger: Ledger, request: rq.DropRequest | rq.StageDropRequest) -> None:
     """A leased task that cannot be finished, or a group that its stage cannot process, ends as DROPPED(reason)."""
     ledger.require_open()
-    require_lease(ledger, ordinal, epoch, stage)
-    ledger.apply(ev.Dropped(ordinal, reason))
+    stage = request.stage if isinstance(request, rq.StageDropRequest) else TASK
+    require_lease(ledger, request.ordinal, request.epoch, stage)
+    ledger.apply(ev.Dropped(request.ordinal, request.reason[:MAX_REASON]))
 
 
 # ---------------------------------------------------------------------- stages
@@ -109,10 +109,10 @@ def stage_lease(ledger: Ledger, request: rq.StageLeaseRequest, worker: str, now:
     settings, state, stage = ledger.require_open(), ledger.state, request.stage
     require_stage(ledger, stage)
     grants: list[Grant] = []
-    while len(grants) < request.most and (ordinal := state.stages.waiting[stage].lowest()) is not None:
-        deadline = now + settings.lease_s
-        ledger.apply(ev.StageLeased(stage, ordinal, worker, state.grants + 1, now, deadline))
-        grants.append(Grant(ordinal, state.items[ordinal].staging[stage]))
+    while len(grants) < request.most and (waiting := state.stages.waiting[stage]):
+        ordinal, grant = waiting[0], state.leases.grants + 1
+        ledger.apply(ev.StageLeased(stage, ordinal, worker, grant, now, now + settings.lease_s))
+        grants.append(Grant(ordinal, state.tasks.records[ordinal].staging[stage]))
     return grants
 
 
@@ -122,7 +122,7 @@ def stage_commit(ledger: Ledger, request: rq.StageCommitRequest) -> bool:
     require_stage(ledger, request.stage)
     if request.nbytes < 0:
         raise RefusedError("malformed", f"{request.nbytes} bytes")
-    item = ledger.state.items.get(request.ordinal)
+    item = ledger.state.tasks.records.get(request.ordinal)
     added = None if item is None else item.added.get(request.stage)
     if added is not None and (added.epoch, added.digest) == (request.epoch, request.digest):
         return False
@@ -164,14 +164,10 @@ def give_back(ledger: Ledger, leases: Iterable[tuple[int, int]]) -> None:
             _return(ledger, standing, "given_back")
 
 
-def leases_of(ledger: Ledger, worker: str) -> list[tuple[int, int]]:
-    return [(each.ordinal, each.epoch) for each in ledger.state.leases.of(worker)]
-
-
 # ---------------------------------------------------------------------- checks
 
 
-def _return(ledger: Ledger, lease: Lease, why: str) -> None:
+def _return(ledger: Ledger, lease: LeaseRecord, why: str) -> None:
     if lease.stage == TASK:
         ledger.apply(ev.Requeued(lease.ordinal, why))
     else:

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from asyncrl.errors import RefusedError
 from asyncrl.queue.ledger import events as ev
-from asyncrl.queue.ledger.ledger import LOST, Ledger
-from asyncrl.queue.ledger.ledger_state import CORRUPT
-from asyncrl.queue.ledger.rules.claims import next_claim
-from asyncrl.queue.ledger.rules.lookahead import next_lead
+from asyncrl.queue.ledger.claims import next_claim
+from asyncrl.queue.ledger.ledger import LOST, MAX_REASON, Ledger
+from asyncrl.queue.ledger.lookahead import next_lead
+from asyncrl.queue.ledger.state.tasks import CORRUPT
 from asyncrl.queue.protocol import requests as rq
 from asyncrl.queue.protocol.settings import Frontier, StreamSettings
 from asyncrl.types import Version
@@ -42,26 +42,26 @@ def claim(ledger: Ledger, request: rq.ClaimRequest) -> Claimed | None:
             the claim that returned `attempt`, or does so now, since the bytes of some of this share are lost.
     """
     settings, state = require_learner(ledger, request.learner_epoch), ledger.state
-    step, index, rank = request.step, request.index, request.rank
+    steps, step, index, rank = state.steps, request.step, request.index, request.rank
     if not 0 <= rank < settings.learners or index < 0:
         raise RefusedError("malformed", f"claim {index} for rank {rank} of {settings.learners}")
-    if step < state.version:
-        raise RefusedError("trained", f"step {step} is over, the stream is at step {state.version}")
-    if step > state.version:
+    if step < steps.version:
+        raise RefusedError("trained", f"step {step} is over, the stream is at step {steps.version}")
+    if step > steps.version:
         return None
-    if index > len(state.claims) or request.attempt not in (None, state.attempt):
+    if index > len(steps.claims) or request.attempt not in (None, steps.attempt):
         raise RefusedError("abandoned", f"step {step} has begun anew, at claim 0")
-    if index == len(state.claims):
+    if index == len(steps.claims):
         event = next_claim(state, request.max_tokens, request.whole)
         if event is None:
             return None
         ledger.apply(event)
-    if ledger.has_lost(state.claims[index].shares[rank]):
+    claimed = steps.claims[index]
+    if ledger.has_lost(claimed.shares[rank]):
         ledger.apply(ev.StepAbandoned(step, (), LOST))
         raise RefusedError("abandoned", f"groups of step {step} are lost, it has begun anew, at claim 0")
-    later = sum(len(share) for each in state.claims[index + 1 :] for share in each.shares)
-    so_far = state.claimed - later
-    return Claimed(state.claims[index].shares[rank], state.claims[index].last, so_far, state.attempt)
+    later = sum(len(share) for each in steps.claims[index + 1 :] for share in each.shares)
+    return Claimed(claimed.shares[rank], claimed.last, steps.claimed - later, steps.attempt)
 
 
 def trained(ledger: Ledger, request: rq.TrainedRequest) -> Version:
@@ -71,56 +71,57 @@ def trained(ledger: Ledger, request: rq.TrainedRequest) -> Version:
     or ready.
     """
     settings, state, step = require_learner(ledger, request.learner_epoch), ledger.state, request.step
-    if step == state.version - 1:
-        return state.version
+    steps = state.steps
+    if step == steps.version - 1:
+        return steps.version
     require_step(ledger, step)
-    full = state.claimed >= settings.groups_per_version or (state.dry and state.claimed) or state.replayed
+    full = steps.claimed >= settings.groups_per_version or (state.dry and steps.claimed) or steps.replayed
     if not full:
         raise RefusedError(
-            "incomplete", f"step {step} has {state.claimed} of {settings.groups_per_version} groups"
+            "incomplete", f"step {step} has {steps.claimed} of {settings.groups_per_version} groups"
         )
-    repeated = step in state.replay
+    repeated = step in steps.replay
     ledger.apply(ev.StepTrained(step))
     if request.waited is not None and state.lead is not None and not repeated:
         lead = next_lead(state.lead, request.waited, settings)
         if lead != state.lead:
             ledger.apply(ev.LeadSet(lead))
-    return state.version
+    return steps.version
 
 
-def reject(ledger: Ledger, learner_epoch: int, step: int, reason: str) -> int:
+def reject(ledger: Ledger, request: rq.RejectRequest) -> int:
     """The step's groups are DROPPED(reason); other groups take their place. Returns how many."""
-    require_learner(ledger, learner_epoch)
-    require_step(ledger, step)
-    rejected = ledger.state.claimed
+    require_learner(ledger, request.learner_epoch)
+    require_step(ledger, request.step)
+    rejected = ledger.state.steps.claimed
     if rejected:
-        ledger.apply(ev.StepRejected(step, reason))
+        ledger.apply(ev.StepRejected(request.step, request.reason[:MAX_REASON]))
     return rejected
 
 
-def abandon(ledger: Ledger, request: rq.AbandonRequest, reason: str) -> int:
+def abandon(ledger: Ledger, request: rq.AbandonRequest) -> int:
     """The running step begins anew: its groups in `dropped` are DROPPED(reason), the others come back.
 
     Returns the attempt that the step is at now; a repetition with the same attempt changes nothing.
     """
     require_learner(ledger, request.learner_epoch)
     require_step(ledger, request.step)
-    state = ledger.state
-    claimed = {ordinal for each in state.claims for share in each.shares for ordinal in share}
-    if request.attempt == state.attempt:
-        if not claimed.issuperset(request.dropped):
-            unknown = sorted(set(request.dropped) - claimed)
+    steps, dropped = ledger.state.steps, tuple(sorted(request.dropped))
+    if request.attempt == steps.attempt:
+        unknown = sorted({*dropped} - steps.claimed_ordinals())
+        if unknown:
             raise RefusedError("unknown", f"{unknown} are not of step {request.step}")
-        ledger.apply(ev.StepAbandoned(request.step, tuple(sorted(request.dropped)), reason))
-    return state.attempt
+        ledger.apply(ev.StepAbandoned(request.step, dropped, request.reason[:MAX_REASON]))
+    return steps.attempt
 
 
-def checkpointed(ledger: Ledger, learner_epoch: int, version: Version) -> None:
+def checkpointed(ledger: Ledger, request: rq.CheckpointedRequest) -> None:
     """A checkpoint of `version` is committed: no rewind will go back to before it. Idempotent."""
-    require_learner(ledger, learner_epoch)
-    if version > ledger.state.version:
-        raise RefusedError("step", f"the stream is at version {ledger.state.version}, not {version}")
-    if version > ledger.state.retention.floor:
+    require_learner(ledger, request.learner_epoch)
+    steps, version = ledger.state.steps, request.version
+    if version > steps.version:
+        raise RefusedError("step", f"the stream is at version {steps.version}, not {version}")
+    if version > steps.retained.floor:
         ledger.apply(ev.Checkpointed(version))
 
 
@@ -130,17 +131,17 @@ def collect(ledger: Ledger, request: rq.CollectRequest) -> tuple[int, ...]:
     settings, state = require_learner(ledger, request.learner_epoch), ledger.state
     if settings.max_staleness is not None:
         raise RefusedError("bounded", "groups of a bounded stream are claimed by step")
-    ended = tuple(sorted({*request.got} & {*state.ready}))
+    ended = tuple(sorted({*request.got} & {*state.tasks.ready}))
     if ended:
         ledger.apply(ev.Collected(ended))
-    for ordinal in sorted({*request.corrupt} & {*state.ready}):
+    for ordinal in sorted({*request.corrupt} & {*state.tasks.ready}):
         ledger.apply(ev.Dropped(ordinal, CORRUPT))
-    return tuple(state.ready)
+    return tuple(state.tasks.ready)
 
 
-def frontier(ledger: Ledger, learner_epoch: int) -> Frontier:
+def snapshot(ledger: Ledger, request: rq.SnapshotRequest) -> Frontier:
     """Where the stream stands after the last trained step; later claims count as not made."""
-    require_learner(ledger, learner_epoch)
+    require_learner(ledger, request.learner_epoch)
     return ledger.state.as_frontier()
 
 
@@ -155,5 +156,6 @@ def require_learner(ledger: Ledger, learner_epoch: int) -> StreamSettings:
 
 
 def require_step(ledger: Ledger, step: int) -> None:
-    if step != ledger.state.version:
-        raise RefusedError("step", f"the stream is at step {ledger.state.version}, not {step}")
+    version = ledger.state.steps.version
+    if step != version:
+        raise RefusedError("step", f"the stream is at step {version}, not {step}")

@@ -27,14 +27,17 @@ from typing import Any
 from asyncrl.errors import RefusedError, RunClosedError
 from asyncrl.queue.ledger import events as ev
 from asyncrl.queue.ledger.events import Event
-from asyncrl.queue.ledger.ledger_state import LedgerState
-from asyncrl.queue.ledger.rules.leases import TASK
+from asyncrl.queue.ledger.state.leases import TASK
+from asyncrl.queue.ledger.state.ledger_state import LedgerState
 from asyncrl.queue.ledger.transitions import apply
 from asyncrl.queue.protocol.settings import Frontier, StreamSettings
 from asyncrl.types import Version
 
 MAX_PENDING = 1 << 16
 """Tasks submitted and not yet leased, per stream: a feeder that ignores `room` is refused beyond it."""
+
+MAX_REASON = 64
+"""Characters that are kept of the reason of a drop."""
 
 LOST = "lost"
 """The reason of a step that begins anew because nobody can fetch some of its groups any more."""
@@ -68,7 +71,7 @@ class Ledger:
         return self.state.settings
 
     def has_lost(self, ordinals: Iterable[int]) -> bool:
-        return any(self.state.items[ordinal].lost for ordinal in ordinals)
+        return any(self.state.tasks.records[ordinal].lost for ordinal in ordinals)
 
     # ------------------------------------------------------------------ opening and closing
 
@@ -89,14 +92,12 @@ class Ledger:
             return
         if frontier is not None:
             # Lost groups cannot be handed out again; the rest of the running step can.
-            if self.has_lost(
-                ordinal for claim in state.claims for share in claim.shares for ordinal in share
-            ):
-                self.apply(ev.StepAbandoned(state.version, (), LOST))
+            if self.has_lost(state.steps.claimed_ordinals()):
+                self.apply(ev.StepAbandoned(state.steps.version, (), LOST))
             forked = max(max(state.lineage, frontier.lineage) + 1, lineage)
             rewind = ev.SteppedBack if self._kept_since(frontier, settings) else ev.Rewound
             self.apply(rewind(settings, epoch, forked, frontier, opener))
-        elif state.grants or state.version:
+        elif state.leases.grants or state.steps.version:
             raise RefusedError(
                 "occupied",
                 "the stream is in use; rewind it to a snapshot, or begin with `asyncrl queue --anew`",
@@ -111,7 +112,7 @@ class Ledger:
             self.apply(ev.Forked(lineage))
 
     def recover(self, now: float, lost: Collection[int] = ()) -> None:
-        """After a replay of the journal: leases begin anew. lost: ordinals without bytes (`LedgerState.holding`).
+        """After a replay of the journal: leases begin anew. lost: ordinals without bytes (`Stream.needed`).
 
         Lost groups are made again. A learner goes on with the groups that it has received; if it requests more of the
         lost ones, the step begins anew.
@@ -124,7 +125,7 @@ class Ledger:
         """Lease no more: pending tasks are DROPPED(drained), leased ones are finished, then the stream is exhausted.
         Returns how many were pending. Idempotent."""
         self.require_open()
-        pending = len(self.state.pending)
+        pending = len(self.state.tasks.pending)
         if not self.state.draining:
             self.apply(ev.Drained())
         return pending
@@ -141,14 +142,14 @@ class Ledger:
         self.require_running()
         if self.state.settings is None:
             return 0
-        depth, pending = self.state.settings.depth, len(self.state.pending)
+        depth, pending = self.state.settings.depth, len(self.state.tasks.pending)
         return depth - pending if pending <= depth // 2 and not self.state.exhausted else 0
 
     def exhaust(self, at: int) -> None:
         """The feeder has no task at ordinal `at`, and none after it. Idempotent."""
         self.require_open()
-        if at != self.state.next:
-            raise RefusedError("gap", f"ordinal {self.state.next} is next, not {at}")
+        if at != self.state.tasks.next:
+            raise RefusedError("gap", f"ordinal {self.state.tasks.next} is next, not {at}")
         if not self.state.exhausted:
             self.apply(ev.Exhausted())
 
@@ -158,39 +159,39 @@ class Ledger:
         self.require_open()
         if self.state.draining:
             return 0
-        if first > self.state.next:
-            raise RefusedError("gap", f"ordinal {self.state.next} is next, not {first}")
-        fresh = first + count - self.state.next
+        if first > self.state.tasks.next:
+            raise RefusedError("gap", f"ordinal {self.state.tasks.next} is next, not {first}")
+        fresh = first + count - self.state.tasks.next
         if fresh <= 0:
             return 0
-        if len(self.state.pending) + fresh > MAX_PENDING:
-            raise RefusedError("full", f"{len(self.state.pending)} tasks are pending already")
-        self.apply(ev.Submitted(self.state.next, fresh, min_version))
+        if len(self.state.tasks.pending) + fresh > MAX_PENDING:
+            raise RefusedError("full", f"{len(self.state.tasks.pending)} tasks are pending already")
+        self.apply(ev.Submitted(self.state.tasks.next, fresh, min_version))
         return fresh
 
     # ------------------------------------------------------------------ looking
 
     def counts(self, now: float) -> dict[str, Any]:
         """The number of tasks in each state, and their bytes."""
-        state = self.state
-        tasks = [lease for lease in state.leases if lease.stage == TASK]
+        state, tasks = self.state, self.state.tasks
+        leases = [lease for lease in state.leases if lease.stage == TASK]
         staged = Counter(lease.stage for lease in state.leases)
         return {
-            "pending": len(state.pending),
-            "leased": len(state.leased),
-            "ready": len(state.ready),
-            "lacking_columns": len(state.partial),
-            "claimed": state.claimed,
-            "recorded": state.recorded,
-            "trained": state.ranks.trained_total,
-            "dropped": sum(state.dropped.values()),
-            "dropped_by_reason": dict(state.dropped),
-            "bytes": state.nbytes,
+            "pending": len(tasks.pending),
+            "leased": len(tasks.leased),
+            "ready": len(tasks.ready),
+            "lacking_columns": len(tasks.partial),
+            "claimed": state.steps.claimed,
+            "recorded": state.steps.recorded,
+            "trained": tasks.ranks.trained_total,
+            "dropped": sum(tasks.dropped.values()),
+            "dropped_by_reason": dict(tasks.dropped),
+            "bytes": state.usage.live,
             "reserved_bytes": state.reserved,
-            "retained_bytes": state.kept_bytes,
-            "retained_steps": len(state.retention.steps),
-            "oldest_lease_s": max((now - lease.at for lease in tasks), default=0.0),
-            "leases_by_worker": dict(Counter(lease.worker for lease in tasks)),
+            "retained_bytes": state.usage.retained,
+            "retained_steps": len(state.steps.retained.steps),
+            "oldest_lease_s": max((now - lease.at for lease in leases), default=0.0),
+            "leases_by_worker": dict(Counter(lease.worker for lease in leases)),
             "stages": {
                 name: {"waiting": len(waiting), "leased": staged[name]}
                 for name, waiting in state.stages.waiting.items()
@@ -205,4 +206,5 @@ class Ledger:
         state, before = self.state, self.state.settings
         if before is None or before.max_staleness is None or not settings.same_steps(before):
             return False
-        return state.retention.covers(frontier, state.lineage, state.version, state.ranks.trained_total)
+        trained = state.tasks.ranks.trained_total
+        return state.steps.retained.covers(frontier, state.lineage, state.steps.version, trained)

@@ -16,56 +16,71 @@ must be admitted under min(held, that version). Recorded steps repeat a history 
 from __future__ import annotations
 
 from asyncrl.queue.ledger import events as ev
-from asyncrl.queue.ledger.ledger_state import LedgerState
-from asyncrl.queue.ledger.rules.ordinal_index import OrdinalIndex
-from asyncrl.queue.ledger.rules.retained_steps import RetainedStep
-from asyncrl.queue.ledger.task_record import State
+from asyncrl.queue.ledger.admission import admitted_below
+from asyncrl.queue.ledger.state.leases import Leases
+from asyncrl.queue.ledger.state.ledger_state import LedgerState
+from asyncrl.queue.ledger.state.sizes import ByteUsage, LengthBias
+from asyncrl.queue.ledger.state.stages import Stages
+from asyncrl.queue.ledger.state.steps import RetainedStep, RetainedSteps, Steps
+from asyncrl.queue.ledger.state.tasks import OrdinalIndex, State, Tasks
 from asyncrl.queue.protocol.settings import Frontier
 from asyncrl.types import Version
 
 
 def reset(state: LedgerState, e: ev.Rewound) -> None:
-    state.forget_steps(state.version)
-    state.gone += state.items
-    state.settings = e.settings
-    state.reset(e.frontier, e.lineage)
+    """Forget all tasks; those in the frontier have ended."""
+    state.forget_steps(state.steps.version)
+    at = e.frontier.version
+    state.usage = ByteUsage(gone=[*state.usage.gone, *state.tasks.records])
+    state.lineage, state.exhausted = e.lineage, state.draining
+    state.tasks, state.leases = Tasks.after(e.frontier), Leases(grants=e.frontier.grants)
+    state.steps = Steps(
+        version=at,
+        published=dict(e.frontier.published),
+        attempt=state.steps.attempt,
+        retained=RetainedSteps(at, forks={e.lineage: at}),
+    )
+    state.stages, state.bias = Stages.of(e.settings.stages), LengthBias()
     state.open(e.settings, e.learner_epoch, e.opener)
 
 
 def step_back(state: LedgerState, e: ev.SteppedBack) -> None:
-    at = e.frontier.version
+    steps, at = state.steps, e.frontier.version
     state.open(e.settings, e.learner_epoch, e.opener)
-    state.replay = _recorded(state, state.retention.fork(e.lineage, at))
+    steps.replay = _recorded(steps, steps.retained.fork(e.lineage, at))
     _take_back(state, e.frontier)
-    state.lineage, state.version = e.lineage, at
-    state.published = dict(e.frontier.published)
+    state.lineage, steps.version = e.lineage, at
+    steps.published = dict(e.frontier.published)
     state.return_leases()
     _count_as(state, at)
 
 
 def unclaim(state: LedgerState) -> list[int]:
     """The running step begins anew. Returns what was claimed for it, or recorded for it and later steps."""
-    ordinals = {ordinal for claim in state.claims for share in claim.shares for ordinal in share}
-    for step in state.replay.values():
+    steps = state.steps
+    ordinals = steps.claimed_ordinals()
+    for step in steps.replay.values():
         ordinals.update(step.ordinals())
-    state.claims, state.claimed, state.replay = [], 0, {}
-    state.attempt += 1
-    state.head = min([state.head, *ordinals])
+    steps.take_claims()
+    steps.replay = {}
+    steps.attempt += 1
+    state.tasks.head = min([state.tasks.head, *ordinals])
     return sorted(ordinals)
 
 
 def unrecord(state: LedgerState) -> list[int]:
-    later = [step for version, step in state.replay.items() if version != state.version]
+    steps = state.steps
+    later = [step for version, step in steps.replay.items() if version != steps.version]
     ordinals = sorted(ordinal for step in later for ordinal in step.ordinals())
-    state.replay = {version: step for version, step in state.replay.items() if version == state.version}
-    state.head = min([state.head, *ordinals])
+    steps.replay = {version: step for version, step in steps.replay.items() if version == steps.version}
+    state.tasks.head = min([state.tasks.head, *ordinals])
     return ordinals
 
 
 def restock(state: LedgerState, ordinal: int) -> None:
-    item = state.items[ordinal]
+    item = state.tasks.records[ordinal]
     if item.state is State.RECORDED:
-        state.count_again(item)
+        state.use_again(item)
     if item.lost or not _admitted(state, ordinal):
         state.unmake(ordinal)
     else:
@@ -73,15 +88,14 @@ def restock(state: LedgerState, ordinal: int) -> None:
 
 
 def recover(state: LedgerState, e: ev.Recovered) -> None:
-    lost = set(e.lost)
+    lost, records = set(e.lost), state.tasks.records
     state.leases.renew_all(e.at, e.deadline)
-    state.forget_steps(
-        1 + max((v for v, s in state.retention.steps.items() if lost & s.items.keys()), default=-1)
-    )
-    live = [ordinal for ordinal in e.lost if ordinal in state.items]
-    recorded = any(state.items[ordinal].state is State.RECORDED for ordinal in live)
+    retained = state.steps.retained.steps
+    state.forget_steps(1 + max((v for v, step in retained.items() if lost & step.items.keys()), default=-1))
+    live = [ordinal for ordinal in e.lost if ordinal in records]
+    recorded = any(records[ordinal].state is State.RECORDED for ordinal in live)
     for ordinal in live:
-        item = state.items[ordinal]
+        item = records[ordinal]
         if item.state is State.READY:
             state.leave_ready(ordinal, item)
             state.unmake(ordinal)
@@ -90,63 +104,60 @@ def recover(state: LedgerState, e: ev.Recovered) -> None:
         else:
             state.forget_progress(ordinal)
     if recorded:
-        whole = bool(state.claims) and state.claims[-1].last
-        for ordinal in unrecord(state) if whole else unclaim(state):
+        for ordinal in unrecord(state) if state.steps.complete else unclaim(state):
             restock(state, ordinal)
-    state.move_head()
+    state.tasks.move_head()
 
 
 # ---------------------------------------------------------------------- stepping back
 
 
-def _recorded(state: LedgerState, trained: dict[Version, RetainedStep]) -> dict[Version, RetainedStep]:
+def _recorded(steps: Steps, trained: dict[Version, RetainedStep]) -> dict[Version, RetainedStep]:
     """The steps to be repeated: those trained since, what was being repeated, and the running one so far."""
-    steps = {**trained, **state.replay}
-    known = steps.get(state.version)
-    if state.claims and (known is None or len(known.claims) < len(state.claims)):
-        steps[state.version] = RetainedStep(state.claims, whole=state.claims[-1].last)
-    return steps
+    replay = {**trained, **steps.replay}
+    known = replay.get(steps.version)
+    if steps.claims and (known is None or len(known.claims) < len(steps.claims)):
+        replay[steps.version] = RetainedStep(steps.claims, whole=steps.complete)
+    return replay
 
 
 def _take_back(state: LedgerState, frontier: Frontier) -> None:
     """Their groups have not ended any more; all else that has ended since was dropped, and stays so."""
-    again = {ordinal: item for step in state.replay.values() for ordinal, item in step.items.items()}
+    steps, tasks = state.steps, state.tasks
+    again = {ordinal: item for step in steps.replay.values() for ordinal, item in step.items.items()}
     trained = again.keys() | set(frontier.trained)
-    passed = range(frontier.frontier, state.ranks.frontier)
-    dropped = [ordinal for ordinal in passed if ordinal not in trained] + state.ranks.dropped
-    state.ranks = OrdinalIndex(frontier.frontier, frontier.kept, frontier.trained)
+    passed = range(frontier.frontier, tasks.ranks.frontier)
+    dropped = [ordinal for ordinal in passed if ordinal not in trained] + tasks.ranks.dropped
+    tasks.ranks = OrdinalIndex(frontier.frontier, frontier.kept, set(frontier.trained))
     for ordinal in dropped:
-        state.ranks.drop(ordinal)
+        tasks.ranks.drop(ordinal)
     for item in again.values():
         state.bias.trained(item.tokens, -1)
-    for step in state.replay.values():
+    for step in steps.replay.values():
         step.items = {}
-    state.items.update(again)
-    for claim in state.claims:
-        for share in claim.shares:
-            for ordinal in share:
-                again[ordinal] = state.items[ordinal]
-                state.nbytes -= again[ordinal].nbytes
-                state.kept_bytes += again[ordinal].nbytes
+    tasks.records.update(again)
+    for ordinal in steps.claimed_ordinals():
+        item = again[ordinal] = tasks.records[ordinal]
+        state.usage.retain(item.nbytes)
     for item in again.values():
         item.state = State.RECORDED
-    state.recorded += len(again)
-    state.claims, state.claimed = [], 0
+    steps.recorded += len(again)
+    steps.take_claims()
 
 
 def _count_as(state: LedgerState, version: Version) -> None:
     """No token is of a newer version than that from which the branch was left."""
-    for ordinal, item in sorted(state.items.items()):
+    for ordinal, item in sorted(state.tasks.records.items()):
         item.held = min(item.held, version)
         if item.state is State.READY and not _admitted(state, ordinal):
             state.leave_ready(ordinal, item)
             state.unmake(ordinal)
         elif item.state is State.PENDING and not _admitted(state, ordinal):
             state.forget_progress(ordinal)
-    state.move_head()
+    state.tasks.move_head()
 
 
 def _admitted(state: LedgerState, ordinal: int) -> bool:
     """Whether a worker that holds what the group was made under may start it now."""
-    limit = state.admitted_below(state.items[ordinal].held)
-    return limit is None or state.ranks.rank(ordinal) < limit
+    limit = admitted_below(state, state.tasks.records[ordinal].held)
+    return limit is None or state.tasks.ranks.rank(ordinal) < limit

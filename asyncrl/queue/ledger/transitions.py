@@ -9,19 +9,17 @@ from typing import Any
 from asyncrl.queue.ledger import events as ev
 from asyncrl.queue.ledger import rewind
 from asyncrl.queue.ledger.events import Event
-from asyncrl.queue.ledger.ledger_state import DRAINED, LedgerState
-from asyncrl.queue.ledger.rules.leases import TASK, Lease, Leases
-from asyncrl.queue.ledger.rules.retained_steps import RetainedStep
-from asyncrl.queue.ledger.rules.stages import Stages
-from asyncrl.queue.ledger.task_record import Column, State, TaskRecord
-
-END = "end"
-"""The reason of tasks that the end of the run cut off."""
+from asyncrl.queue.ledger.state.leases import TASK, Leases
+from asyncrl.queue.ledger.state.ledger_state import LedgerState
+from asyncrl.queue.ledger.state.stages import Stages
+from asyncrl.queue.ledger.state.steps import RetainedStep
+from asyncrl.queue.ledger.state.tasks import DRAINED, END, Column, State, TaskRecord
 
 
 def apply(state: LedgerState, event: Event) -> None:
-    if state.unmade or state.gone:
-        state.unmade, state.gone = [], []
+    usage = state.usage
+    if usage.unmade or usage.gone:
+        usage.unmade, usage.gone = [], []
     EFFECTS[type(event)](state, event)
 
 
@@ -30,45 +28,48 @@ def apply(state: LedgerState, event: Event) -> None:
 
 def _opened(state: LedgerState, e: ev.StreamOpened) -> None:
     state.open(e.settings, e.learner_epoch, e.opener)
-    state.stages = Stages(e.settings.stages)
+    state.stages = Stages.of(e.settings.stages)
 
 
 def _forked(state: LedgerState, e: ev.Forked) -> None:
     state.lineage = e.lineage
-    state.retention.fork(e.lineage, state.version)
+    state.steps.retained.fork(e.lineage, state.steps.version)
     state.return_leases()
 
 
 def _drained(state: LedgerState, e: ev.Drained) -> None:
     state.draining = state.exhausted = True
-    for ordinal in sorted(state.pending):
+    for ordinal in sorted(state.tasks.pending):
         state.end(ordinal, DRAINED)
-    state.pending = []
-    state.move_head()
+    state.tasks.pending = []
+    state.tasks.move_head()
 
 
 def _finished(state: LedgerState, e: ev.Finished) -> None:
     state.closed = e.reason
-    state.forget_steps(state.version)
-    for ordinal in sorted(state.items):
+    state.forget_steps(state.steps.version)
+    tasks = state.tasks
+    for ordinal in sorted(tasks.records):
         state.end(ordinal, END)
-    state.pending, state.leased, state.partial = [], set(), set()
-    state.ready, state.ready_tokens = [], 0
-    state.leases, state.stages = Leases(), Stages()
-    state.claims, state.claimed, state.replay = [], 0, {}
-    state.move_head()
+    tasks.pending, tasks.leased, tasks.partial = [], set(), set()
+    tasks.ready, tasks.ready_tokens = [], 0
+    state.leases, state.stages = Leases(grants=state.leases.grants), Stages()
+    state.steps.take_claims()
+    state.steps.replay = {}
+    tasks.move_head()
 
 
 # ---------------------------------------------------------------------- tasks
 
 
 def _submitted(state: LedgerState, e: ev.Submitted) -> None:
-    state.next = e.first + e.tasks
-    for ordinal in range(e.first, state.next):
-        if not state.ranks.ended(ordinal):
-            state.items[ordinal] = TaskRecord(State.PENDING, e.min_version)
-            heapq.heappush(state.pending, ordinal)
-    state.move_head()
+    tasks = state.tasks
+    tasks.next = e.first + e.tasks
+    for ordinal in range(e.first, tasks.next):
+        if not tasks.ranks.ended(ordinal):
+            tasks.records[ordinal] = TaskRecord(State.PENDING, e.min_version)
+            heapq.heappush(tasks.pending, ordinal)
+    tasks.move_head()
 
 
 def _exhausted(state: LedgerState, e: ev.Exhausted) -> None:
@@ -76,13 +77,13 @@ def _exhausted(state: LedgerState, e: ev.Exhausted) -> None:
 
 
 def _leased(state: LedgerState, e: ev.Leased) -> None:
-    heapq.heappop(state.pending)
-    item = state.items[e.ordinal]
-    item.state, item.epoch = State.LEASED, state.granted(e.grant)
+    tasks = state.tasks
+    heapq.heappop(tasks.pending)
+    item = tasks.records[e.ordinal]
+    item.state, item.epoch = State.LEASED, state.grant(e, TASK)
     # With what others have finished come the versions that they held.
     item.held = min(item.held, e.held) if item.progress else e.held
-    state.leased.add(e.ordinal)
-    state.leases.grant(Lease(e.ordinal, TASK, e.worker, item.epoch, e.at, e.deadline))
+    tasks.leased.add(e.ordinal)
 
 
 def _renewed(state: LedgerState, e: ev.Renewed) -> None:
@@ -93,46 +94,44 @@ def _requeued(state: LedgerState, e: ev.Requeued) -> None:
     if e.why == "stale":
         state.forget_progress(e.ordinal)
     state.to_pending(e.ordinal)
-    state.move_head()
+    state.tasks.move_head()
 
 
 def _progressed(state: LedgerState, e: ev.Progressed) -> None:
-    item = state.items[e.ordinal]
+    item = state.tasks.records[e.ordinal]
     item.progress = e.nbytes > 0
-    state.weigh(item, e.nbytes)
+    state.usage.weigh(item, e.nbytes)
 
 
 def _committed(state: LedgerState, e: ev.Committed) -> None:
-    item = state.items[e.ordinal]
+    item = state.tasks.records[e.ordinal]
     state.end_task_lease(e.ordinal, item)
     item.tokens, item.squares = e.tokens, e.squares
     item.start_version, item.digest = e.start_version, e.digest
     item.progress, item.columns = False, frozenset(e.columns)
-    state.weigh(item, e.nbytes)
+    state.usage.weigh(item, e.nbytes)
     state.enter_ready(e.ordinal, item)
-    state.sizes.note(TASK, e.nbytes)
+    state.usage.note(TASK, e.nbytes)
     state.bias.finished(e.tokens)
 
 
 def _dropped(state: LedgerState, e: ev.Dropped) -> None:
-    item = state.items[e.ordinal]
+    item = state.tasks.records[e.ordinal]
     if item.state is State.LEASED:
         state.end_task_lease(e.ordinal, item)
         state.bias.lost()
     else:
         state.leave_ready(e.ordinal, item)
     state.end(e.ordinal, e.reason)
-    state.move_head()
+    state.tasks.move_head()
 
 
 # ---------------------------------------------------------------------- stages
 
 
 def _stage_leased(state: LedgerState, e: ev.StageLeased) -> None:
-    epoch = state.granted(e.grant)
-    state.items[e.ordinal].staging[e.stage] = epoch
-    state.stages.waiting[e.stage].discard(e.ordinal)
-    state.leases.grant(Lease(e.ordinal, e.stage, e.worker, epoch, e.at, e.deadline))
+    state.tasks.records[e.ordinal].staging[e.stage] = state.grant(e, e.stage)
+    state.stages.withdraw(e.ordinal, e.stage)
 
 
 def _stage_returned(state: LedgerState, e: ev.StageReturned) -> None:
@@ -140,59 +139,62 @@ def _stage_returned(state: LedgerState, e: ev.StageReturned) -> None:
 
 
 def _stage_committed(state: LedgerState, e: ev.StageCommitted) -> None:
-    item = state.items[e.ordinal]
+    item = state.tasks.records[e.ordinal]
     epoch = item.staging.pop(e.stage)
     state.leases.end(epoch)
     state.remove_ready(e.ordinal, item)
     item.columns |= frozenset(state.stages.by_name[e.stage].adds)
     item.added[e.stage] = Column(epoch, e.digest, e.version)
-    state.weigh(item, item.nbytes + e.nbytes)
+    state.usage.weigh(item, item.nbytes + e.nbytes)
     state.enter_ready(e.ordinal, item)
-    state.sizes.note(e.stage, e.nbytes)
+    state.usage.note(e.stage, e.nbytes)
 
 
 # ---------------------------------------------------------------------- the learner
 
 
 def _step_claimed(state: LedgerState, e: ev.StepClaimed) -> None:
-    state.claims.append(e)
+    state.steps.claims.append(e)
     for share in e.shares:
-        state.claimed += len(share)
+        state.steps.claimed += len(share)
         for ordinal in share:
-            item = state.items[ordinal]
+            item = state.tasks.records[ordinal]
             if item.state is State.RECORDED:
-                state.count_again(item)
+                state.use_again(item)
             else:
                 state.leave_ready(ordinal, item)
             item.state = State.CLAIMED
-    state.move_head()
+    state.tasks.move_head()
 
 
 def _step_trained(state: LedgerState, e: ev.StepTrained) -> None:
-    step = RetainedStep(state.claims, whole=True, before=state.published[state.version])
+    steps, tasks = state.steps, state.tasks
+    step = RetainedStep(steps.take_claims(), whole=True, before=steps.published[steps.version])
     for ordinal in step.ordinals():
-        step.items[ordinal] = state.take_trained(ordinal)
-    state.retention.steps[e.step] = step
-    state.replay.pop(e.step, None)
-    state.claims, state.claimed, state.version = [], 0, e.step + 1
-    state.published[state.version] = state.ranks.trained_total
+        item = step.items[ordinal] = tasks.end(ordinal, None)
+        state.usage.retain(item.nbytes)
+        state.bias.trained(item.tokens)
+    steps.retained.steps[e.step] = step
+    steps.replay.pop(e.step, None)
+    steps.version = e.step + 1
+    steps.published[steps.version] = tasks.ranks.trained_total
     # F(v) admits ranks below it, and no pending rank is below the frontier's.
-    state.published = {
-        v: groups for v, groups in state.published.items() if groups > state.ranks.kept or v == state.version
+    steps.published = {
+        v: groups for v, groups in steps.published.items() if groups > tasks.ranks.kept or v == steps.version
     }
     lost = any(item.lost for item in step.items.values())
     if lost or (state.settings is not None and not state.settings.retain):
-        state.forget_steps(state.version)
-    state.move_head()
+        state.forget_steps(steps.version)
+    tasks.move_head()
 
 
 def _step_rejected(state: LedgerState, e: ev.StepRejected) -> None:
     for ordinal in rewind.unclaim(state):
-        if state.items[ordinal].state is State.CLAIMED:
+        if state.tasks.records[ordinal].state is State.CLAIMED:
             state.end(ordinal, e.reason)
         else:
             rewind.restock(state, ordinal)
-    state.move_head()
+    state.tasks.move_head()
 
 
 def _step_abandoned(state: LedgerState, e: ev.StepAbandoned) -> None:
@@ -201,7 +203,7 @@ def _step_abandoned(state: LedgerState, e: ev.StepAbandoned) -> None:
             state.end(ordinal, e.reason)
         else:
             rewind.restock(state, ordinal)
-    state.move_head()
+    state.tasks.move_head()
 
 
 def _checkpointed(state: LedgerState, e: ev.Checkpointed) -> None:
@@ -214,10 +216,11 @@ def _lead_set(state: LedgerState, e: ev.LeadSet) -> None:
 
 def _collected(state: LedgerState, e: ev.Collected) -> None:
     for ordinal in e.ordinals:
-        state.leave_ready(ordinal, state.items[ordinal])
-        state.bias.trained(state.items[ordinal].tokens)
+        item = state.tasks.records[ordinal]
+        state.leave_ready(ordinal, item)
+        state.bias.trained(item.tokens)
         state.end(ordinal, None)
-    state.move_head()
+    state.tasks.move_head()
 
 
 EFFECTS: dict[type, Callable[[LedgerState, Any], None]] = {

@@ -4,9 +4,9 @@
     tuple, list, set, frozenset             ["tuple", member, …]
     dict, Counter                           ["dict", key, value, key, value, …]
     a member of an Enum                     ["State", "READY"]
-    an object of a known class              ["Leased", value, value, …] in the order of its fields
+    a dataclass or NamedTuple               ["Leased", value, value, …] in the order of its fields
 
-A dataclass or NamedTuple is known by itself. A plain class is known by an example, whose attributes are its fields.
+A class is known by the annotations of its fields.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from itertools import chain
 from operator import attrgetter
-from types import MappingProxyType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import msgpack
@@ -39,26 +38,18 @@ MAX_NESTING = 64
 
 
 class Codec:
-    """classes: dataclasses, NamedTuples and enums, with all that their fields may hold · examples: one object of every
-    plain class · tags: names in the journal of classes whose name in the code is another.
+    """classes: dataclasses, NamedTuples and enums; with them the codec knows all that their fields may hold.
 
-    ValueError if two of them have the same tag.
+    ValueError if two of them have the same name.
     """
 
-    def __init__(
-        self,
-        classes: Iterable[type],
-        examples: Iterable[object] = (),
-        tags: Mapping[type, str] = MappingProxyType({}),
-    ) -> None:
+    def __init__(self, classes: Iterable[type]) -> None:
         self._kinds: dict[str, Kind] = {}
-        reachable = dict.fromkeys(held for cls in classes for held in _held_by(cls))
-        for kind in chain(map(_kind, reachable), map(_kind_of, examples)):
-            kind.tag = tags.get(kind.made, kind.tag)
-            if kind.tag in self._kinds or kind.tag in NOT_CLASSES:
-                raise ValueError(f"two classes are called {kind.tag}")
-            self._kinds[kind.tag] = kind
-        self._by_class = {kind.made: kind for kind in self._kinds.values()}
+        for known in dict.fromkeys(held for cls in classes for held in _held_by(cls)):
+            if known.__name__ in self._kinds or known.__name__ in NOT_CLASSES:
+                raise ValueError(f"two classes are called {known.__name__}")
+            self._kinds[known.__name__] = Kind(known)
+        self._by_class = {kind.cls: kind for kind in self._kinds.values()}
 
     @property
     def schema(self) -> str:
@@ -85,7 +76,7 @@ class Codec:
             return value
         kind = self._by_class.get(cls)
         if kind is not None:
-            return [kind.tag, *[v if type(v) in SCALARS else self._dump(v) for v in kind.take(value)]]
+            return [cls.__name__, *[v if type(v) in SCALARS else self._dump(v) for v in kind.take(value)]]
         if cls.__name__ in SEQUENCES:
             return [cls.__name__, *map(self._dump, value)]
         if cls.__name__ in MAPPINGS:
@@ -115,25 +106,29 @@ class Codec:
 
 
 class Kind:
-    """One class that the codec knows. fields: the types allowed in each; none: any.
+    """One class that the codec knows. `names`: its fields."""
 
-    `build` makes an object of the values of all fields.
-    """
-
-    def __init__(
-        self, made: type, fields: Mapping[str, frozenset[type] | None], build: Callable[[list[Any]], Any]
-    ) -> None:
-        self.tag, self.made, self.names = made.__name__, made, tuple(fields)
-        self._allowed, self._build = tuple(fields.values()), build
+    def __init__(self, cls: type) -> None:
+        self.cls = cls
+        if issubclass(cls, Enum):
+            self.names: Sequence[str] = ("name",)
+            self._allowed: Sequence[frozenset[type] | None] = (frozenset((str,)),)
+            self._build: Callable[..., Any] = cls.__getitem__
+        else:
+            hints = get_type_hints(cls)
+            self.names = _field_names(cls) or ()
+            self._allowed, self._build = [_allowed(hints[name]) for name in self.names], cls
         self.take = _taker(self.names)
 
     def make(self, values: list[Any]) -> Any:
         if len(values) != len(self.names):
-            raise JournalError(f"{self.tag}: {len(values)} values for {len(self.names)} fields")
+            raise JournalError(f"{self.cls.__name__}: {len(values)} values for {len(self.names)} fields")
         for name, value, allowed in zip(self.names, values, self._allowed, strict=True):
             if allowed is not None and type(value) not in allowed:
-                raise JournalError(f"{self.tag}.{name} = {str(value)[:80]!r} is a {type(value).__name__}")
-        return self._build(values)
+                raise JournalError(
+                    f"{self.cls.__name__}.{name} = {str(value)[:80]!r} is a {type(value).__name__}"
+                )
+        return self._build(*values)
 
 
 def _held_by(hint: Any) -> Iterator[type]:
@@ -158,30 +153,11 @@ def _large(value: Any) -> list[str]:
     raise TypeError(f"{type(value).__name__} is unknown to the codec")
 
 
-def _kind(cls: type) -> Kind:
-    if issubclass(cls, Enum):
-        return Kind(cls, {"name": frozenset((str,))}, lambda values: cls[values[0]])
-    hints, names = get_type_hints(cls), _field_names(cls)
-    assert names is not None, cls
-    return Kind(cls, {name: _allowed(hints[name]) for name in names}, lambda values: cls(*values))
-
-
 def _field_names(cls: type) -> Sequence[str] | None:
     """The field names of a dataclass or NamedTuple, in order; None: it is neither."""
     if is_dataclass(cls):
         return [field.name for field in fields(cls)]
     return getattr(cls, "_fields", None)
-
-
-def _kind_of(example: object) -> Kind:
-    cls, names = type(example), tuple(vars(example))
-
-    def build(values: list[Any]) -> object:
-        made = cls.__new__(cls)
-        vars(made).update(zip(names, values, strict=True))
-        return made
-
-    return Kind(cls, dict.fromkeys(names), build)
 
 
 def _allowed(hint: Any) -> frozenset[type] | None:
@@ -203,7 +179,7 @@ def _allowed(hint: Any) -> frozenset[type] | None:
     return frozenset((origin,)) if isinstance(origin, type) else None
 
 
-def _taker(names: tuple[str, ...]) -> Callable[[Any], Iterable[Any]]:
+def _taker(names: Sequence[str]) -> Callable[[Any], Iterable[Any]]:
     if not names:
         return lambda value: ()
     get = attrgetter(*names)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from asyncrl.config.schema import QueueConfig
 from asyncrl.queue.broker.broker import Broker
-from asyncrl.queue.broker.durability import open_recovery
+from asyncrl.queue.broker.recovery import open_recovery
 
 
 def main(address: str, folder: str, *words: str) -> None:

@@ -24,8 +24,7 @@ from asyncrl.errors import (
     WireError,
 )
 from asyncrl.queue.broker.broker import Broker
-from asyncrl.queue.broker.durability import open_recovery
-from asyncrl.queue.broker.recovery import Recovery
+from asyncrl.queue.broker.recovery import Recovery, open_recovery
 from asyncrl.queue.client.client import BlockingClient, QueueClient
 from asyncrl.queue.feeder import feed
 from asyncrl.queue.local import LocalQueue

@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from raw_request import request_of
 
 from asyncrl.errors import AsyncRLError, DeadlineError, RefusedError, WireError
-from asyncrl.queue.broker import service as service_module
+from asyncrl.queue.broker import handlers
 from asyncrl.queue.broker.dispatcher import MAX_CLIENTS, SILENT_S, Dispatcher
-from asyncrl.queue.broker.service import handle
+from asyncrl.queue.broker.handlers import handle
 from asyncrl.queue.client.session import BUSY_S, CREDIT_BYTES, CREDIT_REQUESTS, RESEND_S, ReplyValue, Session
-from asyncrl.queue.ledger.generator_commands import leases_of
 from asyncrl.queue.protocol.requests import VERBS, HelloRequest, PostRequest, Request
 from asyncrl.queue.wire import wire
 from asyncrl.queue.wire.client_state import MAX_REQUESTS, UNKNOWN
@@ -133,7 +132,7 @@ def test_after_every_burst_whoever_still_waits_could_not_be_answered(
             case "lease", (who, held, most):
                 net.ask(f"g{who}", op, lease_args(held=held, most=most), wait_s=20.0 + number)
             case "submit", (count,):
-                submit(net.desk, state.next, count, net.now)
+                submit(net.desk, state.tasks.next, count, net.now)
             case "commit" | "give_back", (at,) if leases:
                 who, ordinal, epoch = leases.pop(at % len(leases))
                 _end_lease(net, op, who, ordinal, epoch)
@@ -150,7 +149,7 @@ def test_after_every_burst_whoever_still_waits_could_not_be_answered(
             case "wait", (seconds,):
                 net.now += seconds
         net.deliver()
-        version = net.desk.queue.streams["train"].ledger.state.version
+        version = net.desk.queue.streams["train"].ledger.state.steps.version
         for key in net.results.keys() - seen:
             _note_leases(net, key, leases)
         seen |= net.results.keys()
@@ -181,7 +180,7 @@ def test_a_request_that_comes_again_is_answered_as_before() -> None:
     ask = [envelope("lease", 7, **lease_args())]
     first = reply_of(desk.receive(b"raw", ask, 0.0))
     assert reply_of(desk.receive(b"raw", ask, 1.0)) == first
-    assert len(desk.queue.streams["train"].ledger.state.leased) == 1
+    assert len(desk.queue.streams["train"].ledger.state.tasks.leased) == 1
 
 
 def test_a_late_copy_of_a_request_that_is_over_is_not_done() -> None:
@@ -190,7 +189,7 @@ def test_a_late_copy_of_a_request_that_is_over_is_not_done() -> None:
     desk.receive(b"raw", ask, 0.0)
     desk.receive(b"raw", [envelope("hello", 8)], 0.0)  # waits for 8 alone: 7 has arrived
     assert desk.receive(b"raw", ask, 1.0) == []
-    assert len(desk.queue.streams["train"].ledger.state.leased) == 1
+    assert len(desk.queue.streams["train"].ledger.state.tasks.leased) == 1
 
 
 def test_what_is_not_waited_for_any_more_stops_waiting() -> None:
@@ -215,7 +214,11 @@ def test_a_grant_that_crosses_its_cancellation_is_given_back() -> None:
     net.session("fickle").abandon(request_id)
     net.deliver()
     state = net.desk.queue.streams["train"].ledger.state
-    assert (len(state.leased), len(state.pending), (who, request_id) in net.results) == (0, 1, False)
+    assert (len(state.tasks.leased), len(state.tasks.pending), (who, request_id) in net.results) == (
+        0,
+        1,
+        False,
+    )
 
 
 @given(st.integers(1, 4), st.integers(1, 9), st.integers(0), st.floats(0.0, 0.6))
@@ -241,7 +244,7 @@ def test_on_a_hostile_network_every_task_is_leased_once_to_somebody_who_knows(
     net.deliver(RESEND_S)
     known = [(key[0], o, e) for key in keys if key in net.results for o, e, *_ in net.value(key)]
     ledger = net.desk.queue.streams["train"].ledger
-    leased = [(f"g{i}".encode(), o, e) for i in range(workers) for o, e in leases_of(ledger, f"g{i}/1")]
+    leased = [(f"g{i}".encode(), o, e) for i in range(workers) for o, e in ledger.state.leases.of(f"g{i}/1")]
     assert sorted(known) == sorted(leased)
     assert len(known) == min(tasks, 2 * B, 3 * workers)
 
@@ -560,12 +563,12 @@ def test_a_bug_is_the_requests_own_problem_but_a_journal_that_fails_is_everybody
         return handler
 
     desk = opened_desk()
-    monkeypatch.setitem(service_module.HANDLERS, HelloRequest, fail(ZeroDivisionError("0/0")))
+    monkeypatch.setitem(handlers.HANDLERS, HelloRequest, fail(ZeroDivisionError("0/0")))
     reply = reply_of(desk.receive(b"a", [envelope("hello")], 0.0))
     assert reply["error"] == ["refused", "bug", "ZeroDivisionError: 0/0"]
     assert serves(desk)
     for error in (AsyncRLError("the journal is gone"), OSError(28, "no space left")):
-        monkeypatch.setitem(service_module.HANDLERS, HelloRequest, fail(error))
+        monkeypatch.setitem(handlers.HANDLERS, HelloRequest, fail(error))
         with pytest.raises(type(error)):
             desk.receive(b"a", [envelope("hello", 2)], 0.0)
 
@@ -579,7 +582,7 @@ def test_goodbye_ends_what_the_client_left_waiting() -> None:
     net.ask("leaver", "goodbye", {})
     net.deliver()
     assert (net.desk.parked, b"leaver" in net.desk._clients) == (0, False)
-    assert len(net.desk.queue.streams["train"].ledger.state.pending) == 1
+    assert len(net.desk.queue.streams["train"].ledger.state.tasks.pending) == 1
 
 
 def test_status_tells_of_clients_and_of_who_waits() -> None:

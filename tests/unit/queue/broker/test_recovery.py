@@ -10,14 +10,14 @@ from unittest.mock import ANY
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ledger_cases import RETURNS, Run, play, schedules, streams
+from ledger_cases import RETURNS, Run, comparable, play, schedules, streams
 from raw_request import session_request
 
 from asyncrl.errors import JournalError, RefusedError, WireError
+from asyncrl.queue.broker.handlers import handle, refusal
 from asyncrl.queue.broker.queue_state import QueueState
 from asyncrl.queue.broker.records import CODEC, Closed, Happened, Posted, StreamState, TasksKept
 from asyncrl.queue.broker.recovery import Recovery
-from asyncrl.queue.broker.service import handle, refusal
 from asyncrl.queue.ledger.events import Renewed
 from asyncrl.queue.ledger.transitions import apply
 from asyncrl.queue.protocol.requests import VERBS
@@ -38,13 +38,13 @@ def test_a_snapshot_of_any_book_goes_on_like_the_book(
     run = Run(stream)
     play(run, before)
     state = run.ledger.state
-    again = CODEC.decode(CODEC.encode(StreamState("train", state))).book
-    assert again.comparable() == state.comparable()
+    again = CODEC.decode(CODEC.encode(StreamState("train", state))).state
+    assert comparable(again) == comparable(state)
     past = len(run.log)
     play(run, after)
     for event in run.log[past:]:
         apply(again, event)
-    assert again.comparable() == state.comparable()
+    assert comparable(again) == comparable(state)
 
 
 @given(st.integers(), st.text(max_size=5), st.binary(max_size=5))
@@ -177,14 +177,14 @@ class Queue:
 
     @property
     def version(self) -> int:
-        return self.state.streams["train"].ledger.state.version
+        return self.state.streams["train"].ledger.state.steps.version
 
     @property
     def lineage(self) -> int:
         return self.state.streams["train"].ledger.state.lineage
 
     def states(self) -> dict[int, str]:
-        items = self.state.streams["train"].ledger.state.items
+        items = self.state.streams["train"].ledger.state.tasks.records
         return {ordinal: item.state.value for ordinal, item in sorted(items.items())}
 
 
@@ -364,12 +364,12 @@ def test_a_snapshot_in_the_journal_is_as_good_as_all_before(queue: Queue) -> Non
     queue.ask("post", key="k", value=b"v")
     queue.make(1)
     queue.lease()
-    before = queue.state.streams["train"].ledger.state.comparable()
+    before = comparable(queue.state.streams["train"].ledger.state)
     queue.recovery._journal.compact(CODEC.encode(record) for record in queue.recovery._snapshot())
     assert len(queue.batches) == 1
     if queue.payloads:
         queue.die()
-        after = queue.state.streams["train"].ledger.state.comparable()
+        after = comparable(queue.state.streams["train"].ledger.state)
         leases = [dict(lease, at=0.0, deadline=30.0) for lease in after["leases"]]
         assert {**after, "leases": leases} == before
     queue.die()

@@ -11,8 +11,8 @@ from raw_request import request_of, session_request
 
 from asyncrl.errors import RefusedError, WireError
 from asyncrl.queue.broker import queue_state
+from asyncrl.queue.broker.handlers import handle, refusal
 from asyncrl.queue.broker.queue_state import QueueState
-from asyncrl.queue.broker.service import handle, refusal
 from asyncrl.queue.ledger import ledger
 from asyncrl.queue.ledger.generator_commands import MAX_PROGRESS
 from asyncrl.queue.protocol import requests
@@ -118,7 +118,7 @@ def test_how_long_the_reason_of_a_drop_is_and_how_many_are_told_apart(queue: Que
         for ordinal, epoch, *_ in ask(queue, "lease", stream="train", held=0, lineage=0, most=TRAIN.depth):
             drop = {"stream": "train", "ordinal": ordinal, "epoch": epoch}
             assert ask(queue, "drop", reason=f"{ordinal:04}" + "x" * 100, **drop) is None
-    dropped = queue.streams["train"].ledger.state.dropped
+    dropped = queue.streams["train"].ledger.state.tasks.dropped
     assert sum(dropped.values()) == count
     assert len(dropped) == 65
     assert dropped["other"] == 6

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from ledger_cases import holding
 from ledger_driver import DrivenLedger as Ledger
 
 from asyncrl.errors import RefusedError, RunClosedError
 from asyncrl.queue.ledger.generator_commands import Grant
 from asyncrl.queue.ledger.learner_commands import Claimed
-from asyncrl.queue.ledger.rules.ordinal_index import OrdinalIndex
+from asyncrl.queue.ledger.state.tasks import OrdinalIndex
 from asyncrl.queue.protocol.settings import Frontier, StreamSettings
 
 LEARNER = 1
@@ -39,7 +40,7 @@ def lease(ledger: Ledger, held: int, most: int = 100, now: float = 0.0) -> list[
 
 def commit(ledger: Ledger, *grants: Grant, tokens: int = 1, version: int | None = None) -> None:
     for grant in grants:
-        held = ledger.state.items[grant.ordinal].held
+        held = ledger.state.tasks.records[grant.ordinal].held
         ledger.commit(grant.ordinal, grant.epoch, tokens, 10, held if version is None else version, 7)
 
 
@@ -177,8 +178,8 @@ def test_a_refused_group_takes_the_unfinished_turns_of_its_task_with_it() -> Non
     ledger.progress(one.ordinal, one.epoch, 5)
     with refused("stale"):
         ledger.commit(one.ordinal, one.epoch, 1, 10, 0, 7)
-    assert ledger.state.unmade == [one.ordinal]
-    assert (ledger.state.items[one.ordinal].progress, ledger.state.nbytes) == (False, 0)
+    assert ledger.state.usage.unmade == [one.ordinal]
+    assert (ledger.state.tasks.records[one.ordinal].progress, ledger.state.usage.live) == (False, 0)
 
 
 def test_depth_bounds_what_is_leased_or_ready() -> None:
@@ -227,7 +228,7 @@ def test_room_for_what_is_leased_is_kept_free() -> None:
     commit(ledger, *lease(ledger, held=0, most=1))
     assert ordinals(lease(ledger, held=0)) == [1, 2]
     assert ledger.counts(0.0)["reserved_bytes"] == 20
-    commit(ledger, *[Grant(o, ledger.state.items[o].epoch) for o in (1, 2)])
+    commit(ledger, *[Grant(o, ledger.state.tasks.records[o].epoch) for o in (1, 2)])
     assert lease(ledger, held=0) == []
     train(ledger, 0)
     counts = ledger.counts(0.0)
@@ -244,8 +245,8 @@ def test_a_stream_that_retains_nothing_forgets_at_once() -> None:
     ledger = opened(groups=1, retain=False)
     commit(ledger, *lease(ledger, held=0))
     train(ledger, 0)
-    assert ledger.state.gone == [0]
-    assert (ledger.counts(0.0)["retained_steps"], ledger.state.retention.floor) == (0, 1)
+    assert ledger.state.usage.gone == [0]
+    assert (ledger.counts(0.0)["retained_steps"], ledger.state.steps.retained.floor) == (0, 1)
 
 
 def test_the_feeder_is_asked_in_batches_and_refused_beyond_reason() -> None:
@@ -312,7 +313,7 @@ def test_the_lease_of_one_task_is_worth_nothing_for_another() -> None:
         ledger.commit(*wrong, 1, 10, 0, 7)
     ledger.give_back([wrong])
     assert ledger.renew([wrong, (one.ordinal, one.epoch)], now=1.0) == [wrong]
-    assert sorted(ledger.state.leased) == [0, 1]
+    assert sorted(ledger.state.tasks.leased) == [0, 1]
 
 
 def test_committing_twice_is_once_and_other_content_is_refused() -> None:
@@ -337,7 +338,11 @@ def test_what_is_reused_of_a_lost_lease_keeps_its_age() -> None:
     with refused("fenced"):
         ledger.progress(lost.ordinal, lost.epoch, 8)
     (again,) = lease(ledger, held=1, most=1)
-    assert (again.ordinal, ledger.state.items[1].held, ledger.state.items[1].progress) == (1, 0, True)
+    assert (again.ordinal, ledger.state.tasks.records[1].held, ledger.state.tasks.records[1].progress) == (
+        1,
+        0,
+        True,
+    )
     with refused("full"):
         ledger.progress(again.ordinal, again.epoch, 1 << 40)
     commit(ledger, again, version=0)
@@ -524,7 +529,7 @@ def test_a_rewind_goes_back_to_the_last_trained_step() -> None:
 
     fresh = Ledger()
     fresh.open(settings, frontier)
-    assert (fresh.state.version, fresh.state.next) == (1, 0)
+    assert (fresh.state.steps.version, fresh.state.tasks.next) == (1, 0)
     fresh.submit(0, 6)
     assert ordinals(lease(fresh, held=1)) == [0, 4, 5]
     assert fresh.counts(0.0)["dropped_by_reason"] == {"reward": 1}
@@ -560,15 +565,21 @@ def test_the_end_drops_what_is_left_and_closes() -> None:
 def test_finished_ordinals_are_forgotten() -> None:
     ledger = opened(groups=2, staleness=1, depth=4, tasks=0)
     for step in range(500):
-        ledger.submit(ledger.state.next, 2)
+        ledger.submit(ledger.state.tasks.next, 2)
         grants = lease(ledger, held=step, most=2)
         commit(ledger, *grants)
         train(ledger, step)
         ledger.checkpointed(LEARNER, step + 1)
-    state = ledger.state
-    kept = (len(state.items), len(state.ranks.trained), len(state.ranks.dropped), len(state.published))
-    assert kept == (0, 0, 0, 1)
-    assert (len(state.retention.steps), len(list(state.leases)), state.holding()) == (0, 0, set())
+    tasks, steps = ledger.state.tasks, ledger.state.steps
+    kept = (
+        tasks.records,
+        tasks.ranks.trained,
+        tasks.ranks.dropped,
+        steps.retained.steps,
+        len(steps.published),
+    )
+    assert kept == ({}, set(), [], {}, 1)
+    assert (list(ledger.state.leases), holding(ledger.state)) == ([], set())
     assert ledger.counts(0.0)["trained"] == 1000
 
 

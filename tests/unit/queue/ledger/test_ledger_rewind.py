@@ -7,15 +7,16 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
-from ledger_cases import RETURNS, Run, play, schedules, streams
+from ledger_cases import RETURNS, Run, holding, play, schedules, streams
 from ledger_driver import DrivenLedger as Ledger
 
 from asyncrl.errors import RefusedError
 from asyncrl.queue.ledger import events as ev
+from asyncrl.queue.ledger.admission import trained_by
 from asyncrl.queue.ledger.events import Event
 from asyncrl.queue.ledger.learner_commands import Claimed
-from asyncrl.queue.ledger.rules.leases import TASK
-from asyncrl.queue.ledger.rules.retained_steps import RetainedStep, RetainedSteps
+from asyncrl.queue.ledger.state.leases import TASK
+from asyncrl.queue.ledger.state.steps import RetainedStep, RetainedSteps
 from asyncrl.queue.protocol.settings import Frontier, StreamSettings
 
 
@@ -27,10 +28,10 @@ def check_books(run: Run) -> None:
     states = ("pending", "leased", "ready", "lacking_columns", "claimed", "recorded")
     assert sum(counts[state] for state in states) + len(run.ends) == run.known
     state = run.ledger.state
-    kept = sum(item.nbytes for step in state.retention.steps.values() for item in step.items.values())
-    recorded = [item.nbytes for item in state.items.values() if item.state.value == "recorded"]
+    kept = sum(item.nbytes for step in state.steps.retained.steps.values() for item in step.items.values())
+    recorded = [item.nbytes for item in state.tasks.records.values() if item.state.value == "recorded"]
     assert (counts["retained_bytes"], counts["recorded"]) == (kept + sum(recorded), len(recorded))
-    assert counts["bytes"] == sum(item.nbytes for item in state.items.values()) - sum(recorded)
+    assert counts["bytes"] == sum(item.nbytes for item in state.tasks.records.values()) - sum(recorded)
 
 
 @given(streams(), schedules(RETURNS))
@@ -62,7 +63,7 @@ def test_a_broker_that_knows_nothing_goes_on_from_a_snapshot(
     run = Run(stream)
     run.ledger.open(stream, frontier)
     # The surviving history is that of the snapshot.
-    run.ends, run.known = dict(lost.ends), run.ledger.state.next
+    run.ends, run.known = dict(lost.ends), run.ledger.state.tasks.next
     assert (run.ledger.state.lineage, run.step) == (1, frontier.version)
     for worker in run.workers:
         worker.held = run.step
@@ -113,27 +114,29 @@ class Hand:
     def make(self, most: int = 100) -> list[int]:
         """Lease with the newest version and commit at once."""
         state = self.ledger.state
-        grants = self.ledger.lease("w", state.version, state.lineage, most, 0.0)
+        grants = self.ledger.lease("w", state.steps.version, state.lineage, most, 0.0)
         for grant in grants:
-            self.ledger.commit(grant.ordinal, grant.epoch, 1, 10, state.version, grant.ordinal)
+            self.ledger.commit(grant.ordinal, grant.epoch, 1, 10, state.steps.version, grant.ordinal)
         return [grant.ordinal for grant in grants]
 
     def claim(self, index: int = 0, rank: int = 0) -> Claimed | None:
         state = self.ledger.state
-        return self.ledger.claim(state.learner_epoch, state.version, index, rank, 100, False)
+        return self.ledger.claim(state.learner_epoch, state.steps.version, index, rank, 100, False)
 
     def train(self) -> tuple[int, ...]:
         claimed = self.claim()
         assert claimed is not None
         state = self.ledger.state
-        self.ledger.trained(state.learner_epoch, state.version)
+        self.ledger.trained(state.learner_epoch, state.steps.version)
         return claimed.ordinals
 
     def frontier(self) -> Frontier:
         return self.ledger.frontier(self.ledger.state.learner_epoch)
 
     def states(self) -> dict[int, str]:
-        return {ordinal: item.state.value for ordinal, item in sorted(self.ledger.state.items.items())}
+        return {
+            ordinal: item.state.value for ordinal, item in sorted(self.ledger.state.tasks.records.items())
+        }
 
 
 def test_a_learner_that_comes_back_repeats_its_steps_event_by_event() -> None:
@@ -172,8 +175,8 @@ def test_groups_too_old_for_the_branch_are_made_again() -> None:
             frontiers.append(hand.frontier())
         assert hand.make() == [4]
         hand.ledger.open(hand.stream, frontiers[back - 1])
-        assert hand.ledger.state.ready == ready
-        assert hand.ledger.state.unmade == [o for o in (3, 4) if o not in ready]
+        assert hand.ledger.state.tasks.ready == ready
+        assert hand.ledger.state.usage.unmade == [o for o in (3, 4) if o not in ready]
         assert {hand.train() for _ in range(back, 3)} == {(o,) for o in range(back, 3)}
         hand.make()
         assert hand.train() == (3,)
@@ -193,8 +196,8 @@ def test_finished_turns_too_new_for_the_branch_are_forgotten(back: int, kept: bo
     assert lease.ordinal == 4
     hand.ledger.progress(4, lease.epoch, 7)
     hand.ledger.open(hand.stream, frontiers[back - 1])
-    assert hand.ledger.state.items[4].progress == kept
-    assert hand.ledger.state.items[4].held == back
+    assert hand.ledger.state.tasks.records[4].progress == kept
+    assert hand.ledger.state.tasks.records[4].held == back
 
 
 def test_a_lease_after_a_rewind_is_new_though_its_number_comes_again() -> None:
@@ -222,7 +225,7 @@ def test_a_step_that_is_refused_when_repeated_ends_the_record() -> None:
     assert hand.claim() == Claimed((0,), True, 1)
     hand.ledger.reject(2, 0, "loss")
     # All count as made by version 0, which may start ranks below F(2) = 2: that is 1 and 2, now that 0 is dropped.
-    assert (hand.ledger.state.ready, hand.ledger.state.pending[0]) == ([1, 2], 3)
+    assert (hand.ledger.state.tasks.ready, hand.ledger.state.tasks.pending[0]) == ([1, 2], 3)
     assert (hand.train(), hand.train()) == ((1,), (2,))
     assert hand.make() == [3, 4]
 
@@ -235,7 +238,7 @@ def test_a_short_step_is_repeated_as_short_and_counts_as_such() -> None:
     assert hand.train() == (0, 1)
     hand.ledger.submit(2, 8)
     hand.ledger.open(hand.stream, start)
-    assert hand.ledger.state.trained_by(1) == 2
+    assert trained_by(hand.ledger.state, 1) == 2
     assert hand.make() == []  # version 0 could only start ranks below 2
     assert hand.train() == (0, 1)
     assert hand.make() == [2, 3, 4, 5]
@@ -293,7 +296,7 @@ def test_the_record_is_kept_only_for_the_same_history_and_the_same_steps() -> No
     hand, frontiers = trained()
     hand.ledger.checkpointed(1, 2)
     hand.ledger.open(hand.stream, frontiers[1])  # a checkpoint of 2 was committed: step 1 is not kept
-    assert (recorded(hand), hand.ledger.state.next) == (0, 1)
+    assert (recorded(hand), hand.ledger.state.tasks.next) == (0, 1)
 
     hand, frontiers = trained()
     hand.ledger.open(settings_of(learners=2), frontiers[1])  # shares were for one rank
@@ -303,7 +306,7 @@ def test_the_record_is_kept_only_for_the_same_history_and_the_same_steps() -> No
     hand.ledger.open(hand.stream, frontiers[1])
     assert recorded(hand) == 2
     hand.ledger.open(hand.stream, frontiers[2])  # of the branch that was left at 1
-    assert (recorded(hand), hand.ledger.state.next) == (0, 2)
+    assert (recorded(hand), hand.ledger.state.tasks.next) == (0, 2)
 
     hand, frontiers = trained()
     hand.ledger.open(hand.stream, frontiers[2])
@@ -320,9 +323,12 @@ def lossy() -> tuple[Hand, Frontier]:
     hand.ledger.progress(leased.ordinal, leased.epoch, 5)
     hand.train()
     hand.claim()
-    assert hand.ledger.state.holding() == set(range(7))
+    assert holding(hand.ledger.state) == set(range(7))
     hand.ledger.recover(100.0, lost=[3, 5, 6])
-    assert (sorted(hand.ledger.state.unmade), hand.ledger.state.items[6].progress) == ([5, 6], False)
+    assert (sorted(hand.ledger.state.usage.unmade), hand.ledger.state.tasks.records[6].progress) == (
+        [5, 6],
+        False,
+    )
     return hand, start
 
 
@@ -351,8 +357,7 @@ def retained(versions: range, retention: RetainedSteps) -> None:
 
 def test_a_frontier_of_a_branch_that_was_left_is_not_of_this_history() -> None:
     """Version 2 of lineage 0 was trained on other groups than version 2 of lineage 1, which left it at version 1."""
-    retention = RetainedSteps(0)
-    retention.fork(0, 0)
+    retention = RetainedSteps()
     retained(range(3), retention)
     assert sorted(retention.fork(1, 1)) == [1, 2]
     retained(range(1, 3), retention)
@@ -368,8 +373,7 @@ def test_a_frontier_of_a_branch_that_was_left_is_not_of_this_history() -> None:
 
 
 def test_a_frontier_that_counts_other_groups_is_not_of_this_history() -> None:
-    retention = RetainedSteps(0)
-    retention.fork(0, 0)
+    retention = RetainedSteps()
     retained(range(3), retention)
     for version, kept, known in ((1, 2, True), (1, 3, False), (3, 6, True), (3, 5, False), (4, 8, False)):
         frontier = Frontier(0, version, kept=kept)
@@ -392,7 +396,7 @@ def test_a_broker_that_has_lost_bytes_lets_them_be_made_again() -> None:
         6: "leased",
         **dict.fromkeys(range(7, 20), "pending"),
     }
-    assert hand.ledger.state.unmade == [3]
+    assert hand.ledger.state.usage.unmade == [3]
     with pytest.raises(RefusedError, match="abandoned"):
         hand.claim(1)
     assert hand.ledger.expire(109.0) == []  # the new clock
@@ -441,9 +445,9 @@ def test_the_same_call_opens_a_stream_once() -> None:
     hand.ledger.submit(0, 2)
     hand.ledger.lease("w", 0, lineage, 1, 0.0)
     hand.ledger.open(hand.stream, start, opener="learner 1")
-    assert (state.learner_epoch, state.lineage, len(state.leased)) == (epoch, lineage, 1)
+    assert (state.learner_epoch, state.lineage, len(state.tasks.leased)) == (epoch, lineage, 1)
     hand.ledger.open(hand.stream, start, opener="learner 2")
-    assert (state.learner_epoch, state.lineage, len(state.leased)) == (epoch + 1, lineage + 1, 0)
+    assert (state.learner_epoch, state.lineage, len(state.tasks.leased)) == (epoch + 1, lineage + 1, 0)
 
 
 def test_the_bias_meter_follows_a_rewind() -> None:

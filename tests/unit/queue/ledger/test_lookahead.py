@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ledger_driver import DrivenLedger as Ledger
 
-from asyncrl.queue.ledger.rules.lookahead import Lookahead, first_lead, next_lead
+from asyncrl.queue.ledger.lookahead import Lookahead, first_lead, next_lead
 from asyncrl.queue.protocol.settings import StreamSettings
 
 B, ETA, WAIT_SHARE = 16, 8, 0.05
@@ -56,7 +56,9 @@ class Simulation:
                 if claim is None:
                     waited += self.pass_time(self.next_group())
                     continue
-                starts = [self.ledger.state.items[ordinal].start_version for ordinal in claim.ordinals]
+                starts = [
+                    self.ledger.state.tasks.records[ordinal].start_version for ordinal in claim.ordinals
+                ]
                 self.ages += [step - start for start in starts]
                 trained, index = trained + len(starts), index + 1
                 self.pass_time(self.now + len(starts) * STEP_S / B)
@@ -82,7 +84,7 @@ class Simulation:
 
     def generate(self) -> None:
         if room := self.ledger.room():
-            self.ledger.submit(self.ledger.state.next, room)
+            self.ledger.submit(self.ledger.state.tasks.next, room)
         held = max(version for at, version in self.flips if at <= self.now)
         for grant in self.ledger.lease("w", held, 0, self.slots - len(self.making), self.now):
             done = self.now + self.make_s * self.random.lognormvariate(-0.18, 0.6)  # mean 1, a long tail

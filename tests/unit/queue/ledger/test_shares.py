@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ledger_driver import DrivenLedger as Ledger
 
-from asyncrl.queue.ledger.rules.shares import GroupCost, dearest, share_out
+from asyncrl.queue.ledger.claims import GroupCost, dearest, share_out
 from asyncrl.queue.protocol.settings import StreamSettings
 
 GROUPS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 60)), max_size=24)

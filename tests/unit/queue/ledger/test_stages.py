@@ -54,7 +54,7 @@ def finish(ledger: Ledger, stage: str, *grants: Grant, nbytes: int = 4) -> None:
 
 
 def claim(ledger: Ledger, index: int = 0) -> Claimed | None:
-    return ledger.claim(ledger.state.learner_epoch, ledger.state.version, index, 0, 100, False)
+    return ledger.claim(ledger.state.learner_epoch, ledger.state.steps.version, index, 0, 100, False)
 
 
 def fenced() -> object:
@@ -74,7 +74,7 @@ def test_a_claim_waits_for_the_columns_that_it_needs() -> None:
     finish(ledger, "reward", first)
     finish(ledger, "critic", *staged(ledger, "critic"))
     assert claim(ledger) == Claimed((0, 1), True, 2)
-    assert ledger.state.items[0].added["critic"].version == 3
+    assert ledger.state.tasks.records[0].added["critic"].version == 3
 
 
 def test_committing_a_column_twice_is_once() -> None:
@@ -99,7 +99,7 @@ def test_stage_leases_expire_and_are_renewed_with_the_others() -> None:
     assert ordinals(staged(ledger, "reward", now=11.0)) == [0]
     with fenced():
         ledger.stage_commit("reward", 0, one.epoch, 1, 0, 0)
-    assert ledger.leases_of("s") == [(0, ledger.state.items[0].staging["reward"]), (1, two.epoch + 1)]
+    assert ledger.leases_of("s") == [(0, ledger.state.tasks.records[0].staging["reward"]), (1, two.epoch + 1)]
 
 
 def test_a_stage_may_give_a_group_up() -> None:
@@ -111,7 +111,11 @@ def test_a_stage_may_give_a_group_up() -> None:
     with fenced():
         ledger.stage_drop("reward", one.ordinal, one.epoch, "unscored")
     counts = ledger.counts(0.0)
-    assert (counts["dropped_by_reason"], counts["bytes"], ledger.state.gone) == ({"unscored": 1}, 10, [0])
+    assert (counts["dropped_by_reason"], counts["bytes"], ledger.state.usage.gone) == (
+        {"unscored": 1},
+        10,
+        [0],
+    )
 
 
 def test_a_generator_may_bring_the_columns_itself() -> None:

@@ -6,7 +6,7 @@ import msgpack
 import pytest
 
 from asyncrl.errors import RefusedError, WireError
-from asyncrl.queue.broker.service import HANDLERS
+from asyncrl.queue.broker.handlers import HANDLERS
 from asyncrl.queue.protocol.requests import MAX_ITEMS, MAX_TEXT, VERBS, CommitRequest, pack, unpack
 
 COMMIT = CommitRequest(

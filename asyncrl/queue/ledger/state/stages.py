@@ -1,4 +1,4 @@
-"""Which groups wait for which stage.
+"""The groups that wait for each stage.
 
     commit ──▸ READY ── has what the stage needs ──▸ waiting ──▸ leased ──▸ has what the stage adds ──▸ next stage
                                                         ▴           │
@@ -10,45 +10,29 @@ ordinal goes first.
 
 from __future__ import annotations
 
-import heapq
+from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from asyncrl.queue.ledger.task_record import TaskRecord
+from asyncrl.queue.ledger.state.tasks import TaskRecord
 from asyncrl.queue.protocol.settings import StageSettings
 
 
-class Waiting:
-    """A set of ordinals that gives its lowest. Discarded ones are skipped when they come up."""
-
-    def __init__(self) -> None:
-        self._members: set[int] = set()
-        self._heap: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self._members)
-
-    def add(self, ordinal: int) -> None:
-        if ordinal not in self._members:
-            self._members.add(ordinal)
-            heapq.heappush(self._heap, ordinal)
-
-    def discard(self, ordinal: int) -> None:
-        self._members.discard(ordinal)
-
-    def lowest(self) -> int | None:
-        while self._heap and self._heap[0] not in self._members:
-            heapq.heappop(self._heap)
-        return self._heap[0] if self._heap else None
-
-    def members(self) -> list[int]:
-        return sorted(self._members)
-
-
+@dataclass(slots=True)
 class Stages:
-    def __init__(self, stages: Sequence[StageSettings] = ()) -> None:
-        self.by_name = {stage.name: stage for stage in stages}
-        self.waiting = {stage.name: Waiting() for stage in stages}
-        self.lacking = dict.fromkeys(self.by_name, 0)  # READY groups that the stage has not done yet
+    """waiting: sorted ordinals, by stage · lacking: READY groups that the stage has not done yet"""
+
+    by_name: dict[str, StageSettings] = field(default_factory=dict)
+    waiting: dict[str, list[int]] = field(default_factory=dict)
+    lacking: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, stages: Sequence[StageSettings]) -> Stages:
+        """With no group waiting."""
+        names = [stage.name for stage in stages]
+        return cls(
+            dict(zip(names, stages, strict=True)), {name: [] for name in names}, dict.fromkeys(names, 0)
+        )
 
     def enter(self, ordinal: int, item: TaskRecord) -> None:
         """The group is READY."""
@@ -60,13 +44,23 @@ class Stages:
         """It is READY no longer."""
         for name in self.missing(item):
             self.lacking[name] -= 1
-            self.waiting[name].discard(ordinal)
+            self.withdraw(ordinal, name)
 
     def offer(self, ordinal: int, item: TaskRecord) -> None:
         """Let it wait for every stage that may have it now."""
         for name in self.missing(item):
             if name not in item.staging and item.has(self.by_name[name].needs):
-                self.waiting[name].add(ordinal)
+                waiting = self.waiting[name]
+                at = bisect_left(waiting, ordinal)
+                if waiting[at : at + 1] != [ordinal]:
+                    waiting.insert(at, ordinal)
+
+    def withdraw(self, ordinal: int, stage: str) -> None:
+        """It waits for the stage no longer, if it did."""
+        waiting = self.waiting[stage]
+        at = bisect_left(waiting, ordinal)
+        if waiting[at : at + 1] == [ordinal]:
+            del waiting[at]
 
     def missing(self, item: TaskRecord) -> list[str]:
         """The stages that would add something to it."""
