@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from asyncrl.queue.broker.queue_state import SessionRequest
-from asyncrl.queue.protocol.requests import Request, unpack
+from asyncrl.queue.protocol.requests import Request, unpack_request
 from asyncrl.queue.storage.store import Frames
 from asyncrl.queue.wire import wire
 
@@ -33,11 +33,11 @@ def request_of(
 ) -> Request:
     """The record of a request. WireError for arguments that the broker would not take."""
     nbytes = {"nbytes": sum(map(len, frames))} if frames else {}
-    return unpack(verb, wire.pack_value({"wait_s": wait_s, **(args or {}), **nbytes}), frames)
+    return unpack_request(verb, wire.pack_value({"wait_s": wait_s, **(args or {}), **nbytes}), frames)
 
 
 def session_request(
     verb: str, session: str, args: Mapping[str, object], frames: Frames = ()
 ) -> SessionRequest:
     """A request of a session of run 'run', as the broker reads it."""
-    return SessionRequest("run", session, unpack(verb, wire.pack_value(args), frames), frames)
+    return SessionRequest("run", session, unpack_request(verb, wire.pack_value(args), frames), frames)

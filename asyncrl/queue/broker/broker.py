@@ -24,8 +24,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.queue.broker.dispatcher import Dispatcher, OutgoingReply
 from asyncrl.queue.broker.queue_state import QueueState
 from asyncrl.queue.wire import wire
-from asyncrl.queue.wire.client_state import MAX_REQUESTS, Message
-from asyncrl.queue.wire.envelope import pack_replies
+from asyncrl.queue.wire.envelope import MAX_REQUESTS, Message, pack_replies
 from asyncrl.rpc import sockets
 from asyncrl.rpc.keys import ServerKeys
 from asyncrl.rpc.sockets import HandshakeGuard, Wakeup

@@ -24,16 +24,25 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from asyncrl.errors import AsyncRLError, RefusedError, WireError
 from asyncrl.queue.broker.handlers import handle, refusal
 from asyncrl.queue.broker.long_poll import LongPoll, Waiter
 from asyncrl.queue.broker.queue_state import QueueState, Reply, SessionRequest
-from asyncrl.queue.protocol.requests import GoodbyeRequest, StatusRequest, unpack
-from asyncrl.queue.wire.client_state import UNKNOWN, ClientState, Message
-from asyncrl.queue.wire.envelope import ClientMessage, WireRequest, pack_replies, pack_reply, unpack_call
+from asyncrl.queue.protocol.requests import GoodbyeRequest, StatusRequest, unpack_request
+from asyncrl.queue.wire.envelope import (
+    MAX_REQUESTS,
+    UNKNOWN,
+    ClientMessage,
+    Message,
+    WireRequest,
+    pack_replies,
+    pack_reply,
+    unpack_call,
+)
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +52,9 @@ MAX_CLIENTS = 4096
 SILENT_S = 120.0
 """A client that is silent for longer is forgotten with its unread replies: it has gone, waits for nothing, or is cut
 off, and then repeats its requests as it would to a new broker."""
+
+MAX_UNREAD_BYTES = 1 << 28
+"""Bytes of a client's unread replies above which it is 'busy'."""
 
 MAX_DETAIL = 500
 """Characters of an error's text."""
@@ -64,6 +76,46 @@ class OutgoingReply(NamedTuple):
         """A message of this reply alone."""
         (message,) = pack_replies([self.reply])
         return message
+
+
+@dataclass(slots=True)
+class ClientState:
+    """The broker's memory of a client: which requests it waits for, and the replies it may not have read.
+
+    name: of the client, the same for all its sessions
+    """
+
+    name: str = ""
+    newest: int = 0
+    waiting: set[int] = field(default_factory=set)
+    unread: dict[int, Message] = field(default_factory=dict)
+    unread_bytes: int = 0
+    seen_at: float = 0.0
+
+    def update(self, newest: int, waiting: Iterable[int]) -> set[int]:
+        """Take in the statement of a message. Returns the requests that are over since.
+
+        >>> client = ClientState()
+        >>> client.update(2, [1, 2]), client.update(3, [2, 3]), client.update(2, [1, 2]), client.waiting
+        (set(), {1}, set(), {2, 3})
+        """
+        stated, known = set(waiting), self.waiting
+        over = {i for i in known - stated if i <= newest}
+        self.waiting = known - over | {i for i in stated - known if i > self.newest}
+        self.newest = max(self.newest, newest)
+        for request_id in over:
+            self.unread_bytes -= sum(map(len, self.unread.pop(request_id, ())))
+        return over
+
+    def keep(self, request_id: int, message: Message) -> None:
+        """Keep a reply until the client does not wait for it any more."""
+        self.unread[request_id] = message
+        self.unread_bytes += sum(map(len, message))
+
+    @property
+    def busy(self) -> bool:
+        """Whether the client has to read before its next request is handled."""
+        return len(self.waiting) > MAX_REQUESTS or self.unread_bytes >= MAX_UNREAD_BYTES
 
 
 class Dispatcher:
@@ -129,7 +181,7 @@ class Dispatcher:
             self.queue.refused["busy"] += 1
             return [OutgoingReply(identity, _packed(wire.number, _BUSY))]
         try:
-            request = unpack(wire.op, wire.args, wire.frames)
+            request = unpack_request(wire.op, wire.args, wire.frames)
         except (WireError, RefusedError) as error:
             reply = _packed(wire.number, refusal(self.queue, error))
             client.keep(wire.number, reply)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
+import functools
 import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from asyncrl.errors import DeadlineError, RefusedError, RunClosedError, WireError
-from asyncrl.queue.client.channel import Channel
-from asyncrl.queue.client.decoding import groups_of, leases_of, received
+from asyncrl.queue.client.connection import Connection
+from asyncrl.queue.client.decoding import granted_leases, groups_of, received
 from asyncrl.queue.client.link import Link, SocketLink
 from asyncrl.queue.client.session import Undo
 from asyncrl.queue.ledger.state.tasks import CORRUPT
@@ -63,7 +63,7 @@ class QueueClient:
         status: ProcessStatus | None = None,
     ) -> None:
         self.who, self.deadline_s = who, deadline_s
-        self._channel = Channel(link or SocketLink(address, keys), run, who, deadline_s, status)
+        self._connection = Connection(link or SocketLink(address, keys), run, who, deadline_s, status)
         self._leases: dict[str, set[tuple[int, int]]] = {}  # stream -> (ordinal, epoch)
         # stream -> ordinals of the last collect (readable, corrupt), which the next one reports to the queue
         self._collected: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
@@ -71,50 +71,50 @@ class QueueClient:
 
     async def connect(self) -> RunStatus:
         """Connect. RefusedError 'wrong_run' if the queue serves another run, ConfigError if the keys do not fit."""
-        self._channel.open()
-        value = (await self._channel.request(rq.HelloRequest())).value
+        self._connection.open()
+        value = (await self._connection.request(rq.HelloRequest())).value
         return RunStatus(value["run"], tuple(value["streams"]), value["closed"])
 
     async def close(self) -> None:
         """Give all leases back at once and disconnect. Idempotent."""
-        await self._channel.close()
+        await self._connection.close()
 
     # ------------------------------------------------------------------ the run
 
     async def post(self, key: str, value: Any) -> None:
         """Put a small msgpack-able value into the run's registry; it replaces an earlier one."""
-        await self._channel.request(rq.PostRequest(key=key, value=wire.pack({"value": value})))
+        await self._connection.request(rq.PostRequest(key=key, value=wire.pack({"value": value})))
 
     async def lookup(self, key: str, wait_s: float) -> Any:
         """The value posted under `key`; parks until there is one, DeadlineError after wait_s."""
-        value = (await self._channel.request(rq.LookupRequest(key=key, wait_s=wait_s))).value
+        value = (await self._connection.request(rq.LookupRequest(key=key, wait_s=wait_s))).value
         if not value["found"]:
             raise DeadlineError(
-                self.who, f"the queue at {self._channel.address}", f"the entry '{key}'", wait_s
+                self.who, f"the queue at {self._connection.address}", f"the entry '{key}'", wait_s
             )
         return wire.unpack(value["value"])["value"]
 
     async def finish(self, reason: str) -> None:
         """Close all streams: unfinished tasks are DROPPED(end); parked requests get RunClosedError."""
-        await self._channel.request(rq.FinishRequest(reason=reason))
+        await self._connection.request(rq.FinishRequest(reason=reason))
 
     async def drain(self, stream: str) -> int:
         """Lease no more tasks: pending ones are DROPPED(drained), leased ones are finished, then the stream
         is exhausted. Returns how many were pending."""
-        return (await self._channel.request(rq.DrainRequest(stream=stream))).value
+        return (await self._connection.request(rq.DrainRequest(stream=stream))).value
 
     async def status(self) -> dict[str, Any]:
         """Counts, ages, leases, refusals, bytes and versions per stream; the latest stats of each worker.
 
         It works for any run that the queue serves, and without `connect`.
         """
-        self._channel.open()
-        status = (await self._channel.request(rq.StatusRequest())).value
+        self._connection.open()
+        status = (await self._connection.request(rq.StatusRequest())).value
         return {**status, "workers": _stats(status["workers"])}
 
     async def peek(self, stream: str, ordinal: int) -> Peek:
         """A look at one task; nothing changes by it. RefusedError 'unknown': it is not there yet, or has ended."""
-        answer = await self._channel.request(rq.PeekRequest(stream=stream, ordinal=ordinal))
+        answer = await self._connection.request(rq.PeekRequest(stream=stream, ordinal=ordinal))
         value, got = answer.value, received(answer.value, answer.frames)
         return Peek(
             value["state"],
@@ -129,7 +129,7 @@ class QueueClient:
 
     async def room(self, stream: str, wait_s: float) -> tuple[int, int]:
         """(the ordinal wanted next, how many tasks); parks until some are wanted, 0 of them after wait_s."""
-        first, count = (await self._channel.request(rq.RoomRequest(stream=stream, wait_s=wait_s))).value
+        first, count = (await self._connection.request(rq.RoomRequest(stream=stream, wait_s=wait_s))).value
         return first, count
 
     async def submit(self, stream: str, tasks: Sequence[Task], min_version: Version = 0) -> None:
@@ -138,13 +138,13 @@ class QueueClient:
         No worker that holds less than `min_version` gets them. Parks until the stream is open.
         """
         packed = tuple((task.ordinal, wire.task_to_wire(task)) for task in tasks)
-        await self._channel.request(
+        await self._connection.request(
             rq.SubmitRequest(stream=stream, tasks=packed, min_version=min_version, wait_s=self.deadline_s)
         )
 
     async def exhaust(self, stream: str, at: int) -> None:
         """There is no task at ordinal `at` or beyond: the run ends with those before. RefusedError 'gap'."""
-        await self._channel.request(rq.ExhaustRequest(stream=stream, at=at))
+        await self._connection.request(rq.ExhaustRequest(stream=stream, at=at))
 
     # ------------------------------------------------------------------ generators
 
@@ -156,8 +156,8 @@ class QueueClient:
         A cancelled request leaves nothing behind: its leases are given back.
         """
         request = rq.LeaseRequest(stream=stream, held=held, lineage=lineage, most=most, wait_s=wait_s)
-        answer = await self._channel.request(request, undo=_give_back(stream))
-        leases = leases_of(answer.value, answer.frames)
+        answer = await self._connection.request(request, undo=_give_back(stream))
+        leases = granted_leases(answer.value, answer.frames)
         self._hold(stream, leases)
         return leases
 
@@ -169,13 +169,13 @@ class QueueClient:
         request = rq.ProgressRequest(
             stream=stream, ordinal=lease.task.ordinal, epoch=lease.epoch, nbytes=sum(map(len, frames))
         )
-        await self._channel.request(request, frames)
+        await self._connection.request(request, frames)
 
     async def renew(self, stats: Mapping[str, Any] | None = None) -> Renewal:
         """Heartbeat of all leases of this client; `stats` replaces the worker's earlier stats."""
         leases = {name: tuple(sorted(held)) for name, held in self._leases.items()}
         request = rq.RenewRequest(leases=leases, stats=wire.pack(stats or {}))
-        value = (await self._channel.request(request)).value
+        value = (await self._connection.request(request)).value
         lost = [(stream, ordinal, epoch) for stream, ordinal, epoch in value["lost"]]
         # A lease that was committed while this request was under way is over, but not lost.
         lost = [(s, o, e) for s, o, e in lost if (o, e) in self._leases.get(s, ())]
@@ -208,7 +208,7 @@ class QueueClient:
         """Unfinished tasks or stages: others may have them at once."""
         pairs = tuple((lease.task.ordinal, lease.epoch) for lease in leases)
         self._leases.get(stream, set()).difference_update(pairs)
-        await self._channel.request(rq.GiveBackRequest(stream=stream, leases=pairs))
+        await self._connection.request(rq.GiveBackRequest(stream=stream, leases=pairs))
 
     async def drop(self, stream: str, lease: Lease, reason: str) -> None:
         """A task that cannot be done ends as DROPPED(reason). RefusedError 'fenced'."""
@@ -224,7 +224,7 @@ class QueueClient:
         'unknown_stage'.
         """
         request = rq.StageLeaseRequest(stream=stream, stage=stage, most=most, wait_s=wait_s)
-        answer = await self._channel.request(request, undo=_give_back(stream))
+        answer = await self._connection.request(request, undo=_give_back(stream))
         granted = answer.value
         read = groups_of([n for _, _, n, _ in granted], [parts for *_, parts in granted], answer.frames)
         leases: list[StageLease] = []
@@ -233,7 +233,7 @@ class QueueClient:
                 drop = rq.StageDropRequest(
                     stream=stream, stage=stage, ordinal=ordinal, epoch=epoch, reason=CORRUPT
                 )
-                await self._channel.request(drop)
+                await self._connection.request(drop)
             else:
                 leases.append(StageLease(stage, one[0], epoch, one[1]))
         self._hold(stream, leases)
@@ -274,7 +274,7 @@ class QueueClient:
         """
         self._collected.pop(stream, None)
         request = rq.OpenRequest(stream=stream, settings=settings, snapshot=snapshot, call=next(self._opens))
-        return Opened(**(await self._channel.request(request)).value)
+        return Opened(**(await self._connection.request(request)).value)
 
     async def claim(
         self,
@@ -311,7 +311,7 @@ class QueueClient:
             attempt=attempt,
             wait_s=wait_s,
         )
-        answer = await self._channel.request(request)
+        answer = await self._connection.request(request)
         if answer.value is None:
             return None
         value, got = answer.value, received(answer.value, answer.frames)
@@ -330,13 +330,13 @@ class QueueClient:
         generators should work ahead.
         """
         request = rq.TrainedRequest(stream=stream, learner_epoch=learner_epoch, step=step, waited=waited)
-        value = (await self._channel.request(request)).value
+        value = (await self._connection.request(request)).value
         return Trained(value["version"], _stats(value["stats"]), value["depth"])
 
     async def reject(self, stream: str, *, learner_epoch: int, step: int, reason: str) -> int:
         """The step's groups are DROPPED(reason) and the step starts anew at index 0. Returns how many."""
         request = rq.RejectRequest(stream=stream, learner_epoch=learner_epoch, step=step, reason=reason)
-        return (await self._channel.request(request)).value
+        return (await self._connection.request(request)).value
 
     async def abandon(
         self,
@@ -360,11 +360,11 @@ class QueueClient:
             dropped=tuple(dropped),
             reason=reason,
         )
-        return (await self._channel.request(request)).value
+        return (await self._connection.request(request)).value
 
     async def checkpointed(self, stream: str, *, learner_epoch: int, version: Version) -> None:
         """A checkpoint of `version` is committed: the queue need not keep the steps that it contains."""
-        await self._channel.request(
+        await self._connection.request(
             rq.CheckpointedRequest(stream=stream, learner_epoch=learner_epoch, version=version)
         )
 
@@ -377,7 +377,7 @@ class QueueClient:
         request = rq.CollectRequest(
             stream=stream, learner_epoch=learner_epoch, got=got, corrupt=corrupt, wait_s=wait_s
         )
-        answer = await self._channel.request(request)
+        answer = await self._connection.request(request)
         result = received(answer.value, answer.frames)
         self._collected[stream] = tuple(result.ordinals), tuple(result.corrupt)
         return result.groups
@@ -385,7 +385,7 @@ class QueueClient:
     async def snapshot(self, stream: str, *, learner_epoch: int) -> bytes:
         """Where the stream stands after the last trained step, for `open`. Opaque."""
         return (
-            await self._channel.request(rq.SnapshotRequest(stream=stream, learner_epoch=learner_epoch))
+            await self._connection.request(rq.SnapshotRequest(stream=stream, learner_epoch=learner_epoch))
         ).value
 
     # ------------------------------------------------------------------ leases
@@ -395,7 +395,7 @@ class QueueClient:
     ) -> None:
         """The lease is over with any reply; without one it stays ours to renew."""
         try:
-            await self._channel.request(request, frames)
+            await self._connection.request(request, frames)
         except (RefusedError, RunClosedError):
             self._release(request.stream, lease)
             raise
@@ -423,8 +423,23 @@ def _stats(packed: Mapping[str, bytes]) -> dict[str, dict[str, Any]]:
     return {name: wire.unpack(stats) for name, stats in packed.items()}
 
 
+P, R = ParamSpec("P"), TypeVar("R")
+
+
+def _blocking(
+    method: Callable[Concatenate[QueueClient, P], Coroutine[Any, Any, R]],
+) -> Callable[Concatenate[BlockingClient, P], R]:
+    """The same method, which waits for its result."""
+
+    @functools.wraps(method)
+    def call(self: BlockingClient, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self.wait(method(self.queue, *args, **kwargs))
+
+    return call
+
+
 class BlockingClient:
-    """`QueueClient` for a plain thread: the same methods, each waiting for its result.
+    """`QueueClient` for the learner's plain threads: its methods, each waiting for its result.
 
     The client lives on an event loop in a thread of its own; several threads may call at once.
     """
@@ -442,24 +457,32 @@ class BlockingClient:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"{who} queue", daemon=True)
         self._thread.start()
-        self._client = QueueClient(address, run=run, who=who, deadline_s=deadline_s, keys=keys, status=status)
+        self.queue = QueueClient(address, run=run, who=who, deadline_s=deadline_s, keys=keys, status=status)
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        method = getattr(QueueClient, name, None)
-        if name.startswith("_") or not inspect.iscoroutinefunction(method):
-            raise AttributeError(f"{type(self).__name__} has no method {name!r}")
-
-        def blocking(*args: Any, **kwargs: Any) -> Any:
-            call = method(self._client, *args, **kwargs)
-            return asyncio.run_coroutine_threadsafe(call, self._loop).result()
-
-        return blocking
+    def wait(self, call: Coroutine[Any, Any, R]) -> R:
+        return asyncio.run_coroutine_threadsafe(call, self._loop).result()
 
     def close(self) -> None:
         """Disconnect and end the thread. Does nothing the second time."""
         if self._loop.is_closed():
             return
-        asyncio.run_coroutine_threadsafe(self._client.close(), self._loop).result()
+        self.wait(self.queue.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    connect = _blocking(QueueClient.connect)
+    post = _blocking(QueueClient.post)
+    lookup = _blocking(QueueClient.lookup)
+    finish = _blocking(QueueClient.finish)
+    status = _blocking(QueueClient.status)
+    room = _blocking(QueueClient.room)
+    submit = _blocking(QueueClient.submit)
+    open = _blocking(QueueClient.open)
+    claim = _blocking(QueueClient.claim)
+    trained = _blocking(QueueClient.trained)
+    reject = _blocking(QueueClient.reject)
+    abandon = _blocking(QueueClient.abandon)
+    checkpointed = _blocking(QueueClient.checkpointed)
+    collect = _blocking(QueueClient.collect)
+    snapshot = _blocking(QueueClient.snapshot)

@@ -46,7 +46,7 @@ def received(value: Mapping[str, Any], frames: Frames) -> Received:
     return result
 
 
-def leases_of(granted: Sequence[Any], frames: Frames) -> list[Lease]:
+def granted_leases(granted: Sequence[Any], frames: Frames) -> list[Lease]:
     """The leases in the reply to 'lease': [ordinal, epoch, task, number of frames] each."""
     taken = _take(frames, [count for *_, count in granted])
     return [

@@ -1,4 +1,4 @@
-"""The connection of a client to the broker: a `Link` may lose messages, but reports when it is connected (again).
+"""The wire of a client to the broker: a `Link` may lose messages, but reports when it is connected (again).
 
 `SocketLink` is a ZeroMQ DEALER on an event loop. The loop watches the sockets' descriptors, which signal new messages
 only once: at first, after every send and every wake-up all messages must be taken.

@@ -6,7 +6,7 @@
                                                  which is harmless, as the broker handles a request once
 
 Every message lists the requests that are still waited for, which is all that the broker needs in order to forget the
-others (client_state.py). Credit bounds the requests under way; those beyond it wait here, not at the broker.
+others (envelope.py). Credit bounds the requests under way; those beyond it wait here, not at the broker.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from asyncrl.errors import DeadlineError, RefusedError, RunClosedError, WireError
-from asyncrl.queue.protocol.requests import Request, pack
+from asyncrl.queue.protocol.requests import Request, pack_request
 from asyncrl.queue.wire import envelope, wire
-from asyncrl.queue.wire.client_state import MAX_REQUESTS, UNKNOWN, Message
+from asyncrl.queue.wire.envelope import MAX_REQUESTS, UNKNOWN, Message
 
 RESEND_S = 5.0
 """After this long without a reply a request is sent again."""
@@ -121,7 +121,7 @@ class Session:
         """
         park_until = now + request.wait_s if request.wait_s else None
         seconds = request.wait_s + deadline_s
-        packed = pack(request)
+        packed = pack_request(request)
         nbytes = _checked_size(request.verb, packed, frames)
         pending = PendingRequest(
             next(self._ids), request, packed, frames, nbytes, seconds, now + seconds, undo, park_until
@@ -237,7 +237,7 @@ class Session:
             left = max(0.0, pending.park_until - now)
             if left < pending.request.wait_s:
                 pending.request = replace(pending.request, wait_s=left)
-                pending.packed = pack(pending.request)
+                pending.packed = pack_request(pending.request)
         self._next_time = min(self._next_time, pending.resend_at, pending.deadline)
         if pending.number not in self._due:
             self._due.append(pending.number)

@@ -1,6 +1,6 @@
 """The requests to the broker: one record for each verb.
 
-    client ── builds the record ──▸ pack ──▸ wire ──▸ unpack: types and limits ──▸ handler ──▸ ledger command
+    client ── builds the record ──▸ packed ──▸ wire ──▸ unpacked: types and limits ──▸ handler ──▸ ledger command
 
 A record travels as a msgpack map under its verb and is passed on whole. The annotation of a field is its check, so that
 a new field is written here and where its value is made and used.
@@ -306,11 +306,11 @@ DECODERS: dict[str, msgspec.msgpack.Decoder[Any]] = {
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError, MemoryError)
 
 
-def pack(request: Request) -> bytes:
+def pack_request(request: Request) -> bytes:
     return msgspec.msgpack.encode(request)
 
 
-def unpack(verb: str, packed: bytes, frames: Sequence[Any] = ()) -> Request:
+def unpack_request(verb: str, packed: bytes, frames: Sequence[Any] = ()) -> Request:
     """The record of a request with its payload frames.
 
     Raises:

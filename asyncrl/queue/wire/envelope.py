@@ -4,9 +4,14 @@
     broker ▸ client   frame 0: {replies: [[number, value, error, frames], …]}
                       frames 1…: the payload of the first one, of the second, …  each has `frames` of them
 
-All requests or replies of one turn of a loop travel in one message: the client's state (client_state.py) is sent once,
-and both sides and their I/O threads are woken once. Arguments and replies are packed each by itself: one that cannot be
-read is nobody else's problem, and a reply that is kept to be sent again is packed once.
+All requests or replies of one turn of a loop travel in one message: both sides and their I/O threads are woken once.
+Arguments and replies are packed each by itself: one that cannot be read is nobody else's problem, and a reply that is
+kept to be sent again is packed once.
+
+Every message of a client states its knowledge when it was sent: the newest number it has given to a request, and the
+numbers up to that which it still waits for. All others are over for ever, so that such statements may come late,
+twice or in any order. A request that is over is never handled again, and its reply is forgotten; a request that is
+not is handled once, however often it comes.
 """
 
 from __future__ import annotations
@@ -16,7 +21,16 @@ from typing import Any, NamedTuple
 
 from asyncrl.errors import WireError
 from asyncrl.queue.wire import wire
-from asyncrl.queue.wire.client_state import MAX_REQUESTS, Message
+
+Message = list[Any]
+"""Frames of a message, its envelope first; or of one reply in a message, its packed value first."""
+
+UNKNOWN = -1
+"""The number in the broker's complaint about a message that it could not read. Requests count from 1, so that nobody
+takes it for a reply."""
+
+MAX_REQUESTS = 64
+"""Requests that one client may wait for at once."""
 
 SHARED_BYTES = 1 << 20
 """More than that in one message would only delay the first of them. Half of it: 5 to 15 % fewer groups a second."""
@@ -40,7 +54,7 @@ class WireRequest(NamedTuple):
 
 
 class ClientMessage(NamedTuple):
-    """A client's message. newest, waiting: see client_state.py."""
+    """A client's message."""
 
     newest: int
     waiting: Sequence[int]

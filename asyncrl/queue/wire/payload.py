@@ -5,7 +5,11 @@
     frames 1…   one large column each
     header      {task, sampling, finish: [code, …], tokens, spans, extra: [name of a column, …], greedy_reward}
 
-Axes:  n rollouts · N tokens, of all of them · K spans (spans.py), which tell loss mask and versions
+    versions   -1 -1  7  7  7  8 -1  8        ends      2  5  6  7  8
+    loss_mask   0  0  1  1  1  1  0  1   ⇄    versions -1  7  8 -1  8
+                                              masks     0  1  1  0  1
+
+Axes:  n rollouts · N tokens, of all of them · K spans: tokens one after another that share version and loss mask
 
 Of the 17 bytes that a token has in memory 8 travel: no vocabulary needs 64 bits, and thousands of tokens share a span.
 Sizes in the header are compared with the actual bytes before they are used.
@@ -17,6 +21,7 @@ import dataclasses
 import math
 import struct
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple, get_args
 
@@ -25,7 +30,6 @@ import xxhash
 
 from asyncrl.errors import WireError
 from asyncrl.queue.wire import wire
-from asyncrl.queue.wire.run_length import from_spans, to_spans
 from asyncrl.queue.wire.wire import Buffer
 from asyncrl.types import COLUMNS, Array, Finish, Group, Sampling, Version, oldest_version
 
@@ -149,6 +153,30 @@ def digest(buffers: Sequence[Buffer]) -> int:
     for buffer in buffers:
         hashed.update(buffer)
     return hashed.intdigest()
+
+
+# ---------------------------------------------------------------------- spans
+
+
+def to_spans(versions: Array, loss_mask: Array) -> tuple[Array, Array, Array]:
+    """[N], [N] to ends, versions and masks of the K spans. The last end is N."""
+    is_last = np.empty(len(versions), bool)
+    is_last[-1:] = True
+    np.not_equal(versions[1:], versions[:-1], out=is_last[:-1])
+    is_last[:-1] |= loss_mask[1:] != loss_mask[:-1]
+    (last,) = is_last.nonzero()
+    return last + 1, versions[last], loss_mask[last]
+
+
+def from_spans(ends: Array, versions: Array, masks: Array, tokens: int) -> tuple[Array, Array]:
+    """Versions and loss mask of `tokens` tokens. WireError unless the spans are as long together."""
+    stops = ends.tolist()
+    # A list: what numpy does for so few numbers takes twice as long when nothing of it is in the caches.
+    lengths = [stop - start for start, stop in pairwise([0, *stops])]
+    covered = sum(lengths)
+    if covered != tokens or min(lengths, default=1) < 1:
+        raise WireError(f"{len(stops)} spans that cover {covered} of {tokens} tokens, not one after another")
+    return versions.repeat(lengths), masks.repeat(lengths)
 
 
 # ---------------------------------------------------------------------- out

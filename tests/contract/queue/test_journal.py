@@ -16,13 +16,14 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from memory_journal import MemoryJournal
 from power import Disk
 from processes import free_port
 from redis_server import RedisServer
 
 from asyncrl.errors import ConfigError, DeadlineError, JournalError
 from asyncrl.queue.storage.file_journal import FileJournal
-from asyncrl.queue.storage.journal import Journal, MemoryJournal
+from asyncrl.queue.storage.journal import Journal
 from asyncrl.queue.storage.redis_journal import RedisJournal
 from asyncrl.queue.storage.redis_run import RedisRun
 

@@ -59,8 +59,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     client.connect()
     client.open("train", TRAIN)
     client.submit("train", [Task(o, f"{o} + 1 =", {"answer": str(o + 1)}) for o in range(4)])
-    one, _ = client.lease("train", held=0, lineage=0, most=2, wait_s=WAIT_S)
-    client.commit("train", one, group(one.task))
+    one, _ = client.wait(client.queue.lease("train", held=0, lineage=0, most=2, wait_s=WAIT_S))
+    client.wait(client.queue.commit("train", one, group(one.task)))
     yield folder
     client.close()
     broker.stop()

@@ -531,8 +531,6 @@ def test_the_blocking_client_works_from_a_plain_thread() -> None:
     assert client.lookup("weights/0", wait_s=WAIT_S) == {"world": 1}
     with pytest.raises(RefusedError, match=r"^fenced"):
         client.trained("train", learner_epoch=7, step=0)
-    with pytest.raises(AttributeError):
-        client.explode()
     client.close()
     client.close()
     broker.stop()
@@ -554,7 +552,7 @@ async def commit_damaged(worker: QueueClient, one: Lease) -> None:
         start_version=payload.start_version,
         digest=payload.digest,
     )
-    await worker._channel.request(request, [bytes(damaged)])
+    await worker._connection.request(request, [bytes(damaged)])
 
 
 async def test_a_group_that_cannot_be_read_is_dropped_and_its_step_begins_anew(queue: AnyQueue) -> None:

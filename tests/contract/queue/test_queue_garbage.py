@@ -20,8 +20,7 @@ from asyncrl.queue.broker.broker import Broker
 from asyncrl.queue.client.client import BlockingClient
 from asyncrl.queue.protocol.settings import StreamSettings
 from asyncrl.queue.wire import wire
-from asyncrl.queue.wire.client_state import MAX_REQUESTS
-from asyncrl.queue.wire.envelope import unpack_replies
+from asyncrl.queue.wire.envelope import MAX_REQUESTS, unpack_replies
 from asyncrl.types import Task
 
 TRAIN = StreamSettings(

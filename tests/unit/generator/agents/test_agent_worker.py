@@ -124,7 +124,7 @@ async def party(queue: LocalQueue, name: str, version: int) -> AsyncIterator[Par
     scorer = Scorer(right, CONFIG.reward)
     rollouts = Rollouts(engine, engine.tok, scorer, CONFIG)  # type: ignore[arg-type]
     worker = Worker(name, CONFIG, client=client, engine=engine, follower=follower, rollouts=rollouts)  # type: ignore[arg-type]
-    made = Party(engine, worker, client._channel._link)
+    made = Party(engine, worker, client._connection._link)
     send = client.progress
 
     async def progress(stream: str, lease: Any, frames: Sequence[bytes]) -> None:

@@ -20,7 +20,7 @@ from asyncrl.queue.broker.handlers import handle
 from asyncrl.queue.client.session import BUSY_S, CREDIT_BYTES, CREDIT_REQUESTS, RESEND_S, ReplyValue, Session
 from asyncrl.queue.protocol.requests import VERBS, HelloRequest, PostRequest, Request
 from asyncrl.queue.wire import wire
-from asyncrl.queue.wire.client_state import MAX_REQUESTS, UNKNOWN
+from asyncrl.queue.wire.envelope import MAX_REQUESTS, UNKNOWN
 
 # ---------------------------------------------------------------------- waiting
 

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from raw_request import session_request
 
+from asyncrl.queue.broker.dispatcher import MAX_UNREAD_BYTES, ClientState
 from asyncrl.queue.broker.long_poll import LongPoll, Waiter
-from asyncrl.queue.wire.client_state import MAX_REQUESTS, MAX_UNREAD_BYTES, ClientState
+from asyncrl.queue.wire.envelope import MAX_REQUESTS
 
 
 def waiter(who: bytes, request_id: int, until: float = 9.0, op: str = "lease", **args: Any) -> Waiter:

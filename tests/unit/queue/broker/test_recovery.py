@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ledger_cases import RETURNS, Run, comparable, play, schedules, streams
+from memory_journal import MemoryJournal
 from raw_request import session_request
 
 from asyncrl.errors import JournalError, RefusedError, WireError
@@ -22,7 +23,6 @@ from asyncrl.queue.ledger.events import Renewed
 from asyncrl.queue.ledger.transitions import apply
 from asyncrl.queue.protocol.requests import VERBS
 from asyncrl.queue.protocol.settings import StreamSettings
-from asyncrl.queue.storage.journal import MemoryJournal
 from asyncrl.queue.storage.store import Frames, PayloadKey, PayloadStore
 
 TRAIN = StreamSettings(

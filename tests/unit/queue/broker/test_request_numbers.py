@@ -21,14 +21,13 @@ from hypothesis import strategies as st
 from asyncrl.errors import DeadlineError, RefusedError
 from asyncrl.queue.broker.dispatcher import Dispatcher
 from asyncrl.queue.broker.queue_state import QueueState, Reply, SessionRequest
-from asyncrl.queue.client.channel import Channel
+from asyncrl.queue.client.connection import Connection
 from asyncrl.queue.client.link import Listener
 from asyncrl.queue.client.session import RESEND_S, Outcome, ReplyValue, Session
 from asyncrl.queue.protocol import requests
 from asyncrl.queue.protocol.requests import Request
 from asyncrl.queue.wire import wire
-from asyncrl.queue.wire.client_state import UNKNOWN
-from asyncrl.queue.wire.envelope import WireRequest, unpack_call, unpack_replies
+from asyncrl.queue.wire.envelope import UNKNOWN, WireRequest, unpack_call, unpack_replies
 
 Frames = list[Any]
 
@@ -367,13 +366,13 @@ class Wire:
 async def test_a_grant_that_comes_between_a_cancellation_and_its_effect_is_given_back() -> None:
     """A task that is cancelled resumes a turn of the loop later; the reply may be read in between."""
     link = Wire()
-    channel = Channel(link, "run", "w", DEADLINE_S)
-    channel.open()
-    asking = asyncio.create_task(channel.request(Grant(token=1), undo=give_back))
+    connection = Connection(link, "run", "w", DEADLINE_S)
+    connection.open()
+    asking = asyncio.create_task(connection.request(Grant(token=1), undo=give_back))
     while not link.sent:
         await asyncio.sleep(0)
     asking.cancel()
-    channel.received(reply(link.sent[0].number, [1, 77]))
+    connection.received(reply(link.sent[0].number, [1, 77]))
     with pytest.raises(asyncio.CancelledError):
         await asking
     await asyncio.sleep(0)

@@ -7,7 +7,14 @@ import pytest
 
 from asyncrl.errors import RefusedError, WireError
 from asyncrl.queue.broker.handlers import HANDLERS
-from asyncrl.queue.protocol.requests import MAX_ITEMS, MAX_TEXT, VERBS, CommitRequest, pack, unpack
+from asyncrl.queue.protocol.requests import (
+    MAX_ITEMS,
+    MAX_TEXT,
+    VERBS,
+    CommitRequest,
+    pack_request,
+    unpack_request,
+)
 
 COMMIT = CommitRequest(
     stream="train",
@@ -22,10 +29,10 @@ COMMIT = CommitRequest(
 
 
 def test_a_record_arrives_as_it_was_sent_and_absent_fields_have_their_defaults() -> None:
-    assert unpack("commit", pack(COMMIT), [b"gr", b"oup"]) == COMMIT
-    fields = msgpack.unpackb(pack(COMMIT))
+    assert unpack_request("commit", pack_request(COMMIT), [b"gr", b"oup"]) == COMMIT
+    fields = msgpack.unpackb(pack_request(COMMIT))
     assert "squares" not in fields
-    assert unpack("commit", msgpack.packb({**fields, "of_a_newer_client": [1]}), [b"group"]) == COMMIT
+    assert unpack_request("commit", msgpack.packb({**fields, "of_a_newer_client": [1]}), [b"group"]) == COMMIT
 
 
 def test_every_verb_has_one_handler() -> None:
@@ -49,19 +56,19 @@ def test_every_verb_has_one_handler() -> None:
     ],
 )
 def test_an_error_names_verb_key_rule_and_value(changes: dict[str, object], error: str) -> None:
-    fields = {**msgpack.unpackb(pack(COMMIT)), **changes}
+    fields = {**msgpack.unpackb(pack_request(COMMIT)), **changes}
     with pytest.raises(WireError, match=error):
-        unpack("commit", msgpack.packb(fields), [b"group"])
+        unpack_request("commit", msgpack.packb(fields), [b"group"])
 
 
 def test_what_is_no_request_is_refused() -> None:
     with pytest.raises(RefusedError, match="unknown_op: explode"):
-        unpack("explode", b"\x80")
+        unpack_request("explode", b"\x80")
     with pytest.raises(WireError, match="commit: Object missing required field `stream`"):
-        unpack("commit", b"\x80")
+        unpack_request("commit", b"\x80")
     for packed in (b"", b"\x90", b"\xc1", b"\x91" * 100_000, b"\x81\xa6stream\xa1\xff"):
         with pytest.raises(WireError, match="commit: "):
-            unpack("commit", packed)
+            unpack_request("commit", packed)
 
 
 @pytest.mark.parametrize("count", [MAX_ITEMS + 1, (1 << 32) - 1])
@@ -85,4 +92,4 @@ def test_a_list_longer_than_allowed_is_refused_before_there_is_room_for_it(
     packed = msgpack.packb(fields)
     assert packed.endswith(b"\x90")
     with pytest.raises(WireError, match="array` of length"):
-        unpack(verb, packed[:-1] + b"\xdd" + count.to_bytes(4, "big"))
+        unpack_request(verb, packed[:-1] + b"\xdd" + count.to_bytes(4, "big"))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import WireError
-from asyncrl.queue.wire.run_length import from_spans, to_spans
+from asyncrl.queue.wire.payload import from_spans, to_spans
 
 TOKENS = st.lists(st.tuples(st.integers(-1, 3), st.integers(0, 1), st.integers(1, 5)), max_size=12)
 

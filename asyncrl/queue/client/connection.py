@@ -28,7 +28,7 @@ GOODBYE_S = 2.0
 """Longest wait of `close` for the broker."""
 
 
-class Channel:
+class Connection:
     """`who` names this side in errors and in the queue's status; a session is one life of it.
 
     status: of this process, which shows the wait for a broker that is gone
