@@ -20,7 +20,7 @@ from asyncrl.learner.backends.fsdp.fsdp import end_rank
 from asyncrl.learner.remote.remote_model import RemoteModel
 from asyncrl.learner.startup import open_trainer
 from asyncrl.learner.training import requirements
-from asyncrl.queue.client.client import BlockingClient
+from asyncrl.queue.client.client import BlockingClient, QueueClient
 from asyncrl.rpc.keys import ClientKeys, client_keys
 from asyncrl.sync.channels.torch_transport import own_host
 from asyncrl.sync.factory import open_publisher
@@ -55,7 +55,7 @@ def run_learner(
     backend = make_backend(config, requirements.colocated(config))
     status.loaded.set()
     keys = client_keys(config.queue.keys)
-    client = BlockingClient(
+    queue = QueueClient(
         config.queue.address,
         run=config.run.name,
         who=f"learner rank {backend.rank}",
@@ -63,6 +63,7 @@ def run_learner(
         keys=keys,
         status=status,
     )
+    client = BlockingClient(queue)
     stop = threading.Event()
     interrupts: list[int] = []
     for number in stop_signals():

@@ -39,11 +39,9 @@ class RpcClient:
     """A connection to one server, from any number of threads.
 
     Args:
-        endpoint: of the server
         who: this side, for errors, e.g. 'learner rank 0'
         whom: the server, for errors, e.g. 'the pool of the critic'
         lost: makes the error of a connection that is cut of its message
-        keys: that the server holds too
     """
 
     def __init__(
@@ -94,12 +92,9 @@ class RpcClient:
         return reply
 
     def wait(self, reply: RpcReply, what: str, seconds: float) -> Fields:
-        """The reply to a request.
+        """The reply to a request. One that comes after the deadline is ignored.
 
-        Args:
-            reply: from `request`; a reply that comes after the deadline is ignored
-            what: the caller waits for, e.g. 'the gradient norm of version 7'
-            seconds: the longest wait
+        what: the caller waits for, e.g. 'the gradient norm of version 7'
 
         Raises:
             DeadlineError: no reply came

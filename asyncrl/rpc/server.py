@@ -65,9 +65,7 @@ class RpcServer:
 
     Args:
         host: address of this machine at which peers reach it
-        name: of the server, for its thread
         handle: returns the reply to a request, or None; must not block
-        keys: that peers must hold too
         on_wake: called after each `wake`; must not block
     """
 
@@ -110,11 +108,8 @@ class RpcServer:
     ) -> None:
         """Postpone the reply to a request, in `handle`. An earlier parked request of the same peer is dropped.
 
-        Args:
-            request: for which `handle` returns None
-            retry: called after each `wake`; returns the reply once there is one
-            wait_s: the longest time to wait for it
-            otherwise: the reply after that time
+        `retry` is called after each `wake` and returns the reply once there is one. After `wait_s` seconds `otherwise`
+        is the reply.
         """
         if not 0 <= wait_s <= LONGEST_WAIT_S:
             raise ValueError(f"a wait of {wait_s} s is not within 0 and {LONGEST_WAIT_S}")
@@ -156,9 +151,8 @@ class RpcServer:
         if not self._parked:
             return None
         seconds = min(parked.deadline for parked in self._parked.values()) - time.monotonic()
-        return max(
-            0, math.ceil(seconds * 1000)
-        )  # rounded up: a poll that ends just before the deadline would spin
+        # Rounded up: a poll that ends just before the deadline would spin.
+        return max(0, math.ceil(seconds * 1000))
 
     def _receive(self, frames: list[bytes]) -> None:
         peer = frames[0]

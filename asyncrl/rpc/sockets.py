@@ -24,7 +24,7 @@ LARGEST_KEPT = (32 << 20) - (64 << 10)
 """Bytes of the largest block that glibc can be brought to keep for reuse (M_MMAP_THRESHOLD of mallopt(3))."""
 
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
-"""Where libzmq asks whether to admit the key of a peer (ZAP, https://rfc.zeromq.org/spec/27)."""
+"""The address of libzmq's requests to admit the key of a peer (ZAP, https://rfc.zeromq.org/spec/27)."""
 
 HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -104,9 +104,7 @@ class HandshakeGuard:
 
     Without keys it only counts. ZAP has one address per context, so such a socket needs a context of its own.
 
-    Args:
-        server: the socket, before it is bound
-        keys: that a peer must hold; None: no keys are needed
+    server: not bound yet
     """
 
     def __init__(self, server: zmq.Socket, keys: ServerKeys | ClientKeys | None) -> None:
@@ -122,14 +120,9 @@ class HandshakeGuard:
         poller.register(self._failures, zmq.POLLIN)
 
     def handle(self, ready: Mapping[Any, int]) -> int:
-        """Answer a pending authentication request.
+        """Answer a pending authentication request, if the poll found one.
 
-        Args:
-            ready: result of the poll
-
-        Returns:
-            How many handshakes have failed since the last call.
-        """
+        Returns how many handshakes have failed since the last call."""
         if self._zap in ready:
             request = self._zap.recv_multipart()
             admitted = self._keys is not None and self._keys.admits(request)

@@ -11,7 +11,6 @@ import threading
 import time
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -74,7 +73,7 @@ class Learner:
         self.ending, self.version, self.pauses_ms = threading.Event(), 0, [0.0]
         self._config = config
         self._backend = FsdpBackend(config)
-        self._client: Any = BlockingClient(address, run=config.run.name, who="learner")
+        self._client = BlockingClient(QueueClient(address, run=config.run.name, who="learner"))
         self._checking = threading.Event()
         self._checked = threading.Event()
         self._epoch_of: dict[Version, int] = {}

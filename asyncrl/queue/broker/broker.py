@@ -130,7 +130,7 @@ class Broker:
                 self._send_to(identity, message)
 
     def _send_to(self, identity: bytes, message: Sequence[Any]) -> None:
-        """Lost if the client has gone, or does not read; it will ask again."""
+        """Lost if the client has gone, or does not read; it sends its request again."""
         try:
             sockets.send(self._socket, [identity, *message])
         except zmq.Again:

@@ -89,10 +89,7 @@ class LongPoll:
     def offer(self, wait_key: str, answer: Callable[[Waiter], bool]) -> int:
         """Let the queues of a wait key have their turns until none can be answered. Returns how many requests were.
 
-        Args:
-            wait_key: the stream, or the registry.
-            answer: returns whether it could answer the request. The queue that was served last is tried last the next
-                time.
+        answer: returns whether it could answer the request. The queue that was served last is tried last the next time.
         """
         queues = self._queues.get(wait_key, OrderedDict())
         going, answered = list(queues), 0

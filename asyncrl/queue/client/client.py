@@ -439,25 +439,16 @@ def _blocking(
 
 
 class BlockingClient:
-    """`QueueClient` for the learner's plain threads: its methods, each waiting for its result.
+    """A `QueueClient` for the learner's plain threads: its methods, each waiting for its result.
 
     The client lives on an event loop in a thread of its own; several threads may call at once.
     """
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        run: str,
-        who: str,
-        deadline_s: float = 60.0,
-        keys: ClientKeys | None = None,
-        status: ProcessStatus | None = None,
-    ) -> None:
+    def __init__(self, queue: QueueClient) -> None:
+        self.queue = queue
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=f"{who} queue", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name=f"{queue.who} queue", daemon=True)
         self._thread.start()
-        self.queue = QueueClient(address, run=run, who=who, deadline_s=deadline_s, keys=keys, status=status)
 
     def wait(self, call: Coroutine[Any, Any, R]) -> R:
         return asyncio.run_coroutine_threadsafe(call, self._loop).result()

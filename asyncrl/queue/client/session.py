@@ -109,15 +109,8 @@ class Session:
     ) -> int:
         """Add a request; its Outcome comes out of `receive` or `tick`. Returns its number.
 
-        Args:
-            request: the broker may park it for its `wait_s`.
-            frames: its payload.
-            deadline_s: begins after `wait_s`.
-            now: the current time.
-            undo: gives back a grant that comes when nobody waits for it any more.
-
-        Raises:
-            WireError: it is larger than a message may be.
+        deadline_s: begins after the `wait_s` for which the broker may park it · undo: gives back a grant that comes
+        when nobody waits for it any more. WireError: it is larger than a message may be.
         """
         park_until = now + request.wait_s if request.wait_s else None
         seconds = request.wait_s + deadline_s

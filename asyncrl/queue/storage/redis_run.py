@@ -63,7 +63,7 @@ class RedisRun:
             raise self._named(error) from error
 
     def pipeline(self, fill: Callable[[Pipeline], None]) -> list[Any]:
-        """The answers to the commands that `fill` puts into a pipeline; it may be asked to do so again."""
+        """The answers to the commands that `fill` puts into a pipeline; it may be called again."""
 
         def run() -> list[Any]:
             with self.client.pipeline(transaction=False) as pipeline:

@@ -65,7 +65,7 @@ class ClientMessage(NamedTuple):
 
 def pack_calls(call: ClientMessage) -> list[Message]:
     """As few messages as the limits allow; one for a call without requests."""
-    parts = [[asked.args, *asked.frames] for asked in call.requests]
+    parts = [[request.args, *request.frames] for request in call.requests]
     shared = list(_shared(parts)) or [range(0)]
     return [_packed_call(call, call.requests[share.start : share.stop]) for share in shared]
 
@@ -122,7 +122,7 @@ def unpack_replies(frames: Sequence[Any]) -> list[tuple[int, Any, Any, Sequence[
 
 
 def _packed_call(call: ClientMessage, requests: Sequence[WireRequest]) -> Message:
-    entries = [[asked.number, asked.op, asked.args, len(asked.frames)] for asked in requests]
+    entries = [[each.number, each.op, each.args, len(each.frames)] for each in requests]
     head = wire.pack(
         {
             "newest": call.newest,
@@ -132,7 +132,7 @@ def _packed_call(call: ClientMessage, requests: Sequence[WireRequest]) -> Messag
             "requests": entries,
         }
     )
-    return [head, *(frame for asked in requests for frame in asked.frames)]
+    return [head, *(frame for each in requests for frame in each.frames)]
 
 
 def _packed_replies(parts: Sequence[Message]) -> Message:

@@ -1,4 +1,4 @@
-"""Bytes of a group: what a commit carries and a claim brings. Nobody in between looks into them.
+"""The bytes of a group, in a commit and in a claim. No process in between reads them.
 
     frame 0     b"ARLG" · version byte · xxh3-64 of all that follows, 8 · bytes of the header, 4 ·
                 header, padded to 8 · the small columns, one after another
@@ -11,7 +11,7 @@
 
 Axes:  n rollouts · N tokens, of all of them · K spans: tokens one after another that share version and loss mask
 
-Of the 17 bytes that a token has in memory 8 travel: no vocabulary needs 64 bits, and thousands of tokens share a span.
+A token has 17 bytes in memory and 8 on the wire: no vocabulary needs 64 bits, and thousands of tokens share a span.
 Sizes in the header are compared with the actual bytes before they are used.
 """
 

@@ -14,7 +14,7 @@ from asyncrl import cli
 from asyncrl.launch import operate
 from asyncrl.launch.folder.run_folder import write_address
 from asyncrl.queue.broker.broker import Broker
-from asyncrl.queue.client.client import BlockingClient
+from asyncrl.queue.client.client import BlockingClient, QueueClient
 from asyncrl.queue.protocol.settings import StreamSettings
 from asyncrl.rpc.keys import client_keys, make_keys, server_keys
 from asyncrl.types import Group, Rollout, Sampling, Task
@@ -53,14 +53,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder = tmp_path / "runs" / "mine"
     write_address(folder, broker.bound_address)
     (folder / "config.yaml").write_text(CONFIG + f"queue: {{keys: {keys}}}\n")
-    client = BlockingClient(
+    queue = QueueClient(
         broker.bound_address, run="mine", who="generator-0", deadline_s=WAIT_S, keys=client_keys(keys)
     )
+    client = BlockingClient(queue)
     client.connect()
     client.open("train", TRAIN)
     client.submit("train", [Task(o, f"{o} + 1 =", {"answer": str(o + 1)}) for o in range(4)])
-    one, _ = client.wait(client.queue.lease("train", held=0, lineage=0, most=2, wait_s=WAIT_S))
-    client.wait(client.queue.commit("train", one, group(one.task)))
+    one, _ = client.wait(queue.lease("train", held=0, lineage=0, most=2, wait_s=WAIT_S))
+    client.wait(queue.commit("train", one, group(one.task)))
     yield folder
     client.close()
     broker.stop()

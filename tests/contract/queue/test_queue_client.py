@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zmq
+from local_queue import LocalQueue
 
 from asyncrl.config.schema import QueueConfig
 from asyncrl.errors import (
@@ -27,7 +28,6 @@ from asyncrl.queue.broker.broker import Broker
 from asyncrl.queue.broker.recovery import Recovery, open_recovery
 from asyncrl.queue.client.client import BlockingClient, QueueClient
 from asyncrl.queue.feeder import feed
-from asyncrl.queue.local import LocalQueue
 from asyncrl.queue.protocol.replies import Claim, Lease, Opened
 from asyncrl.queue.protocol.requests import CommitRequest
 from asyncrl.queue.protocol.settings import StreamSettings
@@ -524,7 +524,7 @@ def test_the_blocking_client_works_from_a_plain_thread() -> None:
     broker = Broker("tcp://127.0.0.1:*", "run")
     serving = threading.Thread(target=broker.serve)
     serving.start()
-    client = BlockingClient(broker.bound_address, run="run", who="learner", deadline_s=WAIT_S)
+    client = BlockingClient(QueueClient(broker.bound_address, run="run", who="learner", deadline_s=WAIT_S))
     assert client.connect().streams == ()
     assert client.open("train", TRAIN).version == 0
     client.post("weights/0", {"world": 1})

@@ -17,7 +17,7 @@ import zmq
 from raw_request import envelope
 
 from asyncrl.queue.broker.broker import Broker
-from asyncrl.queue.client.client import BlockingClient
+from asyncrl.queue.client.client import BlockingClient, QueueClient
 from asyncrl.queue.protocol.settings import StreamSettings
 from asyncrl.queue.wire import wire
 from asyncrl.queue.wire.envelope import MAX_REQUESTS, unpack_replies
@@ -49,7 +49,7 @@ def serving() -> Iterator[tuple[Broker, BlockingClient]]:
     broker = Broker("tcp://127.0.0.1:*", "run")
     thread = threading.Thread(target=broker.serve)
     thread.start()
-    learner = BlockingClient(broker.bound_address, run="run", who="learner", deadline_s=WAIT_S)
+    learner = BlockingClient(QueueClient(broker.bound_address, run="run", who="learner", deadline_s=WAIT_S))
     learner.connect()
     learner.open("train", TRAIN)
     yield broker, learner

@@ -12,7 +12,7 @@ from processes import child, finished, rows, started, trained, until
 
 from asyncrl.config.load import load_config
 from asyncrl.evaluate import run as evaluate
-from asyncrl.queue.client.client import BlockingClient
+from asyncrl.queue.client.client import BlockingClient, QueueClient
 from asyncrl.rpc.keys import client_keys, make_keys
 from asyncrl.sync.channels.torch_transport import LOOPBACK, own_address
 
@@ -134,9 +134,8 @@ def test_a_learner_whose_queue_others_can_reach_is_where_they_reach_it_too(confi
             started("asyncrl", "learner", config, keys, address, "run.versions=100000") as learner,
         ):
             until(trained(run, 1), "version 1", queue, generator, learner)
-            client = BlockingClient(
-                address.partition("=")[2], run="it", who="a test", keys=client_keys(keys.partition("=")[2])
-            )
+            held = client_keys(keys.partition("=")[2])
+            client = BlockingClient(QueueClient(address.partition("=")[2], run="it", who="a test", keys=held))
             client.connect()
             assert client.lookup("weights/0", wait_s=1.0)["endpoint"].startswith(f"tcp://{here}:")
             client.close()

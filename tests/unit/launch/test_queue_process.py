@@ -23,7 +23,7 @@ from asyncrl.errors import ConfigError, TaskError
 from asyncrl.launch import queue_process
 from asyncrl.launch.queue_process import Feeder, run_queue
 from asyncrl.queue.client import channel
-from asyncrl.queue.client.client import BlockingClient
+from asyncrl.queue.client.client import BlockingClient, QueueClient
 from asyncrl.queue.protocol.settings import StreamSettings
 from asyncrl.types import Task
 
@@ -93,9 +93,8 @@ def serve(config: Config, visit: Visit, number: signal.Signals | None = None, *,
     def come() -> None:
         try:
             with open(reading, encoding="utf-8") as pipe:
-                client = BlockingClient(
-                    pipe.readline().strip(), run="it", who="visitor", deadline_s=PATIENCE_S
-                )
+                address = pipe.readline().strip()
+            client = BlockingClient(QueueClient(address, run="it", who="visitor", deadline_s=PATIENCE_S))
             try:
                 client.connect()
                 visit(client)

@@ -73,7 +73,7 @@ class RetainedSteps:
 
     def fork(self, lineage: int, at: Version) -> dict[Version, RetainedStep]:
         """A new lineage begins at version `at`: the steps from there on, which are trained no longer."""
-        # An older lineage that forked later than this one tells nothing more.
+        # An older lineage that forked later than this one is not needed any more.
         self.forks = {fork: began for fork, began in self.forks.items() if began < at}
         self.forks[lineage] = at
         return {version: self.steps.pop(version) for version in sorted(self.steps) if version >= at}
@@ -115,7 +115,7 @@ class Steps:
         return bool(self.claims) and self.claims[-1].last
 
     def claimed_ordinals(self) -> set[int]:
-        """Of the running step."""
+        """The ordinals of the running step so far."""
         return {ordinal for claim in self.claims for share in claim.shares for ordinal in share}
 
     def take_claims(self) -> list[StepClaimed]:

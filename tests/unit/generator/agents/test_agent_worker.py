@@ -13,6 +13,7 @@ import pytest
 import torch
 from agent_cases import CALL, Counting, Speaker, calculating
 from generator_cases import PATIENCE_S, FakeLearner, FakeQueue, FakeReader
+from local_queue import LocalQueue
 
 from asyncrl.config.schema import BatchConfig, Config, GeneratorConfig, RewardConfig
 from asyncrl.config.sections.agent import AgentConfig
@@ -26,7 +27,6 @@ from asyncrl.generator.rollouts import Rollouts
 from asyncrl.generator.scoring.rewards import Scorer
 from asyncrl.generator.weights import WeightFollower
 from asyncrl.generator.worker import Worker
-from asyncrl.queue.local import LocalQueue
 from asyncrl.queue.protocol.settings import StreamSettings
 from asyncrl.types import NO_VERSION, Group, Task, Turn
 

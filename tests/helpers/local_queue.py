@@ -1,4 +1,4 @@
-"""A whole queue in one event loop, without sockets: for tests, notebooks and simulations.
+"""A whole queue in one event loop, without sockets.
 
 >>> async def hello():
 ...     async with LocalQueue("demo") as queue:
@@ -29,7 +29,7 @@ TICK_S = 0.1
 
 
 class LocalQueue:
-    """Use it as an async context; its clients must be closed by whoever asked for them, or go with it."""
+    """Use it as an async context; its clients are closed one by one, or go with it."""
 
     def __init__(
         self,
