@@ -16,11 +16,11 @@ import redis
 
 from asyncrl.config.schema import Config
 from asyncrl.launch.folder.run_folder import run_folder
-from asyncrl.queue.broker.records import CODEC, Happened, Record, StreamState
 from asyncrl.queue.ledger import events as ev
 from asyncrl.queue.ledger.state.tasks import END
 from asyncrl.queue.storage.file_journal import FileJournal
 from asyncrl.queue.storage.journal import split
+from asyncrl.queue.storage.records import CODEC, Happened, Record, StreamState
 
 BEFORE = "before"
 """How a task has ended of which a snapshot only says that it has."""

@@ -10,7 +10,6 @@ from unittest.mock import patch
 
 from msgspec.structs import replace as replaced
 
-from asyncrl.queue.broker.records import CODEC
 from asyncrl.queue.broker.recovery import Recovery
 from asyncrl.queue.broker.stream import Stream
 from asyncrl.queue.client import session
@@ -19,6 +18,7 @@ from asyncrl.queue.ledger.ledger import Ledger
 from asyncrl.queue.ledger.state.leases import Leases
 from asyncrl.queue.ledger.state.ledger_state import LedgerState
 from asyncrl.queue.protocol.requests import CommitRequest
+from asyncrl.queue.storage.records import CODEC
 
 Mutation = Callable[[], Any]
 """Makes a context in which the rule is broken."""

@@ -14,8 +14,8 @@ import random
 from collections.abc import Callable
 
 from asyncrl.errors import RefusedError
-from asyncrl.queue.broker.records import CODEC, Happened
 from asyncrl.queue.ledger.events import Event, Recovered, Requeued, StageReturned
+from asyncrl.queue.storage.records import CODEC, Happened
 
 from .broker import BrokerHost
 from .history import History

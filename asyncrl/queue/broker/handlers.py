@@ -14,7 +14,6 @@ from typing import Any
 from asyncrl.errors import RefusedError, RunClosedError, WireError
 from asyncrl.queue.broker import queue_state
 from asyncrl.queue.broker.queue_state import Context, QueueState, Reply, SessionRequest, check_small
-from asyncrl.queue.broker.records import Closed, Posted
 from asyncrl.queue.broker.stream import (
     COLUMN,
     GROUP,
@@ -29,6 +28,7 @@ from asyncrl.queue.ledger.ledger import Ledger
 from asyncrl.queue.ledger.state.tasks import State
 from asyncrl.queue.protocol import requests as rq
 from asyncrl.queue.protocol.settings import Frontier
+from asyncrl.queue.storage.records import Closed, Posted
 from asyncrl.queue.wire import wire
 
 Handler = Callable[[QueueState, Any, Context], "Reply | None"]

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from asyncrl.errors import RefusedError
-from asyncrl.queue.broker.records import Record
 from asyncrl.queue.broker.stream import Stream, ignore
 from asyncrl.queue.ledger import generator_commands
 from asyncrl.queue.protocol.requests import Request
+from asyncrl.queue.storage.records import Record
 from asyncrl.queue.storage.store import Frames, PayloadStore
 
 MAX_STREAMS = 16

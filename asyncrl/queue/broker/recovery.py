@@ -23,11 +23,11 @@ from pathlib import Path
 from asyncrl.config.schema import QueueConfig
 from asyncrl.errors import JournalError
 from asyncrl.queue.broker.queue_state import QueueState
-from asyncrl.queue.broker.records import CODEC, Closed, Happened, Posted, Record, StreamState, TasksKept
 from asyncrl.queue.ledger.events import Renewed
 from asyncrl.queue.storage.file_journal import FileJournal
 from asyncrl.queue.storage.file_payloads import FilePayloads
 from asyncrl.queue.storage.journal import Journal, NoJournal
+from asyncrl.queue.storage.records import CODEC, Closed, Happened, Posted, Record, StreamState, TasksKept
 from asyncrl.queue.storage.redis_journal import RedisJournal
 from asyncrl.queue.storage.redis_payloads import RedisPayloads
 from asyncrl.queue.storage.redis_run import RedisRun

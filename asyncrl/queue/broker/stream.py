@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from asyncrl.queue.broker.records import Happened, Record, TasksKept
 from asyncrl.queue.ledger import events as ev
 from asyncrl.queue.ledger.events import Event
 from asyncrl.queue.ledger.ledger import Ledger
 from asyncrl.queue.ledger.state.tasks import TaskRecord
 from asyncrl.queue.ledger.transitions import apply
 from asyncrl.queue.protocol import requests as rq
+from asyncrl.queue.storage.records import Happened, Record, TasksKept
 from asyncrl.queue.storage.store import Frames, PayloadStore
 from asyncrl.types import Version
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from ledger_driver import DrivenLedger as Ledger
 
 from asyncrl.config.schema import Config, RunConfig
-from asyncrl.queue.broker.records import CODEC, Happened, StreamState
 from asyncrl.queue.ledger import events as ev
 from asyncrl.queue.protocol.settings import StreamSettings
 from asyncrl.queue.storage.file_journal import FileJournal
+from asyncrl.queue.storage.records import CODEC, Happened, StreamState
 from bench.chaos.history import BEFORE, History, JournalReader
 
 SETTINGS = StreamSettings(

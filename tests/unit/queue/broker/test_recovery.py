@@ -17,12 +17,12 @@ from raw_request import session_request
 from asyncrl.errors import JournalError, RefusedError, WireError
 from asyncrl.queue.broker.handlers import handle, refusal
 from asyncrl.queue.broker.queue_state import QueueState
-from asyncrl.queue.broker.records import CODEC, Closed, Happened, Posted, StreamState, TasksKept
 from asyncrl.queue.broker.recovery import Recovery
 from asyncrl.queue.ledger.events import Renewed
 from asyncrl.queue.ledger.transitions import apply
 from asyncrl.queue.protocol.requests import VERBS
 from asyncrl.queue.protocol.settings import StreamSettings
+from asyncrl.queue.storage.records import CODEC, Closed, Happened, Posted, StreamState, TasksKept
 from asyncrl.queue.storage.store import Frames, PayloadKey, PayloadStore
 
 TRAIN = StreamSettings(

@@ -1,4 +1,12 @@
-"""Values of the ledger ⇄ msgpack: the contents of journal and snapshots. Never pickle.
+"""The records of the queue's journal, everything that the next broker needs to go on where one ended, as msgpack.
+
+    Happened      an event of a stream's ledger
+    TasksKept     the bytes of submitted tasks
+    Posted        an entry of the run's registry
+    Closed        the run is over
+    StreamState   a snapshot of a ledger's state, in place of all its earlier events
+
+A record is packed as follows. Never pickle.
 
     None, bool, int, float, str, bytes      as they are; an int of more than 64 bits as ["int", "digits"]
     tuple, list, set, frozenset             ["tuple", member, …]
@@ -18,11 +26,42 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from itertools import chain
 from operator import attrgetter
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import msgpack
 
 from asyncrl.errors import JournalError
+from asyncrl.queue.ledger.events import Event
+from asyncrl.queue.ledger.state.ledger_state import LedgerState
+
+
+class Happened(NamedTuple):
+    stream: str
+    event: Event
+
+
+class TasksKept(NamedTuple):
+    """(ordinal, packed task) …"""
+
+    stream: str
+    tasks: tuple[tuple[int, bytes], ...]
+
+
+class Posted(NamedTuple):
+    key: str
+    value: bytes
+
+
+class Closed(NamedTuple):
+    reason: str
+
+
+class StreamState(NamedTuple):
+    stream: str
+    state: LedgerState
+
+
+Record = Happened | TasksKept | Posted | Closed | StreamState
 
 SCALARS = frozenset((type(None), bool, int, float, str, bytes))
 SEQUENCES: dict[str, Callable[[Iterable[Any]], Any]] = {
@@ -184,3 +223,6 @@ def _taker(names: Sequence[str]) -> Callable[[Any], Iterable[Any]]:
         return lambda value: ()
     get = attrgetter(*names)
     return get if len(names) > 1 else lambda value: (get(value),)
+
+
+CODEC = Codec(get_args(Record))

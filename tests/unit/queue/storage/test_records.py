@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from asyncrl.errors import JournalError
 from asyncrl.queue.ledger.events import Event
 from asyncrl.queue.protocol.settings import Frontier, StageSettings, StreamSettings
-from asyncrl.queue.storage.event_codec import Codec
+from asyncrl.queue.storage.records import Codec
 
 EVENTS = get_args(Event)
 CODEC = Codec(EVENTS)
