@@ -167,7 +167,7 @@ def comparable(state: LedgerState) -> dict[str, Any]:
 
 def holding(state: LedgerState) -> set[int]:
     """Ordinals of which bytes beside the task are kept."""
-    kept = {ordinal for step in state.steps.retained.steps.values() for ordinal in step.items}
+    kept = {ordinal for step in state.steps.retained.steps.values() for ordinal in step.records}
     return kept | {ordinal for ordinal, item in state.tasks.records.items() if item.nbytes}
 
 

@@ -176,7 +176,7 @@ class BrokerHost:
         assert not queue.refused["malformed"]
         for name, stream in queue.streams.items():
             self._check_memory(name)
-            retained = {o for step in stream.ledger.state.steps.retained.steps.values() for o in step.items}
+            retained = {o for step in stream.ledger.state.steps.retained.steps.values() for o in step.records}
             assert set(stream.tasks) == set(stream.ledger.state.tasks.records) | retained
         self._check_bytes()
 

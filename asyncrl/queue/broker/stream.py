@@ -107,14 +107,14 @@ class Stream:
     def needed(self) -> Iterator[tuple[int, str, int]]:
         """(ordinal, part, stamp) of all that the ledger counts on."""
         state = self.ledger.state
-        for ordinal, item in state.tasks.records.items():
-            if item.progress:
+        for ordinal, task in state.tasks.records.items():
+            if task.progress:
                 yield ordinal, PROGRESS, NOT_COMPARED
-            elif item.nbytes:
-                yield from _made(ordinal, item)
+            elif task.nbytes:
+                yield from _made(ordinal, task)
         for step in state.steps.retained.steps.values():
-            for ordinal, item in step.items.items():
-                yield from _made(ordinal, item)
+            for ordinal, task in step.records.items():
+                yield from _made(ordinal, task)
 
     def _follow(self, event: Event) -> None:
         self.changes += 1
@@ -123,7 +123,7 @@ class Stream:
         if isinstance(event, ev.Committed):
             self._store.drop(self._name, event.ordinal, PROGRESS)
         elif isinstance(event, ev.StepTrained) and event.step in state.steps.retained.steps:
-            for ordinal in state.steps.retained.steps[event.step].items:
+            for ordinal in state.steps.retained.steps[event.step].records:
                 self._store.cool(self._name, ordinal)
         usage = state.usage
         for ordinal in (*usage.unmade, *usage.gone):
@@ -132,9 +132,9 @@ class Stream:
             self.tasks.pop(ordinal, None)
 
 
-def _made(ordinal: int, item: TaskRecord) -> Iterator[tuple[int, str, int]]:
-    yield ordinal, GROUP, item.digest
-    for stage, column in item.added.items():
+def _made(ordinal: int, task: TaskRecord) -> Iterator[tuple[int, str, int]]:
+    yield ordinal, GROUP, task.digest
+    for stage, column in task.added.items():
         yield ordinal, COLUMN + stage, column.digest
 
 

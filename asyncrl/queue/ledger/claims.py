@@ -40,8 +40,8 @@ def _shares(state: LedgerState, max_tokens: int, whole: bool) -> Shares | None:
         return None  # it can still grow, without looking at every group
     ordinals = ready_prefix(state, left) if whole else ready_in_window(state, left)
     loads = (
-        GroupCost(item.tokens, settings.cost(item.tokens, item.squares))
-        for item in map(tasks.records.__getitem__, ordinals)
+        GroupCost(task.tokens, settings.cost(task.tokens, task.squares))
+        for task in map(tasks.records.__getitem__, ordinals)
     )
     homes = share_out(loads, settings.learners, max_tokens)
     grows = not _nothing_beyond(state, len(ordinals)) and len(homes) == len(ordinals) < left

@@ -75,15 +75,15 @@ def commit(ledger: Ledger, request: rq.CommitRequest) -> bool:
             "malformed", f"{request.tokens} tokens, {request.nbytes} bytes, squares of {request.squares}"
         )
     ordinal = request.ordinal
-    item = ledger.state.tasks.records.get(ordinal)
-    if item is None or item.epoch != request.epoch:
+    task = ledger.state.tasks.records.get(ordinal)
+    if task is None or task.epoch != request.epoch:
         raise fenced(ordinal)
-    if item.state is not State.LEASED:
-        if item.digest != request.digest:
+    if task.state is not State.LEASED:
+        if task.digest != request.digest:
             raise RefusedError("fenced", f"ordinal {ordinal} was committed with other content")
         return False
-    if settings.max_staleness is not None and NO_VERSION < request.start_version < item.held:
-        held = item.held
+    if settings.max_staleness is not None and NO_VERSION < request.start_version < task.held:
+        held = task.held
         ledger.apply(ev.Requeued(ordinal, "stale"))
         raise RefusedError("stale", f"a token of version {request.start_version} under a lease for {held}")
     committed = ev.Committed._make(_COMMITTED(request))
@@ -122,8 +122,8 @@ def stage_commit(ledger: Ledger, request: rq.StageCommitRequest) -> bool:
     require_stage(ledger, request.stage)
     if request.nbytes < 0:
         raise RefusedError("malformed", f"{request.nbytes} bytes")
-    item = ledger.state.tasks.records.get(request.ordinal)
-    added = None if item is None else item.added.get(request.stage)
+    task = ledger.state.tasks.records.get(request.ordinal)
+    added = None if task is None else task.added.get(request.stage)
     if added is not None and (added.epoch, added.digest) == (request.epoch, request.digest):
         return False
     require_lease(ledger, request.ordinal, request.epoch, request.stage)

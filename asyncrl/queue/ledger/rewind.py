@@ -78,29 +78,29 @@ def unrecord(state: LedgerState) -> list[int]:
 
 
 def restock(state: LedgerState, ordinal: int) -> None:
-    item = state.tasks.records[ordinal]
-    if item.state is State.RECORDED:
-        state.use_again(item)
-    if item.lost or not _admitted(state, ordinal):
+    task = state.tasks.records[ordinal]
+    if task.state is State.RECORDED:
+        state.use_again(task)
+    if task.lost or not _admitted(state, ordinal):
         state.unmake(ordinal)
     else:
-        state.enter_ready(ordinal, item)
+        state.enter_ready(ordinal, task)
 
 
 def recover(state: LedgerState, e: ev.Recovered) -> None:
     lost, records = set(e.lost), state.tasks.records
     state.leases.renew_all(e.at, e.deadline)
     retained = state.steps.retained.steps
-    state.forget_steps(1 + max((v for v, step in retained.items() if lost & step.items.keys()), default=-1))
+    state.forget_steps(1 + max((v for v, step in retained.items() if lost & step.records.keys()), default=-1))
     live = [ordinal for ordinal in e.lost if ordinal in records]
     recorded = any(records[ordinal].state is State.RECORDED for ordinal in live)
     for ordinal in live:
-        item = records[ordinal]
-        if item.state is State.READY:
-            state.leave_ready(ordinal, item)
+        task = records[ordinal]
+        if task.state is State.READY:
+            state.leave_ready(ordinal, task)
             state.unmake(ordinal)
-        elif item.state in (State.CLAIMED, State.RECORDED):
-            item.lost = True
+        elif task.state in (State.CLAIMED, State.RECORDED):
+            task.lost = True
         else:
             state.forget_progress(ordinal)
     if recorded:
@@ -124,35 +124,35 @@ def _recorded(steps: Steps, trained: dict[Version, RetainedStep]) -> dict[Versio
 def _take_back(state: LedgerState, frontier: Frontier) -> None:
     """Their groups have not ended any more; all else that has ended since was dropped, and stays so."""
     steps, tasks = state.steps, state.tasks
-    again = {ordinal: item for step in steps.replay.values() for ordinal, item in step.items.items()}
+    again = {ordinal: task for step in steps.replay.values() for ordinal, task in step.records.items()}
     trained = again.keys() | set(frontier.trained)
     passed = range(frontier.frontier, tasks.ranks.frontier)
     dropped = [ordinal for ordinal in passed if ordinal not in trained] + tasks.ranks.dropped
     tasks.ranks = OrdinalIndex(frontier.frontier, frontier.kept, set(frontier.trained))
     for ordinal in dropped:
         tasks.ranks.drop(ordinal)
-    for item in again.values():
-        state.bias.trained(item.tokens, -1)
+    for task in again.values():
+        state.bias.trained(task.tokens, -1)
     for step in steps.replay.values():
-        step.items = {}
+        step.records = {}
     tasks.records.update(again)
     for ordinal in steps.claimed_ordinals():
-        item = again[ordinal] = tasks.records[ordinal]
-        state.usage.retain(item.nbytes)
-    for item in again.values():
-        item.state = State.RECORDED
+        task = again[ordinal] = tasks.records[ordinal]
+        state.usage.retain(task.nbytes)
+    for task in again.values():
+        task.state = State.RECORDED
     steps.recorded += len(again)
     steps.take_claims()
 
 
 def _count_as(state: LedgerState, version: Version) -> None:
     """No token is of a newer version than that from which the branch was left."""
-    for ordinal, item in sorted(state.tasks.records.items()):
-        item.held = min(item.held, version)
-        if item.state is State.READY and not _admitted(state, ordinal):
-            state.leave_ready(ordinal, item)
+    for ordinal, task in sorted(state.tasks.records.items()):
+        task.held = min(task.held, version)
+        if task.state is State.READY and not _admitted(state, ordinal):
+            state.leave_ready(ordinal, task)
             state.unmake(ordinal)
-        elif item.state is State.PENDING and not _admitted(state, ordinal):
+        elif task.state is State.PENDING and not _admitted(state, ordinal):
             state.forget_progress(ordinal)
     state.tasks.move_head()
 

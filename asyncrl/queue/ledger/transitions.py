@@ -79,10 +79,10 @@ def _exhausted(state: LedgerState, e: ev.Exhausted) -> None:
 def _leased(state: LedgerState, e: ev.Leased) -> None:
     tasks = state.tasks
     heapq.heappop(tasks.pending)
-    item = tasks.records[e.ordinal]
-    item.state, item.epoch = State.LEASED, state.grant(e, TASK)
+    task = tasks.records[e.ordinal]
+    task.state, task.epoch = State.LEASED, state.grant(e, TASK)
     # With what others have finished come the versions that they held.
-    item.held = min(item.held, e.held) if item.progress else e.held
+    task.held = min(task.held, e.held) if task.progress else e.held
     tasks.leased.add(e.ordinal)
 
 
@@ -98,30 +98,30 @@ def _requeued(state: LedgerState, e: ev.Requeued) -> None:
 
 
 def _progressed(state: LedgerState, e: ev.Progressed) -> None:
-    item = state.tasks.records[e.ordinal]
-    item.progress = e.nbytes > 0
-    state.usage.weigh(item, e.nbytes)
+    task = state.tasks.records[e.ordinal]
+    task.progress = e.nbytes > 0
+    state.usage.weigh(task, e.nbytes)
 
 
 def _committed(state: LedgerState, e: ev.Committed) -> None:
-    item = state.tasks.records[e.ordinal]
-    state.end_task_lease(e.ordinal, item)
-    item.tokens, item.squares = e.tokens, e.squares
-    item.start_version, item.digest = e.start_version, e.digest
-    item.progress, item.columns = False, frozenset(e.columns)
-    state.usage.weigh(item, e.nbytes)
-    state.enter_ready(e.ordinal, item)
+    task = state.tasks.records[e.ordinal]
+    state.end_task_lease(e.ordinal, task)
+    task.tokens, task.squares = e.tokens, e.squares
+    task.start_version, task.digest = e.start_version, e.digest
+    task.progress, task.columns = False, frozenset(e.columns)
+    state.usage.weigh(task, e.nbytes)
+    state.enter_ready(e.ordinal, task)
     state.usage.note(TASK, e.nbytes)
     state.bias.finished(e.tokens)
 
 
 def _dropped(state: LedgerState, e: ev.Dropped) -> None:
-    item = state.tasks.records[e.ordinal]
-    if item.state is State.LEASED:
-        state.end_task_lease(e.ordinal, item)
+    task = state.tasks.records[e.ordinal]
+    if task.state is State.LEASED:
+        state.end_task_lease(e.ordinal, task)
         state.bias.lost()
     else:
-        state.leave_ready(e.ordinal, item)
+        state.leave_ready(e.ordinal, task)
     state.end(e.ordinal, e.reason)
     state.tasks.move_head()
 
@@ -139,14 +139,14 @@ def _stage_returned(state: LedgerState, e: ev.StageReturned) -> None:
 
 
 def _stage_committed(state: LedgerState, e: ev.StageCommitted) -> None:
-    item = state.tasks.records[e.ordinal]
-    epoch = item.staging.pop(e.stage)
+    task = state.tasks.records[e.ordinal]
+    epoch = task.staging.pop(e.stage)
     state.leases.end(epoch)
-    state.remove_ready(e.ordinal, item)
-    item.columns |= frozenset(state.stages.by_name[e.stage].adds)
-    item.added[e.stage] = Column(epoch, e.digest, e.version)
-    state.usage.weigh(item, item.nbytes + e.nbytes)
-    state.enter_ready(e.ordinal, item)
+    state.remove_ready(e.ordinal, task)
+    task.columns |= frozenset(state.stages.by_name[e.stage].adds)
+    task.added[e.stage] = Column(epoch, e.digest, e.version)
+    state.usage.weigh(task, task.nbytes + e.nbytes)
+    state.enter_ready(e.ordinal, task)
     state.usage.note(e.stage, e.nbytes)
 
 
@@ -158,12 +158,12 @@ def _step_claimed(state: LedgerState, e: ev.StepClaimed) -> None:
     for share in e.shares:
         state.steps.claimed += len(share)
         for ordinal in share:
-            item = state.tasks.records[ordinal]
-            if item.state is State.RECORDED:
-                state.use_again(item)
+            task = state.tasks.records[ordinal]
+            if task.state is State.RECORDED:
+                state.use_again(task)
             else:
-                state.leave_ready(ordinal, item)
-            item.state = State.CLAIMED
+                state.leave_ready(ordinal, task)
+            task.state = State.CLAIMED
     state.tasks.move_head()
 
 
@@ -171,9 +171,9 @@ def _step_trained(state: LedgerState, e: ev.StepTrained) -> None:
     steps, tasks = state.steps, state.tasks
     step = RetainedStep(steps.take_claims(), whole=True, before=steps.published[steps.version])
     for ordinal in step.ordinals():
-        item = step.items[ordinal] = tasks.end(ordinal, None)
-        state.usage.retain(item.nbytes)
-        state.bias.trained(item.tokens)
+        task = step.records[ordinal] = tasks.end(ordinal, None)
+        state.usage.retain(task.nbytes)
+        state.bias.trained(task.tokens)
     steps.retained.steps[e.step] = step
     steps.replay.pop(e.step, None)
     steps.version = e.step + 1
@@ -182,7 +182,7 @@ def _step_trained(state: LedgerState, e: ev.StepTrained) -> None:
     steps.published = {
         v: groups for v, groups in steps.published.items() if groups > tasks.ranks.kept or v == steps.version
     }
-    lost = any(item.lost for item in step.items.values())
+    lost = any(task.lost for task in step.records.values())
     if lost or (state.settings is not None and not state.settings.retain):
         state.forget_steps(steps.version)
     tasks.move_head()
@@ -216,9 +216,9 @@ def _lead_set(state: LedgerState, e: ev.LeadSet) -> None:
 
 def _collected(state: LedgerState, e: ev.Collected) -> None:
     for ordinal in e.ordinals:
-        item = state.tasks.records[ordinal]
-        state.leave_ready(ordinal, item)
-        state.bias.trained(item.tokens)
+        task = state.tasks.records[ordinal]
+        state.leave_ready(ordinal, task)
+        state.bias.trained(task.tokens)
         state.end(ordinal, None)
     state.tasks.move_head()
 

@@ -78,14 +78,14 @@ class LedgerState:
         self.leases.grant(LeaseRecord(e.ordinal, stage, e.worker, epoch, e.at, e.deadline))
         return epoch
 
-    def end_task_lease(self, ordinal: int, item: TaskRecord) -> None:
-        self.leases.end(item.epoch)
+    def end_task_lease(self, ordinal: int, task: TaskRecord) -> None:
+        self.leases.end(task.epoch)
         self.tasks.leased.remove(ordinal)
 
     def end_stage_lease(self, ordinal: int, stage: str) -> None:
-        item = self.tasks.records[ordinal]
-        self.leases.end(item.staging.pop(stage))
-        self.stages.offer(ordinal, item)
+        task = self.tasks.records[ordinal]
+        self.leases.end(task.staging.pop(stage))
+        self.stages.offer(ordinal, task)
 
     def return_leases(self) -> None:
         """All of them: tasks go back to pending, groups wait for their stages again."""
@@ -98,9 +98,9 @@ class LedgerState:
     # ------------------------------------------------------------------ from state to state
 
     def to_pending(self, ordinal: int) -> None:
-        item = self.tasks.records[ordinal]
-        self.end_task_lease(ordinal, item)
-        item.state, item.epoch = State.PENDING, -1
+        task = self.tasks.records[ordinal]
+        self.end_task_lease(ordinal, task)
+        task.state, task.epoch = State.PENDING, -1
         if self.draining:
             self.bias.lost()
         self.push_pending(ordinal)
@@ -111,58 +111,58 @@ class LedgerState:
         else:
             heapq.heappush(self.tasks.pending, ordinal)
 
-    def enter_ready(self, ordinal: int, item: TaskRecord) -> None:
+    def enter_ready(self, ordinal: int, task: TaskRecord) -> None:
         """READY, for claims or for the stages that it still has to pass."""
         assert self.settings is not None
-        self.tasks.enter_ready(ordinal, item, self.settings.columns)
+        self.tasks.enter_ready(ordinal, task, self.settings.columns)
         if self.stages.by_name:
-            self.stages.enter(ordinal, item)
+            self.stages.enter(ordinal, task)
 
-    def leave_ready(self, ordinal: int, item: TaskRecord) -> None:
+    def leave_ready(self, ordinal: int, task: TaskRecord) -> None:
         """Its stages' leases are over with it."""
-        for epoch in item.staging.values():
+        for epoch in task.staging.values():
             self.leases.end(epoch)
-        item.staging.clear()
-        self.remove_ready(ordinal, item)
+        task.staging.clear()
+        self.remove_ready(ordinal, task)
 
-    def remove_ready(self, ordinal: int, item: TaskRecord) -> None:
-        self.tasks.leave_ready(ordinal, item)
+    def remove_ready(self, ordinal: int, task: TaskRecord) -> None:
+        self.tasks.leave_ready(ordinal, task)
         if self.stages.by_name:
-            self.stages.leave(ordinal, item)
+            self.stages.leave(ordinal, task)
 
-    def use_again(self, item: TaskRecord) -> None:
+    def use_again(self, task: TaskRecord) -> None:
         """A recorded group is back in use: its bytes count."""
         self.steps.recorded -= 1
-        self.usage.retain(-item.nbytes)
+        self.usage.retain(-task.nbytes)
 
     def end(self, ordinal: int, dropped: str | None) -> None:
         """The task is trained, or dropped for that reason."""
-        item = self.tasks.end(ordinal, dropped)
-        if item.state is State.RECORDED:
-            self.use_again(item)
-        self.usage.live -= item.nbytes
+        task = self.tasks.end(ordinal, dropped)
+        if task.state is State.RECORDED:
+            self.use_again(task)
+        self.usage.live -= task.nbytes
         self.usage.gone.append(ordinal)
 
     # ------------------------------------------------------------------ what is forgotten
 
     def unmake(self, ordinal: int) -> None:
         """The result of the task is void: it is pending as if it had never been leased."""
-        item = self.tasks.records[ordinal]
-        self.usage.weigh(item, 0)
-        self.bias.finished(item.tokens, -1)
-        self.tasks.records[ordinal] = TaskRecord(State.PENDING, item.min_version)
+        task = self.tasks.records[ordinal]
+        self.usage.weigh(task, 0)
+        self.bias.finished(task.tokens, -1)
+        self.tasks.records[ordinal] = TaskRecord(State.PENDING, task.min_version)
         self.usage.unmade.append(ordinal)
         self.push_pending(ordinal)
 
     def forget_progress(self, ordinal: int) -> None:
-        item = self.tasks.records[ordinal]
-        if item.progress:
-            item.progress = False
-            self.usage.weigh(item, 0)
+        task = self.tasks.records[ordinal]
+        if task.progress:
+            task.progress = False
+            self.usage.weigh(task, 0)
             self.usage.unmade.append(ordinal)
 
     def forget_steps(self, below: Version) -> None:
         """Trained steps are not needed for a rewind any more."""
-        for ordinal, item in self.steps.retained.release(below):
-            self.usage.retained -= item.nbytes
+        for ordinal, task in self.steps.retained.release(below):
+            self.usage.retained -= task.nbytes
             self.usage.gone.append(ordinal)

@@ -39,10 +39,10 @@ class ByteUsage:
     counts: dict[str, int] = field(default_factory=dict)
     group: float = 0.0
 
-    def weigh(self, item: TaskRecord, nbytes: int) -> None:
+    def weigh(self, task: TaskRecord, nbytes: int) -> None:
         """The task, which is live, has so many bytes now."""
-        self.live += nbytes - item.nbytes
-        item.nbytes = nbytes
+        self.live += nbytes - task.nbytes
+        task.nbytes = nbytes
 
     def retain(self, nbytes: int) -> None:
         """Live bytes are kept for a rewind only."""

@@ -34,22 +34,22 @@ class Stages:
             dict(zip(names, stages, strict=True)), {name: [] for name in names}, dict.fromkeys(names, 0)
         )
 
-    def enter(self, ordinal: int, item: TaskRecord) -> None:
+    def enter(self, ordinal: int, task: TaskRecord) -> None:
         """The group is READY."""
-        for name in self.missing(item):
+        for name in self.missing(task):
             self.lacking[name] += 1
-        self.offer(ordinal, item)
+        self.offer(ordinal, task)
 
-    def leave(self, ordinal: int, item: TaskRecord) -> None:
+    def leave(self, ordinal: int, task: TaskRecord) -> None:
         """It is READY no longer."""
-        for name in self.missing(item):
+        for name in self.missing(task):
             self.lacking[name] -= 1
             self.withdraw(ordinal, name)
 
-    def offer(self, ordinal: int, item: TaskRecord) -> None:
+    def offer(self, ordinal: int, task: TaskRecord) -> None:
         """Let it wait for every stage that may have it now."""
-        for name in self.missing(item):
-            if name not in item.staging and item.has(self.by_name[name].needs):
+        for name in self.missing(task):
+            if name not in task.staging and task.has(self.by_name[name].needs):
                 waiting = self.waiting[name]
                 at = bisect_left(waiting, ordinal)
                 if waiting[at : at + 1] != [ordinal]:
@@ -62,6 +62,6 @@ class Stages:
         if waiting[at : at + 1] == [ordinal]:
             del waiting[at]
 
-    def missing(self, item: TaskRecord) -> list[str]:
+    def missing(self, task: TaskRecord) -> list[str]:
         """The stages that would add something to it."""
-        return [name for name, stage in self.by_name.items() if not item.has(stage.adds)]
+        return [name for name, stage in self.by_name.items() if not task.has(stage.adds)]

@@ -25,13 +25,13 @@ class RetainedStep:
     """One step as it was claimed.
 
     whole   its claims are all it is made of · before   groups trained before it
-    items   the records of its groups, while they are out of the state
+    records of its groups, while they are out of the state
     """
 
     claims: list[StepClaimed]
     whole: bool
     before: int = 0
-    items: dict[int, TaskRecord] = field(default_factory=dict)
+    records: dict[int, TaskRecord] = field(default_factory=dict)
 
     def ordinals(self) -> Iterator[int]:
         for claim in self.claims:
@@ -68,7 +68,7 @@ class RetainedSteps:
     def release(self, below: Version) -> Iterator[tuple[int, TaskRecord]]:
         """Forget the steps below a version; gives what was kept of each of their groups."""
         for version in range(self.floor, below):
-            yield from self.steps.pop(version).items.items()
+            yield from self.steps.pop(version).records.items()
         self.floor = max(self.floor, below)
 
     def fork(self, lineage: int, at: Version) -> dict[Version, RetainedStep]:

@@ -173,21 +173,21 @@ class Tasks:
         """Whether groups may still become ready for a claim."""
         return bool(self.pending or self.leased or self.partial)
 
-    def enter_ready(self, ordinal: int, item: TaskRecord, columns: Iterable[str]) -> None:
+    def enter_ready(self, ordinal: int, task: TaskRecord, columns: Iterable[str]) -> None:
         """columns: those that a claim needs."""
-        item.state = State.READY
-        if item.has(columns):
+        task.state = State.READY
+        if task.has(columns):
             insort(self.ready, ordinal)
-            self.ready_tokens += item.tokens
+            self.ready_tokens += task.tokens
         else:
             self.partial.add(ordinal)
 
-    def leave_ready(self, ordinal: int, item: TaskRecord) -> None:
+    def leave_ready(self, ordinal: int, task: TaskRecord) -> None:
         if ordinal in self.partial:
             self.partial.remove(ordinal)
         else:
             del self.ready[bisect_left(self.ready, ordinal)]
-            self.ready_tokens -= item.tokens
+            self.ready_tokens -= task.tokens
 
     def end(self, ordinal: int, dropped: str | None) -> TaskRecord:
         """The task is trained, or dropped for that reason. Returns its record, which is not kept here."""
@@ -205,8 +205,8 @@ class Tasks:
     def unclaimed_from(self, ordinal: int) -> int:
         """The lowest ordinal from `ordinal` on that is pending, leased or ready."""
         while ordinal < self.next:
-            item = self.records.get(ordinal)
-            if item is not None and item.state is not State.CLAIMED and item.state is not State.RECORDED:
+            task = self.records.get(ordinal)
+            if task is not None and task.state is not State.CLAIMED and task.state is not State.RECORDED:
                 break
             ordinal += 1
         return ordinal

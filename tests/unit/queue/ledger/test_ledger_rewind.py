@@ -28,7 +28,7 @@ def check_books(run: Run) -> None:
     states = ("pending", "leased", "ready", "lacking_columns", "claimed", "recorded")
     assert sum(counts[state] for state in states) + len(run.ends) == run.known
     state = run.ledger.state
-    kept = sum(item.nbytes for step in state.steps.retained.steps.values() for item in step.items.values())
+    kept = sum(item.nbytes for step in state.steps.retained.steps.values() for item in step.records.values())
     recorded = [item.nbytes for item in state.tasks.records.values() if item.state.value == "recorded"]
     assert (counts["retained_bytes"], counts["recorded"]) == (kept + sum(recorded), len(recorded))
     assert counts["bytes"] == sum(item.nbytes for item in state.tasks.records.values()) - sum(recorded)
