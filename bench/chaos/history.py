@@ -20,7 +20,7 @@ from asyncrl.queue.ledger import events as ev
 from asyncrl.queue.ledger.state.tasks import END
 from asyncrl.queue.storage.file_journal import FileJournal
 from asyncrl.queue.storage.journal import split
-from asyncrl.queue.storage.records import CODEC, Happened, Record, StreamState
+from asyncrl.queue.storage.records import SCHEMA, Happened, Record, StreamState, decode_record
 
 BEFORE = "before"
 """How a task has ended of which a snapshot only says that it has."""
@@ -130,7 +130,7 @@ class JournalReader:
             self._read, self._first = 0, packed[:1]
         for record in islice(packed, self._read, None):
             self._read += 1
-            yield CODEC.decode(record)
+            yield decode_record(record)
 
     def _file_records(self) -> list[bytes]:
         journal = run_folder(self._config) / "queue" / "journal"
@@ -138,7 +138,7 @@ class JournalReader:
             return []
         with tempfile.TemporaryDirectory() as folder:  # a copy: the broker's own is locked
             shutil.copy(journal, folder)
-            copy = FileJournal(Path(folder), self._config.run.name, CODEC.schema)
+            copy = FileJournal(Path(folder), self._config.run.name, SCHEMA)
             try:
                 return list(copy.replay())
             finally:

@@ -18,7 +18,7 @@ from asyncrl.queue.ledger.ledger import Ledger
 from asyncrl.queue.ledger.state.leases import Leases
 from asyncrl.queue.ledger.state.ledger_state import LedgerState
 from asyncrl.queue.protocol.requests import CommitRequest
-from asyncrl.queue.storage.records import CODEC
+from asyncrl.queue.storage.records import encode_record
 
 Mutation = Callable[[], Any]
 """Makes a context in which the rule is broken."""
@@ -106,7 +106,7 @@ def payloads_are_kept_after_the_journal() -> Any:
         recovery._store.tidy()
         recovery._store.flush()
         if recovery._journal.overgrown:
-            recovery._journal.compact(CODEC.encode(record) for record in recovery._snapshot())
+            recovery._journal.compact(encode_record(record) for record in recovery._snapshot())
 
     return patch.object(Recovery, "flush", wrong)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from asyncrl.errors import RefusedError
 from asyncrl.queue.ledger.events import Event, Recovered, Requeued, StageReturned
-from asyncrl.queue.storage.records import CODEC, Happened
+from asyncrl.queue.storage.records import Happened, decode_record
 
 from .broker import BrokerHost
 from .history import History
@@ -116,7 +116,7 @@ class World:
     def flushed(self, records: list[bytes]) -> None:
         """By the broker's journal."""
         for packed in records:
-            match CODEC.decode(packed):
+            match decode_record(packed):
                 case Happened(stream, event):
                     self.say(f"{stream} keeps {event}")
                     if stream == TRAIN:

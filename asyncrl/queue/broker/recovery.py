@@ -21,13 +21,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from asyncrl.config.schema import QueueConfig
-from asyncrl.errors import JournalError
 from asyncrl.queue.broker.queue_state import QueueState
 from asyncrl.queue.ledger.events import Renewed
 from asyncrl.queue.storage.file_journal import FileJournal
 from asyncrl.queue.storage.file_payloads import FilePayloads
 from asyncrl.queue.storage.journal import Journal, NoJournal
-from asyncrl.queue.storage.records import CODEC, Closed, Happened, Posted, Record, StreamState, TasksKept
+from asyncrl.queue.storage.records import (
+    SCHEMA,
+    Closed,
+    Happened,
+    Posted,
+    Record,
+    StreamState,
+    TasksKept,
+    decode_record,
+    encode_record,
+)
 from asyncrl.queue.storage.redis_journal import RedisJournal
 from asyncrl.queue.storage.redis_payloads import RedisPayloads
 from asyncrl.queue.storage.redis_run import RedisRun
@@ -65,7 +74,7 @@ class Recovery:
         self._store.flush()
         self._journal.flush()
         if self._journal.overgrown:
-            self._journal.compact(CODEC.encode(record) for record in self._snapshot())
+            self._journal.compact(encode_record(record) for record in self._snapshot())
 
     def close(self) -> None:
         """Release journal and store for another broker."""
@@ -77,7 +86,7 @@ class Recovery:
     def _note(self, record: Record) -> None:
         # A recovery gives all leases a new deadline anyway, and nothing is as frequent as their renewal.
         if not (isinstance(record, Happened) and isinstance(record.event, Renewed)):
-            self._journal.append(CODEC.encode(record))
+            self._journal.append(encode_record(record))
 
     def _snapshot(self) -> Iterator[Record]:
         for name, stream in self.queue.streams.items():
@@ -95,7 +104,7 @@ class Recovery:
     def _replayed(self, run: str) -> QueueState:
         queue = QueueState(run, store=self._store)
         for packed in self._journal.replay():
-            match CODEC.decode(packed):
+            match decode_record(packed):
                 case Happened(stream, event):
                     queue.add_stream(stream).replay(event)
                 case TasksKept(stream, tasks):
@@ -106,8 +115,6 @@ class Recovery:
                     queue.registry[key] = value
                 case Closed(reason):
                     queue.closed = reason
-                case other:
-                    raise JournalError(f"a record of kind {type(other).__name__} in a journal")
         return queue
 
     def _recover(self, now: float) -> None:
@@ -144,13 +151,13 @@ def open_recovery(config: QueueConfig, run: str, folder: Path, *, now: float, an
     journal: Journal = NoJournal()
     backend: PayloadBackend | None = None
     if config.store == "file":
-        journal = FileJournal(folder, run, CODEC.schema, fsync=config.fsync)  # first: it keeps others out
+        journal = FileJournal(folder, run, SCHEMA, fsync=config.fsync)  # first: it keeps others out
         if config.durable == "payload":
             backend = FilePayloads(folder / "payloads", fsync=config.fsync)
     elif config.store == "redis":
         assert config.redis_url is not None
         place = RedisRun(config.redis_url, run)
-        journal = RedisJournal(place, CODEC.schema)
+        journal = RedisJournal(place, SCHEMA)
         if config.durable == "payload":
             backend = RedisPayloads(place)
     durable = backend is not None

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from asyncrl.errors import RefusedError, WireError
-from asyncrl.queue.protocol.settings import Names, StreamSettings, check_names
+from asyncrl.queue.protocol.settings import MAX_COUNT, Names, StreamSettings, check_names
 from asyncrl.types import Version
 
 MAX_TEXT = 4096
@@ -172,7 +172,7 @@ class CommitRequest(PayloadRequest, frozen=True, kw_only=True):
     verb = "commit"
     ordinal: int
     epoch: int
-    tokens: int
+    tokens: Annotated[int, Meta(lt=MAX_COUNT)]
     start_version: Version
     digest: int
     columns: Names = ()

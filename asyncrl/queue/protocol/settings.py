@@ -19,6 +19,12 @@ MAX_NAME = 64
 Names = Annotated[tuple[str, ...], Meta(max_length=MAX_NAMES)]
 
 
+MAX_COUNT = 1 << 40
+"""Limit of what is added up or multiplied: the journal's numbers have 64 bits."""
+
+Count = Annotated[int, Meta(ge=0, lt=MAX_COUNT)]
+
+
 @dataclass(frozen=True, slots=True)
 class StageSettings:
     """A pool that works on committed groups: it takes those that have `needs` and gives them `adds`.
@@ -57,7 +63,7 @@ class StreamSettings:
     retain              keep trained steps until a checkpoint holds them, to hand them out again after a rewind
     """
 
-    groups_per_version: int
+    groups_per_version: Annotated[int, Meta(lt=MAX_COUNT)]
     max_staleness: int | None
     window: int | None
     depth: int
@@ -121,19 +127,18 @@ class StreamSettings:
 
 FRONTIER_FORMAT = 1
 
-Count = Annotated[int, Meta(ge=0, lt=1 << 40)]
-
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
     """The ended ordinals, and the counts that admission needs: the state that a rewind goes back to.
 
+    lineage       few bits: a lease's epoch has them above the 40 of its grant
     frontier      lowest ordinal that has not ended · kept: how many below it were trained
     trained, dropped_ordinals   ends above the frontier
     published     F: groups trained when a version was published, for the versions that still matter
     """
 
-    lineage: Count = 0
+    lineage: Annotated[int, Meta(ge=0, lt=1 << 22)] = 0
     version: Count = 0
     frontier: Count = 0
     kept: Count = 0

@@ -10,7 +10,7 @@ from asyncrl.config.schema import Config, RunConfig
 from asyncrl.queue.ledger import events as ev
 from asyncrl.queue.protocol.settings import StreamSettings
 from asyncrl.queue.storage.file_journal import FileJournal
-from asyncrl.queue.storage.records import CODEC, Happened, StreamState
+from asyncrl.queue.storage.records import SCHEMA, Happened, StreamState, encode_record
 from bench.chaos.history import BEFORE, History, JournalReader
 
 SETTINGS = StreamSettings(
@@ -64,7 +64,7 @@ def test_a_snapshot_is_read_on_from(tmp_path: Path) -> None:
     config = Config(run=RunConfig(name="it", dir=str(tmp_path)))
     reader, found = JournalReader(config), History()
     found.read(reader.new_records())  # there is none yet
-    journal = FileJournal(tmp_path / "it" / "queue", "it", CODEC.schema)
+    journal = FileJournal(tmp_path / "it" / "queue", "it", SCHEMA)
     list(journal.replay())
     for event in (
         ev.StreamOpened(SETTINGS, 1),
@@ -73,11 +73,11 @@ def test_a_snapshot_is_read_on_from(tmp_path: Path) -> None:
         ev.Dropped(0, "reward"),
     ):
         ledger.apply(event)
-        journal.append(CODEC.encode(Happened("train", event)))
+        journal.append(encode_record(Happened("train", event)))
     journal.flush()
     late = History()
     late.read(JournalReader(config).new_records())
-    journal.compact([CODEC.encode(StreamState("train", ledger.state))])
+    journal.compact([encode_record(StreamState("train", ledger.state))])
     for reads, how in ((found, BEFORE), (late, "reward")):
         reads.read(JournalReader(config).new_records())
         assert reads.ends == {0: how}

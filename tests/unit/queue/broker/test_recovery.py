@@ -22,7 +22,15 @@ from asyncrl.queue.ledger.events import Renewed
 from asyncrl.queue.ledger.transitions import apply
 from asyncrl.queue.protocol.requests import VERBS
 from asyncrl.queue.protocol.settings import StreamSettings
-from asyncrl.queue.storage.records import CODEC, Closed, Happened, Posted, StreamState, TasksKept
+from asyncrl.queue.storage.records import (
+    Closed,
+    Happened,
+    Posted,
+    StreamState,
+    TasksKept,
+    decode_record,
+    encode_record,
+)
 from asyncrl.queue.storage.store import Frames, PayloadKey, PayloadStore
 
 TRAIN = StreamSettings(
@@ -38,7 +46,7 @@ def test_a_snapshot_of_any_book_goes_on_like_the_book(
     run = Run(stream)
     play(run, before)
     state = run.ledger.state
-    again = CODEC.decode(CODEC.encode(StreamState("train", state))).state
+    again = decode_record(encode_record(StreamState("train", state))).state
     assert comparable(again) == comparable(state)
     past = len(run.log)
     play(run, after)
@@ -47,7 +55,7 @@ def test_a_snapshot_of_any_book_goes_on_like_the_book(
     assert comparable(again) == comparable(state)
 
 
-@given(st.integers(), st.text(max_size=5), st.binary(max_size=5))
+@given(st.integers(-(1 << 63), (1 << 64) - 1), st.text(max_size=5), st.binary(max_size=5))
 def test_records_survive_the_codec(number: int, text: str, packed: bytes) -> None:
     records = [
         Happened(text, Renewed((number,), 1.5)),
@@ -55,7 +63,7 @@ def test_records_survive_the_codec(number: int, text: str, packed: bytes) -> Non
         Posted(text, packed),
         Closed(text),
     ]
-    assert [CODEC.decode(CODEC.encode(record)) for record in records] == records
+    assert [decode_record(encode_record(record)) for record in records] == records
 
 
 class DurableStore(PayloadStore):
@@ -354,9 +362,9 @@ def test_anew_forgets_everything(queue: Queue) -> None:
 def test_a_journal_of_something_else_is_refused() -> None:
     journal = MemoryJournal()
     list(journal.replay())
-    journal.append(CODEC.encode(Renewed((1,), 2.0)))
+    journal.append(b"\x93\xa7Renewed\xa5train\x07")
     journal.flush()
-    with pytest.raises(JournalError, match="a record of kind Renewed in a journal"):
+    with pytest.raises(JournalError, match="Renewed: Expected `array`, got `int`"):
         Recovery("run", MemoryJournal(journal.kept), PayloadStore(), now=0.0)
 
 
@@ -365,7 +373,7 @@ def test_a_snapshot_in_the_journal_is_as_good_as_all_before(queue: Queue) -> Non
     queue.make(1)
     queue.lease()
     before = comparable(queue.state.streams["train"].ledger.state)
-    queue.recovery._journal.compact(CODEC.encode(record) for record in queue.recovery._snapshot())
+    queue.recovery._journal.compact(encode_record(record) for record in queue.recovery._snapshot())
     assert len(queue.batches) == 1
     if queue.payloads:
         queue.die()
