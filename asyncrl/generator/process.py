@@ -31,7 +31,6 @@ from asyncrl.generator.worker import Worker
 from asyncrl.models import checkpoint_tensors, load_causal_lm, load_model_config, policy_tokenizer
 from asyncrl.probes import prompts
 from asyncrl.queue.client.client import QueueClient
-from asyncrl.rpc.keys import client_keys
 from asyncrl.telemetry.status import ProcessStatus
 from asyncrl.types import Task
 
@@ -58,14 +57,7 @@ async def run_generator(
     scorer.start(status)
     tokenizer = policy_tokenizer(config)
     engine = load_engine(config, tokenizer, name)
-    client = QueueClient(
-        config.queue.address,
-        run=config.run.name,
-        who=name,
-        deadline_s=config.queue.deadline_s,
-        keys=client_keys(config.queue.keys),
-        status=status,
-    )
+    client = QueueClient.of(config, name, status)
     try:
         await engine.start()  # it may start processes: before the client has threads
         status.loaded.set()

@@ -26,7 +26,7 @@ from asyncrl.queue.broker.broker import Broker
 from asyncrl.queue.broker.recovery import open_recovery
 from asyncrl.queue.client.client import QueueClient
 from asyncrl.queue.feeder import feed
-from asyncrl.rpc.keys import client_keys, server_keys
+from asyncrl.rpc.keys import server_keys
 from asyncrl.system.stop_signals import stop_signals
 from asyncrl.tasks.source import TaskStream, train_stream
 from asyncrl.telemetry.status import ProcessStatus
@@ -141,14 +141,7 @@ class Feeder(threading.Thread):
                 await asyncio.sleep(LOOK_S)
 
     async def _feed(self) -> None:
-        queue = self._config.queue
-        client = QueueClient(
-            self._address,
-            run=self._config.run.name,
-            who="feeder",
-            deadline_s=queue.deadline_s,
-            keys=client_keys(queue.keys),
-        )
+        client = QueueClient.of(self._config, "feeder", address=self._address)
         await client.connect()
         looking = None
         if self._status is not None:

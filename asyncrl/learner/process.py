@@ -55,15 +55,7 @@ def run_learner(
     backend = make_backend(config, requirements.colocated(config))
     status.loaded.set()
     keys = client_keys(config.queue.keys)
-    queue = QueueClient(
-        config.queue.address,
-        run=config.run.name,
-        who=f"learner rank {backend.rank}",
-        deadline_s=config.queue.deadline_s,
-        keys=keys,
-        status=status,
-    )
-    client = BlockingClient(queue)
+    client = BlockingClient(QueueClient.of(config, f"learner rank {backend.rank}", status))
     stop = threading.Event()
     interrupts: list[int] = []
     for number in stop_signals():

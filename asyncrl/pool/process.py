@@ -56,14 +56,7 @@ async def run_pool(config: Config, model: str, *, name: str, status: ProcessStat
         if work is None:
             return
         status.loaded.set()
-        client = QueueClient(
-            config.queue.address,
-            run=config.run.name,
-            who=name,
-            deadline_s=config.queue.deadline_s,
-            keys=keys,
-            status=status,
-        )
+        client = QueueClient.of(config, name, status)
         try:
             await client.connect()
             if isinstance(work, TrainingServer):

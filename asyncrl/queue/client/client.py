@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from asyncrl.config.schema import Config
 from asyncrl.errors import DeadlineError, RefusedError, RunClosedError, WireError
 from asyncrl.queue.client.connection import Connection
 from asyncrl.queue.client.decoding import granted_leases, groups_of, received
@@ -30,7 +31,7 @@ from asyncrl.queue.protocol.settings import StreamSettings
 from asyncrl.queue.wire import wire
 from asyncrl.queue.wire.columns import REWARDS, encode_columns
 from asyncrl.queue.wire.payload import encode_group
-from asyncrl.rpc.keys import ClientKeys
+from asyncrl.rpc.keys import ClientKeys, client_keys
 from asyncrl.telemetry.status import ProcessStatus
 from asyncrl.types import NO_VERSION, Array, Group, Task, Version
 
@@ -68,6 +69,18 @@ class QueueClient:
         # stream -> ordinals of the last collect (readable, corrupt), which the next one reports to the queue
         self._collected: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self._opens = itertools.count(1)
+
+    @classmethod
+    def of(
+        cls, config: Config, who: str, status: ProcessStatus | None = None, address: str = ""
+    ) -> QueueClient:
+        """The client of a process of a run. address: if it is not `queue.address`."""
+        queue = config.queue
+        keys = client_keys(queue.keys)
+        run, deadline_s = config.run.name, queue.deadline_s
+        return cls(
+            address or queue.address, run=run, who=who, deadline_s=deadline_s, keys=keys, status=status
+        )
 
     async def connect(self) -> RunStatus:
         """Connect. RefusedError 'wrong_run' if the queue serves another run, ConfigError if the keys do not fit."""
