@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from asyncrl.errors import RefusedError
-from asyncrl.queue.broker.stream import Stream, ignore
+from asyncrl.queue.broker.stream import Stream
 from asyncrl.queue.ledger import generator_commands
 from asyncrl.queue.protocol.requests import Request
 from asyncrl.queue.storage.records import Record
@@ -65,7 +65,7 @@ class QueueState:
 
     run: str
     store: PayloadStore = field(default_factory=PayloadStore)
-    note: Callable[[Record], None] = ignore
+    note: Callable[[Record], None] = lambda record: None
     started_at: float = field(default_factory=time.time)
     closed: str | None = None
     streams: dict[str, Stream] = field(default_factory=dict)

@@ -43,20 +43,14 @@ class Content(NamedTuple):
         return [*self.group, *self.added]
 
 
-def ignore(record: Record) -> None:
-    """Takes the records of a queue without a journal."""
-
-
 class Stream:
     """note: receives every record that the next broker needs. tasks: packed, by ordinal."""
 
-    def __init__(
-        self, name: str, store: PayloadStore | None = None, note: Callable[[Record], None] = ignore
-    ) -> None:
+    def __init__(self, name: str, store: PayloadStore, note: Callable[[Record], None]) -> None:
         self.ledger = Ledger(self._follow)
         self.changes = 0  # events so far
         self.tasks: dict[int, bytes] = {}
-        self._name, self._store, self._note = name, store or PayloadStore(), note
+        self._name, self._store, self._note = name, store, note
 
     # ------------------------------------------------------------------ in
 
@@ -101,8 +95,7 @@ class Stream:
     def replay(self, event: Event) -> None:
         """An event of the journal. The store has seen it already."""
         apply(self.ledger.state, event)
-        for ordinal in self.ledger.state.usage.gone:
-            self.tasks.pop(ordinal, None)
+        self._forget_tasks()
 
     def needed(self) -> Iterator[tuple[int, str, int]]:
         """(ordinal, part, stamp) of all that the ledger counts on."""
@@ -128,7 +121,10 @@ class Stream:
         usage = state.usage
         for ordinal in (*usage.unmade, *usage.gone):
             self._store.drop(self._name, ordinal)
-        for ordinal in usage.gone:
+        self._forget_tasks()
+
+    def _forget_tasks(self) -> None:
+        for ordinal in self.ledger.state.usage.gone:
             self.tasks.pop(ordinal, None)
 
 

@@ -60,10 +60,7 @@ def groups_of(
 ) -> list[tuple[Group, Stamps] | WireError]:
     """Groups with their columns, or the errors of those that cannot be read.
 
-    Args:
-        counts: frames of each group itself.
-        columns: [stage, version, frames] of each of its column parts, which follow.
-        frames: all frames of the reply.
+    counts: frames of each group itself · columns: [stage, version, frames] of each of its column parts, which follow
     """
     sizes = [[count, *(n for _, _, n in parts)] for count, parts in zip(counts, columns, strict=True)]
     whole = list(_take(frames, [sum(group) for group in sizes]))

@@ -23,6 +23,9 @@ from asyncrl.system.redis_place import DEADLINE_S, open_redis, patiently, refuse
 
 KEY = "queue.redis_url"
 
+Script = Callable[..., Any]
+"""(keys, arguments, pipeline or None) -> the answer."""
+
 GUARD = """
 local epoch = redis.call('get', KEYS[1])
 if not epoch then return redis.error_reply('LOST') end
@@ -49,7 +52,16 @@ class RedisRun:
         return ":".join((f"asyncrl:{{{self.run}}}", *words))
 
     def script(self, text: str) -> Script:
-        return Script(self, self.client.register_script(GUARD + text))
+        """A script behind the guard. Inside a pipeline it is only queued; alone it is tried until it is answered."""
+        script = self.client.register_script(GUARD + text)
+
+        def run(keys: list[str], args: list[Any], pipeline: Pipeline | None = None) -> Any:
+            every = {"keys": [self.key("broker"), *keys], "args": [self.epoch, *args]}
+            if pipeline is not None:
+                return script(client=pipeline, **every)
+            return self.call(lambda: script(**every))
+
+        return run
 
     def call(self, command: Callable[[], Any]) -> Any:
         """The result of `command`, repeated while the server cannot be reached.
@@ -100,17 +112,3 @@ class RedisRun:
         if isinstance(error, redis.exceptions.NoPermissionError) or "NOAUTH" in text:
             return refused(error, self.where, KEY)
         return JournalError(f"Redis at {self.where} will not write: {text}")
-
-
-class Script:
-    """A script behind the guard."""
-
-    def __init__(self, run: RedisRun, script: Any) -> None:
-        self._run, self._script = run, script
-
-    def __call__(self, keys: list[str], args: list[Any], pipeline: Pipeline | None = None) -> Any:
-        """Inside a pipeline it is only queued; alone it is tried until it is answered."""
-        every = {"keys": [self._run.key("broker"), *keys], "args": [self._run.epoch, *args]}
-        if pipeline is not None:
-            return self._script(client=pipeline, **every)
-        return self._run.call(lambda: self._script(**every))
