@@ -436,7 +436,8 @@ def _stats(packed: Mapping[str, bytes]) -> dict[str, dict[str, Any]]:
     return {name: wire.unpack(stats) for name, stats in packed.items()}
 
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def _blocking(

@@ -53,7 +53,7 @@ class RedisRun:
 
     def script(self, text: str) -> Script:
         """A script behind the guard. Inside a pipeline it is only queued; alone it is tried until it is answered."""
-        script = self.client.register_script(GUARD + text)
+        script: Any = self.client.register_script(GUARD + text)
 
         def run(keys: list[str], args: list[Any], pipeline: Pipeline | None = None) -> Any:
             every = {"keys": [self.key("broker"), *keys], "args": [self.epoch, *args]}

@@ -22,7 +22,7 @@ from asyncrl.config.schema import Config, GeneratorConfig, QueueConfig, RunConfi
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.launch import queue_process
 from asyncrl.launch.queue_process import Feeder, run_queue
-from asyncrl.queue.client import channel
+from asyncrl.queue.client import connection
 from asyncrl.queue.client.client import BlockingClient, QueueClient
 from asyncrl.queue.protocol.settings import StreamSettings
 from asyncrl.types import Task
@@ -73,7 +73,7 @@ def _process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Undo what the queue changes in its process. A signal that it does not handle, or no end in time, is an error."""
 
     monkeypatch.setattr(gc, "freeze", lambda: None)
-    monkeypatch.setattr(channel, "GOODBYE_S", 0.05)
+    monkeypatch.setattr(connection, "GOODBYE_S", 0.05)
     interval = sys.getswitchinterval()
     with signals_must_be_heard():
         signal.setitimer(signal.ITIMER_REAL, PATIENCE_S)
