@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig
+from asyncrl.learner.algorithms.corrections import Drift
 from asyncrl.learner.algorithms.losses.aggregation import AGGREGATIONS, Counts
 from asyncrl.learner.algorithms.losses.policy_loss import PolicyTerms, policy_loss
 from asyncrl.learner.data.batch import MicroBatch
@@ -21,6 +22,12 @@ EVERY_LOSS = TOKENS + ROLLOUTS + SELECTING
 
 def f64(values: Sequence[float]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
+
+
+def drift_of(log_w_N: Tensor, seq: Sequence[int], mask: Sequence[bool] | None = None) -> Drift:
+    """Tokens of the rollouts `seq`, all of them the policy's unless told."""
+    mask_N = torch.tensor(mask or [True] * len(seq))
+    return Drift.of(log_w_N, Drift(log_w_N, mask_N, torch.tensor(seq), max(seq) + 1))
 
 
 def terms_of(

@@ -2,21 +2,14 @@
 
 from asyncrl.learner.algorithms import corrections, rejections
 from asyncrl.learner.algorithms.advantages import group_advantages, return_advantages, step_advantages
-from asyncrl.learner.algorithms.losses import (
-    covariance_losses,
-    divergence_losses,
-    ratio_losses,
-    sequence_losses,
-)
+from asyncrl.learner.algorithms.losses import covariance_losses, ratio_losses
 
 __all__ = [
     "corrections",
     "covariance_losses",
-    "divergence_losses",
     "group_advantages",
     "ratio_losses",
     "rejections",
     "return_advantages",
-    "sequence_losses",
     "step_advantages",
 ]

@@ -10,53 +10,80 @@ Axes:  N tokens · R rollouts · K weights of tokens or of rollouts
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from asyncrl.config.sections.algorithm import CorrectionConfig
-from asyncrl.learner.algorithms.drift import Drift
 from asyncrl.learner.algorithms.losses.policy_loss import MAX_LOG_RATIO
 from asyncrl.learner.algorithms.registry import CORRECTIONS, Gather, correction
-from asyncrl.learner.algorithms.segments import over_ranks, policy_tokens, rollout_means, rollout_sums
+from asyncrl.learner.algorithms.segments import (
+    PackedRollouts,
+    over_ranks,
+    policy_tokens,
+    rollout_means,
+    rollout_sums,
+)
 
 LEAST_MEAN = 1e-8
 """Weights with a smaller mean are not normalised: next to nothing is left to scale."""
 
 
-def correction_weights(
-    log_w_N: Tensor,
-    loss_mask_N: Tensor,
-    seq_N: Tensor,
-    rollouts: int,
-    config: CorrectionConfig,
-    gather: Gather | None = None,
-) -> Tensor:
-    """[N] weights for log_w_N = log π_p − log μ (taken without gradient); meaningless outside the mask.
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """How far the proximal policy has moved from the one that made the tokens.
+
+    log_w_N = log w = log π_p − log μ, 0 outside the mask, no gradient · loss_mask_N bool · seq_N the rollout of each
+    token, of `rollouts` = R
+    """
+
+    log_w_N: Tensor
+    loss_mask_N: Tensor
+    seq_N: Tensor
+    rollouts: int
+
+    @staticmethod
+    def of(log_w_N: Tensor, packed: PackedRollouts) -> Drift:
+        """log_w_N may have any values outside the mask."""
+        mask_N = packed.loss_mask_N
+        return Drift(torch.where(mask_N, log_w_N.detach(), 0.0), mask_N, packed.seq_N, packed.rollouts)
+
+    @property
+    def k1_N(self) -> Tensor:
+        """log w, clamped to ±20. (As an estimate of KL(μ‖π_p) it would have a minus.)"""
+        return self.log_w_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+    @property
+    def k2_N(self) -> Tensor:
+        """½ log² w."""
+        return 0.5 * self.k1_N**2
+
+    @property
+    def k3_N(self) -> Tensor:
+        """w − 1 − log w."""
+        return torch.expm1(self.k1_N) - self.k1_N
+
+
+def correction_weights(drift: Drift, config: CorrectionConfig, gather: Gather | None = None) -> Tensor:
+    """[N] weights; meaningless outside the mask.
 
     At level 'sequence' every token of a rollout has the product over its policy tokens. Logs are clamped to ±20, after
-    the sum.
-
-    Args:
-        gather: Given where the tokens are this rank's part of a whole batch, and every rank calls. Without it they may
-            be any whole rollouts.
-
-    Raises:
-        ValueError: `normalise` is set, which needs the whole batch, and there is no gather.
+    the sum. gather: given where the tokens are this rank's part of a whole batch, and every rank calls; without it they
+    may be any whole rollouts. Raises ValueError without it for `normalise`, which needs the whole batch.
     """
     if gather is None and config.normalise:
         raise ValueError("normalised weights need the tokens of the whole batch, and a gather")
-    drift = Drift.of(log_w_N, loss_mask_N, seq_N, rollouts)
     weight_N = CORRECTIONS[config.kind].function(_raw(drift, config), config)
     if gather is not None and config.normalise:
         weight_N = weight_N / _mean(weight_N, drift, config, gather)
     return weight_N
 
 
-def geometric_means(weight_N: Tensor, loss_mask_N: Tensor, seq_N: Tensor, rollouts: int) -> Tensor:
+def geometric_means(weight_N: Tensor, packed: PackedRollouts) -> Tensor:
     """[N]: every token of a rollout has the geometric mean of the weights of its policy tokens; 0 if any of them is 0
     (verl adds 1e-10 to each)."""
-    drift = Drift.of(weight_N.log(), loss_mask_N, seq_N, rollouts)
-    return rollout_means(drift.log_w_N, drift).exp()[seq_N]
+    return rollout_means(weight_N.log(), packed).exp()[packed.seq_N]
 
 
 @correction("none", source="")
@@ -84,18 +111,11 @@ def _raw(drift: Drift, config: CorrectionConfig) -> Tensor:
 
 def _mean(weight_N: Tensor, drift: Drift, config: CorrectionConfig, gather: Gather) -> Tensor:
     """The mean weight of the batch, after `kind`: over its tokens or, at level 'sequence', over its rollouts (as in
-    verl). 1 where there is nothing to scale."""
-    each_K = (_of_rollouts if config.level == "sequence" else _of_tokens)(weight_N.double(), drift)
+    verl), whose tokens have the same weight. 1 where there is nothing to scale."""
+    if config.level == "sequence":
+        each_K = rollout_means(weight_N.double(), drift)[policy_tokens(drift) > 0]
+    else:
+        each_K = weight_N.double()[drift.loss_mask_N]
     total, count = over_ranks(torch.stack([each_K.sum(), torch.ones_like(each_K).sum()]), gather)
     mean = total / count
     return torch.where(mean > LEAST_MEAN, mean, 1.0).to(weight_N.dtype)
-
-
-def _of_tokens(weight_N: Tensor, drift: Drift) -> Tensor:
-    """[K]: the weight of each policy token."""
-    return weight_N[drift.loss_mask_N]
-
-
-def _of_rollouts(weight_N: Tensor, drift: Drift) -> Tensor:
-    """[K]: the weight of each rollout with a policy token; all its tokens have the same."""
-    return rollout_means(weight_N, drift)[policy_tokens(drift) > 0]

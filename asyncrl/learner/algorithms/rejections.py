@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.sections.algorithm import CorrectionConfig
-from asyncrl.learner.algorithms.drift import Drift
+from asyncrl.learner.algorithms.corrections import Drift
 from asyncrl.learner.algorithms.registry import REJECTIONS, Gather, rejection
 from asyncrl.learner.algorithms.segments import rollout_means, rollout_sums
 from asyncrl.learner.data.batch import MicroBatch
@@ -32,27 +32,10 @@ ROUNDING: Final = 1e-9
 SOURCE: Final = "https://verl.readthedocs.io/en/latest/algo/rollout_corr.html"
 
 
-def kept(
-    log_w_N: Tensor,
-    loss_mask_N: Tensor,
-    seq_N: Tensor,
-    rollouts: int,
-    config: CorrectionConfig,
-    gather: Gather | None = None,
-) -> Tensor:
-    """[N] bool: the part of the mask that `correction.reject` keeps, for log_w_N = log π_p − log μ.
-
-    Args:
-        gather: As in `correction_weights`.
-
-    Raises:
-        ValueError: m2po without a gather.
-    """
-    entry = REJECTIONS[config.reject]
-    if gather is None and "batch" in entry.needs:
-        raise ValueError(f"{config.reject} needs the tokens of the whole batch, and a gather")
-    drift = Drift.of(log_w_N, loss_mask_N, seq_N, rollouts)
-    return loss_mask_N & entry.function(drift, config, gather)
+def kept(drift: Drift, config: CorrectionConfig, gather: Gather) -> Tensor:
+    """[N] bool: the part of the mask that `correction.reject` keeps. gather: used for rejections that need 'batch';
+    every rank calls then, with its part of the whole batch."""
+    return drift.loss_mask_N & REJECTIONS[config.reject].function(drift, config, gather)
 
 
 def unrejected(batch: MicroBatch) -> MicroBatch:
@@ -63,67 +46,67 @@ def unrejected(batch: MicroBatch) -> MicroBatch:
 
 
 @rejection("none", source="")
-def no_rejection(drift: Drift, config: CorrectionConfig, gather: Gather | None) -> Tensor:
+def no_rejection(drift: Drift, config: CorrectionConfig, gather: Gather) -> Tensor:
     """Nothing is left out."""
     return torch.ones_like(drift.loss_mask_N)
 
 
 @rejection("token_k1", source=SOURCE)
-def token_k1(drift: Drift, config: CorrectionConfig, gather: Gather | None) -> Tensor:
+def token_k1(drift: Drift, config: CorrectionConfig, gather: Gather) -> Tensor:
     """Leave out tokens with π_p/μ outside the bounds."""
     return _within(drift.k1_N, config)
 
 
 @rejection("token_k2", source=SOURCE)
-def token_k2(drift: Drift, config: CorrectionConfig, gather: Gather | None) -> Tensor:
+def token_k2(drift: Drift, config: CorrectionConfig, gather: Gather) -> Tensor:
     """Leave out tokens with ½ log²(π_p/μ) above the bound."""
     return drift.k2_N <= config.reject_high
 
 
 @rejection("token_k3", source=SOURCE)
-def token_k3(drift: Drift, config: CorrectionConfig, gather: Gather | None) -> Tensor:
+def token_k3(drift: Drift, config: CorrectionConfig, gather: Gather) -> Tensor:
     """Leave out tokens with π_p/μ − 1 − log(π_p/μ) above the bound."""
     return drift.k3_N <= config.reject_high
 
 
 @rejection("seq_sum_k1", source=SOURCE)
-def seq_sum_k1(drift: Drift, config: CorrectionConfig, gather: Gather | None) -> Tensor:
+def seq_sum_k1(drift: Drift, config: CorrectionConfig, gather: Gather) -> Tensor:
     """Leave out rollouts whose product of π_p/μ is outside the bounds."""
     return _within(rollout_sums(drift.k1_N, drift), config)[drift.seq_N]
 
 
 @rejection("seq_sum_k2", source=SOURCE)
-def seq_sum_k2(drift: Drift, config: CorrectionConfig, gather: Gather | None) -> Tensor:
+def seq_sum_k2(drift: Drift, config: CorrectionConfig, gather: Gather) -> Tensor:
     """Leave out rollouts whose sum of k2 is above the bound."""
     return (rollout_sums(drift.k2_N, drift) <= config.reject_high)[drift.seq_N]
 
 
 @rejection("seq_sum_k3", source=SOURCE)
-def seq_sum_k3(drift: Drift, config: CorrectionConfig, gather: Gather | None) -> Tensor:
+def seq_sum_k3(drift: Drift, config: CorrectionConfig, gather: Gather) -> Tensor:
     """Leave out rollouts whose sum of k3 is above the bound."""
     return (rollout_sums(drift.k3_N, drift) <= config.reject_high)[drift.seq_N]
 
 
 @rejection("seq_mean_k1", source=SOURCE)
-def seq_mean_k1(drift: Drift, config: CorrectionConfig, gather: Gather | None) -> Tensor:
+def seq_mean_k1(drift: Drift, config: CorrectionConfig, gather: Gather) -> Tensor:
     """Leave out rollouts whose geometric mean of π_p/μ is outside the bounds."""
     return _within(rollout_means(drift.k1_N, drift), config)[drift.seq_N]
 
 
 @rejection("seq_mean_k2", source=SOURCE)
-def seq_mean_k2(drift: Drift, config: CorrectionConfig, gather: Gather | None) -> Tensor:
+def seq_mean_k2(drift: Drift, config: CorrectionConfig, gather: Gather) -> Tensor:
     """Leave out rollouts whose mean of k2 is above the bound."""
     return (rollout_means(drift.k2_N, drift) <= config.reject_high)[drift.seq_N]
 
 
 @rejection("seq_mean_k3", source=SOURCE)
-def seq_mean_k3(drift: Drift, config: CorrectionConfig, gather: Gather | None) -> Tensor:
+def seq_mean_k3(drift: Drift, config: CorrectionConfig, gather: Gather) -> Tensor:
     """Leave out rollouts whose mean of k3 is above the bound."""
     return (rollout_means(drift.k3_N, drift) <= config.reject_high)[drift.seq_N]
 
 
 @rejection("seq_max_k1", source=SOURCE)
-def seq_max_k1(drift: Drift, config: CorrectionConfig, gather: Gather | None) -> Tensor:
+def seq_max_k1(drift: Drift, config: CorrectionConfig, gather: Gather) -> Tensor:
     """Leave out rollouts with any π_p/μ outside the bounds.
 
     verl has no such option.
@@ -133,13 +116,13 @@ def seq_max_k1(drift: Drift, config: CorrectionConfig, gather: Gather | None) ->
 
 
 @rejection("seq_max_k2", source=SOURCE)
-def seq_max_k2(drift: Drift, config: CorrectionConfig, gather: Gather | None) -> Tensor:
+def seq_max_k2(drift: Drift, config: CorrectionConfig, gather: Gather) -> Tensor:
     """Leave out rollouts whose largest k2 is above the bound."""
     return (_maxima(drift.k2_N, drift) <= config.reject_high)[drift.seq_N]
 
 
 @rejection("seq_max_k3", source=SOURCE)
-def seq_max_k3(drift: Drift, config: CorrectionConfig, gather: Gather | None) -> Tensor:
+def seq_max_k3(drift: Drift, config: CorrectionConfig, gather: Gather) -> Tensor:
     """Leave out rollouts whose largest k3 is above the bound."""
     return (_maxima(drift.k3_N, drift) <= config.reject_high)[drift.seq_N]
 
@@ -148,10 +131,11 @@ def seq_max_k3(drift: Drift, config: CorrectionConfig, gather: Gather | None) ->
 def m2po(drift: Drift, config: CorrectionConfig, gather: Gather) -> Tensor:
     """Leave out the tokens with the largest log² w of the batch, until its mean over the rest is at most `reject_high`.
 
-    That is τ, 0.04 in the paper. Tokens with equal log² w go together; where even the smallest is above τ all are left
-    out (AReaL keeps one). Here as in AReaL every token counts. The authors' own code looks only at those that have
-    moved on outward (A > 0 and w > 1, or A < 0 and w < 1), caps log² w where the mean of all the capped ones is τ, and
-    lets no clip be tighter than 0.3 below and 0.5 above. Every rank gathers log² w of all ranks' tokens, 8 bytes each.
+    `reject_high` is τ, 0.04 in the paper. Tokens with equal log² w go together; where even the smallest is above τ all
+    are left out (AReaL keeps one). Here as in AReaL every token counts. The authors' own code looks only at those that
+    have moved on outward (A > 0 and w > 1, or A < 0 and w < 1), caps log² w where the mean of all the capped ones is τ,
+    and lets no clip be tighter than 0.3 below and 0.5 above. Every rank gathers log² w of all ranks' tokens, 8 bytes
+    each.
     """
     square_N = drift.log_w_N.double() ** 2
     every_K = torch.cat(gather(square_N[drift.loss_mask_N])).sort().values

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig, ShapingConfig
 from asyncrl.counter_rng import uniform
-from asyncrl.learner.algorithms.kl import kl
+from asyncrl.learner.algorithms.losses.policy_loss import kl
 from asyncrl.learner.algorithms.registry import AlgorithmContext
 from asyncrl.learner.algorithms.segments import (
     column,

@@ -14,8 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from asyncrl.learner.algorithms.kl import kl
-from asyncrl.learner.algorithms.losses.policy_loss import log_ratio
+from asyncrl.learner.algorithms.losses.policy_loss import kl, log_ratio
 from asyncrl.learner.algorithms.segments import column
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.data.packing import moving_rollouts

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.schema import Config
-from asyncrl.learner.algorithms.advantages.estimate import advantages
+from asyncrl.learner.algorithms.advantages import advantages
 from asyncrl.learner.algorithms.advantages.return_advantages import value_targets
-from asyncrl.learner.algorithms.corrections import correction_weights
+from asyncrl.learner.algorithms.corrections import Drift, correction_weights
+from asyncrl.learner.algorithms.losses.aggregation import lm_weights
 from asyncrl.learner.algorithms.losses.covariance_losses import select_covariance
-from asyncrl.learner.algorithms.losses.terms import lm_weights
+from asyncrl.learner.algorithms.losses.policy_loss import proximal
 from asyncrl.learner.algorithms.registry import AlgorithmContext
-from asyncrl.learner.algorithms.rejections import kept
+from asyncrl.learner.algorithms.rejections import kept, unrejected
 from asyncrl.learner.algorithms.segments import column
 from asyncrl.learner.algorithms.shaping import shape
 from asyncrl.learner.backends.backend import Backend
@@ -32,7 +33,6 @@ from asyncrl.learner.data.packing import bins
 from asyncrl.learner.reporting.batch_metrics import advantage_metrics, batch_metrics, value_metrics
 from asyncrl.learner.training import requirements
 from asyncrl.learner.training.adaptive_coefficients import AdaptiveCoefficients
-from asyncrl.learner.training.objectives import proximal, unrejected
 from asyncrl.telemetry.metrics import Mean, Metrics
 from asyncrl.telemetry.spans import Spans
 from asyncrl.types import Group, Version
@@ -59,7 +59,7 @@ class Experience:
             self._models["proximal"] = backend.policy.predict
 
     def score(self, groups: Sequence[Group]) -> MicroBatch | None:
-        """One claim's groups with a column of each other model's outputs and, where it is needed, `proximal`: the
+        """Pack one claim's groups, with a column of each other model's outputs and, where it is needed, `proximal`: the
         policy's own log-probs before it moves. None where this rank has no groups."""
         with self._spans("compute/pack"):
             batch = MicroBatch.of(groups) if groups else None
@@ -127,14 +127,12 @@ class Experience:
     def _corrected(self, batch: MicroBatch, version: Version) -> tuple[MicroBatch, Metrics]:
         """Adds `kept` and `weight`. A log-linear π_p moves with the policy: its rejections stay those of the version's
         start, its weights are computed in every step. (Normalised weights cannot be, and need single steps.)"""
-        config, mask_N = self._config.algorithm, batch.loss_mask_N
-        log_w_N = proximal(batch, column(batch, "proximal"), config, version) - batch.behaviour_N
-        about = (log_w_N, mask_N, batch.seq_N, batch.rollouts, config.correction)
-        gather = self._gather if self._whole else None
-        columns = {"kept": kept(*about, gather)}
+        config, start_N = self._config.algorithm, column(batch, "proximal")
+        drift = Drift.of(proximal(batch, start_N, config, version) - batch.behaviour_N, batch)
+        columns = {"kept": kept(drift, config.correction, self._gather)}
         if config.proximal != "loglinear" or config.correction.normalise:
-            columns["weight"] = correction_weights(*about, gather)
-        metrics, tokens = Metrics(), int(mask_N.sum())
+            columns["weight"] = correction_weights(drift, config.correction, self._gather)
+        metrics, tokens = Metrics(), int(batch.loss_mask_N.sum())
         metrics.add("share/rejected", Mean(tokens - int(columns["kept"].sum()), tokens))
         return batch.with_columns(**columns), metrics
 

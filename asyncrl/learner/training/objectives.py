@@ -21,12 +21,9 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.algorithm import AlgorithmConfig
-from asyncrl.learner.algorithms.corrections import correction_weights, geometric_means
+from asyncrl.learner.algorithms.corrections import Drift, correction_weights, geometric_means
 from asyncrl.learner.algorithms.losses.aggregation import AGGREGATIONS, Counts
-from asyncrl.learner.algorithms.losses.policy_loss import PolicyTerms, policy_loss
-from asyncrl.learner.algorithms.losses.terms import entropy_term, kl_term, lm_term
-from asyncrl.learner.algorithms.losses.value_loss import value_loss
-from asyncrl.learner.algorithms.proximal import proximal
+from asyncrl.learner.algorithms.losses.policy_loss import PolicyTerms, TokenLoss, kl, policy_loss, proximal
 from asyncrl.learner.algorithms.rejections import unrejected
 from asyncrl.learner.algorithms.segments import column, policy_tokens, rollout_sums, succeeded
 from asyncrl.learner.data.batch import MicroBatch
@@ -61,8 +58,8 @@ class PolicyObjective:
         batch = unrejected(batch)
         loss = policy_loss(PolicyTerms.of(batch, logp_N, proximal_N), self.config)
         if self.config.loss in WEIGHED_BY_ROLLOUT and not self.config.own_loss:
-            weight_N = geometric_means(weight_N, batch.loss_mask_N, batch.seq_N, batch.rollouts)
-        per_token_N = weight_N * loss.loss_N + self._other_terms(batch, logp_N, entropy_N)
+            weight_N = geometric_means(weight_N, batch)
+        per_token_N = weight_N * loss.loss_N + other_terms(logp_N, entropy_N, batch, self.config)
         share_N = AGGREGATIONS[self.config.aggregation].weights(batch, self.norm_tokens).to(per_token_N.dtype)
         # where, not a product: values outside the mask may be infinite, and 0 · ∞ is not 0.
         total = (torch.where(batch.loss_mask_N, per_token_N, 0.0) * share_N).sum()
@@ -90,29 +87,34 @@ class PolicyObjective:
         """w_N of the off-policy correction, from all policy tokens, rejected ones included."""
         if "weight" in batch.columns:
             return batch.columns["weight"]
-        log_w_N = proximal_N - batch.behaviour_N
-        tokens = (batch.loss_mask_N, batch.seq_N, batch.rollouts)
-        return correction_weights(log_w_N, *tokens, self.config.correction)
+        return correction_weights(Drift.of(proximal_N - batch.behaviour_N, batch), self.config.correction)
 
-    def _other_terms(self, batch: MicroBatch, logp_N: Tensor, entropy_N: Tensor) -> Tensor:
-        terms_N = torch.zeros_like(logp_N)
-        if self.config.entropy_bonus:
-            terms_N = terms_N + entropy_term(entropy_N, self.config)
-        if self.config.kl_loss.coef:
-            terms_N = terms_N + kl_term(logp_N, batch, self.config)
-        if self.config.lm_coef:
-            terms_N = terms_N + lm_term(logp_N, batch, self.config)
-        return terms_N
+
+def other_terms(logp_N: Tensor, entropy_N: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> Tensor:
+    """[N]: −bonus · H + coef · KL(π‖reference) − coef · lm · log π, added to the policy loss of each token. The column
+    `lm` weighs the imitation of rollouts that succeeded.
+
+    Raises TrainingError for a batch without a column that `config` needs for them.
+    """
+    total_N = torch.zeros_like(logp_N)
+    if config.entropy_bonus:
+        total_N = total_N - config.entropy_bonus * entropy_N
+    if config.kl_loss.coef:
+        # Masked before the KL, not after it: its slope at what stands outside may be NaN, and 0 · NaN is not 0.
+        inside_N = torch.where(batch.loss_mask_N, logp_N, 0.0)
+        reference_N = torch.where(batch.loss_mask_N, column(batch, "reference"), 0.0)
+        total_N = total_N + config.kl_loss.coef * kl(inside_N, reference_N, config.kl_loss.form)
+    if config.lm_coef:
+        total_N = total_N - config.lm_coef * column(batch, "lm") * logp_N
+    return total_N
 
 
 @dataclass(frozen=True, slots=True)
 class ValueObjective:
     """A critic's objective: the mean over policy tokens of `value_loss`.
 
-    name           of the critic
-    values         column: V at the version's start
-    returns        column: the targets
-    clip           ε_v
+    values, returns   the columns of V at the version's start, and of the targets
+    clip              ε_v
     """
 
     name: str
@@ -122,7 +124,7 @@ class ValueObjective:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The columns that it needs."""
+        """Its columns."""
         return (self.values, self.returns)
 
     def __call__(self, batch: MicroBatch, values_N: Tensor, version: Version = 0) -> tuple[Tensor, Metrics]:
@@ -142,6 +144,21 @@ class ValueObjective:
         return float(max(1, TOKEN_MEAN.denominator(counts)))
 
 
+def value_loss(values_N: Tensor, old_N: Tensor, returns_N: Tensor, clip: float | None) -> TokenLoss:
+    """½ · max((V − G)², (clip(V, V_old ± ε) − G)²) per token; without ε, ½ (V − G)².
+
+    values_N V with its gradient, old_N V_old at the version's start, returns_N G. clipped_N: where the clipped square
+    is the larger one, and there is no gradient. Source: PPO2 of OpenAI baselines, the value function of arXiv
+    1707.06347.
+    """
+    plain_N = (values_N - returns_N) ** 2
+    if clip is None:
+        return TokenLoss(0.5 * plain_N, torch.zeros_like(plain_N, dtype=torch.bool))
+    held_N = torch.clamp(values_N, old_N - clip, old_N + clip)
+    bounded_N = (held_N - returns_N) ** 2
+    return TokenLoss(0.5 * torch.maximum(plain_N, bounded_N), bounded_N > plain_N)
+
+
 @dataclass(frozen=True, slots=True)
 class OutcomeObjective:
     """The implicit reward model's objective: cross-entropy of σ(r(y)) against success, the mean over rollouts.
@@ -153,7 +170,7 @@ class OutcomeObjective:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The columns that it needs."""
+        """Its columns."""
         return ("reference", "outcome")
 
     def __call__(

@@ -1,1 +1,43 @@
-"""Advantages: from rewards to one number per policy token."""
+"""Advantages: from the rewards of whole groups to one number per policy token.
+
+The estimators are pure functions, each under its literal of `AlgorithmConfig.advantage`:
+
+    group_advantages.py   one number per rollout, from the rewards of its group
+    return_advantages.py  one number per token, from what comes after it
+    step_advantages.py    one number per step of an agent, from the steps of its group that began alike
+
+Axes:  R rollouts · N tokens
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final, NoReturn
+
+import torch
+from torch import Tensor
+
+from asyncrl.config.sections.algorithm import AlgorithmConfig
+from asyncrl.errors import TrainingError
+from asyncrl.learner.algorithms.registry import AlgorithmContext, advantage_of
+from asyncrl.learner.data.batch import MicroBatch
+
+ONE_RANK: Final = AlgorithmContext()
+
+
+def advantages(batch: MicroBatch, config: AlgorithmConfig, context: AlgorithmContext = ONE_RANK) -> Tensor:
+    """advantages_N float32 of `algorithm.advantage` or `own_advantage`, scaled, 0 outside the mask.
+
+    Raises:
+        TrainingError: The batch lacks something that the estimator needs, or the estimator computes statistics over all
+            ranks without declaring the need 'batch'.
+    """
+    entry = advantage_of(config)
+    if "batch" not in entry.needs:  # it gets the groups of one rank as they arrive
+        context = dataclasses.replace(context, gather=_not_declared)
+    raw_N = entry.function(batch, config, context)
+    return torch.where(batch.loss_mask_N, raw_N * config.advantage_scale, 0.0).float()
+
+
+def _not_declared(mine: Tensor) -> NoReturn:
+    raise TrainingError("this advantage calls context.gather: declare needs={'batch'} where it is noted")

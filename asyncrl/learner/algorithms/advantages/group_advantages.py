@@ -122,7 +122,7 @@ def pass_at_k(batch: MicroBatch, config: AlgorithmConfig, context: AlgorithmCont
 
 
 @advantage("sppo", source="SPPO, arXiv 2405.00675", needs={"group"})
-def sppo(batch: MicroBatch, config: AlgorithmConfig, context: AlgorithmContext) -> Tensor:
+def sppo_target(batch: MicroBatch, config: AlgorithmConfig, context: AlgorithmContext) -> Tensor:
     """η · (P̂ − ½), the target of a rollout's log-ratio; P̂ is how often it beats a rollout of its group, a tie counts ½.
 
     P̂ is the mean over all rollouts of the group, itself included, as in the paper; here rewards decide who wins. With

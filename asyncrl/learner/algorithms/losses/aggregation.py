@@ -14,9 +14,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, Self
 
+import torch
 from torch import Tensor
 
-from asyncrl.learner.algorithms.segments import policy_tokens
+from asyncrl.config.sections.algorithm import AlgorithmConfig
+from asyncrl.learner.algorithms.registry import Gather
+from asyncrl.learner.algorithms.segments import over_ranks, policy_tokens, succeeded
 from asyncrl.learner.data.batch import MicroBatch
 
 
@@ -78,3 +81,21 @@ AGGREGATIONS: Final[dict[str, Aggregation]] = {
     "seq-mean-token-mean": Aggregation(_token_mean_in_rollout, _rollouts),
     "seq-mean-token-sum-norm": Aggregation(_over_constant, _rollouts),
 }
+
+
+def lm_weights(batch: MicroBatch, config: AlgorithmConfig, norm_tokens: int, gather: Gather) -> Tensor:
+    """[N]: scale · copies / share at the policy tokens of rollouts that have succeeded, else 0.
+
+    share is what the aggregation multiplies the token with, and scale its denominator over Σ copies, of all ranks:
+    for every aggregation the LM loss becomes Σ copies · −log π / Σ copies, the mean over these tokens. Source: the
+    LM loss of positive examples in VAPO, arXiv 2504.05118. batch: this rank's part, with the column `outcome`; every
+    rank calls. Raises TrainingError without that column.
+    """
+    rule, here = AGGREGATIONS[config.aggregation], Counts.of(batch)
+    successful_N = batch.loss_mask_N & succeeded(batch)[batch.seq_N]
+    copies_N = torch.where(successful_N, batch.copies_R[batch.seq_N], 0.0).double()
+    sums = torch.tensor([here.tokens, here.rollouts, float(copies_N.sum())], dtype=torch.float64)
+    tokens, rollouts, copies = over_ranks(sums, gather).tolist()
+    scale = rule.denominator(Counts(int(tokens), int(rollouts))) / max(1.0, copies)
+    share_N = rule.weights(batch, norm_tokens)
+    return torch.where(copies_N > 0, scale * copies_N / share_N, 0.0).to(batch.behaviour_N.dtype)

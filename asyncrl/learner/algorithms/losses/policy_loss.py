@@ -4,9 +4,7 @@ Three policies are kept apart: behaviour μ (made the tokens), proximal π_p (th
 current π. ρ = π / π_p is the ratio of most losses. `corrections.py` multiplies the off-policy weight w = π_p / μ in;
 only a few losses use it themselves, and their docstrings state it.
 
-    ratio_losses.py        the loss of a token depends on its own ratio
-    sequence_losses.py     … on the ratio of its whole rollout
-    divergence_losses.py   … on the divergence of π from μ at this token
+    ratio_losses.py        the loss of a token depends on its ratio, that of its rollout, or the divergence at it
     covariance_losses.py   … on whether it moves the entropy more than others of the batch
 
 A new loss is a function under its literal there, the literal in `AlgorithmConfig.loss`, and a test with numbers.
@@ -26,9 +24,12 @@ from torch import Tensor
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.learner.algorithms.registry import loss_of
 from asyncrl.learner.data.batch import MicroBatch
+from asyncrl.types import Version
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to ±20: the exponential of more would overflow in sums."""
+
+MAX_K3 = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,3 +102,48 @@ def log_ratio(logp_N: Tensor, other_N: Tensor) -> Tensor:
 def none_of(terms: PolicyTerms) -> Tensor:
     """[N] bool: no token."""
     return torch.zeros_like(terms.loss_mask_N)
+
+
+def kl(logp_N: Tensor, other_N: Tensor, form: str) -> Tensor:
+    """[N]: the estimate of KL(π‖π_other) at each token, with the gradient of logp_N.
+
+    form, with r = π_other / π: k1 = −log r, k2 = ½ log² r, k3 = r − 1 − log r (http://joschu.net/blog/kl-approx.html),
+    abs = |log r|. k1+ and k3+ have that value and the gradient of k2, which alone is unbiased on the policy's own
+    samples. In k3 the log-ratio is clamped to ±20 and the result to 10, as in verl.
+    """
+    if form.endswith("+"):
+        gradient_N = kl(logp_N, other_N, "k2")
+        return gradient_N - gradient_N.detach() + kl(logp_N, other_N, form[:-1]).detach()
+    if form == "k1":
+        return logp_N - other_N
+    if form == "abs":
+        return (logp_N - other_N).abs()
+    if form == "k2":
+        return 0.5 * (logp_N - other_N) ** 2
+    log_r_N = log_ratio(other_N, logp_N)
+    return (torch.expm1(log_r_N) - log_r_N).clamp(max=MAX_K3)  # expm1: near 0 the 1 would eat the digits of r
+
+
+def loglinear_proximal(behaviour_N: Tensor, logp_N: Tensor, versions_N: Tensor, version: Version) -> Tensor:
+    """log π_p ≈ log μ + α(sg(log π) − log μ): the policy one version back, on the line from μ to π.
+
+    A token of version b, trained at `version` v, has α = (v − 1 − b) / (v − b): 0 for a token up to one version old,
+    whose π_p is μ, and nearer to 1 the older it is. Source: A-3PO, arXiv 2512.06547, and AReaL's prox_logp_method
+    'loglinear'.
+    """
+    age_N = (version - versions_N).clamp(min=1)
+    alpha_N = 1 - 1 / age_N.to(logp_N.dtype)
+    return behaviour_N + alpha_N * (logp_N.detach() - behaviour_N)
+
+
+def proximal(batch: MicroBatch, now_N: Tensor, config: AlgorithmConfig, version: Version) -> Tensor:
+    """log π_p [N], as `algorithm.proximal` defines it.
+
+    now_N: log-probs of the policy as it is, without gradient; those of the version's start where the batch has no
+    column `proximal`.
+    """
+    if config.proximal == "behaviour":
+        return batch.behaviour_N
+    if config.proximal == "loglinear":
+        return loglinear_proximal(batch.behaviour_N, now_N, batch.versions_N, version)
+    return batch.columns.get("proximal", now_N)

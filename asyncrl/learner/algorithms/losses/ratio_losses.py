@@ -1,15 +1,25 @@
-"""Losses of a token's own ratio.
+"""Losses of how far π has moved: by the ratio of a token, of its whole rollout, or by the divergence at the token.
 
-Axes:  N tokens
+Axes:  N tokens · R rollouts
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig
-from asyncrl.learner.algorithms.losses.policy_loss import PolicyTerms, TokenLoss, none_of, ratio
+from asyncrl.learner.algorithms.losses.policy_loss import PolicyTerms, TokenLoss, log_ratio, none_of, ratio
 from asyncrl.learner.algorithms.registry import loss
+from asyncrl.learner.algorithms.segments import policy_tokens, rollout_means, rollout_sums
+
+MAX_LOG_SEQUENCE_RATIO = 10.0
+"""verl's bound on the mean log-ratio of gspo."""
+
+EPSILON = 1e-8
+"""Added to the probability of all other tokens, as in verl."""
+
+# --- the token's own ratio
 
 
 @loss("ppo", source="PPO, arXiv 1707.06347; dual clip, 1912.09729; clip-higher, DAPO, 2503.14476")
@@ -85,3 +95,92 @@ def aipo(terms: PolicyTerms, config: AlgorithmConfig) -> TokenLoss:
 def reinforce(terms: PolicyTerms, config: AlgorithmConfig) -> TokenLoss:
     """−A · log π; `correction` makes it −w · A · log π."""
     return TokenLoss(-terms.advantages_N * terms.logp_N, none_of(terms))
+
+
+# --- the ratio of the whole rollout: every policy token of it has the same
+
+
+@loss("gspo", source="GSPO, arXiv 2507.18071")
+def gspo(terms: PolicyTerms, config: AlgorithmConfig) -> TokenLoss:
+    """−min(sA, clip(s, 1 − ε_lo, 1 + ε_hi)A) with s = exp(mean of log ρ over the rollout).
+
+    The gradient of s goes through the token's own log π (the paper's GSPO-token: sg(s) · π / sg(π)), so that an
+    advantage may differ from token to token. verl always aggregates it as 'seq-mean-token-mean'; here `aggregation`
+    decides.
+    """
+    a_N = terms.advantages_N
+    mean_N = rollout_means((terms.logp_N - terms.proximal_N).detach(), terms)[terms.seq_N]
+    log_s_N = mean_N + terms.logp_N - terms.logp_N.detach()
+    s_N = log_s_N.clamp(max=MAX_LOG_SEQUENCE_RATIO).exp()
+    plain_N = -a_N * s_N
+    bounded_N = -a_N * s_N.clamp(1 - config.clip_low, 1 + config.clip_high)
+    return TokenLoss(torch.maximum(plain_N, bounded_N), bounded_N > plain_N)
+
+
+@loss("gmpo", source="GMPO, arXiv 2507.20673")
+def gmpo(terms: PolicyTerms, config: AlgorithmConfig) -> TokenLoss:
+    """−A · exp(mean of the clipped log ρ over the rollout): the geometric mean of its tokens' clipped ratios.
+
+    log ρ is clipped to [−ε_lo, ε_hi] where it moves on outward, as in ppo. With 'seq-mean-token-mean' this is
+    the paper's objective. Off-policy weights come in as their geometric mean over the rollout, as in verl, which
+    always aggregates by the mean over rollouts. Neither has our clamp of log ρ to ±20.
+    """
+    sign_N = terms.advantages_N.sign()
+    log_rho_N = log_ratio(terms.logp_N, terms.proximal_N)
+    bounded_N = log_rho_N.clamp(-config.clip_low, config.clip_high)
+    held_N = sign_N * torch.minimum(sign_N * log_rho_N, sign_N * bounded_N)
+    ratio_R = rollout_means(held_N, terms).exp()
+    return TokenLoss(-terms.advantages_N * ratio_R[terms.seq_N], sign_N * bounded_N < sign_N * log_rho_N)
+
+
+@loss("sppo", source="SPPO, arXiv 2405.00675")
+def sppo(terms: PolicyTerms, config: AlgorithmConfig) -> TokenLoss:
+    """(Σ log π/π_p − A)² of a rollout, π_p being the policy at the version's start and A its target, η(P̂ − ½).
+
+    Each policy token of the rollout has an equal part of it, so that the aggregation 'seq-mean-token-sum' gives the
+    mean over rollouts. The advantage 'sppo' makes the target.
+    """
+    moved_R = rollout_sums(terms.logp_N - terms.proximal_N, terms)
+    target_R = rollout_means(terms.advantages_N, terms)
+    part_R = (moved_R - target_R) ** 2 / policy_tokens(terms).clamp(min=1)
+    return TokenLoss(part_R[terms.seq_N], none_of(terms))
+
+
+# --- the divergence of π from μ at the token: the distribution over the vocabulary is taken for a binary one, the
+# sampled token and all others. There is no proximal policy.
+
+
+@loss("dppo_tv", source="DPPO, arXiv 2602.04879")
+def dppo_tv(terms: PolicyTerms, config: AlgorithmConfig) -> TokenLoss:
+    """−A · sg(min(π/μ, c)) · log π, and 0 for a token with |π − μ| > `dppo_bound` that moves on outward.
+
+    Outward: A > 0 and π > μ, or A < 0 and π < μ. c is `weight_cap`. verl has a bound for each direction.
+    """
+    logp_N = terms.logp_N.detach()
+    return _masked(terms, config, (logp_N.exp() - terms.behaviour_N.exp()).abs())
+
+
+@loss("dppo_kl", source="DPPO, arXiv 2602.04879")
+def dppo_kl(terms: PolicyTerms, config: AlgorithmConfig) -> TokenLoss:
+    """−A · sg(min(π/μ, c)) · log π, and 0 for a token with KL(μ‖π) > `dppo_bound` that moves on outward.
+
+    As dppo_tv, with μ log(μ/π) + (1 − μ) log((1 − μ)/(1 − π)) for the divergence.
+    """
+    log_mu_N, logp_N = terms.behaviour_N, terms.logp_N.detach()
+    sampled_N = log_mu_N.exp() * (log_mu_N - logp_N)
+    others_N = _others(log_mu_N) * ((_others(log_mu_N) + EPSILON) / (_others(logp_N) + EPSILON)).log()
+    return _masked(terms, config, sampled_N + others_N)
+
+
+def _masked(terms: PolicyTerms, config: AlgorithmConfig, divergence_N: Tensor) -> TokenLoss:
+    moved_N = (terms.logp_N - terms.behaviour_N).detach()
+    outward_N = moved_N * terms.advantages_N > 0
+    clipped_N = outward_N & (divergence_N > config.dppo_bound)
+    weight_N = ratio(terms.logp_N, terms.behaviour_N).detach().clamp(max=config.weight_cap)
+    loss_N = -terms.advantages_N * weight_N * terms.logp_N
+    return TokenLoss(torch.where(clipped_N, 0.0, loss_N), clipped_N)
+
+
+def _others(logp_N: Tensor) -> Tensor:
+    """1 − p, never below 0."""
+    return -torch.expm1(logp_N.clamp(max=0.0))

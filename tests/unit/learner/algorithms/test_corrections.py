@@ -6,10 +6,10 @@ from advantage_cases import on_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_cases import ORACLE, flat, oracle_batch
-from loss_cases import f64
+from loss_cases import drift_of, f64
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig, CorrectionConfig
-from asyncrl.learner.algorithms.corrections import correction_weights
+from asyncrl.learner.algorithms.corrections import Drift, correction_weights
 from asyncrl.learner.algorithms.registry import Gather, alone
 from asyncrl.learner.training.objectives import PolicyObjective
 
@@ -17,16 +17,15 @@ from asyncrl.learner.training.objectives import PolicyObjective
 def weights(
     raw: list[float], config: CorrectionConfig, seq: list[int] | None = None, gather: Gather | None = None
 ) -> list[float]:
-    seq_N = torch.tensor(seq or [0] * len(raw))
-    mask_N = torch.ones(len(raw), dtype=torch.bool)
-    got_N = correction_weights(f64(raw).log(), mask_N, seq_N, int(seq_N.max()) + 1, config, gather)
+    drift = drift_of(f64(raw).log(), seq or [0] * len(raw))
+    got_N = correction_weights(drift, config, gather)
     return [round(value, 6) for value in got_N.tolist()]
 
 
 def oracle_weights(config: CorrectionConfig, gather: Gather | None = None) -> torch.Tensor:
     batch = oracle_batch()
     log_w_N = flat(ORACLE["inputs"]["log_prob"]) - flat(ORACLE["inputs"]["old_log_prob"])
-    return correction_weights(log_w_N, batch.loss_mask_N, batch.seq_N, batch.rollouts, config, gather)
+    return correction_weights(Drift.of(log_w_N, batch), config, gather)
 
 
 def test_by_hand() -> None:
@@ -71,8 +70,8 @@ def test_normalised_weights_of_rollouts_have_mean_1_whatever_their_lengths() -> 
 
 def test_rollouts_without_policy_tokens_have_no_part_in_the_mean() -> None:
     config = CorrectionConfig("tis", "sequence", high=9.0, normalise=True)
-    mask_N, seq_N = torch.tensor([True, True, False]), torch.tensor([0, 1, 2])
-    got_N = correction_weights(f64([3.0, 1.0, 5.0]).log(), mask_N, seq_N, 3, config, alone)
+    drift = drift_of(f64([3.0, 1.0, 5.0]).log(), [0, 1, 2], mask=[True, True, False])
+    got_N = correction_weights(drift, config, alone)
     assert got_N[:2].tolist() == pytest.approx([1.5, 0.5])
 
 
@@ -100,7 +99,7 @@ def test_ranks_do_not_matter(config: CorrectionConfig, owner: list[int]) -> None
 
     def work(rank: int, gather: Gather) -> torch.Tensor:
         at_N = tokens[rank]
-        return correction_weights(log_w_N[at_N], masks[rank], batch.seq_N[at_N], 12, config, gather)
+        return correction_weights(Drift(log_w_N[at_N], masks[rank], batch.seq_N[at_N], 12), config, gather)
 
     for at_N, mask_N, got_N in zip(tokens, masks, on_ranks(3, work), strict=True):
         torch.testing.assert_close(got_N[mask_N], whole_N[at_N][mask_N], atol=1e-12, rtol=0)
@@ -117,17 +116,15 @@ def test_what_needs_the_batch_does_not_take_a_part_for_it() -> None:
 
 def test_an_absurd_weight_does_not_overflow() -> None:
     config = CorrectionConfig("icepop", high=1e30, low=0)
-    mask_N = torch.ones(2, dtype=torch.bool)
-    got_N = correction_weights(torch.tensor([1e4, -1e4]), mask_N, torch.arange(2), 2, config)
+    got_N = correction_weights(drift_of(torch.tensor([1e4, -1e4]), [0, 1]), config)
     torch.testing.assert_close(got_N.log(), torch.tensor([20.0, -20.0]))
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_what_stands_outside_the_mask_does_not_matter(level: str) -> None:
     config = CorrectionConfig("tis", level, high=9.0, normalise=True, reject="seq_max_k3")
-    mask_N, seq_N = torch.tensor([True, True, False]), torch.zeros(3, dtype=torch.int64)
     clean_N, spoiled_N = (
-        correction_weights(f64([0.1, -0.2, outside]), mask_N, seq_N, 1, config, alone)
+        correction_weights(drift_of(f64([0.1, -0.2, outside]), [0] * 3, [True, True, False]), config, alone)
         for outside in (0.0, torch.nan)
     )
     assert (clean_N[:2] == spoiled_N[:2]).all()
@@ -136,8 +133,7 @@ def test_what_stands_outside_the_mask_does_not_matter(level: str) -> None:
 
 def test_weights_have_no_gradient() -> None:
     log_w_N = f64([0.1, 0.2]).requires_grad_()
-    mask_N = torch.ones(2, dtype=torch.bool)
-    got_N = correction_weights(log_w_N, mask_N, torch.arange(2), 2, CorrectionConfig("tis"))
+    got_N = correction_weights(drift_of(log_w_N, [0, 1]), CorrectionConfig("tis"))
     assert not got_N.requires_grad
 
 

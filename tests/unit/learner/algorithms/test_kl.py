@@ -9,7 +9,7 @@ from learner_cases import ORACLE, flat
 from loss_cases import f64
 
 from asyncrl.config.sections.algorithm import KlLossConfig, ShapingConfig
-from asyncrl.learner.algorithms.kl import kl
+from asyncrl.learner.algorithms.losses.policy_loss import kl
 
 FORMS = get_args(get_type_hints(KlLossConfig)["form"])
 

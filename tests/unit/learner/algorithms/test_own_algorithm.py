@@ -15,7 +15,7 @@ from asyncrl.bench.climb import climb
 from asyncrl.config.schema import BatchConfig
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.errors import ConfigError, TrainingError
-from asyncrl.learner.algorithms.advantages.estimate import advantages
+from asyncrl.learner.algorithms.advantages import advantages
 from asyncrl.learner.algorithms.losses.policy_loss import PolicyTerms, policy_loss
 from asyncrl.learner.algorithms.registry import ADVANTAGES, LOSSES, needs
 from asyncrl.learner.training import requirements

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from loss_cases import f64
+from loss_cases import drift_of, f64
 
 from asyncrl.config.sections.algorithm import CorrectionConfig
 from asyncrl.learner.algorithms import rejections
@@ -18,9 +18,7 @@ SEQ = [0, 0, 1, 1]
 def kept(raw: list[float], reject: str, high: float, low: float | None = None) -> str:
     """'+' for a token that is kept, '-' for one that is left out."""
     config = CorrectionConfig(reject=reject, reject_low=low, reject_high=high)
-    mask_N = torch.ones(len(raw), dtype=torch.bool)
-    gather = alone if reject == "m2po" else None
-    keep_N = rejections.kept(f64(raw).log(), mask_N, torch.tensor(SEQ), 2, config, gather)
+    keep_N = rejections.kept(drift_of(f64(raw).log(), SEQ), config, alone)
     return "".join("+" if keep else "-" for keep in keep_N.tolist())
 
 
@@ -59,12 +57,10 @@ def test_by_hand(raw: list[float], reject: str, low: float | None, high: float, 
 @pytest.mark.parametrize("reject", sorted(REJECTIONS))
 def test_tokens_outside_the_mask_have_no_part(reject: str) -> None:
     config = CorrectionConfig(reject=reject, reject_high=1.5)
-    mask_N, seq_N = torch.tensor([False, True, True, False, True]), torch.tensor([0, 0, 0, 1, 1])
-    clean_N, spoiled_N = (
-        rejections.kept(f64([outside, 1.0, 1.1, outside, 0.9]).log(), mask_N, seq_N, 2, config, alone)
-        for outside in (1.0, 1e6)
-    )
-    assert clean_N.tolist() == spoiled_N.tolist() == mask_N.tolist()
+    mask = [False, True, True, False, True]
+    for outside in (1.0, 1e6):
+        drift = drift_of(f64([outside, 1.0, 1.1, outside, 0.9]).log(), [0, 0, 0, 1, 1], mask)
+        assert rejections.kept(drift, config, alone).tolist() == mask
 
 
 @pytest.mark.parametrize(
@@ -92,9 +88,8 @@ def test_m2po_treats_equals_alike() -> None:
 def test_m2po_keeps_any_number_of_tokens_at_the_bound(count: int, log_w: float) -> None:
     def share(tau: float) -> float:
         config = CorrectionConfig(reject="m2po", reject_high=tau)
-        mask_N, seq_N = torch.ones(count, dtype=torch.bool), torch.zeros(count, dtype=torch.int64)
-        log_w_N = torch.full((count,), log_w, dtype=torch.float64)
-        return rejections.kept(log_w_N, mask_N, seq_N, 1, config, alone).double().mean().item()
+        drift = drift_of(f64([log_w] * count), [0] * count)
+        return rejections.kept(drift, config, alone).double().mean().item()
 
     assert share(log_w**2) == 1
     assert share(log_w**2 * 0.999) == 0
@@ -103,16 +98,14 @@ def test_m2po_keeps_any_number_of_tokens_at_the_bound(count: int, log_w: float) 
 @pytest.mark.parametrize("count", [1, 4, 50, 333])
 def test_m2po_keeps_a_mixture_whose_mean_is_the_bound(count: int) -> None:
     config = CorrectionConfig(reject="m2po", reject_high=0.05)  # (0.1² + 0.3²) / 2
-    log_w_N, seq_N = f64([0.1, 0.3] * count), torch.zeros(2 * count, dtype=torch.int64)
-    keep_N = rejections.kept(log_w_N, torch.ones(2 * count, dtype=torch.bool), seq_N, 1, config, alone)
-    assert keep_N.all()
+    assert rejections.kept(drift_of(f64([0.1, 0.3] * count), [0, 0] * count), config, alone).all()
 
 
 @pytest.mark.parametrize(("log_w", "high", "expected"), [(1e-4, 6e-9, "+"), (1e-4, 4e-9, "-")])
 def test_k3_near_0_in_float32(log_w: float, high: float, expected: str) -> None:
     """½ · 10⁻⁸, of which exp − 1 leaves no digit."""
-    config, mask_N = CorrectionConfig(reject="token_k3", reject_high=high), torch.ones(1, dtype=torch.bool)
-    keep_N = rejections.kept(torch.tensor([log_w]), mask_N, torch.zeros(1, dtype=torch.int64), 1, config)
+    config = CorrectionConfig(reject="token_k3", reject_high=high)
+    keep_N = rejections.kept(drift_of(torch.tensor([log_w]), [0]), config, alone)
     assert keep_N.tolist() == [expected == "+"]
 
 
@@ -134,7 +127,6 @@ def test_no_difference_is_kept_and_an_absurd_one_is_not(reject: str) -> None:
 
 @pytest.mark.parametrize("reject", sorted(set(REJECTIONS) - {"none", "m2po"}))
 def test_a_rollout_without_policy_tokens_is_no_trouble(reject: str) -> None:
-    mask_N, seq_N = torch.tensor([True, False]), torch.tensor([0, 1])
     config = CorrectionConfig(reject=reject, reject_high=2.0)
-    got_N = rejections.kept(f64([0.1, torch.nan]), mask_N, seq_N, 2, config)
+    got_N = rejections.kept(drift_of(f64([0.1, torch.nan]), [0, 1], mask=[True, False]), config, alone)
     assert got_N.tolist() == [True, False]

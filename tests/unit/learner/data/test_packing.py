@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from learner_cases import random_group, rewards_batch, rollout, tiny_model
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig
-from asyncrl.learner.algorithms.advantages.estimate import advantages
+from asyncrl.learner.algorithms.advantages import advantages
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.data.packing import first_fit, level, moving_rollouts, pack_micro_batches
 from asyncrl.learner.models.attention import PACKED, Documents

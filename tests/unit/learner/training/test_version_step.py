@@ -30,10 +30,10 @@ from asyncrl.config.schema import (
 from asyncrl.config.sections.algorithm import AlgorithmConfig, CorrectionConfig, KlLossConfig, ShapingConfig
 from asyncrl.config.sections.learner import OptimizerConfig
 from asyncrl.errors import TrainingError
-from asyncrl.learner.algorithms.advantages.estimate import advantages
+from asyncrl.learner.algorithms.advantages import advantages
 from asyncrl.learner.algorithms.advantages.return_advantages import value_targets
 from asyncrl.learner.algorithms.losses.covariance_losses import select_covariance
-from asyncrl.learner.algorithms.proximal import loglinear_proximal
+from asyncrl.learner.algorithms.losses.policy_loss import loglinear_proximal
 from asyncrl.learner.algorithms.registry import LOSSES, AlgorithmContext
 from asyncrl.learner.checks.finite_check import NonFiniteGroups
 from asyncrl.learner.data.batch import MicroBatch

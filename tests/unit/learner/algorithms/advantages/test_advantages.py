@@ -14,7 +14,7 @@ from learner_cases import rewards_batch
 from torch import Tensor
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig
-from asyncrl.learner.algorithms.advantages.estimate import advantages
+from asyncrl.learner.algorithms.advantages import advantages
 from asyncrl.learner.algorithms.advantages.return_advantages import value_targets
 from asyncrl.learner.algorithms.registry import ADVANTAGES, AlgorithmContext, Gather
 from asyncrl.learner.data.batch import MicroBatch

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from learner_cases import ORACLE, flat, oracle_batch, rewards_batch, rollout
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig
-from asyncrl.learner.algorithms.advantages.estimate import advantages
+from asyncrl.learner.algorithms.advantages import advantages
 from asyncrl.learner.algorithms.advantages.group_advantages import best_of_k_gains, soft_mean, win_rate
 from asyncrl.learner.algorithms.registry import AlgorithmContext, Gather
 from asyncrl.learner.data.batch import MicroBatch

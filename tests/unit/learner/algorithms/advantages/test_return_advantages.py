@@ -11,7 +11,7 @@ from learner_cases import ORACLE, flat, oracle_batch
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.errors import TrainingError
-from asyncrl.learner.algorithms.advantages.estimate import advantages
+from asyncrl.learner.algorithms.advantages import advantages
 from asyncrl.learner.algorithms.advantages.return_advantages import (
     adaptive_lambda,
     next_multiplier,

@@ -8,7 +8,7 @@ from advantage_cases import tokens_batch
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.errors import TrainingError
-from asyncrl.learner.algorithms.advantages.estimate import advantages
+from asyncrl.learner.algorithms.advantages import advantages
 from asyncrl.learner.algorithms.advantages.step_advantages import Steps
 from asyncrl.learner.data.batch import MicroBatch
 

@@ -12,11 +12,11 @@ from loss_cases import aggregated, f64
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig, KlLossConfig
 from asyncrl.errors import TrainingError
-from asyncrl.learner.algorithms.losses.aggregation import AGGREGATIONS
-from asyncrl.learner.algorithms.losses.terms import entropy_term, kl_term, lm_term, lm_weights
-from asyncrl.learner.algorithms.proximal import loglinear_proximal
+from asyncrl.learner.algorithms.losses.aggregation import AGGREGATIONS, lm_weights
+from asyncrl.learner.algorithms.losses.policy_loss import loglinear_proximal
 from asyncrl.learner.algorithms.registry import Gather, alone, needs
 from asyncrl.learner.data.batch import MicroBatch
+from asyncrl.learner.training.objectives import other_terms
 
 MASKS, REWARDS = ["0110", "0111", "0100"], [1.0, 0.5, 0.75]
 LOGP = [0, -1, -2, 0, 0, -4, -5, -6, 0, -7, 0, 0]
@@ -29,14 +29,20 @@ def batch_of(masks: list[str] = MASKS, rewards: list[float] = REWARDS) -> MicroB
     return batch.with_columns(outcome=torch.tensor(rewards)[batch.seq_N])
 
 
+def terms(logp_N: torch.Tensor, batch: MicroBatch, config: AlgorithmConfig) -> torch.Tensor:
+    return other_terms(logp_N, torch.full_like(logp_N, 2.0), batch, config)
+
+
 def test_entropy_is_a_bonus() -> None:
-    assert entropy_term(f64([2.0]), AlgorithmConfig(entropy_bonus=0.1)).item() == pytest.approx(-0.2)
+    batch = tokens_batch(["01"], [0.0])
+    got_N = terms(f64([0.0, -1.0]), batch, AlgorithmConfig(entropy_bonus=0.1))
+    assert got_N.tolist() == pytest.approx([-0.2, -0.2])
 
 
 def test_kl_takes_form_and_coefficient() -> None:
     batch = tokens_batch(["01"], [0.0], reference=[[0.0, -1.0]])
     config = AlgorithmConfig(kl_loss=KlLossConfig(0.5, "k2"))
-    assert kl_term(f64([0.0, -3.0]), batch, config).tolist() == [0.0, 1.0]  # ½ · ½ · 2²
+    assert terms(f64([0.0, -3.0]), batch, config).tolist() == [0.0, 1.0]  # ½ · ½ · 2²
 
 
 @pytest.mark.parametrize(
@@ -48,16 +54,16 @@ def test_what_a_reference_says_outside_the_mask_has_no_gradient(
 ) -> None:
     batch = tokens_batch(["01"], [0.0], reference=[[outside, -1.0]])
     logp_N = f64([0.0, -2.0]).requires_grad_()
-    term_N = kl_term(logp_N, batch, AlgorithmConfig(kl_loss=KlLossConfig(1.0, form)))
+    term_N = terms(logp_N, batch, AlgorithmConfig(kl_loss=KlLossConfig(1.0, form)))
     (slope_N,) = torch.autograd.grad(torch.where(batch.loss_mask_N, term_N, 0.0).sum(), logp_N)
     assert slope_N.tolist() == pytest.approx([0.0, slope])
     assert term_N[0] == 0
 
 
-@pytest.mark.parametrize("term", [kl_term, lm_term])
-def test_a_batch_without_the_column_is_refused(term) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("config", [AlgorithmConfig(kl_loss=KlLossConfig(1.0)), AlgorithmConfig(lm_coef=1.0)])
+def test_a_batch_without_the_column_is_refused(config: AlgorithmConfig) -> None:
     with pytest.raises(TrainingError, match="column"):
-        term(f64([0.0, 0.0]), tokens_batch(["01"], [1.0]), AlgorithmConfig(lm_coef=1.0))
+        terms(f64([0.0, 0.0]), tokens_batch(["01"], [1.0]), config)
 
 
 @pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS))
@@ -65,7 +71,7 @@ def test_the_lm_loss_is_a_mean_over_the_tokens_that_succeeded(aggregation: str) 
     config = AlgorithmConfig(aggregation=aggregation, lm_coef=0.1)
     batch = batch_of()
     batch = batch.with_columns(lm=lm_weights(batch, config, 9, alone))
-    loss = aggregated(lm_term(f64(LOGP), batch, config), batch, aggregation)
+    loss = aggregated(terms(f64(LOGP), batch, config), batch, aggregation)
     assert loss.item() == pytest.approx(0.1 * 10 / 3, rel=1e-6)
 
 
@@ -74,7 +80,7 @@ def test_the_lm_loss_counts_copies(aggregation: str) -> None:
     config = AlgorithmConfig(aggregation=aggregation, lm_coef=1.0)
     batch = dataclasses.replace(batch_of(), copies_R=torch.tensor([0.0, 1.0, 3.0]))
     batch = batch.with_columns(lm=lm_weights(batch, config, 9, alone))
-    assert aggregated(lm_term(f64(LOGP), batch, config), batch, aggregation).item() == pytest.approx(7.0)
+    assert aggregated(terms(f64(LOGP), batch, config), batch, aggregation).item() == pytest.approx(7.0)
 
 
 def test_the_lm_loss_knows_of_other_ranks() -> None:

@@ -5,8 +5,7 @@ import torch
 from advantage_cases import tokens_batch
 from loss_cases import f64
 
-from asyncrl.learner.algorithms.losses.value_loss import value_loss
-from asyncrl.learner.training.objectives import ValueObjective
+from asyncrl.learner.training.objectives import ValueObjective, value_loss
 
 
 @pytest.mark.parametrize(
