@@ -20,9 +20,8 @@ from asyncrl.learner.checkpoint_schedule import CheckpointSchedule
 from asyncrl.learner.failure_policy import FailurePolicy
 from asyncrl.learner.publication import MakePublisher, Publication
 from asyncrl.learner.remote.remote_model import RemoteModel
-from asyncrl.learner.reporting.evaluation import Evaluations
-from asyncrl.learner.reporting.evaluation_schedule import EvaluationSchedule
-from asyncrl.learner.reporting.run_records import RunRecords
+from asyncrl.learner.reporting.evaluation import Evaluations, EvaluationSchedule
+from asyncrl.learner.reporting.report import RunRecords
 from asyncrl.learner.stream_settings import OpenedStreams, open_streams
 from asyncrl.learner.train_stream import TrainStream
 from asyncrl.learner.trainer import Trainer

@@ -33,9 +33,9 @@ from asyncrl.learner.checks.finite_check import NonFiniteGroups
 from asyncrl.learner.failure_policy import FailurePolicy
 from asyncrl.learner.publication import Publication
 from asyncrl.learner.remote.remote_model import RemoteModel
-from asyncrl.learner.reporting.evaluation_schedule import EvaluationSchedule
+from asyncrl.learner.reporting.evaluation import EvaluationSchedule
+from asyncrl.learner.reporting.report import RunRecords
 from asyncrl.learner.reporting.rollout_log import GROUPS
-from asyncrl.learner.reporting.run_records import RunRecords
 from asyncrl.learner.train_stream import (
     STOPPED,
     LeaveLoop,

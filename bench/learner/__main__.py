@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from asyncrl.learner.reporting.flops import TrainingFlops
+from asyncrl.learner.reporting.utilization import TrainingFlops
 from bench.bars import Measured, figures
 from bench.learner.model import SIZES, TINY, config_of, write_model
 from bench.learner.report import table

@@ -22,8 +22,13 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.data.batch import MicroBatch
-from asyncrl.learner.reporting.device import measured_peak_flops, peak_memory_bytes, this_device
-from asyncrl.learner.reporting.flops import TrainingFlops, squares
+from asyncrl.learner.reporting.utilization import (
+    TrainingFlops,
+    measured_peak_flops,
+    peak_memory_bytes,
+    squares,
+    this_device,
+)
 from asyncrl.learner.training.version_step import version_step
 from asyncrl.models import load_model_config
 from asyncrl.types import Group

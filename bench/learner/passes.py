@@ -17,7 +17,7 @@ from asyncrl.config.schema import Config
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.data.packing import pack_micro_batches
-from asyncrl.learner.reporting.flops import TrainingFlops
+from asyncrl.learner.reporting.utilization import TrainingFlops
 from asyncrl.models import load_causal_lm
 from bench.learner.clock import CLOCKS
 from bench.learner.model import config_of, groups_of

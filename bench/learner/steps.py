@@ -17,7 +17,7 @@ from torch import Tensor
 from asyncrl.learner.backends.backend import Model
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.data.batch import MicroBatch
-from asyncrl.learner.reporting.flops import TrainingFlops, squares
+from asyncrl.learner.reporting.utilization import TrainingFlops, squares
 from asyncrl.learner.training.version_step import version_step
 from asyncrl.queue.ledger.claims import GroupCost, share_out
 from asyncrl.types import Group

@@ -3,41 +3,33 @@
     start(v) ─▸ chunks [0, 250) [250, 500) of each set with min_version v ─▸ queue, stream "eval" ─▸ generators
     poll()   ◂─ finished chunks; an evaluation is whole when every task of every set has its rewards
 
-Evaluations are returned in the order of their versions: a later one waits for those before it. The learner waits for
-the last one alone.
+`EvaluationSchedule` decides which versions are evaluated and writes the results. Evaluations are returned in the order
+of their versions: a later one waits for those before it. The learner waits for the last one alone.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from asyncrl.config.schema import Config
 from asyncrl.config.sections.tasks import EvaluationConfig
-from asyncrl.learner.reporting.heldout import of_group, scores
+from asyncrl.learner.backends.backend import Backend
+from asyncrl.learner.reporting.heldout import ACCURACY, PREFIX, Evaluation, of_group, scores
+from asyncrl.learner.reporting.report import RunRecords
 from asyncrl.queue.client.client import BlockingClient
+from asyncrl.telemetry.status import ProcessStatus
 from asyncrl.types import EVAL, Array, Group, Task, Version
+
+log = logging.getLogger(__name__)
 
 PARK_S = 0.5
 """Longest wait of one poll, where the learner has nothing else to do."""
-
-PREFIX = "heldout/"
-"""Prefix of the metrics of an evaluation."""
-
-ACCURACY = f"{PREFIX}accuracy"
-"""The mean reward of the tasks of `evaluation.source`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """scores: heldout/accuracy, heldout/pass@8, … (`heldout.scores`), of a set with a name heldout/<name>/accuracy, …;
-    under the policy of `version` (or a newer one, if the generators had moved on before they began)."""
-
-    version: Version
-    scores: Mapping[str, float]
-
 
 Chunk = tuple[str, int, int]
 """(name of the set, first task, task after the last)"""
@@ -130,3 +122,67 @@ def _chunks(sizes: Mapping[str, int], config: EvaluationConfig) -> Iterator[Chun
         step = max(1, config.chunk // chosen.samples)
         for start in range(0, sizes[name], step):
             yield name, start, min(start + step, sizes[name])
+
+
+class EvaluationSchedule:
+    """Starts an evaluation every `evaluation.every` versions, and writes the results into the records.
+
+    Args:
+        evaluations: None where there are no held-out tasks, and on ranks other than 0: nothing is evaluated then.
+        evaluated: Versions that were evaluated before the run was resumed.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        records: RunRecords,
+        evaluations: Evaluations | None,
+        evaluated: Collection[Version],
+    ) -> None:
+        self._config, self._records, self._evaluations = config, records, evaluations
+        self._evaluated = set(evaluated)
+        self.target_reached = False  # run.target_accuracy
+
+    def start_if_due(self, version: Version, last: bool = False) -> None:
+        """Start the evaluation of a published version if it is due, as that of the last one always is; then `poll`."""
+        due = last or version % self._config.evaluation.every == 0
+        if self._evaluations is not None and due and version not in self._evaluated:
+            self._evaluated.add(version)
+            self._evaluations.start(version)
+        self.poll()
+
+    def poll(self, wait_s: float = 0.0) -> None:
+        """Write the evaluations that have become complete."""
+        if self._evaluations is not None:
+            self._write(self._evaluations.poll(wait_s))
+
+    def finish(self, backend: Backend, status: ProcessStatus, stopping: Callable[[], bool]) -> None:
+        """Collective: wait for pending evaluations, for `learner.groups_deadline_s` at most.
+
+        All ranks wait together: a rank that waited alone would outlast the others' collectives.
+        """
+        deadline_s = self._config.learner.groups_deadline_s
+        until = time.monotonic() + deadline_s
+
+        def pending() -> bool:
+            return self._evaluations is not None and bool(self._evaluations.pending) and not stopping()
+
+        with status.waiting("the last evaluation from the generators", deadline_s):
+            while backend.exchange(pending() and time.monotonic() < until)[0]:
+                self.poll(PARK_S)
+        late = pending()
+        self.write_rest()
+        if late:
+            log.warning("no result within %.0f s: an evaluation is missing", deadline_s)
+
+    def write_rest(self) -> None:
+        """Write the complete evaluations that wait for an older one."""
+        if self._evaluations is not None:
+            self._write(self._evaluations.rest())
+
+    def _write(self, evaluations: Collection[Evaluation]) -> None:
+        target = self._config.run.target_accuracy
+        for evaluation in evaluations:
+            self._records.write_evaluation(evaluation)
+            if target is not None and evaluation.scores[ACCURACY] >= target:
+                self.target_reached = True

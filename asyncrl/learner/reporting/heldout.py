@@ -6,12 +6,29 @@ Axes:  T tasks · K answers of each
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
 from math import comb
 from typing import Any
 
 import numpy as np
 
-from asyncrl.types import ANSWER, UNSCORED, Array, Group
+from asyncrl.types import ANSWER, UNSCORED, Array, Group, Version
+
+PREFIX = "heldout/"
+"""Prefix of the metrics of an evaluation."""
+
+ACCURACY = f"{PREFIX}accuracy"
+"""The mean reward of the tasks of `evaluation.source`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """scores: heldout/accuracy, heldout/pass@8, … (`scores` below), of a set with a name heldout/<name>/accuracy, …;
+    under the policy of `version` (or a newer one, if the generators had moved on before they began)."""
+
+    version: Version
+    scores: Mapping[str, float]
 
 
 def scores(rewards_TK: Array, answers_TK: Array, unscored_TK: Array, pass_reward: float) -> dict[str, float]:

@@ -1,28 +1,40 @@
 """Utilization of the learner's devices, on each row of the metrics.
 
 learner/tokens_per_s, learner/samples_per_s    of the version's rollouts, prompts included, by the wall clock
-learner/mfu           model FLOPs utilisation: the policy's training passes (flops.py) over the peak of the devices
-                      (PaLM, arXiv:2204.02311, appendix B). Passes without gradient, critics and reward models are
-                      not counted
+learner/mfu           model FLOPs utilisation: the policy's training passes (`TrainingFlops`) over the peak of the
+                      devices (PaLM, arXiv:2204.02311, appendix B). Passes without gradient, critics and reward models
+                      are not counted
 learner/memory_gib    the most that a rank has needed: on a GPU within the version, on a CPU so far
 share/wait/…          shares of the version's time, by the kind of wait
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import resource
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
+from transformers import AutoModelForCausalLM
 
-from asyncrl.config.schema import Config
-from asyncrl.learner.reporting.device import measured_peak_flops, peak_memory_bytes, this_device
-from asyncrl.learner.reporting.flops import TrainingFlops
+from asyncrl.config.schema import Config, ModelConfig
+from asyncrl.errors import ConfigError
+from asyncrl.learner.parallel.mesh import ModelShape
+from asyncrl.models import load_model_config
 from asyncrl.telemetry.spans import WAIT
 
 PASSED, PASSED_SQUARES = "passed/tokens", "passed/squares"
 """Tokens that the policy was trained on, counted with every pass over them, and their rollouts' lengths squared."""
 
 GIB = 1 << 30
+
+SIZES = {"cpu": 768, "cuda": 8192}
+"""Sizes of the square matrices whose product is timed: about 20 ms of one core, 2 ms of an H100."""
+
+ROUNDS = 5
 
 
 class Utilization:
@@ -37,19 +49,14 @@ class Utilization:
         )
 
     def memory(self) -> int:
-        """Bytes, see `peak_memory_bytes`."""
+        """See `peak_memory_bytes`."""
         return peak_memory_bytes(self._device)
 
     def values(
         self, metrics: Mapping[str, float], seconds: Mapping[str, float], memory: Sequence[int]
     ) -> dict[str, float]:
-        """Metrics of one version.
-
-        Args:
-            metrics: Of the version, over all ranks.
-            seconds: This rank's seconds by span.
-            memory: Bytes of each rank.
-        """
+        """Metrics of one version, from its `metrics` over all ranks, this rank's seconds by span, and bytes of each
+        rank."""
         step_s = sum(seconds.values())
         if step_s <= 0:
             return {}
@@ -62,3 +69,100 @@ class Utilization:
             "learner/memory_gib": max(memory) / GIB,
             **waits,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingFlops:
+    """Floating-point operations of training, from the shape of the model alone.
+
+        6 · N · tokens         every weight that a token meets: a product and a sum forward, twice that backward
+        6 · A · Σ length²      causal attention, A = layers · heads · head size: scores and sums over half of length²
+                               pairs
+
+    Kaplan et al. 2020 (arXiv:2001.08361), section 2.1, and PaLM (arXiv:2204.02311), appendix B, which counts attention
+    without the mask and so has twice the second term. Recomputation under activation checkpointing is not counted:
+    these are the operations that the model needs, not those that the device does.
+
+    weights: N, those that a token meets, with chosen experts alone, and without a token table that is not the head too
+    · attention: A
+    """
+
+    weights: int
+    attention: int
+
+    @staticmethod
+    def of(model: ModelConfig) -> TrainingFlops:
+        """Without loading weights. Raises ConfigError as `load_model_config` does."""
+        config = load_model_config(model)
+        with torch.device("meta"):
+            network = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
+        text = config.get_text_config()
+        experts = ModelShape.of(config).experts
+        chosen = text.num_experts_per_tok / experts if experts else 1.0
+        weights = sum(
+            parameter.numel() * (chosen if ".experts." in name else 1.0)
+            for name, parameter in network.named_parameters()
+        )
+        table, head = network.get_input_embeddings(), network.get_output_embeddings()
+        if head is not None and head.weight is not table.weight:
+            weights -= table.weight.numel()
+        head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        return TrainingFlops(round(weights), text.num_hidden_layers * text.num_attention_heads * head_size)
+
+    def flops(self, tokens: float, squares: float) -> float:
+        """Operations of forward and backward over rollouts with `tokens` in all. squares: the sum of their squared
+        lengths."""
+        return 6.0 * (self.weights * tokens + self.attention * squares)
+
+    @property
+    def even_tokens(self) -> float:
+        """The length at which attention costs as much as all the rest."""
+        return self.weights / self.attention
+
+
+def squares(lengths: Iterable[int]) -> int:
+    """The sum of the squared lengths."""
+    return sum(length * length for length in lengths)
+
+
+def even_tokens(model: ModelConfig) -> float:
+    """`TrainingFlops.even_tokens`; infinite for a model that only its backend knows: rollouts cost their tokens."""
+    try:
+        return TrainingFlops.of(model).even_tokens
+    except ConfigError:
+        return math.inf
+
+
+def this_device() -> torch.device:
+    """The GPU that is current, where there is one."""
+    on_gpu = torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def measured_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations a second of the best of a few products of large square matrices, with the threads of this process."""
+    size = SIZES[device.type]
+    left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+    best = float("inf")
+    for _ in range(ROUNDS):
+        _finish(device)
+        begun = time.perf_counter()
+        left @ right
+        _finish(device)
+        best = min(best, time.perf_counter() - begun)
+    return 2 * size**3 / best
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """On a GPU the most that was allocated there since the last call; on the CPU the most of the process so far."""
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

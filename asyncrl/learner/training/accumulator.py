@@ -28,8 +28,7 @@ from asyncrl.learner.checks.logprob_check import LogprobGap, LogprobGate
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.data.packing import bins, moving_rollouts, pack_micro_batches
 from asyncrl.learner.models.roles import POLICY
-from asyncrl.learner.reporting.flops import even_tokens, squares
-from asyncrl.learner.reporting.utilization import PASSED, PASSED_SQUARES
+from asyncrl.learner.reporting.utilization import PASSED, PASSED_SQUARES, even_tokens, squares
 from asyncrl.learner.training.passes import Inspect, LearningModel
 from asyncrl.learner.training.trainables import Trainable, trainables
 from asyncrl.telemetry.metrics import Metrics, Sum

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from asyncrl.learner.data.batch import MicroBatch
-from asyncrl.learner.reporting.flops import TrainingFlops
+from asyncrl.learner.reporting.utilization import TrainingFlops
 from bench.bars import verdicts
 from bench.learner.head import _inputs, chunked, naive
 from bench.learner.model import SIZES, TINY, config_of, groups_of, write_model

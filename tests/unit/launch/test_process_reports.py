@@ -16,7 +16,7 @@ from asyncrl.config.schema import Config
 from asyncrl.launch.views import process_reports
 from asyncrl.launch.views.dashboard import STILL_S, LineDashboard, RowTail, RunProgress
 from asyncrl.launch.views.process_reports import SILENT_S, SUFFIX, ProcessReports, reported
-from asyncrl.learner.reporting.report import step_row, summarise
+from asyncrl.learner.reporting.report import run_summary, step_row
 from asyncrl.telemetry.status import ProcessStatus
 
 WHY = "the reward of task 9 raised KeyError: 'anwser' (x.py:3)"
@@ -128,11 +128,11 @@ def test_the_summary_counts_what_was_dropped_after_the_last_row() -> None:
     depth = {"dropped": 3, "dropped_by_reason": {"reward": 3}}
     rows = [step_row(1, {}, {"work": 1.0}, depth, {})]
     told = {"max_staleness": 1, "wall_s": 1.0, "ended": "stopped"}
-    summary = summarise(rows, **told, dropped={"reward": 9708, "too_long": 1})  # type: ignore[arg-type]
+    summary = run_summary(rows, **told, dropped={"reward": 9708, "too_long": 1})  # type: ignore[arg-type]
     assert summary["tasks_dropped"] == 9709
     assert summary["tasks_dropped_by_reason"] == {"reward": 9708, "too_long": 1}
-    assert summarise([], **told, dropped={"reward": 40})["tasks_dropped"] == 40  # type: ignore[arg-type]
-    summary = summarise(rows, **told)  # type: ignore[arg-type]
+    assert run_summary([], **told, dropped={"reward": 40})["tasks_dropped"] == 40  # type: ignore[arg-type]
+    summary = run_summary(rows, **told)  # type: ignore[arg-type]
     assert (summary["tasks_dropped"], summary["tasks_dropped_by_reason"]) == (3, {"reward": 3})
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.learner.reporting.report import GeneratorTotals, step_row, summarise
+from asyncrl.learner.reporting.report import GeneratorTotals, run_summary, step_row
 
 EARLY = {"tokens": 0, "held": -1, "weights/flips": 0, "seconds": {"wait": 2.0}, "reward/failures": 0}
 LATER = {
@@ -18,7 +18,7 @@ def test_a_generator_without_weights_is_counted_and_nothing_else_is_known() -> N
     totals = GeneratorTotals()
     early = totals.update({"generator-0": EARLY})
     assert early == {"generators": 1}
-    summary = summarise(
+    summary = run_summary(
         [step_row(1, {}, {"work": 1.0}, {}, early)], max_staleness=1, wall_s=1.0, ended="done"
     )
     assert (summary["tokens_generated"], summary["weight_updates"]) == (None, None)
@@ -37,6 +37,6 @@ def test_the_summary_of_a_resumed_run_is_of_all_its_processes() -> None:
         return {"time": time, **step_row(version, {}, {"work": 10.0}, {}, counted)}
 
     rows = [row(1, 110.0, 40, 1), row(2, 120.0, 100, 2), row(3, 1010.0, 30, 1), row(4, 1020.0, 90, 3)]
-    summary = summarise(rows, max_staleness=1, wall_s=25.0, ended="done", began=996.0)
+    summary = run_summary(rows, max_staleness=1, wall_s=25.0, ended="done", began=996.0)
     assert (summary["train_s"], summary["wall_s"]) == (40.0, 45.0)
     assert (summary["tokens_generated"], summary["weight_updates"]) == (190, 5)

@@ -13,9 +13,15 @@ from transformers import Qwen3MoeConfig
 from asyncrl.config.schema import LearnerConfig, ModelConfig
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.reporting.batch_metrics import age_metrics
-from asyncrl.learner.reporting.device import measured_peak_flops, peak_memory_bytes
-from asyncrl.learner.reporting.flops import TrainingFlops, squares
-from asyncrl.learner.reporting.utilization import PASSED, PASSED_SQUARES, Utilization
+from asyncrl.learner.reporting.utilization import (
+    PASSED,
+    PASSED_SQUARES,
+    TrainingFlops,
+    Utilization,
+    measured_peak_flops,
+    peak_memory_bytes,
+    squares,
+)
 from asyncrl.types import Group, Sampling, Task
 
 # Of tiny_model: q, o 32·32; k, v 32·16; three of 32·64; biases, norms; two layers; the last norm.

@@ -10,7 +10,7 @@ from stream_cases import SMALL, Learner
 
 import asyncrl.learner
 from asyncrl.config.schema import SyncConfig
-from asyncrl.learner.reporting.report import publish_values, step_row, summarise
+from asyncrl.learner.reporting.report import publish_values, run_summary, step_row
 from asyncrl.queue.ledger.ledger import Ledger
 from asyncrl.sync.factory import open_publisher
 from asyncrl.sync.stream.publisher import PublishReport
@@ -28,7 +28,7 @@ def test_families_take_their_keys_and_no_others() -> None:
 
 
 def test_every_key_of_the_summary_is_listed() -> None:
-    assert summary_keys() == summarise([], max_staleness=1, wall_s=1.0, ended="done").keys()
+    assert summary_keys() == run_summary([], max_staleness=1, wall_s=1.0, ended="done").keys()
 
 
 def test_every_span_of_the_learner_is_listed() -> None:

@@ -24,7 +24,7 @@ from asyncrl.config.sections.tasks import EvaluationConfig
 from asyncrl.errors import DeadlineError, RefusedError, StoppedError, TrainingError
 from asyncrl.learner import checkpoint
 from asyncrl.learner.reporting import report
-from asyncrl.learner.reporting.flops import even_tokens
+from asyncrl.learner.reporting.utilization import even_tokens
 from asyncrl.learner.train_stream import StepRestarted, TrainStream
 from asyncrl.queue.protocol.settings import Frontier
 from asyncrl.queue.wire import wire
