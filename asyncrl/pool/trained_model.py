@@ -16,8 +16,8 @@ from asyncrl.learner import checkpoint, ranks
 from asyncrl.learner.backends import storage
 from asyncrl.learner.remote import remote_protocol
 from asyncrl.learner.remote.remote_protocol import BEGIN, FORGET, LEARN, NORM, SAVE, STEP
+from asyncrl.learner.training.objectives import auxiliary_objective
 from asyncrl.learner.training.passes import run_passes
-from asyncrl.learner.training.trainables import auxiliary_objective
 from asyncrl.pool.model import PoolModel
 
 NAME = re.compile(r"v\d{6,}|\.v\d{6,}\.partial")

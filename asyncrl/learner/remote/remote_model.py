@@ -23,8 +23,8 @@ from asyncrl.errors import DeadlineError, PoolLostError, RefusedError, WireError
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.remote import remote_protocol
 from asyncrl.learner.remote.remote_protocol import BATCH, BEGIN, FORGET, HELLO, LEARN, NORM, SAVE, STEP
+from asyncrl.learner.training.objectives import auxiliary_objective
 from asyncrl.learner.training.passes import Inspect, Objective, PassResult
-from asyncrl.learner.training.trainables import auxiliary_objective
 from asyncrl.queue.client.client import BlockingClient
 from asyncrl.rpc.client import RpcClient, RpcReply
 from asyncrl.rpc.keys import ClientKeys

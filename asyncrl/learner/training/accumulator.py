@@ -21,16 +21,19 @@ from dataclasses import astuple, dataclass
 from torch import Tensor
 
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.learner import OptimizerConfig
 from asyncrl.learner.algorithms.losses.aggregation import Counts
 from asyncrl.learner.backends.backend import Backend, exchange_per_data_rank
 from asyncrl.learner.checks.finite_check import NonFiniteGroups
 from asyncrl.learner.checks.logprob_check import LogprobGap, LogprobGate
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.data.packing import bins, moving_rollouts, pack_micro_batches
-from asyncrl.learner.models.roles import POLICY
+from asyncrl.learner.models.networks import blueprint
+from asyncrl.learner.models.roles import LEARNING, POLICY
 from asyncrl.learner.reporting.utilization import PASSED, PASSED_SQUARES, even_tokens, squares
-from asyncrl.learner.training.passes import Inspect, LearningModel
-from asyncrl.learner.training.trainables import Trainable, trainables
+from asyncrl.learner.training.objectives import PolicyObjective, auxiliary_objective
+from asyncrl.learner.training.passes import Inspect, LearningModel, LocalModel, Objective
+from asyncrl.learner.training.requirements import first_policy_version, norm_tokens, steps_per_version
 from asyncrl.telemetry.metrics import Metrics, Sum
 from asyncrl.telemetry.spans import Spans
 from asyncrl.types import Version
@@ -59,6 +62,37 @@ class OptimizerStep:
         return [name for name, norm in self.norms.items() if not math.isfinite(norm)]
 
 
+@dataclass(frozen=True, slots=True)
+class Trainable:
+    """A model that learns, with its objective, its optimizer settings and its learning rate.
+
+        policy                 PolicyObjective     from version critic.warmup_versions on
+        critic, cost_critic    ValueObjective      from the first version
+        reward_model           OutcomeObjective    from the first version, unless it is frozen
+
+    All of them train in the same optimizer steps, each with its own denominator, optimizer and schedule.
+
+    since       the first version that it learns from
+    skips_flat  whether its loss is exactly 0 on groups without an advantage
+    in_pool     whether its passes and steps run in a pool
+    """
+
+    name: str
+    model: LearningModel
+    objective: Objective
+    optimizer: OptimizerConfig
+    since: Version = 0
+    skips_flat: bool = False
+    in_pool: bool = False
+
+    def lr(self, version: Version, number: int, config: Config) -> float:
+        """The rate of optimizer step `number` of `version`. The schedule covers all steps of this model in the run."""
+        per_version = steps_per_version(config)
+        step = (version - self.since) * per_version + number
+        steps = (config.run.versions - self.since) * per_version
+        return learning_rate(step, steps, self.optimizer)
+
+
 class Accumulator:
     """Collective: every method, also on ranks without rollouts.
 
@@ -77,11 +111,10 @@ class Accumulator:
     ) -> None:
         self._backend, self._config, self._gate = backend, config, gate
         self._moved: Version | None = None  # the last version with a step
-        self._gap = LogprobGap()
         self._spans = spans or Spans()
         # Models in pools first: they compute while this process is busy with the others.
         self._trainables = sorted(
-            trainables(backend, config, remote_models), key=lambda each: not each.in_pool
+            trainables(backend, config, remote_models or {}), key=lambda each: not each.in_pool
         )
         self._max_tokens, self._even_tokens = config.learner.micro_batch_tokens, even_tokens(config.model)
         self._reset()
@@ -104,9 +137,12 @@ class Accumulator:
             every = self._backend.exchange([needed, sorted(self._bad)])
         self._require_finite((bad for _, bad in every), number)
         for trainable, rollouts, *passes in zip(learning, counting, *(n for n, _ in every), strict=True):
-            with self._spans("compute/pack"):
-                micro_batches = self._packed(batch, rollouts, max(passes))
-                if trainable.name == POLICY and batch is not None:
+            micro_batches: list[MicroBatch] = []
+            if batch is not None:
+                with self._spans("compute/pack"):
+                    sizes = (self._max_tokens, max(passes), self._even_tokens)
+                    micro_batches = pack_micro_batches(batch, rollouts, *sizes)
+                if trainable.name == POLICY:
                     self._metrics.merge([_passed(micro_batches)])
             with self._spans("compute/forward_backward"):
                 inspect = self._inspect(version) if trainable.name == POLICY else None
@@ -204,11 +240,6 @@ class Accumulator:
         copies = batch.copies_R.tolist()
         return [r for r in rollouts if copies[r] > 0]
 
-    def _packed(self, batch: MicroBatch | None, rollouts: Sequence[int], passes: int) -> list[MicroBatch]:
-        if batch is None:
-            return []
-        return pack_micro_batches(batch, rollouts, self._max_tokens, passes, self._even_tokens)
-
     def _reset(self) -> None:
         self._counts = defaultdict[str, Counts](Counts)
         self._losses = defaultdict[str, float](float)
@@ -228,3 +259,46 @@ def _passed(micro_batches: Sequence[MicroBatch]) -> Metrics:
     metrics.add(PASSED, Sum(sum(batch.tokens for batch in micro_batches)))
     metrics.add(PASSED_SQUARES, Sum(sum(squares(batch.lengths_R) for batch in micro_batches)))
     return metrics
+
+
+def trainables(
+    backend: Backend, config: Config, remote_models: Mapping[str, LearningModel]
+) -> list[Trainable]:
+    """The policy, and the models beside it that learn, in this process or in pools."""
+    objective = PolicyObjective(config.algorithm, norm_tokens(config))
+    found = [
+        Trainable(
+            POLICY,
+            LocalModel(backend.policy),
+            objective,
+            config.learner.optimizer,
+            since=first_policy_version(config),
+            skips_flat=config.learner.skip_flat_groups and objective.skips_flat_groups,
+        )
+    ]
+    own: Mapping[str, LearningModel] = {name: LocalModel(model) for name, model in backend.models.items()}
+    every = {**own, **remote_models}
+    for name in LEARNING:
+        optimizer = blueprint(name, config).optimizer
+        if name in every and optimizer is not None:
+            made = auxiliary_objective(name, config)
+            found.append(Trainable(name, every[name], made, optimizer, in_pool=name not in own))
+    return found
+
+
+def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
+    """The rate of step `step` (from 0) of `steps`: linear warm-up from lr / warmup_steps, then the schedule,
+    which reaches lr · min_lr_ratio at the last step.
+
+    >>> config = OptimizerConfig(lr=1.0, warmup_steps=2, schedule="linear", min_lr_ratio=0.0)
+    >>> [learning_rate(k, 6, config) for k in range(6)]
+    [0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    peak = max(0, config.warmup_steps - 1)
+    progress = min(1.0, (step - peak) / max(1, steps - 1 - peak))
+    remaining = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * remaining)

@@ -16,11 +16,14 @@ exactly like the stream.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
+import numpy as np
+
 from asyncrl.config.schema import Config
+from asyncrl.counter_rng import uniform
 from asyncrl.errors import TrainingError
 from asyncrl.learner.backends.backend import Backend, exchange_per_data_rank
 from asyncrl.learner.checks.finite_check import NonFiniteGroups, nonfinite_inputs
@@ -30,9 +33,7 @@ from asyncrl.learner.models.roles import POLICY
 from asyncrl.learner.reporting.batch_metrics import version_values
 from asyncrl.learner.training import requirements
 from asyncrl.learner.training.accumulator import Accumulator, OptimizerStep
-from asyncrl.learner.training.adaptive_coefficients import AdaptiveCoefficients
-from asyncrl.learner.training.experience import Experience
-from asyncrl.learner.training.mini_batches import mini_batches
+from asyncrl.learner.training.experience import AdaptiveCoefficients, Experience
 from asyncrl.learner.training.passes import LearningModel
 from asyncrl.telemetry.metrics import Metrics
 from asyncrl.telemetry.spans import Spans
@@ -183,23 +184,13 @@ class Streaming(VersionStep):
 class WholeBatch(VersionStep):
     """Claims are scored as they arrive; when the last one is in, the mini-batches are trained on one by one."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        config: Config,
-        spans: Spans | None = None,
-        remote_models: RemoteModels | None = None,
-    ) -> None:
-        super().__init__(backend, config, spans, remote_models)
+    def _begin(self) -> None:
+        super()._begin()
         self._claims: list[MicroBatch] = []
 
     def _take(self, scored: MicroBatch | None, version: Version) -> None:
         if scored is not None:
             self._claims.append(scored)
-
-    def abandon(self) -> None:
-        super().abandon()
-        self._claims.clear()
 
     def _train(self, version: Version) -> list[OptimizerStep]:
         mine = MicroBatch.joined(self._claims).completed(self._columns, self._parts) if self._claims else None
@@ -224,6 +215,29 @@ class WholeBatch(VersionStep):
         learner = self._config.learner
         ordinals = [ordinal for each in every for ordinal in each]
         return mini_batches(ordinals, learner.mini_batches, learner.epochs, self._config.run.seed, version)
+
+
+def mini_batches(
+    ordinals: Iterable[int], parts: int, epochs: int, seed: int, version: Version
+) -> list[list[int]]:
+    """The ordinals of each optimizer step of a version, epoch after epoch: `parts` slices an epoch, whose sizes differ
+    by one at most. One slice an epoch keeps the order of the ordinals; fewer groups than `parts` make fewer slices.
+
+        ordinals of all ranks    8 9 10 11 12 13          epochs = 2, parts = 3
+        epoch 0                  [13 9] [11 12] [8 10]    drawn from (seed, version, epoch): the same on every rank and
+        epoch 1                  [12 9] [13 11] [8 10]    for any number of ranks; each rank trains on its own of them
+
+    >>> mini_batches([5, 3, 4], parts=1, epochs=2, seed=0, version=0)
+    [[3, 4, 5], [3, 4, 5]]
+    >>> [len(step) for step in mini_batches(range(7), parts=3, epochs=1, seed=0, version=0)]
+    [3, 2, 2]
+    """
+    ordered = np.array(sorted(ordinals), np.int64)
+    steps: list[list[int]] = []
+    for epoch in range(epochs):
+        drawn = ordered[np.argsort(uniform(seed, version, epoch, ordered))] if parts > 1 else ordered
+        steps += [slice_.tolist() for slice_ in np.array_split(drawn, parts) if len(slice_)]
+    return steps
 
 
 def version_step(

@@ -31,7 +31,7 @@ from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.reporting.report import GeneratorTotals
 from asyncrl.learner.stream_settings import eval_settings, train_settings
 from asyncrl.learner.training import requirements
-from asyncrl.learner.training.trainables import trainables
+from asyncrl.learner.training.accumulator import trainables
 from asyncrl.learner.training.version_step import version_step
 from asyncrl.pool.model import NOT_FINITE, InferenceModel
 from asyncrl.pool.process import run_pool
@@ -197,7 +197,7 @@ def test_a_frozen_reward_model_must_be_named_and_learns_nothing(tmp_path: Path) 
     frozen = RewardModelConfig(path=model.path, frozen=True)
     config = small_config(tmp_path, model=model, algorithm=PRIME, reward_model=frozen)
     backend = FsdpBackend(config, requirements.colocated(config))
-    assert [trainable.name for trainable in trainables(backend, config)] == ["policy"]
+    assert [trainable.name for trainable in trainables(backend, config, {})] == ["policy"]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig, ShapingConfig
-from asyncrl.learner.training.adaptive_coefficients import AdaptiveCoefficients
+from asyncrl.learner.training.experience import AdaptiveCoefficients
 
 ADAPTIVE = AlgorithmConfig(shaping=ShapingConfig(kl_coef=0.1, kl_target=0.5, kl_horizon=100))
 FIXED = AlgorithmConfig(shaping=ShapingConfig(kl_coef=0.1))

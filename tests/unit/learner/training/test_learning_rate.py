@@ -7,7 +7,7 @@ import math
 import pytest
 
 from asyncrl.config.sections.learner import OptimizerConfig
-from asyncrl.learner.training.trainables import learning_rate
+from asyncrl.learner.training.accumulator import learning_rate
 
 
 def rates(schedule: str, warmup: int, steps: int, share: float = 0.1) -> list[float]:

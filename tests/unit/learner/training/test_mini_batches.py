@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.learner.training.mini_batches import mini_batches
+from asyncrl.learner.training.version_step import mini_batches
 
 ORDINALS = st.sets(st.integers(0, 1 << 40), min_size=1, max_size=30)
 

@@ -38,15 +38,14 @@ from asyncrl.learner.algorithms.registry import LOSSES, AlgorithmContext
 from asyncrl.learner.checks.finite_check import NonFiniteGroups
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.training import requirements
-from asyncrl.learner.training.adaptive_coefficients import AdaptiveCoefficients
-from asyncrl.learner.training.experience import Experience
-from asyncrl.learner.training.mini_batches import mini_batches
+from asyncrl.learner.training.experience import AdaptiveCoefficients, Experience
 from asyncrl.learner.training.objectives import PolicyObjective, unrejected
 from asyncrl.learner.training.version_step import (
     Streaming,
     VersionReport,
     VersionStep,
     WholeBatch,
+    mini_batches,
     version_step,
 )
 from asyncrl.telemetry.spans import Spans
