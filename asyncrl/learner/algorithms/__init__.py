@@ -1,6 +1,6 @@
 """The algorithms: pure functions over flat tokens. Importing the package fills the registries of `registry.py`."""
 
-from asyncrl.learner.algorithms import corrections, rejections
+from asyncrl.learner.algorithms import corrections
 from asyncrl.learner.algorithms.advantages import group_advantages, return_advantages, step_advantages
 from asyncrl.learner.algorithms.losses import covariance_losses, ratio_losses
 
@@ -9,7 +9,6 @@ __all__ = [
     "covariance_losses",
     "group_advantages",
     "ratio_losses",
-    "rejections",
     "return_advantages",
     "step_advantages",
 ]

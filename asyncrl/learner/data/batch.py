@@ -101,17 +101,11 @@ class MicroBatch:
 
     @staticmethod
     def of_tokens(token_ids_N: Tensor, lengths: Sequence[int], **values: Any) -> MicroBatch:
-        """Rollouts of these tokens, each a group of its own, without policy tokens, rewards or advantages.
-
-        Args:
-            values: Fields that differ from this.
-        """
+        """Rollouts of these tokens, each a group of its own, without policy tokens, rewards or advantages, but for the
+        fields in `values`."""
         seq_N, position_ids_N = segments(np.asarray(lengths, np.int64))
-        zeros_N, zeros_R, numbers_R = (
-            torch.zeros(len(seq_N)),
-            torch.zeros(len(lengths)),
-            torch.arange(len(lengths)),
-        )
+        zeros_N, zeros_R = torch.zeros(len(seq_N)), torch.zeros(len(lengths))
+        numbers_R = torch.arange(len(lengths))
         fields: dict[str, Any] = {
             "token_ids_N": token_ids_N,
             "position_ids_N": position_ids_N,

@@ -129,8 +129,7 @@ class Accumulator:
         with self._spans("compute/pack"):
             if batch is not None:
                 for each in learning:
-                    so_far = self._counts[each.name]
-                    self._counts[each.name] = Counts.total([so_far, each.objective.counts(batch)])
+                    self._counts[each.name] += each.objective.counts(batch)
             counting = [self._counting(trainable, batch) for trainable in learning]
             needed = [len(bins(batch, some, self._max_tokens)) if batch else 0 for some in counting]
         with self._spans("wait/ranks"):
@@ -218,7 +217,7 @@ class Accumulator:
         self._require_finite((bad for *_, bad in every), number)
         scales, losses = {}, {}
         for t in learning:
-            counts = Counts.total(Counts(*theirs[t.name]) for theirs, *_ in every if t.name in theirs)
+            counts = sum((Counts(*theirs[t.name]) for theirs, *_ in every if t.name in theirs), Counts())
             scales[t.name] = 1 / t.objective.denominator(counts)
             losses[t.name] = scales[t.name] * sum(sums.get(t.name, 0.0) for _, sums, *_ in every)
         return scales, losses, LogprobGap.of(LogprobGap(*gap) for _, _, gap, _ in every)

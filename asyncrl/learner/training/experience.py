@@ -22,12 +22,11 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.learner.algorithms.advantages import advantages
 from asyncrl.learner.algorithms.advantages.return_advantages import next_multiplier, value_targets
-from asyncrl.learner.algorithms.corrections import Drift, correction_weights
+from asyncrl.learner.algorithms.corrections import Drift, correction_weights, kept, unrejected
 from asyncrl.learner.algorithms.losses.aggregation import lm_weights
 from asyncrl.learner.algorithms.losses.covariance_losses import select_covariance
 from asyncrl.learner.algorithms.losses.policy_loss import proximal
 from asyncrl.learner.algorithms.registry import AlgorithmContext, needs
-from asyncrl.learner.algorithms.rejections import kept, unrejected
 from asyncrl.learner.algorithms.segments import column
 from asyncrl.learner.algorithms.shaping import next_kl_coef, shape
 from asyncrl.learner.backends.backend import Backend

@@ -21,10 +21,14 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.algorithm import AlgorithmConfig
-from asyncrl.learner.algorithms.corrections import Drift, correction_weights, geometric_means
+from asyncrl.learner.algorithms.corrections import (
+    Drift,
+    correction_weights,
+    geometric_means,
+    unrejected,
+)
 from asyncrl.learner.algorithms.losses.aggregation import AGGREGATIONS, Counts
 from asyncrl.learner.algorithms.losses.policy_loss import PolicyTerms, TokenLoss, kl, policy_loss, proximal
-from asyncrl.learner.algorithms.rejections import unrejected
 from asyncrl.learner.algorithms.segments import column, policy_tokens, rollout_sums, succeeded
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.reporting.batch_metrics import age_metrics, token_metrics

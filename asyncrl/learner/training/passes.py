@@ -80,11 +80,8 @@ class LearningModel(Protocol):
         version: Version,
         inspect: Inspect | None = None,
     ) -> None:
-        """Add the gradient of the objective on this rank's micro-batches.
-
-        Args:
-            passes: Number of micro-batches of the rank that has most of them.
-        """
+        """Add the gradient of the objective on this rank's micro-batches. passes: the largest number of them on any
+        rank."""
         ...
 
     def take_results(self, wait: bool) -> PassResult:
@@ -138,13 +135,9 @@ def run_passes(
     version: Version,
     inspect: Inspect | None = None,
 ) -> list[PassResult]:
-    """Collective: add the gradients of these micro-batches, padded to `passes` of them.
-
-    Returns:
-        The results, one per micro-batch in their order, on ranks that compute losses; elsewhere nothing.
-    """
-    losses: list[Tensor] = []
-    findings: list[tuple[set[int], Metrics]] = []
+    """Collective: add the gradients of these micro-batches, padded to `passes` of them. Returns the results, one per
+    micro-batch in their order, on ranks that compute losses; elsewhere nothing."""
+    found: list[tuple[Tensor, set[int], Metrics]] = []
 
     def loss(batch: MicroBatch, *outputs: Tensor) -> Tensor:
         if inspect is not None:
@@ -153,12 +146,8 @@ def run_passes(
         bad = nonfinite_outputs(
             batch, outputs, total.detach(), lambda *alone: objective(*alone, version=version)[0]
         )
-        losses.append(total.detach())
-        findings.append((bad, metrics))
+        found.append((total.detach(), bad, metrics))
         return total
 
     model.accumulate([*batches, *[PADDING] * (passes - len(batches))], loss)
-    return [
-        PassResult(float(loss), frozenset(bad), metrics)
-        for loss, (bad, metrics) in zip(losses, findings, strict=True)
-    ]
+    return [PassResult(float(total), frozenset(bad), metrics) for total, bad, metrics in found]

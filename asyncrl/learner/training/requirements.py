@@ -105,12 +105,8 @@ def norm_tokens(config: Config) -> int:
 
 
 def check(config: Config) -> None:
-    """The rules that depend on what the algorithm needs.
-
-    Raises:
-        ConfigError: An own function cannot be loaded or lacks what it declares, or a setting belongs to a model that
-            the algorithm does not have.
-    """
+    """The rules that depend on the algorithm's needs. Raises ConfigError for an own function that cannot be loaded or
+    lacks what it declares, and for a setting of a model that the algorithm does not have."""
     needed = needs(config.algorithm)
     require(
         "group" not in needed or config.batch.group_size >= 2,
@@ -134,20 +130,13 @@ def check(config: Config) -> None:
         "reward_model.path": config.reward_model.path,
         "teacher.path": config.teacher.path,
     }
+    of_models |= {f"placement.{name}.where": "pool" for name in config.placement.pools.keys() - {REWARDS}}
     for key, value in of_models.items():
-        model = key.partition(".")[0]
+        model = key.removeprefix("placement.").partition(".")[0]
         require(
             model in needed or not value,
             key,
             value,
             f"would do nothing: the algorithm has no {model}",
-            "leave it out, or see `asyncrl algorithms` for who needs that model",
-        )
-    for name in config.placement.pools.keys() - needed - {REWARDS}:
-        require(
-            False,
-            f"placement.{name}.where",
-            "pool",
-            f"would do nothing: the algorithm has no {name}",
             "leave it out, or see `asyncrl algorithms` for who needs that model",
         )

@@ -88,7 +88,8 @@ def prime(batch: MicroBatch, config: AlgorithmConfig, context: AlgorithmContext)
     implicit_N = config.prm_beta * (
         column(batch, "reward_model").double() - column(batch, "reference").double()
     )
-    others_R = mean_of_others(rollout_means(implicit_N, batch), batch.group_R)
+    mean_R = rollout_means(implicit_N, batch)
+    others_R = mean_R - leave_one_out(mean_R, batch.group_R)  # in a group of one its own mean
     process_N = returns_to_go(implicit_N - others_R[batch.seq_N], config.gamma, batch)
     return process_N + leave_one_out(batch.rewards_R, batch.group_R)[batch.seq_N]
 
@@ -158,8 +159,3 @@ def adaptive_lambda(batch: MicroBatch, config: AlgorithmConfig) -> Tensor:
     """[R]: max(0, 1 − 1 / (α · length))."""
     length_R = policy_tokens(batch).clamp(min=1).double()
     return (1 - 1 / (config.vapo_alpha * length_R)).clamp(min=0)
-
-
-def mean_of_others(values_R: Tensor, group_R: Tensor) -> Tensor:
-    """[R]: the mean over the others of the group; in a group of one its own value."""
-    return values_R - leave_one_out(values_R, group_R)

@@ -10,9 +10,9 @@ Axes:  N tokens · R rollouts
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -36,10 +36,8 @@ class Counts:
         copies_R = batch.copies_R.double()
         return Counts(int((tokens_R * copies_R).sum()), int(((tokens_R > 0) * copies_R).sum()))
 
-    @classmethod
-    def total(cls, counts: Iterable[Self]) -> Counts:
-        every = list(counts)
-        return Counts(sum(c.tokens for c in every), sum(c.rollouts for c in every))
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(self.tokens + other.tokens, self.rollouts + other.rollouts)
 
 
 def _every_token(batch: MicroBatch, norm_tokens: int) -> Tensor:
@@ -54,18 +52,6 @@ def _over_constant(batch: MicroBatch, norm_tokens: int) -> Tensor:
     return _every_token(batch, norm_tokens) / norm_tokens
 
 
-def _one(counts: Counts) -> int:
-    return 1
-
-
-def _tokens(counts: Counts) -> int:
-    return counts.tokens
-
-
-def _rollouts(counts: Counts) -> int:
-    return counts.rollouts
-
-
 @dataclass(frozen=True, slots=True)
 class Aggregation:
     """weights(batch, norm_tokens) → weight_N float64, 0 outside the mask · denominator(counts of the global batch)."""
@@ -75,11 +61,11 @@ class Aggregation:
 
 
 AGGREGATIONS: Final[dict[str, Aggregation]] = {
-    "token-mean": Aggregation(_every_token, _tokens),
-    "token-sum": Aggregation(_every_token, _one),
-    "seq-mean-token-sum": Aggregation(_every_token, _rollouts),
-    "seq-mean-token-mean": Aggregation(_token_mean_in_rollout, _rollouts),
-    "seq-mean-token-sum-norm": Aggregation(_over_constant, _rollouts),
+    "token-mean": Aggregation(_every_token, lambda counts: counts.tokens),
+    "token-sum": Aggregation(_every_token, lambda counts: 1),
+    "seq-mean-token-sum": Aggregation(_every_token, lambda counts: counts.rollouts),
+    "seq-mean-token-mean": Aggregation(_token_mean_in_rollout, lambda counts: counts.rollouts),
+    "seq-mean-token-sum-norm": Aggregation(_over_constant, lambda counts: counts.rollouts),
 }
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from loss_cases import drift_of, f64
 
 from asyncrl.config.sections.algorithm import CorrectionConfig
-from asyncrl.learner.algorithms import rejections
+from asyncrl.learner.algorithms import corrections
 from asyncrl.learner.algorithms.registry import REJECTIONS, alone
 
 SEQ = [0, 0, 1, 1]
@@ -18,7 +18,7 @@ SEQ = [0, 0, 1, 1]
 def kept(raw: list[float], reject: str, high: float, low: float | None = None) -> str:
     """'+' for a token that is kept, '-' for one that is left out."""
     config = CorrectionConfig(reject=reject, reject_low=low, reject_high=high)
-    keep_N = rejections.kept(drift_of(f64(raw).log(), SEQ), config, alone)
+    keep_N = corrections.kept(drift_of(f64(raw).log(), SEQ), config, alone)
     return "".join("+" if keep else "-" for keep in keep_N.tolist())
 
 
@@ -89,7 +89,7 @@ def test_m2po_keeps_any_number_of_tokens_at_the_bound(count: int, log_w: float) 
     def share(tau: float) -> float:
         config = CorrectionConfig(reject="m2po", reject_high=tau)
         drift = drift_of(f64([log_w] * count), [0] * count)
-        return rejections.kept(drift, config, alone).double().mean().item()
+        return corrections.kept(drift, config, alone).double().mean().item()
 
     assert share(log_w**2) == 1
     assert share(log_w**2 * 0.999) == 0
@@ -98,14 +98,14 @@ def test_m2po_keeps_any_number_of_tokens_at_the_bound(count: int, log_w: float) 
 @pytest.mark.parametrize("count", [1, 4, 50, 333])
 def test_m2po_keeps_a_mixture_whose_mean_is_the_bound(count: int) -> None:
     config = CorrectionConfig(reject="m2po", reject_high=0.05)  # (0.1² + 0.3²) / 2
-    assert rejections.kept(drift_of(f64([0.1, 0.3] * count), [0, 0] * count), config, alone).all()
+    assert corrections.kept(drift_of(f64([0.1, 0.3] * count), [0, 0] * count), config, alone).all()
 
 
 @pytest.mark.parametrize(("log_w", "high", "expected"), [(1e-4, 6e-9, "+"), (1e-4, 4e-9, "-")])
 def test_k3_near_0_in_float32(log_w: float, high: float, expected: str) -> None:
     """½ · 10⁻⁸, of which exp − 1 leaves no digit."""
     config = CorrectionConfig(reject="token_k3", reject_high=high)
-    keep_N = rejections.kept(drift_of(torch.tensor([log_w]), [0]), config, alone)
+    keep_N = corrections.kept(drift_of(torch.tensor([log_w]), [0]), config, alone)
     assert keep_N.tolist() == [expected == "+"]
 
 
@@ -128,5 +128,5 @@ def test_no_difference_is_kept_and_an_absurd_one_is_not(reject: str) -> None:
 @pytest.mark.parametrize("reject", sorted(set(REJECTIONS) - {"none", "m2po"}))
 def test_a_rollout_without_policy_tokens_is_no_trouble(reject: str) -> None:
     config = CorrectionConfig(reject=reject, reject_high=2.0)
-    got_N = rejections.kept(drift_of(f64([0.1, torch.nan]), [0, 1], mask=[True, False]), config, alone)
+    got_N = corrections.kept(drift_of(f64([0.1, torch.nan]), [0, 1], mask=[True, False]), config, alone)
     assert got_N.tolist() == [True, False]

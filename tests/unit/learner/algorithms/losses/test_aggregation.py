@@ -66,4 +66,4 @@ def test_a_rollout_that_counts_k_times_is_k_rollouts(aggregation: str) -> None:
 
 
 def test_counts_add_up() -> None:
-    assert Counts.total([Counts(3, 1), Counts(4, 2), Counts()]) == Counts(7, 3)
+    assert Counts(3, 1) + Counts(4, 2) + Counts() == Counts(7, 3)
