@@ -60,7 +60,7 @@ def test_tokens_outside_the_mask_have_no_part(reject: str) -> None:
     mask = [False, True, True, False, True]
     for outside in (1.0, 1e6):
         drift = drift_of(f64([outside, 1.0, 1.1, outside, 0.9]).log(), [0, 0, 0, 1, 1], mask)
-        assert rejections.kept(drift, config, alone).tolist() == mask
+        assert corrections.kept(drift, config, alone).tolist() == mask
 
 
 @pytest.mark.parametrize(
