@@ -202,11 +202,8 @@ def whiten(values_N: Tensor, batch: MicroBatch, gather: Gather) -> Tensor:
 
 
 def column(batch: MicroBatch, name: str) -> Tensor:
-    """[N], a column that the algorithm needs; zeros in a batch without policy tokens, which needs none.
-
-    Raises:
-        TrainingError: The batch lacks it.
-    """
+    """[N], a column that the algorithm needs; zeros in a batch without policy tokens, which needs none. Raises
+    TrainingError for a batch that lacks it."""
     if name in batch.columns:
         return batch.columns[name]
     of_steps = name in ("step", "anchor")

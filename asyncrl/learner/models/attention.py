@@ -61,11 +61,8 @@ class Documents:
         context: ContextParallel | None = None,
         multiple: int = 1,
     ) -> None:
-        """
-        Args:
-            context: the ranks that share the tokens; None: this rank has all of them.
-            multiple: a last document of padding makes each rank's tokens a multiple of it.
-        """
+        """context: the ranks that share the tokens; None: this rank has all of them. multiple: a last document of
+        padding makes each rank's tokens a multiple of it."""
         padding = -sum(lengths) % (multiple * (context.multiple if context else 1))
         self.lengths = (*lengths, padding) if padding else tuple(lengths)
         self.device, self.context = device, context
@@ -199,17 +196,10 @@ def packed_attention(
     softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function for Hugging Face's registry.
+    """The attention function for Hugging Face's registry: [1, N, H, E], and None for weights.
 
-    Args:
-        query: [1, H, N, E].
-        key, value: [1, K, N, E]; values may have another width.
-
-    Returns:
-        [1, N, H, E], and None for weights.
-
-    Raises:
-        ConfigError: The model family uses an option of CHANGES_SCORES.
+    query [1, H, N, E]; key, value [1, K, N, E], where values may have another width. Raises ConfigError for a model
+    family that uses an option of CHANGES_SCORES.
     """
     _refuse(options, module)
     rule = AttentionRule(scaling, sliding_window, softcap)

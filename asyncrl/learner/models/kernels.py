@@ -65,13 +65,10 @@ def flash(
     longest: tuple[int, int],
     rule: AttentionRule,
 ) -> Tensor:
-    """Flash attention over packed documents: [N, H, F].
+    """Flash attention over packed documents: [N, H, F]. edges, longest: the documents' boundaries, and the longest
+    document, among queries and among keys.
 
     Values are padded to the width of keys, which the kernel needs; in DeepSeek's latent attention they are narrower.
-
-    Args:
-        edges: the documents' boundaries among queries and among keys.
-        longest: the longest document's queries and keys.
     """
     narrower = q_NHE.shape[-1] - v_NKF.shape[-1]
     out_NHE: Tensor = flash_attn_varlen_func(

@@ -53,11 +53,8 @@ class Adapted(nn.Module):
 
 
 def adapt(causal_lm: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
-    """Freeze the model and add adapters, which the seed makes equal on every rank.
-
-    Raises:
-        ConfigError: A target is no linear map of this model.
-    """
+    """Freeze the model and add adapters, which the seed makes equal on every rank. Raises ConfigError for a target that
+    is no linear map of this model."""
     causal_lm.requires_grad_(False)
     body = set(text_body(causal_lm).modules())
     found = {

@@ -71,14 +71,8 @@ class LanguageModel(nn.Module):
         following: bool = False,
         before_SD: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """
-        Args:
-            following: return the log-probs of all tokens that may follow each rollout instead.
-            before_SD: see `stream`.
-
-        Returns:
-            (logp_N, entropy_N), 0 outside the loss mask; or (logp_RV,) if `following`.
-        """
+        """(logp_N, entropy_N), 0 outside the loss mask; or, if `following`, (logp_RV,) of all tokens that may follow
+        each rollout. before_SD: see `stream`."""
         weight_VD = local_part(self.causal_lm.get_output_embeddings().weight)
         if following:
             hidden_nD = stream(self, batch, documents, before_SD)
@@ -107,11 +101,8 @@ def _freeze_beside(causal_lm: PreTrainedModel) -> None:
 
 
 def head_softcap(causal_lm: PreTrainedModel) -> float | None:
-    """The model's limit of its logits, if it has one.
-
-    Raises:
-        ConfigError: The head does anything else to hidden · weightᵀ.
-    """
+    """The model's limit of its logits, if it has one. Raises ConfigError for a head that does anything else to
+    hidden · weightᵀ."""
     config = causal_lm.config.get_text_config()
     scales = {key: getattr(config, key, None) for key in HEAD_SCALES}
     done = [f"{key}={scale}" for key, scale in scales.items() if scale not in (None, 1)]
@@ -186,12 +177,9 @@ def blueprint(name: str, config: Config) -> Blueprint:
 def load_network(name: str, config: Config, empty: bool = False) -> LanguageModel | Critic:
     """Load a network on the CPU, in `model.dtype`. Without weights on disk they are random, equal for every name.
 
-    Args:
-        empty: leave the parameters that a checkpoint has on the meta device, for `checkpoint_source.py`. Adapters and
-            value heads are made anyway.
-
-    Raises:
-        ConfigError: As `load_causal_lm`, and if the policy lacks experts that are to be spread or maps to be adapted.
+    empty: leave the parameters that a checkpoint has on the meta device, for `checkpoint_source.py`. Adapters and value
+    heads are made anyway. Raises ConfigError as `load_causal_lm`, and if the policy lacks experts that are to be spread
+    or maps to be adapted.
     """
     plan = blueprint(name, config)
     model = dataclasses.replace(config.model, path=plan.path)
@@ -288,10 +276,7 @@ def _seen_before(
     network: LanguageModel | Critic, batch: MicroBatch, documents: Documents, before_SD: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """(at_T, hidden_TD): the tokens under the loss mask whose state before them is on this rank, and these states.
-
-    Raises:
-        TrainingError: As `check_tokens`.
-    """
+    Raises as `check_tokens`."""
     config = network.body.config
     check_tokens(
         batch, config.get_text_config().vocab_size, config.name_or_path or type(network.body).__name__
@@ -318,13 +303,11 @@ def stream(
     documents: Documents,
     before_SD: Tensor | None = None,
 ) -> Tensor:
-    """[n, D]: the state after each token of this rank, padding included.
+    """[n, D]: the state after each token of this rank, padding included. before_SD: the output of the pipeline stage
+    before; None on the first.
 
     With sequence parallelism, the input and output of pipeline stages are the S rows of this rank; the last layer
     gathers all n.
-
-    Args:
-        before_SD: the output of the pipeline stage before; None on the first.
     """
     ids_1n = documents.mine(batch.token_ids_N)[None]
     output = network.body(

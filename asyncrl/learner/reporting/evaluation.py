@@ -104,17 +104,17 @@ class Evaluations:
         if evaluation.missing:
             return None
         del self._open[version]
-        return Evaluation(
-            version, {key: value for name in self._sets for key, value in self._of_set(name, evaluation)}
-        )
+        named: dict[str, float] = {}
+        for name in self._sets:
+            named |= self._of_set(name, evaluation)
+        return Evaluation(version, named)
 
-    def _of_set(self, name: str, evaluation: _Open) -> Iterator[tuple[str, float]]:
+    def _of_set(self, name: str, evaluation: _Open) -> dict[str, float]:
         of_set = [evaluation.done[chunk] for chunk in self._chunks if chunk[0] == name]
         rewards_TK, answers_TK, unscored_TK = (np.concatenate(parts) for parts in zip(*of_set, strict=True))
         prefix = f"{PREFIX}{name}/" if name else PREFIX
         made = scores(rewards_TK, answers_TK, unscored_TK, self._sets[name].pass_reward)
-        for key, value in made.items():
-            yield prefix + key, value
+        return {prefix + key: value for key, value in made.items()}
 
 
 def _chunks(sizes: Mapping[str, int], config: EvaluationConfig) -> Iterator[Chunk]:
@@ -127,9 +127,8 @@ def _chunks(sizes: Mapping[str, int], config: EvaluationConfig) -> Iterator[Chun
 class EvaluationSchedule:
     """Starts an evaluation every `evaluation.every` versions, and writes the results into the records.
 
-    Args:
-        evaluations: None where there are no held-out tasks, and on ranks other than 0: nothing is evaluated then.
-        evaluated: Versions that were evaluated before the run was resumed.
+    evaluations: None where there are no held-out tasks, and on ranks other than 0: nothing is evaluated then.
+    evaluated: versions that were evaluated before the run was resumed.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ held, weights/pauses_ms and weights/fetches_ms of its last flips, and weights/fl
 
 
 class RunRecords:
-    """Written by rank 0 alone; on other ranks nothing is opened, and every method does nothing.
+    """Written by rank 0 alone; on other ranks nothing is opened, and nothing is written.
 
     metrics.jsonl   a row per version, and one per evaluation; the same rows go to `telemetry.sinks`
     rollouts.jsonl  rollouts as text, where `telemetry.rollouts_every` is set
@@ -52,7 +52,7 @@ class RunRecords:
         self.utilization = Utilization(config)
         self._started = time.monotonic()
         self._generators = GeneratorTotals()
-        self._rows: Sinks | None = None
+        self._rows = Sinks([])
         self._rollouts: RolloutLog | None = None
 
     def open(self, version: Version) -> None:
@@ -83,15 +83,13 @@ class RunRecords:
         rollouts: Sequence[Group],
     ) -> None:
         """The row of the step that published `version`, and some of the rollouts that it was trained on."""
-        if self._rows is not None:
-            generators = self._generators.update(trained.stats)
-            self._rows.write(step_row(version, values, spans, trained.depth, generators))
+        generators = self._generators.update(trained.stats)
+        self._rows.write(step_row(version, values, spans, trained.depth, generators))
         if self._rollouts is not None:
             self._rollouts.write(version, rollouts)
 
     def write_evaluation(self, evaluation: Evaluation) -> None:
-        if self._rows is not None:
-            self._rows.write({"version": evaluation.version, **evaluation.scores})
+        self._rows.write({"version": evaluation.version, **evaluation.scores})
 
     def write_summary(self, ended: str, dropped: Mapping[str, int] | None) -> None:
         """See `run_summary` for the arguments."""
@@ -107,8 +105,7 @@ class RunRecords:
         write_summary(self.folder, summary)
 
     def close(self) -> None:
-        if self._rows is not None:
-            self._rows.close()
+        self._rows.close()
         if self._rollouts is not None:
             self._rollouts.close()
 
@@ -199,12 +196,11 @@ def run_summary(
 ) -> dict[str, Any]:
     """The whole run in one record; docs/metrics.md has its keys.
 
-    Args:
-        rows: All rows of metrics.jsonl, of every process that trained this run.
-        wall_s: Seconds that this process has run. The summary adds the steps of those before it.
-        ended: Why.
-        dropped: Tasks that the queue counts as dropped, by reason; none: those of the last row, if it is not known.
-        began: When this process started, in seconds since 1970: rows before it are of earlier processes.
+    rows     all rows of metrics.jsonl, of every process that trained this run
+    wall_s   seconds that this process has run; the summary adds the steps of those before it
+    ended    why
+    dropped  tasks that the queue counts as dropped, by reason; none: those of the last row, if it is not known
+    began    when this process started, in seconds since 1970: rows before it are of earlier processes
     """
     steps = [row for row in rows if "step_s" in row]
     accuracy = [row[ACCURACY] for row in rows if ACCURACY in row]

@@ -96,9 +96,8 @@ class Trainable:
 class Accumulator:
     """Collective: every method, also on ranks without rollouts.
 
-    Args:
-        gate: Compares the policy's log-probs with the recorded ones before a version's first step, if given.
-        remote_models: Models that learn in pools.
+    gate: compares the policy's log-probs with the recorded ones before a version's first step, if given.
+    remote_models: models that learn in pools.
     """
 
     def __init__(
@@ -120,11 +119,8 @@ class Accumulator:
         self._reset()
 
     def add(self, batch: MicroBatch | None, version: Version, number: int = 0) -> None:
-        """Add the gradient of a batch, None where this rank has no groups.
-
-        Raises:
-            NonFiniteGroups: As `step`, for batches added before this one.
-        """
+        """Add the gradient of a batch, None where this rank has no groups. Raises NonFiniteGroups as `step`, for
+        batches added before this one."""
         learning = self._learning(version)
         with self._spans("compute/pack"):
             if batch is not None:

@@ -77,8 +77,7 @@ class Experience:
             kept, weight            bool, the tokens that the off-policy correction keeps; and its weights, where they
                                     stay the same for the whole version
 
-        Raises:
-            TrainingError: The groups lack something that the algorithm needs.
+        Raises TrainingError where the groups lack something that the algorithm needs.
         """
         if batch is None and not self._whole:
             return None, Metrics()
@@ -92,8 +91,7 @@ class Experience:
             lm         weights of the LM loss
             selected   tokens that some losses treat differently, by the policy as it is
 
-        Args:
-            moved: Whether the policy has moved since `score`.
+        moved: whether the policy has moved since `score`.
         """
         config = self._config.algorithm
         selects = config.loss in SELECTING and config.own_loss is None

@@ -100,8 +100,7 @@ class VersionStep(ABC):
     def step(self, version: Version) -> VersionReport:
         """Finish `version`: afterwards the policy is that of version + 1, unless the step was refused.
 
-        Raises:
-            NonFiniteGroups: On all ranks. `abandon` the version and begin it anew without these groups.
+        Raises NonFiniteGroups on all ranks: `abandon` the version and begin it anew without these groups.
         """
         self._exchange_contents()
         steps = self._train(version)

@@ -28,9 +28,8 @@ ONE_RANK: Final = AlgorithmContext()
 def advantages(batch: MicroBatch, config: AlgorithmConfig, context: AlgorithmContext = ONE_RANK) -> Tensor:
     """advantages_N float32 of `algorithm.advantage` or `own_advantage`, scaled, 0 outside the mask.
 
-    Raises:
-        TrainingError: The batch lacks something that the estimator needs, or the estimator computes statistics over all
-            ranks without declaring the need 'batch'.
+    Raises TrainingError for a batch that lacks something that the estimator needs, and for an estimator that computes
+    statistics over all ranks without declaring the need 'batch'.
     """
     entry = advantage_of(config)
     if "batch" not in entry.needs:  # it gets the groups of one rank as they arrive
