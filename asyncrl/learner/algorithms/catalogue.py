@@ -1,6 +1,6 @@
 """The registries as text: what `asyncrl algorithms` prints, and the pages of `docs/algorithms/`.
 
-literal ── registry ──▸ function ── docstring ──▸ definition · what else there is to say
+literal ── registry ──▸ function ── docstring ──▸ definition · details
                │            └────── source ─────▸ the config keys that it reads
                └──▸ paper, needs
 """

@@ -49,7 +49,7 @@ SOURCE: Final = "https://verl.readthedocs.io/en/latest/algo/rollout_corr.html"
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """How far the proximal policy has moved from the one that made the tokens.
+    """The drift of the proximal policy from the one that made the tokens.
 
     log_w_N = log w = log π_p − log μ, 0 outside the mask, no gradient · loss_mask_N bool · seq_N the rollout of each
     token, of `rollouts` = R
@@ -94,7 +94,9 @@ def correction_weights(drift: Drift, config: CorrectionConfig, gather: Gather | 
     """
     if gather is None and config.normalise:
         raise ValueError("normalised weights need the tokens of the whole batch, and a gather")
-    weight_N = CORRECTIONS[config.kind].function(_raw(drift, config), config)
+    log_w_N = drift.log_w_N if config.level == "token" else rollout_sums(drift.log_w_N, drift)[drift.seq_N]
+    raw_N = log_w_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    weight_N = CORRECTIONS[config.kind].function(raw_N, config)
     if gather is not None and config.normalise:
         weight_N = weight_N / _mean(weight_N, drift, config, gather)
     return weight_N
@@ -122,11 +124,6 @@ def tis(raw_N: Tensor, config: CorrectionConfig) -> Tensor:
 def icepop(raw_N: Tensor, config: CorrectionConfig) -> Tensor:
     """w inside [low, high], 0 outside: a token (or rollout) too far off is left out."""
     return torch.where((raw_N >= config.low) & (raw_N <= config.high), raw_N, 0.0)
-
-
-def _raw(drift: Drift, config: CorrectionConfig) -> Tensor:
-    log_w_N = drift.log_w_N if config.level == "token" else rollout_sums(drift.log_w_N, drift)[drift.seq_N]
-    return log_w_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def _mean(weight_N: Tensor, drift: Drift, config: CorrectionConfig, gather: Gather) -> Tensor:

@@ -9,7 +9,7 @@ adjacent)
     loss_mask_N     0 0 1 1 | 0 0 1          1 where the policy made the token
 
 The log-prob of token t is predicted at t-1: `logp_N[t]` is log π(token t | tokens before it), and 0 at a
-rollout's first token, which nothing predicts and no mask may ask for.
+rollout's first token, which nothing predicts and no mask may include.
 """
 
 from __future__ import annotations

@@ -164,9 +164,7 @@ def _place(target_C: Tensor, rows: int, part: VocabularyPart | None) -> tuple[Te
     return torch.where(here_C, target_C - part.start, 0), here_C
 
 
-def _logits(
-    hidden_CD: Tensor, weight_VD: Tensor, temperature_C: Tensor, softcap: float | None = None
-) -> Tensor:
+def _logits(hidden_CD: Tensor, weight_VD: Tensor, temperature_C: Tensor, softcap: float | None) -> Tensor:
     """[C, V] over the temperature, in float32 at least."""
     logits_CV = hidden_CD @ weight_VD.t()
     logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))

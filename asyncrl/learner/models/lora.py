@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
@@ -82,18 +81,6 @@ def without_adapters(name: str) -> str:
     return name.replace(BASE, ".")
 
 
-@contextmanager
-def adapters_off(network: nn.Module) -> Iterator[None]:
-    adapted = [module for module in network.modules() if isinstance(module, Adapted)]
-    try:
-        for module in adapted:
-            module.on = False
-        yield
-    finally:
-        for module in adapted:
-            module.on = True
-
-
 class Merged:
     """A network's parameters with adapters merged, in the names of the network without adapters.
 
@@ -132,8 +119,14 @@ class BaseUnderAdapters:
         self._network, self._predict = network, predict
 
     def predict(self, batch: MicroBatch) -> Tensor:
-        with adapters_off(self._network):
+        adapted = [module for module in self._network.modules() if isinstance(module, Adapted)]
+        try:
+            for module in adapted:
+                module.on = False
             return self._predict(batch)
+        finally:
+            for module in adapted:
+                module.on = True
 
     def accumulate(self, batches: Sequence[MicroBatch], loss: Loss) -> NoReturn:
         raise TypeError("a frozen model is not trained: it has no gradient")

@@ -206,10 +206,8 @@ def check_vocabularies(names: Iterable[str], config: Config) -> None:
             continue
         other = Vocabulary.of(plan, config)
         if policy.tokens is None or other.tokens is None:
-            same, difference = (
-                other.size == policy.size,
-                f"{other.size} tokens, the policy one of {policy.size}",
-            )
+            same = other.size == policy.size
+            difference = f"{other.size} tokens, the policy one of {policy.size}"
         elif other.tokens != policy.tokens:
             same, difference = False, "other tokens than the policy's"
         else:

@@ -136,7 +136,7 @@ class GeneratorTotals:
             tokens += now.get("tokens", 0) - before.get("tokens", 0)
             self._flips += now.get("weights/flips", 0) - before.get("weights/flips", 0)
             spans.update(_difference(now.get("seconds", {}), before.get("seconds", {})))
-        self._before |= stats  # after its restart, a queue does not know all workers at first
+        self._before |= stats  # a restarted queue may not list all workers yet
         self._tokens += tokens
         row: dict[str, float] = {"generators": len(generators)}
         if self._before:
@@ -206,8 +206,8 @@ def run_summary(
     accuracy = [row[ACCURACY] for row in rows if ACCURACY in row]
     heldout = {k.removeprefix(PREFIX): v for row in rows for k, v in row.items() if k.startswith(PREFIX)}
     rewards = [row["reward/mean"] for row in steps if "reward/mean" in row]
-    train_s = sum(row["step_s"] for row in steps)
     last = steps[-1] if steps else {}
+    reasons = {key.removeprefix(DROPPED): n for key, n in last.items() if key.startswith(DROPPED)}
     return {
         "ended": ended,
         "heldout_accuracy_start": accuracy[0] if accuracy else None,
@@ -216,7 +216,7 @@ def run_summary(
         "reward_start": mean(rewards[:EDGE_VERSIONS]) if rewards else None,
         "reward_end": mean(rewards[-EDGE_VERSIONS:]) if rewards else None,
         "wall_s": wall_s + sum(row["step_s"] for row in steps if row.get("time", began) < began),
-        "train_s": train_s,
+        "train_s": sum(row["step_s"] for row in steps),
         "versions": last.get("version", 0),
         "groups_trained": sum(row.get("groups", 0) for row in steps),
         "rollouts_trained": sum(row.get("rollouts", 0) for row in steps),
@@ -234,12 +234,8 @@ def run_summary(
         "pause_ms_p50": _median(steps, "pause_ms_p50"),
         "publish_ms_p50": _median(steps, "sync/pause_ms"),
         "tasks_dropped": last.get("queue/dropped", 0) if dropped is None else sum(dropped.values()),
-        "tasks_dropped_by_reason": _reasons(last) if dropped is None else dict(dropped),
+        "tasks_dropped_by_reason": reasons if dropped is None else dict(dropped),
     }
-
-
-def _reasons(row: Mapping[str, Any]) -> dict[str, int]:
-    return {key.removeprefix(DROPPED): n for key, n in row.items() if key.startswith(DROPPED)}
 
 
 def write_summary(run_folder: Path, summary: Mapping[str, Any]) -> None:

@@ -126,7 +126,7 @@ def squares(lengths: Iterable[int]) -> int:
 
 
 def even_tokens(model: ModelConfig) -> float:
-    """`TrainingFlops.even_tokens`; infinite for a model that only its backend knows: rollouts cost their tokens."""
+    """`TrainingFlops.even_tokens`; infinite for a model that only its backend can load: rollouts cost their tokens."""
     try:
         return TrainingFlops.of(model).even_tokens
     except ConfigError:

@@ -112,7 +112,7 @@ def pass_at_k(batch: MicroBatch, config: AlgorithmConfig, context: AlgorithmCont
     over C(n, k), the number of all k-subsets of the group.
 
     So Σ A · ∇log π is an unbiased gradient of E[best of k]. With k = n only the best rollout gets anything,
-    R_max − R_second, which is all that verl knows (where it divides by the group's standard deviation too, by default).
+    R_max − R_second, the only case in verl (which divides it by the group's standard deviation too, by default).
     """
 
     def gains(rewards_n: Tensor) -> Tensor:
