@@ -28,7 +28,7 @@ from torch import Tensor
 
 from asyncrl.config.sections.algorithm import CorrectionConfig
 from asyncrl.learner.algorithms.losses.policy_loss import MAX_LOG_RATIO
-from asyncrl.learner.algorithms.registry import CORRECTIONS, REJECTIONS, Gather, correction, rejection
+from asyncrl.learner.algorithms.registry import CORRECTIONS, REJECTIONS, Gather, register
 from asyncrl.learner.algorithms.segments import (
     PackedRollouts,
     over_ranks,
@@ -108,19 +108,21 @@ def geometric_means(weight_N: Tensor, packed: PackedRollouts) -> Tensor:
     return rollout_means(weight_N.log(), packed).exp()[packed.seq_N]
 
 
-@correction("none", source="")
+@register(CORRECTIONS, "none", source="")
 def no_correction(raw_N: Tensor, config: CorrectionConfig) -> Tensor:
     """1 everywhere."""
     return torch.ones_like(raw_N)
 
 
-@correction("tis", source="Truncated importance sampling, https://fengyao.notion.site/off-policy-rl")
+@register(
+    CORRECTIONS, "tis", source="Truncated importance sampling, https://fengyao.notion.site/off-policy-rl"
+)
 def tis(raw_N: Tensor, config: CorrectionConfig) -> Tensor:
     """min(w, high)."""
     return raw_N.clamp(max=config.high)
 
 
-@correction("icepop", source="IcePop, Ring-1T, arXiv 2510.18855")
+@register(CORRECTIONS, "icepop", source="IcePop, Ring-1T, arXiv 2510.18855")
 def icepop(raw_N: Tensor, config: CorrectionConfig) -> Tensor:
     """w inside [low, high], 0 outside: a token (or rollout) too far off is left out."""
     return torch.where((raw_N >= config.low) & (raw_N <= config.high), raw_N, 0.0)
@@ -138,7 +140,7 @@ def _mean(weight_N: Tensor, drift: Drift, config: CorrectionConfig, gather: Gath
     return torch.where(mean > LEAST_MEAN, mean, 1.0).to(weight_N.dtype)
 
 
-# --- rejections
+# --- rejections: (drift, config, gather) → keep_N bool
 
 
 def kept(drift: Drift, config: CorrectionConfig, gather: Gather) -> Tensor:
@@ -154,67 +156,67 @@ def unrejected(batch: MicroBatch) -> MicroBatch:
     return batch if kept_N is None else dataclasses.replace(batch, loss_mask_N=batch.loss_mask_N & kept_N)
 
 
-@rejection("none", source="")
+@register(REJECTIONS, "none", source="")
 def no_rejection(drift: Drift, config: CorrectionConfig, gather: Gather) -> Tensor:
     """Nothing is left out."""
     return torch.ones_like(drift.loss_mask_N)
 
 
-@rejection("token_k1", source=SOURCE)
+@register(REJECTIONS, "token_k1", source=SOURCE)
 def token_k1(drift: Drift, config: CorrectionConfig, gather: Gather) -> Tensor:
     """Leave out tokens with π_p/μ outside the bounds."""
     return _within(drift.k1_N, config)
 
 
-@rejection("token_k2", source=SOURCE)
+@register(REJECTIONS, "token_k2", source=SOURCE)
 def token_k2(drift: Drift, config: CorrectionConfig, gather: Gather) -> Tensor:
     """Leave out tokens with ½ log²(π_p/μ) above the bound."""
     return drift.k2_N <= config.reject_high
 
 
-@rejection("token_k3", source=SOURCE)
+@register(REJECTIONS, "token_k3", source=SOURCE)
 def token_k3(drift: Drift, config: CorrectionConfig, gather: Gather) -> Tensor:
     """Leave out tokens with π_p/μ − 1 − log(π_p/μ) above the bound."""
     return drift.k3_N <= config.reject_high
 
 
-@rejection("seq_sum_k1", source=SOURCE)
+@register(REJECTIONS, "seq_sum_k1", source=SOURCE)
 def seq_sum_k1(drift: Drift, config: CorrectionConfig, gather: Gather) -> Tensor:
     """Leave out rollouts whose product of π_p/μ is outside the bounds."""
     return _within(rollout_sums(drift.k1_N, drift), config)[drift.seq_N]
 
 
-@rejection("seq_sum_k2", source=SOURCE)
+@register(REJECTIONS, "seq_sum_k2", source=SOURCE)
 def seq_sum_k2(drift: Drift, config: CorrectionConfig, gather: Gather) -> Tensor:
     """Leave out rollouts whose sum of k2 is above the bound."""
     return (rollout_sums(drift.k2_N, drift) <= config.reject_high)[drift.seq_N]
 
 
-@rejection("seq_sum_k3", source=SOURCE)
+@register(REJECTIONS, "seq_sum_k3", source=SOURCE)
 def seq_sum_k3(drift: Drift, config: CorrectionConfig, gather: Gather) -> Tensor:
     """Leave out rollouts whose sum of k3 is above the bound."""
     return (rollout_sums(drift.k3_N, drift) <= config.reject_high)[drift.seq_N]
 
 
-@rejection("seq_mean_k1", source=SOURCE)
+@register(REJECTIONS, "seq_mean_k1", source=SOURCE)
 def seq_mean_k1(drift: Drift, config: CorrectionConfig, gather: Gather) -> Tensor:
     """Leave out rollouts whose geometric mean of π_p/μ is outside the bounds."""
     return _within(rollout_means(drift.k1_N, drift), config)[drift.seq_N]
 
 
-@rejection("seq_mean_k2", source=SOURCE)
+@register(REJECTIONS, "seq_mean_k2", source=SOURCE)
 def seq_mean_k2(drift: Drift, config: CorrectionConfig, gather: Gather) -> Tensor:
     """Leave out rollouts whose mean of k2 is above the bound."""
     return (rollout_means(drift.k2_N, drift) <= config.reject_high)[drift.seq_N]
 
 
-@rejection("seq_mean_k3", source=SOURCE)
+@register(REJECTIONS, "seq_mean_k3", source=SOURCE)
 def seq_mean_k3(drift: Drift, config: CorrectionConfig, gather: Gather) -> Tensor:
     """Leave out rollouts whose mean of k3 is above the bound."""
     return (rollout_means(drift.k3_N, drift) <= config.reject_high)[drift.seq_N]
 
 
-@rejection("seq_max_k1", source=SOURCE)
+@register(REJECTIONS, "seq_max_k1", source=SOURCE)
 def seq_max_k1(drift: Drift, config: CorrectionConfig, gather: Gather) -> Tensor:
     """Leave out rollouts with any π_p/μ outside the bounds.
 
@@ -224,19 +226,19 @@ def seq_max_k1(drift: Drift, config: CorrectionConfig, gather: Gather) -> Tensor
     return (_maxima(outside_N.float(), drift) == 0)[drift.seq_N]
 
 
-@rejection("seq_max_k2", source=SOURCE)
+@register(REJECTIONS, "seq_max_k2", source=SOURCE)
 def seq_max_k2(drift: Drift, config: CorrectionConfig, gather: Gather) -> Tensor:
     """Leave out rollouts whose largest k2 is above the bound."""
     return (_maxima(drift.k2_N, drift) <= config.reject_high)[drift.seq_N]
 
 
-@rejection("seq_max_k3", source=SOURCE)
+@register(REJECTIONS, "seq_max_k3", source=SOURCE)
 def seq_max_k3(drift: Drift, config: CorrectionConfig, gather: Gather) -> Tensor:
     """Leave out rollouts whose largest k3 is above the bound."""
     return (_maxima(drift.k3_N, drift) <= config.reject_high)[drift.seq_N]
 
 
-@rejection("m2po", source="M2PO, arXiv 2510.01161", needs={"batch"})
+@register(REJECTIONS, "m2po", source="M2PO, arXiv 2510.01161", needs={"batch"})
 def m2po(drift: Drift, config: CorrectionConfig, gather: Gather) -> Tensor:
     """Leave out the tokens with the largest log² w of the batch, until its mean over the rest is at most `reject_high`.
 

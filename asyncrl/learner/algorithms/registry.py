@@ -99,22 +99,26 @@ REJECTIONS: Final[dict[str, Algorithm[Callable[..., Any]]]] = {}
 
 def advantage(name: str, source: str, needs: Collection[Need] = ()) -> Callable[[F], F]:
     """Register an `Estimator` under a literal of `algorithm.advantage`."""
-    return _register(ADVANTAGES, name, source, needs)
+    return register(ADVANTAGES, name, source, needs)
 
 
 def loss(name: str, source: str, needs: Collection[Need] = ()) -> Callable[[F], F]:
     """Register a loss per token under a literal of `algorithm.loss`."""
-    return _register(LOSSES, name, source, needs)
+    return register(LOSSES, name, source, needs)
 
 
-def correction(name: str, source: str, needs: Collection[Need] = ()) -> Callable[[F], F]:
-    """Register an off-policy weight under a literal of `algorithm.correction.kind`."""
-    return _register(CORRECTIONS, name, source, needs)
+def register(
+    entries: dict[str, Algorithm[Any]], name: str, source: str, needs: Collection[Need] = ()
+) -> Callable[[F], F]:
+    """Register a function under a literal of the key of `entries`. Raises ValueError for a literal that is taken."""
 
+    def into_entries(function: F) -> F:
+        if name in entries and _origin(entries[name].function) != _origin(function):
+            raise ValueError(f"two algorithms are called {name!r}: {entries[name].function} and {function}")
+        entries[name] = Algorithm(function, source, frozenset(needs))
+        return function
 
-def rejection(name: str, source: str, needs: Collection[Need] = ()) -> Callable[[F], F]:
-    """Register a rejection mask under a literal of `algorithm.correction.reject`."""
-    return _register(REJECTIONS, name, source, needs)
+    return into_entries
 
 
 def advantage_of(config: AlgorithmConfig) -> Algorithm[Estimator]:
@@ -151,18 +155,6 @@ def _own(spec: str | None, key: str, entries: Mapping[str, Algorithm[F]]) -> Alg
     check_arguments(function, spec, f"algorithm.{key}", *ARGUMENTS[key])
     registered = (entry for entry in entries.values() if entry.function is function)
     return next(registered, Algorithm(cast(F, function), "", frozenset()))
-
-
-def _register(
-    entries: dict[str, Algorithm[Any]], name: str, source: str, needs: Collection[Need]
-) -> Callable[[F], F]:
-    def register(function: F) -> F:
-        if name in entries and _origin(entries[name].function) != _origin(function):
-            raise ValueError(f"two algorithms are called {name!r}: {entries[name].function} and {function}")
-        entries[name] = Algorithm(function, source, frozenset(needs))
-        return function
-
-    return register
 
 
 def _origin(function: Callable[..., Any]) -> tuple[Path, str]:
