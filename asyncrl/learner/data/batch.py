@@ -136,7 +136,7 @@ class MicroBatch:
         columns = {name for batch in batches for name in batch.columns if name in COLUMNS}
         parts = {name for batch in batches for name in batch.parts_R}
         batches = [batch.completed(columns, parts) for batch in batches]
-        groups = np.cumsum([0] + [int(batch.group_R.max()) + 1 for batch in batches])
+        groups = np.cumsum([0] + [batch.groups for batch in batches])
         rollouts = np.cumsum([0] + [batch.rollouts for batch in batches])
         joined: dict[str, Any] = {}
         for entry in dataclasses.fields(MicroBatch):
@@ -211,6 +211,10 @@ class MicroBatch:
             elif isinstance(value, Mapping):
                 moved[entry.name] = {name: t.to(device, non_blocking=True) for name, t in value.items()}
         return dataclasses.replace(self, **moved)
+
+    @property
+    def groups(self) -> int:
+        return int(self.group_R.max()) + 1
 
     @property
     def rollouts(self) -> int:

@@ -61,7 +61,7 @@ def moving_rollouts(batch: MicroBatch) -> list[int]:
     loss."""
     moves_R = torch.zeros(batch.rollouts, dtype=torch.bool)
     moves_R[batch.seq_N[(batch.advantages_N != 0) & batch.loss_mask_N]] = True
-    moves_G = torch.zeros(int(batch.group_R.max()) + 1, dtype=torch.bool)
+    moves_G = torch.zeros(batch.groups, dtype=torch.bool)
     moves_G[batch.group_R[moves_R]] = True
     return torch.nonzero(moves_G[batch.group_R])[:, 0].tolist()
 

@@ -27,12 +27,11 @@ PART: Final = "reward/part/"
 def batch_metrics(batch: MicroBatch, version: Version) -> Metrics:
     """Metrics of all rollouts that a version is trained on, also those without a forward pass. Reward parts are sums,
     for `version_values`: not every claim has all parts."""
-    metrics = Metrics()
-    groups, tokens = _groups(batch), int(batch.loss_mask_N.sum())
+    metrics, tokens = Metrics(), int(batch.loss_mask_N.sum())
     metrics.add("reward/mean", Mean(float(batch.rewards_R.sum()), batch.rollouts))
     for name, part_R in batch.parts_R.items():
         metrics.add(f"{PART}{name}", Sum(float(part_R.sum())))
-    metrics.add("groups", Sum(groups))
+    metrics.add("groups", Sum(batch.groups))
     metrics.add("rollouts", Sum(batch.rollouts))
     metrics.add("tokens", Sum(tokens))
     metrics.add("tokens_with_prompts", Sum(batch.tokens))
@@ -56,7 +55,7 @@ def staleness_metrics(batch: MicroBatch, version: Version) -> Metrics:
     staleness/in_flight, from the oldest token to the newest (policies that arrived while the group was generated), and
     staleness/in_queue, from the newest token to now. staleness/token is the mean age over tokens.
     """
-    metrics, groups = Metrics(), _groups(batch)
+    metrics, groups = Metrics(), batch.groups
     age_P = version - batch.versions_N[batch.loss_mask_N]
     group_P = batch.group_R[batch.seq_N[batch.loss_mask_N]]
     nothing_G = torch.full((groups,), -1, dtype=age_P.dtype)
@@ -138,9 +137,8 @@ def age_metrics(batch: MicroBatch, logp_N: Tensor, clipped_N: Tensor, version: V
 
 def advantage_metrics(batch: MicroBatch) -> Metrics:
     """share/flat_groups: groups in which no token has an advantage."""
-    metrics, groups = Metrics(), _groups(batch)
-    moving = len({int(batch.group_R[r]) for r in moving_rollouts(batch)})
-    metrics.add("share/flat_groups", Mean(groups - moving, groups))
+    metrics, moving = Metrics(), len({int(batch.group_R[r]) for r in moving_rollouts(batch)})
+    metrics.add("share/flat_groups", Mean(batch.groups - moving, batch.groups))
     return metrics
 
 
@@ -169,7 +167,3 @@ def _ages(which: int) -> str:
     ['0', '1', '2-3', '4-7']
     """
     return str(which) if which < 2 else f"{1 << which - 1}-{(1 << which) - 1}"
-
-
-def _groups(batch: MicroBatch) -> int:
-    return int(batch.group_R.max()) + 1

@@ -58,7 +58,11 @@ class PolicyObjective:
         kept, selected and lm are used where `Experience` has added them."""
         now_N = logp_N.detach()
         proximal_N = proximal(batch, now_N, self.config, version)
-        weight_N = self._weights(batch, proximal_N)
+        weight_N = batch.columns.get("weight")
+        if weight_N is None:  # from all policy tokens, rejected ones included
+            weight_N = correction_weights(
+                Drift.of(proximal_N - batch.behaviour_N, batch), self.config.correction
+            )
         batch = unrejected(batch)
         loss = policy_loss(PolicyTerms.of(batch, logp_N, proximal_N), self.config)
         if self.config.loss in WEIGHED_BY_ROLLOUT and not self.config.own_loss:
@@ -86,12 +90,6 @@ class PolicyObjective:
         config = self.config
         beside = config.entropy_bonus or config.kl_loss.coef or config.lm_coef or config.own_loss
         return not beside and config.loss not in MOVES_WITHOUT_ADVANTAGE
-
-    def _weights(self, batch: MicroBatch, proximal_N: Tensor) -> Tensor:
-        """w_N of the off-policy correction, from all policy tokens, rejected ones included."""
-        if "weight" in batch.columns:
-            return batch.columns["weight"]
-        return correction_weights(Drift.of(proximal_N - batch.behaviour_N, batch), self.config.correction)
 
 
 def other_terms(logp_N: Tensor, entropy_N: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> Tensor:
