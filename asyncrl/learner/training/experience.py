@@ -94,7 +94,7 @@ class Experience:
         moved: whether the policy has moved since `score`.
         """
         config = self._config.algorithm
-        selects = config.loss in SELECTING and config.own_loss is None
+        selects = config.built_in_loss in SELECTING
         if not selects and not config.lm_coef:
             return batch
         some, columns = unrejected(batch or MicroBatch.empty()), {}

@@ -65,7 +65,7 @@ class PolicyObjective:
             )
         batch = unrejected(batch)
         loss = policy_loss(PolicyTerms.of(batch, logp_N, proximal_N), self.config)
-        if self.config.loss in WEIGHED_BY_ROLLOUT and not self.config.own_loss:
+        if self.config.built_in_loss in WEIGHED_BY_ROLLOUT:
             weight_N = geometric_means(weight_N, batch)
         per_token_N = weight_N * loss.loss_N + other_terms(logp_N, entropy_N, batch, self.config)
         share_N = AGGREGATIONS[self.config.aggregation].weights(batch, self.norm_tokens).to(per_token_N.dtype)
