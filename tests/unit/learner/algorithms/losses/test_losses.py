@@ -187,7 +187,7 @@ def test_any_split_gives_the_gradient_of_the_whole(
             piece, at_N = batch.select(part), batch.tokens_of(part)
             terms = terms_of(piece, logp_N[at_N], proximal_N[at_N], selected_N[at_N])
             total = total + weighted_sum(policy_loss(terms, config).loss_N, piece, aggregation)
-            counts = Counts.total([counts, Counts.of(piece)])
+            counts += Counts.of(piece)
         denominator = max(1, AGGREGATIONS[aggregation].denominator(counts))
         return torch.autograd.grad(total / denominator, logp_N)[0]
 
