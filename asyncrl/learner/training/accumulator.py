@@ -118,6 +118,13 @@ class Accumulator:
         self._max_tokens, self._even_tokens = config.learner.micro_batch_tokens, even_tokens(config.model)
         self._reset()
 
+    def _reset(self) -> None:
+        self._counts = defaultdict[str, Counts](Counts)
+        self._losses = defaultdict[str, float](float)
+        self._gap = LogprobGap()
+        self._bad = set[int]()
+        self._metrics = Metrics()
+
     def add(self, batch: MicroBatch | None, version: Version, number: int = 0) -> None:
         """Add the gradient of a batch, None where this rank has no groups. Raises NonFiniteGroups as `step`, for
         batches added before this one."""
@@ -234,13 +241,6 @@ class Accumulator:
         rollouts = moving_rollouts(batch) if trainable.skips_flat else range(batch.rollouts)
         copies = batch.copies_R.tolist()
         return [r for r in rollouts if copies[r] > 0]
-
-    def _reset(self) -> None:
-        self._counts = defaultdict[str, Counts](Counts)
-        self._losses = defaultdict[str, float](float)
-        self._gap = LogprobGap()
-        self._bad = set[int]()
-        self._metrics = Metrics()
 
 
 def _step_span(trainable: Trainable) -> str:
