@@ -10,15 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from generator_cases import (
-    CONFIG,
-    PATIENCE_S,
-    FakeLearner,
-    House,
-    house,
-    letter_of,
-    tasks,
-)
+from generator_cases import CONFIG, PATIENCE_S, FakeLearner, House, house, letter_of, tasks
 
 from asyncrl.config.schema import BatchConfig, Config, EvaluationConfig, GeneratorConfig
 from asyncrl.config.sections.algorithm import AlgorithmConfig

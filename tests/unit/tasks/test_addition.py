@@ -7,15 +7,7 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.generator.scoring.steps import check_steps
-from asyncrl.tasks.addition import (
-    heldout,
-    problem,
-    reward,
-    stepwise,
-    train,
-    with_cost,
-    write_model_folder,
-)
+from asyncrl.tasks.addition import heldout, problem, reward, stepwise, train, with_cost, write_model_folder
 from asyncrl.types import Finish, Rollout, Task
 
 TASK = Task(0, "47+85=", {"answer": "132", "target": "21,31,>132"})
