@@ -29,15 +29,11 @@ KINDS: Final[dict[str, Mapping[str, Algorithm[Any]]]] = {
 }
 """Key below `algorithm.` → its literals."""
 
-SECTIONS: Final = {"correction.kind": "algorithm.correction.", "correction.reject": "algorithm.correction."}
-"""Where the `config` argument of a kind's functions stands, if it is not `algorithm:` itself."""
-
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One algorithm. definition: the first line of the docstring · details: the rest · keys: dotted, all it reads."""
 
-    kind: str
     name: str
     definition: str
     details: str
@@ -108,12 +104,9 @@ def _literals(key: str) -> str:
 
 def _row(kind: str, name: str, entry: Algorithm[Any]) -> Row:
     definition, _, details = inspect.cleandoc(entry.function.__doc__ or "").partition("\n\n")
-    prefix = SECTIONS.get(kind, "algorithm.")
-    keys = [prefix + key for key in _keys_read(entry.function)]
-    known = tuple(key for key in keys if key in key_comments())
-    return Row(
-        kind, name, " ".join(definition.split()), details, entry.source, tuple(sorted(entry.needs)), known
-    )
+    section = "algorithm.correction." if kind.startswith("correction.") else "algorithm."
+    keys = tuple(section + key for key in _keys_read(entry.function) if section + key in key_comments())
+    return Row(name, " ".join(definition.split()), details, entry.source, tuple(sorted(entry.needs)), keys)
 
 
 @functools.cache

@@ -45,7 +45,8 @@ def scores(rewards_TK: Array, answers_TK: Array, unscored_TK: Array, pass_reward
     if samples == 1:
         return result
     right_TK = rewards_TK >= np.float32(pass_reward)
-    for k in (*_powers_of_two(samples), samples):
+    powers_of_two = (1 << i for i in range(1, samples.bit_length()) if 1 << i < samples)
+    for k in (*powers_of_two, samples):
         result[f"pass@{k}"] = pass_at(right_TK, k)
     if answers_TK.any():
         result[f"maj@{samples}"] = majority_at(right_TK, answers_TK)
@@ -86,7 +87,3 @@ def _majority(right_K: Array, answers_K: Array) -> float:
         return 0.0
     most = max(votes.values())
     return float(np.mean([right_K[answers_K == answer].mean() for answer, n in votes.items() if n == most]))
-
-
-def _powers_of_two(below: int) -> list[int]:
-    return [1 << i for i in range(1, below.bit_length()) if 1 << i < below]
