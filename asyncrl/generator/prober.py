@@ -14,7 +14,7 @@ from typing import Any
 
 from asyncrl.generator.engines.engine import RequestFailedError, Sampler, SampleRequest
 from asyncrl.generator.weights import WeightFollower
-from asyncrl.types import NO_VERSION, Array, Sampling, Turn
+from asyncrl.types import NO_VERSION, Array, Sampling
 
 log = logging.getLogger(__name__)
 
@@ -38,9 +38,12 @@ class Prober:
         while True:
             await self._follower.past(lineage, held)
             lineage, held = self._follower.lineage, self._follower.held
-            requests = (self._sample(f"probe/{lineage}/{held}/{p}", p) for p in range(len(self._prompts)))
+            requests = (
+                SampleRequest(f"probe/{lineage}/{held}/{p}", prompt, self._sampling, ordinal=p)
+                for p, prompt in enumerate(self._prompts)
+            )
             try:
-                turns = await asyncio.gather(*requests)
+                turns = [turn for (turn,) in await asyncio.gather(*map(self._engine.sample, requests))]
             except RequestFailedError as error:
                 log.warning("version %d goes without a probe: %s", held, error)
                 continue
@@ -59,7 +62,3 @@ class Prober:
     def reports(self) -> list[dict[str, Any]]:
         """The last few."""
         return list(self._reports)
-
-    async def _sample(self, name: str, prompt: int) -> Turn:
-        request = SampleRequest(name, self._prompts[prompt], self._sampling, ordinal=prompt)
-        return (await self._engine.sample(request))[0]

@@ -12,8 +12,7 @@ their order and end.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from asyncrl.config.functions.function_spec import load_function
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.tasks import SourceConfig
 from asyncrl.errors import ConfigError, SourceEndedError, TaskError
-from asyncrl.tasks.rows import HUB, JsonlRows, Row, RowReader, data_set
+from asyncrl.tasks.rows import HUB, JsonlRows, RowReader, data_set
 from asyncrl.tasks.stream import IteratorStream, MixtureStream, SequenceStream, TaskStream
 from asyncrl.types import Task
 
@@ -56,7 +55,7 @@ def load_source(
                 f"{chosen.source} gives an iterator, which has no order to change",
                 "set tasks.shuffle=false or return a list",
             )
-        stream = IteratorStream(partial(_open_again, chosen, section), reader)
+        stream = IteratorStream(lambda: iter(_open_rows(chosen, section)), reader)
     else:
         raise TaskError(
             f"{chosen.source} returned a {type(rows).__name__}, not a sequence or an iterator of tasks"
@@ -130,10 +129,6 @@ def _open_rows(chosen: SourceConfig, section: str) -> Any:
             f"give a path that is there, or 'package.module:function'{hub}",
         )
     return _call_source(source, options, section)
-
-
-def _open_again(chosen: SourceConfig, section: str) -> Iterator[Row]:
-    return iter(_open_rows(chosen, section))
 
 
 def _call_source(source: str, options: Mapping[str, Any], section: str) -> Any:

@@ -107,7 +107,8 @@ class RewardCall:
 
     async def _once(self, *arguments: Any) -> Any:
         """One attempt. The deadline excludes the wait for a free worker."""
-        call = self._in_loop if self._async else self._in_thread
+        # A call that hangs for ever keeps its thread, and no worker.
+        call = self._in_loop if self._async else partial(in_thread, self._function)
         self.under_way += 1
         try:
             async with asyncio.timeout(self.config.deadline_s):
@@ -160,10 +161,6 @@ class RewardCall:
             return await self._function(*arguments)
         except SystemExit as raised:
             raise as_failure(raised) from raised
-
-    async def _in_thread(self, *arguments: Any) -> Any:
-        # A call that hangs for ever keeps its thread, and no worker.
-        return await in_thread(self._function, *arguments)
 
 
 def load_reward(config: RewardConfig, key: str) -> Reward:
