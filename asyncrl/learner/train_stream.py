@@ -122,10 +122,7 @@ class TrainStream:
             return None
         with self._spans("wait/queue"):
             waited = self._spans.share("wait/groups")
-            trained: Trained = self._client.trained(
-                TRAIN, learner_epoch=self._learner_epoch, step=step, waited=waited
-            )
-        return trained
+            return self._client.trained(TRAIN, learner_epoch=self._learner_epoch, step=step, waited=waited)
 
     def leave_out(self, step: int, ordinals: Sequence[int]) -> None:
         """Collective: restart a step without these groups, which are not finite. Others replace them."""
@@ -150,8 +147,7 @@ class TrainStream:
         """Where the stream stands, for a checkpoint."""
         if self._backend.rank != 0:
             return b""
-        snapshot: bytes = self._client.snapshot(TRAIN, learner_epoch=self._learner_epoch)
-        return snapshot
+        return self._client.snapshot(TRAIN, learner_epoch=self._learner_epoch)
 
     def checkpointed(self, version: Version) -> None:
         """Report a whole checkpoint: the queue may forget the steps before it."""

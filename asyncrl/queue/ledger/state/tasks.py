@@ -25,15 +25,13 @@ MAX_REASONS = 64
 
 
 class State(enum.Enum):
-    """Where a task is. The last two are ends; a task that has ended is not kept."""
+    """Where a task is. One that has ended, as trained or dropped, is not kept."""
 
     PENDING = "pending"
     LEASED = "leased"
     READY = "ready"  # committed, maybe without all the columns that a claim needs
     CLAIMED = "claimed"
     RECORDED = "recorded"  # trained on a branch that a rewind left; the same step claims it again
-    TRAINED = "trained"
-    DROPPED = "dropped"
 
 
 @dataclass(frozen=True, slots=True)
