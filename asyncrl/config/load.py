@@ -25,9 +25,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from asyncrl.config import remedies
 from asyncrl.config.docs import key_comments, render
-from asyncrl.config.limits import value_errors
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.rules import Section
+from asyncrl.config.sections.rules import Section, value_errors
 from asyncrl.config.yaml_values import LONGEST, parse, parse_with_lines, with_references
 from asyncrl.errors import ConfigError, call_all, raise_all
 from asyncrl.system.disk import replace_text

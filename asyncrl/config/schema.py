@@ -1,8 +1,8 @@
 """Every key a user can set: one dataclass per YAML section, each key with its default and its help text.
 
-`load.py` merges files and command line into `Config`, which checks itself when it is made: each value by its type
-(`limits.py`), the rules among the keys of a section, and those among sections, which stand here. All that is wrong is
-in one `ConfigError`, raised before a process starts.
+`load.py` merges files and command line into `Config`, which checks itself when it is made: each value by its type, the
+rules among the keys of a section (`sections/rules.py`), and those among sections, which stand here. All that is wrong
+is in one `ConfigError`, raised before a process starts.
 """
 
 from __future__ import annotations
@@ -13,22 +13,32 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from asyncrl.config.limits import Amount, Count, Positive, Seconds, Seed, check
-from asyncrl.config.sections.agent import AgentConfig
 from asyncrl.config.sections.algorithm import GROUP_ADVANTAGES, AlgorithmConfig, policy_rules
-from asyncrl.config.sections.generator import GeneratorConfig
+from asyncrl.config.sections.generator import AgentConfig, GeneratorConfig
 from asyncrl.config.sections.learner import LearnerConfig
 from asyncrl.config.sections.models import (
+    REWARDS,
     CriticConfig,
     ModelConfig,
+    PlacementConfig,
     ReferenceConfig,
     RewardModelConfig,
     TeacherConfig,
 )
-from asyncrl.config.sections.placement import REWARDS, PlacementConfig
 from asyncrl.config.sections.queue import QueueConfig
 from asyncrl.config.sections.reward import RewardConfig
-from asyncrl.config.sections.rules import Rule, Section, key, name_rule
+from asyncrl.config.sections.rules import (
+    Amount,
+    Count,
+    Positive,
+    Rule,
+    Seconds,
+    Section,
+    Seed,
+    check_section,
+    key,
+    name_rule,
+)
 from asyncrl.config.sections.sync import SyncConfig
 from asyncrl.config.sections.tasks import EvaluationConfig, TasksConfig
 
@@ -49,12 +59,11 @@ class RunConfig(Section):
         object.__setattr__(self, "dir", os.path.expanduser(self.dir))
 
     def rules(self, at: str) -> Iterator[Rule]:
-        yield name_rule("run.name", self.name)
-        yield Rule(bool(self.dir), "run.dir", self.dir, "names no folder", "set run.dir=runs")
+        yield name_rule("name", self.name)
+        yield Rule(bool(self.dir), "dir", "names no folder", "set run.dir=runs")
         yield Rule(
             not self.dir.startswith("~"),
-            "run.dir",
-            self.dir,
+            "dir",
             "begins with ~, and there is no such user",
             "write the whole path, or ./~… for that name",
         )
@@ -91,17 +100,17 @@ class TelemetryConfig(Section):
         for name in self.sinks:
             yield Rule(
                 name in SINKS,
-                "telemetry.sinks",
-                name,
+                "sinks",
                 "is no sink; metrics.jsonl is always written",
                 f"choose from {', '.join(SINKS)}",
+                name,
             )
         yield Rule(
             len(set(self.sinks)) == len(self.sinks),
-            "telemetry.sinks",
-            list(self.sinks),
+            "sinks",
             "names a sink twice",
             "take one out",
+            list(self.sinks),
         )
 
 
@@ -165,7 +174,7 @@ class Config(Section):
     sft: SftConfig = field(default_factory=SftConfig)
 
     def __post_init__(self) -> None:
-        check(self)
+        check_section(self)
 
     def rules(self, at: str) -> Iterator[Rule]:
         """The rules among sections."""
@@ -235,28 +244,24 @@ def _size_rules(config: Config) -> Iterator[Rule]:
     yield Rule(
         advantage not in GROUP_ADVANTAGES or batch.group_size >= 2,
         "batch.group_size",
-        batch.group_size,
         f"advantage '{advantage}' compares the rollouts of a group and needs at least 2",
         "set batch.group_size=8",
     )
     yield Rule(
         algorithm.filter == "none" or batch.group_size >= 2,
         "algorithm.filter",
-        algorithm.filter,
         f"would drop every group: one of batch.group_size={batch.group_size} has no spread",
         "set algorithm.filter=none, or batch.group_size=8",
     )
     yield Rule(
         algorithm.pass_k is None or algorithm.pass_k <= batch.group_size,
         "algorithm.pass_k",
-        algorithm.pass_k,
         f"a group of batch.group_size={batch.group_size} rollouts has no best of so many",
         f"set batch.group_size={algorithm.pass_k} or more",
     )
     yield Rule(
         config.learner.mini_batches <= batch.groups,
         "learner.mini_batches",
-        config.learner.mini_batches,
         f"splits the groups of a version, of which there are batch.groups={batch.groups}",
         f"set learner.mini_batches={batch.groups} or less",
     )
@@ -264,17 +269,17 @@ def _size_rules(config: Config) -> Iterator[Rule]:
     yield Rule(
         config.spare_versions >= 0,
         "queue.window",
-        config.window,
         f"a window of {config.window} over batches of {batch.groups} leaves no room under "
         f"queue.max_staleness={queue.max_staleness}: η - ceil((W - 1) / B) is negative",
         f"set queue.window to at most {queue.max_staleness * batch.groups + 1}",
+        config.window,
     )
     yield Rule(
         config.depth >= least,
         "queue.depth",
-        config.depth,
         f"must hold one batch and the window: batch.groups + window - 1 = {least}",
         f"set queue.depth={least} or more",
+        config.depth,
     )
 
 
@@ -284,28 +289,24 @@ def _length_rules(config: Config) -> Iterator[Rule]:
     yield Rule(
         algorithm.shaping.overlong_buffer <= generator.max_tokens,
         "algorithm.shaping.overlong_buffer",
-        algorithm.shaping.overlong_buffer,
         f"is a part of generator.max_tokens={generator.max_tokens}",
         f"set algorithm.shaping.overlong_buffer={generator.max_tokens // 4}",
     )
     yield Rule(
         generator.max_tokens < generator.max_length,
         "generator.max_tokens",
-        generator.max_tokens,
         f"must leave room for a prompt under generator.max_length={generator.max_length}",
         f"set generator.max_length above {generator.max_tokens}",
     )
     yield Rule(
         (config.agent.max_tokens or 1) <= generator.max_length,
         "agent.max_tokens",
-        config.agent.max_tokens,
         f"is more than the engine holds of one sequence, generator.max_length={generator.max_length}",
         "set generator.max_length higher, or leave agent.max_tokens out",
     )
     yield Rule(
         generator.heartbeat_s < queue.lease_s,
         "generator.heartbeat_s",
-        generator.heartbeat_s,
         f"renews leases later than they end, by queue.lease_s={queue.lease_s}",
         f"set generator.heartbeat_s={queue.lease_s / 10:g} or less",
     )
@@ -318,14 +319,13 @@ def _evaluation_rules(config: Config) -> Iterator[Rule]:
         yield Rule(
             chosen.samples <= slots,
             f"{at}.samples",
-            chosen.samples,
             f"is more than the engine decodes at once, generator.slots={slots}",
             f"set {at}.samples={slots}, or more slots",
+            chosen.samples,
         )
     yield Rule(
         config.run.target_accuracy is None or not evaluation.sets or evaluation.source is not None,
         "run.target_accuracy",
-        config.run.target_accuracy,
         "is of the tasks of evaluation.source, which is not set",
         "set it to the source of one of evaluation.sets",
     )
@@ -338,7 +338,6 @@ def _truncation_rules(algorithm: AlgorithmConfig, generator: GeneratorConfig) ->
         yield Rule(
             algorithm.truncated == "weigh",
             f"generator.{name}",
-            getattr(generator, name),
             "cuts tokens off that the learner's policy gives a probability: the samples are not that policy's, and "
             "recorded and recomputed log-probs are of two distributions",
             f"unset it (evaluation.{name} is free), or accept what algorithm.truncated=weigh says",
@@ -346,7 +345,6 @@ def _truncation_rules(algorithm: AlgorithmConfig, generator: GeneratorConfig) ->
     yield Rule(
         algorithm.truncated == "refuse" or algorithm.weighs_behaviour or not any(cuts.values()),
         "algorithm.truncated",
-        algorithm.truncated,
         f"needs tokens weighed against what they were drawn from, and loss {algorithm.loss!r} with proximal "
         f"{algorithm.proximal!r} and algorithm.correction.kind=none leaves that out",
         "set algorithm.proximal=frozen algorithm.correction.kind=tis",
@@ -360,7 +358,6 @@ def _lora_rules(config: Config) -> Iterator[Rule]:
     yield Rule(
         config.reference.update_every is None,
         "reference.update_every",
-        config.reference.update_every,
         "the reference of a policy with adapters is what they were put into, and that stays as it is",
         "leave it out, or set model.lora.rank=0",
     )
@@ -369,14 +366,12 @@ def _lora_rules(config: Config) -> Iterator[Rule]:
         yield Rule(
             size == 1,
             f"learner.parallel.{name}",
-            size,
             "does not cut adapters yet",
             f"set learner.parallel.{name}=1, or model.lora.rank=0",
         )
     yield Rule(
         config.learner.backend == "fsdp",
         "model.lora.rank",
-        config.model.lora.rank,
         f"learner.backend={config.learner.backend} trains no adapters",
         "set model.lora.rank=0, or learner.backend=fsdp",
     )
@@ -389,28 +384,24 @@ def _model_rules(config: Config) -> Iterator[Rule]:
     yield Rule(
         advantage != "distill" or config.teacher.path is not None,
         "teacher.path",
-        config.teacher.path,
         "names the model that advantage 'distill' learns from",
         "set it to a model with the tokenizer of model.path",
     )
     yield Rule(
         advantage != "safe_rlhf" or cost in config.reward.weights,
         "reward.weights",
-        config.reward.weights,
         f"must say what the cost, the part {cost!r}, counts in the reward: unless told, as much as any other part",
         f"set reward.weights.{cost}=0",
     )
     yield Rule(
         not config.greedy_rollout or all(reward.per == "rollout" for reward in config.reward.each),
         "algorithm.advantage",
-        advantage,
         "adds a greedy rollout to a group, which would change what a reward of 'per: group' says of the others",
         "set algorithm.advantage=rloo, or per=rollout",
     )
     yield Rule(
         config.critic.warmup_versions < config.run.versions,
         "critic.warmup_versions",
-        config.critic.warmup_versions,
         f"leaves the policy none of run.versions={config.run.versions} to learn in",
         f"set critic.warmup_versions={config.run.versions // 10}",
     )
@@ -423,7 +414,6 @@ def _pool_rules(config: Config) -> Iterator[Rule]:
     yield Rule(
         "reference" not in pools or config.reference.update_every is None,
         "reference.update_every",
-        config.reference.update_every,
         "makes the reference follow the policy, whose weights a pool does not get",
         "set placement.reference.where=colocated, or leave it out",
     )
@@ -432,7 +422,6 @@ def _pool_rules(config: Config) -> Iterator[Rule]:
         yield Rule(
             pools[name].processes == 1,
             f"placement.{name}.processes",
-            pools[name].processes,
             "are copies of a model, and one that learns is one model",
             f"set placement.{name}.ranks={pools[name].processes}, which share it",
         )
@@ -442,14 +431,12 @@ def _pool_rules(config: Config) -> Iterator[Rule]:
         yield Rule(
             name in config.reward.functions,
             "placement.rewards.functions",
-            config.placement.rewards.functions,
             f"{name!r} is not one of reward.functions",
             f"name some of {', '.join(config.reward.functions) or 'them, or leave it out'}",
         )
     yield Rule(
         not config.greedy_rollout,
         "placement.rewards.where",
-        "pool",
         f"advantage {config.algorithm.advantage!r} compares with a greedy rollout, which groups do not carry",
         "set placement.rewards.where=colocated, or algorithm.advantage=rloo",
     )

@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.placement import REWARDS
+from asyncrl.config.sections.models import REWARDS
 from asyncrl.errors import AsyncRLError, RefusedError, RunClosedError, first_failure
 from asyncrl.generator.admission import LOOK_S, Admission
 from asyncrl.generator.engines.engine import Engine

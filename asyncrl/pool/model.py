@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.parallel import ParallelConfig
+from asyncrl.config.sections.learner import ParallelConfig
 from asyncrl.generator.threads import in_thread
 from asyncrl.learner.backends.checkpoint_source import origin_of
 from asyncrl.learner.backends.fsdp.layers import prepare_layers

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import torch
 
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.placement import REWARDS
+from asyncrl.config.sections.models import REWARDS
 from asyncrl.config.sections.rules import require
 from asyncrl.generator.scoring.rewards import Scorer
 from asyncrl.generator.threads import in_thread

@@ -13,8 +13,7 @@ from learner_cases import random_group, small_config
 from torch import Tensor
 
 from asyncrl.config.schema import Config, LearnerConfig, ModelConfig
-from asyncrl.config.sections.learner import OptimizerConfig
-from asyncrl.config.sections.parallel import ParallelConfig
+from asyncrl.config.sections.learner import OptimizerConfig, ParallelConfig
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.data.batch import MicroBatch
 

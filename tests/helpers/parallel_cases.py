@@ -24,8 +24,7 @@ from transformers import (
 )
 
 from asyncrl.config.schema import Config, LearnerConfig, ModelConfig
-from asyncrl.config.sections.learner import OptimizerConfig
-from asyncrl.config.sections.parallel import ParallelConfig
+from asyncrl.config.sections.learner import OptimizerConfig, ParallelConfig
 from asyncrl.learner.backends.dtensor_layout import layout_of_dtensors
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.data.batch import MicroBatch

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from asyncrl.config.schema import Config, LearnerConfig, ModelConfig
 from asyncrl.config.sections.algorithm import AlgorithmConfig
-from asyncrl.config.sections.learner import OptimizerConfig
-from asyncrl.config.sections.parallel import ParallelConfig
+from asyncrl.config.sections.learner import OptimizerConfig, ParallelConfig
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.checks.logprob_check import probe_batch
 from asyncrl.learner.training import requirements

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from asyncrl.config.limits import Amount, Count, NotNegative, Positive, Share
-from asyncrl.config.sections.rules import Rule, Section, key
+from asyncrl.config.sections.rules import Amount, Count, NotNegative, Positive, Rule, Section, Share, key
 
 GROUP_ADVANTAGES = (
     *("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "gpg", "gdpo", "pass_at_k", "sppo", "prime"),
@@ -56,8 +55,7 @@ class ShapingConfig(Section):
         if self.kl_target is not None:
             yield Rule(
                 self.kl_coef > 0,
-                "algorithm.shaping.kl_coef",
-                self.kl_coef,
+                "kl_coef",
                 "kl_target adapts it by factors, which cannot move it away from 0",
                 "set algorithm.shaping.kl_coef=0.001 or unset algorithm.shaping.kl_target",
             )
@@ -113,23 +111,20 @@ class CorrectionConfig(Section):
     def rules(self, at: str) -> Iterator[Rule]:
         yield Rule(
             0 <= self.low <= self.high,
-            f"{at}.low",
-            self.low,
+            "low",
             f"is a weight that is kept, and so is high={self.high}",
             f"set {at}.low={min(1.0, self.high) / 2}",
         )
         low = 1 / self.reject_high if self.reject_low is None else self.reject_low
         yield Rule(
             not self.reject.endswith("k1") or 0 < low <= self.reject_high,
-            f"{at}.reject_low",
-            self.reject_low,
+            "reject_low",
             f"and reject_high={self.reject_high} bound a ratio π_p/μ; unset, it is 1 / reject_high",
             f"set {at}.reject_low=0.5 and {at}.reject_high=2.0",
         )
         yield Rule(
             not self.normalise or self.kind != "none",
-            f"{at}.normalise",
-            self.normalise,
+            "normalise",
             f"has nothing to do: with {at}.kind=none every weight is 1",
             f"set {at}.kind=tis",
         )
@@ -243,43 +238,37 @@ class AlgorithmConfig(Section):
     def rules(self, at: str) -> Iterator[Rule]:
         yield Rule(
             self.built_in_advantage not in UNSHAPED or not self.shaping.changes_rewards,
-            "algorithm.shaping",
-            self.shaping,
+            "shaping",
             f"changes a reward that advantage '{self.advantage}' does not look at",
             "unset kl_coef, overlong_buffer and resample; algorithm.kl_loss.coef keeps a policy near the reference too",
         )
         yield Rule(
             self.built_in_advantage != "distill" or self.filter == "none",
-            "algorithm.filter",
-            self.filter,
+            "filter",
             "looks at rewards, and advantage 'distill' learns from a teacher whatever they are",
             "set algorithm.filter=none",
         )
         yield Rule(
             self.dual_clip is None or self.dual_clip > 1,
-            "algorithm.dual_clip",
-            self.dual_clip,
+            "dual_clip",
             "bounds the loss of a negative advantage at ρ = c, which must lie above the ratio's own 1",
             "set algorithm.dual_clip=3.0",
         )
         yield Rule(
             min(self.sapo_tau) > 0,
-            "algorithm.sapo_tau",
-            self.sapo_tau,
+            "sapo_tau",
             "are temperatures, and above 0",
             "set algorithm.sapo_tau=[1.0, 1.05]",
         )
         yield Rule(
             self.cost_multiplier <= self.cost_multiplier_max,
-            "algorithm.cost_multiplier",
-            self.cost_multiplier,
+            "cost_multiplier",
             f"is where λ starts, and must not be above algorithm.cost_multiplier_max={self.cost_multiplier_max}",
             "set algorithm.cost_multiplier=1.0",
         )
         yield Rule(
             self.pass_k is None or self.pass_k >= 2,
-            "algorithm.pass_k",
-            self.pass_k,
+            "pass_k",
             "the best of one is the reward itself",
             "set algorithm.pass_k=2 or more, or algorithm.advantage=rloo",
         )
@@ -314,14 +303,12 @@ def policy_rules(algorithm: AlgorithmConfig, steps: int) -> Iterator[Rule]:
     yield Rule(
         loss != "decoupled_ppo" or proximal != "behaviour",
         "algorithm.proximal",
-        proximal,
         "makes decoupled_ppo plain ppo, since its weight π_p/μ is then 1",
         "set algorithm.proximal=loglinear, or algorithm.loss=ppo",
     )
     yield Rule(
         loss not in ("decoupled_ppo", "kl_cov") or proximal != "frozen" or steps > 1,
         "algorithm.proximal",
-        proximal,
         f"is the policy itself while a version is one optimizer step: ρ is 1, and {loss} holds nothing back",
         "set learner.mini_batches=4, or algorithm.proximal=loglinear",
     )
@@ -334,21 +321,18 @@ def _correction_rules(algorithm: AlgorithmConfig, steps: int) -> Iterator[Rule]:
         yield Rule(
             value == "none" or proximal != "behaviour",
             f"algorithm.correction.{name}",
-            value,
             "weighs the proximal policy against the behaviour, and proximal 'behaviour' makes the two the same",
             "set algorithm.proximal=frozen",
         )
     yield Rule(
         correction.kind == "none" or loss not in OWN_WEIGHTS,
         "algorithm.correction.kind",
-        correction.kind,
         f"would weigh every token a second time: loss '{loss}' has a weight of its own, algorithm.weight_cap",
         "set algorithm.correction.kind=none",
     )
     yield Rule(
         not correction.normalise or proximal != "loglinear" or steps == 1,
         "algorithm.correction.normalise",
-        correction.normalise,
         "divides by a mean over the whole version, in which proximal 'loglinear' moves with every optimizer step",
         "set algorithm.proximal=frozen",
     )
@@ -359,28 +343,24 @@ def _sppo_rules(algorithm: AlgorithmConfig) -> Iterator[Rule]:
     yield Rule(
         loss != "sppo" or algorithm.proximal == "frozen",
         "algorithm.proximal",
-        algorithm.proximal,
         "loss sppo measures how far the policy moves from that at the version's start",
         "set algorithm.proximal=frozen",
     )
     yield Rule(
         loss != "sppo" or algorithm.aggregation == "seq-mean-token-sum",
         "algorithm.aggregation",
-        algorithm.aggregation,
         "loss sppo is one number per rollout, whose parts are summed over its tokens and averaged over rollouts",
         "set algorithm.aggregation=seq-mean-token-sum",
     )
     yield Rule(
         loss != "sppo" or advantage in ("sppo", None),
         "algorithm.advantage",
-        advantage,
         "is not what loss sppo pulls the log-ratio to, η(P̂ − ½)",
         "set algorithm.advantage=sppo",
     )
     yield Rule(
         advantage != "sppo" or loss in ("sppo", None),
         "algorithm.loss",
-        loss,
         "would take the target of advantage sppo, what the log-ratio is pulled to, for an advantage",
         "set algorithm.loss=sppo",
     )

@@ -1,4 +1,4 @@
-"""The sections `generator`, `generator.vllm` and `generator.server`."""
+"""The sections `generator`, with the engines' own, and `agent`: rollouts of several turns."""
 
 from __future__ import annotations
 
@@ -6,8 +6,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from asyncrl.config.limits import Amount, Count, Positive, Processes, Seconds, Threads
-from asyncrl.config.sections.rules import Rule, Section, device_rules, key, sampling_rules
+from asyncrl.config.sections.rules import (
+    Amount,
+    Count,
+    Positive,
+    Processes,
+    Rule,
+    Seconds,
+    Section,
+    Threads,
+    device_rules,
+    key,
+    sampling_rules,
+)
 
 KvAtFlip = Literal["keep", "recompute", "drain"]
 
@@ -30,8 +41,7 @@ class VllmConfig(Section):
     def rules(self, at: str) -> Iterator[Rule]:
         yield Rule(
             self.gpu_memory_share <= 1,
-            "generator.vllm.gpu_memory_share",
-            self.gpu_memory_share,
+            "gpu_memory_share",
             "is a share of the memory",
             "set generator.vllm.gpu_memory_share=0.9",
         )
@@ -52,15 +62,14 @@ class ServerConfig(Section):
         for url in self.urls:
             yield Rule(
                 url.startswith(("http://", "https://")),
-                "generator.server.urls",
-                url,
+                "urls",
                 "is no address of an HTTP server",
                 "set generator.server.urls=[http://127.0.0.1:8000]",
+                url,
             )
         yield Rule(
             len(set(self.urls)) == len(self.urls),
-            "generator.server.urls",
-            self.urls,
+            "urls",
             "names a server twice, but each generator updates the weights of its own",
             "start a server for each generator",
         )
@@ -108,12 +117,11 @@ class GeneratorConfig(Section):
     heartbeat_s: Seconds = key(2.0, "between two renewals of all leases of a worker")
 
     def rules(self, at: str) -> Iterator[Rule]:
-        yield from device_rules("generator.devices", self.devices)
+        yield from device_rules(at, self.devices)
         yield from sampling_rules(at, self.top_p, self.min_p)
         yield Rule(
             self.kv == "keep" or self.engine != "scripted",
-            "generator.kv",
-            self.kv,
+            "kv",
             "is not for generator.engine=scripted: it has no cache, and flips at once",
             "set generator.kv=keep",
         )
@@ -128,29 +136,67 @@ class GeneratorConfig(Section):
         behind_http, urls = self.engine in ("vllm_server", "sglang"), self.server.urls
         yield Rule(
             bool(urls) == behind_http,
-            "generator.server.urls",
-            urls,
+            "server.urls",
             "goes with generator.engine=vllm_server or sglang, and only with these",
             "set both, or neither",
         )
         yield Rule(
             not behind_http or len(urls) >= self.count,
-            "generator.server.urls",
-            urls,
+            "server.urls",
             f"has fewer servers than generator.count={self.count}",
             f"name {self.count} servers, or set generator.count={max(1, len(urls))}",
         )
         yield Rule(
             (self.server.folder is not None) == (self.engine == "sglang"),
-            "generator.server.folder",
-            self.server.folder,
+            "server.folder",
             "goes with generator.engine=sglang, and only with that",
             "set generator.server.folder=/shared/versions",
         )
         yield Rule(
             self.engine != "sglang" or (self.top_p == 1 and self.top_k == 0 and self.min_p == 0),
-            "generator.engine",
-            self.engine,
+            "engine",
             "its log-probs are of all tokens, also where top_p, top_k or min_p cut some off",
             "unset these, or set generator.engine=vllm_server",
+        )
+
+
+@dataclass(frozen=True)
+class AgentConfig(Section):
+    """Without tools and environment a rollout is one turn."""
+
+    tools: list[str] = key(
+        [],
+        "'package.module:function' or 'file.py:function' each, plain or async; type hints and docstring tell "
+        "the model how to call it",
+    )
+    environment: str | None = key(None, "in place of tools: 'package.module:Class', an Environment")
+    options: dict[str, Any] = key({}, "keyword arguments of the environment")
+    tool_format: Literal["hermes", "llama3", "json"] = key("hermes", "of calls; Qwen writes hermes")
+    tool_role: Literal["tool", "user"] = key("tool", "of the messages that hold what a tool returned")
+    tool_deadline_s: Seconds = key(10.0, "of one call; a late one is an error message to the model")
+    tool_workers: Threads = key(16, "calls at once in one generator")
+    tool_chars: Count = key(8192, "most characters of one tool's answer, the rest is cut off")
+    max_turns: Count = key(8, "turns of one rollout")
+    max_tokens: Count | None = key(
+        None, "of one rollout, with prompt and answers of tools; none: generator.max_length"
+    )
+    deadline_s: Seconds = key(120.0, "of one reset or step of the environment, tool calls included")
+    keep: bool = key(True, "finished turns go to the queue, and whoever gets the task next goes on from them")
+
+    @property
+    def several_turns(self) -> bool:
+        return bool(self.tools) or self.environment is not None
+
+    def rules(self, at: str) -> Iterator[Rule]:
+        yield Rule(
+            not self.tools or self.environment is None,
+            "tools",
+            f"stands beside agent.environment={self.environment}, which brings its own tools",
+            "set one of the two, or derive the environment from ToolEnvironment",
+        )
+        yield Rule(
+            not self.tools or self.tool_deadline_s < self.deadline_s,
+            "tool_deadline_s",
+            f"must be below agent.deadline_s={self.deadline_s}, or the step fails before the call does",
+            "set agent.deadline_s higher",
         )

@@ -1,24 +1,60 @@
-"""The section `learner`, and the optimizer of every model that learns."""
+"""The section `learner`: how models are spread over its processes, and the optimizer of every model that learns."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from asyncrl.config.limits import (
+from asyncrl.config.sections.rules import (
     Amount,
     BelowOne,
     Count,
     NotNegative,
     Positive,
     Processes,
+    Rule,
     Seconds,
+    Section,
     Share,
     Threads,
+    device_rules,
+    key,
 )
-from asyncrl.config.sections.parallel import ParallelConfig
-from asyncrl.config.sections.rules import Rule, Section, device_rules, key
+
+
+@dataclass(frozen=True)
+class ParallelConfig(Section):
+    """The processes beyond these axes shard parameters, gradients and optimizer (FSDP)."""
+
+    tensor: Processes = key(1, "processes that share each matrix; they learn from the same groups")
+    sequence: bool = key(True, "with tensor > 1: what stands between the matrices is shared too, by tokens")
+    context: Processes = key(1, "processes that share the tokens of each micro-batch")
+    context_way: Literal["ulysses", "all_gather"] = key(
+        "ulysses", "tokens for heads and back, or all keys to everybody"
+    )
+    expert: Processes = key(1, "processes that share the experts of each layer")
+    pipeline: Processes = key(1, "processes one after another, each with some of the layers")
+    pipeline_schedule: Literal["1f1b", "interleaved"] = key(
+        "1f1b", "interleaved: each has several runs of layers"
+    )
+    pipeline_stages_per_rank: Processes = key(2, "how many; interleaved only")
+    replicate: Processes = key(1, "copies of the sharded model, each with groups of its own (HSDP)")
+
+    @property
+    def stages_per_rank(self) -> int:
+        return self.pipeline_stages_per_rank if self.pipeline_schedule == "interleaved" else 1
+
+    @property
+    def stages(self) -> int:
+        """Runs of layers that the model is cut into."""
+        return self.pipeline * self.stages_per_rank if self.pipeline > 1 else 1
+
+    @property
+    def processes(self) -> int:
+        """The world must be a multiple of this; the quotient is the shard axis."""
+        return math.prod((self.pipeline, self.replicate, self.context, self.tensor))
 
 
 @dataclass(frozen=True)
@@ -101,26 +137,23 @@ class LearnerConfig(Section):
     groups_deadline_s: Seconds = key(600.0, "longest wait for the next group before the run is called stuck")
 
     def rules(self, at: str) -> Iterator[Rule]:
-        yield from device_rules("learner.devices", self.devices)
+        yield from device_rules(at, self.devices)
         ranks_on = len(self.devices.split(",")) if self.devices else self.processes
         yield Rule(
             self.processes <= ranks_on,
-            "learner.processes",
-            self.processes,
+            "processes",
             f"is more than learner.devices={self.devices} has GPUs, and each process needs one of its own",
             f"set learner.processes={ranks_on}, or name more GPUs",
         )
         yield Rule(
             not self.compile or self.parallel.tensor == 1,
-            "learner.compile",
-            self.compile,
+            "compile",
             "does not go with layers whose matrices are shared",
             "leave it out, or set learner.parallel.tensor=1",
         )
         yield Rule(
             (self.offload == "disk") == (self.offload_folder is not None),
-            "learner.offload_folder",
-            self.offload_folder,
+            "offload_folder",
             f"goes with learner.offload=disk and no other, and this is {self.offload}",
             "set both, or neither",
         )
@@ -128,8 +161,7 @@ class LearnerConfig(Section):
         for name in (name for name, off in own.items() if getattr(self, name) != off):
             yield Rule(
                 self.backend == "fsdp",
-                f"learner.{name}",
-                getattr(self, name),
+                name,
                 f"is not what learner.backend={self.backend} does",
                 "leave it out, or set learner.backend=fsdp",
             )

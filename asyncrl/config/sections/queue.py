@@ -6,8 +6,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from asyncrl.config.limits import Amount, AnyBytes, Bytes, Count, Seconds
-from asyncrl.config.sections.rules import Rule, Section, key, redis_url_rule
+from asyncrl.config.sections.rules import (
+    Amount,
+    AnyBytes,
+    Bytes,
+    Count,
+    Rule,
+    Seconds,
+    Section,
+    key,
+    redis_url_rule,
+)
 
 
 def _stays_here(address: str) -> bool:
@@ -63,48 +72,42 @@ class QueueConfig(Section):
     def rules(self, at: str) -> Iterator[Rule]:
         yield Rule(
             self.address.partition("://")[0] in ("tcp", "ipc", "inproc"),
-            "queue.address",
-            self.address,
+            "address",
             "does not say how it is reached",
             f"set queue.address=tcp://{self.address.rpartition('://')[2] or '127.0.0.1:*'}",
         )
         yield Rule(
             self.keys is not None or "://" not in self.address or _stays_here(self.address),
-            "queue.address",
-            self.address,
+            "address",
             "can be reached from other machines, and queue.keys is not set",
             "make keys with `asyncrl keys DIR`, copy DIR without server.key to the machines of the run that have no "
             "queue, and set queue.keys=DIR",
         )
         yield Rule(
             self.wait_share is None or 0 < self.wait_share < 1,
-            "queue.wait_share",
-            self.wait_share,
+            "wait_share",
             "is a share of the learner's time, between 0 and 1",
             "set queue.wait_share=0.05",
         )
-        yield from self._store_rules()
+        yield from self._store_rules(at)
 
-    def _store_rules(self) -> Iterator[Rule]:
-        yield redis_url_rule("queue.redis_url", self.redis_url)
+    def _store_rules(self, at: str) -> Iterator[Rule]:
+        yield redis_url_rule(at, self.redis_url)
         yield Rule(
             (self.redis_url is not None) == (self.store == "redis"),
-            "queue.redis_url",
-            self.redis_url,
+            "redis_url",
             "goes with queue.store=redis, and only with that",
             "set queue.store=redis queue.redis_url=redis://127.0.0.1:6379/0",
         )
         yield Rule(
             self.store != "memory" or self.durable == "metadata",
-            "queue.durable",
-            self.durable,
+            "durable",
             "a queue that keeps nothing cannot keep payloads",
             "set queue.store=file",
         )
         yield Rule(
             not self.fsync or self.store == "file",
-            "queue.fsync",
-            self.fsync,
+            "fsync",
             "is for files"
             + ("; a Redis server decides by its own appendfsync" if self.store == "redis" else ""),
             "set queue.store=file, or leave it out",

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from asyncrl.config.entries import as_section
-from asyncrl.config.limits import Amount, Seconds, Threads
-from asyncrl.config.sections.rules import Rule, Section, key, require
+from asyncrl.config.sections.rules import Amount, Rule, Seconds, Section, Threads, as_section, key, require
 from asyncrl.errors import call_all
 
 OWN = ("function", "options", "per", "deadline_s", "retries", "workers", "on_failure", "max_failed_share")
@@ -51,23 +49,21 @@ class RewardConfig(Section):
     def rules(self, at: str) -> Iterator[Rule]:
         yield Rule(
             0 < self.max_failed_share <= 1,
-            f"{at}.max_failed_share",
-            self.max_failed_share,
+            "max_failed_share",
             "is a share of tasks, above 0 and at most 1",
             f"set {at}.max_failed_share=0.5",
         )
         for part, weight in self.weights.items():
             yield Rule(
                 isinstance(weight, (int, float)) and math.isfinite(weight),
-                f"reward.weights.{part}",
-                weight,
+                f"weights.{part}",
                 "must be a finite number",
                 f"set reward.weights.{part}=0 for a part that is only logged",
+                weight,
             )
         yield Rule(
             not self.functions or self.function in (None, "???"),
-            "reward.function",
-            self.function,
+            "function",
             "stands beside reward.functions, which takes its place",
             "make it one of reward.functions, or set reward.function=null",
         )

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from asyncrl.config.limits import Amount, Count, Positive, Seconds
-from asyncrl.config.sections.rules import Rule, Section, key, redis_url_rule
+from asyncrl.config.sections.rules import Amount, Count, Positive, Rule, Seconds, Section, key, redis_url_rule
 
 
 @dataclass(frozen=True)
@@ -74,34 +73,30 @@ class SyncConfig(Section):
     def rules(self, at: str) -> Iterator[Rule]:
         yield Rule(
             self.silence_s >= self.deadline_s,
-            "sync.silence_s",
-            self.silence_s,
+            "silence_s",
             f"a generator is silent during a transfer, for up to sync.deadline_s={self.deadline_s}",
             "raise sync.silence_s",
         )
         yield Rule(
             self.snapshots in (1, 2),
-            "sync.snapshots",
-            self.snapshots,
+            "snapshots",
             "a learner rank keeps 1 or 2 copies",
             "set sync.snapshots=2, or 1 to save memory",
         )
         yield Rule(
             self.delta != "always" or self.snapshots == 2,
-            "sync.delta",
-            self.delta,
+            "delta",
             "two versions are compared, but sync.snapshots=1 keeps one",
             "set sync.snapshots=2 or sync.delta=never",
         )
-        yield redis_url_rule("sync.redis_url", self.redis_url)
+        yield redis_url_rule(at, self.redis_url)
         for name, value, backend, example in (
             ("folder", self.folder, "file", "/shared/weights"),
             ("redis_url", self.redis_url, "redis", "redis://127.0.0.1:6379/0"),
         ):
             yield Rule(
                 (value is not None) == (self.backend == backend),
-                f"sync.{name}",
-                value,
+                name,
                 f"goes with sync.backend={backend}, and only with that",
                 f"set sync.backend={backend} sync.{name}={example}",
             )

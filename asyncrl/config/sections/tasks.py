@@ -6,9 +6,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.config.entries import as_sections
-from asyncrl.config.limits import Amount, Count, NotNegative
-from asyncrl.config.sections.rules import Rule, Section, key, name_rule, sampling_rules
+from asyncrl.config.sections.rules import (
+    Amount,
+    Count,
+    NotNegative,
+    Rule,
+    Section,
+    as_sections,
+    key,
+    name_rule,
+    sampling_rules,
+)
 
 MAIN = ""
 """The name of the evaluation set that `evaluation.source` makes."""
@@ -43,7 +51,7 @@ class SourceConfig(Section):
     def source_rule(self, at: str) -> Rule:
         """For entries that users name: each has tasks."""
         remedy = f"set {at}.source as tasks.source is set"
-        return Rule(bool(self.source), f"{at}.source", self.source, "names no tasks", remedy)
+        return Rule(bool(self.source), "source", "names no tasks", remedy)
 
 
 @dataclass(frozen=True)
@@ -56,8 +64,7 @@ class MixedSource(SourceConfig):
         yield self.source_rule(at)
         yield Rule(
             self.weight > 0,
-            f"{at}.weight",
-            self.weight,
+            "weight",
             "must be above 0 and finite",
             f"set {at}.weight=1, or take it out",
         )
@@ -83,8 +90,7 @@ class TasksConfig(SourceConfig):
     def rules(self, at: str) -> Iterator[Rule]:
         yield Rule(
             not self.mixture or self.source is None,
-            "tasks.source",
-            self.source,
+            "source",
             "stands beside tasks.mixture, which takes its place",
             "make it one of tasks.mixture, or set tasks.source=null",
         )
@@ -118,8 +124,7 @@ class EvaluationSet(SourceConfig):
         """For the way in which held-out tasks are answered."""
         yield Rule(
             self.samples == 1 or self.temperature > 0,
-            f"{at}.samples",
-            self.samples,
+            "samples",
             "answers of a task are all the same while they are greedy",
             f"set {at}.temperature=1, or {at}.samples=1",
         )
@@ -142,9 +147,9 @@ class EvaluationConfig(EvaluationSet):
         if self.source is not None:
             yield from super().rules(at)
         remedy = "give the set one, of letters and digits"
-        yield Rule(MAIN not in self.sets, "evaluation.sets", MAIN, "is no name", remedy)
+        yield Rule(MAIN not in self.sets, "sets", "is no name", remedy, MAIN)
         for name in filter(None, self.sets):
-            yield name_rule(f"evaluation.sets.{name}", name)
+            yield name_rule(f"sets.{name}", name)
         as_sections(EvaluationSet, "evaluation.sets", self.sets)  # raises the errors of entries
 
     @property

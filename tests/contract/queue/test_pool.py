@@ -13,7 +13,7 @@ from test_queue_client import LEASE_S, WAIT_S, AnyQueue, B, claim, group, lease,
 
 from asyncrl.config.config_consistency import AGREED, agreed
 from asyncrl.config.schema import Config, GeneratorConfig, LearnerConfig, RunConfig
-from asyncrl.config.sections.placement import PlaceConfig, PlacementConfig
+from asyncrl.config.sections.models import PlaceConfig, PlacementConfig
 from asyncrl.errors import ConfigError, DeadlineError
 from asyncrl.pool.worker import AddColumns, LeftOut, PoolWorker
 from asyncrl.queue.client.client import QueueClient

@@ -14,7 +14,7 @@ from generator_cases import CONFIG, PATIENCE_S, FakeLearner, House, house, lette
 
 from asyncrl.config.schema import BatchConfig, Config, EvaluationConfig, GeneratorConfig
 from asyncrl.config.sections.algorithm import AlgorithmConfig
-from asyncrl.config.sections.placement import PlacementConfig, RewardsPlaceConfig
+from asyncrl.config.sections.models import PlacementConfig, RewardsPlaceConfig
 from asyncrl.config.sections.tasks import MAIN
 from asyncrl.errors import ConfigError, DeadlineError, RewardFailedError, TaskError, WeightSyncError
 from asyncrl.generator import weights

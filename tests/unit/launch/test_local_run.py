@@ -22,7 +22,7 @@ from asyncrl.config.schema import (
     QueueConfig,
     RunConfig,
 )
-from asyncrl.config.sections.placement import PlaceConfig, PlacementConfig
+from asyncrl.config.sections.models import PlaceConfig, PlacementConfig
 from asyncrl.config.sections.reward import RewardConfig
 from asyncrl.errors import ConfigError, DeadlineError, ProcessDiedError, StoppedError
 from asyncrl.launch import local, processes

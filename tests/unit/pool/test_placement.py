@@ -24,7 +24,7 @@ from asyncrl.config.schema import (
 )
 from asyncrl.config.sections.algorithm import AlgorithmConfig, KlLossConfig
 from asyncrl.config.sections.learner import OptimizerConfig
-from asyncrl.config.sections.placement import PlaceConfig, PlacementConfig, RewardsPlaceConfig
+from asyncrl.config.sections.models import PlaceConfig, PlacementConfig, RewardsPlaceConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.data.batch import MicroBatch

@@ -12,7 +12,7 @@ from test_taught_pool import OPTIMIZER, group
 
 from asyncrl.config.schema import Config, LearnerConfig, RewardModelConfig
 from asyncrl.config.sections.algorithm import AlgorithmConfig
-from asyncrl.config.sections.placement import PlaceConfig, PlacementConfig
+from asyncrl.config.sections.models import PlaceConfig, PlacementConfig
 from asyncrl.learner.backends.fsdp.fsdp import end_rank
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.remote import remote_protocol

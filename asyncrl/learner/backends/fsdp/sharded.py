@@ -17,8 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from asyncrl.config.sections.learner import OptimizerConfig
-from asyncrl.config.sections.parallel import ParallelConfig
+from asyncrl.config.sections.learner import OptimizerConfig, ParallelConfig
 from asyncrl.learner.backends.checkpoint_source import CheckpointSource, allocate, is_empty, move
 from asyncrl.learner.backends.dtensor_layout import layout_of_dtensors
 from asyncrl.learner.backends.fsdp.layers import decoder_layers

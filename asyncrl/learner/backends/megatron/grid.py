@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncrl.config.sections.parallel import ParallelConfig
+from asyncrl.config.sections.learner import ParallelConfig
 from asyncrl.config.sections.rules import require
 from asyncrl.sync.layout.megatron import Gpt, MegatronPlace
 

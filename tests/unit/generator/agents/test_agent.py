@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.config.schema import Config, ModelConfig
-from asyncrl.config.sections.agent import AgentConfig
+from asyncrl.config.sections.generator import AgentConfig
 from asyncrl.errors import ConfigError
 from asyncrl.generator.agents.agent import Agent, EnvironmentFailedError
 from asyncrl.generator.agents.chat import Message

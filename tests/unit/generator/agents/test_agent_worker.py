@@ -16,7 +16,7 @@ from generator_cases import PATIENCE_S, FakeLearner, FakeQueue, FakeReader
 from local_queue import LocalQueue
 
 from asyncrl.config.schema import BatchConfig, Config, GeneratorConfig, RewardConfig
-from asyncrl.config.sections.agent import AgentConfig
+from asyncrl.config.sections.generator import AgentConfig
 from asyncrl.errors import RefusedError
 from asyncrl.generator import leases, weights
 from asyncrl.generator import worker as worker_module

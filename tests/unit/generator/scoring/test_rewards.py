@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from asyncrl.config.functions.function_spec import load_function
-from asyncrl.config.limits import check
 from asyncrl.config.schema import RewardConfig
+from asyncrl.config.sections.rules import check
 from asyncrl.errors import ConfigError, RewardFailedError
 from asyncrl.generator.scoring.calls import FIRST, LATER, LEAST
 from asyncrl.generator.scoring.rewards import MISSED_AFTER, RewardError, Scorer

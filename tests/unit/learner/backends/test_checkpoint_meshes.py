@@ -17,8 +17,7 @@ from rank_processes import run_ranks
 from safetensors.torch import load_file
 
 from asyncrl.config.schema import CheckpointConfig, Config, CriticConfig, LearnerConfig
-from asyncrl.config.sections.learner import OptimizerConfig
-from asyncrl.config.sections.parallel import ParallelConfig
+from asyncrl.config.sections.learner import OptimizerConfig, ParallelConfig
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend, end_rank
 from asyncrl.learner.checkpoint import Meta, Saver, load, newest, read_meta
 from asyncrl.learner.data.batch import MicroBatch

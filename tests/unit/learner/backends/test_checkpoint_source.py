@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.config.schema import Config, CriticConfig, LearnerConfig, ModelConfig
+from asyncrl.config.sections.learner import ParallelConfig
 from asyncrl.config.sections.models import LoraConfig
-from asyncrl.config.sections.parallel import ParallelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.backends.checkpoint_source import origin_of
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend, end_rank

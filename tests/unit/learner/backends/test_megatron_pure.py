@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megatron_cases import write_model
 from transformers import AutoConfig, Gemma2Config, LlamaConfig, Qwen2Config
 
-from asyncrl.config.sections.parallel import ParallelConfig
+from asyncrl.config.sections.learner import ParallelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.backends.boxes import Boxes
 from asyncrl.learner.backends.megatron.architecture import architecture

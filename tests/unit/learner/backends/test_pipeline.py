@@ -18,8 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.config.schema import Config, LearnerConfig, ModelConfig
 from asyncrl.config.sections.algorithm import AlgorithmConfig, KlLossConfig
-from asyncrl.config.sections.learner import OptimizerConfig
-from asyncrl.config.sections.parallel import ParallelConfig
+from asyncrl.config.sections.learner import OptimizerConfig, ParallelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend, end_rank
 from asyncrl.learner.backends.fsdp.pipeline import turns_of

@@ -19,9 +19,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config.schema import Config, LearnerConfig, ModelConfig, ReferenceConfig
-from asyncrl.config.sections.learner import OptimizerConfig
+from asyncrl.config.sections.learner import OptimizerConfig, ParallelConfig
 from asyncrl.config.sections.models import LoraConfig
-from asyncrl.config.sections.parallel import ParallelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend, end_rank
 from asyncrl.learner.data.batch import MicroBatch

@@ -12,7 +12,7 @@ from rank_processes import run_ranks
 from spread_cases import MIXTURES, Case, Outcome, config_of, make_models, put_together, trained
 from transformers import AutoModelForCausalLM
 
-from asyncrl.config.sections.parallel import ParallelConfig
+from asyncrl.config.sections.learner import ParallelConfig
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend, end_rank
 
 RUNS = {

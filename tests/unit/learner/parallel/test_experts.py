@@ -8,7 +8,7 @@ import pytest
 import torch
 from spread_cases import MIXTURES, Case, config_of, make_models
 
-from asyncrl.config.sections.parallel import ParallelConfig
+from asyncrl.config.sections.learner import ParallelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.models.networks import load_network
 from asyncrl.learner.parallel.experts import check_experts, expert_modules, experts_of_rows

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import MixtralConfig, Qwen2Config
 
 from asyncrl.config.schema import Config, LearnerConfig
-from asyncrl.config.sections.parallel import ParallelConfig
+from asyncrl.config.sections.learner import ParallelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.parallel.mesh import AXES, Mesh, ModelShape, axis_sizes, coordinates, is_data_leader
 

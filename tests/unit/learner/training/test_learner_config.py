@@ -19,8 +19,8 @@ from asyncrl.config.schema import (
     TeacherConfig,
 )
 from asyncrl.config.sections.algorithm import AlgorithmConfig, KlLossConfig, ShapingConfig
+from asyncrl.config.sections.learner import ParallelConfig
 from asyncrl.config.sections.models import LoraConfig
-from asyncrl.config.sections.parallel import ParallelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.training import requirements
 

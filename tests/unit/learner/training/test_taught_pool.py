@@ -29,7 +29,7 @@ from asyncrl.config.schema import (
 )
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.config.sections.learner import OptimizerConfig
-from asyncrl.config.sections.placement import PlaceConfig, PlacementConfig
+from asyncrl.config.sections.models import PlaceConfig, PlacementConfig
 from asyncrl.errors import DeadlineError, PoolLostError, RefusedError, WireError
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.checkpoint import Meta, Saver
