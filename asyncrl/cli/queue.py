@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 from asyncrl.cli.command import Arguments, Command, read_config
@@ -85,7 +86,8 @@ def _queue_options(parser: argparse.ArgumentParser) -> None:
 
 def _target_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="RUN", help="folder of a run, its name under runs/, or an address")
-    parser.add_argument("--keys", metavar="DIR", help="queue.keys of the run, where its folder does not say")
+    told = "queue.keys of the run, where its folder does not say"
+    parser.add_argument("--keys", metavar="DIR", type=os.path.expanduser, help=told)
 
 
 def _status_options(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,6 @@ is in one `ConfigError`, raised before a process starts.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -48,15 +47,12 @@ SINKS = ("tensorboard", "wandb")
 @dataclass(frozen=True)
 class RunConfig(Section):
     name: str = key("run", "names the run folder, and keeps clients of another run out")
-    dir: str = key("runs", "the run folder is dir/name")
+    dir: str = key("runs", "the run folder is dir/name", home=True)
     seed: Seed = key(0, "fixes task order, sampling and initialisation")
     versions: Count = key(100, "policies to publish, then the run ends")
     resume: bool = key(False, "go on from the newest checkpoint of the run folder")
     resume_changed: bool = key(False, "let it go on with other tasks, another seed or another model.path")
     target_accuracy: float | None = key(None, "end early once the held-out accuracy reaches this")
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "dir", os.path.expanduser(self.dir))
 
     def rules(self, at: str) -> Iterator[Rule]:
         yield name_rule("name", self.name)

@@ -113,7 +113,7 @@ def server_keys(folder: str | None) -> ServerKeys | None:
     """The keys in a folder, if one is given. ConfigError (key queue.keys) unless it is private and from `make_keys`."""
     if folder is None:
         return None
-    path = Path(folder).expanduser() / SERVER_FILE
+    path = Path(folder) / SERVER_FILE
     return ServerKeys(str(path), *_read(path, "public", "secret", "client"))
 
 
@@ -121,7 +121,7 @@ def client_keys(folder: str | None) -> ClientKeys | None:
     """The keys in a folder, if one is given. ConfigError (key queue.keys) unless it is private and from `make_keys`."""
     if folder is None:
         return None
-    path = Path(folder).expanduser() / CLIENT_FILE
+    path = Path(folder) / CLIENT_FILE
     return ClientKeys(str(path), *_read(path, "public", "secret", "server"))
 
 

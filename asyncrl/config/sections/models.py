@@ -4,7 +4,6 @@ them run in processes of their own."""
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -44,20 +43,12 @@ class LoraConfig(Section):
         )
 
 
-class PathSection(Section):
-    """A section whose `path` may begin with ~."""
-
-    path: str | None
-
-    def __post_init__(self) -> None:
-        if self.path is not None:
-            object.__setattr__(self, "path", os.path.expanduser(self.path))
-
-
 @dataclass(frozen=True)
-class ModelConfig(PathSection):
+class ModelConfig(Section):
     path: str = key(
-        "???", "Hugging Face folder or hub name; a folder with config.json alone starts from random weights"
+        "???",
+        "Hugging Face folder or hub name; a folder with config.json alone starts from random weights",
+        home=True,
     )
     dtype: Literal["float32", "bfloat16"] = key("float32", "of the policy, in both pools")
     trust_remote_code: bool = key(False, "run model code that comes with the checkpoint")
@@ -65,10 +56,12 @@ class ModelConfig(PathSection):
 
 
 @dataclass(frozen=True)
-class CriticConfig(PathSection):
+class CriticConfig(Section):
     """The value model of advantages that need one; safe_rlhf has a second one for the cost, of the same make."""
 
-    path: str | None = key(None, "folder of the body; none: model.path. The value head starts at 0")
+    path: str | None = key(
+        None, "folder of the body; none: model.path. The value head starts at 0", home=True
+    )
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
     warmup_versions: Amount = key(0, "first versions in which only the critic learns")
     clip: Positive | None = key(
@@ -77,18 +70,18 @@ class CriticConfig(PathSection):
 
 
 @dataclass(frozen=True)
-class ReferenceConfig(PathSection):
+class ReferenceConfig(Section):
     """The frozen policy of KL terms and implicit rewards."""
 
-    path: str | None = key(None, "none: model.path")
+    path: str | None = key(None, "none: model.path", home=True)
     update_every: Count | None = key(None, "versions after which it becomes the current policy; none: never")
 
 
 @dataclass(frozen=True)
-class RewardModelConfig(PathSection):
+class RewardModelConfig(Section):
     """The implicit process reward model of prime, trained online on the outcomes."""
 
-    path: str | None = key(None, "none: model.path")
+    path: str | None = key(None, "none: model.path", home=True)
     frozen: bool = key(False, "trained before, and not any more")
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
@@ -102,10 +95,10 @@ class RewardModelConfig(PathSection):
 
 
 @dataclass(frozen=True)
-class TeacherConfig(PathSection):
+class TeacherConfig(Section):
     """The policy that `advantage: distill` learns from; the same tokenizer as the policy's."""
 
-    path: str | None = key(None, "required for distill")
+    path: str | None = key(None, "required for distill", home=True)
 
 
 REWARDS = "rewards"

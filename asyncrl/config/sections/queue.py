@@ -67,6 +67,7 @@ class QueueConfig(Section):
         None,
         "folder made by `asyncrl keys`: only its owners may talk to the broker, and encrypted; none: anybody "
         "may, so that the address must be on loopback",
+        home=True,
     )
 
     def rules(self, at: str) -> Iterator[Rule]:

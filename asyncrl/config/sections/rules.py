@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import functools
 import math
+import os
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -37,14 +38,15 @@ LONGEST_TEXT = 1 << 20
 LONGEST_INT = 2**63 - 1
 
 
-def key(default: T, about: str) -> T:
+def key(default: T, about: str, *, home: bool = False) -> T:
     """A field of a section.
 
     Args:
         default: A list or mapping is copied for each instance.
         about: The help text, which `asyncrl config --print`, docs/keys.md and the JSON Schema show.
+        home: Whether the value is a path that may begin with ~.
     """
-    metadata = {"about": about}
+    metadata = {"about": about, "home": home}
     if isinstance(default, (list, dict)):
         made: Any = dataclasses.field(default_factory=lambda: copy.copy(default), metadata=metadata)
     else:
@@ -67,6 +69,11 @@ class Rule(NamedTuple):
 
 class Section:
     """The base of all sections: frozen dataclasses whose fields are keys, or sections themselves."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(cast(Any, self)):
+            if field.metadata.get("home") and (path := getattr(self, field.name)) is not None:
+                object.__setattr__(self, field.name, os.path.expanduser(path))
 
     def rules(self, at: str) -> Iterator[Rule]:
         """The rules among the keys of this section, whose dotted name is `at`. Each value is within its own limits."""

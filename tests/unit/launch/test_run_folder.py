@@ -226,6 +226,7 @@ def test_a_run_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
 def test_the_home_folder_may_be_written_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert changed(tmp_path, "run.dir=~/runs").run.dir == str(tmp_path / "runs")
+    assert changed(tmp_path, "queue.keys=~/keys").queue.keys == str(tmp_path / "keys")
     for key in ("model", "critic", "reference", "reward_model", "teacher"):
         assert getattr(changed(tmp_path, f"{key}.path=~/m"), key).path == str(tmp_path / "m")
     with pytest.raises(ConfigError, match=r"^run\.dir = '~nobody-of-this-name/runs': begins with ~"):
