@@ -81,7 +81,7 @@ def demo(folder: str, overrides: Sequence[str] = ()) -> Demo:
     return Demo(Path(folder), models / "model", models / "warm", load_config(TRAINING, words))
 
 
-def check(demo: Demo) -> None:
+def check_folder(demo: Demo) -> None:
     """Refuse a folder for the run that is not an earlier demo's, before any work starts.
 
     Raises:
@@ -98,13 +98,13 @@ def check(demo: Demo) -> None:
         raise ConfigError("run.name", OWN_NAME, rule, f"{remedy}version of asyncrl has made it")
 
 
-def clear(demo: Demo) -> None:
+def clear_folder(demo: Demo) -> None:
     """Remove the run of an earlier demo, which would block the name, and mark the folder of this one.
 
     Raises:
         ConfigError: That run is still alive, or it is not of a demo.
     """
-    check(demo)
+    check_folder(demo)
     if not demo.replaces:
         return
     folder = run_folder(demo.config)

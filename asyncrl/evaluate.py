@@ -111,7 +111,7 @@ class _CountingSampler:
         return made
 
 
-def run(config: Config, model_path: str) -> dict[str, Any]:
+def evaluate(config: Config, model_path: str) -> dict[str, Any]:
     """`asyncrl eval`: accuracy is the mean reward, tokens_mean the output tokens of an answer, the rest as in
     `learner/reporting/heldout.py`; of `evaluation.sets` the same under sets/<name>."""
     sets = config.evaluation.named_sets

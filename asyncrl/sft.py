@@ -43,7 +43,7 @@ from asyncrl.types import Group, Rollout, Sampling, Task, Turn
 log = logging.getLogger(__name__)
 
 
-def run(config: Config) -> dict[str, Any]:
+def train_supervised(config: Config) -> dict[str, Any]:
     """Train to `sft.until_accuracy` or `sft.steps`, write the model to `sft.output`; say what was reached.
 
     Raises ConfigError if an accuracy is asked for without held-out tasks, TaskError for a task without a target,

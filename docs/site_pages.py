@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl.cli import COMMANDS, parse
+from asyncrl.cli import COMMANDS, parse_words
 from asyncrl.config.load import FREE, all_keys, load_config, sections
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
@@ -124,7 +124,9 @@ def refused_commands(text: str) -> Iterator[str]:
             yield from (f"there is no command {word}" for word in set(words) - {"|"} - set(COMMANDS))
             continue
         try:
-            arguments = parse([str(ROOT / DEMO) if word in ("CONFIG", DEMO) else word for word in words])
+            arguments = parse_words(
+                [str(ROOT / DEMO) if word in ("CONFIG", DEMO) else word for word in words]
+            )
             if COMMANDS[arguments.command].takes_config and Path(arguments.config).is_relative_to(ROOT):
                 load_config(arguments.config, arguments.overrides)
         except (ConfigError, SystemExit) as refusal:

@@ -110,7 +110,7 @@ def main(words):
     folder = Path(load_config(CONFIG, ["model.path=unused", *words]).run.dir) / "calculator-model"
     write_model_folder(folder / "random")
     warm = [f"model.path={folder / 'random'}", f"sft.output={folder / 'warm'}", *words]
-    sft.run(load_config(CONFIG, warm))
+    sft.train_supervised(load_config(CONFIG, warm))
     summary = asyncrl.train(CONFIG, [f"model.path={folder / 'warm'}", *words])
     start, end = summary["heldout_accuracy_start"], summary["heldout_accuracy_end"]
     print(f"held-out products right: {start:.2f} -> {end:.2f} in {summary['train_s']:.0f} s")

@@ -154,7 +154,7 @@ def _teacher(folder: Path) -> Path:
     """A model that was shown the answers."""
     teacher = folder / "teacher"
     shown = [f"sft.output={teacher}", f"sft.steps={TEACHER_STEPS}", "sft.batch_size=10", "sft.lr=1e-2"]
-    sft.run(toy_config("grpo", folder, shown))
+    sft.train_supervised(toy_config("grpo", folder, shown))
     return teacher
 
 

@@ -55,7 +55,7 @@ class Length:
         return self.warm_up + ceil(self.versions * seconds / self.seconds)
 
 
-def claim(ratio: Ratio, length: Length, least_s: float) -> str:
+def verdict(ratio: Ratio, length: Length, least_s: float) -> str:
     """The result that the measurement supports: a ratio with its interval, or why it supports none."""
     if length.seconds < least_s:
         needed = length.versions_for(least_s)

@@ -28,7 +28,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from asyncrl.bench.comparison import Length, Ratio, claim, shortest
+from asyncrl.bench.comparison import Length, Ratio, shortest, verdict
 from asyncrl.bench.modes import Mode, modes, spans_of
 from asyncrl.bench.plot import draw
 from asyncrl.config.load import load_config
@@ -99,7 +99,7 @@ def summarise(
         )
     ratios = {rival: Ratio.of(_rates(rows["async"]), _rates(rows[rival])) for rival in RIVALS}
     length = shortest({name: [_length(steps) for steps in runs] for name, runs in rows.items()})
-    claims = {f"async_over_{rival}": claim(ratio, length, least_s) for rival, ratio in ratios.items()}
+    claims = {f"async_over_{rival}": verdict(ratio, length, least_s) for rival, ratio in ratios.items()}
     return {"figures": _figures(details, ratios, target), "claims": claims, "modes": details}
 
 

@@ -80,7 +80,7 @@ def main(words: Sequence[str] | None = None) -> int:
         from asyncrl.launch.supervise import die_with_parent
 
         die_with_parent()
-    arguments = parse(sys.argv[1:] if words is None else words)
+    arguments = parse_words(sys.argv[1:] if words is None else words)
     if arguments.command in OUTLIVE_READERS:
         with lasting_output():
             return _exit_code(arguments)
@@ -128,7 +128,7 @@ def _report(arguments: Arguments, *errors: str) -> None:
             Path(file).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
 
 
-def parse(words: Sequence[str]) -> Arguments:
+def parse_words(words: Sequence[str]) -> Arguments:
     """key=value words may stand anywhere after CONFIG. Exits with 2 on words that mean nothing."""
     parser = build_parser()
     if " ".join(words[:2]) in COMMANDS:  # 'queue status'

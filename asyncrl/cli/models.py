@@ -13,7 +13,7 @@ from asyncrl.cli.command import Arguments, Command, loading, read_config
 def _sft(arguments: Arguments) -> int:
     config = read_config(arguments)
     loading(arguments, f"torch and the model {config.model.path}")
-    importlib.import_module("asyncrl.sft").run(config)
+    importlib.import_module("asyncrl.sft").train_supervised(config)
     return 0
 
 
@@ -32,7 +32,7 @@ def _export(arguments: Arguments) -> int:
 def _eval(arguments: Arguments) -> int:
     config = read_config(arguments)
     loading(arguments, f"torch and the model {arguments.model}")
-    print(json.dumps(importlib.import_module("asyncrl.evaluate").run(config, arguments.model), indent=2))
+    print(json.dumps(importlib.import_module("asyncrl.evaluate").evaluate(config, arguments.model), indent=2))
     return 0
 
 

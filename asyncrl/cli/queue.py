@@ -40,7 +40,7 @@ def _queue_inspect(arguments: Arguments) -> int:
     target = operate.find(arguments.target, arguments.keys)
     peek = operate.peek(target, arguments.stream, arguments.ordinal)
     decode = operate.decoder(target.config) if peek.group is not None else None
-    for line in operate.show(peek, arguments.ordinal, decode):
+    for line in operate.task_lines(peek, arguments.ordinal, decode):
         print(line)
     return 0
 
@@ -55,9 +55,9 @@ def _queue_drain(arguments: Arguments) -> int:
 
 def _sync_plan(arguments: Arguments) -> int:
     config = read_config(arguments)
-    from asyncrl.launch.sync_plan import show
+    from asyncrl.launch.sync_plan import print_plan
 
-    show(config, arguments.model, arguments.learner, arguments.generators)
+    print_plan(config, arguments.model, arguments.learner, arguments.generators)
     return 0
 
 

@@ -21,7 +21,7 @@ def _train(arguments: Arguments) -> int:
 
 
 def _demo(arguments: Arguments) -> int:
-    from asyncrl.demo import check, clear, demo, warm_up
+    from asyncrl.demo import check_folder, clear_folder, demo, warm_up
 
     engine = [f"generator.engine={arguments.engine}"] if arguments.engine else []
     planned = demo(arguments.dir, [*engine, *arguments.overrides])
@@ -29,9 +29,9 @@ def _demo(arguments: Arguments) -> int:
     if arguments.warm_up:
         warm_up(planned)
         return 0
-    check(planned)
+    check_folder(planned)
     warm_up(planned)
-    clear(planned)
+    clear_folder(planned)
     return _run_here(planned.config)
 
 

@@ -111,7 +111,7 @@ def is_agreed(key: str) -> bool:
 
 def agreed(config: Config) -> dict[str, str]:
     """The values to agree on, each as one line of JSON, and the version of the package."""
-    values = {key: text for key, text in flat(config).items() if is_agreed(key)}
+    values = {key: text for key, text in as_texts(config).items() if is_agreed(key)}
     return {ASYNCRL: VERSION, **values}
 
 
@@ -141,7 +141,7 @@ def one_sided(learners: Mapping[str, str], config: Config, *, queue: bool = Fals
             yield f"{key} is {ours} here at the queue, whose value counts; {theirs} at the learner does nothing"
 
 
-def flat(config: Config) -> dict[str, str]:
+def as_texts(config: Config) -> dict[str, str]:
     """Every key of a configuration and its value as one line of JSON, in the order of the schema."""
     return {key: _text(_value(config, key)) for key in all_keys()}
 

@@ -27,7 +27,7 @@ from asyncrl.config import remedies
 from asyncrl.config.docs import key_comments, render
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.rules import Section, value_errors
-from asyncrl.config.yaml_values import LONGEST, parse, parse_with_lines, with_references
+from asyncrl.config.yaml_values import LONGEST, parse_with_lines, parse_yaml, with_references
 from asyncrl.errors import ConfigError, call_all, raise_all
 from asyncrl.system.disk import replace_text
 
@@ -250,7 +250,7 @@ def _setting_of_word(word: str) -> Setting:
     if not equals or not key:
         raise ConfigError("command line", word, "is not of the form key=value", "write e.g. batch.groups=32")
     try:
-        parsed: Any = parse(f"value: {text}")
+        parsed: Any = parse_yaml(f"value: {text}")
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", None) or "cannot be read"
         raise ConfigError(key, text, f"is not a YAML value: {problem}", "quote it") from None

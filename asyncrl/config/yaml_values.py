@@ -69,7 +69,7 @@ _Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
 def one_line(value: Any) -> str:
-    """A value as one line of YAML, which `parse` reads back.
+    """A value as one line of YAML, which `parse_yaml` reads back.
 
     >>> one_line({"name": "1e3", "lr": 0.0002, "day": "2026-01-01"})
     "{name: '1e3', lr: 0.0002, day: 2026-01-01}"
@@ -80,10 +80,10 @@ def one_line(value: Any) -> str:
     return text.strip()[1:-1]
 
 
-def parse(text: str) -> Any:
+def parse_yaml(text: str) -> Any:
     """The values of a document. Raises yaml.YAMLError.
 
-    >>> parse("{lr: 2e-4, groups: 64, when: 2026-01-01}")
+    >>> parse_yaml("{lr: 2e-4, groups: 64, when: 2026-01-01}")
     {'lr': 0.0002, 'groups': 64, 'when': '2026-01-01'}
     """
     return parse_with_lines(text)[0]

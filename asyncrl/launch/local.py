@@ -43,7 +43,7 @@ from asyncrl.launch.supervise import (
 )
 from asyncrl.launch.views.dashboard import Dashboard, RunProgress, open_dashboard
 from asyncrl.launch.views.output import lasting_output
-from asyncrl.launch.views.process_reports import ProcessReports, clear
+from asyncrl.launch.views.process_reports import ProcessReports, remove_reports
 
 REFRESH_S = 1.0
 LOADED, SIGN = "its report that it has loaded", "a sign of life"
@@ -60,7 +60,7 @@ def train(config: Config) -> dict[str, Any]:
     """
     with claimed_run_folder(config) as (folder, changed):
         logs = folder / "logs"
-        clear(logs)
+        remove_reports(logs)
         supervisor, reports = Supervisor(logs), ProcessReports(logs)
         progress = RunProgress(config, folder, reports)
         with lasting_output(), supervisor.interrupts(), open_dashboard(config, progress) as dashboard:

@@ -141,7 +141,7 @@ def _rows(stream: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "length bias", f"{stream['bias']['distance']:.3f}"
 
 
-def show(peek: Peek, ordinal: int, decode: Decode | None) -> Iterator[str]:
+def task_lines(peek: Peek, ordinal: int, decode: Decode | None) -> Iterator[str]:
     """Lines about one task. decode: from token ids to text, if a tokenizer is known."""
     by = "" if peek.worker is None else f" by {peek.worker} for {peek.since_s:.1f} s"
     yield f"task {ordinal}: {peek.state}{by}"

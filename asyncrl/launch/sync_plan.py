@@ -22,7 +22,7 @@ from asyncrl.sync.plan.cost_model import (
 Row = tuple[str, str]
 
 
-def show(config: Config, model: str | None, learner: str | None, generators: str | None) -> None:
+def print_plan(config: Config, model: str | None, learner: str | None, generators: str | None) -> None:
     """Print the table. model: a folder with config.json, in place of model.path · learner, generators: the pools in
     words; None: as the configuration has them.
 

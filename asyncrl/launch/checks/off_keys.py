@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 
-from asyncrl.config.config_consistency import flat
+from asyncrl.config.config_consistency import as_texts
 from asyncrl.config.schema import Config
 from asyncrl.learner.algorithms.catalogue import KINDS, algorithm_rows
 from asyncrl.learner.training import requirements
@@ -16,9 +16,9 @@ Reason = Callable[[Config], str | None]
 
 def off_keys(config: Config) -> list[str]:
     """A line for each key that differs from its default and is read by nothing: the key, its value, and why."""
-    plain = flat(Config())
+    plain = as_texts(Config())
     lines = []
-    for key, text in flat(config).items():
+    for key, text in as_texts(config).items():
         if text != plain[key] and (why := _why_off(key, config)):
             lines.append(f"{key}={text} does nothing: {why}")
     return lines

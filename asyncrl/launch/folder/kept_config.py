@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from asyncrl.config.config_consistency import differences, flat, is_agreed
+from asyncrl.config.config_consistency import as_texts, differences, is_agreed
 from asyncrl.config.docs import VERSION_LINE
 from asyncrl.config.load import load_config, save_config
 from asyncrl.config.schema import Config
@@ -57,7 +57,9 @@ def _changes(path: Path, config: Config) -> list[Change]:
         before = load_config(path)
     except ConfigError as error:  # of another version of asyncrl
         return [(str(path), f"a configuration that this version does not take ({error})", "of this version")]
-    return [change for change in differences(flat(before), flat(config)) if change[0] not in OF_THE_START]
+    return [
+        change for change in differences(as_texts(before), as_texts(config)) if change[0] not in OF_THE_START
+    ]
 
 
 def _refuse_other_tasks(changes: list[Change], config: Config) -> None:

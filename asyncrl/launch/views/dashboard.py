@@ -254,13 +254,13 @@ class LineDashboard:
         now, alert = self._clock(), self._source.alert()
         if now - self._printed_at >= self._every_s or alert != self._alert:
             self._printed_at, self._alert = now, alert
-            self.print_line(one_line(self._source))
+            self.print_line(status_line(self._source))
 
     def print_line(self, text: str) -> None:
         self._console.print(without_control(text), highlight=False, markup=False, soft_wrap=True)
 
 
-def one_line(source: Source) -> str:
+def status_line(source: Source) -> str:
     """The progress, the notes, and as many values as a line has room for, in their order."""
     line = "  ".join([source.where(), *source.notes()])
     for value in source.values():
@@ -297,19 +297,19 @@ def open_dashboard(config: Config, progress: RunProgress) -> Iterator[Dashboard]
 def print_summary(summary: Mapping[str, Any], folder: Path) -> None:
     """The run in one table; nested keys are joined with dots."""
     table = Table(title=cell(folder), title_justify="left", show_header=False)
-    for key, value in flat(summary):
+    for key, value in dotted(summary):
         table.add_row(cell(key), cell(f"{value:,.4g}" if isinstance(value, float) else value))
     Console().print(table)
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """
-    >>> list(flat({"versions": 3, "staleness": {"max": 2}}))
+    >>> list(dotted({"versions": 3, "staleness": {"max": 2}}))
     [('versions', 3), ('staleness.max', 2)]
     """
     for key, value in values.items():
         if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{key}.")
+            yield from dotted(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 

@@ -69,7 +69,7 @@ def _below(prefix: str, figures: Mapping[str, Any]) -> dict[str, int]:
     return {name.removeprefix(prefix): n for name, n in figures.items() if name.startswith(prefix)}
 
 
-def clear(logs: Path) -> None:
+def remove_reports(logs: Path) -> None:
     """Remove the reports of an earlier start of the run."""
     for path in logs.glob(f"*{SUFFIX}"):
         path.unlink(missing_ok=True)

@@ -18,9 +18,9 @@ def test_a_warmed_up_model_is_scored_and_answers(config_file: Path, tmp_path: Pa
         config_file,
         ["sft.steps=60", "sft.batch_size=32", "sft.lr=1e-2", "sft.every=30", f"sft.output={output}"],
     )
-    reached = sft.run(config)
+    reached = sft.train_supervised(config)
     assert reached["steps"] == 60
-    scored = evaluate.run(config, str(output))
+    scored = evaluate.evaluate(config, str(output))
     assert (scored["tasks"], scored["accuracy"]) == (20, pytest.approx(reached["accuracy"]))
     answers = evaluate.generate(config, str(output), ["4+5=", "1+2=", "9+9="])
     assert len(answers) == 3
@@ -30,4 +30,4 @@ def test_a_warmed_up_model_is_scored_and_answers(config_file: Path, tmp_path: Pa
 def test_an_accuracy_to_stop_at_needs_held_out_tasks(config_file: Path) -> None:
     config = load_config(config_file, ["sft.until_accuracy=0.5", "evaluation.source=null"])
     with pytest.raises(ConfigError, match=r"sft\.until_accuracy = 0\.5: needs held-out tasks"):
-        sft.run(config)
+        sft.train_supervised(config)

@@ -11,7 +11,7 @@ import pytest
 from processes import child, finished, rows, started, trained, until
 
 from asyncrl.config.load import load_config
-from asyncrl.evaluate import run as evaluate
+from asyncrl.evaluate import evaluate
 from asyncrl.queue.client.client import BlockingClient, QueueClient
 from asyncrl.rpc.keys import client_keys, make_keys
 from asyncrl.sync.channels.torch_transport import LOOPBACK, own_address

@@ -13,7 +13,7 @@ import torch
 from processes import finished, rows, started
 
 from asyncrl.config.load import load_config
-from asyncrl.evaluate import run as evaluate
+from asyncrl.evaluate import evaluate
 
 pytestmark = [
     pytest.mark.slow,

@@ -83,7 +83,7 @@ def test_the_example_runs_and_reports_both_sets(config_file: Path) -> None:
     assert all(0 < row["heldout/sampled/maj@8"] < 1 for row in evaluated)
     # Of six tasks of `small` two are too long.
     assert [row for row in table if "step_s" in row][-1]["queue/dropped/too_long"] >= 1
-    scored = evaluate.run(config, str(config_file.parent / "it" / "final"))
+    scored = evaluate.evaluate(config, str(config_file.parent / "it" / "final"))
     last = evaluated[-1]
     assert scored["accuracy"] == pytest.approx(last["heldout/accuracy"])
     assert scored["sets"]["sampled"]["pass@8"] == pytest.approx(last["heldout/sampled/pass@8"])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from asyncrl.bench.comparison import T_95, Length, Ratio, claim
+from asyncrl.bench.comparison import T_95, Length, Ratio, verdict
 from asyncrl.bench.modes import modes
 from asyncrl.bench.plot import draw
 from asyncrl.bench.utilization import main, print_report, schedule, summarise
@@ -155,7 +155,7 @@ def test_students_quantiles_match_the_density() -> None:
     ],
 )
 def test_a_claim_needs_time_and_an_interval(ratio: Ratio, seconds: float, says: str) -> None:
-    assert claim(ratio, Length(versions=4, seconds=seconds, warm_up=3), 30.0).startswith(says)
+    assert verdict(ratio, Length(versions=4, seconds=seconds, warm_up=3), 30.0).startswith(says)
 
 
 def test_a_run_that_is_too_short_names_the_versions_it_takes() -> None:

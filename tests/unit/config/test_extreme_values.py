@@ -25,7 +25,7 @@ from asyncrl.config.config_consistency import flat
 from asyncrl.config.docs import scalar
 from asyncrl.config.load import Setting, all_keys, load_config, save_config
 from asyncrl.config.schema import Config
-from asyncrl.config.yaml_values import parse
+from asyncrl.config.yaml_values import parse_yaml
 from asyncrl.errors import ConfigError
 
 BASE = """\
@@ -97,7 +97,7 @@ def test_an_extreme_value_is_refused_by_name_or_taken(whole: Config, key: str) -
             continue
         taken = value_at(made, key)
         assert not (isinstance(taken, float) and not math.isfinite(taken)), value
-        again = parse(f"v: {scalar(taken)}")["v"]
+        again = parse_yaml(f"v: {scalar(taken)}")["v"]
         assert again == (list(taken) if isinstance(taken, tuple) else taken) or "${" in repr(taken)
 
 

@@ -12,7 +12,7 @@ from asyncrl import cli
 from asyncrl.config.docs import key_comments
 from asyncrl.config.json_schema import schema
 from asyncrl.config.load import all_keys
-from asyncrl.config.yaml_values import parse
+from asyncrl.config.yaml_values import parse_yaml
 
 jsonschema = pytest.importorskip("jsonschema")
 
@@ -28,7 +28,7 @@ def validator() -> Any:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_configuration_of_the_project_is_valid(validator: Any, path: Path) -> None:
-    assert [error.message for error in validator.iter_errors(parse(path.read_text()))] == []
+    assert [error.message for error in validator.iter_errors(parse_yaml(path.read_text()))] == []
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_every_configuration_of_the_project_is_valid(validator: Any, path: Path)
     ],
 )
 def test_a_mistake_is_marked(validator: Any, text: str) -> None:
-    assert not validator.is_valid(parse(text))
+    assert not validator.is_valid(parse_yaml(text))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_mistake_is_marked(validator: Any, text: str) -> None:
     ],
 )
 def test_what_load_config_takes_is_not(validator: Any, text: str) -> None:
-    validator.validate(parse(text))
+    validator.validate(parse_yaml(text))
 
 
 def test_the_command_prints_it_with_every_key(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,9 +17,9 @@ from asyncrl.launch.views.dashboard import (
     LiveDashboard,
     RowTail,
     RunProgress,
-    one_line,
     open_dashboard,
     print_summary,
+    status_line,
 )
 
 
@@ -127,7 +127,7 @@ def test_a_line_has_at_most_120_characters_and_whole_values(metrics: Path, tmp_p
     append(metrics, {"time": 0.0, "version": 0, **every}, {"time": 1.0, "version": 1})
     append(metrics, {"time": 7200.0, "version": 2})
     progress.read()
-    line = one_line(progress)
+    line = status_line(progress)
     assert 100 < len(line) <= LINE_LENGTH
     start, *values = line.split("  ")
     assert start == "version 2 of 100, 195 h 58 min left"
@@ -160,7 +160,7 @@ def test_text_of_a_user_is_no_markup_and_moves_no_cursor(
             with Live(console=console, auto_refresh=False) as live:
                 LiveDashboard(progress, live, "[/name]").refresh()
         else:
-            LineDashboard(progress, console).print_line(one_line(progress))
+            LineDashboard(progress, console).print_line(status_line(progress))
         text = console.file.getvalue()  # type: ignore[attr-defined]
         assert "unbalanced tag [/bold] [2J" in text
         assert "\x1b" not in text

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from asyncrl.config.schema import Config, LaunchConfig, RunConfig
 from asyncrl.launch.views import process_view
-from asyncrl.launch.views.dashboard import LINE_LENGTH, LineDashboard, one_line
+from asyncrl.launch.views.dashboard import LINE_LENGTH, LineDashboard, status_line
 from asyncrl.launch.views.process_reports import ProcessReports
 from asyncrl.launch.views.process_view import (
     LAUNCHED,
@@ -139,7 +139,7 @@ def test_a_generator_shows_its_weights_its_pace_and_what_it_dropped(
         "weight updates": "8",
         "tasks dropped": "reward 1, too_long 2",
     }
-    line = one_line(view)
+    line = status_line(view)
     assert line == (
         "up 10 s  version 7  groups 1,200  tokens/s 500  busy 75%  leased 3  samples 16  dropped reward 1, too_long 2"
     )
@@ -220,7 +220,7 @@ def test_a_learner_shows_its_rows_and_its_waits(status: ProcessStatus, clock: Cl
     row = {"time": 1.0, "version": 3, "reward/mean": 0.5}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     view.read()
-    assert one_line(view) == (
+    assert status_line(view) == (
         "version 3 of 10  waiting for a group for version 4 from the generators (3 s, gives up at 600 s)  reward 0.500"
     )
 

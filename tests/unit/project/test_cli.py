@@ -32,7 +32,7 @@ def test_config_prints_every_key(config: str, capsys: pytest.CaptureFixture[str]
 
 def test_overrides_may_follow_options(config: str) -> None:
     words = ["generator", config, "run.seed=1", "--name", "g", "run.seed=2"]
-    arguments = cli.parse(words)
+    arguments = cli.parse_words(words)
     assert (arguments.name, arguments.overrides) == ("g", ["run.seed=1", "run.seed=2"])
 
 
@@ -53,10 +53,10 @@ def test_bad_config_is_one_message_and_exit_2(config: str, capsys: pytest.Captur
 
 
 def test_a_second_word_makes_another_command(config: str) -> None:
-    assert cli.parse(["queue", config]).command == "queue"
-    status = cli.parse(["queue", "status", "demo", "--json"])
+    assert cli.parse_words(["queue", config]).command == "queue"
+    status = cli.parse_words(["queue", "status", "demo", "--json"])
     assert (status.command, status.target, status.json) == ("queue status", "demo", True)
-    inspect = cli.parse(["queue", "inspect", "demo", "7", "--stream", "eval"])
+    inspect = cli.parse_words(["queue", "inspect", "demo", "7", "--stream", "eval"])
     assert (inspect.command, inspect.ordinal, inspect.stream) == ("queue inspect", 7, "eval")
 
 
@@ -65,7 +65,7 @@ def test_a_pool_is_named_after_the_config(config: str) -> None:
         ["reference", "batch.groups=2", "--name", "one"],
         ["--name", "one", "reference", "batch.groups=2"],
     ):
-        arguments = cli.parse(["pool", config, *words])
+        arguments = cli.parse_words(["pool", config, *words])
         assert (arguments.config, arguments.model, arguments.name) == (config, "reference", "one")
         assert arguments.overrides == ["batch.groups=2"]
 
@@ -210,5 +210,5 @@ def test_mistakes_on_the_command_line_are_named(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
-        cli.parse(words)
+        cli.parse_words(words)
     assert f": error: {message}" in capsys.readouterr().err

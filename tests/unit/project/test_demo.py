@@ -81,21 +81,21 @@ def test_an_earlier_demo_is_replaced(runs: Path) -> None:
     past_run(runs / "demo")
     again = demos.demo(str(runs))
     assert "replaces the earlier run" in again.plan()
-    demos.clear(again)
+    demos.clear_folder(again)
     assert [path.name for path in (runs / "demo").iterdir()] == [demos.MARK]
 
 
 @pytest.mark.parametrize(("name", "word"), [("mine", "run.name=mine"), ("demo", "run.resume=true")])
 def test_no_other_run_is_replaced(runs: Path, name: str, word: str) -> None:
     past_run(runs / name)
-    demos.clear(demos.demo(str(runs), [word]))
+    demos.clear_folder(demos.demo(str(runs), [word]))
     assert (runs / name / "metrics.jsonl").exists()
 
 
 def test_a_folder_that_is_no_run_stays(runs: Path) -> None:
     (runs / "demo").mkdir(parents=True)
     (runs / "demo/config.yaml").write_text("the user's own")
-    for refuse in (demos.check, demos.clear):
+    for refuse in (demos.check_folder, demos.clear_folder):
         with pytest.raises(ConfigError, match=r"no demo has made it.*set run\.name=NAME"):
             refuse(demos.demo(str(runs)))
     assert [path.name for path in (runs / "demo").iterdir()] == ["config.yaml"]
@@ -115,7 +115,7 @@ def test_a_users_run_is_refused_before_the_warm_up(
 
 def test_nothing_is_removed_under_another_run_dir(runs: Path, tmp_path: Path) -> None:
     past_run(tmp_path / "mine/demo")
-    demos.clear(demos.demo(str(runs), [f"run.dir={tmp_path}/mine"]))
+    demos.clear_folder(demos.demo(str(runs), [f"run.dir={tmp_path}/mine"]))
     assert (tmp_path / "mine/demo/metrics.jsonl").exists()
 
 
@@ -134,7 +134,7 @@ def test_a_link_is_never_followed(runs: Path, tmp_path: Path) -> None:
     runs.mkdir()
     (runs / "demo").symlink_to(tmp_path / "mine")
     with pytest.raises(ConfigError, match="no demo has made it"):
-        demos.check(demos.demo(str(runs)))
+        demos.check_folder(demos.demo(str(runs)))
     assert (tmp_path / "mine/metrics.jsonl").exists()
 
 
@@ -175,7 +175,7 @@ def test_a_live_demo_is_not_replaced(runs: Path) -> None:
     with (runs / "demo/lock").open("a+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(ConfigError, match="a live run uses"):
-            demos.clear(demos.demo(str(runs)))
+            demos.clear_folder(demos.demo(str(runs)))
     assert (runs / "demo/metrics.jsonl").exists()
 
 

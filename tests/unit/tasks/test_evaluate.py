@@ -130,5 +130,5 @@ def test_eval_and_generate_show_how_many_answers_there_are(
     held_out = [f"evaluation.{word}" for word in [*words, "temperature=1.0"]]
     config = config_with(tmp_path, model, "generator.engine=vllm", *held_out)
     answers(config, model, monkeypatch)
-    evaluate.run(config, str(model))
+    evaluate.evaluate(config, str(model))
     assert shown == [("answers", 2, 2), ("answers", 10, 10)]

@@ -7,7 +7,7 @@ import pytest
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.sync_plan import learner_pool, show
+from asyncrl.launch.sync_plan import learner_pool, print_plan
 from asyncrl.sync.layout.hf_sharding import Heads
 from asyncrl.sync.plan.cost_model import (
     ModelCost,
@@ -75,7 +75,7 @@ def test_the_table_of_a_mixture_with_its_experts_dealt_out(
         '{"model_type": "qwen3_moe", "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "head_dim": 4,'
         ' "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 8, "moe_intermediate_size": 8}'
     )
-    show(config(), str(tmp_path), "fsdp 4 ep 4", "6 tp 4 ep 2")
+    print_plan(config(), str(tmp_path), "fsdp 4 ep 4", "6 tp 4 ep 2")
     said = capsys.readouterr().out
     assert "69 parameters" in said
     assert "4 ranks, each holds" in said
@@ -83,7 +83,7 @@ def test_the_table_of_a_mixture_with_its_experts_dealt_out(
     assert "streams into a generator" in said
     for learner, generators in (("fsdp 3 ep 3", None), ("up 3", None), (None, "two")):
         with pytest.raises(ConfigError, match="--learner or --generators"):
-            show(config(), str(tmp_path), learner, generators)
+            print_plan(config(), str(tmp_path), learner, generators)
 
 
 def test_the_learners_ranks_are_those_of_its_axes() -> None:
