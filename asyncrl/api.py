@@ -119,10 +119,10 @@ def train(
 
 def _run(call: Call) -> TrainResult:
     """Check the call in its run folder, train, and read what the run has left."""
-    from asyncrl.launch.checks.preflight import preflight
     from asyncrl.launch.folder.inputs import Inputs
     from asyncrl.launch.folder.run_folder import locked_run_folder, refuse_own_config, remove_empty
     from asyncrl.launch.local import train as train_here
+    from asyncrl.launch.preflight import preflight
     from asyncrl.telemetry.sinks import read_rows
 
     call, draft = call.in_folder(call.load(Inputs(None)))

@@ -23,7 +23,7 @@ from asyncrl.config.load import CONFIGS, load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, ProcessDiedError
 from asyncrl.launch.folder.run_folder import remove_run, run_folder
-from asyncrl.launch.supervise import die_with
+from asyncrl.system.signals import die_with
 
 WARM_UP = CONFIGS / "recipes" / "sft_addition.yaml"
 TRAINING = CONFIGS / "recipes" / "demo.yaml"

@@ -1,6 +1,6 @@
 """Supervised warm-up: teach a model the 'target' texts of the training tasks before reinforcement learning.
 
-Of rollouts of several turns, 'target' is a list: the text of each turn, in the environment of the run.
+In rollouts of several turns 'target' is a list: the text of each turn, in the environment of the run.
 
     tasks ─▸ prompt + target + end token ─▸ accumulate ─▸ optimizer step
                                                            every `sft.every` steps: held-out accuracy

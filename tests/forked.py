@@ -32,7 +32,7 @@ from types import SimpleNamespace
 from typing import IO, Any, NoReturn
 
 from asyncrl.launch import supervise
-from asyncrl.launch.supervise import die_with_parent
+from asyncrl.system.signals import die_with_parent
 
 AVAILABLE = sys.platform == "linux" and hasattr(os, "pidfd_open")
 LONGEST = 1 << 17
@@ -46,7 +46,7 @@ PRELOADED = (
     "asyncrl.generator.process",
     "asyncrl.generator.engines.transformers.transformers_engine",
     "asyncrl.launch.local",
-    "asyncrl.launch.checks.preflight",
+    "asyncrl.launch.preflight",
     "asyncrl.launch.queue_process",
     "asyncrl.learner.backends.fsdp.fsdp",
     "asyncrl.learner.process",

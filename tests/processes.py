@@ -21,7 +21,7 @@ import psutil
 from safetensors.torch import load_file
 from torch import Tensor
 
-from asyncrl.launch.supervise import die_with_parent
+from asyncrl.system.signals import die_with_parent
 
 DEADLINE_S = 90.0
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}

@@ -12,7 +12,7 @@ import pytest
 import redis
 from processes import free_port
 
-from asyncrl.launch.supervise import die_with_parent
+from asyncrl.system.signals import die_with_parent
 
 STARTS_S = 20.0
 

@@ -1,6 +1,6 @@
-"""How busy each pool is, and what overlapping them is worth: `asyncrl bench utilization CONFIG`.
+"""Measure how busy each pool is, and what overlapping them is worth: `asyncrl bench utilization CONFIG`.
 
-The same tasks, seeds and devices are run in the four modes of `modes.py` as real processes, all modes once in each
+The same tasks, seeds and devices are run in four modes (`modes`) as real processes, all modes once in each
 repetition, every other repetition in reverse order. For each mode, over all repetitions: throughput, the share of the
 time that each pool works and each *named* wait, staleness, and the time until a reward is reached; beside them the
 throughput that the measured stage times allow:
@@ -19,24 +19,25 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from asyncrl.bench.comparison import Length, Ratio, shortest, verdict
-from asyncrl.bench.modes import Mode, modes, spans_of
-from asyncrl.bench.plot import draw
+from asyncrl.bench.report import draw, print_report
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.launch.local import train
 from asyncrl.telemetry.sinks import read_rows
 from asyncrl.telemetry.spans import OTHER, WAIT, busy_share
 
+LEAST_ASYNC_STALENESS = 2
 WARM_UP_VERSIONS = 3
 RIVALS = ("sync_split", "sync_colocated")
 """Of `async`."""
@@ -47,6 +48,71 @@ REWARD_VERSIONS = 5
 Row = Mapping[str, Any]
 Runs = Sequence[Sequence[Row]]
 """Of one mode: the rows of each repetition, a version each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """overlaps: whether generation and training run at the same time, which decides the bound."""
+
+    name: str
+    overrides: tuple[str, ...]
+    overlaps: bool
+
+
+def modes(config: Config) -> list[Mode]:
+    """The ways to share devices between generation and training, in the order of the table. Speed is compared, not
+    bits: no fixed shapes at max_staleness 0.
+
+    sync_split       each pool on its own devices, one phase at a time (max_staleness 0)
+    sync_colocated   every device given to each phase in turn: what a colocated trainer does, the fair rival
+    one_step         pools overlap, data is at most one version old
+    async            pools overlap, up to the config's own max_staleness (at least 2)
+    """
+    freely = max(LEAST_ASYNC_STALENESS, config.queue.max_staleness)
+    synchronous = (*_staleness(0), "generator.fixed_shape=false")
+    return [
+        Mode("sync_split", (*synchronous, *_own_threads(config)), overlaps=False),
+        Mode("sync_colocated", (*synchronous, *_everything_to_both(config)), overlaps=False),
+        Mode("one_step", (*_staleness(1), *_own_threads(config)), overlaps=True),
+        Mode("async", (*_staleness(freely), *_own_threads(config)), overlaps=True),
+    ]
+
+
+def _staleness(bound: int) -> tuple[str, ...]:
+    return (f"queue.max_staleness={bound}", "queue.window=null", "queue.depth=null")
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _own_threads(config: Config) -> tuple[str, ...]:
+    share = max(1, _cores() // (config.generator.count + config.learner.processes))
+    return (
+        f"generator.threads={config.generator.threads or share}",
+        f"learner.threads={config.learner.threads or share}",
+    )
+
+
+def _everything_to_both(config: Config) -> tuple[str, ...]:
+    """On GPUs both pools get the union of the devices and one process for each; on the CPU all cores."""
+    devices = _union(config.generator.devices, config.learner.devices)
+    if devices:
+        return (
+            f"generator.devices='{','.join(devices)}'",
+            f"learner.devices='{','.join(devices)}'",
+            f"generator.count={len(devices)}",
+            f"learner.processes={len(devices)}",
+        )
+    return (
+        f"generator.threads={max(1, _cores() // config.generator.count)}",
+        f"learner.threads={max(1, _cores() // config.learner.processes)}",
+    )
+
+
+def _union(*lists: str | None) -> list[str]:
+    named = [device.strip() for devices in lists if devices for device in devices.split(",")]
+    return list(dict.fromkeys(named))
 
 
 def main(words: Sequence[str]) -> int:
@@ -188,7 +254,7 @@ def _figures(
 
 def _spans_a_version(steps: Sequence[Row], prefix: str) -> dict[str, float]:
     """Mean seconds per version of each span."""
-    every = [spans_of(row, prefix) for row in steps]
+    every = [{key[len(prefix) :]: s for key, s in row.items() if key.startswith(prefix)} for row in steps]
     names = sorted({name for spans in every for name in spans})
     return {name: sum(spans.get(name, 0.0) for spans in every) / len(every) for name in names}
 
@@ -217,45 +283,6 @@ def _seconds_to(steps: Sequence[Row], target: float) -> float | None:
         if reward >= target:
             return sum(row["step_s"] for row in steps[: at + REWARD_VERSIONS])
     return None
-
-
-def print_report(report: Mapping[str, Any], console: Console) -> None:
-    """A column for each mode, which fits 80 characters, and what may be claimed of `async`."""
-    found = report["modes"]
-    table = Table("", *found, title="Utilization", title_justify="left")
-    for label, text in _ROWS.items():
-        table.add_row(label, *(text(mode) for mode in found.values()))
-    console.print(table)
-    console.print(f"reward reached: {report['figures']['reward_target']:.3f}", highlight=False)
-    for name, sentence in report["claims"].items():
-        console.print(f"{name.replace('_', ' ', 2)}: {sentence}", highlight=False)
-
-
-_ROWS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
-    "rollouts/s": lambda mode: f"{mode['rollouts_per_s']:.0f}",
-    "of single runs": lambda mode: " ".join(f"{rate:.0f}" for rate in mode["rollouts_per_s_of_runs"]),
-    "bound": lambda mode: _number(mode["bound_rollouts_per_s"], "{:.0f}"),
-    "seconds a run": lambda mode: " ".join(
-        f"{seconds:.{1 if seconds < 10 else 0}f}" for seconds in mode["s_of_runs"]
-    ),
-    "generator busy": lambda mode: f"{mode['busy']['generator']:.0%}",
-    "  waits for": lambda mode: _waits(mode["shares"]["generator"]),
-    "learner busy": lambda mode: f"{mode['busy']['learner']:.0%}",
-    "  waits for ": lambda mode: _waits(mode["shares"]["learner"]),
-    "staleness": lambda mode: f"{mode['staleness_mean']:.1f} ≤ {mode['staleness_max']:.0f}",
-    "s to reward": lambda mode: _number(mode["s_to_reward"], "{:.1f}"),
-}
-"""Label → the cell of a mode."""
-
-
-def _waits(shares: Mapping[str, float]) -> str:
-    """The waits worth a percent, a line each, the longest first."""
-    waits = sorted(((s, n) for n, s in shares.items() if n.startswith(WAIT) and s >= 0.01), reverse=True)
-    return "\n".join(f"{name.removeprefix(WAIT)} {share:.0%}" for share, name in waits) or "–"
-
-
-def _number(value: float | None, form: str) -> str:
-    return "–" if value is None else form.format(value)
 
 
 def _at_least_1(word: str) -> int:

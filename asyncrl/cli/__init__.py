@@ -77,7 +77,7 @@ NO_READER_EXIT_CODE = 141
 def main(words: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Expected errors are one message on stderr, no traceback."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        from asyncrl.launch.supervise import die_with_parent
+        from asyncrl.system.signals import die_with_parent
 
         die_with_parent()
     arguments = parse_words(sys.argv[1:] if words is None else words)

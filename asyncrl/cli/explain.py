@@ -22,7 +22,7 @@ def _show_config(arguments: Arguments) -> int:
         return 0
     if not arguments.rules_only:
         loading(arguments, f"the tasks, and what is needed to check {arguments.config}")
-        from asyncrl.launch.checks.preflight import preflight
+        from asyncrl.launch.preflight import preflight
 
         preflight(config)
     print(f"{arguments.config}: valid; --print shows every key")

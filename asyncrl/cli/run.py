@@ -36,9 +36,9 @@ def _demo(arguments: Arguments) -> int:
 
 
 def _run_here(config: Config) -> int:
-    from asyncrl.launch.checks.preflight import preflight
     from asyncrl.launch.folder.run_folder import run_folder
     from asyncrl.launch.local import train
+    from asyncrl.launch.preflight import preflight
     from asyncrl.launch.views.dashboard import print_summary
     from asyncrl.rpc.keys import client_keys, server_keys
 

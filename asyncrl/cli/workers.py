@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.cli.command import Arguments, Command, loading, split_run_config
-from asyncrl.system.stop_signals import stop_signals
+from asyncrl.system.signals import stop_signals
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config

@@ -27,7 +27,7 @@ from asyncrl.queue.broker.recovery import open_recovery
 from asyncrl.queue.client.client import QueueClient
 from asyncrl.queue.feeder import feed
 from asyncrl.rpc.keys import server_keys
-from asyncrl.system.stop_signals import stop_signals
+from asyncrl.system.signals import stop_signals
 from asyncrl.tasks.source import TaskStream, train_stream
 from asyncrl.telemetry.status import ProcessStatus
 from asyncrl.types import TRAIN

@@ -26,7 +26,7 @@ from asyncrl.sync.channels.torch_transport import own_host
 from asyncrl.sync.factory import open_publisher
 from asyncrl.sync.store.stored_publisher import StoredPublisher
 from asyncrl.sync.stream.publisher import Publisher
-from asyncrl.system.stop_signals import stop_signals
+from asyncrl.system.signals import stop_signals
 from asyncrl.telemetry.status import ProcessStatus
 
 log = logging.getLogger(__name__)

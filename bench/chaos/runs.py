@@ -18,7 +18,7 @@ from typing import Any
 from asyncrl.config.load import load_config
 from asyncrl.errors import DeadlineError, ProcessDiedError
 from asyncrl.launch.folder.run_folder import read_summary, run_folder
-from asyncrl.launch.supervise import die_with_parent
+from asyncrl.system.signals import die_with_parent
 from asyncrl.telemetry.sinks import read_rows
 from bench.chaos.history import History, JournalReader
 from bench.chaos.kills import PARTIES, kill

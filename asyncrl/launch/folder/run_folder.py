@@ -21,8 +21,7 @@ from asyncrl.config.docs import WRITTEN_BY
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.folder.kept_code import keep_code
-from asyncrl.launch.folder.kept_config import FILE, keep_config
+from asyncrl.launch.folder.kept import FILE, keep_code, keep_config
 from asyncrl.system.disk import replace_text
 from asyncrl.telemetry.sinks import read_rows
 

@@ -29,10 +29,10 @@ from asyncrl.generator.engines.transformers.kv_cache import ATTENTION
 from asyncrl.generator.engines.transformers.transformers_engine import TransformersEngine
 from asyncrl.generator.engines.vllm.vllm_engine import VllmEngine
 from asyncrl.generator.process import load_server
-from asyncrl.launch.supervise import die_with_parent
 from asyncrl.models import checkpoint_tensors
 from asyncrl.sync.stream.publisher import Publisher
 from asyncrl.sync.tensors.bucket import layout_of
+from asyncrl.system.signals import die_with_parent
 from asyncrl.types import Sampling, Turn
 
 SLOTS, MAX_LENGTH, VOCABULARY = 8, 400, 16

@@ -20,11 +20,11 @@ import pytest
 from redis_server import RedisServer
 
 from asyncrl.errors import JournalError, RefusedError, SourceEndedError
-from asyncrl.launch.supervise import die_with_parent
 from asyncrl.queue.client.client import QueueClient
 from asyncrl.queue.feeder import feed
 from asyncrl.queue.protocol.replies import Claim, Lease
 from asyncrl.queue.protocol.settings import StreamSettings
+from asyncrl.system.signals import die_with_parent
 from asyncrl.types import Group, Rollout, Sampling, Task
 
 T = TypeVar("T")

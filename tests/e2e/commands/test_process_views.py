@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from processes import DEADLINE_S, ENV, family, rows, until
 
-from asyncrl.launch.supervise import die_with_parent
+from asyncrl.system.signals import die_with_parent
 
 pytestmark = pytest.mark.slow
 

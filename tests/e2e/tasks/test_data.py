@@ -14,8 +14,8 @@ from pyarrow import parquet
 
 from asyncrl import evaluate
 from asyncrl.config.load import load_config
-from asyncrl.launch.checks.preflight import preflight
 from asyncrl.launch.local import train
+from asyncrl.launch.preflight import preflight
 from asyncrl.tasks.addition import Problems, heldout
 from asyncrl.tasks.addition import train as training
 from asyncrl.telemetry.sinks import read_rows

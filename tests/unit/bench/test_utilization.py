@@ -12,9 +12,8 @@ import pytest
 from rich.console import Console
 
 from asyncrl.bench.comparison import T_95, Length, Ratio, verdict
-from asyncrl.bench.modes import modes
-from asyncrl.bench.plot import draw
-from asyncrl.bench.utilization import main, print_report, schedule, summarise
+from asyncrl.bench.report import draw, print_report
+from asyncrl.bench.utilization import main, modes, schedule, summarise
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config, GeneratorConfig, LearnerConfig, QueueConfig
 from asyncrl.telemetry.sinks import JsonlSink

@@ -10,7 +10,7 @@ import pytest
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.folder.kept_config import keep_config
+from asyncrl.launch.folder.kept import keep_config
 
 TEXT = "model: {path: m}\ntasks: {source: 'a:b'}\nreward: {function: 'a:b'}\n"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.launch.views.log_end import why_it_ended
+from asyncrl.launch.supervise import why_it_ended
 
 WARNING = "2026-01-01 00:00:{0:02d},1 WARNING w: g drops task {0} of stream train: raised KeyError: 'a{0}b' (x.py:3)"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.load import CONFIGS, load_config
-from asyncrl.launch.checks.off_keys import off_keys
+from asyncrl.launch.preflight import off_keys
 
 BASE = """\
 model: {path: some/model}

@@ -11,7 +11,7 @@ from asyncrl import cli
 from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.launch import local
-from asyncrl.launch.checks.preflight import preflight
+from asyncrl.launch.preflight import preflight
 from asyncrl.tasks.addition import write_model_folder
 
 GOOD = """\

@@ -20,8 +20,8 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError, ConfigError, TaskError
 from asyncrl.launch import local
-from asyncrl.launch.checks.preflight import check_present
-from asyncrl.launch.folder.kept_config import keep_config
+from asyncrl.launch.folder.kept import keep_config
+from asyncrl.launch.preflight import check_present
 from asyncrl.tasks.source import train_stream
 
 ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(3)]
@@ -52,7 +52,7 @@ def rows() -> Iterator[dict[str, str]]:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """The configuration that the launcher is called with."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("asyncrl.launch.checks.preflight.preflight", lambda config: None)
+    monkeypatch.setattr("asyncrl.launch.preflight.preflight", lambda config: None)
     seen: list[Config] = []
     monkeypatch.setattr(local, "train", lambda config: seen.append(config) or {"ended": "done"})
 
@@ -222,7 +222,7 @@ def test_a_run_that_does_not_begin_leaves_nothing(
     def refuse(config: Config) -> None:
         raise ConfigError("model.path", "m", "is not there", "give one that is")
 
-    monkeypatch.setattr("asyncrl.launch.checks.preflight.preflight", refuse)
+    monkeypatch.setattr("asyncrl.launch.preflight.preflight", refuse)
     with pytest.raises(AsyncRLError):
         run(model="m", tasks=ROWS, reward=reward)
     assert list((tmp_path / "runs").glob("*")) == []
@@ -346,9 +346,7 @@ def test_a_path_that_is_too_long_is_refused() -> None:
 def test_a_row_that_is_wrong_is_named_as_the_caller_gave_it(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "asyncrl.launch.checks.preflight.preflight", lambda config: train_stream(config).task_at(0)
-    )
+    monkeypatch.setattr("asyncrl.launch.preflight.preflight", lambda config: train_stream(config).task_at(0))
     with pytest.raises(
         TaskError, match=r"^row 1 of tasks: has no 'prompt'.*tasks.prompt_key=promt"
     ) as caught:

@@ -16,8 +16,8 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError
 from asyncrl.launch import local
-from asyncrl.launch.checks.preflight import preflight
 from asyncrl.launch.folder.run_folder import run_folder
+from asyncrl.launch.preflight import preflight
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "python.md").read_text("utf-8")

@@ -11,9 +11,8 @@ import pytest
 
 from asyncrl.config.schema import SINKS, Config, TelemetryConfig
 from asyncrl.errors import ConfigError
-from asyncrl.telemetry import trackers
-from asyncrl.telemetry.sinks import JsonlSink, Sinks, read_rows
-from asyncrl.telemetry.trackers import TRACKERS, TrackedRun
+from asyncrl.telemetry import sinks
+from asyncrl.telemetry.sinks import TRACKERS, JsonlSink, Sinks, TrackedRun, read_rows
 
 ROW = {"version": 3, "loss": 0.5, "groups": 2, "note": "ü", "flag": True}
 
@@ -84,9 +83,9 @@ def test_a_sink_without_its_package_is_refused_by_name(
     monkeypatch.setitem(sys.modules, {"tensorboard": "torch.utils.tensorboard"}.get(name, name), None)
     with pytest.raises(ConfigError, match=says):
         TRACKERS[name](TrackedRun("it", tmp_path))
-    monkeypatch.setattr(trackers, "find_spec", lambda _: None)
+    monkeypatch.setattr(sinks, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=says):
-        trackers.check_tracker(name)
+        sinks.check_tracker(name)
 
 
 def test_sinks_that_are_none_are_refused() -> None:

@@ -292,7 +292,7 @@ def test_bad_entries_are_refused_under_their_key(base: Path, word: str, key: str
 
 def test_several_functions_of_a_script(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Config] = []
-    monkeypatch.setattr("asyncrl.launch.checks.preflight.preflight", lambda config: None)
+    monkeypatch.setattr("asyncrl.launch.preflight.preflight", lambda config: None)
     monkeypatch.setattr(local, "train", lambda config: seen.append(config) or {})
     asyncrl.train(base, ["reward.functions.best.per=group"], reward={"right": by_length, "best": best})
     functions = seen[0].reward.functions

@@ -1,16 +1,58 @@
-"""The picture of `asyncrl bench utilization`: what each pool does with its time, in each mode."""
+"""The report of `asyncrl bench utilization`, as a table and as a picture: what each pool does with its time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 from asyncrl.errors import ConfigError
 from asyncrl.telemetry.spans import OTHER, WAIT
 
 WORK_COLOURS = ("#2b8a3e", "#69db7c", "#b2f2bb", "#087f5b")
 WAIT_COLOURS = ("#c92a2a", "#ff8787", "#f08c00", "#ffd43b", "#868e96", "#ced4da")
+
+
+def print_report(report: Mapping[str, Any], console: Console) -> None:
+    """A column for each mode, which fits 80 characters, and what may be claimed of `async`."""
+    found = report["modes"]
+    table = Table("", *found, title="Utilization", title_justify="left")
+    for label, text in _ROWS.items():
+        table.add_row(label, *(text(mode) for mode in found.values()))
+    console.print(table)
+    console.print(f"reward reached: {report['figures']['reward_target']:.3f}", highlight=False)
+    for name, sentence in report["claims"].items():
+        console.print(f"{name.replace('_', ' ', 2)}: {sentence}", highlight=False)
+
+
+_ROWS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "rollouts/s": lambda mode: f"{mode['rollouts_per_s']:.0f}",
+    "of single runs": lambda mode: " ".join(f"{rate:.0f}" for rate in mode["rollouts_per_s_of_runs"]),
+    "bound": lambda mode: _number(mode["bound_rollouts_per_s"], "{:.0f}"),
+    "seconds a run": lambda mode: " ".join(
+        f"{seconds:.{1 if seconds < 10 else 0}f}" for seconds in mode["s_of_runs"]
+    ),
+    "generator busy": lambda mode: f"{mode['busy']['generator']:.0%}",
+    "  waits for": lambda mode: _waits(mode["shares"]["generator"]),
+    "learner busy": lambda mode: f"{mode['busy']['learner']:.0%}",
+    "  waits for ": lambda mode: _waits(mode["shares"]["learner"]),
+    "staleness": lambda mode: f"{mode['staleness_mean']:.1f} ≤ {mode['staleness_max']:.0f}",
+    "s to reward": lambda mode: _number(mode["s_to_reward"], "{:.1f}"),
+}
+"""Label → the cell of a mode."""
+
+
+def _waits(shares: Mapping[str, float]) -> str:
+    """The waits worth a percent, a line each, the longest first."""
+    waits = sorted(((s, n) for n, s in shares.items() if n.startswith(WAIT) and s >= 0.01), reverse=True)
+    return "\n".join(f"{name.removeprefix(WAIT)} {share:.0%}" for share, name in waits) or "–"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else form.format(value)
 
 
 def draw(report: Mapping[str, Any], path: Path) -> None:

@@ -1,1 +1,0 @@
-"""Checks before any process starts."""

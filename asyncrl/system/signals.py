@@ -1,0 +1,36 @@
+"""Signals that end a process: those that ask it to save and stop, and the one that follows the end of its parent."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """SIGTERM, and SIGHUP of a terminal that closes, unless the process was started with nohup."""
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        return (signal.SIGTERM,)
+    return signal.SIGTERM, signal.SIGHUP
+
+
+def die_with_parent() -> None:
+    """Make the kernel (Linux) kill this process when the thread that started it ends."""
+    if _LIBC is not None:
+        _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def die_with(launcher: int) -> Callable[[], None]:
+    """Return a function to run between fork and exec of a child: the kernel (Linux) kills it when its launcher ends."""
+
+    def between_fork_and_exec() -> None:
+        die_with_parent()
+        if os.getppid() != launcher:  # it died before the request was in place
+            os._exit(1)
+
+    return between_fork_and_exec
