@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from asyncrl import cli
 from asyncrl.config import load
-from asyncrl.config.config_consistency import flat
+from asyncrl.config.config_consistency import as_texts
 from asyncrl.config.docs import scalar
 from asyncrl.config.load import Setting, all_keys, load_config, save_config
 from asyncrl.config.schema import Config
@@ -248,7 +248,7 @@ def test_a_password_is_in_the_file_that_processes_read_and_nowhere_else(
     assert (
         cli.main(["config", str(base), "queue.store=redis", f"queue.redis_url=redis://:{PASSWORD}@h/0"]) == 2
     )
-    shown = "".join(capsys.readouterr()) + "".join(flat(config).values())
+    shown = "".join(capsys.readouterr()) + "".join(as_texts(config).values())
     assert "redis://me:***@127.0.0.1:6379/0" in shown
     assert not [part for part in ("hun%", "hun/", "ter@", "22@", "4022") if part in shown]
 

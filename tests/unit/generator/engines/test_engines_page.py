@@ -11,7 +11,7 @@ from pages import blocks, text_of
 
 from asyncrl.config.schema import GeneratorConfig
 from asyncrl.config.sections.generator import ServerConfig
-from asyncrl.config.sections.rules import check
+from asyncrl.config.sections.rules import check_section
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engines.http import sglang_server, vllm_server
 from asyncrl.generator.engines.http.http_link import key_from, url_of
@@ -23,7 +23,7 @@ PAGE = text_of("docs/engines.md")
 def generator(**settings: Any) -> GeneratorConfig:
     server = ServerConfig(**settings.pop("server", {}))
     section = GeneratorConfig(**settings, server=server)
-    check(section, "generator")
+    check_section(section, "generator")
     return section
 
 

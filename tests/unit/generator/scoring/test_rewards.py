@@ -13,7 +13,7 @@ import pytest
 
 from asyncrl.config.functions.function_spec import load_function
 from asyncrl.config.schema import RewardConfig
-from asyncrl.config.sections.rules import check
+from asyncrl.config.sections.rules import check_section
 from asyncrl.errors import ConfigError, RewardFailedError
 from asyncrl.generator.scoring.calls import FIRST, LATER, LEAST
 from asyncrl.generator.scoring.rewards import MISSED_AFTER, RewardError, Scorer
@@ -172,7 +172,7 @@ async def test_answers_that_may_count_as_0_fail_no_task_that_has_good_ones() -> 
 @pytest.mark.parametrize("share", [0.0, -0.5, 1.5])
 def test_a_share_that_is_none_is_refused(share: float) -> None:
     with pytest.raises(ConfigError, match=r"reward.max_failed_share = .* is a share"):
-        check(config(max_failed_share=share), "reward")
+        check_section(config(max_failed_share=share), "reward")
 
 
 async def test_failures_of_one_task_count_once() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.config.schema import BatchConfig, Config, LearnerConfig
 from asyncrl.config.sections.algorithm import AlgorithmConfig, CorrectionConfig, KlLossConfig, ShapingConfig
-from asyncrl.config.sections.rules import check
+from asyncrl.config.sections.rules import check_section
 from asyncrl.errors import ConfigError
 
 
@@ -76,7 +76,7 @@ def test_refused_with_a_remedy(keys: dict[str, Any], key: str, remedy: str) -> N
 )
 def test_a_value_that_makes_no_sense(section: type, keys: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        check(section(**keys), key.rpartition(".")[0])
+        check_section(section(**keys), key.rpartition(".")[0])
     assert caught.value.key == key
 
 
