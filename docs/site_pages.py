@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.cli import COMMANDS, parse_words
-from asyncrl.config.load import FREE, all_keys, load_config, sections
+from asyncrl.config.load import all_keys, free_prefixes, load_config, sections
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 
@@ -94,7 +94,7 @@ def unknown_keys(text: str) -> Iterator[str]:
     """Keys that the configuration does not have."""
     known = all_keys()
     for key, _ in keys(text):
-        if not key.startswith(FREE) and not any(f"{one}.".startswith(f"{key}.") for one in known):
+        if not key.startswith(free_prefixes()) and not any(f"{one}.".startswith(f"{key}.") for one in known):
             yield key
 
 

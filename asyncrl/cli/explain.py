@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 
 from asyncrl.cli.command import Arguments, Command, loading, read_config
 
 
 def _show_config(arguments: Arguments) -> int:
     if arguments.schema:
-        from asyncrl.config.json_schema import schema_text
+        from asyncrl.config.json_schema import schema
 
-        print(schema_text())
+        print(json.dumps(schema(), indent=1, ensure_ascii=False))
         return 0
     config = read_config(arguments)
     if arguments.print:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import types
 import typing
 from collections.abc import Mapping
@@ -17,9 +16,8 @@ from typing import Annotated, Any
 from asyncrl.config.docs import key_comments
 from asyncrl.config.load import sections
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.reward import OWN, RewardConfig
 from asyncrl.config.sections.rules import Limit
-from asyncrl.config.sections.tasks import EvaluationSet, MixedSource
+from asyncrl.config.sections.tasks import OWN, EvaluationSet, MixedSource, RewardConfig
 
 DIALECT = "http://json-schema.org/draft-07/schema#"
 """The newest draft that the YAML language server knows well."""
@@ -52,11 +50,6 @@ def schema() -> dict[str, Any]:
         "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
     }
     return {"$schema": DIALECT, "title": "asyncrl configuration", **of_file}
-
-
-def schema_text() -> str:
-    """`schema` as JSON."""
-    return json.dumps(schema(), indent=1, ensure_ascii=False)
 
 
 def _section(made: type, prefix: str, keys: tuple[str, ...] | None = None) -> dict[str, Any]:

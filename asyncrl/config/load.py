@@ -36,21 +36,6 @@ CONFIGS = (PACKAGE if (PACKAGE / "configs").is_dir() else PACKAGE.parent) / "con
 """The configurations of the project, in an installed package or beside it in a checkout. An `include` that is not next
 to its file is looked up here."""
 
-FREE = (
-    "tasks.options.",
-    "agent.options.",
-    "evaluation.options.",
-    "tasks.fields.",
-    "tasks.mixture.",
-    "evaluation.fields.",
-    "evaluation.sets.",
-    "reward.options.",
-    "reward.weights.",
-    "reward.functions.",
-    "generator.vllm.extra.",
-)
-"""Below these, a user's own keys."""
-
 INSTEAD = {"reward.function": "reward.functions"}
 """Required keys that are none where another one is set."""
 
@@ -349,9 +334,15 @@ def _section_keys() -> dict[str, str]:
     return found
 
 
+@functools.cache
+def free_prefixes() -> tuple[str, ...]:
+    """The keys that hold mappings, each with a dot behind it: below them stand a user's own keys."""
+    return tuple(f"{key}." for key in all_keys() if typing.get_origin(hint_of(key)) is dict)
+
+
 def _known(key: str) -> bool:
-    """A leaf of the schema, or a key below a free-form leaf."""
-    return key in all_keys() or (key.startswith(FREE) and all(key.split(".")))
+    """Whether there is such a key, or a user may make it."""
+    return key in all_keys() or (key.startswith(free_prefixes()) and all(key.split(".")))
 
 
 def _first_line(error: Exception) -> str:

@@ -43,14 +43,8 @@ OFF = {
 """Sections that can be turned off, and by what."""
 
 FIRST = {
-    "model": "path",
-    "critic": "path",
-    "reference": "path",
-    "reward_model": "path",
-    "teacher": "path",
-} | {
-    "tasks": "source",
-    "evaluation": "source",
+    **dict.fromkeys(("model", "critic", "reference", "reward_model", "teacher"), "path"),
+    **dict.fromkeys(("tasks", "evaluation"), "source"),
     "reward": "function",
 }
 """Sections that are given a word by mistake, and the key that takes it."""

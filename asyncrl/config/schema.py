@@ -24,8 +24,7 @@ from asyncrl.config.sections.models import (
     RewardModelConfig,
     TeacherConfig,
 )
-from asyncrl.config.sections.queue import QueueConfig
-from asyncrl.config.sections.reward import RewardConfig
+from asyncrl.config.sections.queue import QueueConfig, SyncConfig
 from asyncrl.config.sections.rules import (
     Amount,
     Count,
@@ -38,8 +37,7 @@ from asyncrl.config.sections.rules import (
     key,
     name_rule,
 )
-from asyncrl.config.sections.sync import SyncConfig
-from asyncrl.config.sections.tasks import EvaluationConfig, TasksConfig
+from asyncrl.config.sections.tasks import EvaluationConfig, RewardConfig, TasksConfig
 
 SINKS = ("tensorboard", "wandb")
 

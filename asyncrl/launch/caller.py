@@ -21,7 +21,7 @@ from asyncrl.config.functions.function_spec import name_function
 from asyncrl.config.load import Setting, all_keys, load_config, settings_of
 from asyncrl.config.remedies import nearest
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.reward import RewardConfig
+from asyncrl.config.sections.tasks import RewardConfig
 from asyncrl.config.yaml_values import DEEPEST
 from asyncrl.errors import ConfigError
 from asyncrl.launch.folder.inputs import Inputs

@@ -71,26 +71,23 @@ def status(target: Target) -> dict[str, Any]:
 
 def peek(target: Target, stream: str, ordinal: int) -> Peek:
     """RefusedError 'unknown' if there is no such task, not yet or not any more."""
-
-    async def look(client: QueueClient) -> Peek:
-        await client.connect()
-        return await client.peek(stream, ordinal)
-
-    return asyncio.run(_request(target, _run_of(target), look))
+    return _connected(target, lambda client: client.peek(stream, ordinal))
 
 
 def drain(target: Target, stream: str) -> int:
     """End the stream early. Returns the number of pending tasks, which are dropped."""
+    return _connected(target, lambda client: client.drain(stream))
 
-    async def end(client: QueueClient) -> int:
+
+def _connected(target: Target, call: Callable[[QueueClient], Awaitable[Result]]) -> Result:
+    """The result of a request that only a client of the run may make."""
+
+    async def connect_and_call(client: QueueClient) -> Result:
         await client.connect()
-        return await client.drain(stream)
+        return await call(client)
 
-    return asyncio.run(_request(target, _run_of(target), end))
-
-
-def _run_of(target: Target) -> str:
-    return target.run or str(status(target)["run"])
+    run = target.run or str(status(target)["run"])
+    return asyncio.run(_request(target, run, connect_and_call))
 
 
 async def _request(target: Target, run: str, call: Callable[[QueueClient], Awaitable[Result]]) -> Result:

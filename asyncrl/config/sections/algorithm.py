@@ -14,7 +14,6 @@ GROUP_ADVANTAGES = (
 )
 """Advantages that compare the rollouts of a task: those that need 'group' in `learner/algorithms/registry.py`."""
 
-
 OWN_WEIGHTS = ("decoupled_ppo", "aipo", "dppo_tv", "dppo_kl")
 """Losses that weigh a token against μ themselves."""
 

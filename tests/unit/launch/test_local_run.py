@@ -23,7 +23,7 @@ from asyncrl.config.schema import (
     RunConfig,
 )
 from asyncrl.config.sections.models import PlaceConfig, PlacementConfig
-from asyncrl.config.sections.reward import RewardConfig
+from asyncrl.config.sections.tasks import RewardConfig
 from asyncrl.errors import ConfigError, DeadlineError, ProcessDiedError, StoppedError
 from asyncrl.launch import local, processes
 from asyncrl.launch.folder.run_folder import claimed_run_folder
