@@ -22,7 +22,7 @@ from pathlib import Path
 from asyncrl.cli import explain, models, queue, run, workers
 from asyncrl.cli.command import Arguments, Command
 from asyncrl.errors import AsyncRLError, ConfigError, RunClosedError
-from asyncrl.launch.views.output import drop_output, lasting_output
+from asyncrl.launch.views.output import drop_output, lasting_output, without_control
 
 ABOUT = """\
 Train language models with reinforcement learning while generation never stops.
@@ -119,8 +119,6 @@ def _exit_code(arguments: Arguments) -> int:
 def _report(arguments: Arguments, *errors: str) -> None:
     """Print why the command ends, on stderr, and give it to torchrun: it prints it as the root cause below its own
     traceback, where a reader looks first."""
-    from asyncrl.launch.views.output import without_control
-
     message = "\n".join(f"asyncrl {arguments.command}: {without_control(error)}" for error in errors)
     print(message, file=sys.stderr)
     if (file := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:

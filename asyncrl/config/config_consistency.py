@@ -14,6 +14,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import Any, Protocol
 
 from asyncrl.config import VERSION
@@ -120,7 +121,7 @@ def posted(config: Config) -> dict[str, str]:
     aside = (
         key for key in all_keys() if key.startswith((*OF_THE_LEARNER, *OF_THE_QUEUE)) and not is_agreed(key)
     )
-    return {**agreed(config), **{ASIDE + key: _text(_value(config, key)) for key in aside}}
+    return {**agreed(config), **{ASIDE + key: _text(attrgetter(key)(config)) for key in aside}}
 
 
 def one_sided(learners: Mapping[str, str], config: Config, *, queue: bool = False) -> Iterator[str]:
@@ -133,7 +134,7 @@ def one_sided(learners: Mapping[str, str], config: Config, *, queue: bool = Fals
     """
     for name, theirs in learners.items():
         key = name.removeprefix(ASIDE)
-        if key == name or (ours := _text(_value(config, key))) == theirs:
+        if key == name or (ours := _text(attrgetter(key)(config))) == theirs:
             continue
         if not key.startswith(OF_THE_QUEUE):
             yield f"{key} is {theirs} at the learner, whose value counts; {ours} here does nothing"
@@ -143,7 +144,7 @@ def one_sided(learners: Mapping[str, str], config: Config, *, queue: bool = Fals
 
 def as_texts(config: Config) -> dict[str, str]:
     """Every key of a configuration and its value as one line of JSON, in the order of the schema."""
-    return {key: _text(_value(config, key)) for key in all_keys()}
+    return {key: _text(attrgetter(key)(config)) for key in all_keys()}
 
 
 def differences(theirs: Mapping[str, str], ours: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
@@ -193,13 +194,6 @@ async def check_with_learner(
         if line not in _warned:
             _warned.add(line)
             log.warning("%s", line)
-
-
-def _value(config: Config, key: str) -> Any:
-    value: Any = config
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
 
 
 def _text(value: Any) -> str:

@@ -7,7 +7,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from pathlib import Path
 
 from asyncrl.config.config_consistency import as_texts
@@ -181,43 +182,52 @@ def _check_gpus(config: Config) -> None:
         )
 
 
-Reason = Callable[[Config], str | None]
-"""Why keys do nothing in a configuration; None where they count."""
+# ---------------------------------------------------------------------- keys that do nothing
+
+SWITCHES: Mapping[str, tuple[str, object]] = {
+    "model.lora.": ("model.lora.rank", 0),
+    "learner.parallel.pipeline_": ("learner.parallel.pipeline", 1),
+    "learner.optimizer.min_lr_ratio": ("learner.optimizer.schedule", "constant"),
+    "algorithm.shaping.kl_": ("algorithm.shaping.kl_coef", 0),
+    "algorithm.shaping.overlong_penalty": ("algorithm.shaping.overlong_buffer", 0),
+    "algorithm.shaping.resample_power": ("algorithm.shaping.resample", "none"),
+    "algorithm.kl_loss.form": ("algorithm.kl_loss.coef", 0),
+}
+"""Beginning of keys → the key that turns them off, and the value by which it does."""
 
 
 def off_keys(config: Config) -> list[str]:
     """A line for each key that differs from its default and is read by nothing: the key, its value, and why."""
     plain = as_texts(Config())
+    off = [(prefix, why) for prefix, counts, why in _switches(config) if not counts]
     lines = []
     for key, text in as_texts(config).items():
-        if text != plain[key] and (why := _why_off(key, config)):
+        if text == plain[key]:
+            continue
+        reasons = (why for prefix, why in off if key.startswith(prefix))
+        if why := next(reasons, None) or _of_another_algorithm(key, config):
             lines.append(f"{key}={text} does nothing: {why}")
     return lines
 
 
-def _why_off(key: str, config: Config) -> str | None:
-    reasons = (reason(config) for prefixes, reason in REASONS if key.startswith(prefixes))
-    return next(filter(None, reasons), None) or _of_another_algorithm(key, config)
-
-
-def _unless(counts: bool, why: str) -> str | None:
-    return None if counts else why
-
-
-def _engine(*names: str) -> Reason:
-    def reason(config: Config) -> str | None:
-        own, engine = config.generator.own_engine, config.generator.engine
-        return _unless(own is not None or engine in names, f"generator.engine={engine}")
-
-    return reason
-
-
-def _model(name: str, *others: str) -> Reason:
-    def reason(config: Config) -> str | None:
-        needed = requirements.models(config) & {name, *others}
-        return _unless(bool(needed), f"the algorithm has no {name}")
-
-    return reason
+def _switches(config: Config) -> Iterator[tuple[str, bool, str]]:
+    """(beginning of keys, whether they count, why they do not)."""
+    engine, sync = config.generator.engine, config.sync
+    own, models = config.generator.own_engine is not None, requirements.models(config)
+    yield "generator.vllm.", own or engine == "vllm", f"generator.engine={engine}"
+    yield "generator.server.", own or engine in ("vllm_server", "sglang"), f"generator.engine={engine}"
+    yield "critic.", bool(models & {"critic", "cost_critic"}), "the algorithm has no critic"
+    for name in ("reference", "reward_model", "teacher"):
+        yield f"{name}.", name in models, f"the algorithm has no {name}"
+    for name in ("fanout", "network_gb_s", "local_gb_s", "hop_ms"):
+        yield f"sync.{name}", not sync.stored, f"sync.backend={sync.backend} sends weights through a store"
+    yield "sync.keep", sync.stored, f"sync.backend={sync.backend}"
+    yield "sync.fsync", sync.backend == "file", f"sync.backend={sync.backend}"
+    evaluated, several = bool(config.evaluation.named_sets), config.agent.several_turns
+    yield "evaluation.", evaluated, "evaluation.source is not set, so nothing is evaluated"
+    yield "agent.", several, "neither agent.tools nor agent.environment is set"
+    for prefix, (key, value) in SWITCHES.items():
+        yield prefix, attrgetter(key)(config) != value, f"{key}={value}"
 
 
 def _of_another_algorithm(key: str, config: Config) -> str | None:
@@ -247,57 +257,3 @@ def _readers() -> dict[str, set[tuple[str, str]]]:
             for key in row.keys:
                 found.setdefault(key, set()).add((kind, row.name))
     return found
-
-
-def _entries() -> Iterator[tuple[tuple[str, ...], Reason]]:
-    yield ("generator.vllm.",), _engine("vllm")
-    yield ("generator.server.",), _engine("vllm_server", "sglang")
-    for name, *others in (("critic", "cost_critic"), ("reference",), ("reward_model",), ("teacher",)):
-        yield (f"{name}.",), _model(name, *others)
-    yield (
-        ("sync.fanout", "sync.network_gb_s", "sync.local_gb_s", "sync.hop_ms"),
-        lambda c: _unless(not c.sync.stored, f"sync.backend={c.sync.backend} sends weights through a store"),
-    )
-    yield (
-        ("sync.keep",),
-        lambda c: _unless(c.sync.backend in ("file", "redis"), f"sync.backend={c.sync.backend}"),
-    )
-    yield ("sync.fsync",), lambda c: _unless(c.sync.backend == "file", f"sync.backend={c.sync.backend}")
-    yield (
-        ("evaluation.",),
-        lambda c: _unless(
-            bool(c.evaluation.named_sets), "evaluation.source is not set, so nothing is evaluated"
-        ),
-    )
-    yield (
-        ("agent.",),
-        lambda c: _unless(c.agent.several_turns, "neither agent.tools nor agent.environment is set"),
-    )
-    yield ("model.lora.",), lambda c: _unless(c.model.lora.rank > 0, "model.lora.rank=0")
-    yield (
-        ("learner.parallel.pipeline_",),
-        lambda c: _unless(c.learner.parallel.pipeline > 1, "learner.parallel.pipeline=1"),
-    )
-    yield (
-        ("learner.optimizer.min_lr_ratio",),
-        lambda c: _unless(c.learner.optimizer.schedule != "constant", "learner.optimizer.schedule=constant"),
-    )
-    yield (
-        ("algorithm.shaping.kl_",),
-        lambda c: _unless(c.algorithm.shaping.kl_coef > 0, "algorithm.shaping.kl_coef=0"),
-    )
-    yield (
-        ("algorithm.shaping.overlong_penalty",),
-        lambda c: _unless(c.algorithm.shaping.overlong_buffer > 0, "algorithm.shaping.overlong_buffer=0"),
-    )
-    yield (
-        ("algorithm.shaping.resample_power",),
-        lambda c: _unless(c.algorithm.shaping.resample != "none", "algorithm.shaping.resample=none"),
-    )
-    yield (
-        ("algorithm.kl_loss.form",),
-        lambda c: _unless(c.algorithm.kl_loss.coef > 0, "algorithm.kl_loss.coef=0"),
-    )
-
-
-REASONS = tuple(_entries())

@@ -17,15 +17,21 @@ ROUNDING = 1e-9
 """A difference of two sums that is smaller than this share of them is a rounding error."""
 
 
+class Summed:
+    """A metric whose fields are sums: two are merged by adding them."""
+
+    __slots__ = ()
+
+    def merge(self, other: Self) -> Self:
+        return type(self)(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
+
+
 @dataclass(frozen=True, slots=True)
-class Mean:
+class Mean(Summed):
     """The mean of `count` values with this sum; 0 for none."""
 
     total: float
     count: float = 1.0
-
-    def merge(self, other: Self) -> Mean:
-        return Mean(self.total + other.total, self.count + other.count)
 
     @property
     def value(self) -> float:
@@ -33,11 +39,8 @@ class Mean:
 
 
 @dataclass(frozen=True, slots=True)
-class Sum:
+class Sum(Summed):
     value: float
-
-    def merge(self, other: Self) -> Sum:
-        return Sum(self.value + other.value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +52,12 @@ class Max:
 
 
 @dataclass(frozen=True, slots=True)
-class EffectiveShare:
+class EffectiveShare(Summed):
     """The effective sample size of n weights as a share of n, (Σw)² / (n Σw²): 1 if all are equal."""
 
     total: float
     squares: float
     count: float
-
-    def merge(self, other: Self) -> EffectiveShare:
-        return EffectiveShare(
-            self.total + other.total, self.squares + other.squares, self.count + other.count
-        )
 
     @property
     def value(self) -> float:
@@ -67,7 +65,7 @@ class EffectiveShare:
 
 
 @dataclass(frozen=True, slots=True)
-class ExplainedVariance:
+class ExplainedVariance(Summed):
     """1 − Var(target − prediction) / Var(target) over n pairs, from sums of targets, errors and their squares; 0 if the
     targets vary by rounding errors only."""
 
@@ -76,10 +74,6 @@ class ExplainedVariance:
     errors: float
     error_squares: float
     count: float
-
-    def merge(self, other: Self) -> ExplainedVariance:
-        mine, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
-        return ExplainedVariance(*(a + b for a, b in zip(mine, theirs, strict=True)))
 
     @property
     def value(self) -> float:
