@@ -67,26 +67,14 @@ class Demo:
 
 
 def demo(folder: str, overrides: Sequence[str] = ()) -> Demo:
-    """Check the whole configuration before any work starts.
-
-    Args:
-        folder: Holds the model and the run; it need not exist.
-        overrides: "key=value" words for the training.
-
-    Raises:
-        ConfigError: An override is wrong.
-    """
+    """A demo whose model and run lie in `folder`. Raises ConfigError for wrong "key=value" words, before any work."""
     models = Path(folder) / "addition"
     words = [_word("run.dir", folder), _word("model.path", models / "warm"), *overrides]
     return Demo(Path(folder), models / "model", models / "warm", load_config(TRAINING, words))
 
 
 def check_folder(demo: Demo) -> None:
-    """Refuse a folder for the run that is not an earlier demo's, before any work starts.
-
-    Raises:
-        ConfigError: There is one.
-    """
+    """Raise ConfigError if the run's folder is there and not an earlier demo's."""
     folder = run_folder(demo.config)
     if not demo.replaces or not os.path.lexists(folder) or _is_a_demos(folder):
         return
@@ -99,11 +87,8 @@ def check_folder(demo: Demo) -> None:
 
 
 def clear_folder(demo: Demo) -> None:
-    """Remove the run of an earlier demo, which would block the name, and mark the folder of this one.
-
-    Raises:
-        ConfigError: That run is still alive, or it is not of a demo.
-    """
+    """Remove the run of an earlier demo, which would block the name, and mark the folder of this one. ConfigError if
+    that run is still alive, or no demo's."""
     check_folder(demo)
     if not demo.replaces:
         return
@@ -117,9 +102,8 @@ def clear_folder(demo: Demo) -> None:
 def warm_up(demo: Demo) -> None:
     """Make the warmed-up model if it is missing.
 
-    Raises:
-        ConfigError: Its folder cannot be made, holds other files, or another demo is at work on it.
-        ProcessDiedError: The warm-up failed; its own message is on the terminal.
+    Raises ConfigError if its folder cannot be made, holds other files, or another demo is at work on it, and
+    ProcessDiedError if the warm-up failed; its own message is on the terminal.
     """
     if not demo.needs_warm_up:
         return

@@ -146,11 +146,8 @@ def summarise(
 ) -> dict[str, Any]:
     """{"figures": {name: value}, "claims": {name: sentence}, "modes": {mode: details}}.
 
-    Args:
-        rows: of each mode, repetition by repetition.
-        ways: the modes.
-        reward: the mean reward that is timed; None: the highest that every run has reached.
-        least_s: seconds that each run must have without its first versions for a claim.
+    reward: the mean reward that is timed; None: the highest that every run has reached
+    least_s: seconds that each run must have without its first versions for a claim
     """
     every = [steps for runs in rows.values() for steps in runs]
     target = min(map(_best_reward, every)) if reward is None else reward

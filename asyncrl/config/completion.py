@@ -67,12 +67,9 @@ autoload -U +X bashcompinit && bashcompinit
 
 
 def script(shell: str, options: Mapping[str, Sequence[str]], takes_config: Collection[str]) -> str:
-    """The script for one shell.
+    """The script for 'bash', 'zsh' or 'fish'.
 
-    Args:
-        shell: 'bash', 'zsh' or 'fish'.
-        options: of each command, also of those of two words.
-        takes_config: commands that are followed by CONFIG and key=value words.
+    options: those of each command, also of commands of two words · takes_config: commands before CONFIG key=value …
     """
     return _fish(options, takes_config) if shell == "fish" else _bash(shell, options, takes_config)
 

@@ -125,12 +125,9 @@ def posted(config: Config) -> dict[str, str]:
 
 
 def one_sided(learners: Mapping[str, str], config: Config, *, queue: bool = False) -> Iterator[str]:
-    """A line for each key that has another value here than at the learner, where only one of the two counts.
+    """A line for each key that has another value here than the learner has posted, where only one of the two counts.
 
-    Args:
-        learners: what the learner has posted.
-        config: of this process.
-        queue: whether this is the queue's process, whose own value of some keys counts.
+    queue: whether this is the queue's process, whose own value of some keys counts.
     """
     for name, theirs in learners.items():
         key = name.removeprefix(ASIDE)
@@ -178,15 +175,7 @@ async def check_with_learner(
 ) -> None:
     """`check_agreed` with the values that the learner has posted, and a warning of each key in `one_sided`, once.
 
-    Args:
-        registry: The queue's.
-        config: This process's.
-        wait_s: Seconds to wait for the learner.
-        queue: Whether this is the queue's process.
-
-    Raises:
-        ConfigError: As `check_agreed`.
-        DeadlineError: The learner posts nothing within wait_s.
+    Raises ConfigError as `check_agreed`, and DeadlineError if the learner posts nothing within wait_s.
     """
     learners = await registry.lookup(AGREED, wait_s)
     check_agreed(learners, config)

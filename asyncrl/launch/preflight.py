@@ -31,13 +31,9 @@ HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def preflight(config: Config) -> None:
-    """Inspect at all that can be looked at: the tasks and the user's functions and how they are called, whether models,
-    files and GPUs are here, whether the models beside the policy speak its tokens, and whether the learner's processes
-    go up in its axes. Keys that do nothing are named on stderr.
-
-    Raises:
-        ConfigError: the first of these that cannot work.
-        TaskError: tasks that are none.
+    """Inspect the tasks, the user's functions and how they are called, whether models, files and GPUs are here, whether
+    the models beside the policy have its tokens, and whether the axes divide the learner's processes. Keys that do
+    nothing are named on stderr. Raises ConfigError or TaskError for the first of these that cannot work.
     """
     check_present(config)
     if not Path(config.model.path).is_dir():  # of the hub

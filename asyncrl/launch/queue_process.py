@@ -50,10 +50,9 @@ def run_queue(
 ) -> None:
     """Serve until a signal, or until the run is closed.
 
-    Args:
-        announce: A file descriptor that gets the bound address as one line.
-        anew: Whether the journal and the payloads of an earlier queue of this run are discarded.
-        status: Gets the queue's figures, and the feeder's wait for the learner.
+    announce: a file descriptor that gets the bound address as one line
+    anew: whether the journal and the payloads of an earlier queue of this run are discarded
+    status: gets the queue's figures, and the feeder's wait for the learner
 
     Raises:
         ConfigError: The port is in use, the learner has another configuration, or the task source is none.

@@ -23,22 +23,15 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def replace_text(path: Path, text: str, mode: int = 0o666) -> None:
-    """Write a file so that it has its old content or the new one, whatever happens meanwhile.
+    """Write a file, as UTF-8, so that it has its old content or the new one, whatever happens meanwhile.
 
-    Args:
-        path: the file; its folder must be there.
-        text: the new content, written as UTF-8.
-        mode: the permissions of the file, from which the umask takes some away.
-
-    Raises:
-        OSError: with the path, and the room that is left. The old content stays.
+    mode: its permissions, from which the umask takes some away. Raises OSError with the path and the room that is left.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     with writing(path):
         try:
-            partial.unlink(
-                missing_ok=True
-            )  # of a process that was killed, or a link that somebody has put there
+            # A process that was killed may have left it, or somebody has put a link there.
+            partial.unlink(missing_ok=True)
             descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
             with open(descriptor, "w", encoding="utf-8") as file:
                 file.write(text)

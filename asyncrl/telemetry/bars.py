@@ -35,9 +35,7 @@ def tracked(
 ) -> Iterator[Thing]:
     """Yield the things, with a bar that appears after `AFTER_S` and disappears at the end.
 
-    Args:
-        what: the label of the bar.
-        console: None: stderr, if bars are wanted.
+    console: None: stderr, if bars are wanted.
     """
     if console is None and not bars_wanted():
         yield from things
@@ -68,12 +66,7 @@ async def progress_of(
 ) -> Thing:
     """Await `work`, and show how much of it is done.
 
-    Args:
-        work: Counts in `done`.
-        what: The label.
-        done: Returns how many things are done.
-        total: How many there are; none: it is not known.
-        every_s: Seconds between two looks; unless given, LINE_EVERY_S for lines and BAR_EVERY_S for a bar.
+    total: things to do; None: it is not known · every_s: between two looks; None: as fits a bar or lines
     """
     task = asyncio.ensure_future(work)
     seconds = every_s or (BAR_EVERY_S if bars_wanted() else LINE_EVERY_S)

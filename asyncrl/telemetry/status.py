@@ -67,12 +67,7 @@ class ProcessStatus:
         self._lock = threading.Lock()
 
     def wait_begins(self, whom: str, seconds: float | None = None) -> None:
-        """Begin a wait, or set a new deadline for one that has begun.
-
-        Args:
-            whom: the words after "waiting for".
-            seconds: the time until the process gives up; None if it does not.
-        """
+        """Begin a wait, or set a new deadline for one that has begun. seconds: until the process gives up."""
         now = self.clock()
         until = None if seconds is None else now + seconds
         with self._lock:

@@ -51,15 +51,10 @@ def name_function(
 ) -> str:
     """The spec under which `load_function` finds this function again, in another process.
 
-    Args:
-        function: What a caller handed over.
-        key: What it is called in the error.
-        keep: Writes a module of a name and a text, and returns where. With it, functions of notebook cells
-            have a spec too: `cell.module_text`.
+    keep: writes a module of a name and a text, and returns where. With it functions of notebook cells have a spec too.
 
-    Raises:
-        ConfigError: for what has no name at the top level of a module: lambdas, methods, inner functions; for
-            what stands in no file, if its source is not known, or it needs what cannot be written into a file.
+    Raises ConfigError for what has no name at the top level of a module (lambdas, methods, inner functions), and for a
+    function of a cell whose source is not known or that needs what cannot be written into a file.
     """
     name, module = getattr(function, "__qualname__", ""), sys.modules.get(getattr(function, "__module__", ""))
     if module is None or getattr(module, name, None) is not function:
@@ -90,8 +85,7 @@ def _kept_module(function: Callable[..., Any], key: str, keep: Callable[[str, st
 
 
 def refuse_in_import() -> None:
-    """Raises ConfigError while `load_function` runs a file for its functions: what a script does beside defining some
-    belongs under its guard."""
+    """Raise ConfigError while `load_function` runs a file: a script must begin its work under its guard."""
     if _running:
         raise ConfigError(
             "script",
@@ -136,14 +130,7 @@ REMEDY = "write 'package.module:function' or 'path/to/file.py:function'"
 
 
 def import_failure(key: str, spec: str, where: str, error: Exception) -> ConfigError:
-    """The error for a module or file that cannot be imported.
-
-    Args:
-        key: the config key of `spec`.
-        spec: what names the function.
-        where: its module or file.
-        error: what the import raised.
-    """
+    """The error for a module or file, `where`, that cannot be imported."""
     said = f"{type(error).__name__}: {error}"
     if where.endswith(".py") and not Path(where).is_file():
         return ConfigError(key, spec, f"there is no file {where} (in {Path.cwd()})", REMEDY)

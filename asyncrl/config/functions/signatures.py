@@ -39,13 +39,9 @@ SHAPES = (
 
 
 def check_reward(function: Callable[..., Any], spec: str, key: str, per: str) -> None:
-    """Raise ConfigError unless `function` can be called with a task and what was written for it alone.
+    """Raise ConfigError unless `function`, with its options, can be called with a task and its texts alone.
 
-    Args:
-        function: with its options; of a class the instance.
-        spec: what names it in the configuration, for the error.
-        key: the config key of `spec`.
-        per: `reward.per`, 'rollout' or 'group'.
+    per: `reward.per`, 'rollout' or 'group'.
     """
     signature = _signature(function)
     if signature is None:

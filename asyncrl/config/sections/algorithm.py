@@ -293,9 +293,7 @@ class AlgorithmConfig(Section):
 def policy_rules(algorithm: AlgorithmConfig, steps: int) -> Iterator[Rule]:
     """Refuse a loss or correction whose policies are the same by construction: it would do nothing, or all twice.
 
-    Args:
-        algorithm: The section.
-        steps: Optimizer steps of one version.
+    steps: optimizer steps of one version
     """
     yield from _correction_rules(algorithm, steps)
     loss, proximal = algorithm.built_in_loss, algorithm.proximal

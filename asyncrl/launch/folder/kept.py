@@ -86,11 +86,7 @@ PACKAGE = Path(__file__).parents[2]
 
 
 def keep_code(config: Config, folder: Path) -> list[str]:
-    """Write code.json. Where a run goes on with other code, name on stderr what has changed.
-
-    Returns:
-        The lines that were written to stderr.
-    """
+    """Write code.json. Where a run goes on with other code, name what has changed on stderr; returns these lines."""
     path = folder / "code.json"
     now = _digests(config)
     before: dict[str, str] = {}

@@ -64,10 +64,7 @@ def claimed_run_folder(config: Config) -> Iterator[tuple[Path, bool]]:
 @contextmanager
 def locked_run_folder(config: Config) -> Iterator[Path]:
     """The run's folder, which no other run takes while this one is inside. A thread that has locked it may claim it
-    inside.
-
-    Raises:
-        ConfigError: A live run uses the folder, it cannot be made, or it holds files that are not of asyncrl.
+    inside. Raises ConfigError if a live run uses it, it cannot be made, or it holds files that are not of asyncrl.
     """
     folder = run_folder(config)
     if folder.absolute() in _held.get():
@@ -83,14 +80,9 @@ def locked_run_folder(config: Config) -> Iterator[Path]:
 @contextmanager
 def claimed_by_learner(config: Config, file: str | Path) -> Iterator[None]:
     """The folder of a run whose processes are started one by one: checked, locked while inside, with config.yaml and
-    code.json.
+    code.json. Raises ConfigError as `claimed_run_folder`.
 
-    Args:
-        config: Of the run.
-        file: Where `config` was read from. The config.yaml of the folder itself is not written again.
-
-    Raises:
-        ConfigError: As `claimed_run_folder`.
+    file: where `config` was read from. The config.yaml of the folder itself is not written again.
     """
     folder = run_folder(config)
     refuse_foreign_files(folder, config, OF_A_LEARNER)
@@ -114,17 +106,12 @@ def _sharing(*folders: Path) -> Iterator[None]:
 
 
 def refuse_foreign_files(folder: Path, config: Config, names: Iterable[str], with_lock: bool = False) -> None:
-    """Keep a new run from replacing files that no run has written.
+    """Raise ConfigError if a new run would replace files that no run has written. A run that is resumed replaces less:
+    only a config.yaml of the user's is in its way.
 
-    Args:
-        folder: Of the run.
-        config: Of the run. One that is resumed replaces less: only a config.yaml of the user's is in its way.
-        names: The files and folders that the run replaces.
-        with_lock: Whether the lock of a run must be there too. The queue of a run in separate processes writes
-            before its learner takes the lock.
-
-    Raises:
-        ConfigError: There are such files.
+    names: the files and folders that the run replaces
+    with_lock: whether the lock of a run must be there too. The queue of a run in separate processes writes before its
+        learner takes the lock.
     """
     found = [name for name in ((FILE,) if config.run.resume else names) if os.path.lexists(folder / name)]
     if not _is_free_or_lock(folder / "lock"):
@@ -143,11 +130,7 @@ def refuse_foreign_files(folder: Path, config: Config, names: Iterable[str], wit
 
 
 def refuse_own_config(file: str | Path, config: Config) -> None:
-    """A new run would write over its own configuration.
-
-    Raises:
-        ConfigError: `file` is the config.yaml of the run's folder, and the run is not resumed.
-    """
+    """Raise ConfigError if a new run would write over its own configuration, `file`."""
     folder = run_folder(config)
     if not config.run.resume and Path(file).resolve() == (folder / FILE).resolve():
         raise ConfigError(
@@ -185,11 +168,7 @@ def config_of(folder: Path) -> Config:
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """The learner's summary of a run that is over; empty if the run did not get that far.
-
-    Raises:
-        ConfigError: The file is damaged.
-    """
+    """The learner's summary of a run that is over; empty if there is none. ConfigError for a damaged file."""
     path = folder / "summary.json"
     if not path.exists():
         return {}
@@ -295,11 +274,7 @@ def _write_owner(lock: TextIO) -> None:
 
 
 def remove_run(config: Config) -> None:
-    """Remove the run's folder with all that is in it.
-
-    Raises:
-        ConfigError: A live run uses the folder.
-    """
+    """Remove the run's folder with all that is in it. ConfigError if a live run uses it."""
     folder = run_folder(config)
     with _open_lock(folder, config):
         shutil.rmtree(folder)
