@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from asyncrl.bench.report import draw, print_report
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.launch.local import train
+from asyncrl.launch.processes import cores
 from asyncrl.telemetry.sinks import read_rows
 from asyncrl.telemetry.spans import OTHER, WAIT, busy_share
 
@@ -82,12 +82,8 @@ def _staleness(bound: int) -> tuple[str, ...]:
     return (f"queue.max_staleness={bound}", "queue.window=null", "queue.depth=null")
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _own_threads(config: Config) -> tuple[str, ...]:
-    share = max(1, _cores() // (config.generator.count + config.learner.processes))
+    share = max(1, cores() // (config.generator.count + config.learner.processes))
     return (
         f"generator.threads={config.generator.threads or share}",
         f"learner.threads={config.learner.threads or share}",
@@ -105,8 +101,8 @@ def _everything_to_both(config: Config) -> tuple[str, ...]:
             f"learner.processes={len(devices)}",
         )
     return (
-        f"generator.threads={max(1, _cores() // config.generator.count)}",
-        f"learner.threads={max(1, _cores() // config.learner.processes)}",
+        f"generator.threads={max(1, cores() // config.generator.count)}",
+        f"learner.threads={max(1, cores() // config.learner.processes)}",
     )
 
 

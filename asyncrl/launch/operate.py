@@ -102,8 +102,8 @@ async def _request(target: Target, run: str, call: Callable[[QueueClient], Await
 # ---------------------------------------------------------------------- for people
 
 
-def print_status(status: Mapping[str, Any], address: str, console: Console | None = None) -> None:
-    console = console or Console()
+def print_status(status: Mapping[str, Any], address: str) -> None:
+    console = Console()
     over = f", closed: {status['closed']}" if status["closed"] is not None else ""
     title = f"run {status['run']} at {address}{over}"
     table = Table(

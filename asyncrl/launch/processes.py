@@ -116,8 +116,12 @@ def share_of_devices(devices: str | None, index: int, count: int) -> str | None:
     return ",".join(every[index::count] or [every[index % len(every)]])
 
 
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def shared_threads(config: Config) -> int:
     """Cores of this machine shared out over the processes that compute."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     pools = sum(place.processes * place.ranks for place in config.placement.pools.values())
-    return max(1, cores // (config.generator.count + config.learner.processes + pools))
+    return max(1, cores() // (config.generator.count + config.learner.processes + pools))

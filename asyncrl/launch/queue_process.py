@@ -72,10 +72,10 @@ def run_queue(
             pipe.write(address + "\n")
     again = ", going on from its journal" if recovery.recovered else ""
     print(f"run {config.run.name}: queue at {address}, process {os.getpid()}{again}", flush=True)
+    status = status or ProcessStatus()
     feeder = Feeder(config, address, tasks, broker, status)
     feeder.start()
-    if status is not None:
-        status.loaded.set()
+    status.loaded.set()
     gc.freeze()  # objects made so far stay: collections that look through them would stop the queue
     broker.serve()
     recovery.close()
@@ -102,16 +102,11 @@ class Feeder(threading.Thread):
     """Submits tasks as the queue has room for them. An error that ends it ends the queue too."""
 
     def __init__(
-        self,
-        config: Config,
-        address: str,
-        tasks: TaskStream,
-        broker: Broker,
-        status: ProcessStatus | None = None,
+        self, config: Config, address: str, tasks: TaskStream, broker: Broker, status: ProcessStatus
     ) -> None:
         super().__init__(name="feeder", daemon=True)
-        self._status = status
-        self._config, self._address, self._tasks, self._broker = config, address, tasks, broker
+        self._config, self._address, self._tasks = config, address, tasks
+        self._broker, self._status = broker, status
         self._failure: BaseException | None = None
 
     def run(self) -> None:
@@ -127,24 +122,22 @@ class Feeder(threading.Thread):
 
     async def _agree(self, client: QueueClient) -> None:
         """Wait for the learner. ConfigError if these are not the tasks of its configuration."""
-        with (self._status or ProcessStatus()).waiting(LEARNER):
+        with self._status.waiting(LEARNER):
             while True:
                 with suppress(DeadlineError):
                     return await check_with_learner(client, self._config, LEARNER_S, queue=True)
 
-    async def _look(self, client: QueueClient, status: ProcessStatus) -> None:
+    async def _look(self, client: QueueClient) -> None:
         """Until cancelled. A queue that ends does not answer any more."""
         with suppress(AsyncRLError):
             while True:
-                status.figures = await client.status()
+                self._status.figures = await client.status()
                 await asyncio.sleep(LOOK_S)
 
     async def _feed(self) -> None:
         client = QueueClient.of(self._config, "feeder", address=self._address)
         await client.connect()
-        looking = None
-        if self._status is not None:
-            looking = asyncio.create_task(self._look(client, self._status))
+        looking = asyncio.create_task(self._look(client))
         try:
             await self._agree(client)
             reason = await feed(client, TRAIN, self._tasks.task_at)
@@ -154,6 +147,5 @@ class Feeder(threading.Thread):
             # Generators notice at their next heartbeat that the run is over.
             await asyncio.sleep(LAST_HEARTBEATS * self._config.generator.heartbeat_s)
         finally:
-            if looking is not None:
-                looking.cancel()
+            looking.cancel()
             await client.close()

@@ -48,9 +48,8 @@ class ChildMessage:
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """The user wants the run to end: signal `number` came, the `count`th of all."""
+    """The user wants the run to end: signal `number` came."""
 
-    count: int
     number: int
 
 
@@ -68,7 +67,6 @@ class Supervisor:
         self._logs = logs
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._events: queue.SimpleQueue[ChildEvent] = queue.SimpleQueue()
-        self._interrupts = 0
 
     def start(
         self,
@@ -172,8 +170,7 @@ class Supervisor:
         """
 
         def on_signal(number: int, frame: FrameType | None) -> None:
-            self._interrupts += 1
-            self._events.put(Interrupted(self._interrupts, number))
+            self._events.put(Interrupted(number))
 
         main = threading.current_thread() is threading.main_thread()
         handled = (signal.SIGINT, *stop_signals()) if main else ()

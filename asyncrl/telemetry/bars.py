@@ -62,14 +62,13 @@ async def progress_of(
     what: str,
     done: Callable[[], int],
     total: int | None,
-    every_s: float | None = None,
 ) -> Thing:
     """Await `work`, and show how much of it is done.
 
-    total: things to do; None: it is not known · every_s: between two looks; None: as fits a bar or lines
+    total: things to do; None: it is not known
     """
     task = asyncio.ensure_future(work)
-    seconds = every_s or (BAR_EVERY_S if bars_wanted() else LINE_EVERY_S)
+    seconds = BAR_EVERY_S if bars_wanted() else LINE_EVERY_S
     try:
         with _shower(what, total) as show:
             while not (await asyncio.wait([task], timeout=seconds))[0]:

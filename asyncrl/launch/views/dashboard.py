@@ -236,7 +236,8 @@ class LiveDashboard:
 
 
 class LineDashboard:
-    """For a file or a pipe: one line every `every_s` seconds, and one for each new `alert` of the source."""
+    """For a file or a pipe: one line every `every_s` seconds, and one for each new `alert` of the source. title: begins
+    each line."""
 
     def __init__(
         self,
@@ -244,8 +245,10 @@ class LineDashboard:
         console: Console,
         every_s: float = LINE_EVERY_S,
         clock: Callable[[], float] = time.monotonic,
+        title: str = "",
     ) -> None:
         self._source, self._console, self._every_s, self._clock = source, console, every_s, clock
+        self._title = title
         self._printed_at, self._alert = clock(), source.alert()
 
     def refresh(self) -> None:
@@ -254,15 +257,16 @@ class LineDashboard:
         now, alert = self._clock(), self._source.alert()
         if now - self._printed_at >= self._every_s or alert != self._alert:
             self._printed_at, self._alert = now, alert
-            self.print_line(status_line(self._source))
+            self.print_line(status_line(self._source, self._title))
 
     def print_line(self, text: str) -> None:
         self._console.print(without_control(text), highlight=False, markup=False, soft_wrap=True)
 
 
-def status_line(source: Source) -> str:
-    """The progress, the notes, and as many values as a line has room for, in their order."""
-    line = "  ".join([source.where(), *source.notes()])
+def status_line(source: Source, title: str = "") -> str:
+    """The title, the progress, the notes, and as many values as a line has room for, in their order."""
+    where = f"{title}: {source.where()}" if title else source.where()
+    line = "  ".join([where, *source.notes()])
     for value in source.values():
         longer = f"{line}  {value.short} {value.text}"
         if value.short and len(longer) <= LINE_LENGTH:

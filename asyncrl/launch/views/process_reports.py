@@ -104,9 +104,8 @@ class ProcessReports:
         self._warnings: dict[str, str] = {}  # by the process that gave each one first
         self._shown_warnings: set[str] = set()
         self._started: dict[str, float] = {}
-        self._signs: dict[
-            str, tuple[int, float]
-        ] = {}  # name → time stamp of its report, when it was first seen
+        # Name → time stamp of its report, when it was first seen.
+        self._signs: dict[str, tuple[int, float]] = {}
 
     def started(self, name: str) -> None:
         """A process was started, or started again: it is loading until its first report."""

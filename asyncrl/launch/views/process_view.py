@@ -157,9 +157,8 @@ class QueueView(ProcessView):
 
     def __init__(self, status: ProcessStatus) -> None:
         super().__init__(status)
-        self._last_message_at: dict[
-            str, float
-        ] = {}  # client -> when its last message came, by the clock of the status
+        # Client -> when its last message came, by the clock of the status.
+        self._last_message_at: dict[str, float] = {}
 
     def read(self) -> bool:
         super().read()
@@ -281,23 +280,10 @@ class _Shower(threading.Thread):
 def _dashboard(title: str, source: Source) -> Iterator[Dashboard]:
     console = Console()
     if not console.is_terminal:
-        yield LineDashboard(_Named(title, source), console, LINE_EVERY_S)
+        yield LineDashboard(source, console, LINE_EVERY_S, title=title)
         return
     with Live(console=console, auto_refresh=False) as live, _logging_to(sys.stderr):
         yield LiveDashboard(source, live, title)
-
-
-class _Named:
-    """A source whose lines begin with a name."""
-
-    def __init__(self, name: str, source: Source) -> None:
-        self._name, self._source = name, source
-
-    def where(self) -> str:
-        return f"{self._name}: {self._source.where()}"
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from itertools import count
 import pytest
 from rich.console import Console
 
+from asyncrl.telemetry import bars
 from asyncrl.telemetry.bars import progress_of, tracked
 
 
@@ -38,7 +39,10 @@ def test_without_a_terminal_there_is_no_bar(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr() == ("", "")
 
 
-async def test_without_a_terminal_long_work_has_lines(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_without_a_terminal_long_work_has_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bars, "LINE_EVERY_S", 0.001)
     looks, enough = count(), asyncio.Event()
 
     async def work() -> str:
@@ -51,7 +55,7 @@ async def test_without_a_terminal_long_work_has_lines(capsys: pytest.CaptureFixt
             enough.set()
         return look
 
-    assert await progress_of(work(), "answers", done, 3, every_s=0.001) == "the answer"
+    assert await progress_of(work(), "answers", done, 3) == "the answer"
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(" (")[0] for line in lines[:3]] == [f"answers: {n} of 3" for n in range(3)]
 
