@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from asyncrl.cli import explain, models, queue, run, workers
-from asyncrl.cli.command import Arguments, Command
+from asyncrl.cli.command import Arguments, Command, option
 from asyncrl.errors import AsyncRLError, ConfigError, RunClosedError
 from asyncrl.launch.views.output import drop_output, lasting_output, without_control
 
@@ -177,28 +177,22 @@ def build_parser() -> argparse.ArgumentParser:
                 default=[],
                 help="set a key, e.g. batch.groups=32",
             )
-        command.options(sub)
+        sub.set_defaults(overrides=[])
+        for names, settings in command.options:
+            sub.add_argument(*names, **settings)
     return parser
 
 
 def _completion(arguments: Arguments) -> int:
     from asyncrl.config.completion import script
 
-    options = {name: _words_of(name) for name in COMMANDS}
+    options = {
+        name: [word for words, _ in command.options for word in words if word.startswith("--")]
+        for name, command in COMMANDS.items()
+    }
     takes_config = {name for name, command in COMMANDS.items() if command.takes_config}
     print(script(arguments.shell, options, takes_config), end="")
     return 0
-
-
-def _words_of(command: str) -> list[str]:
-    """The options of a command, as they are written."""
-    parser = argparse.ArgumentParser(add_help=False)
-    COMMANDS[command].options(parser)
-    return [word for action in parser._actions for word in action.option_strings if word.startswith("--")]
-
-
-def _completion_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=["bash", "zsh", "fish"])
 
 
 COMMANDS: dict[str, Command] = {
@@ -213,7 +207,7 @@ COMMANDS: dict[str, Command] = {
         "that a key chooses from. bash and zsh: put the line below into ~/.bashrc or ~/.zshrc with your shell's name; "
         "fish: asyncrl completion fish > ~/.config/fish/completions/asyncrl.fish",
         'eval "$(asyncrl completion bash)"',
-        _completion_options,
+        (option("shell", choices=["bash", "zsh", "fish"]),),
         takes_config=False,
     ),
     "algorithms": explain.COMMANDS["algorithms"],

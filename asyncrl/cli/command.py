@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.errors import ConfigError
 
@@ -16,18 +16,24 @@ if TYPE_CHECKING:
 
 
 Arguments = argparse.Namespace
+Option = tuple[tuple[str, ...], dict[str, Any]]
+
+
+def option(*names: str, **settings: Any) -> Option:
+    """An argument of a command, as `ArgumentParser.add_argument` takes it."""
+    return names, settings
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """`about`: one line for the list of commands · `text`: its own --help · `options`: adds to CONFIG · `operand`: a
+    """`about`: one line for the list of commands · `text`: its own --help · `options`: after CONFIG · `operand`: a
     word after CONFIG · `takes_keys`: key=value words without CONFIG."""
 
     run: Callable[[Arguments], int]
     about: str
     text: str
     example: str
-    options: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+    options: Sequence[Option] = ()
     takes_config: bool = True
     config_optional: bool = False
     operand: str | None = None

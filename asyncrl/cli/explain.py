@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 
-from asyncrl.cli.command import Arguments, Command, loading, read_config
+from asyncrl.cli.command import Arguments, Command, loading, option, read_config
 
 
 def _show_config(arguments: Arguments) -> int:
@@ -36,22 +35,6 @@ def _algorithms(arguments: Arguments) -> int:
     return 0
 
 
-def _config_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--print", action="store_true", help="show every key, its value and what it is for")
-    parser.add_argument(
-        "--rules-only",
-        action="store_true",
-        help="do not look whether data, models, functions and GPUs are here: for a configuration of another machine",
-    )
-    parser.add_argument(
-        "--schema", action="store_true", help="print the JSON Schema of configurations, for editors"
-    )
-
-
-def _algorithms_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--markdown", action="store_true", help="as in docs/algorithms.md, with every key")
-
-
 COMMANDS: dict[str, Command] = {
     "config": Command(
         _show_config,
@@ -60,7 +43,18 @@ COMMANDS: dict[str, Command] = {
         "functions and GPUs that it names are here and fit, without starting anything. Keys that would do nothing are "
         "named. --print and --rules-only leave the looking out.",
         "asyncrl config configs/recipes/demo.yaml queue.max_staleness=4 --print",
-        _config_options,
+        (
+            option("--print", action="store_true", help="show every key, its value and what it is for"),
+            option(
+                "--rules-only",
+                action="store_true",
+                help="do not look whether data, models, functions and GPUs are here: for a configuration of another "
+                "machine",
+            ),
+            option(
+                "--schema", action="store_true", help="print the JSON Schema of configurations, for editors"
+            ),
+        ),
         config_optional=True,
     ),
     "algorithms": Command(
@@ -69,7 +63,7 @@ COMMANDS: dict[str, Command] = {
         "List the values of algorithm.advantage, algorithm.loss and algorithm.correction with their "
         "definition, their paper and what they need. Whole algorithms are in configs/algorithms.",
         "asyncrl algorithms",
-        _algorithms_options,
+        (option("--markdown", action="store_true", help="as in docs/algorithms.md, with every key"),),
         takes_config=False,
     ),
 }

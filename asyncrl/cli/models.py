@@ -7,7 +7,7 @@ import importlib
 import json
 from pathlib import Path
 
-from asyncrl.cli.command import Arguments, Command, loading, read_config
+from asyncrl.cli.command import Arguments, Command, loading, option, read_config
 
 
 def _sft(arguments: Arguments) -> int:
@@ -50,33 +50,7 @@ def _bench(arguments: Arguments) -> int:
     return importlib.import_module(f"asyncrl.bench.{arguments.theme}").main(arguments.words) or 0
 
 
-def _model_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", required=True, metavar="PATH", help="Hugging Face folder, e.g. runs/demo/final"
-    )
-
-
-def _export_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="folder of a run, or its name under runs/")
-    parser.add_argument("folder", metavar="DIR", help="is made")
-    parser.add_argument("--version", type=int, metavar="N", help="of the checkpoint; the newest unless given")
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        help="of the run, where its folder has no config.yaml or models have moved",
-    )
-    parser.set_defaults(overrides=[])
-
-
-def _generate_options(parser: argparse.ArgumentParser) -> None:
-    _model_options(parser)
-    parser.add_argument("--prompt", required=True, action="append", metavar="TEXT", help="may be repeated")
-
-
-def _bench_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("theme", choices=["utilization", "climb"])
-    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="…", help="passed on to the benchmark")
-
+MODEL = (option("--model", required=True, metavar="PATH", help="Hugging Face folder, e.g. runs/demo/final"),)
 
 COMMANDS: dict[str, Command] = {
     "sft": Command(
@@ -92,7 +66,16 @@ COMMANDS: dict[str, Command] = {
         "Write the policy of a checkpoint as a Hugging Face folder: weights, config, tokenizer, adapters if there are "
         "any. In one process on the CPU, whatever saved it; for a run that ended without final/, or an older version.",
         "asyncrl export demo --version 50 demo-at-50",
-        _export_options,
+        (
+            option("run", metavar="RUN", help="folder of a run, or its name under runs/"),
+            option("folder", metavar="DIR", help="is made"),
+            option("--version", type=int, metavar="N", help="of the checkpoint; the newest unless given"),
+            option(
+                "--config",
+                metavar="FILE",
+                help="of the run, where its folder has no config.yaml or models have moved",
+            ),
+        ),
         takes_config=False,
     ),
     "eval": Command(
@@ -101,21 +84,27 @@ COMMANDS: dict[str, Command] = {
         "Answer the held-out tasks of evaluation.source and evaluation.sets with a model, sampled as these say, and "
         "print the scores as JSON.",
         "asyncrl eval configs/recipes/demo.yaml --model runs/demo/final",
-        _model_options,
+        MODEL,
     ),
     "generate": Command(
         _generate,
         "answer prompts with a model",
         "Print the answer of a model to each prompt, with the engine and the sampling of the configuration.",
         "asyncrl generate configs/recipes/demo.yaml --model runs/demo/final --prompt 47+85=",
-        _generate_options,
+        (
+            *MODEL,
+            option("--prompt", required=True, action="append", metavar="TEXT", help="may be repeated"),
+        ),
     ),
     "bench": Command(
         _bench,
         "measure",
         "Run one of the benchmarks that need real processes; words after the theme are its own.",
         "asyncrl bench utilization --help",
-        _bench_options,
+        (
+            option("theme", choices=["utilization", "climb"]),
+            option("words", nargs=argparse.REMAINDER, metavar="…", help="passed on to the benchmark"),
+        ),
         takes_config=False,
     ),
 }

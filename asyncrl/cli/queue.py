@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from pathlib import Path
 
-from asyncrl.cli.command import Arguments, Command, read_config
+from asyncrl.cli.command import Arguments, Command, option, read_config
 
 
 def _queue(arguments: Arguments) -> int:
@@ -72,62 +71,19 @@ def _keys(arguments: Arguments) -> int:
     return 0
 
 
-def _queue_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--announce",
-        type=int,
-        metavar="FD",
-        help="write the address to this file descriptor once it is bound",
-    )
-    parser.add_argument(
-        "--anew", action="store_true", help="forget what a queue of this run has left in its journal"
-    )
-
-
-def _target_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="RUN", help="folder of a run, its name under runs/, or an address")
-    told = "queue.keys of the run, where its folder does not say"
-    parser.add_argument("--keys", metavar="DIR", type=os.path.expanduser, help=told)
-
-
-def _status_options(parser: argparse.ArgumentParser) -> None:
-    _target_options(parser)
-    parser.add_argument("--json", action="store_true", help="all that the queue tells, as JSON")
-
-
-def _stream_options(parser: argparse.ArgumentParser) -> None:
-    _target_options(parser)
-    parser.add_argument("--stream", default="train", help="'train' (as it is unless given) or 'eval'")
-
-
-def _inspect_options(parser: argparse.ArgumentParser) -> None:
-    _stream_options(parser)
-    parser.add_argument("ordinal", type=int, metavar="ORDINAL", help="of the task in the stream")
-
-
-def _sync_plan_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model",
-        metavar="PATH",
-        help="folder with a config.json, in place of model.path; weights are not read",
-    )
-    parser.add_argument(
-        "--learner",
-        metavar="WORDS",
-        help="its ranks, e.g. 'replicate 2 fsdp 64 tp 4 ep 16' (experts dealt out to 16 of the fsdp ranks); "
-        "unless given, as learner.processes and learner.parallel have it",
-    )
-    parser.add_argument(
-        "--generators",
-        metavar="WORDS",
-        help="how many, and the ranks of one, e.g. '64 tp 8 ep 8 host 8' (host: ranks on one machine); "
-        "unless given, generator.count of one rank",
-    )
-
-
-def _keys_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="DIR", help="is made if it is not there")
-
+TARGET = (
+    option("target", metavar="RUN", help="folder of a run, its name under runs/, or an address"),
+    option(
+        "--keys",
+        metavar="DIR",
+        type=os.path.expanduser,
+        help="queue.keys of the run, where its folder does not say",
+    ),
+)
+STREAM = (
+    *TARGET,
+    option("--stream", default="train", help="'train' (as it is unless given) or 'eval'"),
+)
 
 COMMANDS: dict[str, Command] = {
     "queue": Command(
@@ -138,7 +94,17 @@ COMMANDS: dict[str, Command] = {
         "<run.dir>/<run.name>/address. Started again after it died, it goes on from its journal "
         "(queue.store).",
         "asyncrl queue configs/recipes/demo.yaml queue.address=tcp://127.0.0.1:5555",
-        _queue_options,
+        (
+            option(
+                "--announce",
+                type=int,
+                metavar="FD",
+                help="write the address to this file descriptor once it is bound",
+            ),
+            option(
+                "--anew", action="store_true", help="forget what a queue of this run has left in its journal"
+            ),
+        ),
     ),
     "queue status": Command(
         _queue_status,
@@ -146,7 +112,10 @@ COMMANDS: dict[str, Command] = {
         "Tasks and groups in each state, ages, leases by generator, what was dropped and refused and why, bytes, "
         "and how far generators work ahead, of a run that is going on.",
         "asyncrl queue status demo",
-        _status_options,
+        (
+            *TARGET,
+            option("--json", action="store_true", help="all that the queue tells, as JSON"),
+        ),
         takes_config=False,
     ),
     "queue inspect": Command(
@@ -155,7 +124,10 @@ COMMANDS: dict[str, Command] = {
         "Show where a task stands, and what was made of it: prompt, texts (token ids if the run's tokenizer is not "
         "at hand), rewards, versions. Nothing changes by it.",
         "asyncrl queue inspect demo 117",
-        _inspect_options,
+        (
+            *STREAM,
+            option("ordinal", type=int, metavar="ORDINAL", help="of the task in the stream"),
+        ),
         takes_config=False,
     ),
     "queue drain": Command(
@@ -163,7 +135,7 @@ COMMANDS: dict[str, Command] = {
         "end a run early",
         "Lease no more tasks, drop those that are pending, finish and train what is under way.",
         "asyncrl queue drain demo",
-        _stream_options,
+        STREAM,
         takes_config=False,
     ),
     "sync plan": Command(
@@ -174,7 +146,25 @@ COMMANDS: dict[str, Command] = {
         "sync.local_gb_s, and the memory it needs. Nothing is started.",
         "asyncrl sync plan configs/recipes/demo.yaml --model configs/models/deepseek_v3 model.dtype=bfloat16 "
         "--learner 'fsdp 512 ep 64' --generators '64 tp 8'",
-        _sync_plan_options,
+        (
+            option(
+                "--model",
+                metavar="PATH",
+                help="folder with a config.json, in place of model.path; weights are not read",
+            ),
+            option(
+                "--learner",
+                metavar="WORDS",
+                help="its ranks, e.g. 'replicate 2 fsdp 64 tp 4 ep 16' (experts dealt out to 16 of the fsdp ranks); "
+                "unless given, as learner.processes and learner.parallel have it",
+            ),
+            option(
+                "--generators",
+                metavar="WORDS",
+                help="how many, and the ranks of one, e.g. '64 tp 8 ep 8 host 8' (host: ranks on one machine); "
+                "unless given, generator.count of one rank",
+            ),
+        ),
     ),
     "keys": Command(
         _keys,
@@ -182,7 +172,7 @@ COMMANDS: dict[str, Command] = {
         "Make a key pair for the queue and one for everybody else, for runs over several machines: without "
         "queue.keys a queue listens on loopback only.",
         "asyncrl keys ~/.asyncrl/keys",
-        _keys_options,
+        (option("folder", metavar="DIR", help="is made if it is not there"),),
         takes_config=False,
     ),
 }

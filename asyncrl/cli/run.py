@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import TYPE_CHECKING
 
-from asyncrl.cli.command import Arguments, Command, loading, read_config
+from asyncrl.cli.command import Arguments, Command, loading, option, read_config
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
@@ -48,18 +47,6 @@ def _run_here(config: Config) -> int:
     return 0
 
 
-def _demo_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--dir", default="runs", metavar="DIR", help="holds the model and the run; runs/ unless given"
-    )
-    parser.add_argument(
-        "--engine", metavar="NAME", help="of the generator, e.g. vllm; transformers unless given"
-    )
-    parser.add_argument(
-        "--warm-up", action="store_true", help="make the warmed-up model, and stop before the training"
-    )
-
-
 COMMANDS: dict[str, Command] = {
     "demo": Command(
         _demo,
@@ -68,7 +55,17 @@ COMMANDS: dict[str, Command] = {
         "queue, learner and generator. It needs two CPU cores, no GPU, no checkout and no download. The warm-up is "
         "made once; an earlier run in DIR/demo is replaced, one of another run.name never.",
         "asyncrl demo queue.max_staleness=8 run.name=eight",
-        _demo_options,
+        (
+            option(
+                "--dir", default="runs", metavar="DIR", help="holds the model and the run; runs/ unless given"
+            ),
+            option("--engine", metavar="NAME", help="of the generator, e.g. vllm; transformers unless given"),
+            option(
+                "--warm-up",
+                action="store_true",
+                help="make the warmed-up model, and stop before the training",
+            ),
+        ),
         takes_config=False,
         takes_keys=True,
     ),

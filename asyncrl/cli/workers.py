@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import socket
@@ -10,7 +9,7 @@ from collections.abc import Coroutine
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.cli.command import Arguments, Command, loading, split_run_config
+from asyncrl.cli.command import Arguments, Command, loading, option, split_run_config
 from asyncrl.system.signals import stop_signals
 
 if TYPE_CHECKING:
@@ -19,14 +18,14 @@ if TYPE_CHECKING:
 
 def _generator(arguments: Arguments) -> int:
     config = split_run_config(arguments)
-    _check_process_name(arguments.name)
+    name = _process_name(arguments, "generator")
     loading(arguments, f"torch and the model {config.model.path}")
     from asyncrl.generator.process import run_generator
     from asyncrl.launch.views.process_view import GeneratorView, shown
     from asyncrl.tasks.source import held_out
     from asyncrl.telemetry.status import ProcessStatus
 
-    status, name = ProcessStatus(), arguments.name
+    status = ProcessStatus()
     with shown(name, GeneratorView(status), status, config):
         work = run_generator(config, name=name, held_out=held_out(config), status=status)
         asyncio.run(_until_sigterm(work))
@@ -35,8 +34,7 @@ def _generator(arguments: Arguments) -> int:
 
 def _pool(arguments: Arguments) -> int:
     config = split_run_config(arguments)
-    name = arguments.name or f"{arguments.model}-{socket.gethostname()}-{os.getpid()}"
-    _check_process_name(name)
+    name = _process_name(arguments, arguments.model)
     loading(arguments, f"torch and what the pool of the {arguments.model} needs")
     from asyncrl.launch.views.process_view import PoolView, shown
     from asyncrl.pool.process import run_pool
@@ -78,11 +76,14 @@ def _learn(arguments: Arguments, config: Config) -> int:
     return 0
 
 
-def _check_process_name(name: str) -> None:
-    """Some engines name a folder after the process."""
+def _process_name(arguments: Arguments, kind: str) -> str:
+    """`--name`, or one that no other process has. Some engines name a folder after it."""
     from asyncrl.config.sections.rules import check_name
 
+    default = f"{kind}-{socket.gethostname()}-{os.getpid()}"
+    name = default if arguments.name is None else arguments.name
     check_name("--name", name)
+    return name
 
 
 async def _until_sigterm(work: Coroutine[Any, Any, None]) -> None:
@@ -103,18 +104,6 @@ async def _until_sigterm(work: Coroutine[Any, Any, None]) -> None:
             raise
 
 
-def _generator_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--name",
-        default=f"generator-{socket.gethostname()}-{os.getpid()}",
-        help="unique among the run's generators",
-    )
-
-
-def _pool_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--name", help="unique among the run's processes")
-
-
 COMMANDS: dict[str, Command] = {
     "generator": Command(
         _generator,
@@ -122,7 +111,7 @@ COMMANDS: dict[str, Command] = {
         "Turn tasks into scored rollouts, with the newest weights, until the run is over. Any number may "
         "join and leave while the run goes on.",
         "asyncrl generator configs/recipes/demo.yaml queue.address=tcp://127.0.0.1:5555 --name generator-0",
-        _generator_options,
+        (option("--name", help="unique among the run's generators"),),
     ),
     "pool": Command(
         _pool,
@@ -132,7 +121,7 @@ COMMANDS: dict[str, Command] = {
         "`placement` has on a pool. Any number may join and leave while the run goes on; of a model that learns "
         "there is one process.",
         "asyncrl pool configs/recipes/demo.yaml reference queue.address=tcp://127.0.0.1:5555",
-        _pool_options,
+        (option("--name", help="unique among the run's processes"),),
         operand="model",
     ),
     "learner": Command(
