@@ -195,7 +195,7 @@ class StoppedError(AsyncRLError):
 
     exit_code = 10
     ended = "stopped"
-    """What summary.json and the queue then say of the run."""
+    """The run's end, as summary.json and the queue name it."""
 
 
 class PoolLostError(AsyncRLError):

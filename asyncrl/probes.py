@@ -1,4 +1,4 @@
-"""Prompts that both pools know: after them, the learner and every generator must agree on the log-probs of a version.
+"""Prompts that both pools share: after them, the learner and every generator must agree on the log-probs of a version.
 
 They are token ids below the vocabulary's size, fixed for ever, so that nothing has to be agreed on. Their meaning does
 not matter: each runs through all layers, and the lengths differ so that positions and a growing cache are in it.

@@ -44,9 +44,9 @@ log = logging.getLogger(__name__)
 
 
 def train_supervised(config: Config) -> dict[str, Any]:
-    """Train to `sft.until_accuracy` or `sft.steps`, write the model to `sft.output`; say what was reached.
+    """Train to `sft.until_accuracy` or `sft.steps`, write the model to `sft.output`; return what was reached.
 
-    Raises ConfigError if an accuracy is asked for without held-out tasks, TaskError for a task without a target,
+    Raises ConfigError for `sft.until_accuracy` without held-out tasks, TaskError for a task without a target,
     TrainingError for a gradient that is not finite.
     """
     sft = config.sft

@@ -1,4 +1,4 @@
-"""The five nouns that cross process boundaries. Nothing here knows torch, sockets or files.
+"""The five nouns that cross process boundaries. Nothing here needs torch, sockets or files.
 
     Task     one prompt with its ordinal in the task stream: the unit of accounting
     Turn     one engine call: tokens in, tokens out, a log-prob and a policy version per output token
@@ -46,7 +46,7 @@ step_rewards  a step's own reward on its last policy token, else 0. `Rollout.rew
 
 
 WITHOUT_STEPS: Mapping[str, int] = {"step": -1, "anchor": 0, "step_rewards": 0}
-"""What these columns say throughout a group that came without them."""
+"""The value of these columns throughout a group that came without them."""
 
 ANSWER = "#answer"
 """A reward part of rollouts of an evaluation: the number of its answer among its task's, from 1; 0: it has none."""
@@ -78,7 +78,7 @@ class Sampling:
     seed         with the ordinal, the sample's index and the token's position it fixes every draw
     top_p, top_k, min_p      the support is cut, in the order min_p, top_k, top_p: to tokens at least min_p times as
                  likely as the likeliest, to the top_k likeliest (0: all), to the fewest that have the mass top_p.
-                 Log-probs are of what is left, which has the mass 1 again. Greedy sampling knows none of it
+                 Log-probs are of what is left, which has the mass 1 again. Greedy sampling has none of it
     """
 
     temperature: float = 1.0

@@ -57,7 +57,7 @@ TOY: dict[str, Any] = {
     "reward_model": {"optimizer": {"lr": 1e-2, "warmup_steps": 2}},
     "run": {"versions": 60},
 }
-"""What makes the task small; a preset keeps everything that makes it what it is."""
+"""Settings that make the task small. A preset keeps its own."""
 
 STEPWISE = {"reward": {"function": "asyncrl.tasks.echo:stepwise"}}
 SEVERAL_STEPS = {"learner": {"optimizer": {"lr": 5e-3}}, "run": {"versions": 100}}
@@ -97,7 +97,7 @@ BEST = {"safe_rlhf": 0.93}
 
 TEACHER_STEPS = 150
 MOST_ROUNDS = 100
-"""Of asking for other tasks in place of filtered groups."""
+"""Rounds of other tasks in place of filtered groups, at most."""
 
 
 @dataclass(frozen=True, slots=True)

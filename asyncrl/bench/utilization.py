@@ -40,14 +40,14 @@ from asyncrl.telemetry.spans import OTHER, WAIT, busy_share
 LEAST_ASYNC_STALENESS = 2
 WARM_UP_VERSIONS = 3
 RIVALS = ("sync_split", "sync_colocated")
-"""Of `async`."""
+"""Modes that `async` is compared with."""
 
 REWARD_VERSIONS = 5
 """A reward counts as reached when its mean over this many versions is."""
 
 Row = Mapping[str, Any]
 Runs = Sequence[Sequence[Row]]
-"""Of one mode: the rows of each repetition, a version each."""
+"""The rows of one mode by repetition, a version each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,11 +88,11 @@ def _process_name(arguments: Arguments, kind: str) -> str:
 
 async def _until_sigterm(work: Coroutine[Any, Any, None]) -> None:
     """SIGTERM, SIGHUP and Ctrl-C cancel the work, which then gives back what it holds. Ctrl-C again ends it at once."""
-    task, told = asyncio.ensure_future(work), asyncio.Event()
+    task, stopped = asyncio.ensure_future(work), asyncio.Event()
 
     def stop() -> None:
-        if not told.is_set():  # a terminal that closes can send several signals
-            told.set()
+        if not stopped.is_set():  # a terminal that closes can send several signals
+            stopped.set()
             task.cancel()
 
     for number in stop_signals():
@@ -100,7 +100,7 @@ async def _until_sigterm(work: Coroutine[Any, Any, None]) -> None:
     try:
         await task
     except asyncio.CancelledError:
-        if not told.is_set():  # asyncio.run makes a KeyboardInterrupt of it
+        if not stopped.is_set():  # asyncio.run makes a KeyboardInterrupt of it
             raise
 
 

@@ -1,5 +1,4 @@
-"""The keys that all processes of a run must have alike: a difference would change what is trained, and nobody would see
-it.
+"""The keys that all processes of a run must have alike: a difference would change what is trained, unnoticed.
 
 The learner posts its values in the queue's registry under AGREED when it opens the streams. A process that makes tasks,
 rollouts or columns compares its own before it leases anything, and ends by ConfigError where they differ. Keys that may
@@ -77,16 +76,16 @@ OF_THE_LEARNER = (
     *("sync.keep", "sync.snapshots", "sync.fanout", "sync.delta", "sync.delta_share"),
     *("learner.backend", "learner.mini_batches", "learner.epochs", "learner.optimizer."),
 )
-"""Keys whose value at the learner counts. Another process may have another value, and is told that it does nothing."""
+"""Keys whose value at the learner counts. Another process may have another value, and warns that it does nothing."""
 
 OF_THE_QUEUE = ("queue.store", "queue.durable", "queue.fsync", "queue.retained_bytes", "queue.redis_url")
-"""The same of the queue's own process."""
+"""Keys whose value at the queue's own process counts."""
 
 ASIDE = "one side: "
 """Before a key of these two among what the learner posts."""
 
 SHOWN = 200
-"""Characters of a value that are posted; what is longer is told apart by a digest."""
+"""Characters of a value that are posted; longer ones differ in their digests."""
 
 REMEDY = (
     "start all processes of a run with the same configuration; where the run goes on with another one on purpose, "
@@ -165,9 +164,9 @@ def check_agreed(learners: Mapping[str, str], config: Config) -> None:
     apart = list(differences(must, agreed(config)))
     if not apart:
         return
-    told = "; ".join(f"{key} is {theirs} at the learner and {ours} here" for key, theirs, ours in apart)
+    texts = "; ".join(f"{key} is {theirs} at the learner and {ours} here" for key, theirs, ours in apart)
     key, _, ours = apart[0]
-    raise ConfigError(key, ours, f"this process and the learner are of one run, but {told}", REMEDY)
+    raise ConfigError(key, ours, f"this process and the learner are of one run, but {texts}", REMEDY)
 
 
 async def check_with_learner(

@@ -20,7 +20,7 @@ from asyncrl.config.sections.rules import Limit
 from asyncrl.config.sections.tasks import OWN, EvaluationSet, MixedSource, RewardConfig
 
 DIALECT = "http://json-schema.org/draft-07/schema#"
-"""The newest draft that the YAML language server knows well."""
+"""The newest draft that the YAML language server supports well."""
 
 REFERENCE = {"type": "string", "pattern": r"\$\{.+\}"}
 """`${run.name}` or `${oc.env:HOME}`, in place of a value of any type."""
@@ -69,15 +69,15 @@ def _section(made: type, prefix: str, keys: tuple[str, ...] | None = None) -> di
 
 def _key(key: str, field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
     allowed = _entries(key) if key in ENTRIES else _type(hint)
-    told: dict[str, Any] = {}
+    known: dict[str, Any] = {}
     if about := key_comments().get(key):
-        told["description"] = about
+        known["description"] = about
     default = field.default if field.default is not dataclasses.MISSING else None
     if default not in (None, "???") and isinstance(default, (bool, int, float, str)):
-        told["default"] = default
+        known["default"] = default
     if "enum" in allowed:  # editors complete what stands right here
-        return {**told, **allowed}
-    return {**told, "anyOf": [*allowed.get("anyOf", [allowed]), REFERENCE]}
+        return {**known, **allowed}
+    return {**known, "anyOf": [*allowed.get("anyOf", [allowed]), REFERENCE]}
 
 
 def _entries(key: str) -> dict[str, Any]:

@@ -50,7 +50,7 @@ MOST_FILES = 64
 _SECTIONS = frozenset(field.name for field in dataclasses.fields(Config))
 
 _BAD_VALUES = (OmegaConfBaseException, TypeError, ValueError, OverflowError, AttributeError, RecursionError)
-"""What OmegaConf raises for values that do not fit."""
+"""Errors of OmegaConf for values that do not fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ def _includes(tree: dict[str, Any], path: Path) -> list[str]:
 
 
 def _parse(path: Path) -> tuple[dict[str, Any], yaml.Node | None]:
-    """The file's values, and its YAML nodes, which know their lines."""
+    """The file's values, and its YAML nodes, which have line numbers."""
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(LONGEST + 1)

@@ -90,7 +90,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def parse_with_lines(text: str) -> tuple[Any, yaml.Node | None]:
-    """The values of a document, and its nodes, which know their lines.
+    """The values of a document, and its nodes, which have line numbers.
 
     Raises:
         yaml.YAMLError: also for a document that would take too long to read (`check_document`).

@@ -49,7 +49,7 @@ REFRESH_S = 1.0
 LOADED, SIGN = "its report that it has loaded", "a sign of life"
 
 SLOW_END_S = 20.0
-"""How long a queue may take to end, once the workers of a closed run no longer need it."""
+"""Seconds that a queue may take to end, once the workers of a closed run no longer need it."""
 
 
 def train(config: Config) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class LocalRun:
         return read_summary(self._folder)
 
     def _start_queue(self) -> str:
-        """Returns the address at which it listens."""
+        """Returns its address."""
         # Without a checkpoint the learner begins at the beginning, and so must the queue.
         goes_on = self._config.run.resume and any(self._folder.glob("checkpoints/v*")) and not self._changed
         self._processes.start_queue(*([] if goes_on else ["--anew"]))

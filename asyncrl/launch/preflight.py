@@ -157,7 +157,7 @@ def _check_writable(key: str, folder: Path) -> None:
 
 
 def _check_gpus(config: Config) -> None:
-    """Asks torch only where GPUs are named."""
+    """torch is imported only where GPUs are named."""
     pools = {"generator": config.generator.devices, "learner": config.learner.devices}
     pools |= {f"placement.{name}": place.devices for name, place in config.placement.pools.items()}
     named = {f"{pool}.devices": devices for pool, devices in pools.items() if devices}

@@ -48,7 +48,7 @@ class ChildMessage:
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """The user wants the run to end: signal `number` came."""
+    """The user ends the run: signal `number` came."""
 
     number: int
 
@@ -229,7 +229,7 @@ RANK = re.compile(r"^\[(?:rank|default)\d+\]: ?")
 """Torchrun's mark of the rank that wrote a line."""
 
 LAST_MESSAGE = re.compile(r"^asyncrl [a-z ]+: (?P<cause>\S.*)$")
-"""How a command of asyncrl ends on an error that is raised on purpose."""
+"""The last line of a command of asyncrl that ends on an error that is raised on purpose."""
 
 VARYING = re.compile(r"""'[^']*'|"[^"]*"|0x[0-9a-f]+|\d+""")
 

@@ -1,4 +1,4 @@
-"""Writing to a disk: errors that say where, and what outlives a power failure."""
+"""Writing to a disk: errors name the file, and files outlive a power failure."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from asyncrl.masking import masked_url
 log = logging.getLogger(__name__)
 
 DEADLINE_S = 30.0
-"""How long a connection that is lost is tried again; less than a client waits for its answer."""
+"""Seconds for which a lost connection is tried again; less than a client waits for its answer."""
 
 PASSWORD = "ASYNCRL_REDIS_PASSWORD"
 """Environment variable with the password, for a URL without one: config.yaml lies in the run folder for all to read."""
@@ -31,7 +31,7 @@ ATTEMPT_S = 10.0
 """Longest silence of one attempt."""
 
 UNREACHABLE = (redis.ConnectionError, redis.TimeoutError, redis.exceptions.ReadOnlyError)
-"""What may go over: not there, not there yet (loading), a replica that is about to be promoted."""
+"""Errors that may pass: not there, not there yet (loading), a replica that is about to be promoted."""
 
 
 def open_redis(url: str, key: str) -> redis.Redis:
@@ -51,7 +51,7 @@ def open_redis(url: str, key: str) -> redis.Redis:
 
 
 def patiently(command: Callable[[], Any], *, who: str, where: str, key: str, deadline_s: float) -> Any:
-    """What `command` returns, tried again while the server at `where` cannot be reached.
+    """The result of `command`, tried again while the server at `where` cannot be reached.
 
     DeadlineError after `deadline_s`, ConfigError (of `key`) for credentials that the server refuses.
     """

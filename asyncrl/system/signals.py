@@ -1,4 +1,4 @@
-"""Signals that end a process: those that ask it to save and stop, and the one that follows the end of its parent."""
+"""Signals that end a process: those that stop it in order, and the one that follows the end of its parent."""
 
 from __future__ import annotations
 

@@ -309,7 +309,7 @@ def sampling_rules(at: str, top_p: float, min_p: float) -> Iterator[Rule]:
 
 
 def device_rules(at: str, devices: str | None) -> Iterator[Rule]:
-    """For CUDA_VISIBLE_DEVICES of a pool. CUDA takes a word that it does not know for no GPU at all."""
+    """For CUDA_VISIBLE_DEVICES of a pool. CUDA takes an unknown word for no GPU at all."""
     names = () if not devices else tuple(name.strip() for name in devices.split(","))
     yield Rule(
         all(name.isdecimal() or name.startswith(("GPU-", "MIG-")) for name in names),

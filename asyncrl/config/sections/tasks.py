@@ -33,7 +33,7 @@ MAIN = ""
 
 @dataclass(frozen=True)
 class SourceConfig(Section):
-    """What `tasks`, `evaluation`, each of `tasks.mixture` and each of `evaluation.sets` can say."""
+    """The keys that `tasks`, `evaluation`, each of `tasks.mixture` and each of `evaluation.sets` share."""
 
     source: str | None = key(
         None,

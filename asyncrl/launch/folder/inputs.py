@@ -44,7 +44,7 @@ class Inputs:
         return path
 
     def as_given(self, text: str) -> str:
-        """A text with places in files of rows, 'inputs/tasks-….jsonl:1', as the caller knows them: 'row 1 of tasks'."""
+        """A text with places in files of rows, 'inputs/tasks-….jsonl:1', by the caller's names: 'row 1 of tasks'."""
         for path, name in self._names.items():
             text = re.sub(rf"{re.escape(str(path))}:(\d+)", rf"row \1 of {name}", text)
         return text

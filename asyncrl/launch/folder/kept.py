@@ -1,5 +1,4 @@
-"""What a run folder keeps of each start: the configuration, and digests of the user's code, so that a resume notices
-changes of both.
+"""A run folder keeps the configuration of each start and digests of the user's code: a resume notices changes of both.
 
 runs/demo/config.yaml            of now
 runs/demo/config.v000012.yaml    up to version 12, from which the run went on with the next one

@@ -183,7 +183,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def write_address(folder: Path, address: str) -> None:
-    """Where the broker of this run listens, for people and processes that come later. Whole or not at all."""
+    """Write the address of this run's broker, for people and processes that come later. Whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     replace_text(folder / "address", address + "\n")
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
 
 NO_READER = (errno.EIO, errno.EPIPE, errno.ENXIO)
-"""What a write fails with once a terminal or a pipe has no reader."""
+"""Errors of a write to a terminal or a pipe that has no reader any more."""
 
 CONTROL = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 """Characters that move a cursor, change colours or ring a bell."""
