@@ -30,6 +30,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, g
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
 
 from asyncrl.config.schema import Config, ModelConfig
+from asyncrl.config.sections.rules import require
 from asyncrl.config.sections.tasks import keys_of_messages
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.sync.layout.hf_sharding import Heads, Shapes
@@ -373,32 +374,22 @@ def _has_parts(config: PretrainedConfig) -> bool:
 
 
 def _checked(model: ModelConfig, loaded: PreTrainedModel, attention: str, key: str) -> PreTrainedModel:
-    _check_attention(model, loaded, attention, key)
-    _check_parts(model, loaded, key)
-    return loaded.eval()
-
-
-def _check_parts(model: ModelConfig, loaded: PreTrainedModel, key: str) -> None:
-    """Raises ConfigError for a model for images whose checkpoint names cannot be computed."""
-    if not _has_parts(loaded.config):
-        return
-    if any(_translated(rule) is None for rule in get_model_conversion_mapping(loaded, add_legacy=False)):
-        raise ConfigError(
-            key,
-            model.path,
-            f"{type(loaded).__name__} renames its checkpoint's parameters, which the weight stream does not support",
-            "use a text model, Qwen2.5-VL or Qwen3-VL",
-        )
-
-
-def _check_attention(model: ModelConfig, loaded: PreTrainedModel, attention: str, key: str) -> None:
-    built_in = attention in ("eager", "sdpa")
+    """In eval mode. Raises ConfigError for a model that does not use the registry's attention, and for one for images
+    whose checkpoint names cannot be computed."""
     in_use = loaded.config._attn_implementation
-    if in_use == attention and (built_in or loaded._supports_attention_backend):
-        return
-    raise ConfigError(
+    require(
+        in_use == attention and (attention in ("eager", "sdpa") or loaded._supports_attention_backend),
         key,
         model.path,
         f"{type(loaded).__name__} does not take its attention from transformers' registry (uses {in_use!r})",
         "use a model whose class has _supports_attention_backend, e.g. Qwen2, Qwen3, Llama or GPT-2",
     )
+    rules = get_model_conversion_mapping(loaded, add_legacy=False) if _has_parts(loaded.config) else ()
+    require(
+        all(_translated(rule) is not None for rule in rules),
+        key,
+        model.path,
+        f"{type(loaded).__name__} renames its checkpoint's parameters, which the weight stream does not support",
+        "use a text model, Qwen2.5-VL or Qwen3-VL",
+    )
+    return loaded.eval()

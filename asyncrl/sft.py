@@ -16,7 +16,6 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +104,8 @@ def supervised_batches(
 ) -> Iterator[MicroBatch]:
     """`sft.batch_size` examples each, every advantage 1, in the stream's order, for as long as it lasts."""
     size, ordinal = config.sft.batch_size, 0
-    examples = (
-        _demonstrated(tokenizer, config) if config.agent.several_turns else partial(_examples, tokenizer)
-    )
+    several_turns = config.agent.several_turns
+    examples = _demonstrated(tokenizer, config) if several_turns else _single_turns(tokenizer)
     while True:
         tasks = [stream.task_at(ordinal + i) for i in range(size)]
         rollouts = zip(tasks, examples(tasks), strict=True)
@@ -158,8 +156,8 @@ class Demonstration:
         return [Turn(request.prompt_ids, ids, zeros.astype(np.float32), zeros.astype(np.int32), "stop")]
 
 
-def _examples(tokenizer: PreTrainedTokenizerBase, tasks: Sequence[Task]) -> list[Rollout]:
-    return [_example(task, tokenizer) for task in tasks]
+def _single_turns(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[Task]], list[Rollout]]:
+    return lambda tasks: [_example(task, tokenizer) for task in tasks]
 
 
 def _example(task: Task, tokenizer: PreTrainedTokenizerBase) -> Rollout:

@@ -185,7 +185,7 @@ def _parse(path: Path) -> tuple[dict[str, Any], yaml.Node | None]:
         else:
             reason = getattr(error, "strerror", None) or str(error)  # ValueError: \0 in the path
         raise ConfigError("config file", str(path), reason, "give the path of a YAML file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         problem = getattr(error, "problem", None) or str(error)

@@ -326,7 +326,7 @@ def _evaluation_rules(config: Config) -> Iterator[Rule]:
 
 
 def _truncation_rules(algorithm: AlgorithmConfig, generator: GeneratorConfig) -> Iterator[Rule]:
-    """Samples of a cut support are trained on only if `algorithm.truncated` allows it and each token is weighed by π/μ."""
+    """Samples of a cut support are trained on only where `algorithm.truncated` allows it and π/μ weighs each token."""
     cuts = {"top_p": generator.top_p < 1, "top_k": generator.top_k > 0, "min_p": generator.min_p > 0}
     for name in (name for name, cut in cuts.items() if cut):
         yield Rule(
