@@ -37,7 +37,6 @@ from asyncrl.types import Group, Task, Turn
 
 Result = TypeVar("Result")
 LoadEngine = Callable[[Config, PreTrainedTokenizerBase], Engine]
-SERVERS = ("vllm_server", "sglang")
 
 
 class Evaluator:
@@ -163,7 +162,7 @@ def _load_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
         "score with one of the project's: generator.own_engine=null",
     )
     require(
-        ours.engine not in SERVERS,
+        not ours.behind_http,
         "generator.engine",
         ours.engine,
         "asks a server, which answers with weights of its own and not with those of --model",

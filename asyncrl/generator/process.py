@@ -100,7 +100,7 @@ def load_engine(
         return load_transformers_engine(config, tokenizer)
     if config.generator.engine == "vllm":
         return VllmEngine(config, name, load_end_ids(config.model, tokenizer), load_weights)
-    if config.generator.engine in ("vllm_server", "sglang"):
+    if config.generator.behind_http:
         server = load_server(config, name, load_end_ids(config.model, tokenizer))
         return HttpEngine(server, config.generator)
     model = load_causal_lm(config.model, config.run.seed)

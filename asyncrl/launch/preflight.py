@@ -211,7 +211,7 @@ def _switches(config: Config) -> Iterator[tuple[str, bool, str]]:
     engine, sync = config.generator.engine, config.sync
     own, models = config.generator.own_engine is not None, requirements.models(config)
     yield "generator.vllm.", own or engine == "vllm", f"generator.engine={engine}"
-    yield "generator.server.", own or engine in ("vllm_server", "sglang"), f"generator.engine={engine}"
+    yield "generator.server.", own or config.generator.behind_http, f"generator.engine={engine}"
     yield "critic.", bool(models & {"critic", "cost_critic"}), "the algorithm has no critic"
     for name in ("reference", "reward_model", "teacher"):
         yield f"{name}.", name in models, f"the algorithm has no {name}"

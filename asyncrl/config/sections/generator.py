@@ -132,16 +132,21 @@ class GeneratorConfig(Section):
         """Whether recorded log-probs are those of a model; scripted ones are made up."""
         return self.own_engine is not None or self.engine != "scripted"
 
+    @property
+    def behind_http(self) -> bool:
+        """Whether the engine is a server that runs already."""
+        return self.engine in ("vllm_server", "sglang")
+
     def _server_rules(self) -> Iterator[Rule]:
-        behind_http, urls = self.engine in ("vllm_server", "sglang"), self.server.urls
+        urls = self.server.urls
         yield Rule(
-            bool(urls) == behind_http,
+            bool(urls) == self.behind_http,
             "server.urls",
             "goes with generator.engine=vllm_server or sglang, and only with these",
             "set both, or neither",
         )
         yield Rule(
-            not behind_http or len(urls) >= self.count,
+            not self.behind_http or len(urls) >= self.count,
             "server.urls",
             f"has fewer servers than generator.count={self.count}",
             f"name {self.count} servers, or set generator.count={max(1, len(urls))}",
