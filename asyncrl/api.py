@@ -140,6 +140,4 @@ def _run(call: Call) -> TrainResult:
             if isinstance(error, TaskError):
                 raise TaskError(inputs.as_given(str(error))) from None
             raise
-    metrics = folder / "metrics.jsonl"
-    rows = list(read_rows(metrics)) if metrics.exists() else []
-    return TrainResult(folder, folder / "final", rows, summary)
+    return TrainResult(folder, folder / "final", list(read_rows(folder / "metrics.jsonl")), summary)

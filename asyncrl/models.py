@@ -67,12 +67,9 @@ def load_causal_lm(
     A folder with config.json and no weights gives random weights, which are equal on every process under one `seed`.
     torch's own generator does not change.
 
-    Args:
-        attention: an entry of transformers' attention registry, made before this call.
-        key: the configuration key of the path, for errors.
+    attention: an entry of transformers' attention registry, made before this call · key: of the path, for errors
 
-    Raises:
-        ConfigError: There is no such model, or its attention does not use the registry.
+    Raises ConfigError if there is no such model, or its attention does not use the registry.
     """
     config = load_model_config(model, key)
     dtype = getattr(torch, model.dtype)
@@ -106,11 +103,8 @@ def empty_causal_lm(model: ModelConfig, attention: str = "sdpa", key: str = "mod
 
 
 def load_classifier(model: ModelConfig, key: str = "model.path") -> PreTrainedModel:
-    """Load a sequence classifier on the CPU, in `model.dtype` and in eval mode.
-
-    Raises:
-        ConfigError: There is no such model, or its checkpoint has no head, which would then be random.
-    """
+    """Load a sequence classifier on the CPU, in `model.dtype` and in eval mode. Raises ConfigError if there is no such
+    model, or its checkpoint has no head, which would then be random."""
     read = AutoModelForSequenceClassification.from_pretrained
     dtype = getattr(torch, model.dtype)
     loaded, info = _read(
@@ -196,11 +190,8 @@ def load_tokenizer(model: ModelConfig, key: str = "model.path") -> PreTrainedTok
 
 
 def policy_tokenizer(config: Config) -> PreTrainedTokenizerBase:
-    """The policy's tokenizer, with `tasks.chat_template` if that is set.
-
-    Raises:
-        ConfigError: There is no tokenizer, or the configuration needs a chat template and has none, or a broken one.
-    """
+    """The policy's tokenizer, with `tasks.chat_template` if that is set. Raises ConfigError if there is none, or the
+    configuration needs a chat template and has none, or a broken one."""
     tokenizer = load_tokenizer(config.model)
     if config.tasks.chat_template is not None:
         tokenizer.chat_template = _template(config.tasks.chat_template, tokenizer)
@@ -213,9 +204,7 @@ def policy_tokenizer(config: Config) -> PreTrainedTokenizerBase:
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, task: Task) -> Array:
     """[P] int64. Text is encoded as it is, messages by the chat template.
 
-    Raises:
-        ConfigError: The prompt is messages and there is no template.
-        TaskError: The template does not take the messages.
+    Raises ConfigError for messages without a template, TaskError for messages that the template does not take.
     """
     if isinstance(task.prompt, str):
         return np.array(tokenizer.encode(task.prompt, add_special_tokens=False), np.int64)
@@ -276,12 +265,8 @@ def _read(model: ModelConfig, read: Callable[[], Loaded], key: str = "model.path
     try:
         return read()
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            key,
-            model.path,
-            f"cannot be loaded ({_why(model.path, error)})",
-            _instead(model.path),
-        ) from error
+        rule = f"cannot be loaded ({_why(model.path, error)})"
+        raise ConfigError(key, model.path, rule, _instead(model.path)) from error
 
 
 def _why(path: str, error: Exception) -> str:

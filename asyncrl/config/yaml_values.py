@@ -90,11 +90,8 @@ def parse_yaml(text: str) -> Any:
 
 
 def parse_with_lines(text: str) -> tuple[Any, yaml.Node | None]:
-    """The values of a document, and its nodes, which have line numbers.
-
-    Raises:
-        yaml.YAMLError: also for a document that would take too long to read (`check_document`).
-    """
+    """The values of a document, and its nodes, which have line numbers. Raises yaml.YAMLError, also for a document that
+    would take too long to read (`check_document`)."""
     check_document(text)
     loader = _Loader(text)
     try:
@@ -147,9 +144,8 @@ def check_document(text: str) -> None:
     """Look through a document before it is read: a few lines can nest without end, or stand for billions. Its events
     come one by one, so this needs no recursion and little memory, whatever the document holds.
 
-    Raises:
-        yaml.YAMLError: The document is too long, too deep, or too large with its aliases written out, or a value holds
-            itself.
+    Raises yaml.YAMLError for a document that is too long, too deep, or too large with its aliases written out, and for
+    a value that holds itself.
     """
     if len(text) > LONGEST:
         raise yaml.MarkedYAMLError(problem=f"it has {len(text)} characters, of at most {LONGEST}")

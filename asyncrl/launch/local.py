@@ -69,11 +69,8 @@ def train(config: Config) -> dict[str, Any]:
 
 
 class LocalRun:
-    """One run; made for one call of `run`.
-
-    Args:
-        changed: Whether it goes on with a configuration under which the queue's groups would have been made otherwise.
-    """
+    """One run; made for one call of `run`. changed: whether it goes on with a configuration under which the queue's
+    groups would have been made otherwise."""
 
     def __init__(
         self,

@@ -65,11 +65,8 @@ class Sinks:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a JSONL file, without a last line that a kill or a full disk damaged.
-
-    Raises:
-        ConfigError: A line before the last one is no row.
-    """
+    """The rows of a JSONL file, if it is there, without a last line that a kill or a full disk damaged. Raises
+    ConfigError if a line before the last one is no row."""
     if not path.exists():
         return
     damaged = 0

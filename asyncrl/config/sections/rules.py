@@ -39,12 +39,8 @@ LONGEST_INT = 2**63 - 1
 
 
 def key(default: T, about: str, *, home: bool = False) -> T:
-    """A field of a section.
-
-    Args:
-        default: A list or mapping is copied for each instance.
-        about: The help text, which `asyncrl config --print`, docs/keys.md and the JSON Schema show.
-        home: Whether the value is a path that may begin with ~.
+    """A field of a section. default: a list or mapping is copied for each instance · about: the help text, which
+    `asyncrl config --print`, docs/keys.md and the JSON Schema show · home: the value is a path that may begin with ~.
     """
     metadata = {"about": about, "home": home}
     if isinstance(default, (list, dict)):
@@ -163,9 +159,7 @@ def _shown(number: float) -> str:
 def check_section(section: Section, at: str = "") -> None:
     """Raise ConfigError for all values that are wrong by themselves; if there are none, for all rules that are broken.
 
-    Args:
-        section: Sections inside it are checked too.
-        at: The dotted name of the section; "" for the whole configuration.
+    section: sections inside it are checked too · at: its dotted name; "" for the whole configuration
     """
     raise_all(value_errors(section, at))
     raise_all(error for name, one in _sections_in(section, at) for error in _broken_rules(one, name))

@@ -89,11 +89,7 @@ def _read(path: Path) -> tuple[list[dict[str, int]], str, str]:
 
 
 class ProcessReports:
-    """The reports in `logs`, as of the last `read`.
-
-    Attributes:
-        last_failure: Why the last task was dropped; empty if none was.
-    """
+    """The reports in `logs`, as of the last `read`. last_failure: why the last task was dropped; empty if none was."""
 
     def __init__(self, logs: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.last_failure = ""
