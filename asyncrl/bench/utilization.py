@@ -28,8 +28,7 @@ from typing import Any
 
 from rich.console import Console
 
-from asyncrl.bench.comparison import Length, Ratio, shortest, verdict
-from asyncrl.bench.report import draw, print_report
+from asyncrl.bench.report import Length, Ratio, draw, print_report, shortest, verdict
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.launch.local import train

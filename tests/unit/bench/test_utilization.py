@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from asyncrl.bench.comparison import T_95, Length, Ratio, verdict
-from asyncrl.bench.report import draw, print_report
+from asyncrl.bench.report import T_95, Length, Ratio, draw, print_report, verdict
 from asyncrl.bench.utilization import main, modes, schedule, summarise
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config, GeneratorConfig, LearnerConfig, QueueConfig
