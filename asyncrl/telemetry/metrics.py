@@ -20,7 +20,7 @@ ROUNDING = 1e-9
 class Summed:
     """A metric whose fields are sums: two are merged by adding them."""
 
-    __slots__ = ()
+    __slots__: tuple[str, ...] = ()
 
     def merge(self, other: Self) -> Self:
         return type(self)(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))

@@ -168,7 +168,8 @@ def check_section(section: Section, at: str = "") -> None:
 def value_errors(section: Section, at: str) -> Iterator[ConfigError]:
     """An error for each number out of its limits and each text that no file can hold, also in the sections inside."""
     for name, one in _sections_in(section, at):
-        for field, limit in limits_of(type(one)).items():
+        schema: type = type(one)
+        for field, limit in limits_of(schema).items():
             for value in _scalars(getattr(one, field)):
                 if isinstance(value, str):
                     yield from _text_errors(f"{name}.{field}", value)
