@@ -23,10 +23,9 @@ from asyncrl.learner.reporting.utilization import Utilization
 from asyncrl.queue.protocol.replies import Trained
 from asyncrl.sync.stream.publisher import PublishReport
 from asyncrl.system.disk import replace_text
-from asyncrl.telemetry.sinks import JsonlSink, Sinks, json_numbers, read_rows
+from asyncrl.telemetry.sinks import TRACKERS, JsonlSink, Sinks, TrackedRun, json_numbers, read_rows
 from asyncrl.telemetry.spans import busy_share
 from asyncrl.telemetry.status import without_timely_calls
-from asyncrl.telemetry.trackers import TRACKERS, TrackedRun
 from asyncrl.types import NO_VERSION, Group, Version
 
 ROWS, SUMMARY = "metrics.jsonl", "summary.json"

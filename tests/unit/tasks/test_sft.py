@@ -11,8 +11,8 @@ from chat_cases import tokenizer
 from learner_cases import small_config
 
 from asyncrl.config.schema import Config, CriticConfig, RunConfig, SftConfig
-from asyncrl.config.sections.agent import AgentConfig
 from asyncrl.config.sections.algorithm import AlgorithmConfig
+from asyncrl.config.sections.generator import AgentConfig
 from asyncrl.errors import TaskError
 from asyncrl.sft import Demonstration, as_supervised
 from asyncrl.types import Task
