@@ -36,7 +36,7 @@ from asyncrl.errors import ConfigError, TaskError
 from asyncrl.sync.layout.hf_sharding import Heads, Shapes
 from asyncrl.sync.layout.layout import whole_layout
 from asyncrl.sync.layout.names import Fused, Names, checkpoint_layout
-from asyncrl.sync.tensors.bucket import layout_of
+from asyncrl.sync.tensors.shards import layout_of
 from asyncrl.telemetry.bars import bars_wanted
 from asyncrl.types import Array, Task
 

@@ -24,8 +24,8 @@ from asyncrl.queue.client.client import BlockingClient, QueueClient
 from asyncrl.rpc.keys import ClientKeys, client_keys
 from asyncrl.sync.channels.torch_transport import own_host
 from asyncrl.sync.factory import open_publisher
-from asyncrl.sync.store.stored_publisher import StoredPublisher
-from asyncrl.sync.stream.publisher import Publisher
+from asyncrl.sync.stream.publisher import RankPublisher
+from asyncrl.sync.tensors.shards import Shards
 from asyncrl.system.signals import stop_signals
 from asyncrl.telemetry.status import ProcessStatus
 
@@ -91,9 +91,9 @@ def _train(
     rank, world = backend.rank, backend.world
     sync = _sync_config(config)
 
-    def make_publisher(lineage: int) -> Publisher | StoredPublisher:
-        layout, tensors = backend.layout(), backend.local_tensors()
-        return open_publisher(config.run.name, rank, world, layout, tensors, sync, lineage, keys)
+    def make_publisher(lineage: int) -> RankPublisher:
+        live = Shards(backend.layout(), backend.local_tensors())
+        return open_publisher(config.run.name, rank, world, live, sync, lineage, keys)
 
     remote_models = {
         name: RemoteModel(name, config, rank, world, client, keys, backend.is_data_leader)

@@ -10,12 +10,11 @@ from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.checks.logprob_check import LogprobGate, LogprobProbes
 from asyncrl.learner.reporting.report import publish_values
 from asyncrl.queue.client.client import BlockingClient
-from asyncrl.sync.store.stored_publisher import StoredPublisher
-from asyncrl.sync.stream.publisher import Publisher
+from asyncrl.sync.stream.publisher import RankPublisher
 from asyncrl.telemetry.spans import Spans
 from asyncrl.types import Version
 
-MakePublisher = Callable[[int], Publisher | StoredPublisher]
+MakePublisher = Callable[[int], RankPublisher]
 """lineage → the publisher of this rank."""
 
 LAST_TRANSFERS_S = 5.0
@@ -33,7 +32,7 @@ class Publication:
         self,
         config: Config,
         backend: Backend,
-        publisher: Publisher | StoredPublisher,
+        publisher: RankPublisher,
         gate: LogprobGate | None,
         lineage: int,
         spans: Spans,

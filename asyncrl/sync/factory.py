@@ -2,50 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl.config.schema import SyncConfig
 from asyncrl.rpc.keys import ClientKeys
-from asyncrl.sync.layout.layout import Layout
 from asyncrl.sync.store.blobs import Blobs, FolderBlobs
 from asyncrl.sync.store.stored_publisher import StoredPublisher
-from asyncrl.sync.store.stored_stream import StoredStream
-from asyncrl.sync.stream.publisher import Publisher
+from asyncrl.sync.store.stored_subscriber import StoredSubscriber
+from asyncrl.sync.stream.publisher import Publisher, RankPublisher
 from asyncrl.sync.stream.subscriber import Subscriber
-from asyncrl.sync.tensors.bucket import BoxTensors
+from asyncrl.sync.tensors.shards import Shards
 
 
 def open_publisher(
     run: str,
     rank: int,
     world: int,
-    layout: Layout,
-    tensors: Mapping[str, BoxTensors],
+    live: Shards,
     config: SyncConfig,
     lineage: int,
-    keys: ClientKeys | None = None,
-) -> Publisher | StoredPublisher:
-    """The end of a learner rank; see the classes for arguments and errors."""
+    keys: ClientKeys | None,
+) -> RankPublisher:
+    """The end of a learner rank. keys: that subscribers must hold too."""
     if config.stored:
-        return StoredPublisher(rank, world, layout, tensors, config, lineage, open_blobs(config, run))
-    return Publisher(rank, world, layout, tensors, config, lineage, keys)
+        return StoredPublisher(rank, world, live, config, lineage, open_blobs(config, run))
+    return Publisher(rank, world, live, config, lineage, keys)
 
 
-def open_stream(
+def open_subscriber(
     run: str,
     who: str,
     endpoints: Sequence[str],
-    layout: Layout,
+    staging: Shards,
     config: SyncConfig,
-    staging: Mapping[str, BoxTensors],
     lineage: int,
-    keys: ClientKeys | None = None,
-) -> Subscriber | StoredStream:
-    """The end of a generator rank; see the classes for arguments and errors."""
+    keys: ClientKeys | None,
+) -> Subscriber | StoredSubscriber:
+    """The end of a generator rank. who: unique among them · endpoints: of all learner ranks, in any order."""
     if config.stored:
-        return StoredStream(who, endpoints, layout, config, staging, open_blobs(config, run), lineage)
-    return Subscriber(who, endpoints, layout, config, staging, lineage, keys)
+        return StoredSubscriber(who, endpoints, staging, config, lineage, open_blobs(config, run))
+    return Subscriber(who, endpoints, staging, config, lineage, keys)
 
 
 def open_blobs(config: SyncConfig, run: str) -> Blobs:

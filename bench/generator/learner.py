@@ -24,6 +24,7 @@ from asyncrl.queue.broker.recovery import open_recovery
 from asyncrl.queue.client.client import BlockingClient, QueueClient
 from asyncrl.queue.feeder import feed
 from asyncrl.sync.stream.publisher import Publisher
+from asyncrl.sync.tensors.shards import Shards
 from asyncrl.types import Group, Version
 from bench.generator.model import config_of, task_at
 from bench.process import Talk
@@ -90,8 +91,8 @@ class Learner:
     def run(self) -> None:
         self._client.connect()
         opened = self._client.open("train", train_settings(self._config, 1))
-        layout, tensors = self._backend.layout(), self._backend.local_tensors()
-        publisher = Publisher(0, 1, layout, tensors, self._config.sync, opened.lineage)
+        live = Shards(self._backend.layout(), self._backend.local_tensors())
+        publisher = Publisher(0, 1, live, self._config.sync, opened.lineage)
         entry = {"endpoint": publisher.endpoint, "world": 1, "lineage": opened.lineage}
         self._client.post(AGREED, agreed(self._config))
         self._client.post("weights/0", entry)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from asyncrl.sync.delta.delta import apply_delta, encode_delta
+from asyncrl.sync.delta.delta import add, encode_delta, read
 from bench.sync.model import shapes
 from bench.sync.tensors import drawn
 
@@ -42,7 +42,8 @@ def _train(weights: torch.Tensor, lr: float) -> tuple[int, int]:
         new = master.detach().bfloat16()
         record = encode_delta(old, new)
         sent += record.numel() if step >= WARM_UP else 0
-        apply_delta(staged, record)
+        (changes,) = read(record, [(staged.numel(), staged.element_size())])
+        add(staged, changes)
         if not torch.equal(staged.view(torch.int16), new.view(torch.int16)):
             raise RuntimeError(f"step {step}: the delta does not give the new weights")
     return sent, STEPS * 2 * weights.numel()

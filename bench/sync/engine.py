@@ -19,7 +19,7 @@ from asyncrl.generator.engines.receiver import WeightReader
 from asyncrl.generator.engines.transformers.kv_cache import ATTENTION
 from asyncrl.generator.engines.transformers.transformers_engine import TransformersEngine
 from asyncrl.generator.weights import WeightFollower
-from asyncrl.sync.channels.transport import SharingChannel, Transfer, bytes_of
+from asyncrl.sync.channels.transport import SharingChannel, Transfer
 from asyncrl.sync.stream import link
 from asyncrl.types import Sampling
 from bench.process import Talk
@@ -49,7 +49,9 @@ class SlowChannel:
         return self.channel.send_parts(parts)
 
     def recv_parts(self, into: Sequence[torch.Tensor]) -> Transfer:
-        return SlowTransfer(self.channel.recv_parts(into), sum(map(bytes_of, into)) / self.bytes_per_s)
+        return SlowTransfer(
+            self.channel.recv_parts(into), sum(part.nbytes for part in into) / self.bytes_per_s
+        )
 
     def close(self) -> None:
         self.channel.close()

@@ -11,8 +11,7 @@ from asyncrl.config.schema import SyncConfig
 from asyncrl.sync.channels.shared_memory import allocated_bytes
 from asyncrl.sync.layout.layout import layout_bytes
 from asyncrl.sync.stream.subscriber import Subscriber
-from asyncrl.sync.tensors.bucket import Shards
-from asyncrl.sync.tensors.tensor_buffer import TensorBuffer
+from asyncrl.sync.tensors.shards import Shards, TensorBuffer
 from bench.process import Talk
 from bench.sync.model import generator_layout
 from bench.sync.tensors import check, empty_shards
@@ -27,16 +26,18 @@ def main() -> None:
     backend, rank, world = said["backend"], said["rank"], said["world"]
     layout = generator_layout(said["millions"], rank, world)
     live = empty_shards(layout)
-    arena = TensorBuffer(Shards(layout, live))
+    arena = TensorBuffer(layout, torch.device("cpu"))
     staging = arena.shards
     engine = Shards(layout, live)
     config = SyncConfig(backend=backend, delta="never")
-    subscriber = Subscriber(f"tp{world}-{rank}-{backend}", said["endpoints"], layout, config, staging.tensors)
+    who = f"tp{world}-{rank}-{backend}"
+    subscriber = Subscriber(who, said["endpoints"], staging, config, lineage=1)
     talk.tell({"bytes": layout_bytes(layout), "flip_floor_ms": 1e3 * min(arena.floor() for _ in range(3))})
     while (version := talk.hears()) is not None:
-        staged = subscriber.fetch(version - 1, WAIT_S)
-        if staged is None or staged.version != version:
-            raise RuntimeError(f"version {version} did not come, but {staged}")
+        newest = subscriber.newest(version - 1, WAIT_S)
+        if newest != version:
+            raise RuntimeError(f"version {version} did not come, but {newest}")
+        staged = subscriber.stage(version)
         arrived = time.monotonic()
         torch._foreach_copy_(list(live.values()), staging.parts)
         flipped = time.monotonic()

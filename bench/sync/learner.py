@@ -10,6 +10,7 @@ from asyncrl.config.schema import SyncConfig
 from asyncrl.sync.channels.shared_memory import allocated_bytes
 from asyncrl.sync.layout.layout import layout_bytes
 from asyncrl.sync.stream.publisher import Publisher
+from asyncrl.sync.tensors.shards import Shards
 from bench.process import Talk
 from bench.sync.model import LEARNERS, learner_layout
 from bench.sync.tensors import shards_of
@@ -24,7 +25,7 @@ def main() -> None:
     live = shards_of(layout)
     # One snapshot: every version is taken before the next.
     config = SyncConfig(backend=said["backend"], snapshots=1, delta="never")
-    publisher = Publisher(rank, LEARNERS, layout, live, config, lineage=1)
+    publisher = Publisher(rank, LEARNERS, Shards(layout, live), config, lineage=1)
     talk.tell(publisher.endpoint)
     while (version := talk.hears()) is not None:
         begun = time.monotonic()

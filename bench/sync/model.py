@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 
-from asyncrl.sync.layout.layout import ParamLayout, grid
+from asyncrl.sync.layout.layout import Box, ParamLayout
+from asyncrl.sync.layout.sharding import Local
 
 LEARNERS = 2
 
@@ -58,5 +59,5 @@ def total_bytes(millions: int) -> int:
 
 
 def _part(shape: tuple[int, ...], axis: int, parts: int, rank: int) -> ParamLayout:
-    boxes = grid(shape, tuple(parts if d == axis else 1 for d in range(len(shape))))
-    return ParamLayout(shape, "bfloat16", (boxes[rank % parts],))
+    local = Local((Box.whole(shape),)).chunk(axis, parts, rank % parts)
+    return ParamLayout(shape, "bfloat16", local.boxes)

@@ -8,6 +8,8 @@ import torch
 from sharding import full_tensors
 from stream_cases import Learner
 
+from asyncrl.sync.delta.delta import add, read
+
 DRIFTING = {"embed": ((128, 64), "bfloat16"), "norm": ((64,), "float32"), "head": ((96, 64), "bfloat16")}
 
 
@@ -20,6 +22,12 @@ def stepped(full: dict[str, torch.Tensor], share: float, seed: int) -> dict[str,
         bits ^= (torch.rand(len(bits), generator=random) < share).to(torch.uint8)
         new[name] = bits.view(tensor.dtype).view(tensor.shape)
     return new
+
+
+def apply_delta(staged: torch.Tensor, record: torch.Tensor) -> None:
+    """Make the old version, in place, into the new one."""
+    (changes,) = read(record, [(staged.numel(), staged.element_size())])
+    add(staged, changes)
 
 
 class DriftingLearner(Learner):

@@ -20,7 +20,7 @@ from asyncrl.generator.scoring.rewards import Scorer
 from asyncrl.generator.weights import WeightFollower
 from asyncrl.generator.worker import Worker
 from asyncrl.queue.protocol.replies import Lease, Renewal
-from asyncrl.sync.tensors.bucket import Shards
+from asyncrl.sync.tensors.shards import Shards
 from asyncrl.types import Group, Task
 
 CONFIG = Config(

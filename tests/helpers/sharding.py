@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise, product
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from asyncrl.sync.layout.layout import ITEM_BYTES, Box, Layout, ParamLayout, grid
+from asyncrl.sync.layout.layout import ITEM_BYTES, Box, Layout, ParamLayout
 
 DTYPES = tuple(ITEM_BYTES)
+
+
+def grid(shape: tuple[int, ...], parts: tuple[int, ...]) -> list[Box]:
+    """A parameter cut into boxes, `parts[d]` along axis d, as even as it goes, row-major, no empty ones."""
+    axes = []
+    for size, count in zip(shape, parts, strict=True):
+        edges = [size * i // count for i in range(count + 1)]
+        axes.append([(a, b - a) for a, b in pairwise(edges) if b > a])
+    return [Box(tuple(o for o, _ in cell), tuple(n for _, n in cell)) for cell in product(*axes)]
 
 
 @st.composite

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-from sharding import full_tensors, local_tensors, same_bits
+from sharding import full_tensors, grid, local_tensors, same_bits
 
 from asyncrl.config.schema import SyncConfig
+from asyncrl.errors import DeadlineError, RefusedError, WeightSyncError
 from asyncrl.rpc.keys import ClientKeys
-from asyncrl.sync.layout.layout import Box, Layout, ParamLayout, grid, whole_layout
-from asyncrl.sync.stream.publisher import Publisher, PublishReport
+from asyncrl.sync.layout.layout import Box, Layout, ParamLayout, whole_layout
+from asyncrl.sync.store.stored_subscriber import StoredSubscriber
+from asyncrl.sync.stream.publisher import Publisher
+from asyncrl.sync.stream.relay import Relay
+from asyncrl.sync.stream.snapshot import PublishReport, SnapshotEvictedError
 from asyncrl.sync.stream.subscriber import StagedWeights, Subscriber
-from asyncrl.sync.tensors.bucket import Shards
+from asyncrl.sync.tensors.shards import Shards
 
 SMALL = {"embed": ((30, 8), "float32"), "norm": ((8,), "float32"), "head": ((12, 8), "bfloat16")}
 LARGE = {"w": ((4096, 1024), "float32")}  # more than any socket buffer: a send waits for its receiver
 CONFIG = SyncConfig(bucket_mb=0.0005, deadline_s=20.0)
+log = logging.getLogger(__name__)
 LARGE_CONFIG = SyncConfig(bucket_mb=1.0, deadline_s=20.0)
 
 
@@ -45,11 +52,11 @@ class Learner:
         lineage: int = 1,
         keys: ClientKeys | None = None,
     ) -> None:
-        self.whole = whole_layout(shapes)
+        self.whole, self.lineage = whole_layout(shapes), lineage
         self.layouts = [by_rows(shapes, rank, world) for rank in range(world)]
         self.live = [local_tensors(layout, full_tensors(self.whole)) for layout in self.layouts]
         self.publishers = [
-            Publisher(rank, world, layout, live, config, lineage, keys)
+            Publisher(rank, world, Shards(layout, live), config, lineage, keys)
             for rank, (layout, live) in enumerate(zip(self.layouts, self.live, strict=True))
         ]
         self.endpoints = [publisher.endpoint for publisher in self.publishers]
@@ -78,7 +85,17 @@ class Generator:
         self.learner, self.layout = learner, layout
         nothing = {name: torch.zeros_like(tensor) for name, tensor in learner.at(0).items()}
         self.staging = local_tensors(layout, nothing)
-        self.subscriber = Subscriber(who, learner.endpoints[::-1], layout, config, self.staging, **more)
+        more.setdefault("lineage", learner.lineage)
+        staging = Shards(layout, self.staging)
+        self.subscriber = Subscriber(who, learner.endpoints[::-1], staging, config, **more)
+
+    @property
+    def relay(self) -> Relay:
+        assert self.subscriber._staging.relay is not None
+        return self.subscriber._staging.relay
+
+    def fetch(self, newer_than: int, wait_s: float) -> StagedWeights | None:
+        return fetch(self.subscriber, newer_than, wait_s)
 
     def check(self, staged: StagedWeights | None, version: int) -> None:
         """The staging memory holds that version bit for bit, and hashes to what the learner's do."""
@@ -88,6 +105,25 @@ class Generator:
             assert all(map(same_bits, self.staging[name], expected)), name
         assert staged.checksum is not None
         assert staged.checksum.holds(Shards(self.layout, self.staging))
+
+
+def fetch(stream: Subscriber | StoredSubscriber, newer_than: int, wait_s: float) -> StagedWeights | None:
+    """Stage the newest version above `newer_than`, again when it was evicted or a transfer broke, as a generator does.
+    None when none came, or none stayed long enough, in `wait_s`."""
+    deadline = time.monotonic() + wait_s
+    broken = 0
+    while (version := stream.newest(newer_than, max(0.0, deadline - time.monotonic()))) is not None:
+        try:
+            return stream.stage(version)
+        except SnapshotEvictedError:
+            if time.monotonic() >= deadline:
+                return None
+        except (DeadlineError, WeightSyncError, RefusedError) as error:
+            log.warning("version %d: %s; trying again", version, error)
+            broken += 1
+            if broken == 3 or (isinstance(error, RefusedError) and error.reason != "session"):
+                raise
+    return None
 
 
 def closing_all() -> Iterator[Callable]:

@@ -18,12 +18,11 @@ from torch import Tensor
 from asyncrl.config.schema import Config, SyncConfig
 from asyncrl.generator.threads import OneThread
 from asyncrl.rpc.keys import client_keys
-from asyncrl.sync.factory import open_stream
+from asyncrl.sync.factory import open_subscriber
 from asyncrl.sync.layout.layout import Layout
-from asyncrl.sync.store.stored_stream import StoredStream
+from asyncrl.sync.store.stored_subscriber import StoredSubscriber
 from asyncrl.sync.stream.subscriber import StagedWeights, Subscriber
-from asyncrl.sync.tensors.bucket import BoxTensors, Shards, layout_of
-from asyncrl.sync.tensors.tensor_buffer import TensorBuffer
+from asyncrl.sync.tensors.shards import BoxTensors, Shards, TensorBuffer, layout_of
 from asyncrl.types import Version
 
 
@@ -39,7 +38,7 @@ class Learner:
     lineage: int
 
 
-WeightStream = Subscriber | StoredStream
+WeightStream = Subscriber | StoredSubscriber
 """Blocking, used from one thread."""
 
 
@@ -61,13 +60,12 @@ class WeightReader:
 
     def open(self, learner: Learner, layout: Layout, staging: Mapping[str, BoxTensors]) -> WeightStream:
         """A stream from the learner into these tensors, which have the boxes of `layout`."""
-        return open_stream(
+        return open_subscriber(
             self.run,
             self.who,
             learner.endpoints,
-            layout,
+            Shards(layout, staging),
             self.sync,
-            staging,
             learner.lineage,
             client_keys(self.keys),
         )
@@ -75,7 +73,7 @@ class WeightReader:
     def staging(self, layout: Layout, live: torch.device) -> TensorBuffer:
         """Memory for one version: on the host where sync.backend requires it, otherwise on the device `live`."""
         on_host = self.sync.backend == "gloo" or self.sync.stored
-        return TensorBuffer.for_layout(layout, torch.device("cpu") if on_host else live)
+        return TensorBuffer(layout, torch.device("cpu") if on_host else live)
 
 
 class WeightReceiver(ABC):

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from asyncrl.sync.layout.layout import ITEM_BYTES, Box, Layout, ParamLayout
-from asyncrl.sync.tensors.bucket import BoxTensors
+from asyncrl.sync.tensors.shards import BoxTensors
 
 
 class Boxes(Tensor):

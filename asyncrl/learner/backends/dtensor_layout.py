@@ -25,7 +25,7 @@ from asyncrl.learner.parallel.mesh import local_part
 from asyncrl.sync.layout.layout import Box, ParamLayout
 from asyncrl.sync.layout.names import Names, checkpoint_layout
 from asyncrl.sync.layout.sharding import Local, chunk
-from asyncrl.sync.tensors.bucket import BoxTensors, dtype_name
+from asyncrl.sync.tensors.shards import BoxTensors, dtype_name
 
 
 def layout_of_dtensors(

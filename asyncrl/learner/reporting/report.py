@@ -21,7 +21,7 @@ from asyncrl.learner.reporting.heldout import ACCURACY, PREFIX, Evaluation
 from asyncrl.learner.reporting.rollout_log import RolloutLog
 from asyncrl.learner.reporting.utilization import Utilization
 from asyncrl.queue.protocol.replies import Trained
-from asyncrl.sync.stream.publisher import PublishReport
+from asyncrl.sync.stream.snapshot import PublishReport
 from asyncrl.system.disk import replace_text
 from asyncrl.telemetry.sinks import TRACKERS, JsonlSink, Sinks, TrackedRun, json_numbers, read_rows
 from asyncrl.telemetry.spans import busy_share

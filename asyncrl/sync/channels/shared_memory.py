@@ -72,6 +72,12 @@ def shared_memory(size: int, device: torch.device = CPU) -> torch.Tensor:
     return memory
 
 
+def finish(device: torch.device) -> None:
+    """Wait until the device has done all work of this thread."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 def allocated_bytes() -> int:
     """Total of the memory that this process has from `shared_memory` now."""
     return sum(segment.size for segment in _segments.values())
@@ -79,7 +85,7 @@ def allocated_bytes() -> int:
 
 def located(data: torch.Tensor) -> tuple[SharedSegment, int] | None:
     """The segment that a contiguous tensor lies in, and at which byte; None for plain memory."""
-    at, size = data.data_ptr(), data.numel() * data.element_size()
+    at, size = data.data_ptr(), data.nbytes
     for segment in list(_segments.values()):
         if segment.start <= at and at + size <= segment.start + segment.size:
             return segment, at - segment.start

@@ -38,13 +38,14 @@ from asyncrl.sync.channels.shared_memory import (
     SharedSegment,
     cuda_handle,
     described,
+    finish,
     mapped,
     shared_memory,
     shared_views,
 )
 from asyncrl.sync.channels.torch_transport import SOURCE
-from asyncrl.sync.channels.transport import ChannelEnd, Meeting, Transfer, bytes_of, named
-from asyncrl.sync.plan.plan import ALIGN
+from asyncrl.sync.channels.transport import ChannelEnd, Meeting, Transfer, named
+from asyncrl.sync.plan.plan import aligned
 
 PACKET = struct.Struct("<BQQQQ")
 """Kind, number of the segment, count of the numbers that describe places in it, bytes of the tensors, bytes of the
@@ -151,9 +152,9 @@ class ShmChannel(ChannelEnd):
             self.check()
             for some in _packets(parts):
                 place = described(some) if some[0].device.type == self.device.type else None
-                slot = None if place else self._slot(sum(map(_room, some)))
+                slot = None if place else self._slot(sum(aligned(part.nbytes) for part in some))
                 shared = some if slot is None else _copied(some, slot)
-                _finish(self.device)
+                finish(self.device)
                 self._announce(shared, place or described(shared))
                 self._leaving.append((shared if slot is None else [slot], slot is not None))
                 self._begun["send"] += 1
@@ -211,7 +212,7 @@ class ShmChannel(ChannelEnd):
     def _announce(self, parts: Sequence[torch.Tensor], place: tuple[SharedSegment, list[int]] | None) -> None:
         assert place is not None
         segment, numbers = place
-        size = sum(map(bytes_of, parts))
+        size = sum(part.nbytes for part in parts)
         packet = PACKET.pack(DATA, segment.number, len(numbers), size, segment.size)
         packet += struct.pack(f"<{len(numbers)}Q", *numbers)
         if segment.number in self._known:
@@ -265,7 +266,7 @@ class ShmChannel(ChannelEnd):
         self._done["send"] += 1
 
     def _copy(self, arrived: Arrived, into: Sequence[torch.Tensor]) -> None:
-        expected = sum(map(bytes_of, into))
+        expected = sum(part.nbytes for part in into)
         if arrived.bytes != expected:
             raise self.breaks(f"{arrived.bytes} bytes came where {expected} were expected")
         try:
@@ -273,7 +274,7 @@ class ShmChannel(ChannelEnd):
         except WeightSyncError as error:
             raise self.breaks(error) from error
         torch._foreach_copy_(list(into), there)
-        _finish(self.device)
+        finish(self.device)
         self._post(PACKET.pack(TAKEN, 0, 0, 0, 0), [])
         self._done["recv"] += 1
 
@@ -295,18 +296,7 @@ def _copied(parts: Sequence[torch.Tensor], slot: torch.Tensor) -> list[torch.Ten
     """Copies, one after another in the slot."""
     copies, at = [], 0
     for part in parts:
-        room = slot[at : at + bytes_of(part)]
+        room = slot[at : at + part.nbytes]
         copies.append(room.view(part.dtype).view(part.shape).copy_(part))
-        at += _room(part)
+        at += aligned(part.nbytes)
     return copies
-
-
-def _room(part: torch.Tensor) -> int:
-    """Bytes, so that the next one begins aligned."""
-    return -(-bytes_of(part) // ALIGN) * ALIGN
-
-
-def _finish(device: torch.device) -> None:
-    """Wait until the device has done all work of this thread."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()

@@ -102,8 +102,4 @@ class ChannelEnd:
 
 def named(verb: str, *data: torch.Tensor) -> str:
     """The name of a transfer in errors."""
-    return f"{verb} of {sum(map(bytes_of, data))} bytes of weights"
-
-
-def bytes_of(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return f"{verb} of {sum(tensor.nbytes for tensor in data)} bytes of weights"

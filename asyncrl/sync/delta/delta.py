@@ -15,17 +15,25 @@ A record, all of it in multiples of 8 bytes:
     wide    int [·]     steps that do not fit a byte, as wide as an element
     gaps    uint8 [·]   unchanged elements before each changed one; 255: that many, and no changed one yet
     narrow  int8 [·]    a byte for each step; -128: the next of the wide ones
+
+Changes of boxes that tile a parameter become changes of another box of it (`cut`): so a delta follows a plan.
+
+┌──────┬──────┐
+│  ·┌──┼───┐  │                      a learner's tiles ─▸ the piece that a plan takes from them,
+│   │· │  ·│ ·│                                           with positions of its own
+└───┴──┴───┴──┘
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from asyncrl.errors import WireError
+from asyncrl.sync.layout.layout import Box
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer type that an element's bits are read as, by its bytes."""
@@ -64,15 +72,6 @@ def encode_delta(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     return changes_to_bytes(find_changes(old, new))
 
 
-def apply_delta(staged: torch.Tensor, record: torch.Tensor) -> None:
-    """Make the old version, in place, into the new one. `staged` may have any strides.
-
-    Raises WireError, with `staged` untouched, for a record of another tensor.
-    """
-    (changes,) = read(record, [(staged.numel(), staged.element_size())])
-    add(staged, changes)
-
-
 def find_changes(old: torch.Tensor, new: torch.Tensor) -> Changes:
     """The changes from `old` to `new`."""
     if old.shape != new.shape or old.dtype != new.dtype:
@@ -85,15 +84,15 @@ def find_changes(old: torch.Tensor, new: torch.Tensor) -> Changes:
 
 
 def add(target: torch.Tensor, changes: Changes) -> None:
-    """Add the steps to the target's bits. Positions must lie in it."""
-    steps = changes.steps.to(target.device)
+    """Add the steps to the target's bits. Positions must lie in it; any strides."""
+    held, steps = bits(target), changes.steps.to(target.device)
     if changes.positions is None:
-        bits(target).add_(steps.view(target.shape))
+        held.add_(steps.view(target.shape))
         return
-    positions = changes.positions.to(target.device)
-    if not target.is_contiguous():
-        target, positions = _memory(target), _places(positions, target)
-    bits(target).view(-1).scatter_add_(0, positions, steps)
+    flat = held.reshape(-1)  # a copy where the target has gaps in memory
+    flat.scatter_add_(0, changes.positions.to(target.device), steps)
+    if not held.is_contiguous():
+        held.copy_(flat.view(held.shape))
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -131,6 +130,55 @@ def read(data: torch.Tensor, tensors: list[tuple[int, int]]) -> Iterator[Changes
         yield changes
     if at != data.numel():
         raise WireError(f"a delta of {data.numel()} bytes, of which {at} are read")
+
+
+def cut(tiles: Iterable[tuple[Box, Changes]], part: Box) -> Changes:
+    """The changes of `part`, an unempty box, of which each element lies in one of the tiles at most."""
+    common = [
+        (both, tile, changes) for tile, changes in tiles if (both := tile.intersection(part)) is not None
+    ]
+    moved = [_moved(changes, both, tile, part) for both, tile, changes in common]
+    runs = sorted((run for run in moved if run is not None), key=lambda run: run[0])
+    if len(runs) == len(common) and 2 * sum(len(steps) for _, _, steps in runs) < part.elements:
+        return Changes(torch.cat([at for _, at, _ in runs]), torch.cat([steps for _, _, steps in runs]))
+    steps = common[0][2].steps.new_zeros(part.shape)  # 0: unchanged
+    for both, tile, changes in common:
+        steps[both.within(part).slices()] = _all_steps(changes, tile)[both.within(tile).slices()]
+    steps = steps.view(-1)
+    positions = torch.from_numpy(np.flatnonzero(steps.numpy()))
+    return Changes(None, steps) if 2 * len(positions) >= len(steps) else Changes(positions, steps[positions])
+
+
+def _moved(
+    changes: Changes, both: Box, tile: Box, part: Box
+) -> tuple[int, torch.Tensor, torch.Tensor] | None:
+    """Where `both` begins in `part`, and the positions there and the steps of its changes; None where it has gaps."""
+    here, there = _run(both, tile), _run(both, part)
+    if changes.positions is None or here is None or there is None:
+        return None
+    low, high = torch.searchsorted(changes.positions, torch.tensor([here, here + both.elements])).tolist()
+    return there, changes.positions[low:high] + (there - here), changes.steps[low:high]
+
+
+def _run(inner: Box, outer: Box) -> int | None:
+    """The row-major position in `outer` at which `inner` begins; None if its elements do not follow one another."""
+    start, stride, whole = 0, 1, True
+    for offset, size, full in zip(
+        reversed(inner.within(outer).offsets), reversed(inner.shape), reversed(outer.shape), strict=True
+    ):
+        if size > 1 and not whole:
+            return None
+        whole = whole and size == full
+        start, stride = start + offset * stride, stride * full
+    return start
+
+
+def _all_steps(changes: Changes, tile: Box) -> torch.Tensor:
+    """Of all elements of a tile, in its shape."""
+    if changes.positions is None:
+        return changes.steps.view(tile.shape)
+    steps = changes.steps.new_zeros(tile.elements)
+    return steps.scatter_(0, changes.positions, changes.steps).view(tile.shape)
 
 
 def _differing(before: torch.Tensor, after: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -196,18 +244,3 @@ def _positions(gaps: torch.Tensor, count: int, elements: int) -> torch.Tensor:
     if gaps.numel() and int(ends[-1]) > elements:
         raise WireError(f"a delta that changes element {int(ends[-1]) - 1} of {elements}")
     return (ends if gaps.numel() == count else ends[changed]) - 1
-
-
-def _memory(view: torch.Tensor) -> torch.Tensor:
-    """The stretch of memory in which the view's elements lie, [elements and what is between them]."""
-    extent = 1 + sum((n - 1) * stride for n, stride in zip(view.shape, view.stride(), strict=True))
-    return view.as_strided((extent,), (1,))
-
-
-def _places(positions: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-    """Where the view's elements lie in its memory, by their row-major positions."""
-    places = torch.zeros_like(positions)
-    for size, stride in zip(reversed(view.shape), reversed(view.stride()), strict=True):
-        places += positions % size * stride
-        positions = positions // size
-    return places

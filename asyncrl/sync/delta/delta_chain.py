@@ -19,12 +19,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from asyncrl.sync.delta.delta import HEADER_BYTES, changes_to_bytes, encode_delta, read
-from asyncrl.sync.delta.delta_boxes import cut
+from asyncrl.sync.delta.delta import HEADER_BYTES, changes_to_bytes, cut, encode_delta, read
 from asyncrl.sync.delta.delta_stream import MOST_STEPS, Deltas
 from asyncrl.sync.layout.layout import ITEM_BYTES, Box, Layout
-from asyncrl.sync.plan.plan import Piece, SourcePlan, split_box
-from asyncrl.sync.tensors.bucket import Shards
+from asyncrl.sync.plan.plan import Piece, SourcePlan, tiles
+from asyncrl.sync.tensors.shards import Shards
 from asyncrl.types import Version
 
 log = logging.getLogger(__name__)
@@ -55,7 +54,7 @@ class DeltaStep:
     @property
     def bytes(self) -> int:
         """Memory it takes."""
-        records = (tile.record for tiles in self.tiles.values() for tile in tiles)
+        records = (tile.record for of_param in self.tiles.values() for tile in of_param)
         messages = (message for routed in self.routed.values() for message in routed)
         return sum(part.numel() for parts in (records, messages) for part in parts)
 
@@ -64,23 +63,13 @@ def make_step(
     base: Version, version: Version, old: Shards, new: Shards, still_good: Callable[[], bool]
 ) -> DeltaStep | None:
     """The step; None as soon as `still_good()` is false, which is called after each tile."""
-    tiles: dict[str, list[Tile]] = {}
-    for name, box in tiled(new.layout):
+    found: dict[str, list[Tile]] = {name: [] for name in new.layout}
+    for name, box in tiles(new.layout, TILE_BYTES):
         record = encode_delta(old.view(name, box), new.view(name, box))
         if not still_good():
             return None
-        tiles.setdefault(name, []).append(Tile(box, record))
-    return DeltaStep(base, version, tiles)
-
-
-def tiled(layout: Layout) -> list[tuple[str, Box]]:
-    """The boxes of a rank, cut into boxes of at most TILE_BYTES."""
-    return [
-        (name, tile)
-        for name, param in layout.items()
-        for box in param.boxes
-        for tile in split_box(box, TILE_BYTES // ITEM_BYTES[param.dtype])
-    ]
+        found[name].append(Tile(box, record))
+    return DeltaStep(base, version, found)
 
 
 def route(step: DeltaStep, source: SourcePlan, layout: Layout) -> Messages:
@@ -184,7 +173,7 @@ class DeltaChain:
             return step.routed[source]
 
     def _evict(self) -> None:
-        while sum(step.bytes for step in self._steps) > self._most_bytes:
+        while self.bytes > self._most_bytes:
             self._steps.popleft()
 
     def _run(self) -> None:

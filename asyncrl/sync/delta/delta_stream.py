@@ -17,7 +17,8 @@ from asyncrl.errors import WireError
 from asyncrl.sync.channels.transport import Channel, Transfer
 from asyncrl.sync.delta.delta import add, most_bytes, read
 from asyncrl.sync.plan.plan import Bucket, SourcePlan
-from asyncrl.sync.tensors.bucket import Buffers, Shards, flat_bytes
+from asyncrl.sync.tensors.bucket import Buffers
+from asyncrl.sync.tensors.shards import Shards, flat_bytes
 
 FULL = -1
 

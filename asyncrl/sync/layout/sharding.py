@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
-from asyncrl.sync.layout.layout import Box, ParamLayout
-from asyncrl.sync.layout.owners import Cell, OwnedBoxes, check_same
+from asyncrl.sync.layout.layout import Box, Cell, OwnedBoxes, ParamLayout, check_same
 
 
 @dataclass(frozen=True, slots=True)

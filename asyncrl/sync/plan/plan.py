@@ -20,14 +20,27 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from asyncrl.errors import WeightSyncError, WireError
-from asyncrl.sync.layout.layout import ITEM_BYTES, Box, Layout, layout_key
-from asyncrl.sync.layout.owners import Cell, Owners, OwnersOf, are_disjoint
+from asyncrl.sync.layout.layout import (
+    ITEM_BYTES,
+    Box,
+    Cell,
+    Layout,
+    Owners,
+    OwnersOf,
+    are_disjoint,
+    layout_key,
+)
 
 ALIGN = 16
 """Bytes: where a piece may start in a bucket, so that it can be viewed in its dtype."""
 
 ALONE = 16
 """A piece of at least 1/ALONE of a bucket travels alone: both ends then move it without a copy."""
+
+
+def aligned(size: int) -> int:
+    """Rounded up to the next place where a piece may start."""
+    return -(-size // ALIGN) * ALIGN
 
 
 class Piece(NamedTuple):
@@ -239,6 +252,14 @@ def split_box(box: Box, most: int) -> Iterator[Box]:
         yield from split_box(Box(tuple(offsets), tuple(shape)), most)
 
 
+def tiles(layout: Layout, most_bytes: int) -> Iterator[tuple[str, Box]]:
+    """The boxes of a rank with the names of their parameters, cut into boxes of at most `most_bytes`."""
+    for name, param in layout.items():
+        for box in param.boxes:
+            for tile in split_box(box, max(1, most_bytes // ITEM_BYTES[param.dtype])):
+                yield name, tile
+
+
 def _pack(parts: Sequence[Part], bucket_bytes: int) -> tuple[Bucket, ...]:
     buckets: list[Bucket] = []
     filling: list[Piece] = []
@@ -251,7 +272,7 @@ def _pack(parts: Sequence[Part], bucket_bytes: int) -> tuple[Bucket, ...]:
             buckets.append(Bucket(tuple(filling)))
             filling, at = [], 0
         filling.append(Piece(name, box, at, size))
-        at += -(-size // ALIGN) * ALIGN
+        at += aligned(size)
     if filling:
         buckets.append(Bucket(tuple(filling)))
     return tuple(buckets)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -89,14 +89,14 @@ def assign(
     if len({member.who for member in members}) < len(members):
         raise ValueError(f"members of one name: {sorted(member.who for member in members)}")
     parents: Parents = {}
-    for layout, group in _by_layout(members).items():
+    for layout, group in _grouped(members, lambda member: member.layout).items():
         size, share = sizes[layout], _share(layout, members, sizes)
         hosts = _by_host(group)
-        heads = [names[0] for names in hosts.values()]
+        heads = [names[0] for names in hosts]
         speeds = _Speeds(links.learner * share, links.member, links.hop_s)
         parents |= _forest(heads, None, _shape(len(heads), size, bucket_bytes, speeds, fanout))
         speeds = _Speeds(links.local, links.local, links.hop_s)
-        for head, *others in hosts.values():
+        for head, *others in hosts:
             parents |= _forest(
                 others, head, _shape(len(others), size, bucket_bytes, speeds, fanout, MOST_ROOTS)
             )
@@ -112,8 +112,7 @@ def leave(members: Sequence[Member], who: str) -> list[Member]:
     gone = members[place]
     group = [member for member in members if member.layout == gone.layout]
     near = [member for member in group if member.host == gone.host]
-    hosts = list(_by_host(group).values())
-    last = near[-1].who if len(near) > 1 else hosts[-1][0]
+    last = near[-1].who if len(near) > 1 else _by_host(group)[-1][0]
     if last == who:
         return [member for member in members if member.who != who]
     heir = next(member for member in group if member.who == last)
@@ -129,7 +128,10 @@ def predict(
 ) -> dict[str, float]:
     """Seconds from the first byte until each member has the whole version."""
     by_name = {member.who: member for member in members}
-    edges = {who: _Edge(parent, _is_local(by_name, who, parent)) for who, parent in parents.items()}
+    edges = {
+        who: _Edge(parent, parent is not None and by_name[who].host == by_name[parent].host)
+        for who, parent in parents.items()
+    }
     load: Counter[_Edge] = Counter()  # bytes that each end sends over the network, and on its host
     for who, edge in edges.items():
         load[edge] += sizes[by_name[who].layout]
@@ -221,19 +223,14 @@ def _share(layout: str, members: Iterable[Member], sizes: Mapping[str, int]) -> 
     return sizes[layout] / total if sizes[layout] else 1.0
 
 
-def _by_layout(members: Iterable[Member]) -> dict[str, list[Member]]:
+def _by_host(members: Iterable[Member]) -> list[list[str]]:
+    """The names of the members of each host."""
+    hosts = _grouped(members, lambda member: member.host).values()
+    return [[member.who for member in group] for group in hosts]
+
+
+def _grouped(members: Iterable[Member], key: Callable[[Member], str]) -> dict[str, list[Member]]:
     groups: dict[str, list[Member]] = {}
     for member in members:
-        groups.setdefault(member.layout, []).append(member)
+        groups.setdefault(key(member), []).append(member)
     return groups
-
-
-def _by_host(members: Iterable[Member]) -> dict[str, list[str]]:
-    hosts: dict[str, list[str]] = {}
-    for member in members:
-        hosts.setdefault(member.host, []).append(member.who)
-    return hosts
-
-
-def _is_local(by_name: Mapping[str, Member], who: str, parent: str | None) -> bool:
-    return parent is not None and by_name[who].host == by_name[parent].host

@@ -8,27 +8,37 @@ A version is there once all ranks have written its manifest. A *block* is a part
 stretch of the file; it has its share of the hash (`row_digest`), made from the learner's snapshot in checkpoint
 coordinates. The hash of a block covers its bytes, their place, name, shape and type.
 
-kind "full" is everything; another kind (a delta from the version `base`) names a blob of another format.
+A version may be stored as changes to the one before, which a reader must have staged or read first:
+
+    …/00000012.safetensors   kind "full"
+    …/00000013.delta         kind "delta", base 12        int64 [blocks, 2]: bytes and xxh64 of each record
+    …/00000014.delta         kind "delta", base 13        the records, one for each block (see `delta.delta`)
+
+The manifest of a delta has the hashes of its whole version: in staging they are compared at the end.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import msgpack
+import torch
+import xxhash
 
 from asyncrl.errors import WeightSyncError, WireError
 from asyncrl.sync.layout.layout import ITEM_BYTES, Box, Layout, from_wire, to_wire
-from asyncrl.sync.plan.plan import split_box
+from asyncrl.sync.plan.plan import tiles
+from asyncrl.sync.tensors.shards import flat_bytes
 from asyncrl.types import Version
 
-T = TypeVar("T")
-
 FORMAT = 1
+
+FULL, DELTA = "full", "delta"
+"""Kinds of manifests."""
 
 BLOCK_BYTES = 1 << 20
 """Most bytes of a block. A reader of a few rows reads whole blocks; the manifest has a hash for each."""
@@ -51,14 +61,16 @@ SAFETENSORS: Mapping[str, str] = {
 
 HEADER_ALIGN = 8
 
+ENTRY_BYTES = 16
+"""Bytes of each record's entry in the table of a delta."""
+
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """The description of one rank's blob of one version.
 
-    kind: "full", or the name of a delta's format · base: the version a delta goes on from · size: bytes of the blob ·
-    header: those before the first tensor · digests: {name: [hash of each block, box after box]}, None without
-    sync.verify
+    kind: FULL or DELTA · base: the version a delta goes on from · size: bytes of the blob · header: those before the
+    first tensor or record · digests: {name: [hash of each block, box after box]}, None without sync.verify
     """
 
     lineage: int
@@ -75,12 +87,20 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """`box` of a parameter: bytes [start, stop) of the tensor that holds it · number: among the parameter's blocks."""
+    """`box` of a parameter, and its bytes. number: among the parameter's blocks."""
 
+    name: str
     box: Box
     number: int
-    start: int
-    stop: int
+    bytes: int
+
+
+def blocks(layout: Layout) -> Iterator[Block]:
+    """The blocks of a rank, in the order of its blob, where they follow one another."""
+    numbers: Counter[str] = Counter()
+    for name, box in tiles(layout, BLOCK_BYTES):
+        yield Block(name, box, numbers[name], box.elements * ITEM_BYTES[layout[name].dtype])
+        numbers[name] += 1
 
 
 def manifest_to_bytes(manifest: Manifest) -> bytes:
@@ -108,10 +128,10 @@ def _check(manifest: Manifest) -> None:
     if not all(type(n) is int for n in numbers) or not isinstance(manifest.kind, str):
         raise WireError("a manifest with fields of a wrong kind")
     if manifest.digests is not None:
-        for name, param in manifest.layout.items():
-            count = sum(1 for box in param.boxes for _ in blocks(box, ITEM_BYTES[param.dtype]))
-            if len(manifest.digests.get(name, ())) != count:
-                raise WireError(f"parameter {name}: not as many hashes as the {count} blocks")
+        counts = Counter(block.name for block in blocks(manifest.layout))
+        for name in manifest.layout:
+            if len(manifest.digests.get(name, ())) != counts[name]:
+                raise WireError(f"parameter {name}: not as many hashes as the {counts[name]} blocks")
 
 
 def manifest_key(series: str, version: Version) -> str:
@@ -120,6 +140,10 @@ def manifest_key(series: str, version: Version) -> str:
 
 def tensors_key(series: str, version: Version) -> str:
     return f"{series}/{version:08d}.safetensors"
+
+
+def delta_key(series: str, version: Version) -> str:
+    return f"{series}/{version:08d}.delta"
 
 
 def version_of(key: str) -> Version | None:
@@ -132,83 +156,49 @@ def version_of(key: str) -> Version | None:
     return int(stem) if (dot, suffix) == (".", "manifest") and stem.isdecimal() else None
 
 
-def blocks(box: Box, item: int, first: int = 0) -> Iterator[Block]:
-    """The blocks of one box, in the order of its memory. item: bytes of an element · first: number of the first."""
-    start = 0
-    for number, part in enumerate(split_box(box, max(1, BLOCK_BYTES // item)), first):
-        stop = start + part.elements * item
-        yield Block(part, number, start, stop)
-        start = stop
-
-
-def runs(needed: Sequence[T], extent: Callable[[T], tuple[int, int]], most: int) -> Iterator[list[T]]:
-    """Neighbours in a blob, to be read at once.
-
-    Args:
-        needed: in the order of the blob
-        extent: first byte, and the byte after the last
-        most: bytes of a run, unless one alone has more
-    """
-    run: list[T] = []
-    for each in needed:
-        start, stop = extent(each)
-        if run and (start != extent(run[-1])[1] or stop - extent(run[0])[0] > most):
-            yield run
-            run = []
-        run.append(each)
-    if run:
-        yield run
-
-
-def tensor_names(name: str, boxes: int) -> list[str]:
-    """The names of a parameter's boxes in the blob.
-
-    >>> tensor_names("w", 1), tensor_names("w", 2)
-    (['w'], ['w[0]', 'w[1]'])
-    """
-    return [name] if boxes == 1 else [f"{name}[{index}]" for index in range(boxes)]
-
-
 def header_of(layout: Layout, about: Mapping[str, str]) -> bytes:
     """The beginning of a safetensors file: the length of the JSON, and the JSON. Tensors follow as the layout goes.
 
     about: for `__metadata__`. The format: https://huggingface.co/docs/safetensors, "Format".
     """
-    entries: dict[str, Any] = {"__metadata__": dict(about)}
-    end = 0
-    for name, param in layout.items():
-        for tensor, box in zip(tensor_names(name, len(param.boxes)), param.boxes, strict=True):
-            start, end = end, end + box.elements * ITEM_BYTES[param.dtype]
-            entries[tensor] = {
-                "dtype": SAFETENSORS[param.dtype],
-                "shape": list(box.shape),
-                "data_offsets": [start, end],
-            }
-    text = json.dumps(entries, separators=(",", ":")).encode()
+    text = json.dumps({"__metadata__": about, **_entries(layout)}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % HEADER_ALIGN)
     return len(text).to_bytes(8, "little") + text
 
 
-def offsets_in(header: bytes, layout: Layout, key: str) -> dict[str, int]:
-    """Where each tensor of `layout` starts in the blob, by its name there.
-
-    Raises WeightSyncError, naming `key`, for a header that is unreadable or of other tensors.
-    """
+def check_header(header: bytes, layout: Layout, key: str) -> None:
+    """Raise WeightSyncError, naming `key`, for a header that is unreadable or of other tensors than the layout's."""
     try:
-        entries = json.loads(header[8:])
-        offsets = {}
-        for name, param in layout.items():
-            for tensor, box in zip(tensor_names(name, len(param.boxes)), param.boxes, strict=True):
-                entry = entries[tensor]
-                start, end = entry["data_offsets"]
-                size = math.prod(box.shape) * ITEM_BYTES[param.dtype]
-                if (entry["dtype"], tuple(entry["shape"]), end - start) != (
-                    SAFETENSORS[param.dtype],
-                    box.shape,
-                    size,
-                ):
-                    raise ValueError(f"{tensor} is {entry}, its manifest says {param.dtype} {box.shape}")
-                offsets[tensor] = len(header) + start
+        found = json.loads(header[8:])
+        for tensor, entry in _entries(layout).items():
+            if found[tensor] != entry:
+                raise ValueError(f"{tensor} is {found[tensor]}, its manifest says {entry}")
     except (KeyError, TypeError, ValueError) as error:
         raise WeightSyncError(f"stored weights: {key} is not what its manifest says: {error!r}") from error
-    return offsets
+
+
+def _entries(layout: Layout) -> dict[str, Any]:
+    """The entry of each tensor: 'w' is the only box of a parameter, 'w[0]' the first of several."""
+    entries = {}
+    end = 0
+    for name, param in layout.items():
+        for index, box in enumerate(param.boxes):
+            start, end = end, end + box.elements * ITEM_BYTES[param.dtype]
+            entries[name if len(param.boxes) == 1 else f"{name}[{index}]"] = {
+                "dtype": SAFETENSORS[param.dtype],
+                "shape": list(box.shape),
+                "data_offsets": [start, end],
+            }
+    return entries
+
+
+def delta_table(records: Sequence[torch.Tensor]) -> bytes:
+    """The beginning of a delta: bytes and hash of each record."""
+    entries = [(len(record), record_hash(record)) for record in records]
+    return flat_bytes(torch.tensor(entries, dtype=torch.int64)).numpy().tobytes()
+
+
+def record_hash(record: torch.Tensor) -> int:
+    """xxh64 of a record, as a signed integer."""
+    value = xxhash.xxh64_intdigest(record.numpy().data)
+    return value - (1 << 64) if value >> 63 else value

@@ -17,30 +17,39 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
 
 from asyncrl.config.schema import SyncConfig
 from asyncrl.errors import AsyncRLError, WeightSyncError
 from asyncrl.sync.delta.delta import encode_delta
-from asyncrl.sync.layout.layout import ITEM_BYTES, Layout
+from asyncrl.sync.layout.layout import layout_bytes
 from asyncrl.sync.store.blobs import Blobs, Bytes
 from asyncrl.sync.store.stored import (
+    DELTA,
+    FULL,
+    Block,
     Manifest,
     blocks,
+    delta_key,
+    delta_table,
     header_of,
     manifest_key,
     manifest_to_bytes,
     tensors_key,
     version_of,
 )
-from asyncrl.sync.store.stored_delta import KIND, Chain, all_blocks, delta_header, delta_key
-from asyncrl.sync.stream.publisher import PublishReport
+from asyncrl.sync.stream.publisher import RankPublisher
 from asyncrl.sync.stream.sender import FAST_BYTES_S, LATENCY_S
-from asyncrl.sync.stream.snapshot import Pin, SnapshotEvictedError, Snapshots
-from asyncrl.sync.tensors.bucket import BoxTensors, Shards, flat_bytes
-from asyncrl.sync.tensors.row_hash import row_digest
-from asyncrl.sync.tensors.tensor_buffer import TensorBuffer
+from asyncrl.sync.stream.snapshot import Pin, PublishReport, SnapshotEvictedError, SnapshotMemory
+from asyncrl.sync.tensors.checksum import row_digest
+from asyncrl.sync.tensors.shards import Shards, flat_bytes
 from asyncrl.types import Version
+
+FULL_EVERY = 8
+"""Versions. A generator that joins reads a full one and the deltas after it."""
 
 RETRY_S = 1.0
 """Pause after a failed write."""
@@ -54,35 +63,46 @@ CLOSE_S = 1.0
 log = logging.getLogger(__name__)
 
 
-class StoredPublisher:
-    """Stores this rank's live shards; `endpoint` names the place for generators.
+@dataclass
+class Chain:
+    """The versions that one rank has stored since its last full one. full_bytes: of a full version."""
 
-    Args:
-        tensors: the live shards, cut as `layout`
+    full_bytes: int
+    newest: Version = -1
+    fulls: list[Version] = field(default_factory=list)
+    bytes: int = 0
+    steps: int = 0
 
-    Raises:
-        WeightSyncError: tensors and layout do not match
+    @property
+    def goes_on(self) -> bool:
+        """Whether the next version may be a delta: the chain is short, and less to read than a full version."""
+        return bool(self.fulls) and self.steps < FULL_EVERY - 1 and self.bytes < self.full_bytes
+
+    def add_full(self, version: Version) -> None:
+        self.newest, self.bytes, self.steps = version, 0, 0
+        self.fulls.append(version)
+
+    def add_delta(self, version: Version, bytes_: int) -> None:
+        self.newest, self.bytes, self.steps = version, self.bytes + bytes_, self.steps + 1
+
+    def first_needed(self, oldest: Version) -> Version:
+        """The first of the versions that a reader of `oldest` needs."""
+        return max((full for full in self.fulls if full <= oldest), default=oldest)
+
+
+class StoredPublisher(RankPublisher):
+    """Stores this rank's live shards.
+
+    Its attributes are many because the trainer and the writer's thread share them: the newest version and its failures.
     """
 
     def __init__(
-        self,
-        rank: int,
-        world: int,
-        layout: Layout,
-        tensors: Mapping[str, BoxTensors],
-        config: SyncConfig,
-        lineage: int,
-        blobs: Blobs,
+        self, rank: int, world: int, live: Shards, config: SyncConfig, lineage: int, blobs: Blobs
     ) -> None:
-        self.rank, self.world, self.lineage = rank, world, lineage
-        self.name = f"learner rank {rank}"
+        super().__init__(rank, world, lineage, config, SnapshotMemory(live, 2))
         self.endpoint = f"rank-{rank:05d}/{lineage}-{secrets.token_hex(8)}"
-        self._config, self._blobs = config, blobs
-        self._live = Shards(layout, tensors)
-        self._buffers = (TensorBuffer(self._live), TensorBuffer(self._live))
-        self._floor_s = min(self._buffers[0].floor() for _ in range(2))
-        self._snapshots = Snapshots(2)
-        self._chain = Chain(self._buffers[0].bytes)  # the writer's
+        self._layout, self._blobs = live.layout, blobs
+        self._chain = Chain(self._snapshots.bytes)  # the writer's
         self._slow = False  # the store, by the last full version
         self._changed = threading.Condition()  # guards what follows
         self._stored: Version = -1
@@ -96,21 +116,16 @@ class StoredPublisher:
         atexit.register(self.close)
 
     def publish(self, version: Version) -> PublishReport:
-        """Copy the live shards and return; they are stored from then on. Versions must rise.
-
-        Raises WeightSyncError when the last versions could not be stored.
-        """
+        """As the base; raises WeightSyncError when the last versions could not be stored."""
         if self._failed >= FAILURES:
             raise WeightSyncError(
                 f"{self.name}: {self._failed} times in a row weights could not be stored at {self._blobs.where}: "
                 f"{self._why}"
             )
-        slot = self._snapshots.begin(version)
-        pause_s = self._buffers[slot].take(self._live)
+        report = self._snapshots.take(version)
         with self._changed:
-            self._snapshots.commit(slot)
             self._changed.notify_all()
-        return PublishReport(pause_s, self._buffers[slot].bytes, self._floor_s)
+        return report
 
     def stats(self) -> dict[str, float]:
         """Since the start: versions stored, bytes, those of deltas among them, failures."""
@@ -179,12 +194,11 @@ class StoredPublisher:
 
     def _store_full(self, pin: Pin) -> int:
         """Returns the bytes of the blob."""
-        layout = self._live.layout
-        digests: dict[str, list[int]] = {name: [] for name in layout}
-        header = header_of(layout, {"version": str(pin.version), "rank": str(self.rank)})
+        digests = self._no_digests()
+        header = header_of(self._layout, {"version": str(pin.version), "rank": str(self.rank)})
         self._blobs.put(tensors_key(self.endpoint, pin.version), self._parts(pin, header, digests))
-        size = len(header) + sum(param.bytes for param in layout.values())
-        self._put_manifest(pin, "full", None, size, len(header), digests)
+        size = len(header) + layout_bytes(self._layout)
+        self._put_manifest(pin, FULL, None, size, len(header), digests)
         return size
 
     def _store_changes(self, pin: Pin) -> int | None:
@@ -196,26 +210,43 @@ class StoredPublisher:
         ):
             return None
         base = self._chain.newest
-        digests: dict[str, list[int]] = {name: [] for name in self._live.layout}
+        digests = self._no_digests()
         records = []
-        for name, block in all_blocks(self._live.layout):
-            self._go_on(pin)
-            new = self._buffers[pin.slot].shards.view(name, block.box)
-            slot = self._snapshots.slot_of(base)
-            if slot is not None:
-                records.append(encode_delta(self._buffers[slot].shards.view(name, block.box), new))
-            if slot is None or self._snapshots.slot_of(base) != slot:
+        for block in blocks(self._layout):
+            new = self._block(pin, block, digests)
+            old = self._snapshots.shards_of(base)
+            if old is not None:
+                records.append(encode_delta(old.view(block.name, block.box), new))
+            if old is None or self._snapshots.shards_of(base) is not old:
                 return None  # the base was overwritten meanwhile: nothing pins it
-            if self._config.verify:
-                digests[name].append(row_digest(new, block.box, self._live.layout[name].shape, name))
-        header = delta_header(records)
-        size = len(header) + sum(map(len, records))
-        if size >= self._buffers[pin.slot].bytes:
+        table = delta_table(records)
+        size = len(table) + sum(map(len, records))
+        if size >= self._snapshots.bytes:
             return None
-        parts: list[Bytes] = [header, *(record.numpy().data for record in records)]
+        parts: list[Bytes] = [table, *(record.numpy().data for record in records)]
         self._blobs.put(delta_key(self.endpoint, pin.version), parts)
-        self._put_manifest(pin, KIND, base, size, len(header), digests)
+        self._put_manifest(pin, DELTA, base, size, len(table), digests)
         return size
+
+    def _no_digests(self) -> dict[str, list[int]]:
+        return {name: [] for name in self._layout}
+
+    def _parts(self, pin: Pin, header: bytes, digests: dict[str, list[int]]) -> Iterator[Bytes]:
+        """The blob, block by block; fills `digests` on the way."""
+        yield header
+        for block in blocks(self._layout):
+            yield flat_bytes(self._block(pin, block, digests).contiguous()).cpu().numpy().data
+
+    def _block(self, pin: Pin, block: Block, digests: dict[str, list[int]]) -> torch.Tensor:
+        """The block of a pinned version; adds its hash. Raises SnapshotEvictedError once the pin is no good."""
+        if self._closing:
+            raise SnapshotEvictedError(f"{self.name}: closed while it stored version {pin.version}")
+        self._snapshots.moved(pin)
+        values = self._snapshots.shards(pin).view(block.name, block.box)
+        if self._config.verify:
+            shape = self._layout[block.name].shape
+            digests[block.name].append(row_digest(values, block.box, shape, block.name))
+        return values
 
     def _put_manifest(
         self,
@@ -235,7 +266,7 @@ class StoredPublisher:
             base=base,
             size=size,
             header=header,
-            layout=self._live.layout,
+            layout=self._layout,
             digests=digests if self._config.verify else None,
         )
         self._blobs.put(manifest_key(self.endpoint, pin.version), [manifest_to_bytes(manifest)])
@@ -243,24 +274,6 @@ class StoredPublisher:
     def _count(self, event: str, amount: int) -> None:
         with self._changed:
             self._counts[event] += amount
-
-    def _parts(self, pin: Pin, header: bytes, digests: dict[str, list[int]]) -> Iterator[bytes | memoryview]:
-        """The blob, block by block; fills `digests` on the way."""
-        yield header
-        shards = self._buffers[pin.slot].shards
-        for name, param in shards.layout.items():
-            for box in param.boxes:
-                for block in blocks(box, ITEM_BYTES[param.dtype]):
-                    self._go_on(pin)
-                    values = shards.view(name, block.box)
-                    if self._config.verify:
-                        digests[name].append(row_digest(values, block.box, param.shape, name))
-                    yield flat_bytes(values.contiguous()).cpu().numpy().data
-
-    def _go_on(self, pin: Pin) -> None:
-        if self._closing:
-            raise SnapshotEvictedError(f"{self.name}: closed while it stored version {pin.version}")
-        self._snapshots.moved(pin)
 
     def _prune(self) -> None:
         """Keep sync.keep versions and those that they are changes of.

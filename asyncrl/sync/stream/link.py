@@ -24,19 +24,20 @@ from asyncrl.sync.delta.delta_stream import announced, receive_deltas
 from asyncrl.sync.layout.layout import ParamLayout, from_wire
 from asyncrl.sync.plan.plan import SourcePlan, source_to_wire
 from asyncrl.sync.stream.snapshot import SnapshotEvictedError
-from asyncrl.sync.tensors.bucket import Buffers, Shards, receive_buckets
+from asyncrl.sync.tensors.bucket import Buffers, receive_buckets
 from asyncrl.sync.tensors.checksum import Checksum, ChecksumShare
+from asyncrl.sync.tensors.shards import Shards
 from asyncrl.types import Version
 
 GRACE_S = 5.0
 """For a reply that a live publisher gives at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class Hello:
+class Hello(NamedTuple):
+    """A learner rank, and what it holds."""
+
     rank: int
     world: int
-    lineage: int
     layout: dict[str, ParamLayout]
 
 
@@ -47,11 +48,16 @@ class Parent(NamedTuple):
     endpoint: str
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Session:
+    """transfer_s: the longest that a transfer may take"""
+
     number: int
     channel: Channel
+    source: SourcePlan
+    staging: Shards
     buffers: Buffers
+    transfer_s: float
 
 
 class PublisherLink:
@@ -61,23 +67,21 @@ class PublisherLink:
         self,
         endpoint: str,
         who: str,
-        lineage: int | None,
-        keys: ClientKeys | None = None,
+        lineage: int,
+        keys: ClientKeys | None,
         whom: str | None = None,
     ) -> None:
         self.endpoint, self.who, self.whom = endpoint, who, whom or endpoint
-        self.lineage = lineage
-        self._keys = keys
+        self._lineage, self._keys = lineage, keys
         self._rpc = self._connected()
         self._session: _Session | None = None
         self.received_bytes = 0
         """Of the last version: what went over the channel."""
 
     def hello(self, seconds: float) -> Hello:
-        """Fixes the lineage if it was not given. Raises DeadlineError, RefusedError("lineage")."""
+        """Raises DeadlineError, RefusedError("lineage")."""
         fields = self._call("hello", "a hello", seconds)
-        hello = Hello(fields["rank"], fields["world"], fields["lineage"], from_wire(fields["layout"]))
-        self.lineage = hello.lineage
+        hello = Hello(fields["rank"], fields["world"], from_wire(fields["layout"]))
         self.whom = f"learner rank {hello.rank} at {self.endpoint}"
         return hello
 
@@ -96,13 +100,8 @@ class PublisherLink:
         self._call("join", "its membership", GRACE_S, **fields)
 
     def route(self, failed: str | None) -> Parent | None:
-        """The parent to take the next version from; None: the learner's ranks.
-
-        Args:
-            failed: the parent that did not deliver the last one
-
-        Raises:
-            RefusedError: ("member") this one must join again
+        """The parent to take the next version from; None: the learner's ranks. failed: the parent that did not deliver
+        the last one. Raises RefusedError("member"): this one must join again.
         """
         parent = self._call("route", "a route", GRACE_S, failed=failed)["parent"]
         return None if parent is None else Parent(*parent)
@@ -118,11 +117,9 @@ class PublisherLink:
     # Requests to any source of versions.
 
     def attach(self, source: SourcePlan, staging: Shards, meet_s: float, transfer_s: float) -> None:
-        """Make the channel, unless there is one.
+        """Make the channel for `source` into `staging`, unless there is one.
 
         Args:
-            source: what comes through it
-            staging: where that belongs
             meet_s: the longest wait for the other side
             transfer_s: the longest that a transfer over the channel may take
 
@@ -141,7 +138,8 @@ class PublisherLink:
             store, offer["channel"], TARGET, self.who, self.whom, own_host, staging.device, left_s, transfer_s
         )
         channel = open_channel(offer["backend"], meeting)
-        self._session = _Session(offer["session"], channel, Buffers(source, staging, channel.device))
+        buffers = Buffers(source, staging, channel.device)
+        self._session = _Session(offer["session"], channel, source, staging, buffers, transfer_s)
 
     def pin(self, version: Version, wait_s: float) -> bool:
         """Whether the source now holds the version for this subscriber; False: it is gone.
@@ -155,29 +153,22 @@ class PublisherLink:
         return bool(fields["pinned"])
 
     def receive(
-        self,
-        version: Version,
-        source: SourcePlan,
-        staging: Shards,
-        deadline_s: float,
-        arrived: Callable[[int], None] = lambda index: None,
-        base: Version | None = None,
+        self, version: Version, base: Version | None, arrived: Callable[[int], None]
     ) -> ChecksumShare | None:
-        """Fill the staging memory with the source's part of a pinned version.
+        """Fill the staging memory with the source's part of a pinned version. Returns the hash of what was sent.
 
         Args:
-            arrived: called for each bucket that lies there
             base: the version that lies whole in the staging memory; the sender may send the changes since
-
-        Returns:
-            The hash of what was sent.
+            arrived: called for each bucket that lies there
 
         Raises:
             SnapshotEvictedError: the sender needed the memory for a newer version
             WeightSyncError: the transfer broke, or base and changes do not give the sender's version
-            DeadlineError: it took longer than `deadline_s`
+            DeadlineError: it took too long
         """
-        session, deadline = self._attached, time.monotonic() + deadline_s
+        session = self._attached
+        source, staging, channel, buffers = session.source, session.staging, session.channel, session.buffers
+        deadline = time.monotonic() + session.transfer_s
         if staging.device.type == "cuda":
             torch.cuda.set_device(staging.device)
         reply = self._request("send", version=version, base=base, session=session.number)
@@ -186,7 +177,6 @@ class PublisherLink:
         def seconds_left() -> float:
             return deadline - time.monotonic()
 
-        channel, buffers = session.channel, session.buffers
         try:
             sizes = announced(source, channel, seconds_left)
             if sizes is None:
@@ -238,7 +228,7 @@ class PublisherLink:
         return RpcClient(self.endpoint, self.who, "the publisher", WeightSyncError, self._keys)
 
     def _request(self, kind: str, **fields: Any) -> RpcReply:
-        return self._rpc.request(kind, {**fields, "who": self.who, "lineage": self.lineage})
+        return self._rpc.request(kind, {**fields, "who": self.who, "lineage": self._lineage})
 
     def _wait(self, reply: RpcReply, what: str, seconds: float) -> dict[str, Any]:
         """Raises WeightSyncError where the connection was cut; the next request is made on a new one."""

@@ -15,11 +15,7 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from asyncrl.config.schema import SyncConfig
 from asyncrl.errors import RefusedError
@@ -30,73 +26,111 @@ from asyncrl.sync.channels.channels import place_of
 from asyncrl.sync.channels.torch_transport import LOOPBACK
 from asyncrl.sync.delta.delta_chain import DeltaChain
 from asyncrl.sync.delta.delta_stream import Deltas
-from asyncrl.sync.layout.layout import Layout, to_wire
+from asyncrl.sync.layout.layout import to_wire
 from asyncrl.sync.plan.plan import SourcePlan, source_from_wire
 from asyncrl.sync.plan.tree import Links, Member
 from asyncrl.sync.stream.membership import Joined, Membership
-from asyncrl.sync.stream.snapshot import Pin, Snapshots
+from asyncrl.sync.stream.snapshot import Pin, PublishReport, SnapshotMemory
 from asyncrl.sync.stream.version_server import Handler, VersionServer
-from asyncrl.sync.tensors.bucket import BoxTensors, Shards
 from asyncrl.sync.tensors.checksum import ChecksumShare
-from asyncrl.sync.tensors.tensor_buffer import TensorBuffer
+from asyncrl.sync.tensors.shards import Shards
 from asyncrl.types import Version
 
 log = logging.getLogger(__name__)
 
-REMEASURE = 50
-"""Publishes between two measurements of the copy that is the floor of the learner's pause."""
+
+class SnapshotSource(SnapshotMemory):
+    """The snapshots of a rank as a `VersionSource`, with the changes between them."""
+
+    def __init__(self, rank: int, live: Shards, config: SyncConfig) -> None:
+        super().__init__(live, config.snapshots)
+        self._rank, self._config = rank, config
+        self._chain: DeltaChain | None = None
+        if config.delta != "never" and config.snapshots == 2:
+            most_bytes = int(config.delta_share * self.bytes)
+            self._chain = DeltaChain(f"learner rank {rank}", live.layout, most_bytes, self.shards_of)
+        self._shares: dict[tuple[Version, SourcePlan], ChecksumShare] = {}
+        self._share_lock = threading.Lock()
+
+    def take(self, version: Version) -> PublishReport:
+        report = super().take(version)
+        if self._chain is not None:
+            self._chain.published(version)
+        return report
+
+    def close(self) -> None:
+        if self._chain is not None:
+            self._chain.close()
+
+    def requested_plan(self, wire: Any) -> SourcePlan:
+        return source_from_wire(wire, self._rank, self.live.layout)
+
+    def ready(self, pin: Pin, bucket: int, seconds: float) -> None:
+        """A snapshot is whole before it can be pinned."""
+
+    def share(self, pin: Pin, source: SourcePlan, seconds: float) -> ChecksumShare | None:
+        """Computed once for all generators of the same plan."""
+        if not self._config.verify:
+            return None
+        key = (pin.version, source)
+        with self._share_lock:
+            if key not in self._shares:
+                self._shares = {k: d for k, d in self._shares.items() if k[0] >= pin.version - 1}
+                self._shares[key] = ChecksumShare.of(source.pieces, self.shards(pin))
+            return self._shares[key]
+
+    def deltas(
+        self, pin: Pin, base: Version | None, source: SourcePlan, slow: bool, seconds: float
+    ) -> Deltas | None:
+        if self._chain is None or not (slow or self._config.delta == "always"):
+            return None
+        return self._chain.find(base, pin.version, source, seconds)
 
 
-@dataclass(frozen=True, slots=True)
-class PublishReport:
-    """pause_s: how long the learner stood still · bytes copied · floor_s: one plain copy of as many bytes."""
+class RankPublisher:
+    """One learner rank's end of the stream, however versions travel. endpoint: where generators find it."""
 
-    pause_s: float
-    bytes: int
-    floor_s: float
+    endpoint: str
+
+    def __init__(
+        self, rank: int, world: int, lineage: int, config: SyncConfig, snapshots: SnapshotMemory
+    ) -> None:
+        self.rank, self.world, self.lineage = rank, world, lineage
+        self.name = f"learner rank {rank}"
+        self._config, self._snapshots = config, snapshots
+
+    def publish(self, version: Version) -> PublishReport:
+        """Copy the live shards and return; generators take the copy from then on. Versions must rise."""
+        raise NotImplementedError
+
+    def stats(self) -> dict[str, float]:
+        """Counts since the start, and values of now."""
+        raise NotImplementedError
+
+    def close(self, wait_s: float = 0.0) -> None:
+        """Let transfers in flight end, at most `wait_s`, then stop. May be called again."""
+        raise NotImplementedError
 
 
-class Publisher:
+class Publisher(RankPublisher):
     """Serves this rank's live shards to any number of subscribers.
 
-    Its methods are many because it is a `VersionSource` too and handles six kinds of requests.
-
-    Args:
-        tensors: the live shards, cut as `layout`
-        lineage: the learner's; a subscriber of another one is refused by name
-        keys: that subscribers must hold too
-
-    Raises:
-        WeightSyncError: tensors and layout do not match
+    lineage: a subscriber of another one is refused by name · keys: that subscribers must hold too
     """
 
     def __init__(
         self,
         rank: int,
         world: int,
-        layout: Layout,
-        tensors: Mapping[str, BoxTensors],
+        live: Shards,
         config: SyncConfig,
         lineage: int,
         keys: ClientKeys | None = None,
     ) -> None:
-        self.rank, self.world, self.lineage = rank, world, lineage
-        self.name = f"learner rank {rank}"
-        self._config = config
-        self._live = Shards(layout, tensors)
-        self._buffers = [TensorBuffer(self._live) for _ in range(config.snapshots)]
-        # Twice each: the first time also gets the memory from the system.
-        self._floor_s = min(buffer.floor() for buffer in self._buffers for _ in range(2))
-        self._snapshots = Snapshots(config.snapshots)
-        self._published = 0
-        self._chain: DeltaChain | None = None
-        if config.delta != "never" and config.snapshots == 2:
-            most_bytes = int(config.delta_share * self._buffers[0].bytes)
-            self._chain = DeltaChain(self.name, layout, most_bytes, self._shards_of)
-        self._shares: dict[tuple[Version, SourcePlan], ChecksumShare] = {}
-        self._share_lock = threading.Lock()
+        self._source = SnapshotSource(rank, live, config)
+        super().__init__(rank, world, lineage, config, self._source)
         self._members = Membership(
-            place_of(self._live.device).host,
+            place_of(self._source.device).host,
             config.bucket_bytes,
             Links(
                 learner=1e9 * world * config.network_gb_s,
@@ -116,7 +150,7 @@ class Publisher:
         }
         self._server = VersionServer(
             self.name,
-            self,
+            self._source,
             config,
             lineage=lineage,
             host=config.host or LOOPBACK,
@@ -129,86 +163,25 @@ class Publisher:
         atexit.register(self.close)
 
     def publish(self, version: Version) -> PublishReport:
-        """Copy the live shards and return; generators take the copy from then on. Versions must rise."""
-        slot = self._snapshots.begin(version)
-        buffer = self._buffers[slot]
-        self._published += 1
-        if self._published % REMEASURE == 0:
-            self._floor_s = min(buffer.floor() for _ in range(2))
-        pause_s = buffer.take(self._live)
-        self._snapshots.commit(slot)
-        if self._chain is not None:
-            self._chain.published(version)
+        report = self._source.take(version)
         self._server.server.wake()
-        return PublishReport(pause_s, buffer.bytes, self._floor_s)
+        return report
 
     def stats(self) -> dict[str, float]:
         """Since the start: transfers, bytes, failures, taken_back, malformed, refused, fenced, reports. Now:
         subscribers, members, snapshot_bytes, and over the members that hold any version: held (the lowest) and lag.
         """
         held = [version for version in self._members.versions().values() if version >= 0]
-        newest = self._snapshots.newest
+        newest = self._source.newest
         behind = {} if not held or newest is None else {"held": min(held), "lag": newest - min(held)}
-        allocated = sum(len(buffer.memory) for buffer in self._buffers)
-        return {**self._server.stats(), **self._members.stats(), "snapshot_bytes": allocated, **behind}
-
-    def held(self) -> dict[str, Version]:
-        """At rank 0: the version that each member has acknowledged; NO_VERSION before the first."""
-        return self._members.versions()
+        allocated = {"snapshot_bytes": self._source.allocated}
+        return {**self._server.stats(), **self._members.stats(), **allocated, **behind}
 
     def close(self, wait_s: float = 0.0) -> None:
-        """Let transfers in flight end, at most `wait_s`, then stop answering. May be called again."""
         atexit.unregister(self.close)
-        self._snapshots.wait_idle(wait_s)
+        self._source.wait_idle(wait_s)
         self._server.close()
-        if self._chain is not None:
-            self._chain.close()
-
-    # As a VersionSource.
-
-    @property
-    def device(self) -> torch.device:
-        return self._live.device
-
-    def requested_plan(self, wire: Any) -> SourcePlan:
-        return source_from_wire(wire, self.rank, self._live.layout)
-
-    def pin(self, version: Version, who: str) -> Pin | None:
-        return self._snapshots.pin(version, who)
-
-    def moved(self, pin: Pin) -> None:
-        self._snapshots.moved(pin)
-
-    def release(self, pin: Pin) -> None:
-        self._snapshots.release(pin)
-
-    def shards(self, pin: Pin) -> Shards:
-        return self._buffers[pin.slot].shards
-
-    def ready(self, pin: Pin, bucket: int, seconds: float) -> None:
-        """A snapshot is whole before it can be pinned."""
-
-    def share(self, pin: Pin, source: SourcePlan, seconds: float = 0.0) -> ChecksumShare | None:
-        """Computed once for all generators of the same plan."""
-        if not self._config.verify:
-            return None
-        key = (pin.version, source)
-        with self._share_lock:
-            if key not in self._shares:
-                self._shares = {k: d for k, d in self._shares.items() if k[0] >= pin.version - 1}
-                self._shares[key] = ChecksumShare.of(source.pieces, self.shards(pin))
-            return self._shares[key]
-
-    def deltas(
-        self, pin: Pin, base: Version | None, source: SourcePlan, slow: bool, seconds: float
-    ) -> Deltas | None:
-        if self._chain is None or not (slow or self._config.delta == "always"):
-            return None
-        return self._chain.find(base, pin.version, source, seconds)
-
-    def _shards_of(self, version: Version) -> Shards | None:
-        slot = self._snapshots.slot_of(version)
-        return None if slot is None else self._buffers[slot].shards
+        self._source.close()
 
     # Requests, in the RPC thread.
 
@@ -217,7 +190,7 @@ class Publisher:
             "rank": self.rank,
             "world": self.world,
             "lineage": self.lineage,
-            "layout": to_wire(self._live.layout),
+            "layout": to_wire(self._source.live.layout),
         }
 
     def _newest(self, request: RpcRequest) -> Fields | None:
@@ -225,7 +198,7 @@ class Publisher:
         newer_than = int(request.fields["newer_than"])
 
         def newer() -> Fields | None:
-            newest = self._snapshots.newest
+            newest = self._source.newest
             return {"version": newest} if newest is not None and newest > newer_than else None
 
         if (found := newer()) is not None:

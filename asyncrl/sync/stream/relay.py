@@ -3,9 +3,10 @@
       learner ──▸ staging of A ──▸ staging of B ──▸ staging of C       A and B are relays
                    bucket 7          bucket 6         bucket 5
 
-A child takes the buckets in the order in which they are bound to arrive here (`relay_plan`) and waits for each. Its
-acknowledgement waits until this generator has its own, with the learner's hash. A relay waits for no child: when the
-next version begins, or the transfer fails, the children's transfers end as evicted.
+A child takes the buckets in the order in which they are bound to arrive here, the first of each learner rank, then the
+second of each, …, and waits for each. Its acknowledgement waits until this generator has its own, with the learner's
+hash. A relay waits for no child: when the next version begins, or the transfer fails, the children's transfers end as
+evicted.
 """
 
 from __future__ import annotations
@@ -23,30 +24,20 @@ from asyncrl.sync.delta.delta_stream import Deltas
 from asyncrl.sync.plan.plan import Plan, SourcePlan, source_from_wire
 from asyncrl.sync.stream.snapshot import Pin, SnapshotEvictedError
 from asyncrl.sync.stream.version_server import VersionServer
-from asyncrl.sync.tensors.bucket import Shards
 from asyncrl.sync.tensors.checksum import ChecksumShare
+from asyncrl.sync.tensors.shards import Shards
 from asyncrl.types import Version
 
 
-def relay_plan(plan: Plan) -> SourcePlan:
-    """All buckets of a plan as one stream: the first of each learner rank, then the second of each, …"""
-    buckets = {source.rank: source.buckets for source in plan.sources}
-    return SourcePlan(0, tuple(buckets[rank][index] for rank, index in _order(plan)))
+class StagingSource:
+    """The version in a staging memory as a `VersionSource`: which buckets have come, and who reads them. Thread-safe.
 
+    plan: the order in which buckets are bound to arrive
+    """
 
-def _order(plan: Plan) -> list[tuple[int, int]]:
-    """(rank, index of its bucket), in the order in which they are bound to arrive."""
-    return sorted(
-        ((source.rank, index) for source in plan.sources for index in range(len(source.buckets))),
-        key=lambda key: (key[1], key[0]),
-    )
-
-
-class StagingProgress:
-    """Which buckets of which version lie in the staging memory, and who reads them. Thread-safe."""
-
-    def __init__(self, who: str) -> None:
-        self._who = who
+    def __init__(self, who: str, staging: Shards, plan: SourcePlan) -> None:
+        self.plan = plan
+        self._who, self._staging = who, staging
         self._changed = threading.Condition()
         self._version: Version | None = None
         self._pins: list[Pin] = []
@@ -110,15 +101,33 @@ class StagingProgress:
                 self._pins.remove(pin)
             self._changed.notify_all()
 
-    def wait_for(self, pin: Pin, bucket: int | None, seconds: float) -> ChecksumShare | None:
-        """Wait until that bucket is here, or the whole version (None).
+    @property
+    def device(self) -> torch.device:
+        return self._staging.device
 
-        Returns:
-            The learner's hash, once the version is whole.
+    def requested_plan(self, wire: Any) -> SourcePlan:
+        if source_from_wire(wire, 0, self._staging.layout) != self.plan:
+            raise RefusedError("plan", f"{self._who} hands on another plan than this")
+        return self.plan
 
-        Raises:
-            SnapshotEvictedError, DeadlineError
-        """
+    def shards(self, pin: Pin) -> Shards:
+        return self._staging
+
+    def ready(self, pin: Pin, bucket: int, seconds: float) -> None:
+        self._wait_for(pin, bucket, seconds)
+
+    def share(self, pin: Pin, source: SourcePlan, seconds: float) -> ChecksumShare | None:
+        """The learner's, once the version is whole."""
+        return self._wait_for(pin, None, seconds)
+
+    def deltas(
+        self, pin: Pin, base: Version | None, source: SourcePlan, slow: bool, seconds: float
+    ) -> Deltas | None:
+        """A relay keeps none: its children are near."""
+        return None
+
+    def _wait_for(self, pin: Pin, bucket: int | None, seconds: float) -> ChecksumShare | None:
+        """Wait until that bucket is here, or the whole version (None). Returns the learner's hash of a whole one."""
         with self._changed:
 
             def here() -> bool:
@@ -140,65 +149,32 @@ class Relay:
         staging: Shards,
         plan: Plan,
         config: SyncConfig,
-        *,
         lineage: int,
         host: str,
-        keys: ClientKeys | None = None,
+        keys: ClientKeys | None,
     ) -> None:
-        self.plan = relay_plan(plan)
-        self.progress = StagingProgress(who)
-        self.who, self._staging = who, staging
-        self._indices = {key: index for index, key in enumerate(_order(plan))}
-        self._server = VersionServer(f"{who}, a relay,", self, config, lineage=lineage, host=host, keys=keys)
-        self.endpoint = self._server.endpoint
+        self.who = who
+        buckets = {
+            (index, source.rank): bucket
+            for source in plan.sources
+            for index, bucket in enumerate(source.buckets)
+        }
+        order = sorted(buckets)
+        self.source = StagingSource(who, staging, SourcePlan(0, tuple(buckets[key] for key in order)))
+        self._indices = {key: number for number, key in enumerate(order)}
+        self.server = VersionServer(
+            f"{who}, a relay,", self.source, config, lineage=lineage, host=host, keys=keys, handlers={}
+        )
+        self.endpoint = self.server.endpoint
 
     def begin(self, version: Version) -> None:
-        self.progress.begin(version)
-        self._server.server.wake()
+        self.source.begin(version)
+        self.server.server.wake()
 
     def arrived(self, rank: int | None, bucket: int) -> None:
         """A bucket lies in the staging memory. rank: of the learner that sent it; None: another relay did."""
-        self.progress.arrived(bucket if rank is None else self._indices[rank, bucket])
-
-    def stats(self) -> dict[str, float]:
-        """As `VersionServer.stats`."""
-        return self._server.stats()
+        self.source.arrived(bucket if rank is None else self._indices[bucket, rank])
 
     def close(self) -> None:
-        self.progress.withdraw()
-        self._server.close()
-
-    # As a VersionSource.
-
-    @property
-    def device(self) -> torch.device:
-        return self._staging.device
-
-    def requested_plan(self, wire: Any) -> SourcePlan:
-        if source_from_wire(wire, 0, self._staging.layout) != self.plan:
-            raise RefusedError("plan", f"{self.who} hands on another plan than this")
-        return self.plan
-
-    def pin(self, version: Version, who: str) -> Pin | None:
-        return self.progress.pin(version, who)
-
-    def moved(self, pin: Pin) -> None:
-        self.progress.moved(pin)
-
-    def release(self, pin: Pin) -> None:
-        self.progress.release(pin)
-
-    def shards(self, pin: Pin) -> Shards:
-        return self._staging
-
-    def ready(self, pin: Pin, bucket: int, seconds: float) -> None:
-        self.progress.wait_for(pin, bucket, seconds)
-
-    def deltas(
-        self, pin: Pin, base: Version | None, source: SourcePlan, slow: bool, seconds: float
-    ) -> Deltas | None:
-        """A relay keeps none: its children are near."""
-        return None
-
-    def share(self, pin: Pin, source: SourcePlan, seconds: float) -> ChecksumShare | None:
-        return self.progress.wait_for(pin, None, seconds)
+        self.source.withdraw()
+        self.server.close()

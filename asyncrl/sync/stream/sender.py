@@ -28,8 +28,9 @@ from asyncrl.sync.channels.transport import Channel
 from asyncrl.sync.delta.delta_stream import Deltas, announce, deltas_bytes, send_deltas
 from asyncrl.sync.plan.plan import SourcePlan
 from asyncrl.sync.stream.snapshot import Pin, SnapshotEvictedError
-from asyncrl.sync.tensors.bucket import Buffers, Shards, send_buckets
+from asyncrl.sync.tensors.bucket import Buffers, send_buckets
 from asyncrl.sync.tensors.checksum import ChecksumShare
+from asyncrl.sync.tensors.shards import Shards
 from asyncrl.types import Version
 
 log = logging.getLogger(__name__)
@@ -98,11 +99,7 @@ class _Job:
 
 
 class Sender:
-    """Args:
-    name: of the publisher or relay, for errors
-    who: the subscriber
-    plan: the part of each version that it takes
-    """
+    """Sends to the subscriber `who` its part, `plan`, of versions. name: of the publisher or relay, for errors."""
 
     def __init__(
         self,
@@ -120,27 +117,19 @@ class Sender:
         self._deadline_s, self._counts = deadline_s, counts
         self._slow = False  # by the last full stream
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # guards _ended: no job may slip in after the last look at the queue
-        self._ended = False
+        self._lock = threading.Lock()  # guards `ended`: no job may slip in after the last look at the queue
+        self.ended = False
         self._thread = threading.Thread(target=self._run, name=f"weights to {who}", daemon=True)
         self._thread.start()
 
-    @property
-    def ended(self) -> bool:
-        return self._ended
-
     def submit(self, pin: Pin, base: Version | None) -> Future[Fields] | None:
-        """Send the pinned version.
+        """Send the pinned version. base: the one that the subscriber has whole.
 
-        Args:
-            base: the version that the subscriber has whole
-
-        Returns:
-            The acknowledgement, which never fails; None if this sender has ended.
+        Returns the acknowledgement, which never fails; None if this sender has ended.
         """
         job = _Job(pin, base)
         with self._lock:
-            if self._ended:
+            if self.ended:
                 return None
             self._jobs.put(job)
         return job.result
@@ -242,7 +231,7 @@ class Sender:
 
     def _end(self, failure: str) -> None:
         with self._lock:
-            self._ended = True
+            self.ended = True
         if self.pin is not None:
             self._source.release(self.pin)
         while not self._jobs.empty():

@@ -20,11 +20,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
+
 from asyncrl.errors import WeightSyncError
+from asyncrl.sync.tensors.shards import Shards, TensorBuffer
 from asyncrl.types import Version
 
 STALLED_S = 5.0
 """A transfer of which no bucket has moved for this long may be cancelled by a younger one."""
+
+REMEASURE = 50
+"""Publishes between two measurements of the copy that is the floor of the learner's pause."""
 
 
 class SnapshotEvictedError(WeightSyncError):
@@ -48,15 +54,23 @@ class _Slot:
     pins: list[Pin] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class PublishReport:
+    """pause_s: how long the learner stood still · bytes copied · floor_s: one plain copy of as many bytes."""
+
+    pause_s: float
+    bytes: int
+    floor_s: float
+
+
 class Snapshots:
-    """Which slot holds which version, and who reads it. Thread-safe bookkeeping; the publisher has the bytes."""
+    """Which slot holds which version, and who reads it. Thread-safe bookkeeping, without the bytes."""
 
     def __init__(self, slots: int = 2, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._idle = threading.Condition()
         self._slots = tuple(_Slot() for _ in range(slots))
         self._published: Version = -1
-        self.cancelled = 0
 
     def begin(self, version: Version) -> int:
         """The slot to write `version` into; its readers, if any, are cancelled. Versions must rise."""
@@ -68,7 +82,6 @@ class Snapshots:
             slot = self._slots[index]
             for pin in slot.pins:
                 pin.held = False
-            self.cancelled += len(slot.pins)
             slot.pins.clear()
             slot.version = None
             self._idle.notify_all()
@@ -98,8 +111,7 @@ class Snapshots:
                     pin = Pin(who, version, index, self._clock())
                     slot.pins.append(pin)
                     return pin
-            newest = max((s.version for s in self._slots if s.version is not None), default=-1)
-            if version > newest:
+            if self.newest is None or version > self.newest:
                 raise LookupError(version)
             return None
 
@@ -133,3 +145,49 @@ class Snapshots:
         alive_since = self._clock() - STALLED_S
         alive = any(pin.moved_at > alive_since for pin in slots[older].pins)
         return younger if alive else older
+
+
+class SnapshotMemory(Snapshots):
+    """The snapshots of one rank's `live` shards, with their bytes."""
+
+    def __init__(self, live: Shards, slots: int) -> None:
+        super().__init__(slots)
+        self.live = live
+        self._buffers = [TensorBuffer(live.layout, live.device) for _ in range(slots)]
+        # Twice each: the first time also gets the memory from the system.
+        self._floor_s = min(buffer.floor() for buffer in self._buffers for _ in range(2))
+        self._taken = 0
+
+    @property
+    def device(self) -> torch.device:
+        return self.live.device
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of one version."""
+        return self._buffers[0].bytes
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of memory that all snapshots take."""
+        return sum(len(buffer.memory) for buffer in self._buffers)
+
+    def take(self, version: Version) -> PublishReport:
+        """Copy the live shards: this is the learner's pause. Versions must rise."""
+        slot = self.begin(version)
+        buffer = self._buffers[slot]
+        self._taken += 1
+        if self._taken % REMEASURE == 0:
+            self._floor_s = min(buffer.floor() for _ in range(2))
+        pause_s = buffer.take(self.live)
+        self.commit(slot)
+        return PublishReport(pause_s, buffer.bytes, self._floor_s)
+
+    def shards(self, pin: Pin) -> Shards:
+        """The pinned version."""
+        return self._buffers[pin.slot].shards
+
+    def shards_of(self, version: Version) -> Shards | None:
+        """A version while it lies here; nothing holds it: it may be overwritten at any moment."""
+        slot = self.slot_of(version)
+        return None if slot is None else self._buffers[slot].shards

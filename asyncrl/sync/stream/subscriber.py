@@ -7,9 +7,8 @@
               └──▸ SnapshotEvictedError: the sender needed the memory for a newer version
       held(version): flipped and verified
 
-`fetch` is newest and stage, again when a version was evicted or a transfer broke. It waits only for the process that it
-takes from, and hands on what it stages (`relay`). The caller flips the engine from the staging memory before it stages
-again.
+It waits only for the process that it takes from, and hands on what it stages (`relay`). The caller flips the engine
+from the staging memory before it stages again.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
@@ -25,21 +24,18 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from asyncrl.config.schema import SyncConfig
-from asyncrl.errors import AsyncRLError, DeadlineError, RefusedError, WeightSyncError
+from asyncrl.errors import AsyncRLError, RefusedError, WeightSyncError
 from asyncrl.rpc.keys import ClientKeys
 from asyncrl.sync.channels.channels import place_of
 from asyncrl.sync.channels.torch_transport import own_address
-from asyncrl.sync.layout.layout import Layout, layout_key
+from asyncrl.sync.layout.layout import layout_key
 from asyncrl.sync.plan.plan import Plan, Plans, SourcePlan
 from asyncrl.sync.stream.link import GRACE_S, Hello, Parent, PublisherLink
 from asyncrl.sync.stream.relay import Relay
 from asyncrl.sync.stream.snapshot import SnapshotEvictedError
-from asyncrl.sync.tensors.bucket import BoxTensors, Shards
 from asyncrl.sync.tensors.checksum import Checksum, ChecksumShare
+from asyncrl.sync.tensors.shards import Shards
 from asyncrl.types import Version
-
-ATTEMPTS = 3
-"""Transfers that may break in one fetch before it gives up; each comes with new channels."""
 
 PARENT_S = 2.0
 """How long a parent may take to open a channel, and then to begin with a version, before the learner sends it."""
@@ -74,7 +70,7 @@ class StagedWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class Source:
     """A process to receive from. rank: of the learner; None for a relay."""
 
     link: PublisherLink
@@ -85,44 +81,33 @@ class _Source:
 class Subscriber:
     """Fills staging memory from the publishers of all learner ranks. Blocking; one thread at a time.
 
-    Its methods are many because each step of a transfer is one: connect, route, pin, receive, give up.
-
     Args:
         who: unique among the subscribers: each rank of an engine has one of its own
         endpoints: of all learner ranks, in any order
-        layout: of this generator rank
-        staging: its tensors
-        lineage: the publishers must have this one; None: that of the first publisher
+        lineage: the publishers must have this one
         keys: that the publishers hold too
-
-    Raises:
-        WeightSyncError: staging and layout do not match
     """
 
     def __init__(
         self,
         who: str,
         endpoints: Sequence[str],
-        layout: Layout,
+        staging: Shards,
         config: SyncConfig,
-        staging: Mapping[str, BoxTensors],
-        lineage: int | None = None,
+        lineage: int,
         keys: ClientKeys | None = None,
     ) -> None:
         self.who, self.lineage = who, lineage
         self._endpoints = list(endpoints)
-        self._layout = layout
-        self._staging = Shards(layout, staging)
         self._config, self._keys = config, keys
+        threads = ThreadPoolExecutor(len(self._endpoints), thread_name_prefix=f"weights of {who}")
+        self._staging = Staging(who, staging, config.deadline_s, threads)
         self._links: list[PublisherLink] = []  # by rank
-        self._sources: list[_Source] = []  # the learner's ranks of the plan
-        self._plan = Plan(())
-        self._relay: Relay | None = None
-        self._staged: Version | None = None  # what lies whole in the staging memory
-        self._parent: tuple[Parent, _Source] | None = None  # the one it took from last
+        self._sources: list[Source] = []  # the learner's ranks of the plan
+        self._bytes = 0  # of a version
+        self._parent: tuple[Parent, Source] | None = None  # the one it took from last
         self._failed: str | None = None  # a parent, not reported to rank 0 yet
         self._evicted = 0  # versions in a row, by the parent
-        self._threads = ThreadPoolExecutor(len(self._endpoints), thread_name_prefix=f"weights of {who}")
 
     def newest(self, newer_than: Version, wait_s: float) -> Version | None:
         """The learner's newest version if it is above `newer_than`; None when there was none in `wait_s`.
@@ -147,9 +132,9 @@ class Subscriber:
         self._connect(GRACE_S)
         parent = self._as_member(lambda: self._links[0].route(self._failed))
         self._failed = None
-        if parent is not None and self._relay is not None and self._evicted < IMPATIENT:
+        if parent is not None and self._staging.relay is not None and self._evicted < IMPATIENT:
             try:
-                staged = self._stage_from(version, [self._at(parent)], PARENT_S, parent.who)
+                staged = self._staging.fill(version, [self._at(parent)], PARENT_S, parent.who)
                 self._evicted = 0
                 return staged
             except SnapshotEvictedError:
@@ -158,55 +143,23 @@ class Subscriber:
             except AsyncRLError as error:
                 log.warning("%s takes version %d from the learner: %s", self.who, version, error)
                 self._failed = parent.who
+                self._leave_parent()
         self._evicted = 0
-        return self._stage_from(version, self._sources, self._config.deadline_s, None)
-
-    def fetch(self, newer_than: Version, wait_s: float) -> StagedWeights | None:
-        """Stage the newest version above `newer_than`; None when none came, or none stayed long enough, in
-        `wait_s`.
-
-        A transfer that has begun may take sync.deadline_s longer. Raises as `newest`, and WeightSyncError or
-        DeadlineError when transfers keep breaking.
-        """
-        deadline = time.monotonic() + wait_s
-        broken = 0
-        while True:
-            version = self.newest(newer_than, max(0.0, deadline - time.monotonic()))
-            if version is None:
-                return None
-            try:
-                return self.stage(version)
-            except SnapshotEvictedError as error:
-                log.info("%s: %s", self.who, error)
-                if time.monotonic() >= deadline:
-                    return None
-            except (DeadlineError, WeightSyncError, RefusedError) as error:
-                broken += 1
-                if broken == ATTEMPTS or (isinstance(error, RefusedError) and error.reason != "session"):
-                    raise
-                log.warning("%s: version %d: %s; trying again", self.who, version, error)
+        return self._staging.fill(version, self._sources, self._config.deadline_s, None)
 
     def held(self, version: Version) -> None:
         """Report to rank 0 that this version is flipped and verified, or still is. Raises as `newest`."""
         self._connect(GRACE_S)
         self._as_member(lambda: self._links[0].held(version))
 
-    def stats(self) -> dict[str, float]:
-        """Counts of the relay: transfers, bytes, failures, taken_back, … as `VersionServer.stats`."""
-        return {} if self._relay is None else self._relay.stats()
-
     def close(self) -> None:
-        """Not while a fetch runs."""
-        self._threads.shutdown()
-        if self._relay is not None:
-            self._relay.close()
+        """Not while a transfer runs."""
+        self._staging.close()
         if self._links:
             self._links[0].leave()
         self._leave_parent()
         for link in self._links:
             link.close()
-
-    # The learner's ranks.
 
     def _connect(self, seconds: float) -> None:
         """Connect to every rank, make the plan and join; once."""
@@ -214,13 +167,12 @@ class Subscriber:
             return
         links = [self._link(endpoint) for endpoint in self._endpoints]
         try:
-            hellos = self._all([partial(link.hello, seconds) for link in links])
+            hellos = self._staging.all([partial(link.hello, seconds) for link in links])
             by_rank = sorted(zip(hellos, links, strict=True), key=lambda pair: pair[0].rank)
-            _check_one_learner(self.who, [hello for hello, _ in by_rank])
-            bucket = max(LEAST_BUCKET, self._config.bucket_bytes // len(links))
-            plan = PLANS(
-                [hello.layout for hello, _ in by_rank], self._layout, min(bucket, self._config.bucket_bytes)
-            )
+            _check_all_ranks(self.who, [hello for hello, _ in by_rank])
+            most = self._config.bucket_bytes
+            bucket = min(most, max(LEAST_BUCKET, most // len(links)))
+            plan = PLANS([hello.layout for hello, _ in by_rank], self._staging.shards.layout, bucket)
             self._adopt(plan, [link for _, link in by_rank])
         except Exception:
             for link in links:
@@ -229,11 +181,14 @@ class Subscriber:
             raise
 
     def _adopt(self, plan: Plan, links: list[PublisherLink]) -> None:
-        self._links, self._plan = links, plan
-        self.lineage = links[0].lineage
-        self._sources = [_Source(links[source.rank], source, source.rank) for source in plan.sources]
-        if self._config.fanout != 0 and plan.sources and self._relay is None:
-            self._relay = self._open_relay()
+        self._links, self._bytes = links, plan.bytes
+        self._sources = [Source(links[source.rank], source, source.rank) for source in plan.sources]
+        if self._config.fanout != 0 and plan.sources and self._staging.relay is None:
+            learner = urlsplit(links[0].endpoint)
+            host = own_address(str(learner.hostname), int(learner.port or 0))
+            self._staging.relay = Relay(
+                self.who, self._staging.shards, plan, self._config, self.lineage, host, self._keys
+            )
         self._join()
         log.info(
             "%s: weights of lineage %s from %d learner rank(s): %.1f MB in %d buckets",
@@ -244,24 +199,11 @@ class Subscriber:
             sum(len(source.buckets) for source in plan.sources),
         )
 
-    def _open_relay(self) -> Relay:
-        learner = urlsplit(self._links[0].endpoint)
-        host = own_address(str(learner.hostname), int(learner.port or 0))
-        assert self.lineage is not None
-        return Relay(
-            self.who,
-            self._staging,
-            self._plan,
-            self._config,
-            lineage=self.lineage,
-            host=host,
-            keys=self._keys,
-        )
-
     def _join(self) -> None:
-        host = place_of(self._staging.device).host
-        endpoint = None if self._relay is None else self._relay.endpoint
-        self._links[0].join(host, layout_key(self._layout), self._plan.bytes, endpoint)
+        shards, relay = self._staging.shards, self._staging.relay
+        endpoint = None if relay is None else relay.endpoint
+        host, layout = place_of(shards.device).host, layout_key(shards.layout)
+        self._links[0].join(host, layout, self._bytes, endpoint)
 
     def _as_member(self, request: Callable[[], T]) -> T:
         """A request to rank 0; once more after joining again, if this one was fenced meanwhile."""
@@ -277,15 +219,13 @@ class Subscriber:
     def _link(self, endpoint: str, whom: str | None = None) -> PublisherLink:
         return PublisherLink(endpoint, self.who, self.lineage, self._keys, whom)
 
-    # One transfer.
-
-    def _at(self, parent: Parent) -> _Source:
+    def _at(self, parent: Parent) -> Source:
         """The parent as a source; the connection to it is kept while it stays the same."""
         if self._parent is None or self._parent[0] != parent:
             self._leave_parent()
-            assert self._relay is not None
+            assert self._staging.relay is not None
             link = self._link(parent.endpoint, f"{parent.who} at {parent.endpoint}")
-            self._parent = (parent, _Source(link, self._relay.plan, None))
+            self._parent = (parent, Source(link, self._staging.relay.source.plan, None))
         return self._parent[1]
 
     def _leave_parent(self) -> None:
@@ -293,18 +233,31 @@ class Subscriber:
             self._parent[1].link.close()
             self._parent = None
 
-    def _stage_from(
-        self, version: Version, sources: Sequence[_Source], pin_s: float, parent: str | None
+
+class Staging:
+    """The staging memory, filled from several sources at once, all or nothing, and handed on by `relay` meanwhile."""
+
+    def __init__(self, who: str, shards: Shards, deadline_s: float, threads: ThreadPoolExecutor) -> None:
+        self.shards = shards
+        self.relay: Relay | None = None
+        self._who, self._deadline_s, self._threads = who, deadline_s, threads
+        self._staged: Version | None = None  # what lies whole in the memory
+
+    def fill(
+        self, version: Version, sources: Sequence[Source], pin_s: float, parent: str | None
     ) -> StagedWeights:
-        """Pin on all, receive from all. A failure drops all channels: some are in the middle of a stream."""
+        """Pin on all, receive from all. A failure drops all channels: some are in the middle of a stream.
+
+        pin_s: the longest wait for a channel, and then for the version · parent: the relay that is the only source
+        """
         begun = time.monotonic()
-        relay = self._relay
+        relay = self.relay
         try:
             self._pin(version, sources, pin_s)
             if relay is not None:
                 relay.begin(version)
             base, self._staged = self._staged, None
-            shares = self._each(sources, lambda s: self._receive(version, s, base))
+            shares = self.all([partial(self._receive, version, base, source) for source in sources])
             checksum = Checksum.joined(shares, (piece for source in sources for piece in source.plan.pieces))
             self._staged = version
         except _NotBegunError:
@@ -313,43 +266,11 @@ class Subscriber:
             self._give_up(sources)
             raise
         if relay is not None:
-            relay.progress.complete(None if checksum is None else checksum.share)
+            relay.source.complete(None if checksum is None else checksum.share)
         total = sum(source.link.received_bytes for source in sources)
         return StagedWeights(version, checksum, time.monotonic() - begun, total, parent)
 
-    def _pin(self, version: Version, sources: Sequence[_Source], pin_s: float) -> None:
-        deadline_s = self._config.deadline_s
-        self._each(sources, lambda s: s.link.attach(s.plan, self._staging, pin_s, deadline_s))
-        if all(self._each(sources, lambda s: s.link.pin(version, pin_s))):
-            return
-        for source in sources:
-            source.link.unpin()
-        raise _NotBegunError(f"version {version} was gone before {self.who} could pin it")
-
-    def _receive(self, version: Version, source: _Source, base: Version | None) -> ChecksumShare | None:
-        relay = self._relay
-
-        def arrived(bucket: int) -> None:
-            if relay is not None:
-                relay.arrived(source.rank, bucket)
-
-        deadline_s = self._config.deadline_s
-        return source.link.receive(version, source.plan, self._staging, deadline_s, arrived, base)
-
-    def _give_up(self, sources: Sequence[_Source]) -> None:
-        """The staged version is torn; no member may take it from here."""
-        if self._relay is not None:
-            self._relay.progress.withdraw()
-        for source in sources:
-            with contextlib.suppress(AsyncRLError):
-                source.link.drop()
-        if self._parent is not None and self._parent[1] in sources:
-            self._leave_parent()
-
-    def _each(self, sources: Sequence[_Source], work: Callable[[_Source], T]) -> list[T]:
-        return self._all([partial(work, source) for source in sources])
-
-    def _all(self, calls: Sequence[Callable[[], T]]) -> list[T]:
+    def all(self, calls: Sequence[Callable[[], T]]) -> list[T]:
         """All at once; returns when all have ended, and raises the first error among them."""
         if len(calls) == 1:
             return [calls[0]()]
@@ -357,13 +278,39 @@ class Subscriber:
         wait(futures)
         return [future.result() for future in futures]
 
+    def close(self) -> None:
+        self._threads.shutdown()
+        if self.relay is not None:
+            self.relay.close()
 
-def _check_one_learner(who: str, hellos: Sequence[Hello]) -> None:
-    ranks, lineages = [hello.rank for hello in hellos], {hello.lineage for hello in hellos}
+    def _pin(self, version: Version, sources: Sequence[Source], pin_s: float) -> None:
+        self.all([partial(s.link.attach, s.plan, self.shards, pin_s, self._deadline_s) for s in sources])
+        if all(self.all([partial(source.link.pin, version, pin_s) for source in sources])):
+            return
+        for source in sources:
+            source.link.unpin()
+        raise _NotBegunError(f"version {version} was gone before {self._who} could pin it")
+
+    def _receive(self, version: Version, base: Version | None, source: Source) -> ChecksumShare | None:
+        def arrived(bucket: int) -> None:
+            if self.relay is not None:
+                self.relay.arrived(source.rank, bucket)
+
+        return source.link.receive(version, base, arrived)
+
+    def _give_up(self, sources: Sequence[Source]) -> None:
+        """The staged version is torn; no member may take it from here."""
+        if self.relay is not None:
+            self.relay.source.withdraw()
+        for source in sources:
+            with contextlib.suppress(AsyncRLError):
+                source.link.drop()
+
+
+def _check_all_ranks(who: str, hellos: Sequence[Hello]) -> None:
+    ranks = [hello.rank for hello in hellos]
     if ranks != list(range(hellos[0].world)):
         raise WeightSyncError(f"{who}: a learner of {hellos[0].world} ranks, but endpoints of ranks {ranks}")
-    if len(lineages) > 1:
-        raise WeightSyncError(f"{who}: learner ranks of several lineages: {sorted(lineages)}")
 
 
 class _NotBegunError(SnapshotEvictedError):

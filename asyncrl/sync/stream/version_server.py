@@ -52,8 +52,8 @@ class VersionServer:
         *,
         lineage: int,
         host: str,
-        handlers: Mapping[str, Handler] | None = None,
-        keys: ClientKeys | None = None,
+        keys: ClientKeys | None,
+        handlers: Mapping[str, Handler],
         on_wake: Callable[[], None] = lambda: None,
     ) -> None:
         self.name, self.lineage = name, lineage
@@ -69,7 +69,7 @@ class VersionServer:
             "send": self._send,
             "unpin": self._unpin,
             "bye": self._bye,
-            **(handlers or {}),
+            **handlers,
         }
         self.server = RpcServer(host, name, self._handle, keys, on_wake)
         self.endpoint = self.server.endpoint
@@ -103,8 +103,7 @@ class VersionServer:
     def _handle(self, request: RpcRequest) -> Fields | None:
         if request.kind not in self._handlers:
             raise RefusedError("unknown", f"{self.name} knows no request {request.kind!r}")
-        lineage = request.fields["lineage"]
-        if lineage != self.lineage and not (lineage is None and request.kind == "hello"):
+        if (lineage := request.fields["lineage"]) != self.lineage:
             who = request.fields.get("who", "a subscriber")
             raise RefusedError(
                 "lineage", f"{who} follows lineage {lineage}, {self.name} publishes lineage {self.lineage}"

@@ -10,90 +10,14 @@ other's memory need no buffers: every piece is copied once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
 import torch
 
-from asyncrl.errors import WeightSyncError
 from asyncrl.sync.channels.shared_memory import shared_memory
 from asyncrl.sync.channels.transport import Channel, SharingChannel, Transfer
-from asyncrl.sync.layout.layout import Box, Layout, ParamLayout, whole_layout
 from asyncrl.sync.plan.plan import Bucket, SourcePlan
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """torch.bfloat16 → "bfloat16", as layouts spell it."""
-    return str(dtype).removeprefix("torch.")
-
-
-def layout_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, ParamLayout]:
-    """The layout of a rank that holds every parameter whole."""
-    return whole_layout({name: (tensor.shape, dtype_name(tensor.dtype)) for name, tensor in tensors.items()})
-
-
-def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's memory as [bytes] uint8, no copy."""
-    return tensor.view(-1).view(torch.uint8)
-
-
-BoxTensors = torch.Tensor | Sequence[torch.Tensor]
-"""A rank's tensors of one parameter: one of each box's shape, in the order of the layout's boxes; that of a single box
-may stand alone. Any strides: views into a fused parameter will do."""
-
-
-class Shards:
-    """One rank's tensors, addressed by boxes in checkpoint coordinates.
-
-    Raises WeightSyncError, naming the parameter, when a tensor is missing or does not fit its box.
-    """
-
-    def __init__(self, layout: Layout, tensors: Mapping[str, BoxTensors]) -> None:
-        self.layout = layout
-        self.tensors: dict[str, tuple[torch.Tensor, ...]] = {}
-        for name, param in layout.items():
-            if param.elements:
-                if name not in tensors:
-                    raise WeightSyncError(f"parameter {name}: in the layout, but there is no tensor of it")
-                given = tensors[name]
-                parts = (given,) if isinstance(given, torch.Tensor) else tuple(given)
-                _check(name, param, parts)
-                self.tensors[name] = tuple(part.detach() for part in parts)
-        # Each version has the same pieces; to slice a tensor takes longer than to copy a small one.
-        self._views: dict[tuple[str, Box], torch.Tensor] = {}
-
-    @property
-    def parts(self) -> list[torch.Tensor]:
-        """All tensors, one per box, in the order of the layout."""
-        return [part for parts in self.tensors.values() for part in parts]
-
-    @property
-    def device(self) -> torch.device:
-        return next((part.device for part in self.parts), torch.device("cpu"))
-
-    def view(self, name: str, box: Box) -> torch.Tensor:
-        """The elements of `box`, which one held box must contain, as a view of shape `box.shape`."""
-        key = (name, box)
-        if (found := self._views.get(key)) is None:
-            found = self._views[key] = self._view(name, box)
-        return found
-
-    def _view(self, name: str, box: Box) -> torch.Tensor:
-        parts = self.tensors.get(name, ())
-        for held, part in zip(
-            self.layout[name].boxes, parts, strict=False
-        ):  # of an empty parameter: no parts
-            if held.contains(box):
-                return part[box.within(held).slices()]
-        raise WeightSyncError(f"parameter {name}: {box} is not held here")
-
-
-def _check(name: str, param: ParamLayout, parts: Sequence[torch.Tensor]) -> None:
-    here = [f"{dtype_name(part.dtype)} {tuple(part.shape)}" for part in parts]
-    there = [f"{param.dtype} {box.shape}" for box in param.boxes]
-    if here != there:
-        raise WeightSyncError(
-            f"parameter {name}: the tensor is {' and '.join(here) or 'missing'}, its layout has {' and '.join(there)}"
-        )
+from asyncrl.sync.tensors.shards import Shards, flat_bytes
 
 
 def bucket_views(bucket: Bucket, shards: Shards) -> list[torch.Tensor]:
@@ -127,8 +51,7 @@ class Buffers:
 
     def __init__(self, source: SourcePlan, shards: Shards, device: torch.device) -> None:
         self._device = device
-        self._direct = [in_place(bucket, shards, device) is not None for bucket in source.buckets]
-        packed = [b.length for b, direct in zip(source.buckets, self._direct, strict=True) if not direct]
+        packed = [b.length for b in source.buckets if in_place(b, shards, device) is None]
         self._size = max(packed, default=0)
         self._buffers: dict[int, torch.Tensor] = {}
 

@@ -31,7 +31,7 @@ from asyncrl.generator.engines.vllm.vllm_engine import VllmEngine
 from asyncrl.generator.process import load_server
 from asyncrl.models import checkpoint_tensors
 from asyncrl.sync.stream.publisher import Publisher
-from asyncrl.sync.tensors.bucket import layout_of
+from asyncrl.sync.tensors.shards import Shards, layout_of
 from asyncrl.system.signals import die_with_parent
 from asyncrl.types import Sampling, Turn
 
@@ -249,7 +249,7 @@ MAKERS: dict[str, Callable[[Path], House]] = {
 @contextmanager
 def learner(weights: Mapping[str, Tensor], version: int, lineage: int = 0) -> Iterator[Learner]:
     """One rank that has published these weights."""
-    publisher = Publisher(0, 1, layout_of(weights), weights, SYNC, lineage)
+    publisher = Publisher(0, 1, Shards(layout_of(weights), weights), SYNC, lineage)
     publisher.publish(version)
     try:
         yield Learner((publisher.endpoint,), lineage)

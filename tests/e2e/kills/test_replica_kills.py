@@ -16,6 +16,7 @@ import torch
 from asyncrl.config.schema import SyncConfig
 from asyncrl.sync.layout.layout import whole_layout
 from asyncrl.sync.stream.publisher import Publisher
+from asyncrl.sync.tensors.shards import Shards
 
 pytestmark = pytest.mark.slow
 
@@ -29,9 +30,12 @@ import torch
 from asyncrl.config.schema import SyncConfig
 from asyncrl.rpc import client, server
 from asyncrl.sync.stream import relay
-from asyncrl.sync.tensors.bucket import Shards
+from asyncrl.sync.tensors.shards import Shards
 from asyncrl.sync.layout.layout import whole_layout
 from asyncrl.sync.stream.subscriber import Subscriber
+
+sys.path.append("tests/helpers")
+from stream_cases import fetch
 
 who, endpoint, shapes, config, dies_at, last = json.loads(sys.argv[1])
 layout, messages = whole_layout(shapes), 0
@@ -49,15 +53,15 @@ def counted(original):
 client.RpcClient.request = counted(client.RpcClient.request)
 server.RpcServer._receive = counted(server.RpcServer._receive)
 relay.Relay.arrived = counted(relay.Relay.arrived)
-relay.Relay.ready = counted(relay.Relay.ready)
+relay.StagingSource.ready = counted(relay.StagingSource.ready)
 
 staging = {name: torch.zeros(param.shape) for name, param in layout.items()}
-subscriber = Subscriber(who, [endpoint], layout, SyncConfig(**config), staging, 1)
+subscriber = Subscriber(who, [endpoint], Shards(layout, staging), SyncConfig(**config), 1)
 subscriber.newest(-1, 0.0)
 print("joined", flush=True)
 held = -1
 while held < last:
-    staged = subscriber.fetch(held, 60.0)  # to join the store of a relay that died meanwhile takes torch up to 30
+    staged = fetch(subscriber, held, 60.0)  # to join the store of a relay that died meanwhile takes torch up to 30
     assert staged is not None, "no version came"
     assert staged.checksum.holds(Shards(layout, staging)), staged
     held = staged.version
@@ -107,13 +111,13 @@ def chain(publisher: Publisher, **dies_at: int | None) -> Iterator[list[Child]]:
 @pytest.fixture
 def publisher() -> Iterator[Publisher]:
     live = {name: torch.zeros(shape) for name, (shape, _) in SHAPES.items()}
-    made = Publisher(0, 1, whole_layout(SHAPES), live, CONFIG, 1)
+    made = Publisher(0, 1, Shards(whole_layout(SHAPES), live), CONFIG, 1)
     yield made
     made.close()
 
 
 def publish(publisher: Publisher, version: int) -> None:
-    for parts in publisher._live.tensors.values():
+    for parts in publisher._snapshots.live.tensors.values():
         parts[0].fill_(version + 1)
     publisher.publish(version)
 
@@ -130,7 +134,7 @@ def test_those_below_killed_relays_reach_the_newest_version(publisher: Publisher
             assert victim.process.wait(30.0) == -9, f"message {message} was never reached"
         with chain(publisher, late=None) as (late,):
             late.reach(LAST)
-            held = publisher.held()
+            held = publisher._members.versions()
             assert [held[who] for who in ("first", "fourth", "late")] == [LAST] * 3
         for child in (first, below):
             assert child.process.poll() is None

@@ -40,7 +40,7 @@ from asyncrl.generator.engines.receiver import Learner, WeightReader, WeightRece
 from asyncrl.models import checkpoint_shapes, load_model_config
 from asyncrl.sync.layout.layout import whole_layout
 from asyncrl.sync.stream.subscriber import StagedWeights
-from asyncrl.sync.tensors.bucket import Shards
+from asyncrl.sync.tensors.shards import Shards
 from asyncrl.types import Finish, Version
 
 

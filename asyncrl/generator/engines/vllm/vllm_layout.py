@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from asyncrl.errors import WeightSyncError
 from asyncrl.generator.engines.vllm.vllm_weights import BoxView
 from asyncrl.sync.layout.layout import Box, ParamLayout
-from asyncrl.sync.tensors.bucket import dtype_name
+from asyncrl.sync.tensors.shards import dtype_name
 
 Checkpoint = Mapping[str, Tensor]
 """The checkpoint's parameters on the meta device: names, full shapes, dtypes."""

@@ -37,8 +37,8 @@ from asyncrl.generator.engines.receiver import (
 from asyncrl.sync.layout.layout import Box, Layout
 from asyncrl.sync.stream.snapshot import SnapshotEvictedError
 from asyncrl.sync.stream.subscriber import StagedWeights
-from asyncrl.sync.tensors.bucket import Shards
 from asyncrl.sync.tensors.checksum import Checksum
+from asyncrl.sync.tensors.shards import Shards
 from asyncrl.types import Version
 
 POLL_RANKS_S = (0.002, 0.05)

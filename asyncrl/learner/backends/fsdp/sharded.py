@@ -45,7 +45,7 @@ from asyncrl.learner.parallel.mesh import CONTEXT, PIPELINE, TENSOR, Mesh
 from asyncrl.models import checkpoint_names
 from asyncrl.sync.layout.layout import Layout
 from asyncrl.sync.layout.names import Names
-from asyncrl.sync.tensors.bucket import BoxTensors
+from asyncrl.sync.tensors.shards import BoxTensors
 
 KEPT_WHOLE_BYTES: Final = 1 << 28
 """The parameters of a network of at most this size stay whole from a forward to its backward: gathering them again

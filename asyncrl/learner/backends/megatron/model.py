@@ -37,7 +37,7 @@ from asyncrl.learner.models.networks import check_tokens
 from asyncrl.learner.models.roles import Loss
 from asyncrl.sync.layout.layout import ParamLayout
 from asyncrl.sync.layout.megatron import Gpt, MegatronPart, checkpoint_views
-from asyncrl.sync.tensors.bucket import BoxTensors, dtype_name
+from asyncrl.sync.tensors.shards import BoxTensors, dtype_name
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

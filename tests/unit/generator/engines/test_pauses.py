@@ -18,10 +18,9 @@ from asyncrl.generator.engines.engine import SampleRequest
 from asyncrl.generator.engines.receiver import WeightReader
 from asyncrl.generator.engines.scripted_engine import ScriptedEngine
 from asyncrl.generator.weights import WeightFollower
-from asyncrl.sync.channels.transport import SharingChannel, Transfer, bytes_of
+from asyncrl.sync.channels.transport import SharingChannel, Transfer
 from asyncrl.sync.layout.layout import layout_bytes, whole_layout
-from asyncrl.sync.tensors.bucket import Shards
-from asyncrl.sync.tensors.tensor_buffer import TensorBuffer
+from asyncrl.sync.tensors.shards import Shards, TensorBuffer
 from asyncrl.types import Sampling
 
 closing = pytest.fixture(closing_all)
@@ -32,7 +31,7 @@ def test_an_arena_holds_what_it_took_in_as_many_bytes() -> None:
     live = {name: torch.randn(shape).to(getattr(torch, dtype)) for name, (shape, dtype) in SMALL.items()}
     before = {name: tensor.clone() for name, tensor in live.items()}
     shards = Shards(layout, live)
-    arena = TensorBuffer(shards)
+    arena = TensorBuffer(shards.layout, shards.device)
     assert arena.floor() > 0
     assert arena.take(shards) > 0
     assert arena.bytes == layout_bytes(layout) == 30 * 8 * 4 + 8 * 4 + 12 * 8 * 2
@@ -48,7 +47,7 @@ def test_a_learner_rank_allocates_a_shard_for_each_snapshot(snapshots: int, clos
     generator = closing(Generator("g", learner, learner.whole, config))
     for version in range(3):
         learner.publish(version)
-        generator.check(generator.subscriber.fetch(version - 1, 20.0), version)
+        generator.check(generator.fetch(version - 1, 20.0), version)
     for publisher, layout in zip(learner.publishers, learner.layouts, strict=True):
         assert publisher.stats()["snapshot_bytes"] == snapshots * layout_bytes(layout)
 
@@ -58,9 +57,9 @@ def test_the_buckets_of_all_sources_of_a_generator_together_are_as_large_as_two(
     learner = closing(Learner(LARGE, 2, config))
     generator = closing(Generator("g", learner, learner.whole, config))
     learner.publish(0)
-    generator.check(generator.subscriber.fetch(-1, 20.0), 0)
+    generator.check(generator.fetch(-1, 20.0), 0)
     largest = [
-        max(bucket.length for bucket in source.buckets) for source in generator.subscriber._plan.sources
+        max(bucket.length for bucket in source.plan.buckets) for source in generator.subscriber._sources
     ]
     assert sum(2 * bytes_ for bytes_ in largest) <= 2 * config.bucket_bytes
 
@@ -119,7 +118,7 @@ class SlowChannel:
         return self.channel.send_parts(parts)
 
     def recv_parts(self, into: Sequence[torch.Tensor]) -> Transfer:
-        return SlowTransfer(self, self.channel.recv_parts(into), sum(map(bytes_of, into)))
+        return SlowTransfer(self, self.channel.recv_parts(into), sum(part.nbytes for part in into))
 
     def close(self) -> None:
         self.channel.close()

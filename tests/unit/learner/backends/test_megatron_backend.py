@@ -31,7 +31,7 @@ from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend, end_rank
 from asyncrl.models import checkpoint_tensors
 from asyncrl.sync.layout.layout import from_wire, to_wire
-from asyncrl.sync.tensors.bucket import BoxTensors
+from asyncrl.sync.tensors.shards import BoxTensors
 
 pytestmark = [needs_megatron, pytest.mark.timeout(900)]
 

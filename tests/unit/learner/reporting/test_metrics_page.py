@@ -13,7 +13,8 @@ from asyncrl.config.schema import SyncConfig
 from asyncrl.learner.reporting.report import publish_values, run_summary, step_row
 from asyncrl.queue.ledger.ledger import Ledger
 from asyncrl.sync.factory import open_publisher
-from asyncrl.sync.stream.publisher import PublishReport
+from asyncrl.sync.stream.snapshot import PublishReport
+from asyncrl.sync.tensors.shards import Shards
 
 SPAN = re.compile(r'"((?:compute|wait)/[a-z_]+)"')
 OF_MEMBERS = {"sync/held", "sync/lag"}
@@ -47,7 +48,7 @@ def test_every_count_of_the_queue_is_listed() -> None:
 def test_every_figure_of_the_weight_stream_is_listed(tmp_path: Path) -> None:
     learner = Learner(SMALL, 1, SyncConfig(bucket_mb=0.0005))
     config = SyncConfig(backend="file", folder=str(tmp_path))
-    stored = open_publisher("it", 0, 1, learner.layouts[0], learner.live[0], config, 1)
+    stored = open_publisher("it", 0, 1, Shards(learner.layouts[0], learner.live[0]), config, 1, None)
     try:
         stats = {**learner.publishers[0].stats(), **stored.stats()}
     finally:

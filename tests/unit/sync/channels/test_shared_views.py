@@ -7,8 +7,7 @@ from sharding import full_tensors, local_tensors, same_bits, sharded_models
 
 from asyncrl.errors import WeightSyncError
 from asyncrl.sync.channels.shared_memory import described, shared_memory, shared_views
-from asyncrl.sync.tensors.bucket import Shards
-from asyncrl.sync.tensors.tensor_buffer import TensorBuffer
+from asyncrl.sync.tensors.shards import Shards, TensorBuffer
 
 
 def test_numbers_by_hand() -> None:
@@ -46,7 +45,7 @@ def test_an_arena_is_read_where_it_lies(model: tuple) -> None:
     _, layout = model
     shards = Shards(layout, local_tensors(layout, full_tensors(layout)))
     assume(shards.parts)
-    arena = TensorBuffer(shards)
+    arena = TensorBuffer(shards.layout, shards.device)
     arena.take(shards)
     _, numbers = described(arena.shards.parts) or pytest.fail("not shared")
     found = shared_views(arena.memory, shards.parts, numbers)

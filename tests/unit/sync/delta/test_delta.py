@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from delta_cases import apply_delta
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -15,7 +16,6 @@ from asyncrl.sync.delta.delta import (
     HEADER_BYTES,
     Changes,
     add,
-    apply_delta,
     changes_to_bytes,
     encode_delta,
     find_changes,

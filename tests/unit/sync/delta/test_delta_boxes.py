@@ -3,11 +3,10 @@ from __future__ import annotations
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sharding import same_bits
+from sharding import grid, same_bits
 
-from asyncrl.sync.delta.delta import Changes, add, find_changes
-from asyncrl.sync.delta.delta_boxes import cut
-from asyncrl.sync.layout.layout import Box, grid
+from asyncrl.sync.delta.delta import Changes, add, cut, find_changes
+from asyncrl.sync.layout.layout import Box
 
 
 @st.composite

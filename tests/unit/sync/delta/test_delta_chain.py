@@ -27,7 +27,8 @@ from asyncrl.sync.delta.delta_stream import (
 )
 from asyncrl.sync.layout.layout import Box, ParamLayout, whole_layout
 from asyncrl.sync.plan.plan import SourcePlan, plan
-from asyncrl.sync.tensors.bucket import Buffers, Shards
+from asyncrl.sync.tensors.bucket import Buffers
+from asyncrl.sync.tensors.shards import Shards
 
 CPU = torch.device("cpu")
 LAYOUT = whole_layout({"w": ((40, 10), "bfloat16"), "norm": ((10,), "float32")})

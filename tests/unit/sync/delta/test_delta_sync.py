@@ -38,7 +38,7 @@ def follow(generator: Generator, learner: DriftingLearner, *versions: int) -> St
     staged = None
     for version in versions:
         learner.publish(version)
-        staged = generator.subscriber.fetch(version - 1, 10.0)
+        staged = generator.fetch(version - 1, 10.0)
         generator.check(staged, version)
     assert staged is not None
     return staged
@@ -54,7 +54,7 @@ def test_after_the_first_version_only_changes_are_sent(world: int, closing: Call
     for version in range(4):
         learner.publish(version)
         for generator in generators:
-            staged = generator.subscriber.fetch(version - 1, 10.0)
+            staged = generator.fetch(version - 1, 10.0)
             generator.check(staged, version)
             full = layout_bytes(generator.layout)
             assert staged.bytes == full if version == 0 else 0 < staged.bytes < 0.2 * full
@@ -69,14 +69,14 @@ def test_a_laggard_replays_the_chain_and_a_late_joiner_takes_all(closing: Callab
     steady = closing(Generator("steady", learner, learner.whole, ALWAYS))
     laggard = closing(Generator("laggard", learner, learner.whole, ALWAYS))
     follow(steady, learner, 0, 3)
-    laggard.check(laggard.subscriber.fetch(-1, 10.0), 3)
+    laggard.check(laggard.fetch(-1, 10.0), 3)
     single = follow(steady, learner, 4).bytes
     follow(steady, learner, 5, 6, 7)
-    replay = laggard.subscriber.fetch(3, 10.0)
+    replay = laggard.fetch(3, 10.0)
     laggard.check(replay, 7)
     assert 3 * single < replay.bytes < 5 * single
     joiner = closing(Generator("joiner", learner, learner.whole, ALWAYS))
-    full = joiner.subscriber.fetch(-1, 10.0)
+    full = joiner.fetch(-1, 10.0)
     joiner.check(full, 7)
     assert full.bytes == layout_bytes(learner.whole)
     assert follow(joiner, learner, 8).bytes < 2 * single, "from now on it follows the chain too"
@@ -89,9 +89,9 @@ def test_a_chain_that_is_longer_than_the_full_stream_or_forgotten_is_not_used(cl
         steady = closing(Generator("steady", learner, learner.whole, config))
         laggard = closing(Generator("laggard", learner, learner.whole, config))
         follow(steady, learner, 0)
-        laggard.check(laggard.subscriber.fetch(-1, 10.0), 0)
+        laggard.check(laggard.fetch(-1, 10.0), 0)
         assert follow(steady, learner, 1, 2, 3, 4, 5, 6).bytes < layout_bytes(learner.whole)
-        full = laggard.subscriber.fetch(0, 10.0)
+        full = laggard.fetch(0, 10.0)
         laggard.check(full, 6)
         assert full.bytes == layout_bytes(learner.whole)
 

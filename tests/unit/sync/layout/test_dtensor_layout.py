@@ -21,7 +21,7 @@ from asyncrl.learner.backends.dtensor_layout import layout_of_dtensors, placed
 from asyncrl.sync.layout.layout import Box, from_wire, to_wire
 from asyncrl.sync.layout.names import Fused, Names
 from asyncrl.sync.layout.sharding import Local
-from asyncrl.sync.tensors.bucket import Shards
+from asyncrl.sync.tensors.shards import Shards
 
 NAMES = Names((Fused("experts.gate_up_proj", ("experts.*.gate_proj.weight", "experts.*.up_proj.weight")),))
 

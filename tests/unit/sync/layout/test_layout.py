@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sharding import sharded_models
+from sharding import grid, sharded_models
 
 from asyncrl.errors import WireError
-from asyncrl.sync.layout.layout import Box, ParamLayout, from_wire, grid, layout_bytes, to_wire, whole_layout
+from asyncrl.sync.layout.layout import Box, ParamLayout, from_wire, layout_bytes, to_wire, whole_layout
 
 axis = st.tuples(st.integers(0, 5), st.integers(0, 5))
 

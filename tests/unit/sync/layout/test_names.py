@@ -3,8 +3,9 @@ from __future__ import annotations
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sharding import grid
 
-from asyncrl.sync.layout.layout import Box, Layout, ParamLayout, grid
+from asyncrl.sync.layout.layout import Box, Layout, ParamLayout
 from asyncrl.sync.layout.names import Fused, Names, checkpoint_layout
 
 QWEN = Names(

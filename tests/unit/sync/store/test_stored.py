@@ -13,27 +13,29 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
-from sharding import full_tensors, local_tensors, same_bits, sharded_models
+from sharding import full_tensors, grid, local_tensors, same_bits, sharded_models
+from stream_cases import fetch
 
 import asyncrl.sync.store.stored as stored_module
 import asyncrl.sync.store.stored_publisher as publisher_module
 from asyncrl.config.schema import SyncConfig
 from asyncrl.errors import WeightSyncError, WireError
-from asyncrl.sync.layout.layout import ITEM_BYTES, Box, Layout, ParamLayout, grid, whole_layout
+from asyncrl.sync.layout.layout import Box, Layout, ParamLayout, whole_layout
 from asyncrl.sync.store.blobs import Bytes, FolderBlobs
 from asyncrl.sync.store.stored import (
     Manifest,
     blocks,
+    check_header,
     header_of,
     manifest_from_bytes,
     manifest_key,
     manifest_to_bytes,
-    offsets_in,
     tensors_key,
 )
 from asyncrl.sync.store.stored_publisher import FAILURES, StoredPublisher
-from asyncrl.sync.store.stored_stream import StoredStream
+from asyncrl.sync.store.stored_subscriber import StoredSubscriber
 from asyncrl.sync.stream.snapshot import SnapshotEvictedError
+from asyncrl.sync.tensors.shards import Shards
 
 WAIT_S = 20.0
 SHAPES = {"norm": ((8,), "bfloat16"), "embed": ((512, 1024), "float32")}
@@ -49,20 +51,19 @@ def test_blocks_tile_a_box_in_the_order_of_its_memory(box: tuple[int, list[int]]
     held = Box(tuple(offset for _ in shape), tuple(shape))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stored_module, "BLOCK_BYTES", most)
-        cut = list(blocks(held, 2, first=5))
+        cut = list(blocks({"w": ParamLayout(held.stops, "int16", (held,))}))
     values = torch.arange(held.elements, dtype=torch.int16).view(held.shape)
-    assert [block.number for block in cut] == list(range(5, 5 + len(cut)))
-    assert all(block.stop - block.start <= max(most, 2) for block in cut)
+    assert [block.number for block in cut] == list(range(len(cut)))
+    assert all(block.bytes <= max(most, 2) for block in cut)
     parts = [values[block.box.within(held).slices()].reshape(-1) for block in cut]
     assert torch.equal(torch.cat(parts), values.reshape(-1))
-    assert [block.start for block in cut] == [2 * int(part[0]) for part in parts]
+    assert [block.bytes for block in cut] == [2 * len(part) for part in parts]
 
 
 def manifest(layout: Layout, **fields: object) -> Manifest:
-    digests = {
-        name: [7] * sum(1 for box in param.boxes for _ in blocks(box, ITEM_BYTES[param.dtype]))
-        for name, param in layout.items()
-    }
+    digests: dict[str, list[int]] = {name: [] for name in layout}
+    for block in blocks(layout):
+        digests[block.name].append(7)
     return replace(Manifest(1, 2, 0, 1, "full", None, 9, 8, layout, digests), **fields)  # type: ignore[arg-type]
 
 
@@ -95,12 +96,12 @@ def test_a_manifest_of_another_format_or_with_too_few_hashes_is_named() -> None:
 
 def test_a_header_of_other_tensors_is_refused() -> None:
     header = header_of(WHOLE, {})
-    assert offsets_in(header, WHOLE, "k") == {"norm": len(header), "embed": len(header) + 8 * 2}
+    check_header(header, WHOLE, "k")
     other = whole_layout({**SHAPES, "norm": ((8,), "float16")})
     with pytest.raises(WeightSyncError, match=r"k is not what its manifest says: .*norm"):
-        offsets_in(header, other, "k")
+        check_header(header, other, "k")
     with pytest.raises(WeightSyncError, match="k is not what its manifest says"):
-        offsets_in(header[:-9], WHOLE, "k")
+        check_header(header[:-9], WHOLE, "k")
 
 
 # ------------------------------------------------------------------ two ranks over a folder
@@ -126,7 +127,8 @@ class Run:
 
     def publisher(self, rank: int, blobs: FolderBlobs | None = None) -> StoredPublisher:
         blobs = blobs or FolderBlobs(self.folder)
-        return StoredPublisher(rank, 2, self.layouts[rank], self.live[rank], self.config, 1, blobs)
+        live = Shards(self.layouts[rank], self.live[rank])
+        return StoredPublisher(rank, 2, live, self.config, 1, blobs)
 
     def replace(self, rank: int, blobs: FolderBlobs | None = None) -> StoredPublisher:
         """A learner that was started again."""
@@ -149,11 +151,12 @@ class Run:
 
     def stream(
         self, layout: Layout = WHOLE, blobs: FolderBlobs | None = None, lineage: int = 1
-    ) -> StoredStream:
+    ) -> StoredSubscriber:
         self.staging = local_tensors(layout, full_tensors(WHOLE))
         endpoints = [publisher.endpoint for publisher in self.publishers]
         blobs = blobs or FolderBlobs(self.folder)
-        return StoredStream("generator-0", endpoints, layout, self.config, self.staging, blobs, lineage)
+        staging = Shards(layout, self.staging)
+        return StoredSubscriber("generator-0", endpoints, staging, self.config, lineage, blobs)
 
     def check(self, layout: Layout, version: int) -> None:
         for name, parts in local_tensors(layout, full_tensors(WHOLE, version)).items():
@@ -245,7 +248,7 @@ def test_a_version_deleted_under_the_reader_makes_it_start_over(run: Run) -> Non
     with pytest.raises(SnapshotEvictedError, match="generator-0: version 0 was deleted"):
         stream.stage(0)
     run.written(1)
-    staged = stream.fetch(-1, WAIT_S)
+    staged = fetch(stream, -1, WAIT_S)
     assert staged is not None
     assert staged.version == 1
     run.check(WHOLE, 1)

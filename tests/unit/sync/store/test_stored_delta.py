@@ -17,11 +17,10 @@ from asyncrl.config.schema import SyncConfig
 from asyncrl.errors import WeightSyncError
 from asyncrl.sync.layout.layout import Box, Layout, ParamLayout, layout_bytes, whole_layout
 from asyncrl.sync.store.blobs import FolderBlobs
-from asyncrl.sync.store.stored_delta import FULL_EVERY, Chain
-from asyncrl.sync.store.stored_publisher import StoredPublisher
-from asyncrl.sync.store.stored_stream import StoredStream
+from asyncrl.sync.store.stored_publisher import FULL_EVERY, Chain, StoredPublisher
+from asyncrl.sync.store.stored_subscriber import StoredSubscriber
 from asyncrl.sync.stream.subscriber import StagedWeights
-from asyncrl.sync.tensors.bucket import Shards
+from asyncrl.sync.tensors.shards import Shards
 
 WHOLE = whole_layout({**DRIFTING, "large": ((1200, 500), "bfloat16")})  # of several blocks
 COLUMNS = {
@@ -44,7 +43,7 @@ class Store:
         self.live = [local_tensors(layout, self.full[0]) for layout in layouts]
         self.layouts = layouts
         self.publishers = [
-            StoredPublisher(rank, WORLD, layout, live, self.config, 1, FolderBlobs(folder))
+            StoredPublisher(rank, WORLD, Shards(layout, live), self.config, 1, FolderBlobs(folder))
             for rank, (layout, live) in enumerate(zip(layouts, self.live, strict=True))
         ]
         for publisher in self.publishers:
@@ -75,8 +74,8 @@ class Reader:
         self.store, self.layout = store, layout
         self.staging = local_tensors(layout, {name: torch.zeros_like(t) for name, t in store.full[0].items()})
         endpoints = [publisher.endpoint for publisher in store.publishers]
-        self.stream = StoredStream(
-            who, endpoints, layout, store.config, self.staging, FolderBlobs(store.folder), 1
+        self.stream = StoredSubscriber(
+            who, endpoints, Shards(layout, self.staging), store.config, 1, FolderBlobs(store.folder)
         )
         stack.callback(self.stream.close)
 
@@ -195,9 +194,11 @@ def test_auto_stores_changes_where_the_store_is_slow(
     layout = whole_layout(DRIFTING)
     full = full_tensors(layout)
     config = SyncConfig(backend="file", folder=str(tmp_path), deadline_s=20.0)
-    publisher = StoredPublisher(0, 1, layout, full, config, 1, FolderBlobs(tmp_path))
+    publisher = StoredPublisher(0, 1, Shards(layout, full), config, 1, FolderBlobs(tmp_path))
     try:
-        stream = StoredStream("g", [publisher.endpoint], layout, config, full, FolderBlobs(tmp_path), 1)
+        stream = StoredSubscriber(
+            "g", [publisher.endpoint], Shards(layout, full), config, 1, FolderBlobs(tmp_path)
+        )
         for version in (0, 1):
             publisher.publish(version)
             assert stream.newest(version - 1, 20.0) == version

@@ -11,26 +11,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis_server import RedisServer
-from sharding import full_tensors, local_tensors, same_bits, sharded_models
+from sharding import full_tensors, grid, local_tensors, same_bits, sharded_models
+from stream_cases import fetch
 
 from asyncrl.config.schema import SyncConfig
 from asyncrl.sync.factory import open_blobs
-from asyncrl.sync.layout.layout import ITEM_BYTES, Box, Layout, ParamLayout, grid, whole_layout
+from asyncrl.sync.layout.layout import ITEM_BYTES, Box, Layout, ParamLayout, whole_layout
 from asyncrl.sync.store.stored_publisher import StoredPublisher
-from asyncrl.sync.store.stored_stream import StoredStream
+from asyncrl.sync.store.stored_subscriber import StoredSubscriber
 from asyncrl.sync.stream.publisher import Publisher
 from asyncrl.sync.stream.subscriber import StagedWeights, Subscriber
-from asyncrl.sync.tensors.bucket import BoxTensors, Shards
+from asyncrl.sync.tensors.shards import BoxTensors, Shards
 
 Tensors = Mapping[str, BoxTensors]
 DEADLINE_S = 30.0
 GPUS = torch.cuda.device_count()
 
 
-class Stream(Protocol):
-    def fetch(self, newer_than: int, wait_s: float) -> StagedWeights | None: ...
-
-    def close(self) -> None: ...
+Stream = Subscriber | StoredSubscriber
 
 
 class Transport(Protocol):
@@ -58,7 +56,7 @@ class Channels:
     def __init__(self, layouts: Sequence[Layout], live: Sequence[Tensors], config: SyncConfig) -> None:
         self._config = config
         self._publishers = [
-            Publisher(rank, len(layouts), layout, tensors, config, 3)
+            Publisher(rank, len(layouts), Shards(layout, tensors), config, 3)
             for rank, (layout, tensors) in enumerate(zip(layouts, live, strict=True))
         ]
 
@@ -68,7 +66,7 @@ class Channels:
 
     def stream(self, who: str, layout: Layout, staging: Tensors) -> Stream:
         endpoints = [publisher.endpoint for publisher in self._publishers]
-        return Subscriber(who, endpoints, layout, self._config, staging, 3)
+        return Subscriber(who, endpoints, Shards(layout, staging), self._config, 3)
 
     def close(self) -> None:
         for publisher in self._publishers:
@@ -81,7 +79,7 @@ class Stored:
     def __init__(self, layouts: Sequence[Layout], live: Sequence[Tensors], config: SyncConfig) -> None:
         self._config = config
         self._publishers = [
-            StoredPublisher(rank, len(layouts), layout, tensors, config, 3, open_blobs(config, "it"))
+            StoredPublisher(rank, len(layouts), Shards(layout, tensors), config, 3, open_blobs(config, "it"))
             for rank, (layout, tensors) in enumerate(zip(layouts, live, strict=True))
         ]
 
@@ -91,7 +89,9 @@ class Stored:
 
     def stream(self, who: str, layout: Layout, staging: Tensors) -> Stream:
         endpoints = [publisher.endpoint for publisher in self._publishers][::-1]
-        return StoredStream(who, endpoints, layout, self._config, staging, open_blobs(self._config, "it"), 3)
+        return StoredSubscriber(
+            who, endpoints, Shards(layout, staging), self._config, 3, open_blobs(self._config, "it")
+        )
 
     def close(self) -> None:
         for publisher in self._publishers:
@@ -188,7 +188,7 @@ def test_random_pools_of_any_layout(
             train(layouts, live, full_tensors(whole, seed + version))
             transport.publish(version)
             for layout, staging, stream in zip(generators, stagings, streams, strict=True):
-                check(stream.fetch(newer_than, DEADLINE_S), version, layout, staging, layouts, live)
+                check(fetch(stream, newer_than, DEADLINE_S), version, layout, staging, layouts, live)
 
 
 def test_every_dtype_and_large_boxes(make: Make) -> None:
@@ -220,7 +220,7 @@ def test_every_dtype_and_large_boxes(make: Make) -> None:
             staging = staging_of(layout, full_tensors(whole), strided=False)
             stream = transport.stream(who, layout, staging)
             stack.callback(stream.close)
-            check(stream.fetch(-1, DEADLINE_S), 0, layout, staging, rows, live)
+            check(fetch(stream, -1, DEADLINE_S), 0, layout, staging, rows, live)
 
 
 def check(

@@ -14,11 +14,13 @@ from asyncrl.errors import DeadlineError, WeightSyncError
 from asyncrl.sync.channels.channels import Kind, open_channel
 from asyncrl.sync.channels.transport import Channel, Meeting
 from asyncrl.sync.layout.layout import layout_bytes
+from asyncrl.sync.plan.plan import SourcePlan
 from asyncrl.sync.plan.tree import Links, Member
 from asyncrl.sync.stream.link import PublisherLink
 from asyncrl.sync.stream.membership import Joined, Membership
-from asyncrl.sync.stream.relay import Relay, StagingProgress
+from asyncrl.sync.stream.relay import Relay, StagingSource
 from asyncrl.sync.stream.snapshot import SnapshotEvictedError
+from asyncrl.sync.tensors.shards import Shards
 
 closing = pytest.fixture(closing_all)
 
@@ -134,53 +136,53 @@ def test_joining_again_takes_a_new_place_and_leaves_the_old_one() -> None:
 
 
 def test_children_wait_for_buckets_and_for_the_acknowledgement() -> None:
-    progress = StagingProgress("parent")
+    staging = StagingSource("parent", Shards({}, {}), SourcePlan(0, ()))
     with pytest.raises(LookupError):
-        progress.pin(3, "child")
-    progress.begin(3)
-    pin = progress.pin(3, "child")
+        staging.pin(3, "child")
+    staging.begin(3)
+    pin = staging.pin(3, "child")
     assert pin is not None
     with pytest.raises(
         DeadlineError, match=r"child waited 0\.0 s for parent: version 3, bucket 1 did not come"
     ):
-        progress.wait_for(pin, 1, 0.0)
-    progress.arrived(1)
-    progress.wait_for(pin, 1, 0.0)
+        staging.ready(pin, 1, 0.0)
+    staging.arrived(1)
+    staging.ready(pin, 1, 0.0)
     with pytest.raises(DeadlineError, match="version 3, all of it"):
-        progress.wait_for(pin, None, 0.0)
-    progress.complete(99)
-    assert progress.wait_for(pin, None, 0.0) == 99
-    assert progress.pin(2, "child") is None, "gone"
-    progress.begin(3)
-    progress.moved(pin)
+        staging.share(pin, staging.plan, 0.0)
+    staging.complete(99)
+    assert staging.share(pin, staging.plan, 0.0) == 99
+    assert staging.pin(2, "child") is None, "gone"
+    staging.begin(3)
+    staging.moved(pin)
 
 
 def test_the_next_version_or_a_failure_cancels_the_children() -> None:
-    progress = StagingProgress("parent")
-    progress.begin(3)
-    first = progress.pin(3, "child")
+    staging = StagingSource("parent", Shards({}, {}), SourcePlan(0, ()))
+    staging.begin(3)
+    first = staging.pin(3, "child")
     assert first is not None
-    progress.arrived(0)
-    progress.begin(4)
+    staging.arrived(0)
+    staging.begin(4)
     with pytest.raises(SnapshotEvictedError, match="version 3 was taken back from child by parent"):
-        progress.wait_for(first, 0, 0.0)
-    second = progress.pin(4, "child")
+        staging.ready(first, 0, 0.0)
+    second = staging.pin(4, "child")
     assert second is not None
     with pytest.raises(DeadlineError):
-        progress.wait_for(second, 0, 0.0)  # bucket 0 of version 3 does not count
-    progress.complete(5)
-    progress.withdraw()
+        staging.ready(second, 0, 0.0)  # bucket 0 of version 3 does not count
+    staging.complete(5)
+    staging.withdraw()
     with pytest.raises(SnapshotEvictedError):
-        progress.wait_for(second, None, 0.0)
+        staging.share(second, staging.plan, 0.0)
     with pytest.raises(LookupError):
-        progress.pin(4, "child")
+        staging.pin(4, "child")
 
 
 # ---- relays
 
 
 def fetch_all(threads: ThreadPoolExecutor, generators: list[Generator], held: int, version: int) -> list:
-    fetched = [threads.submit(generator.subscriber.fetch, held, 20.0) for generator in generators]
+    fetched = [threads.submit(generator.fetch, held, 20.0) for generator in generators]
     staged = [future.result(30.0) for future in fetched]
     for generator, one in zip(generators, staged, strict=True):
         generator.check(one, version)
@@ -202,7 +204,7 @@ def test_a_chain_of_three_costs_the_learner_one_copy(
         learner.publish(version + 1)
     sent = sum(publisher.stats()["bytes"] for publisher in learner.publishers)
     assert sent == 3 * layout_bytes(learner.whole)
-    assert [g.subscriber.stats()["transfers"] for g in generators] == [3, 3, 0]
+    assert [g.relay.server.stats()["transfers"] for g in generators] == [3, 3, 0]
 
 
 def test_what_is_held_is_acknowledged_and_a_fenced_one_joins_again(closing: Callable) -> None:
@@ -211,10 +213,10 @@ def test_what_is_held_is_acknowledged_and_a_fenced_one_joins_again(closing: Call
     learner.publish(0)
     rank_0 = learner.publishers[0]
     for generator in (a, b):
-        generator.check(generator.subscriber.fetch(-1, 10.0), 0)
-    assert rank_0.held() == {"a": -1, "b": -1}
+        generator.check(generator.fetch(-1, 10.0), 0)
+    assert rank_0._members.versions() == {"a": -1, "b": -1}
     a.subscriber.held(0)
-    assert rank_0.held() == {"a": 0, "b": -1}
+    assert rank_0._members.versions() == {"a": 0, "b": -1}
     learner.publish(1)
     assert (rank_0.stats()["held"], rank_0.stats()["lag"]) == (0, 1)
     rank_0._members._silence_s = -1.0
@@ -222,9 +224,9 @@ def test_what_is_held_is_acknowledged_and_a_fenced_one_joins_again(closing: Call
     b.subscriber.held(0)
     rank_0._members._silence_s = 300.0
     assert rank_0.stats()["fenced"] >= 2
-    b.check(b.subscriber.fetch(0, 10.0), 2)
+    b.check(b.fetch(0, 10.0), 2)
     b.subscriber.held(2)
-    assert rank_0.held()["b"] == 2
+    assert rank_0._members.versions()["b"] == 2
 
 
 class Hold:
@@ -255,16 +257,16 @@ def test_a_version_published_in_the_middle_takes_the_memory_of_the_parent_back(
     for generator in (a, b):
         assert generator.subscriber.newest(-1, 0.0) is None
     learner.publish(0)
-    a.check(a.subscriber.fetch(-1, 20.0), 0)
-    b_fetched = threads.submit(b.subscriber.fetch, -1, 20.0)
+    a.check(a.fetch(-1, 20.0), 0)
+    b_fetched = threads.submit(b.fetch, -1, 20.0)
     assert hold.reached.wait(20.0)
     learner.publish(1)
-    a.check(a.subscriber.fetch(0, 20.0), 1)  # waits for no child
+    a.check(a.fetch(0, 20.0), 1)  # waits for no child
     hold.open.set()
     staged = b_fetched.result(20.0)
     b.check(staged, 1)
     assert staged.source == "a"
-    assert a.subscriber.stats()["taken_back"] == 1
+    assert a.relay.server.stats()["taken_back"] == 1
 
 
 def test_what_did_not_arrive_whole_is_handed_on_to_nobody(
@@ -277,9 +279,9 @@ def test_what_did_not_arrive_whole_is_handed_on_to_nobody(
 
     def cut(link: PublisherLink, *words: object) -> None:
         nonlocal relay
-        relay = a.subscriber._relay
+        relay = a.relay
         assert relay is not None
-        assert relay.progress.pin(0, "child") is not None, "it was about to be handed on"
+        assert relay.source.pin(0, "child") is not None, "it was about to be handed on"
         raise WeightSyncError("cut off")
 
     monkeypatch.setattr(PublisherLink, "receive", cut)
@@ -287,7 +289,7 @@ def test_what_did_not_arrive_whole_is_handed_on_to_nobody(
         a.subscriber.stage(0)
     assert relay is not None
     with pytest.raises(LookupError):
-        relay.progress.pin(0, "child")
+        relay.source.pin(0, "child")
 
 
 def test_a_parent_that_does_not_begin_is_reported_and_passed_by(
@@ -300,7 +302,7 @@ def test_a_parent_that_does_not_begin_is_reported_and_passed_by(
         assert generator.subscriber.newest(-1, 0.0) is None
     for version in range(2):  # a is busy with something else
         learner.publish(version)
-        staged = b.subscriber.fetch(version - 1, 20.0)
+        staged = b.fetch(version - 1, 20.0)
         b.check(staged, version)
         assert staged.source is None
     assert learner.publishers[0].stats()["reports"] == 1
@@ -326,7 +328,7 @@ def test_a_parent_that_opens_no_channel_is_passed_by_long_before_the_deadline_of
         assert generator.subscriber.newest(-1, 0.0) is None
     learner.publish(0)
     try:
-        staged = threads.submit(b.subscriber.fetch, -1, 20.0).result(30.0)
+        staged = threads.submit(b.fetch, -1, 20.0).result(30.0)
     finally:
         over.set()
     b.check(staged, 0)
@@ -344,10 +346,10 @@ def test_children_of_one_that_leaves_in_the_middle_go_on_with_the_learner(
     for generator in (a, b):
         assert generator.subscriber.newest(-1, 0.0) is None
     learner.publish(0)
-    a_fetched = threads.submit(a.subscriber.fetch, -1, 0.0)
-    b_fetched = threads.submit(b.subscriber.fetch, -1, 20.0)
+    a_fetched = threads.submit(a.fetch, -1, 0.0)
+    b_fetched = threads.submit(b.fetch, -1, 20.0)
     assert hold.reached.wait(20.0)
-    a.subscriber._relay.close()  # type: ignore[union-attr]
+    a.relay.close()
     staged = b_fetched.result(20.0)
     b.check(staged, 0)
     assert staged.source is None
@@ -355,4 +357,4 @@ def test_children_of_one_that_leaves_in_the_middle_go_on_with_the_learner(
     a_fetched.exception(20.0)
     a.subscriber.close()
     c = closing(Generator("c", learner, learner.whole, CHAIN))
-    c.check(c.subscriber.fetch(-1, 20.0), 0)
+    c.check(c.fetch(-1, 20.0), 0)

@@ -35,9 +35,9 @@ def test_with_keys_those_who_hold_them_get_weights_and_nobody_else(tmp_path: Pat
     for who, others in (("none", None), ("strange", strange)):
         outsider = closing(Generator(who, learner, learner.whole, CONFIG, keys=others))
         with pytest.raises(WeightSyncError, match=rf"{who}.*queue\.keys.*hello"):
-            outsider.subscriber.fetch(-1, 5.0)
+            outsider.fetch(-1, 5.0)
     insider = closing(Generator("insider", learner, learner.whole, CONFIG, keys=keys))
-    insider.check(insider.subscriber.fetch(-1, 10.0), 0)
+    insider.check(insider.fetch(-1, 10.0), 0)
     refused = learner.publishers[0].stats
     assert any(refused()["refused"] >= 2 for _ in range(1000) if insider.subscriber.newest(0, 0.0) is None)
 
@@ -47,11 +47,11 @@ def test_relays_ask_for_the_keys_too(tmp_path: Path, closing: Callable) -> None:
     learner = closing(Learner(SMALL, 1, CONFIG, keys=keys))
     learner.publish(0)
     relay = closing(Generator("a", learner, learner.whole, CONFIG, keys=keys))
-    relay.check(relay.subscriber.fetch(-1, 10.0), 0)
-    learner.endpoints = [relay.subscriber._relay.endpoint]
+    relay.check(relay.fetch(-1, 10.0), 0)
+    learner.endpoints = [relay.relay.endpoint]
     outsider = closing(Generator("outsider", learner, learner.whole, CONFIG))
     with pytest.raises(WeightSyncError, match=r"outsider.*queue\.keys.*hello"):
-        outsider.subscriber.fetch(-1, 5.0)
+        outsider.fetch(-1, 5.0)
 
 
 VALUES = st.recursive(
@@ -117,7 +117,7 @@ def test_no_request_ends_the_control_thread(
     learner, dealer = fuzzed
     for frame in frames:
         dealer.send(frame)
-    dealer.send(msgpack.packb([PROTOCOL, 7, "hello", {"lineage": None, "who": "g"}]))
+    dealer.send(msgpack.packb([PROTOCOL, 7, "hello", {"lineage": 1, "who": "g"}]))
     while True:
         assert dealer.poll(10_000), "no answer to a good request"
         _, number, verdict, fields = msgpack.unpackb(dealer.recv())

@@ -11,9 +11,7 @@ from asyncrl.errors import DeadlineError, WeightSyncError
 from asyncrl.sync.layout.layout import Box, ParamLayout, whole_layout
 from asyncrl.sync.plan.plan import plan
 from asyncrl.sync.tensors.bucket import (
-    BoxTensors,
     Buffers,
-    Shards,
     in_place,
     pack_bucket,
     receive_buckets,
@@ -21,7 +19,7 @@ from asyncrl.sync.tensors.bucket import (
     unpack_bucket,
 )
 from asyncrl.sync.tensors.checksum import PIECES, ROWS, Checksum, ChecksumShare, hash_of
-from asyncrl.sync.tensors.tensor_buffer import TensorBuffer
+from asyncrl.sync.tensors.shards import BoxTensors, Shards, TensorBuffer
 
 CPU = torch.device("cpu")
 
@@ -93,7 +91,7 @@ def test_an_arena_copies_every_box_of_a_strided_parameter() -> None:
     layout = {"w": ParamLayout((4, 2), "float32", (Box((3, 0), (1, 2)), Box((0, 0), (2, 2))))}
     fused = torch.arange(12.0).view(3, 4)
     live = Shards(layout, {"w": [fused[:1, 2:], fused[1:, :2]]})
-    arena = TensorBuffer(live)
+    arena = TensorBuffer(live.layout, live.device)
     arena.take(live)
     assert arena.bytes == 24
     assert arena.shards.view("w", Box((0, 0), (2, 2))).tolist() == [[4, 5], [8, 9]]

@@ -9,8 +9,8 @@ from sharding import full_tensors
 from asyncrl.errors import WeightSyncError
 from asyncrl.sync.layout.layout import whole_layout
 from asyncrl.sync.plan.plan import plan
-from asyncrl.sync.tensors.bucket import Shards
 from asyncrl.sync.tensors.checksum import PIECES, ROWS, Checksum, ChecksumShare, hash_of
+from asyncrl.sync.tensors.shards import Shards
 
 LAYOUT = whole_layout({"a": ((3, 4), "float32"), "b": ((), "bfloat16"), "c": ((3, 4), "float32")})
 WAYS = pytest.mark.parametrize("by", [ROWS, PIECES])

@@ -3,10 +3,10 @@ from __future__ import annotations
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sharding import DTYPES, full_tensors
+from sharding import DTYPES, full_tensors, grid
 
-from asyncrl.sync.layout.layout import Box, grid, whole_layout
-from asyncrl.sync.tensors.row_hash import CHUNK_BYTES, MOD, MOST_COLUMNS, _padded, row_digest
+from asyncrl.sync.layout.layout import Box, whole_layout
+from asyncrl.sync.tensors.checksum import MOD, MOST_COLUMNS, ROWS_BYTES, _padded, row_digest
 
 
 def of_whole(tensor: torch.Tensor, name: str = "w") -> int:
@@ -23,7 +23,7 @@ def test_shares_of_a_partition_add_up_to_the_whole(axes: list, dtype: str) -> No
 
 
 def test_a_tensor_of_many_chunks_adds_up_too() -> None:
-    tensor = torch.arange(CHUNK_BYTES, dtype=torch.int32).view(-1, 128)
+    tensor = torch.arange(ROWS_BYTES, dtype=torch.int32).view(-1, 128)
     boxes = grid(tuple(tensor.shape), (5, 1))
     shares = [row_digest(tensor[box.slices()], box, tuple(tensor.shape), "w") for box in boxes]
     assert sum(shares) % MOD == of_whole(tensor)
