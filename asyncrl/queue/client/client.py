@@ -85,7 +85,7 @@ class QueueClient:
     async def connect(self) -> RunStatus:
         """Connect. RefusedError 'wrong_run' if the queue serves another run, ConfigError if the keys do not fit."""
         self._connection.open()
-        value = (await self._connection.request(rq.HelloRequest())).value
+        value = await self._value(rq.HelloRequest())
         return RunStatus(value["run"], tuple(value["streams"]), value["closed"])
 
     async def close(self) -> None:
@@ -96,11 +96,11 @@ class QueueClient:
 
     async def post(self, key: str, value: Any) -> None:
         """Put a small msgpack-able value into the run's registry; it replaces an earlier one."""
-        await self._connection.request(rq.PostRequest(key=key, value=wire.pack({"value": value})))
+        await self._value(rq.PostRequest(key=key, value=wire.pack({"value": value})))
 
     async def lookup(self, key: str, wait_s: float) -> Any:
         """The value posted under `key`; parks until there is one, DeadlineError after wait_s."""
-        value = (await self._connection.request(rq.LookupRequest(key=key, wait_s=wait_s))).value
+        value = await self._value(rq.LookupRequest(key=key, wait_s=wait_s))
         if not value["found"]:
             raise DeadlineError(
                 self.who, f"the queue at {self._connection.address}", f"the entry '{key}'", wait_s
@@ -109,12 +109,12 @@ class QueueClient:
 
     async def finish(self, reason: str) -> None:
         """Close all streams: unfinished tasks are DROPPED(end); parked requests get RunClosedError."""
-        await self._connection.request(rq.FinishRequest(reason=reason))
+        await self._value(rq.FinishRequest(reason=reason))
 
     async def drain(self, stream: str) -> int:
         """Lease no more tasks: pending ones are DROPPED(drained), leased ones are finished, then the stream
         is exhausted. Returns how many were pending."""
-        return (await self._connection.request(rq.DrainRequest(stream=stream))).value
+        return await self._value(rq.DrainRequest(stream=stream))
 
     async def status(self) -> dict[str, Any]:
         """Counts, ages, leases, refusals, bytes and versions per stream; the latest stats of each worker.
@@ -122,7 +122,7 @@ class QueueClient:
         It works for any run that the queue serves, and without `connect`.
         """
         self._connection.open()
-        status = (await self._connection.request(rq.StatusRequest())).value
+        status = await self._value(rq.StatusRequest())
         return {**status, "workers": _stats(status["workers"])}
 
     async def peek(self, stream: str, ordinal: int) -> Peek:
@@ -142,7 +142,7 @@ class QueueClient:
 
     async def room(self, stream: str, wait_s: float) -> tuple[int, int]:
         """(the ordinal wanted next, how many tasks); parks until some are wanted, 0 of them after wait_s."""
-        first, count = (await self._connection.request(rq.RoomRequest(stream=stream, wait_s=wait_s))).value
+        first, count = await self._value(rq.RoomRequest(stream=stream, wait_s=wait_s))
         return first, count
 
     async def submit(self, stream: str, tasks: Sequence[Task], min_version: Version = 0) -> None:
@@ -151,13 +151,13 @@ class QueueClient:
         No worker that holds less than `min_version` gets them. Parks until the stream is open.
         """
         packed = tuple((task.ordinal, wire.task_to_wire(task)) for task in tasks)
-        await self._connection.request(
+        await self._value(
             rq.SubmitRequest(stream=stream, tasks=packed, min_version=min_version, wait_s=self.deadline_s)
         )
 
     async def exhaust(self, stream: str, at: int) -> None:
         """There is no task at ordinal `at` or beyond: the run ends with those before. RefusedError 'gap'."""
-        await self._connection.request(rq.ExhaustRequest(stream=stream, at=at))
+        await self._value(rq.ExhaustRequest(stream=stream, at=at))
 
     # ------------------------------------------------------------------ generators
 
@@ -188,7 +188,7 @@ class QueueClient:
         """Heartbeat of all leases of this client; `stats` replaces the worker's earlier stats."""
         leases = {name: tuple(sorted(held)) for name, held in self._leases.items()}
         request = rq.RenewRequest(leases=leases, stats=wire.pack(stats or {}))
-        value = (await self._connection.request(request)).value
+        value = await self._value(request)
         lost = [(stream, ordinal, epoch) for stream, ordinal, epoch in value["lost"]]
         # A lease that was committed while this request was under way is over, but not lost.
         lost = [(s, o, e) for s, o, e in lost if (o, e) in self._leases.get(s, ())]
@@ -221,7 +221,7 @@ class QueueClient:
         """Unfinished tasks or stages: others may have them at once."""
         pairs = tuple((lease.task.ordinal, lease.epoch) for lease in leases)
         self._leases.get(stream, set()).difference_update(pairs)
-        await self._connection.request(rq.GiveBackRequest(stream=stream, leases=pairs))
+        await self._value(rq.GiveBackRequest(stream=stream, leases=pairs))
 
     async def drop(self, stream: str, lease: Lease, reason: str) -> None:
         """A task that cannot be done ends as DROPPED(reason). RefusedError 'fenced'."""
@@ -246,7 +246,7 @@ class QueueClient:
                 drop = rq.StageDropRequest(
                     stream=stream, stage=stage, ordinal=ordinal, epoch=epoch, reason=CORRUPT
                 )
-                await self._connection.request(drop)
+                await self._value(drop)
             else:
                 leases.append(StageLease(stage, one[0], epoch, one[1]))
         self._hold(stream, leases)
@@ -287,7 +287,7 @@ class QueueClient:
         """
         self._collected.pop(stream, None)
         request = rq.OpenRequest(stream=stream, settings=settings, snapshot=snapshot, call=next(self._opens))
-        return Opened(**(await self._connection.request(request)).value)
+        return Opened(**(await self._value(request)))
 
     async def claim(
         self,
@@ -343,13 +343,13 @@ class QueueClient:
         generators should work ahead.
         """
         request = rq.TrainedRequest(stream=stream, learner_epoch=learner_epoch, step=step, waited=waited)
-        value = (await self._connection.request(request)).value
+        value = await self._value(request)
         return Trained(value["version"], _stats(value["stats"]), value["depth"])
 
     async def reject(self, stream: str, *, learner_epoch: int, step: int, reason: str) -> int:
         """The step's groups are DROPPED(reason) and the step starts anew at index 0. Returns how many."""
         request = rq.RejectRequest(stream=stream, learner_epoch=learner_epoch, step=step, reason=reason)
-        return (await self._connection.request(request)).value
+        return await self._value(request)
 
     async def abandon(
         self,
@@ -373,13 +373,12 @@ class QueueClient:
             dropped=tuple(dropped),
             reason=reason,
         )
-        return (await self._connection.request(request)).value
+        return await self._value(request)
 
     async def checkpointed(self, stream: str, *, learner_epoch: int, version: Version) -> None:
         """A checkpoint of `version` is committed: the queue need not keep the steps that it contains."""
-        await self._connection.request(
-            rq.CheckpointedRequest(stream=stream, learner_epoch=learner_epoch, version=version)
-        )
+        request = rq.CheckpointedRequest(stream=stream, learner_epoch=learner_epoch, version=version)
+        await self._value(request)
 
     async def collect(self, stream: str, *, learner_epoch: int, wait_s: float) -> list[Group]:
         """Take all ready groups of an unbounded stream for good; [] after wait_s.
@@ -397,11 +396,13 @@ class QueueClient:
 
     async def snapshot(self, stream: str, *, learner_epoch: int) -> bytes:
         """Where the stream stands after the last trained step, for `open`. Opaque."""
-        return (
-            await self._connection.request(rq.SnapshotRequest(stream=stream, learner_epoch=learner_epoch))
-        ).value
+        return await self._value(rq.SnapshotRequest(stream=stream, learner_epoch=learner_epoch))
 
-    # ------------------------------------------------------------------ leases
+    # ------------------------------------------------------------------ replies and leases
+
+    async def _value(self, request: rq.Request) -> Any:
+        """The value of the reply to a request without a payload."""
+        return (await self._connection.request(request)).value
 
     async def _end_lease(
         self, lease: AnyLease, request: rq.StreamRequest, frames: Sequence[wire.Buffer] = ()
