@@ -11,7 +11,7 @@ from asyncrl.queue.ledger import events as ev
 from asyncrl.queue.protocol.replies import Lease
 from asyncrl.queue.protocol.settings import StreamSettings
 from asyncrl.types import Group
-from tests.helpers.ledger_cases import Observer, of
+from tests.helpers.queue.ledger_cases import Observer, of
 
 from .scenario import Scenario
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from engine_cases import CLOSE, EXPERTS, SIZES, from_config, log_probs, request, vllm_config
-from families import rollouts
 from missing import needs_vllm
+from model_families import rollouts
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from asyncrl.config.schema import Config, EvaluationConfig, GeneratorConfig, LearnerConfig, ModelConfig

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from engine_cases import log_probs, request
-from families import FAMILIES, Family, constants, rollouts, save_family
+from model_families import FAMILIES, Family, constants, rollouts, save_family
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 

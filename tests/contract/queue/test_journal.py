@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from disk_faults import Disk
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from memory_journal import MemoryJournal
-from power import Disk
 from processes import free_port
 from redis_server import RedisServer
 

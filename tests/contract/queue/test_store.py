@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import zmq
+from disk_faults import Disk
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from power import Disk
 from redis_server import RedisServer
 
 from asyncrl.errors import JournalError

@@ -8,7 +8,7 @@ from pathlib import Path
 import nbclient
 import nbformat
 import pytest
-from cells import session
+from notebook_cells import session
 from processes import finished, started
 
 import asyncrl

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import notebook_cells
 import pytest
-from cells import session
+from notebook_cells import session
 
 from asyncrl.config.functions.function_spec import load_function, name_function
 from asyncrl.config.functions.notebook_cell import CellError, module_text
 from asyncrl.errors import ConfigError
+
+HERE = Path(__file__).parent
 
 IMPORTS = """\
 import json as j
@@ -83,7 +87,7 @@ def test_a_function_takes_along_what_it_reads(tmp_path: Path) -> None:
 def test_the_same_cells_give_the_same_text_in_another_session() -> None:
     """By it a run is resumed with the reward and the tasks that it was begun with."""
     program = (
-        "from cells import session; from test_cell import IMPORTS, DEFINITIONS;"
+        "from notebook_cells import session; from test_cell import IMPORTS, DEFINITIONS;"
         "from asyncrl.config.functions.notebook_cell import module_text\n"
         "with session(IMPORTS, DEFINITIONS) as cells: print(module_text(cells.reward))"
     )
@@ -91,7 +95,9 @@ def test_the_same_cells_give_the_same_text_in_another_session() -> None:
         subprocess.run(
             [sys.executable, "-c", program],
             env={
-                "PYTHONPATH": ":".join(map(str, (Path(__file__).parent, *Path(__file__).parents[2:4]))),
+                "PYTHONPATH": os.pathsep.join(
+                    map(str, (HERE, HERE.parents[2], Path(notebook_cells.__file__).parent))
+                ),
                 "PYTHONHASHSEED": seed,
             },
             capture_output=True,

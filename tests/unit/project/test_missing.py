@@ -10,7 +10,10 @@ from pathlib import Path
 import missing
 import pytest
 
-TESTS = Path(missing.__file__).parent
+HERE = Path(missing.__file__).parent
+PATH = f"{HERE.parents[1]}{os.pathsep}{HERE}"
+"""Of the tests' conftest, and of what it imports."""
+
 FILE = """
 import missing, pytest
 
@@ -40,7 +43,7 @@ def test_a_run_of_ci_names_them_and_fails(tmp_path: Path) -> None:
         os.devnull,
         f"--rootdir={tmp_path}",
     ]
-    env = {**os.environ, "PYTHONPATH": str(TESTS), "CI": "true"}
+    env = {**os.environ, "PYTHONPATH": PATH, "CI": "true"}
     done = subprocess.run([*words, str(tmp_path)], env=env, capture_output=True, text=True)
     assert done.returncode == 1, done.stdout + done.stderr
     named = [line for line in done.stdout.splitlines() if "Remedy" in line]

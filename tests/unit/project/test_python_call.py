@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cells import session
+from notebook_cells import session
 
 import asyncrl
 from asyncrl.config.functions.function_spec import load_function

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cells import session
+from notebook_cells import session
 
 import asyncrl
 from asyncrl.config.load import load_config

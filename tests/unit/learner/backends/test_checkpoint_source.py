@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from families import FAMILIES, constants, save_family
 from learner_cases import small_config
+from model_families import FAMILIES, constants, save_family
 from parallel_cases import Parts, parts, published, together
 from rank_processes import run_ranks
 from safetensors.torch import load_file, save_file

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from processes import finished, started
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 NAMED = re.compile(r"# (\S+\.(?:py|yaml))\n")
 """The first line of a block that a reader saves as a file."""
 

@@ -19,7 +19,7 @@ from asyncrl.errors import RefusedError
 from asyncrl.queue.ledger import events as ev
 from asyncrl.queue.ledger.state.ledger_state import LedgerState
 from asyncrl.queue.protocol.settings import Frontier, StageSettings, StreamSettings
-from tests.helpers.ledger_driver import DrivenLedger as Ledger
+from tests.helpers.queue.ledger_driver import DrivenLedger as Ledger
 
 LEASE_S = 10.0
 MAX_TOKENS = 8

@@ -37,7 +37,7 @@ def run_ranks(target: str, folder: Path, world: int = 2, stuck_s: float | None =
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
+        "PYTHONPATH": os.pathsep.join(sys.path),
     }
     logs = [folder / f"{function}_{rank}.log" for rank in range(world)]
     start = forked.ForkedProcess if forked.AVAILABLE else subprocess.Popen

@@ -26,7 +26,7 @@ from asyncrl.config.sections.learner import OptimizerConfig
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.types import NO_VERSION, Group, Rollout, Sampling, Task
 
-ORACLE = json.loads((Path(__file__).parents[1] / "data" / "oracle_cases.json").read_text(encoding="utf-8"))
+ORACLE = json.loads((Path(__file__).parents[2] / "data" / "oracle_cases.json").read_text(encoding="utf-8"))
 
 
 def flat(matrix: Sequence[Sequence[float]]) -> Tensor:
