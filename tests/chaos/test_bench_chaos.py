@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from processes import rows
+from processes import versions
 
 from asyncrl.tasks.addition import write_model_folder
 from bench.chaos.runs import KilledRun
@@ -31,6 +31,6 @@ def test_it_climbs_and_every_task_ends_once(tmp_path: Path) -> None:
     assert outcome.kills == {"generator": 1, "queue": 1, "learner": 1}
     assert outcome.restarts == 3
     assert (outcome.history.twice, outcome.history.unended) == ([], [])
-    assert [row["version"] for row in rows(tmp_path / "it")] == list(range(1, VERSIONS + 1))
+    assert versions(tmp_path / "it") == list(range(1, VERSIONS + 1))
     assert outcome.summary["groups_trained"] == 20 * VERSIONS == len(outcome.history.trained)
     assert outcome.summary["reward_end"] > 0.6 > 0.2 > outcome.summary["reward_start"]

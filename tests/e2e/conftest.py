@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import forked
@@ -46,15 +46,3 @@ def config_file(tmp_path: Path, model_folder: Path) -> Path:
     path = tmp_path / "config.yaml"
     path.write_text(CONFIG.format(folder=tmp_path, model=model_folder), encoding="utf-8")
     return path
-
-
-@pytest.fixture
-def write_module(tmp_path: Path) -> Callable[[str, str], Path]:
-    """A Python file beside the config: (name, text) -> its path."""
-
-    def write(name: str, text: str) -> Path:
-        path = tmp_path / name
-        path.write_text(text, encoding="utf-8")
-        return path
-
-    return write

@@ -13,6 +13,14 @@ from asyncrl.generator.agents.env import Action, Environment, Observation
 from asyncrl.types import Rollout, Task
 
 
+def reward_key(name: str) -> str:
+    """The key that makes a function of this file the reward of a run."""
+    return f"reward.function='{__file__}:{name}'"
+
+
+LENGTH = reward_key("length")
+
+
 def digit_sum(task: Task, text: str) -> float:
     """Depends on every token, and differs within a group."""
     return sum(int(c) for c in text if c.isdigit()) / 9

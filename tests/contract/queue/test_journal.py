@@ -6,15 +6,12 @@ import asyncio
 import errno
 import os
 import re
-import resource
-import signal
 import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from disk_faults import Disk
+from disk_faults import Disk, full_disk
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from memory_journal import MemoryJournal
@@ -223,25 +220,13 @@ def test_the_journal_of_another_run_or_version_is_refused(tmp_path: Path) -> Non
     newer.close()
 
 
-@contextmanager
-def full_disk(path: Path, room: int) -> Iterator[None]:
-    """A limit on the size of files stands in for a full disk: writing fails at the same place."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + room, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, before)
-
-
 def test_a_full_disk_is_an_error_and_leaves_whole_bursts(tmp_path: Path) -> None:
     journal = file_journal(tmp_path)
     read(journal)
     write(journal, [b"fits"])
     journal.append(b"x" * 1000)
-    with full_disk(tmp_path / "journal", room=500), pytest.raises(OSError, match="too large") as full:
+    size = (tmp_path / "journal").stat().st_size + 500
+    with full_disk(size), pytest.raises(OSError, match="too large") as full:
         journal.flush()
     assert full.value.errno == errno.EFBIG
     journal.flush()  # there is room again: nothing was lost, nothing is there twice
@@ -251,26 +236,18 @@ def test_a_full_disk_is_an_error_and_leaves_whole_bursts(tmp_path: Path) -> None
     again.close()
 
 
-def test_with_fsync_a_power_failure_takes_nothing_that_was_flushed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_fsync_a_power_failure_takes_nothing_that_was_flushed(disk: Disk) -> None:
     """Whether or not the new file's name has reached the disk by then."""
-    folder = tmp_path / "queue"
-    folder.mkdir()
-    disk = Disk(folder, monkeypatch)
-    failures = iter(range(100))
 
     def left() -> list[list[bytes]]:
         found = []
-        for names_of_now in (False, True):
-            again = FileJournal(
-                disk.after_failure(tmp_path / f"{next(failures)}", names_of_now=names_of_now), "it"
-            )
+        for folder in disk.after_failures():
+            again = file_journal(folder)
             found.append(read(again))
             again.close()
         return found
 
-    journal = FileJournal(folder, "it", fsync=True)
+    journal = FileJournal(disk.folder, "it", fsync=True)
     assert left() == 2 * [[]]
     assert read(journal) == []
     write(journal, [b"flushed"])
@@ -280,23 +257,19 @@ def test_with_fsync_a_power_failure_takes_nothing_that_was_flushed(
     write(journal, [b"new"])
     assert left() == 2 * [[b"snapshot", b"x" * (1 << 20), b"more", b"new"]]
     journal.close()
-    disk.close()
 
 
 def test_with_fsync_the_old_journal_is_replaced_only_by_one_that_is_on_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "queue"
-    folder.mkdir()
-    disk = Disk(folder, monkeypatch)
-    journal = FileJournal(folder, "it", fsync=True)
+    journal = FileJournal(disk.folder, "it", fsync=True)
     assert read(journal) == []
     write(journal, [b"old"])
     replace, left = os.replace, []
 
     def replaced(old: Path, new: Path) -> None:
         replace(old, new)
-        left.append(FileJournal(disk.after_failure(tmp_path / "after", names_of_now=True), "it"))
+        left.append(file_journal(disk.after_failure(names_of_now=True)))
 
     monkeypatch.setattr(os, "replace", replaced)
     journal.compact([b"snapshot"])
@@ -305,7 +278,6 @@ def test_with_fsync_the_old_journal_is_replaced_only_by_one_that_is_on_the_disk(
     assert read(after) == [b"snapshot"]
     after.close()
     journal.close()
-    disk.close()
 
 
 # ---------------------------------------------------------------------- Redis

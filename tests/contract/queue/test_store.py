@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import errno
-import resource
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
-from disk_faults import Disk
+from disk_faults import Disk, full_disk
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis_server import RedisServer
@@ -312,23 +309,11 @@ def test_a_segment_cut_or_damaged_anywhere_gives_whole_payloads_or_none(
     again.close()
 
 
-@contextmanager
-def full_disk(room: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, before)
-
-
 def test_a_payload_that_cannot_be_replaced_is_still_there_for_whoever_comes_next(tmp_path: Path) -> None:
     key = PayloadKey("train", 0, "group")
     shelf = FilePayloads(tmp_path, segment_bytes=1000)
     shelf.write(key, [b"a" * 1000], 1)  # a segment of its own
-    with full_disk(room=1500), pytest.raises(OSError, match="too large"):
+    with full_disk(1500), pytest.raises(OSError, match="too large"):
         shelf.write(key, [b"b" * 2000], 2)
     assert [bytes(frame) for frame in shelf.read(key)] == [b"a" * 1000]
     assert [bytes(frame) for frame in FilePayloads(tmp_path).read(key)] == [b"a" * 1000]
@@ -338,7 +323,7 @@ def test_a_full_disk_is_an_error_and_leaves_what_was_there(tmp_path: Path) -> No
     shelf = FilePayloads(tmp_path)
     one, two = PayloadKey("train", 1, "group"), PayloadKey("train", 2, "group")
     shelf.write(one, FRAMES, 1)
-    with full_disk(room=1500), pytest.raises(OSError, match="too large") as full:
+    with full_disk(1500), pytest.raises(OSError, match="too large") as full:
         shelf.write(two, FRAMES, 2)
     assert full.value.errno == errno.EFBIG
     assert list(shelf.stamps()) == [one]
@@ -349,29 +334,20 @@ def test_a_full_disk_is_an_error_and_leaves_what_was_there(tmp_path: Path) -> No
     again.close()
 
 
-def test_with_fsync_a_power_failure_takes_no_payload_that_was_flushed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_fsync_a_power_failure_takes_no_payload_that_was_flushed(disk: Disk) -> None:
     """Of the segment before, and of one that is new; nor does it take the names of both."""
-    folder = tmp_path / "payloads"
-    folder.mkdir()
-    disk = Disk(folder, monkeypatch)
-    shelf = FilePayloads(folder, fsync=True, segment_bytes=1500)
+    shelf = FilePayloads(disk.folder, fsync=True, segment_bytes=1500)
     keys = [PayloadKey("train", ordinal, "group") for ordinal in range(4)]
     for flushed, key in enumerate(keys, start=1):
         shelf.write(key, FRAMES, 7)
         shelf.flush()
-        for names_of_now in (False, True):
-            left = disk.after_failure(tmp_path / f"{flushed} {names_of_now}", names_of_now=names_of_now)
+        for left in disk.after_failures():
             again = FilePayloads(left)
             assert again.stamps() == dict.fromkeys(keys[:flushed], 7)
-            assert [[bytes(frame) for frame in again.read(one)] for one in keys[:flushed]] == [
-                FRAMES
-            ] * flushed
+            assert [list(map(bytes, again.read(one))) for one in keys[:flushed]] == [FRAMES] * flushed
             again.close()
-    assert len(list(folder.iterdir())) == 2
+    assert len(list(disk.folder.iterdir())) == 2
     shelf.close()
-    disk.close()
 
 
 # ---------------------------------------------------------------------- Redis

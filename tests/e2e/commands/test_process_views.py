@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from processes import DEADLINE_S, ENV, family, rows, until
+from processes import DEADLINE_S, ENV, FOR_EVER, family, queue_address, rows, until
 
 from asyncrl.system.signals import die_with_parent
 
@@ -105,11 +105,11 @@ def test_a_run_by_hand_on_three_terminals(config_file: Path) -> None:
     with ExitStack() as stack:
         queue = stack.enter_context(terminal("queue", config))
         queue.shows("queue of run it", "waiting for the learner")
-        address = f"queue.address={(run / 'address').read_text().strip()}"
+        address = queue_address(run, queue.process)
         generator = stack.enter_context(terminal("generator", config, address, "--name", "g"))
         generator.shows("asyncrl generator: loading torch and the model", "g of run it: up", "none yet")
         generator.shows("waiting for the learner's weights")
-        words = ("run.versions=100000", "queue.deadline_s=10")
+        words = (FOR_EVER, "queue.deadline_s=10")
         learner = stack.enter_context(terminal("learner", config, address, *words))
         learner.shows("asyncrl learner: loading torch and the model", "learner of run it: version")
         learner.shows("reward", "staleness, mean", "gradient norm")
@@ -134,11 +134,10 @@ def test_a_learner_saves_on_ctrl_c(config_file: Path) -> None:
     run, config = config_file.parent / "it", str(config_file)
     with ExitStack() as stack:
         queue = stack.enter_context(terminal("queue", config))
-        until((run / "address").exists, "address", queue.process)
-        address = f"queue.address={(run / 'address').read_text().strip()}"
+        address = queue_address(run, queue.process)
         stack.enter_context(terminal("generator", config, address, "--name", "g"))
         learner = stack.enter_context(
-            terminal("learner", config, address, "run.versions=100000", "checkpoint.every=100000")
+            terminal("learner", config, address, FOR_EVER, "checkpoint.every=100000")
         )
         until(lambda: rows(run), "a version", learner.process)
         learner.press(CTRL_C)

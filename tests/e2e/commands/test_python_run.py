@@ -9,7 +9,7 @@ import nbclient
 import nbformat
 import pytest
 from notebook_cells import session
-from processes import finished, started
+from processes import ran
 
 import asyncrl
 
@@ -67,9 +67,7 @@ def test_the_page_trains(model_folder: Path, tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my-model").symlink_to(model_folder)
     (tmp_path / "train.py").write_text(script)
-    with started("train.py") as running:
-        code, printed = finished(running)
-    assert code == 0, printed
+    printed = ran("train.py")
     assert printed.rstrip().endswith("runs/sums/final")
     with session(*cells) as notebook:
         assert len(notebook.curve) == 2

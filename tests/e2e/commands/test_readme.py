@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import socket
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from pages import blocks, text_of
-from processes import finished, started, until
-from processes import rows as steps
+from processes import free_port, queue_address, ran, started, succeeded, versions
 
 SMALL = {
     "run": {"versions": 2, "name": "small"},
@@ -44,18 +42,14 @@ def test_the_script_trains(folder: Path) -> None:
     script = block("python")
     assert script.count("max_staleness=2)") == 1
     Path("script.py").write_text(script.replace("max_staleness=2)", f"max_staleness=2, **{SMALL})"))
-    with started("script.py") as process:
-        code, printed = finished(process)
-    assert code == 0, printed
+    printed = ran("script.py")
     assert re.search(r"small/final \d\.\d+$", printed.rstrip()), printed
 
 
 def test_the_file_trains(folder: Path) -> None:
     Path("my.yaml").write_text(block("yaml"))
     Path("my_reward.py").write_text(block("python").split("if __name__")[0].replace("import asyncrl\n", ""))
-    with started("asyncrl", "train", "my.yaml", *WORDS) as process:
-        code, printed = finished(process)
-    assert code == 0, printed
+    ran("asyncrl", "train", "my.yaml", *WORDS)
     assert json.loads(Path("runs/small/summary.json").read_text())["versions"] == 2
 
 
@@ -66,18 +60,14 @@ def test_the_three_terminals_train(folder: Path) -> None:
     lines = re.findall(r"^ {4}((?:asyncrl|torchrun) .*CONFIG queue\.address=.*)$", text_of("README.md"), re.M)
     assert [line.split()[0] for line in lines] == ["asyncrl", "asyncrl", "asyncrl", "torchrun"]
     del lines[2]  # the learner as one process, where the last line has two ranks
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    processes = []
+    port, processes = free_port(), []
     with ExitStack() as stack:
         for line in lines:
             words = shlex.split(line.replace("CONFIG", "my.yaml").replace("5555", str(port)), comments=True)
             module = ["torch.distributed.run"] if words[0] == "torchrun" else ["asyncrl"]
             processes.append(stack.enter_context(started(*module, *words[1:], *WORDS)))
             if len(processes) == 1:
-                until(Path("runs/small/address").exists, "address", processes[0])
+                queue_address(Path("runs/small"), processes[0])
         for process in reversed(processes):
-            code, printed = finished(process)
-            assert code == 0, printed
-    assert [row["version"] for row in steps(Path("runs/small"))] == [1, 2]
+            succeeded(process)
+    assert versions(Path("runs/small")) == [1, 2]

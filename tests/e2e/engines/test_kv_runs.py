@@ -6,18 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import finished, rows, started
+from own_functions import reward_key
+from processes import ran, rows
 
 pytestmark = pytest.mark.slow
-
-OWN = Path(__file__).parents[1].joinpath("own_functions.py")
 
 
 def trained(config: Path, kv: str) -> list[dict[str, Any]]:
     """The rows of ten versions of long samples."""
     words = (
         f"generator.kv={kv}",
-        f"reward.function='{OWN}:of_one_version'",
+        reward_key("of_one_version"),
         "run.versions=10",
         "evaluation.source=null",
         "generator.slots=16",
@@ -25,9 +24,7 @@ def trained(config: Path, kv: str) -> list[dict[str, Any]]:
         "generator.max_length=256",
         "learner.micro_batch_tokens=4096",
     )
-    with started("asyncrl", "train", str(config), *words) as launcher:
-        code, printed = finished(launcher)
-    assert code == 0, printed
+    ran("asyncrl", "train", str(config), *words)
     told = rows(config.parent / "it")
     assert len(told) == 10
     return told

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from processes import child, finished, newest_checkpoint, rows, started, trained, until
+from processes import (
+    FOR_EVER,
+    child,
+    counts_of,
+    finished,
+    kill_after,
+    newest_checkpoint,
+    ran,
+    rows,
+    started,
+    succeeded,
+    summary_of,
+    until_trained,
+    versions,
+)
 from redis_server import RedisServer
 
 KEPT = {
@@ -25,27 +38,19 @@ def test_a_killed_queue_goes_on_and_every_task_ends_once(
     run = config_file.parent / "it"
     words = [*KEPT[kept], *([f"queue.redis_url={redis_server.url}"] if kept == "redis" else [])]
     with started("asyncrl", "train", str(config_file), "run.versions=20", *words) as launcher:
-        for version in (2, 6):
-            until(trained(run, version), f"version {version}", launcher)
-            queue = child(launcher, "asyncrl", "queue")
-            queue.kill()
-            queue.wait()
-        code, printed = finished(launcher)
-    assert code == 0, printed
+        kill_after(run, (2, 6), launcher, "asyncrl", "queue")
+        printed = succeeded(launcher)
     assert "queue ended (killed by SIGKILL) and is started again from its journal, 2 of 3 restarts" in printed
-    assert [row["version"] for row in rows(run)] == list(range(1, 21))
-    summary = json.loads((run / "summary.json").read_text())
-    assert (summary["groups_trained"], summary["tasks_dropped"]) == (80, 0)
-    assert summary["staleness"]["max"] <= 2
+    assert versions(run) == list(range(1, 21))
+    assert counts_of(run) == (20, 80, 0)
+    assert summary_of(run)["staleness"]["max"] <= 2
 
 
 @pytest.mark.slow
 def test_a_queue_that_keeps_nothing_ends_the_run(config_file: Path) -> None:
     run = config_file.parent / "it"
-    with started(
-        "asyncrl", "train", str(config_file), "run.versions=100000", "queue.store=memory"
-    ) as launcher:
-        until(trained(run, 2), "version 2", launcher)
+    with started("asyncrl", "train", str(config_file), FOR_EVER, "queue.store=memory") as launcher:
+        until_trained(run, 2, launcher)
         child(launcher, "asyncrl", "queue").kill()
         code, printed = finished(launcher)
     assert code == 5
@@ -62,16 +67,14 @@ def test_a_resumed_run_repeats_the_steps_that_its_queue_has_kept(config_file: Pa
         "checkpoint.asynchronous=false",
         "launch.learner_restarts=0",
     )
-    with started("asyncrl", "train", str(config_file), "run.versions=100000", *words) as launcher:
-        until(trained(run, 6), "version 6", launcher)
+    with started("asyncrl", "train", str(config_file), FOR_EVER, *words) as launcher:
+        until_trained(run, 6, launcher)
         child(launcher, "asyncrl", "learner").kill()
         assert finished(launcher)[0] == 5
     before = {row["version"]: row for row in rows(run)}
     saved = newest_checkpoint(run)
     words = (*words, "run.resume=true", f"run.versions={saved + 2}")
-    with started("asyncrl", "train", str(config_file), *words) as launcher:
-        code, printed = finished(launcher)
-    assert code == 0, printed
+    ran("asyncrl", "train", str(config_file), *words)
     assert "going on from its journal" in (run / "logs" / "queue.log").read_text()
     after = {row["version"]: row for row in rows(run)}
     assert list(after) == list(range(1, saved + 3))

@@ -7,7 +7,7 @@ import resource
 from pathlib import Path
 
 import pytest
-from processes import child, finished, started, until
+from processes import FOR_EVER, child, finished, started, until
 
 from asyncrl.learner import checkpoint
 
@@ -16,7 +16,7 @@ from asyncrl.learner import checkpoint
 def test_a_checkpoint_that_does_not_fit_ends_the_run_by_name(config_file: Path) -> None:
     """A limit on the size of files stands in for a full disk: writing fails at the same place."""
     run = config_file.parent / "it"
-    with started("asyncrl", "train", str(config_file), "run.versions=100000") as launcher:
+    with started("asyncrl", "train", str(config_file), FOR_EVER) as launcher:
         until(lambda: checkpoint.newest(run), "a whole checkpoint", launcher)
         learner = child(launcher, "asyncrl", "learner")
         # Log and metrics still fit; the shards of this model, some 300 kB, do not.
@@ -31,7 +31,7 @@ def test_a_checkpoint_that_does_not_fit_ends_the_run_by_name(config_file: Path) 
 @pytest.mark.slow
 def test_a_journal_that_does_not_fit_ends_the_run_by_name(config_file: Path) -> None:
     run = config_file.parent / "it"
-    with started("asyncrl", "train", str(config_file), "run.versions=100000") as launcher:
+    with started("asyncrl", "train", str(config_file), FOR_EVER) as launcher:
         until(lambda: checkpoint.newest(run), "a whole checkpoint", launcher)
         queue = child(launcher, "asyncrl", "queue")
         size = (run / "queue" / "journal").stat().st_size

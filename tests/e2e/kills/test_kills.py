@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from pathlib import Path
 
 import psutil
 import pytest
 from processes import (
+    FOR_EVER,
     Process,
     child,
+    counts_of,
     family,
     finished,
     interrupt,
     newest_checkpoint,
-    rows,
+    ran,
     started,
-    trained,
+    succeeded,
+    summary_of,
     until,
+    until_trained,
+    versions,
 )
-
-FOR_EVER = "run.versions=100000"
 
 
 def launched(config: Path, *overrides: str) -> tuple[str, ...]:
@@ -33,21 +35,15 @@ def assert_no_orphans(processes: list[psutil.Process]) -> None:
     assert alive == []
 
 
-def versions(run: Path) -> list[int]:
-    return [row["version"] for row in rows(run)]
-
-
 def test_a_killed_generator_is_replaced_and_nothing_is_lost(config_file: Path) -> None:
     run = config_file.parent / "it"
     with started(*launched(config_file, "run.versions=12", "checkpoint.every=100")) as launcher:
-        until(trained(run, 2), "version 2", launcher)
+        until_trained(run, 2, launcher)
         child(launcher, "asyncrl", "generator").kill()
-        code, printed = finished(launcher)
-    assert code == 0, printed
+        printed = succeeded(launcher)
     assert "generator-0 ended (killed by SIGKILL) and is started again" in printed
     assert versions(run) == list(range(1, 13))
-    summary = json.loads((run / "summary.json").read_text())
-    assert (summary["groups_trained"], summary["tasks_dropped"]) == (48, 0)
+    assert counts_of(run) == (12, 48, 0)
 
 
 def test_a_killed_learner_that_may_not_be_started_again_ends_the_run_by_name_and_it_can_be_resumed(
@@ -55,7 +51,7 @@ def test_a_killed_learner_that_may_not_be_started_again_ends_the_run_by_name_and
 ) -> None:
     run = config_file.parent / "it"
     with started(*launched(config_file, FOR_EVER, "launch.learner_restarts=0")) as launcher:
-        until(trained(run, 5), "version 5", launcher)
+        until_trained(run, 5, launcher)
         until(lambda: newest_checkpoint(run) >= 4, "the checkpoint of version 4, or a later one", launcher)
         others = family(launcher.pid)
         child(launcher, "asyncrl", "learner").kill()
@@ -66,11 +62,9 @@ def test_a_killed_learner_that_may_not_be_started_again_ends_the_run_by_name_and
     saved = newest_checkpoint(run)
     assert saved >= 4
     goal = saved + 3
-    with started(*launched(config_file, "run.resume=true", f"run.versions={goal}")) as launcher:
-        code, printed = finished(launcher)
-    assert code == 0, printed
+    ran(*launched(config_file, "run.resume=true", f"run.versions={goal}"))
     assert versions(run) == list(range(1, goal + 1))  # the cut-off versions were made again, once
-    assert json.loads((run / "summary.json").read_text())["groups_trained"] == 4 * goal
+    assert summary_of(run)["groups_trained"] == 4 * goal
 
 
 def assert_saved(run: Path) -> int:
@@ -82,9 +76,7 @@ def assert_saved(run: Path) -> int:
 
 def assert_goes_on(config_file: Path, run: Path) -> None:
     saved = assert_saved(run)
-    with started(*launched(config_file, "run.resume=true", f"run.versions={saved + 2}")) as launcher:
-        code, printed = finished(launcher)
-    assert code == 0, printed
+    ran(*launched(config_file, "run.resume=true", f"run.versions={saved + 2}"))
     assert versions(run) == list(range(1, saved + 3))
 
 
@@ -92,7 +84,7 @@ def assert_goes_on(config_file: Path, run: Path) -> None:
 def test_ctrl_c_once_leaves_a_checkpoint_to_go_on_from(config_file: Path) -> None:
     run = config_file.parent / "it"
     with started(*launched(config_file, FOR_EVER, "checkpoint.every=100000")) as launcher:
-        until(trained(run, 3), "version 3", launcher)
+        until_trained(run, 3, launcher)
         everybody = family(launcher.pid)
         interrupt(launcher)
         code, printed = finished(launcher)
@@ -117,7 +109,7 @@ def test_sigterm_saves_and_ends_with_a_code_of_its_own(config_file: Path, proces
     run = config_file.parent / "it"
     shape = f"learner.processes={processes}"
     with started(*launched(config_file, FOR_EVER, shape, "checkpoint.every=100000")) as launcher:
-        until(trained(run, 3), "version 3", launcher)
+        until_trained(run, 3, launcher)
         everybody = family(launcher.pid)
         if told == "launcher":
             launcher.terminate()
@@ -137,7 +129,7 @@ def test_sigterm_saves_and_ends_with_a_code_of_its_own(config_file: Path, proces
 def test_ctrl_c_twice_ends_at_once(config_file: Path) -> None:
     run = config_file.parent / "it"
     with started(*launched(config_file, FOR_EVER, "launch.stop_deadline_s=1000")) as launcher:
-        until(trained(run, 1), "version 1", launcher)
+        until_trained(run, 1, launcher)
         everybody = family(launcher.pid)
         child(launcher, "asyncrl", "learner").suspend()  # cannot end cleanly
         interrupt(launcher)
@@ -152,7 +144,7 @@ def test_ctrl_c_twice_ends_at_once(config_file: Path) -> None:
 def test_a_killed_launcher_leaves_no_orphans(config_file: Path) -> None:
     run = config_file.parent / "it"
     with started(*launched(config_file, FOR_EVER, "learner.processes=2")) as launcher:
-        until(trained(run, 1), "version 1", launcher)
+        until_trained(run, 1, launcher)
         everybody = family(launcher.pid)
         launcher.kill()
         assert_no_orphans(everybody)
@@ -173,7 +165,7 @@ def test_two_runs_side_by_side_do_not_meet(config_file: Path) -> None:
 def test_a_run_in_use_and_a_run_that_is_there_are_refused(config_file: Path) -> None:
     run = config_file.parent / "it"
     with started(*launched(config_file, FOR_EVER)) as launcher:
-        until(trained(run, 1), "version 1", launcher)
+        until_trained(run, 1, launcher)
         with started(*launched(config_file)) as second:
             code, printed = finished(second)
         assert code == 2

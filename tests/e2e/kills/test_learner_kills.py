@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from processes import Process, finished, rows, started, trained, until
+from own_functions import LENGTH
+from processes import Process, queue_address, started, succeeded, until, until_trained, versions
 
 pytestmark = pytest.mark.slow
 
@@ -17,7 +18,6 @@ MOMENTS = [("claim", 3), ("copy", 4), ("write", 6), ("commit", 8)]
 """Checkpoints are made every 2 versions."""
 
 SCRIPT = str(Path(__file__).parents[1].joinpath("killed_learner.py"))
-REWARD = f"reward.function='{Path(__file__).parents[1].joinpath('own_functions.py')}:length'"
 
 
 class Run:
@@ -33,15 +33,14 @@ class Run:
             f"queue.max_staleness={staleness}",
             "evaluation.source=null",
             "checkpoint.every=2",
-            REWARD,
+            LENGTH,
         ]
 
     @contextmanager
     def others(self) -> Iterator[str]:
         """Queue and generator; the queue's address."""
         with started("asyncrl", "queue", self._config, *self._words) as queue:
-            until(lambda: (self.folder / "address").exists(), "address", queue)
-            address = f"queue.address={(self.folder / 'address').read_text().strip()}"
+            address = queue_address(self.folder, queue)
             with started("asyncrl", "generator", self._config, address, "--name", "it", *self._words):
                 yield address
 
@@ -60,14 +59,13 @@ class Run:
                 with self.learner(address, moment, version, resume=number > 0) as learner:
                     until((self.notes / "standing").exists, f"moment {moment}", learner)
                     if moment == "write":  # training goes on meanwhile
-                        until(trained(self.folder, version + 1), f"version {version + 1}", learner)
+                        until_trained(self.folder, version + 1, learner)
                     learner.kill()
                     learner.wait()
                 (self.notes / "standing").unlink()
             with self.learner(address, "never", 0, resume=bool(moments)) as learner:
-                code, printed = finished(learner)
-            assert code == 0, printed
-        assert [row["version"] for row in rows(self.folder)] == list(range(1, VERSIONS + 1))
+                succeeded(learner)
+        assert versions(self.folder) == list(range(1, VERSIONS + 1))
 
     def lives(self, rank: int = 0) -> list[dict[int, str]]:
         """The hash of each version that a rank published, life by life."""

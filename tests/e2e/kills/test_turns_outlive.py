@@ -7,15 +7,15 @@ import signal
 from collections import Counter
 from pathlib import Path
 
+import own_functions
 import pytest
-from processes import finished, rows, started, until
+from processes import queue_address, rows, started, succeeded, until
 
 from asyncrl.config.functions.function_spec import load_function
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
-OWN = Path(__file__).parents[1].joinpath("own_functions.py")
 
 CONFIG = """
 run: {{name: it, dir: {folder}, versions: 1, seed: 3}}
@@ -33,7 +33,7 @@ learner: {{threads: 1, micro_batch_tokens: 4000, groups_deadline_s: 90}}
 def test_finished_turns_outlive_the_generator_that_made_them(tmp_path: Path) -> None:
     load_function(f"{ROOT}/examples/calculator_agent.py:write_model_folder", "example")(tmp_path / "model")
     config = tmp_path / "config.yaml"
-    config.write_text(CONFIG.format(folder=tmp_path, own=OWN))
+    config.write_text(CONFIG.format(folder=tmp_path, own=own_functions.__file__))
     run = tmp_path / "it"
 
     def lines(pid: int, turns: int) -> list[tuple[int, tuple[str, ...]]]:
@@ -46,20 +46,16 @@ def test_finished_turns_outlive_the_generator_that_made_them(tmp_path: Path) -> 
         ]
 
     with started("asyncrl", "queue", str(config)) as queue:
-        file = run / "address"
-        address = until(
-            lambda: file.exists() and f"queue.address={file.read_text().strip()}", "address", queue
-        )
+        address = queue_address(run, queue)
         with started("asyncrl", "learner", str(config), address) as learner:
             with started("asyncrl", "generator", str(config), address, "--name", "first") as first:
                 until(lambda: len(lines(first.pid, 2)) == 4, "second turns", queue, learner, first)
                 first.send_signal(signal.SIGKILL)
             (tmp_path / "gate").touch()
             with started("asyncrl", "generator", str(config), address, "--name", "second") as second:
-                code, printed = finished(learner)
-                assert code == 0, printed
-                assert finished(second)[0] == 0
-        assert finished(queue)[0] == 0
+                succeeded(learner)
+                succeeded(second)
+        succeeded(queue)
     begun, went_on = lines(first.pid, 2), lines(second.pid, 3)
     assert Counter((ordinal, said[:2]) for ordinal, said in went_on) == Counter(begun)
     assert len({said for _, said in begun}) > 1

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from own_functions import reward_key
 from processes import rows
 
 from asyncrl.config.load import load_config
 from asyncrl.launch.local import train
 
-OWN = Path(__file__).parents[1].joinpath("own_functions.py")
-
 
 def test_a_run_trains_full_batches_of_groups_with_spread(config_file: Path) -> None:
-    overrides = ["algorithm.filter=no_spread", f"reward.function='{OWN}:half_flat'"]
+    overrides = ["algorithm.filter=no_spread", reward_key("half_flat")]
     summary = train(load_config(config_file, overrides))
     assert (summary["versions"], summary["groups_trained"], summary["rollouts_trained"]) == (4, 16, 64)
     assert summary["staleness"]["max"] <= 2

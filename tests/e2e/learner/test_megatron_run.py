@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,7 +9,8 @@ from pathlib import Path
 import processes
 import pytest
 import torch
-from processes import finished, rows, started
+from own_functions import LENGTH
+from processes import counts_of, finished, ran, rows, started
 
 from asyncrl.config.load import load_config
 from asyncrl.evaluate import evaluate
@@ -23,15 +23,13 @@ pytestmark = [
     ),
 ]
 
-HOOK, OWN = (Path(__file__).parents[1].joinpath(name) for name in ("megatron_hook", "own_functions.py"))
-WORDS = ("queue.max_staleness=0", f"reward.function='{OWN}:length'")
+HOOK = Path(__file__).parents[1] / "megatron_hook"
+WORDS = ("queue.max_staleness=0", LENGTH)
 TWO_RANKS = ("learner.backend=megatron", "learner.processes=2", "run.versions=2")
 
 
 def run_of(config_file: Path, *words: str) -> Path:
-    with started("asyncrl", "train", str(config_file), *WORDS, *words) as launcher:
-        code, printed = finished(launcher)
-    assert code == 0, printed
+    ran("asyncrl", "train", str(config_file), *WORDS, *words)
     return config_file.parent / "it"
 
 
@@ -44,8 +42,7 @@ def test_one_loop_trains_either_backend(config_file: Path, axis: str) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(processes.ENV, "PYTHONPATH", path)
         run = run_of(config_file, *TWO_RANKS, f"learner.parallel.{axis}=2")
-    summary = json.loads((run / "summary.json").read_text())
-    assert (summary["versions"], summary["groups_trained"], summary["tasks_dropped"]) == (2, 8, 0)
+    assert counts_of(run) == (2, 8, 0)
     assert evaluate(load_config(str(config_file)), str(run / "final"))["tasks"] == 20
     run_of(config_file, "run.resume=true", "run.versions=3")
     trained = [row for row in rows(run) if "grad_norm" in row]

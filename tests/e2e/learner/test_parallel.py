@@ -6,13 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import final_weights, rows
-
-from asyncrl.config.load import load_config
-from asyncrl.launch.local import train
-
-OWN = Path(__file__).parents[1].joinpath("own_functions.py")
-
+from own_functions import reward_key
+from processes import counts_of, final_weights, rows, summary_of
+from synchronous_runs import synchronous_runs
 
 WAYS = {
     "tensor": ["learner.parallel.tensor=2"],
@@ -25,21 +21,15 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run_of_two_processes_is_the_run_of_one(config_file: Path, way: str) -> None:
     """Every version is waited for; engines compare what they say with the learner whose shards they hold together."""
-    overrides = [
-        "run.versions=2",
-        "queue.max_staleness=0",
-        "evaluation.source=null",
-        f"reward.function='{OWN}:half_flat'",
-    ]
-    finals, norms = [], []
-    for name, more in (("one", []), ("two", ["learner.processes=2", *WAYS[way]])):
-        summary = train(load_config(config_file, [*overrides, f"run.name={name}", *more]))
-        assert (summary["versions"], summary["groups_trained"], summary["rollouts_trained"]) == (2, 8, 32)
-        told = rows(config_file.parent / name)
+    shared = ["run.versions=2", reward_key("half_flat")]
+    runs = synchronous_runs(config_file, shared, one=[], two=["learner.processes=2", *WAYS[way]])
+    norms = []
+    for run in runs:
+        assert (*counts_of(run), summary_of(run)["rollouts_trained"]) == (2, 8, 0, 32)
+        told = rows(run)
         assert all(row["groups"] == 4 and row["logprob_gap/train/max"] < 1e-4 for row in told)
         norms.append([row["grad_norm"] for row in told])
-        finals.append(final_weights(config_file.parent / name))
-    one, two = finals
+    one, two = map(final_weights, runs)
     assert norms[1] == pytest.approx(norms[0], rel=1e-3)
     assert min(norms[0]) > 0
     assert one.keys() == two.keys()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from own_functions import reward_key
 from processes import final_weights
 
 from asyncrl.config.load import load_config
@@ -67,7 +68,7 @@ def test_weights_after_some_steps_are_bit_identical_to_a_plain_loop(
         "queue.max_staleness=0",
         "generator.count=2",
         "evaluation.source=null",
-        f"reward.function='{Path(__file__).parents[1].joinpath('own_functions.py')}:digit_sum'",
+        reward_key("digit_sum"),
     ]
     config = load_config(config_file, overrides)
     expected = asyncio.run(plain_loop(config))

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from processes import child, final_weights, finished, rows, started, trained, until
+from own_functions import LENGTH
+from processes import (
+    child,
+    counts_of,
+    final_weights,
+    kill_after,
+    ran,
+    rows,
+    started,
+    succeeded,
+    summary_of,
+    until_trained,
+    versions,
+)
+from synchronous_runs import SYNCHRONOUS, synchronous_runs
 
 from asyncrl.config.load import load_config
 from asyncrl.launch.local import train
@@ -15,15 +28,15 @@ from asyncrl.learner import checkpoint
 
 pytestmark = pytest.mark.slow
 
-OWN = Path(__file__).parents[1].joinpath("own_functions.py")
 PPO = [
     "algorithm.advantage=gae",
-    f"reward.function='{OWN}:length'",
+    LENGTH,
     "evaluation.source=null",
     "critic.optimizer.lr=1e-3",
     "placement.critic.where=pool",
 ]
-SYNCHRONOUS = [*PPO, "queue.max_staleness=0"]
+FIRST_AND_LATER = (1, 4)
+"""Versions before the first checkpoint, and after some."""
 
 
 def assert_same_weights(run: Path, other: Path) -> None:
@@ -33,26 +46,20 @@ def assert_same_weights(run: Path, other: Path) -> None:
         assert torch.equal(mine[name], tensor), name
 
 
-def test_two_synchronous_runs_with_a_critic_on_a_pool_have_the_same_weights(
-    config_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    here = config_file.parent
+def test_two_synchronous_runs_with_a_critic_on_a_pool_have_the_same_weights(config_file: Path) -> None:
     several = [
         "run.versions=3",
         "learner.processes=2",
         "learner.mini_batches=2",
         "critic.warmup_versions=1",
     ]
-    for name in ("one", "two"):
-        summary = train(load_config(config_file, [*SYNCHRONOUS, *several, f"run.name={name}"]))
-        assert (summary["versions"], summary["staleness"]["max"]) == (3, 0)
-    assert_same_weights(here / "one", here / "two")
-    first, _, last = rows(here / "one")
+    one, two = synchronous_runs(config_file, [*PPO, *several], one=[], two=[])
+    assert_same_weights(one, two)
+    first, _, last = rows(one)
     assert {"critic/loss", "critic/grad_norm", "critic/explained_variance"} <= first.keys()
     assert ("loss" in first, "loss" in last) == (False, True)
     assert last["pool/critic/steps"] > 0
-    newest = checkpoint.newest(here / "one")
+    newest = checkpoint.newest(one)
     assert newest is not None
     assert {path.name for path in newest.iterdir()} == {"critic", "learner", "meta.msgpack"}
 
@@ -61,50 +68,37 @@ def test_a_killed_critic_takes_the_learner_back_with_it_and_nothing_is_lost(conf
     run = config_file.parent / "it"
     words = [*PPO, "run.versions=10", "checkpoint.every=2", "queue.lease_s=2"]
     with started("asyncrl", "train", str(config_file), *words) as launcher:
-        for version in (1, 4):  # before the first checkpoint, and after some
-            until(trained(run, version), f"version {version}", launcher)
-            pool = child(launcher, "asyncrl", "pool", "critic")
-            pool.kill()
-            pool.wait()
-        code, printed = finished(launcher)
-    assert code == 0, printed
+        kill_after(run, FIRST_AND_LATER, launcher, "asyncrl", "pool", "critic")
+        printed = succeeded(launcher)
     assert "critic-0 ended (killed by SIGKILL) and is started again, 2 of 3 restarts" in printed
     assert "learner ended (exit code 11) and is started again from the newest checkpoint, 2 of 3" in printed
     assert "has lost the pool of the critic" in (run / "logs" / "learner.log").read_text()
-    assert [row["version"] for row in rows(run)] == list(range(1, 11))
-    summary = json.loads((run / "summary.json").read_text())
-    assert (summary["groups_trained"], summary["tasks_dropped"]) == (40, 0)
-    assert summary["staleness"]["max"] <= 2
+    assert versions(run) == list(range(1, 11))
+    assert counts_of(run) == (10, 40, 0)
+    assert summary_of(run)["staleness"]["max"] <= 2
 
 
 def test_a_killed_learner_finds_the_critic_of_its_checkpoint_again(config_file: Path) -> None:
     """The same pool goes on, and the run ends with the weights of one that nobody disturbed."""
     here = config_file.parent
-    words = [*SYNCHRONOUS, "run.versions=8", "checkpoint.every=2", "generator.threads=1", "learner.threads=1"]
-    words += ["placement.critic.threads=1"]
-    with started("asyncrl", "train", str(config_file), *words, "run.name=calm") as launcher:
-        code, printed = finished(launcher)
-        assert code == 0, printed
+    words = [*PPO, *SYNCHRONOUS, "run.versions=8", "checkpoint.every=2"]
+    words += ["generator.threads=1", "learner.threads=1", "placement.critic.threads=1"]
+    ran("asyncrl", "train", str(config_file), *words, "run.name=calm")
     run = here / "killed"
     with started("asyncrl", "train", str(config_file), *words, "run.name=killed") as launcher:
         pool = child(launcher, "asyncrl", "pool", "critic").pid
-        for version in (1, 4):  # before the first checkpoint, and after some
-            until(trained(run, version), f"version {version}", launcher)
-            learner = child(launcher, "asyncrl", "learner")
-            learner.kill()
-            learner.wait()
-        until(trained(run, 5), "version 5", launcher)
+        kill_after(run, FIRST_AND_LATER, launcher, "asyncrl", "learner")
+        until_trained(run, 5, launcher)
         assert child(launcher, "asyncrl", "pool", "critic").pid == pool
-        code, printed = finished(launcher)
-        assert code == 0, printed
-    assert [row["version"] for row in rows(run)] == list(range(1, 9))
+        succeeded(launcher)
+    assert versions(run) == list(range(1, 9))
     assert_same_weights(run, here / "calm")
 
 
 def test_the_reward_model_of_prime_learns_on_two_ranks_of_a_pool(config_file: Path) -> None:
     words = [
         "algorithm.advantage=prime",
-        f"reward.function='{OWN}:length'",
+        LENGTH,
         "evaluation.source=null",
         "reward_model.optimizer.lr=1e-3",
         "placement.reward_model.where=pool",

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from processes import finished, rows, started
+from own_functions import LENGTH
+from processes import counts_of, ran, rows
 from redis_server import RedisServer
 
 from asyncrl.sync.store.redis_blobs import RedisBlobs
 
 pytestmark = pytest.mark.slow
 
-OWN = Path(__file__).parents[1].joinpath("own_functions.py")
 
 SMALL_STEPS = "learner.optimizer.lr=1e-7"  # moves fp32 weights of 0.02 by some units in their last place
 
 
 def trained(config_file: Path, *words: str) -> Path:
-    words = (*words, "sync.delta=always", SMALL_STEPS, f"reward.function='{OWN}:length'")
-    with started("asyncrl", "train", str(config_file), *words) as launcher:
-        code, printed = finished(launcher)
-    assert code == 0, printed
+    words = (*words, "sync.delta=always", SMALL_STEPS, LENGTH)
+    ran("asyncrl", "train", str(config_file), *words)
     run = config_file.parent / "it"
-    summary = json.loads((run / "summary.json").read_text())
-    assert (summary["versions"], summary["groups_trained"], summary["tasks_dropped"]) == (4, 16, 0)
+    assert counts_of(run) == (4, 16, 0)
     return run
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from own_functions import four_tasks, half_right, misspelt
-from processes import finished, started
+from processes import ran, summary_of
 
 import asyncrl
 from asyncrl.errors import AsyncRLError, ConfigError
@@ -17,13 +16,11 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 
 def test_the_example_trains(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(EXAMPLES.parent)
-    with started(
+    printed = ran(
         "examples/own_task.py", str(model_folder), f"run.dir={tmp_path}", "run.versions=3", executed=True
-    ) as script:
-        code, printed = finished(script)
-    assert code == 0, printed
+    )
     assert "reward 0." in printed
-    summary = json.loads((tmp_path / "own-task" / "summary.json").read_text())
+    summary = summary_of(tmp_path / "own-task")
     assert summary["groups_trained"] == 24
 
 

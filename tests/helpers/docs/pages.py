@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import chdir
 from pathlib import Path
 
-from processes import finished, started
+from processes import ran
 
 ROOT = Path(__file__).parents[3]
 NAMED = re.compile(r"# (\S+\.(?:py|yaml))\n")
@@ -60,8 +60,5 @@ def _run(line: str) -> str | None:
     else:
         assert command in ("asyncrl", "python"), line
         words = [word for word in words if word != "-m"] if command == "python" else [command, *words]
-        with started(*words) as process:
-            code, printed = finished(process)
-        assert code == 0, f"{line}\n{printed}"
-        return printed
+        return ran(*words)
     return None

@@ -1,12 +1,30 @@
-"""A power failure, for tests of what `fsync` is for: only what has reached the disk is there afterwards."""
+"""A disk that is full, and one whose power fails: only what `fsync` has brought to it is there afterwards."""
 
 from __future__ import annotations
 
+import itertools
 import os
+import resource
+import signal
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+
+@contextmanager
+def full_disk(size: int) -> Iterator[None]:
+    """Inside, no file of this process grows beyond `size` bytes: writing fails at the same place as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
 
 
 class Disk:
@@ -20,12 +38,18 @@ class Disk:
         self.folder = folder
         self._contents: dict[int, bytes] = {}
         self._names: dict[str, int] = {}
+        self._failures = itertools.count()
         self._kept: list[int] = []  # descriptors, so that no file gets the number of one that was deleted
         self._fsync = os.fsync
         monkeypatch.setattr(os, "fsync", self._synced)
 
-    def after_failure(self, folder: Path, *, names_of_now: bool) -> Path:
-        """Write what is there after a power failure into `folder`, and return it."""
+    def after_failures(self) -> Iterator[Path]:
+        """What is there after a power failure now: with the names of the last sync, and with those of now."""
+        return map(self.after_failure, (False, True))
+
+    def after_failure(self, names_of_now: bool) -> Path:
+        """Write what is there after a power failure now into a folder, and return it."""
+        folder = self.folder.with_name(f"after-failure-{next(self._failures)}")
         folder.mkdir()
         for name, number in (self._now() if names_of_now else self._names).items():
             (folder / name).write_bytes(self._contents.get(number, b""))

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -24,6 +24,7 @@ from torch import Tensor
 from asyncrl.system.signals import die_with_parent
 
 DEADLINE_S = 90.0
+FOR_EVER = "run.versions=100000"
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 PORTS = (20_000, 32_000)
@@ -78,6 +79,19 @@ def finished(process: Process, deadline_s: float = DEADLINE_S) -> tuple[int, str
     """(exit code, what it printed)."""
     printed, _ = process.communicate(timeout=deadline_s)
     return process.returncode, printed
+
+
+def succeeded(process: Process, deadline_s: float = DEADLINE_S) -> str:
+    """Wait for its end with exit code 0. Returns what it printed."""
+    code, printed = finished(process, deadline_s)
+    assert code == 0, f"{process.args}\n{printed}"
+    return printed
+
+
+def ran(*words: str, executed: bool = False, deadline_s: float = DEADLINE_S) -> str:
+    """Start a process as `started` does and wait for its success. Returns what it printed."""
+    with started(*words, executed=executed) as process:
+        return succeeded(process, deadline_s)
 
 
 def family(pid: int) -> list[psutil.Process]:
@@ -157,8 +171,40 @@ def listens(port: int) -> bool:
         return caller.connect_ex(("127.0.0.1", port)) == 0
 
 
-def trained(run: Path, version: int) -> Callable[[], bool]:
-    return lambda: any(row["version"] >= version for row in rows(run))
+def versions(run: Path) -> list[int]:
+    """Those that metrics.jsonl has a step for, in its order."""
+    return [row["version"] for row in rows(run)]
+
+
+def until_trained(run: Path, version: int, *alive: Process) -> None:
+    """Wait for this version or a later one."""
+    until(lambda: max(versions(run), default=0) >= version, f"version {version}", *alive)
+
+
+def kill_after(run: Path, versions: Sequence[int], launcher: Process, *words: str) -> None:
+    """After each of these versions, kill the launcher's child that has these words."""
+    for version in versions:
+        until_trained(run, version, launcher)
+        victim = child(launcher, *words)
+        victim.kill()
+        victim.wait()
+
+
+def queue_address(run: Path, queue: Process) -> str:
+    """The key with the queue's address, which it writes into the run's folder; waits for it."""
+    path = run / "address"
+    until(path.exists, "address", queue)
+    return f"queue.address={path.read_text().strip()}"
+
+
+def summary_of(run: Path) -> dict[str, Any]:
+    return dict(json.loads((run / "summary.json").read_text()))
+
+
+def counts_of(run: Path) -> tuple[int, int, int]:
+    """(versions, groups trained, tasks dropped), by the summary."""
+    summary = summary_of(run)
+    return summary["versions"], summary["groups_trained"], summary["tasks_dropped"]
 
 
 def newest_checkpoint(run: Path) -> int:
