@@ -18,6 +18,7 @@ from processes import free_port
 from sglang_stand_in import SglangStandIn
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen2Config
+from waiting import eventually
 
 from asyncrl.config.schema import BatchConfig, Config, GeneratorConfig, ModelConfig, SyncConfig
 from asyncrl.config.sections.generator import KvAtFlip, ServerConfig
@@ -365,9 +366,7 @@ def request(
 async def until_tokens(engine: Engine, at_least: int) -> None:
     """The engine has made so many more tokens than now."""
     start = engine.stats()["tokens"]
-    async with asyncio.timeout(30):
-        while engine.stats()["tokens"] < start + at_least:
-            await asyncio.sleep(0)
+    await eventually(lambda: engine.stats()["tokens"] >= start + at_least)
 
 
 def log_probs(model: PreTrainedModel, turn: Turn, temperature: float = 1.0) -> np.ndarray:

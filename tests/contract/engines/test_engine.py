@@ -28,6 +28,7 @@ from engine_cases import (
     with_weights,
 )
 from missing import needs_vllm
+from waiting import eventually
 
 from asyncrl.errors import RunClosedError, WeightSyncError
 from asyncrl.generator.engines.engine import Engine, PromptTooLongError
@@ -209,10 +210,13 @@ async def test_all_time_is_accounted_for_and_idle_time_is_a_wait(engine: Engine)
     engine.stats()
     await engine.sample(request("a"))
     spans: set[str] = set()
-    async with asyncio.timeout(30):  # what was made is told before the engine finds that nothing is left
-        while not {"seconds/compute", "seconds/wait/tasks"} <= spans:
-            await asyncio.sleep(0)
-            spans |= engine.stats().keys()
+
+    def told() -> bool:
+        """What was made is told before the engine finds that nothing is left."""
+        spans.update(engine.stats())
+        return {"seconds/compute", "seconds/wait/tasks"} <= spans
+
+    await eventually(told)
 
 
 @pytest.mark.parametrize("maker", ENGINES)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from queue_cases import WAIT_S, serving
 
 from asyncrl import cli
 from asyncrl.launch import operate
@@ -23,7 +23,6 @@ TRAIN = StreamSettings(
     groups_per_version=2, max_staleness=1, window=1, depth=4, max_bytes=50_000_000, lease_s=3600.0
 )
 CONFIG = "model: {path: no/model/here}\ntasks: {source: a:b}\nreward: {function: a:b}\nrun: {name: mine}\n"
-WAIT_S = 20.0
 
 
 def group(task: Task) -> Group:
@@ -47,26 +46,21 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     make_keys(tmp_path / "keys")
     keys = str(tmp_path / "keys")
-    broker = Broker("tcp://127.0.0.1:*", "mine", keys=server_keys(keys))
-    thread = threading.Thread(target=broker.serve)
-    thread.start()
     folder = tmp_path / "runs" / "mine"
-    write_address(folder, broker.bound_address)
-    (folder / "config.yaml").write_text(CONFIG + f"queue: {{keys: {keys}}}\n")
-    queue = QueueClient(
-        broker.bound_address, run="mine", who="generator-0", deadline_s=WAIT_S, keys=client_keys(keys)
-    )
-    client = BlockingClient(queue)
-    client.connect()
-    client.open("train", TRAIN)
-    client.submit("train", [Task(o, f"{o} + 1 =", {"answer": str(o + 1)}) for o in range(4)])
-    one, _ = client.wait(queue.lease("train", held=0, lineage=0, most=2, wait_s=WAIT_S))
-    client.wait(queue.commit("train", one, group(one.task)))
-    yield folder
-    client.close()
-    broker.stop()
-    thread.join(WAIT_S)
-    assert not thread.is_alive()
+    with serving(Broker("tcp://127.0.0.1:*", "mine", keys=server_keys(keys))) as broker:
+        write_address(folder, broker.bound_address)
+        (folder / "config.yaml").write_text(CONFIG + f"queue: {{keys: {keys}}}\n")
+        queue = QueueClient(
+            broker.bound_address, run="mine", who="generator-0", deadline_s=WAIT_S, keys=client_keys(keys)
+        )
+        client = BlockingClient(queue)
+        client.connect()
+        client.open("train", TRAIN)
+        client.submit("train", [Task(o, f"{o} + 1 =", {"answer": str(o + 1)}) for o in range(4)])
+        one, _ = client.wait(queue.lease("train", held=0, lineage=0, most=2, wait_s=WAIT_S))
+        client.wait(queue.commit("train", one, group(one.task)))
+        yield folder
+        client.close()
 
 
 def test_status_by_folder_name_and_address(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

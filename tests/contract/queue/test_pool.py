@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_queue_client import LEASE_S, WAIT_S, AnyQueue, B, claim, group, lease, ordinals, queue, tasks
+from queue_cases import LEASE_S, WAIT_S, AnyQueue, B, claim, group, lease, ordinals, tasks
 
 from asyncrl.config.config_consistency import AGREED, agreed
 from asyncrl.config.schema import Config, GeneratorConfig, LearnerConfig, RunConfig
@@ -19,8 +19,6 @@ from asyncrl.pool.worker import AddColumns, LeftOut, PoolWorker
 from asyncrl.queue.client.client import QueueClient
 from asyncrl.queue.protocol.settings import StageSettings, StreamSettings
 from asyncrl.types import NO_VERSION, Array, Group
-
-__all__ = ["queue"]
 
 SETTINGS = StreamSettings(
     groups_per_version=B,

@@ -6,16 +6,26 @@ Only the leases' clock is turned by hand.
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator, Awaitable
-from pathlib import Path
 
-import numpy as np
 import pytest
 import zmq
-from local_queue import LocalQueue
+from queue_cases import (
+    EVAL,
+    LEASE_S,
+    TRAIN,
+    WAIT_S,
+    AnyQueue,
+    B,
+    claim,
+    group,
+    lease,
+    ordinals,
+    parked,
+    refusal,
+    serving,
+    tasks,
+)
 
-from asyncrl.config.schema import QueueConfig
 from asyncrl.errors import (
     ConfigError,
     DeadlineError,
@@ -25,160 +35,13 @@ from asyncrl.errors import (
     WireError,
 )
 from asyncrl.queue.broker.broker import Broker
-from asyncrl.queue.broker.recovery import Recovery, open_recovery
 from asyncrl.queue.client.client import BlockingClient, QueueClient
 from asyncrl.queue.feeder import feed
 from asyncrl.queue.protocol.replies import Claim, Lease, Opened
 from asyncrl.queue.protocol.requests import CommitRequest
 from asyncrl.queue.protocol.settings import StreamSettings
 from asyncrl.queue.wire.payload import encode_group
-from asyncrl.types import Group, Rollout, Sampling, Task
-
-B = 4
-LEASE_S = 30.0
-TRAIN = StreamSettings(
-    groups_per_version=B, max_staleness=1, window=1, depth=2 * B, max_bytes=1 << 30, lease_s=LEASE_S
-)
-EVAL = StreamSettings(
-    groups_per_version=B, max_staleness=None, window=None, depth=8, max_bytes=1 << 30, lease_s=LEASE_S
-)
-WAIT_S = 20.0
-
-
-class Clock:
-    """Stands still until it is turned."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class SocketQueue:
-    """A running broker and the clients that a test has asked for."""
-
-    def __init__(self, run: str = "run", recovery: Recovery | None = None) -> None:
-        self.clock = Clock()
-        self._broker = Broker("tcp://127.0.0.1:*", run, clock=self.clock)
-        self._recovery = recovery
-        if recovery is not None:
-            self._broker.take_up(recovery.queue, recovery.flush)
-        self.address, self.desk = self._broker.bound_address, self._broker.dispatcher
-        self._thread = threading.Thread(target=self._broker.serve)
-        self._thread.start()
-        self._clients: list[QueueClient] = []
-
-    async def client(self, who: str, run: str = "run") -> QueueClient:
-        self._clients.append(QueueClient(self.address, run=run, who=who, deadline_s=WAIT_S))
-        await self._clients[-1].connect()
-        return self._clients[-1]
-
-    async def close(self) -> None:
-        for client in self._clients:
-            await client.close()
-        self._broker.stop()
-        self._thread.join(WAIT_S)
-        assert not self._thread.is_alive()
-        if self._recovery is not None:
-            self._recovery.close()
-
-
-class ProcessQueue:
-    """The same in this event loop, without sockets."""
-
-    def __init__(self, run: str = "run") -> None:
-        self.clock = Clock()
-        self._queue = LocalQueue(run, clock=self.clock)
-        self.desk = self._queue.dispatcher
-        self._clients: list[QueueClient] = []
-
-    async def client(self, who: str, run: str = "run") -> QueueClient:
-        if not self._clients:
-            await self._queue.__aenter__()
-        self._clients.append(self._queue.client(who, deadline_s=WAIT_S, run=run))
-        await self._clients[-1].connect()
-        return self._clients[-1]
-
-    async def close(self) -> None:
-        for client in self._clients:
-            await client.close()
-        if self._clients:
-            await self._queue.__aexit__(None, None, None)
-
-
-AnyQueue = SocketQueue | ProcessQueue
-
-
-@pytest.fixture(params=["memory", "file", "redis", "local"])
-async def queue(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[AnyQueue]:
-    queue: AnyQueue
-    if request.param == "local":
-        queue = ProcessQueue()
-    elif request.param == "memory":
-        queue = SocketQueue()
-    else:
-        url = request.getfixturevalue("redis_server").url if request.param == "redis" else None
-        kept = QueueConfig(store=request.param, durable="payload", redis_url=url)
-        queue = SocketQueue(recovery=open_recovery(kept, "run", tmp_path, now=0.0))
-    yield queue
-    await queue.close()
-
-
-def tasks(first: int, count: int) -> list[Task]:
-    return [Task(o, f"{o}+1=", {"answer": str(o + 1)}) for o in range(first, first + count)]
-
-
-def group(task: Task, version: int, length: int = 6) -> Group:
-    """Two rollouts whose token ids spell the ordinal."""
-    rollout = Rollout(
-        token_ids=np.full(length, task.ordinal, np.int64),
-        loss_mask=np.ones(length, np.int8),
-        logprobs=np.full(length, -0.5, np.float32),
-        versions=np.full(length, version, np.int32),
-        finish="stop",
-        reward=1.0,
-    )
-    return Group.from_rollouts(task, Sampling(), [rollout, rollout])
-
-
-def ordinals(things: list[Lease] | list[Group]) -> list[int]:
-    return [thing.task.ordinal for thing in things]
-
-
-async def lease(
-    worker: QueueClient, most: int, held: int = 0, stream: str = "train", lineage: int = 0
-) -> list:
-    return await worker.lease(stream, held=held, lineage=lineage, most=most, wait_s=WAIT_S)
-
-
-async def claim(learner: QueueClient, opened: Opened, step: int, index: int = 0, rank: int = 0) -> Claim:
-    claimed = await learner.claim(
-        "train",
-        learner_epoch=opened.learner_epoch,
-        step=step,
-        index=index,
-        rank=rank,
-        max_tokens=1 << 20,
-        whole=True,
-        wait_s=WAIT_S,
-    )
-    assert claimed is not None
-    return claimed
-
-
-async def parked(queue: AnyQueue, count: int) -> None:
-    """Until the broker has parked that many requests; every status is a round trip through its loop."""
-    watcher = await queue.client("watcher")
-    async with asyncio.timeout(WAIT_S):
-        while queue.desk.parked < count:
-            await watcher.status()
-
-
-async def refusal(request: Awaitable[object]) -> str:
-    with pytest.raises(RefusedError) as refused:
-        await request
-    return refused.value.reason
+from asyncrl.types import Task
 
 
 async def test_a_task_goes_round(queue: AnyQueue) -> None:
@@ -522,20 +385,18 @@ def test_an_occupied_port_says_what_to_do() -> None:
 
 def test_the_blocking_client_works_from_a_plain_thread() -> None:
     broker = Broker("tcp://127.0.0.1:*", "run")
-    serving = threading.Thread(target=broker.serve)
-    serving.start()
-    client = BlockingClient(QueueClient(broker.bound_address, run="run", who="learner", deadline_s=WAIT_S))
-    assert client.connect().streams == ()
-    assert client.open("train", TRAIN).version == 0
-    client.post("weights/0", {"world": 1})
-    assert client.lookup("weights/0", wait_s=WAIT_S) == {"world": 1}
-    with pytest.raises(RefusedError, match=r"^fenced"):
-        client.trained("train", learner_epoch=7, step=0)
-    client.close()
-    client.close()
-    broker.stop()
-    serving.join(WAIT_S)
-    assert not serving.is_alive()
+    with serving(broker):
+        client = BlockingClient(
+            QueueClient(broker.bound_address, run="run", who="learner", deadline_s=WAIT_S)
+        )
+        assert client.connect().streams == ()
+        assert client.open("train", TRAIN).version == 0
+        client.post("weights/0", {"world": 1})
+        assert client.lookup("weights/0", wait_s=WAIT_S) == {"world": 1}
+        with pytest.raises(RefusedError, match=r"^fenced"):
+            client.trained("train", learner_epoch=7, step=0)
+        client.close()
+        client.close()
 
 
 async def commit_damaged(worker: QueueClient, one: Lease) -> None:

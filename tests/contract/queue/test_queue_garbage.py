@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import resource
 import socket as sockets
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -14,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from queue_cases import TRAIN, WAIT_S, serving
 from raw_request import envelope
 
 from asyncrl.queue.broker.broker import Broker
@@ -22,11 +22,6 @@ from asyncrl.queue.protocol.settings import StreamSettings
 from asyncrl.queue.wire import wire
 from asyncrl.queue.wire.envelope import MAX_REQUESTS, unpack_replies
 from asyncrl.types import Task
-
-TRAIN = StreamSettings(
-    groups_per_version=4, max_staleness=1, window=1, depth=8, max_bytes=1 << 30, lease_s=30.0
-)
-WAIT_S = 20.0
 
 
 @dataclass
@@ -45,23 +40,20 @@ class Visitor:
 
 
 @contextmanager
-def serving() -> Iterator[tuple[Broker, BlockingClient]]:
-    broker = Broker("tcp://127.0.0.1:*", "run")
-    thread = threading.Thread(target=broker.serve)
-    thread.start()
-    learner = BlockingClient(QueueClient(broker.bound_address, run="run", who="learner", deadline_s=WAIT_S))
-    learner.connect()
-    learner.open("train", TRAIN)
-    yield broker, learner
-    learner.close()
-    broker.stop()
-    thread.join(WAIT_S)
-    assert not thread.is_alive()
+def with_learner() -> Iterator[tuple[Broker, BlockingClient]]:
+    with serving(Broker("tcp://127.0.0.1:*", "run")) as broker:
+        learner = BlockingClient(
+            QueueClient(broker.bound_address, run="run", who="learner", deadline_s=WAIT_S)
+        )
+        learner.connect()
+        learner.open("train", TRAIN)
+        yield broker, learner
+        learner.close()
 
 
 @pytest.fixture
 def visitor() -> Iterator[Visitor]:
-    with serving() as (broker, learner), zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+    with with_learner() as (broker, learner), zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.connect(broker.bound_address)
         socket.setsockopt(zmq.RCVTIMEO, int(WAIT_S * 1000))
         socket.setsockopt(zmq.LINGER, 0)
@@ -156,7 +148,7 @@ def test_what_does_not_speak_the_protocol_at_all_is_disconnected(visitor: Visito
 
 def test_a_frame_that_is_too_large_ends_its_connection_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 1 << 16)
-    with serving() as (broker, learner), zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+    with with_learner() as (broker, learner), zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
         monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)

@@ -15,17 +15,17 @@ from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
 import pytest
+from queue_cases import group
 from redis_server import RedisServer
 
 from asyncrl.errors import JournalError, RefusedError, SourceEndedError
 from asyncrl.queue.client.client import QueueClient
 from asyncrl.queue.feeder import feed
-from asyncrl.queue.protocol.replies import Claim, Lease
+from asyncrl.queue.protocol.replies import Claim
 from asyncrl.queue.protocol.settings import StreamSettings
 from asyncrl.system.signals import die_with_parent
-from asyncrl.types import Group, Rollout, Sampling, Task
+from asyncrl.types import Task
 
 T = TypeVar("T")
 
@@ -154,7 +154,7 @@ class Load:
                     if lease.task.ordinal in DROPPED:
                         await self._asked(worker.drop("train", lease, "reward"))
                     else:
-                        await self._asked(worker.commit("train", lease, _group(lease, held)))
+                        await self._asked(worker.commit("train", lease, group(lease.task, held, length=2)))
                 except RefusedError as refusal:
                     if refusal.reason != "fenced":
                         raise
@@ -206,18 +206,6 @@ async def _renew(worker: QueueClient) -> None:
     while True:
         await worker.renew()
         await asyncio.sleep(0.1)
-
-
-def _group(lease: Lease, version: int) -> Group:
-    rollout = Rollout(
-        token_ids=np.full(4, lease.task.ordinal, np.int64),
-        loss_mask=np.ones(4, np.int8),
-        logprobs=np.zeros(4, np.float32),
-        versions=np.full(4, version, np.int32),
-        finish="stop",
-        reward=1.0,
-    )
-    return Group.from_rollouts(lease.task, Sampling(), [rollout])
 
 
 @pytest.mark.slow

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import zmq
+from queue_cases import WAIT_S, serving
 
 from asyncrl.errors import ConfigError
 from asyncrl.queue.broker.broker import Broker
 from asyncrl.queue.client.client import QueueClient
 from asyncrl.rpc.keys import ClientKeys, client_keys, make_keys, server_keys
-
-WAIT_S = 20.0
-
-
-@contextmanager
-def serving(folder: str | None) -> Iterator[Broker]:
-    broker = Broker("tcp://127.0.0.1:*", "run", keys=server_keys(folder))
-    thread = threading.Thread(target=broker.serve)
-    thread.start()
-    yield broker
-    broker.stop()
-    thread.join(WAIT_S)
-    assert not thread.is_alive()
 
 
 @pytest.fixture
@@ -37,7 +23,7 @@ def folder(tmp_path: Path) -> str:
 
 @pytest.fixture
 def broker(folder: str) -> Iterator[Broker]:
-    with serving(folder) as broker:
+    with serving(Broker("tcp://127.0.0.1:*", "run", keys=server_keys(folder))) as broker:
         yield broker
 
 
@@ -88,22 +74,18 @@ async def test_who_knows_only_the_brokers_public_key_does_not_get_in(broker: Bro
 
 
 async def test_keys_against_a_queue_without_are_a_misunderstanding(folder: str) -> None:
-    with serving(None) as broker:
+    with serving(Broker("tcp://127.0.0.1:*", "run")) as broker:
         assert "leave both without" in await refused(broker, client_keys(folder))
         assert await handshakes_refused(broker, None) >= 1
 
 
 async def test_a_broker_that_is_started_again_on_its_address_is_found_by_its_clients(folder: str) -> None:
-    with serving(folder) as broker:
+    with serving(Broker("tcp://127.0.0.1:*", "run", keys=server_keys(folder))) as broker:
         address = broker.bound_address
         keys = client_keys(folder)
         client = QueueClient(address, run="run", who="patient", deadline_s=WAIT_S, keys=keys)
         await client.connect()
     again = Broker(address, "run", keys=server_keys(folder))
-    thread = threading.Thread(target=again.serve)
-    thread.start()
-    assert (await client.status())["run"] == "run"
-    await client.close()
-    again.stop()
-    thread.join(WAIT_S)
-    assert not thread.is_alive()
+    with serving(again):
+        assert (await client.status())["run"] == "run"
+        await client.close()

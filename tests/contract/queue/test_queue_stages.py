@@ -5,27 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import numpy as np
-from test_queue_client import (
-    LEASE_S,
-    WAIT_S,
-    AnyQueue,
-    B,
-    claim,
-    group,
-    lease,
-    ordinals,
-    parked,
-    queue,
-    refusal,
-    tasks,
-)
+from queue_cases import LEASE_S, WAIT_S, AnyQueue, B, claim, group, lease, ordinals, parked, refusal, tasks
 
 from asyncrl.queue.client.client import QueueClient
 from asyncrl.queue.protocol.replies import StageLease
 from asyncrl.queue.protocol.settings import StageSettings, StreamSettings
 from asyncrl.types import NO_VERSION
-
-__all__ = ["queue"]
 
 STAGED = StreamSettings(
     groups_per_version=B,

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from collections.abc import Callable
+from contextlib import ExitStack
+
+from queue_cases import serving
+from waiting import eventually
 
 from asyncrl.queue.broker.broker import Broker
 from asyncrl.queue.client.client import QueueClient
 from asyncrl.telemetry.status import ProcessStatus
 
-PATIENCE_S = 20.0
 DEADLINE_S = 30.0
 
 
@@ -24,38 +25,31 @@ class Queue:
         broker.close()
 
     def start(self) -> None:
-        self._broker = Broker(self.address, "run")
-        self._thread = threading.Thread(target=self._broker.serve)
-        self._thread.start()
+        self._end = ExitStack()
+        self._end.enter_context(serving(Broker(self.address, "run")))
 
     def stop(self) -> None:
-        self._broker.stop()
-        self._thread.join(PATIENCE_S)
-
-
-async def until(look: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not look():
-            await asyncio.sleep(0.005)
+        self._end.close()
 
 
 async def test_the_wait_for_a_queue_that_is_gone_is_shown_until_it_is_back() -> None:
     queue, status = Queue(), ProcessStatus()
     client = QueueClient(queue.address, run="run", who="me", deadline_s=DEADLINE_S, status=status)
+    began = time.monotonic()
     connecting = asyncio.create_task(client.connect())
-    await until(lambda: bool(status.waits(0.0)))
+    await eventually(lambda: status.waits(0.0))
     (wait,) = status.waits(0.0)
     assert wait.whom == f"the queue at {queue.address}"
     assert wait.until is not None
-    assert 0 < wait.until - time.monotonic() <= DEADLINE_S
+    assert began <= wait.until - DEADLINE_S <= time.monotonic()
     queue.start()
     await connecting
     assert status.waits(0.0) == []
     queue.stop()
-    await until(lambda: bool(status.waits(0.0)))
+    await eventually(lambda: status.waits(0.0))
     assert status.waits(0.0)[0].until is None  # nothing is asked, so nothing gives up
     renewing = asyncio.create_task(client.renew())
-    await until(lambda: status.waits(0.0)[0].until is not None)
+    await eventually(lambda: status.waits(0.0)[0].until is not None)
     queue.start()
     await renewing
     assert status.waits(0.0) == []
@@ -67,7 +61,7 @@ async def test_a_client_that_is_closed_waits_for_nobody() -> None:
     queue, status = Queue(), ProcessStatus()
     client = QueueClient(queue.address, run="run", who="me", deadline_s=0.05, status=status)
     connecting = asyncio.create_task(client.connect())
-    await until(lambda: bool(status.waits(0.0)))
+    await eventually(lambda: status.waits(0.0))
     await client.close()
     assert status.waits(0.0) == []
     await asyncio.gather(connecting, return_exceptions=True)

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 import numpy as np
+from waiting import eventually
 
 from asyncrl.generator.engines.engine import RequestFailedError, SampleRequest
 from asyncrl.generator.prober import RECENT, Prober
@@ -46,12 +47,6 @@ class Engine:
         return [Turn(request.prompt_ids, *made, np.array([self.version], np.int32), "length")]
 
 
-async def until(prober: Prober, reports: int) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while len(prober.reports()) < reports:
-            await asyncio.sleep(0)
-
-
 def test_prompts_are_fixed_below_the_vocabulary_and_leave_room_for_a_token() -> None:
     for vocabulary in (11, 151_936):
         made = prompts(vocabulary, 64)
@@ -67,8 +62,7 @@ async def test_each_version_is_reported_once_unless_the_engine_has_moved_on_or_f
     prober = Prober(engine, follower, asked, Sampling(0.7, 50, seed=3))  # type: ignore[arg-type]
     running = asyncio.create_task(prober.run())
     await follower.hold(0)
-    await until(prober, 1)
-    (report,) = prober.reports()
+    (report,) = await eventually(prober.reports)
     assert report == {
         "lineage": 0,
         "version": 0,
@@ -84,9 +78,7 @@ async def test_each_version_is_reported_once_unless_the_engine_has_moved_on_or_f
     engine.failing = False
     for engine.version in range(5, 5 + RECENT):
         await follower.hold(engine.version)
-        async with asyncio.timeout(PATIENCE_S):
-            while prober.reports()[-1]["version"] != engine.version:
-                await asyncio.sleep(0)
+        await eventually(lambda: prober.reports()[-1]["version"] == engine.version)
     assert [report["version"] for report in prober.reports()] == list(range(5, 5 + RECENT))
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)

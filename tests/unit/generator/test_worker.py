@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from generator_cases import CONFIG, PATIENCE_S, FakeLearner, House, house, letter_of, tasks
+from waiting import eventually
 
 from asyncrl.config.schema import BatchConfig, Config, EvaluationConfig, GeneratorConfig
 from asyncrl.config.sections.algorithm import AlgorithmConfig
@@ -561,20 +562,15 @@ async def test_a_generator_shows_that_its_learner_does_not_answer(monkeypatch: p
             await asyncio.sleep(0)
             return None
 
-    async def waits(count: int) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while len(status.waits(0.0)) != count:
-                await asyncio.sleep(0)
-
     monkeypatch.setattr(weights, "RETRY_S", 0.0)
     status, receiver = ProcessStatus(), Gone(asyncio.get_running_loop().create_future())
     follower = weights.WeightFollower("worker", receiver, OneLearner(), status=status)  # type: ignore[arg-type]
     following = asyncio.create_task(follower.run())
     try:
-        await waits(1)
-        assert status.waits(0.0)[0].whom == "an answer of the learner"
+        (wait,) = await eventually(lambda: status.waits(0.0))
+        assert wait.whom == "an answer of the learner"
         receiver.answers.set()
-        await waits(0)
+        await eventually(lambda: not status.waits(0.0))
     finally:
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)

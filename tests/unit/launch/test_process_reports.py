@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 import json
 import os
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from processes import until
 from rich.console import Console
+from waiting import Clock
 
 from asyncrl.config.schema import Config
 from asyncrl.launch.views import process_reports
@@ -20,13 +20,6 @@ from asyncrl.learner.reporting.report import run_summary, step_row
 from asyncrl.telemetry.status import ProcessStatus
 
 WHY = "the reward of task 9 raised KeyError: 'anwser' (x.py:3)"
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def write(logs: Path, name: str, dropped: dict[str, int], last: str = "", **calls: dict[str, int]) -> None:
@@ -183,16 +176,9 @@ def test_a_process_gives_a_sign_of_life_once_it_has_loaded(
         assert not path.exists()
         status.loaded.set()
         for _ in range(2):
-            until(path.exists)
+            until(path.exists, "report")
             os.utime(path, (0, 0))
-            until(lambda: path.stat().st_mtime > 0)
-
-
-def until(look: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60.0
-    while not look():
-        assert time.monotonic() < end
-        time.sleep(0.001)
+            until(lambda: path.stat().st_mtime > 0, "report after the first")
 
 
 def test_the_launcher_names_who_is_loading_and_who_is_silent(tmp_path: Path) -> None:

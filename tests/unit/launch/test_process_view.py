@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from waiting import Clock
 
 from asyncrl.config.schema import Config, LaunchConfig, RunConfig
 from asyncrl.launch.views import process_view
@@ -32,17 +33,9 @@ from asyncrl.telemetry.status import ProcessStatus
 QUEUE = "the queue at tcp://10.0.0.1:5555"
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(100.0)
 
 
 @pytest.fixture

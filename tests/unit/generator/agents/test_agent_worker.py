@@ -14,6 +14,7 @@ import torch
 from agent_cases import CALL, Counting, Speaker, calculating
 from generator_cases import PATIENCE_S, FakeLearner, FakeQueue, FakeReader
 from local_queue import LocalQueue
+from waiting import Clock
 
 from asyncrl.config.schema import BatchConfig, Config, GeneratorConfig, RewardConfig
 from asyncrl.config.sections.generator import AgentConfig
@@ -71,14 +72,6 @@ class SpeakingEngine(Speaker):
 
     def stats(self) -> dict[str, float]:
         return {"running": 0.0, "waiting": 0.0}
-
-
-@dataclass
-class Clock:
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @dataclass

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from waiting import eventually
 
 from asyncrl.config.functions.function_spec import load_function
 from asyncrl.config.schema import RewardConfig
@@ -307,8 +308,7 @@ async def test_a_call_that_takes_too_long_is_told_at_once_and_its_retry_keeps_it
     scorer = Scorer(reward, config(function="f.py:slow", deadline_s=0.05, workers=1))
     try:
         calls = [asyncio.ensure_future(scorer.score(TASK, text, ROLLOUT)) for text in "ab"]
-        while not begun:
-            await asyncio.sleep(0)
+        await eventually(lambda: begun)
         assert scorer.stats()["under_way/f.py:slow"] == 1, "named before its first deadline"
         with suppress(RewardError):
             await calls[0]

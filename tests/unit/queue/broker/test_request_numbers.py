@@ -17,6 +17,7 @@ import pytest
 from dispatcher_cases import reply, reply_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import eventually
 
 from asyncrl.errors import DeadlineError, RefusedError
 from asyncrl.queue.broker.dispatcher import Dispatcher
@@ -369,8 +370,7 @@ async def test_a_grant_that_comes_between_a_cancellation_and_its_effect_is_given
     connection = Connection(link, "run", "w", DEADLINE_S)
     connection.open()
     asking = asyncio.create_task(connection.request(Grant(token=1), undo=give_back))
-    while not link.sent:
-        await asyncio.sleep(0)
+    await eventually(lambda: link.sent)
     asking.cancel()
     connection.received(reply(link.sent[0].number, [1, 77]))
     with pytest.raises(asyncio.CancelledError):

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 from stream_cases import LARGE, LARGE_CONFIG, Generator, Learner, closing_all
+from waiting import Clock
 
 from asyncrl.errors import DeadlineError, WeightSyncError
 from asyncrl.sync.channels.channels import Kind, open_channel
@@ -41,13 +42,6 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 # ---- membership
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def member(who: str, host: str = "far", layout: str = "whole", bytes_: int = 1000) -> Joined:

@@ -1,16 +1,10 @@
 from __future__ import annotations
 
 import pytest
+from waiting import Clock
 
 from asyncrl.errors import WeightSyncError
 from asyncrl.sync.stream.snapshot import STALLED_S, Pin, SnapshotEvictedError, Snapshots
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def publish(snapshots: Snapshots, version: int) -> int:
