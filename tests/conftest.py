@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import missing
@@ -50,6 +51,21 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     write_model_folder(folder, hidden_size=32, layers=2)
     return folder
+
+
+@pytest.fixture
+def base(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A file with the configuration that a module of tests calls BASE."""
+    path = tmp_path / "base.yaml"
+    path.write_text(request.module.BASE)
+    return path
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    """For ends of a connection that wait for each other."""
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from engine_cases import log_probs, request
-from model_families import FAMILIES, Family, constants, rollouts, save_family
+from learner_cases import copied_weights
+from model_families import FAMILIES, Family, constants, names_in, rollouts, save_family
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
@@ -143,10 +144,6 @@ def test_transformers_reads_an_export_whole(folder: Path, tmp_path: Path) -> Non
     assert names_in(tmp_path / "final") == names_in(folder), "other readers go by the names of the original"
 
 
-def names_in(folder: Path) -> set[str]:
-    return {name for path in folder.glob("*.safetensors") for name in load_file(path)}
-
-
 def test_what_is_published_is_what_the_checkpoint_has(folder: Path) -> None:
     """Every trained tensor of the folder, tied ones once, under its name and with its value."""
     backend = backend_of(folder)
@@ -178,7 +175,7 @@ async def test_an_engine_draws_text_from_a_model_for_images(tmp_path: Path, name
 def test_the_vision_tower_stays_as_it_is(tmp_path: Path, name: str) -> None:
     FAMILIES[name].save_config(tmp_path)
     backend = backend_of(tmp_path)
-    before = {name: tensor.clone() for name, tensor in backend.local_tensors().items()}
+    before = copied_weights(backend)
     step(backend)
     moved = {
         name for name, tensor in backend.local_tensors().items() if not torch.equal(tensor, before[name])

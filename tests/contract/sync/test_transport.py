@@ -82,12 +82,6 @@ def channels(request: pytest.FixtureRequest) -> Iterator[Pair]:
     target.close()
 
 
-@pytest.fixture
-def threads() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(2) as pool:
-        yield pool
-
-
 def send_all(channel: Channel, messages: list[torch.Tensor]) -> None:
     for transfer in [channel.send(data.to(channel.device)) for data in messages]:
         transfer.wait(DEADLINE_S)

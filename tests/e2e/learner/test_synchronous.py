@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from learner_cases import copied_weights
 from own_functions import reward_key
 from processes import final_weights
 
@@ -54,7 +55,7 @@ async def plain_loop(config: Config) -> dict[str, torch.Tensor]:
             training.add(batch, version)
         training.step(version)
     await engine.close()
-    return {name: tensor.clone() for name, tensor in backend.local_tensors().items()}
+    return copied_weights(backend)
 
 
 def test_weights_after_some_steps_are_bit_identical_to_a_plain_loop(

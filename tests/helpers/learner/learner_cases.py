@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +134,15 @@ def small_config(tmp_path: Path, **sections: Any) -> Config:
         "algorithm": AlgorithmConfig(),
     }
     return Config(**(given | sections))
+
+
+def copied_weights(model: Any) -> dict[str, Tensor]:
+    """Of a backend or a model: copies of the parameters that this rank holds."""
+    return {name: tensor.clone() for name, tensor in model.local_tensors().items()}
+
+
+def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """The same parameters, bit for bit."""
+    return one.keys() == other.keys() and all(
+        torch.equal(tensor, other[name]) for name, tensor in one.items()
+    )

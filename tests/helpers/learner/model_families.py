@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, PreTrainedModel
 
 from asyncrl.config.schema import ModelConfig
@@ -129,6 +130,11 @@ def constants(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """What its checkpoint has and nobody trains: DeepSeek-V3's biases of routers."""
     kept = model.state_dict().keys()
     return {name: buffer for name, buffer in model.named_buffers() if name in kept}
+
+
+def names_in(folder: Path) -> set[str]:
+    """The parameters in a folder's files of weights."""
+    return {name for path in folder.glob("*.safetensors") for name in load_file(path)}
 
 
 def rollouts(lengths: Sequence[int] = TOKENS) -> list[Rollout]:

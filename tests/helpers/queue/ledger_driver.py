@@ -144,3 +144,7 @@ class DrivenLedger(Ledger):
 
     def frontier(self, learner_epoch: int) -> Frontier:
         return learner_commands.snapshot(self, rq.SnapshotRequest(stream="t", learner_epoch=learner_epoch))
+
+
+def ordinals(grants: list[Grant]) -> list[int]:
+    return [grant.ordinal for grant in grants]

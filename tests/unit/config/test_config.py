@@ -21,13 +21,6 @@ reward:
 """
 
 
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    path = tmp_path / "base.yaml"
-    path.write_text(BASE)
-    return path
-
-
 def error_of(path: Path, *overrides: str) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
         load_config(path, overrides)

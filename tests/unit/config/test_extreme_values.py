@@ -41,13 +41,6 @@ EXTREMES: list[Any] = [
 ]
 
 
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    path = tmp_path / "base.yaml"
-    path.write_text(BASE)
-    return path
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Config:
     path = tmp_path_factory.mktemp("config") / "base.yaml"

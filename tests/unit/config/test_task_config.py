@@ -23,13 +23,6 @@ evaluation:
 """
 
 
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    path = tmp_path / "base.yaml"
-    path.write_text(BASE)
-    return path
-
-
 def test_entries_have_the_keys_of_their_section_and_its_defaults(base: Path) -> None:
     config = load_config(base, ["tasks.mixture.math.weight=3", "evaluation.sets.hard.samples=8"])
     math, code = config.tasks.sources["math"], config.tasks.sources["code"]

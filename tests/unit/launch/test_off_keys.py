@@ -16,13 +16,6 @@ reward: {function: "some.module:reward"}
 """
 
 
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    path = tmp_path / "base.yaml"
-    path.write_text(BASE)
-    return path
-
-
 @pytest.mark.parametrize(
     ("words", "key", "why"),
     [

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from learner_cases import random_group, small_config, tiny_model
+from learner_cases import copied_weights, random_group, small_config, tiny_model
 from torch import Tensor
 
 from asyncrl.config.load import load_config
@@ -257,7 +257,7 @@ def trained(config: Config, groups: list[Group]) -> tuple[dict[str, Tensor], dic
         training.add([group], 0)
     report = training.step(0)
     assert report.refused == ""
-    return {name: tensor.clone() for name, tensor in backend.local_tensors().items()}, dict(report.values)
+    return copied_weights(backend), dict(report.values)
 
 
 @pytest.mark.parametrize(

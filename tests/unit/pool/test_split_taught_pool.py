@@ -6,12 +6,12 @@ import os
 from pathlib import Path
 
 import torch
-from learner_cases import small_config, tiny_model
+from learner_cases import random_group, small_config, tiny_model
 from rank_processes import run_ranks
-from test_taught_pool import OPTIMIZER, group
 
 from asyncrl.config.schema import Config, LearnerConfig, RewardModelConfig
 from asyncrl.config.sections.algorithm import AlgorithmConfig
+from asyncrl.config.sections.learner import OptimizerConfig
 from asyncrl.config.sections.models import PlaceConfig, PlacementConfig
 from asyncrl.learner.backends.fsdp.fsdp import end_rank
 from asyncrl.learner.data.batch import MicroBatch
@@ -30,7 +30,7 @@ def config_of(folder: Path) -> Config:
         model=tiny_model(folder / "model", dtype="float64"),
         learner=LearnerConfig(micro_batch_tokens=24),
         algorithm=AlgorithmConfig(advantage="prime"),
-        reward_model=RewardModelConfig(optimizer=OPTIMIZER),
+        reward_model=RewardModelConfig(optimizer=OptimizerConfig(lr=1e-2, warmup_steps=1)),
         placement=PlacementConfig(reward_model=PlaceConfig(where="pool", ranks=2)),
     )
 
@@ -39,25 +39,25 @@ def lessons(model: TrainedModel, folder: Path) -> dict[str, object]:
     """What two steps find, and what the model says after each; saved after the first, which is gone back to."""
     batches = []
     for ordinal in range(BATCHES):
-        batch = MicroBatch.of([group(ordinal)])
+        batch = MicroBatch.of([random_group(ordinal)])
         columns = {"reference": torch.zeros(batch.tokens), "outcome": batch.rewards_R[batch.seq_N]}
         batches.append(remote_protocol.encode_batch(batch.with_columns(**columns), model.reads))
     model.together("begin", {"checkpoint": None})
-    said, losses, norms = [model.predict(group(0))], [], []
+    said, losses, norms = [model.predict(random_group(0))], [], []
     for step in range(2):
         found = model.together("learn", {"version": step, "batches": batches})
         losses.append([PassResult.from_wire(each).loss for each in found])
         norms.append(model.together("norm", {"scale": 0.1}))
         model.together("step", {"scale": 0.1, "lr": 0.01})
-        said.append(model.predict(group(0)))
+        said.append(model.predict(random_group(0)))
         if step == 0:
             model.together("save", {"folder": ".v000001.partial"})
     checkpoints = folder / "case" / "checkpoints"
     (checkpoints / ".v000001.partial").rename(checkpoints / "v000001")
     model.together("begin", {"checkpoint": "v000001"})
-    said.append(model.predict(group(0)))
+    said.append(model.predict(random_group(0)))
     model.together("begin", {"checkpoint": None})
-    said.append(model.predict(group(0)))
+    said.append(model.predict(random_group(0)))
     return {"losses": losses, "norms": norms, "said": said}
 
 

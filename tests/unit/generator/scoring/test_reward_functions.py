@@ -244,13 +244,6 @@ async def test_the_example_of_the_how_to(tmp_path: Path, monkeypatch: pytest.Mon
 BASE = "model: {path: x}\ntasks: {source: x}\nreward:\n  deadline_s: 9\n  functions:\n    right: {function: 'a:b'}\n"
 
 
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    path = tmp_path / "base.yaml"
-    path.write_text(BASE)
-    return path
-
-
 def test_functions_inherit_the_section_and_are_set_one_key_at_a_time(base: Path, tmp_path: Path) -> None:
     words = ["reward.functions.right.options.strict=true", "reward.functions.style.function=c:d"]
     reward = load_config(base, [*words, "reward.functions.style.deadline_s=2", "reward.workers=7"]).reward

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from learner_cases import random_group, small_config, tiny_model
+from learner_cases import copied_weights, random_group, same, small_config, tiny_model
 from rank_processes import run_ranks
 from torch import Tensor
 
@@ -80,11 +80,7 @@ def predictions(backend: FsdpBackend) -> dict[str, Tensor]:
 
 def shards(model: Any) -> Mapping[str, Tensor]:
     assert isinstance(model, ShardedModel)
-    return {name: tensor.clone() for name, tensor in model.local_tensors().items()}
-
-
-def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(tensor, b[name]) for name, tensor in a.items())
+    return copied_weights(model)
 
 
 def said_with_gradient(model: Any, batch: MicroBatch) -> Tensor:
@@ -309,7 +305,7 @@ def test_each_model_has_its_own_gradients_and_clip(tmp_path: Path) -> None:
     """A step of the critic moves nothing else; a gradient that is forgotten moves nothing at all."""
     backend = FsdpBackend(config_in(tmp_path), MODELS - {"teacher"})
     before = {name: shards(model) for name, model in backend.models.items()}
-    policy = {name: tensor.clone() for name, tensor in backend.local_tensors().items()}
+    policy = copied_weights(backend)
     train_critic(backend, 0)
     changed = [name for name, model in backend.models.items() if not same(shards(model), before[name])]
     assert changed == ["critic"]

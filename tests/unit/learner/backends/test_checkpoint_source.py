@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from learner_cases import small_config
-from model_families import FAMILIES, constants, save_family
+from model_families import FAMILIES, constants, names_in, save_family
 from parallel_cases import Parts, parts, published, together
 from rank_processes import run_ranks
 from safetensors.torch import load_file, save_file
@@ -207,10 +207,6 @@ def test_experts_that_were_saved_as_they_are_in_memory(tmp_path: Path) -> None:
     assert any(name.endswith("mlp.experts.gate_up_proj") for name in names_in(tmp_path / "qwen3-moe"))
     assert origin_of(POLICY, config) is not None
     assert same_as_whole(config)
-
-
-def names_in(folder: Path) -> set[str]:
-    return {name for path in folder.glob("*.safetensors") for name in load_file(path)}
 
 
 def test_a_critic_reads_no_head(tmp_path: Path) -> None:

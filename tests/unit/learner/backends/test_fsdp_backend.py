@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from learner_cases import random_group, rollout, small_config, tiny_model
+from learner_cases import copied_weights, random_group, rollout, small_config, tiny_model
 from rank_processes import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -63,10 +63,6 @@ def trained(config: Config, first: int, steps: int) -> tuple[FsdpBackend, list[V
 def accumulate(backend: FsdpBackend) -> None:
     """The gradient of a likelihood, to do something with."""
     backend.policy.accumulate([MicroBatch.of([random_group(0)])], lambda _, logp_N, __: -logp_N.sum())
-
-
-def whole_state(backend: FsdpBackend) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in backend.local_tensors().items()}
 
 
 def rank_main(folder: Path) -> None:
@@ -160,7 +156,7 @@ def test_a_loaded_checkpoint_goes_on_bit_for_bit(tmp_path: Path, dtype: str) -> 
     fresh = FsdpBackend(config)
     fresh.load(tmp_path / "saved")
     train(fresh, config, 2, 1)
-    for name, tensor in whole_state(fresh).items():
+    for name, tensor in copied_weights(fresh).items():
         assert tensor.dtype == getattr(torch, dtype)
         assert torch.equal(tensor, through.local_tensors()[name])
 
@@ -178,7 +174,7 @@ def test_plain_transformers_reads_an_export(tmp_path: Path, tied: bool) -> None:
 def test_small_updates_survive_half_precision(tmp_path: Path) -> None:
     """A bfloat16 weight near 1 moves by 2^-8 at least; steps of 1e-3 must add up to that."""
     backend = FsdpBackend(config_in(tmp_path, "bfloat16"))
-    before = whole_state(backend)["model.norm.weight"]
+    before = copied_weights(backend)["model.norm.weight"]
     for _ in range(8):
         accumulate(backend)
         backend.policy.optimizer_step(1.0, lr=1e-3)
@@ -200,7 +196,7 @@ def test_in_half_precision_the_masters_gather_the_gradients_of_all_micro_batches
 
 def test_a_step_that_is_not_finite_moves_nothing(tmp_path: Path) -> None:
     backend = FsdpBackend(config_in(tmp_path))
-    before = whole_state(backend)
+    before = copied_weights(backend)
     accumulate(backend)
     norm = backend.policy.optimizer_step(float("nan"), lr=1.0)
     assert norm != norm
@@ -230,7 +226,7 @@ def test_a_step_is_adamw_with_the_settings_of_the_optimizer(tmp_path: Path) -> N
     optimizer = OptimizerConfig(betas=(beta1, beta2), eps=eps, weight_decay=decay, grad_clip=1e9)
     learner = dataclasses.replace(base.learner, optimizer=optimizer)
     backend, name = FsdpBackend(dataclasses.replace(base, learner=learner)), "model.norm.weight"
-    expected = whole_state(backend)[name]
+    expected = copied_weights(backend)[name]
     first, second = torch.zeros_like(expected), torch.zeros_like(expected)
     for step in (1, 2):
         accumulate(backend)
@@ -280,13 +276,13 @@ def test_a_part_that_several_ranks_hold_counts_on_the_first_of_them() -> None:
 def test_what_is_staged_stays_as_it_was_while_training_goes_on(tmp_path: Path) -> None:
     config = config_in(tmp_path)
     backend, _ = trained(config, 0, 1)
-    staged, write = whole_state(backend), backend.stage()
+    staged, write = copied_weights(backend), backend.stage()
     train(backend, config, 1, 1)
     write(tmp_path / "saved")
     fresh = FsdpBackend(config)
     fresh.load(tmp_path / "saved")
     assert not torch.equal(staged["model.norm.weight"], backend.local_tensors()["model.norm.weight"])
-    for name, tensor in whole_state(fresh).items():
+    for name, tensor in copied_weights(fresh).items():
         assert torch.equal(tensor, staged[name])
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
-from learner_cases import random_group, small_config, tiny_model
+from learner_cases import random_group, same, small_config, tiny_model
 
 from asyncrl.config.schema import Config, LearnerConfig
 from asyncrl.config.sections.learner import OptimizerConfig
@@ -149,10 +148,6 @@ def state_bytes(backend: FsdpBackend) -> int:
     moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     assert moments
     return sum(moment.untyped_storage().nbytes() for moment in moments)
-
-
-def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_memory_in_a_file_is_of_the_file_and_its_room_is_taken_at_once(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from learner_cases import random_group, small_config, tiny_model
+from learner_cases import copied_weights, random_group, small_config, tiny_model
 from peft import PeftModel
 from rank_processes import run_ranks
 from safetensors.torch import load_file
@@ -55,10 +55,6 @@ def trained(config: Config, steps: int = 3) -> FsdpBackend:
     return backend
 
 
-def published(backend: FsdpBackend) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in backend.local_tensors().items()}
-
-
 def rank_main(folder: Path) -> None:
     """One of two ranks."""
     backend = trained(config_in(folder))
@@ -81,9 +77,9 @@ def adapted(names: Mapping[str, Tensor]) -> set[str]:
 def test_adapted_matrices_move_and_nothing_else(tmp_path: Path) -> None:
     backend = FsdpBackend(config_in(tmp_path), ("reference",))
     plain = FsdpBackend(config_in(tmp_path, rank=0))
-    start = published(backend)
-    assert start.keys() == published(plain).keys()
-    assert all(torch.equal(tensor, start[name]) for name, tensor in published(plain).items())
+    start = copied_weights(backend)
+    assert start.keys() == copied_weights(plain).keys()
+    assert all(torch.equal(tensor, start[name]) for name, tensor in copied_weights(plain).items())
     live = backend.local_tensors()  # a publisher asks once
     for number in range(2):
         assert step(backend, number) > 0
@@ -150,14 +146,17 @@ def test_a_checkpoint_holds_adapters_alone_and_goes_on_bit_for_bit(tmp_path: Pat
     assert all(key == "rng" or key.endswith((".up", ".down")) for key in kept)
     fresh.load(tmp_path / "saved")
     for _ in range(2):
-        assert all(torch.equal(tensor, published(backend)[name]) for name, tensor in published(fresh).items())
+        assert all(
+            torch.equal(tensor, copied_weights(backend)[name])
+            for name, tensor in copied_weights(fresh).items()
+        )
         step(backend, 3), step(fresh, 3)
 
 
 def test_an_export_has_the_adapters_too_as_peft_names_them(tmp_path: Path) -> None:
     """A matrix and its adapter of the file make the merged one."""
     config = config_in(tmp_path)
-    start = published(FsdpBackend(config))
+    start = copied_weights(FsdpBackend(config))
     backend = trained(config)
     backend.export_hf(tmp_path / "final")
     said = json.loads((tmp_path / "final" / "adapter" / "adapter_config.json").read_text())

@@ -14,7 +14,7 @@ import msgpack
 import pytest
 import torch
 import zmq
-from learner_cases import random_group, small_config, tiny_model
+from learner_cases import copied_weights, random_group, small_config, tiny_model
 from learner_fakes import FakeBackend, ranks
 from torch import Tensor
 
@@ -258,7 +258,7 @@ def test_a_critic_warms_up_alone(tmp_path: Path, pools_of: Callable[..., Pools])
     config = config_of(tmp_path)
     config = dataclasses.replace(config, critic=dataclasses.replace(config.critic, warmup_versions=1))
     backend, pools = FsdpBackend(config), pools_of(config)
-    start = {name: tensor.clone() for name, tensor in backend.local_tensors().items()}
+    start = copied_weights(backend)
     reports = versions(config, backend, pools)
     assert {"critic/loss", "critic/grad_norm", "critic/clipped"} <= next(reports).values.keys()
     assert_equal(backend.local_tensors(), start)

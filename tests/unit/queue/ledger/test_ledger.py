@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 from ledger_cases import holding
 from ledger_driver import DrivenLedger as Ledger
+from ledger_driver import ordinals
 
 from asyncrl.errors import RefusedError, RunClosedError
 from asyncrl.queue.ledger.generator_commands import Grant
@@ -46,10 +47,6 @@ def commit(ledger: Ledger, *grants: Grant, tokens: int = 1, version: int | None 
 
 def claim(ledger: Ledger, step: int, index: int = 0, rank: int = 0, whole: bool = False) -> Claimed | None:
     return ledger.claim(LEARNER, step, index, rank, 100, whole)
-
-
-def ordinals(grants: list[Grant]) -> list[int]:
-    return [grant.ordinal for grant in grants]
 
 
 def refused(reason: str) -> object:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 import msgspec
 import pytest
 from ledger_driver import DrivenLedger as Ledger
+from ledger_driver import ordinals
 
 from asyncrl.errors import RefusedError
 from asyncrl.queue.ledger.generator_commands import Grant
@@ -42,10 +43,6 @@ def made(stream: StreamSettings = STREAM, groups: int = 2, columns: tuple[str, .
 
 def staged(ledger: Ledger, stage: str, most: int = 9, now: float = 0.0) -> list[Grant]:
     return ledger.stage_lease(stage, "s", most, now)
-
-
-def ordinals(grants: list[Grant]) -> list[int]:
-    return [grant.ordinal for grant in grants]
 
 
 def finish(ledger: Ledger, stage: str, *grants: Grant, nbytes: int = 4) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -33,12 +33,6 @@ LINKS = Links(learner=12.5e9, member=12.5e9, local=12.5e9)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parents are passed by where a test means it, and not because this machine is busy."""
     monkeypatch.setattr("asyncrl.sync.stream.subscriber.PARENT_S", 20.0)
-
-
-@pytest.fixture
-def threads() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(8) as pool:
-        yield pool
 
 
 # ---- membership

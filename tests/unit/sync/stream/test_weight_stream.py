@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import msgpack
@@ -23,12 +23,6 @@ from asyncrl.sync.layout.layout import Box, ParamLayout
 from asyncrl.sync.tensors.shards import Shards
 
 closing = pytest.fixture(closing_all)
-
-
-@pytest.fixture
-def threads() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(4) as pool:
-        yield pool
 
 
 @pytest.mark.parametrize("world", [1, 2])
