@@ -6,24 +6,31 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Any
+from typing import Any, Self
 
 ROOT = Path(__file__).resolve().parents[1]
 
 DEADLINE_S = 240.0
 """Longest silence of a process."""
 
+CLOCKS: Mapping[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
+"""By which a process measures. cpu: its own time, for a machine that others use too; it leaves out waits."""
+
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 
 class Process:
-    """`python -m …words`, its stderr in `log`. RuntimeError, with the end of its log, once it says nothing any more."""
+    """`python -m …words`, its stderr in `log`, and first told `said`. Its context ends it.
 
-    def __init__(self, words: Sequence[str], log: Path, python: str = sys.executable) -> None:
+    RuntimeError, with the end of its log, once it says nothing any more.
+    """
+
+    def __init__(self, words: Sequence[str], log: Path, said: Any, python: str = sys.executable) -> None:
         self._log = log
         with log.open("w") as stderr:
             self._process = subprocess.Popen(
@@ -37,6 +44,13 @@ class Process:
             )
         self._lines: SimpleQueue[str] = SimpleQueue()
         Thread(target=self._read, daemon=True).start()
+        self.tell(said)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
     @property
     def pid(self) -> int:

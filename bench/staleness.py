@@ -25,6 +25,7 @@ from typing import Any
 from asyncrl.config.load import load_config
 from asyncrl.launch.local import train
 from asyncrl.telemetry.sinks import read_rows
+from bench.output import write_results
 
 UNCORRECTED = ["algorithm.loss=reinforce", "algorithm.proximal=frozen", "algorithm.correction.kind=none"]
 STALE = ["queue.max_staleness=8", "learner.optimizer.lr=1e-4"]
@@ -125,9 +126,7 @@ def main() -> None:
             runs[arm][seed] = run_arm(args, arm, seed)
     report = {"figures": figures(runs, args.bar), "runs": runs}
     print(json.dumps(report["figures"], indent=2))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_results(args.json, report)
     if args.plot:
         draw(runs, args.plot)
 

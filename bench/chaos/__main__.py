@@ -9,14 +9,12 @@ come back from the one before. The kills must cost time only: the run reaches th
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 from pathlib import Path
 from typing import Any
 
 from bench.chaos.history import History
 from bench.chaos.runs import KilledRun, Outcome
+from bench.output import machine, write_results
 
 
 def main() -> int:
@@ -28,14 +26,12 @@ def main() -> int:
         for name, every in {"undisturbed": None, "killed": args.every}.items()
     }
     report = {
-        "machine": f"{os.cpu_count()} × {platform.machine()}, {platform.system()}",
+        "machine": machine(),
         "every_s": args.every,
         **{name: figures(outcome) for name, outcome in outcomes.items()},
     }
     print(table(report))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_results(args.json, report)
     killed = outcomes["killed"]
     return 0 if sound(killed.history) and accuracy(killed) >= args.bar else 1
 
@@ -67,7 +63,7 @@ def figures(outcome: Outcome) -> dict[str, Any]:
 
 def table(report: dict[str, Any]) -> str:
     """For people."""
-    lines = [f"{report['machine']}; killed again after {report['every_s']:g} s of new versions, on average"]
+    lines = [f"{report['machine']} Killed again after {report['every_s']:g} s of new versions, on average"]
     lines += [f"{'':20}{'undisturbed':>16}{'killed':>16}"]
     rows = {
         "seconds": lambda run: f"{run['seconds']:.0f}",

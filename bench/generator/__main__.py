@@ -5,14 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import itertools
-import json
-import os
-import platform
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from bench.bars import figures
 from bench.generator.model import SIZES, TINY, write_model
 from bench.generator.report import table
+from bench.output import bench_parser, machine, write_results
 from bench.process import Process
 
 ENGINES = ("transformers", "vllm")
@@ -45,16 +41,10 @@ def main() -> None:
                 failed.append(engine)
             else:
                 found |= {f"{name}.{engine}": value for name, value in measured.items()}
-    machine = (
-        f"{os.cpu_count()} × {platform.machine()}, {platform.system()}, Python {platform.python_version()}."
-    )
-    text = table(found, engines, millions, args.rounds, machine)
+    text = table(found, engines, millions, args.rounds, machine())
     print(text)
-    result = {"figures": found, "machine": machine, "million_parameters": millions, "rounds": args.rounds}
-    for path, written in ((args.json, json.dumps(result, indent=1) + "\n"), (args.table, text)):
-        if path:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(written, encoding="utf-8")
+    result = {"figures": found, "machine": machine(), "million_parameters": millions, "rounds": args.rounds}
+    write_results(args.json, result, args.table, text)
     if failed:
         sys.exit(1)
 
@@ -62,11 +52,9 @@ def main() -> None:
 def _figures(folder: Path, engine: str, rounds: int, seconds: float) -> dict[str, float]:
     """Of one engine: everything in turns, round by round, and then the log-probs."""
     said = {"folder": str(folder), "engine": engine}
-    with _process("learner", folder) as learner:
-        learner.tell(said)
+    with Process(["bench.generator.learner"], folder / "learner.log", said) as learner:
         address = learner.hears()
-        with _process("pool", folder) as pool:
-            pool.tell({**said, "address": address})
+        with Process(["bench.generator.pool"], folder / "pool.log", {**said, "address": address}) as pool:
 
             def measured(what: str) -> dict[str, float]:
                 begun, cpu_s = time.perf_counter(), _cpu_s(learner)
@@ -107,26 +95,13 @@ def _cpu_s(process: Process) -> float:
     return float(times.user + times.system)
 
 
-@contextmanager
-def _process(name: str, folder: Path) -> Iterator[Process]:
-    made = Process([f"bench.generator.{name}"], folder / f"{name}.log")
-    try:
-        yield made
-    finally:
-        made.end()
-
-
 def _millions(folder: Path) -> float:
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     return sum(parameter.numel() for parameter in model.parameters()) / 1e6
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.generator", description="Worker and queue beside the bare engine."
-    )
-    parser.add_argument("--json", type=Path, help="figures")
-    parser.add_argument("--table", type=Path, help="Markdown")
+    parser = bench_parser("generator", "Worker and queue beside the bare engine.")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, help="default: those there are")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=12.0, help="of one measurement")

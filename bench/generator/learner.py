@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from pathlib import Path
 from statistics import median
 
@@ -19,13 +18,12 @@ from asyncrl.config.schema import Config
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.stream_settings import train_settings
-from asyncrl.queue.broker.broker import Broker
-from asyncrl.queue.broker.recovery import open_recovery
 from asyncrl.queue.client.client import BlockingClient, QueueClient
 from asyncrl.queue.feeder import feed
 from asyncrl.sync.stream.publisher import Publisher
 from asyncrl.sync.tensors.shards import Shards
 from asyncrl.types import Group, Version
+from bench.broker import serving
 from bench.generator.model import config_of, task_at
 from bench.process import Talk
 
@@ -45,26 +43,19 @@ def main() -> None:
     said = talk.hears()
     folder = Path(said["folder"])
     config = config_of(folder, said["engine"])
-    broker = Broker(config.queue.address, config.run.name)
-    recovery = open_recovery(config.queue, config.run.name, folder / "queue", now=time.monotonic())
-    broker.take_up(recovery.queue, recovery.flush)
-    serving = threading.Thread(target=broker.serve)
-    serving.start()
-    threading.Thread(target=lambda: asyncio.run(_feed(config, broker.bound_address)), daemon=True).start()
-    learner = Learner(config, broker.bound_address)
-    talk.tell(broker.bound_address)
-    taking = threading.Thread(target=learner.run)
-    taking.start()
-    while (order := talk.hears()) == "check":
-        talk.tell(learner.check())
-    learner.ending.set()
-    taking.join()
-    if order is not None:
-        talk.tell({"pause_ms_p50": median(learner.pauses_ms)})
-        talk.hears()  # the generator hears at its next heartbeat that the run is over
-    broker.stop()
-    serving.join()
-    recovery.close()
+    with serving(config.queue, config.run.name, folder / "queue") as address:
+        threading.Thread(target=lambda: asyncio.run(_feed(config, address)), daemon=True).start()
+        learner = Learner(config, address)
+        talk.tell(address)
+        taking = threading.Thread(target=learner.run)
+        taking.start()
+        while (order := talk.hears()) == "check":
+            talk.tell(learner.check())
+        learner.ending.set()
+        taking.join()
+        if order is not None:
+            talk.tell({"pause_ms_p50": median(learner.pauses_ms)})
+            talk.hears()  # the generator hears at its next heartbeat that the run is over
 
 
 class Learner:

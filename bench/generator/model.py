@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import Qwen2Config
-
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.tasks.addition import write_model_folder
 from asyncrl.types import Task
+from bench.qwen2 import write_qwen2
 
 SLOTS, GROUP, GROUPS = 32, 4, 32
 """Samples decoded at once, samples of a task, tasks of a version."""
@@ -41,18 +40,16 @@ learner: {{threads: 1, micro_batch_tokens: 4096}}
 def write_model(folder: Path, sizes: Mapping[str, Any]) -> None:
     """Random weights: of a token to end with, one in 8192."""
     write_model_folder(folder)
-    Qwen2Config(
+    write_qwen2(
+        folder,
         **sizes,
         num_attention_heads=8,
         num_key_value_heads=2,
         vocab_size=8192,
         max_position_embeddings=2 * LONGEST,
         tie_word_embeddings=True,
-        bos_token_id=None,
         eos_token_id=8191,
-        pad_token_id=0,
-        architectures=["Qwen2ForCausalLM"],
-    ).save_pretrained(folder)
+    )
 
 
 def config_of(folder: Path, engine: str, address: str = "tcp://127.0.0.1:*") -> Config:

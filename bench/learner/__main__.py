@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import sys
 import tempfile
 from contextlib import ExitStack
@@ -19,6 +16,7 @@ from bench.bars import Measured, figures
 from bench.learner.model import SIZES, TINY, config_of, write_model
 from bench.learner.report import table
 from bench.learner.rollouts import PROMPT, samples
+from bench.output import bench_parser, machine, write_results
 from bench.process import ROOT, Process
 
 PEER = ROOT / "bench/peers/.venv-trl/bin/python"
@@ -88,19 +86,15 @@ class Trial:
         return float(process.hears(LONGEST_S)["seconds"])
 
     def _peak_bytes(self, way: str) -> int:
-        process = Process(["bench.learner.head"], self._folder / "head.log")
-        process.tell(way)
-        peak = int(process.hears()["bytes"])
-        process.end()
-        return peak
+        with Process(["bench.learner.head"], self._folder / "head.log", way) as process:
+            return int(process.hears()["bytes"])
 
     def _start(
         self, name: str, said: dict[str, Any], python: Path | None = None, log: str = "", wait: bool = True
     ) -> Process:
         words, path = [f"bench.learner.{name}"], self._folder / f"{log or name}.log"
-        process = Process(words, path, str(python or sys.executable))
-        self._stack.callback(process.end)
-        process.tell(self._common | said)
+        process = Process(words, path, self._common | said, str(python or sys.executable))
+        self._stack.enter_context(process)
         if wait:
             process.hears()
         return process
@@ -143,16 +137,10 @@ def main() -> None:
             kept.append(trial.repetition())
             print("  ".join(f"{name} {value:,.3g}" for name, value in kept[-1].items()), flush=True)
     medians = figures(kept, ())
-    machine = (
-        f"{os.cpu_count()} × {platform.machine()}, {platform.system()}, Python {platform.python_version()}."
-    )
-    text = table(medians, millions, args.repetitions, machine)
+    text = table(medians, millions, args.repetitions, machine())
     print(text)
-    result = {"figures": medians, "machine": machine, "million_parameters": millions, "repetitions": kept}
-    for path, written in ((args.json, json.dumps(result, indent=1) + "\n"), (args.table, text)):
-        if path:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(written, encoding="utf-8")
+    result = {"figures": medians, "machine": machine(), "million_parameters": millions, "repetitions": kept}
+    write_results(args.json, result, args.table, text)
 
 
 def _tokens(kind: str, groups: int, scale: float) -> int:
@@ -161,11 +149,7 @@ def _tokens(kind: str, groups: int, scale: float) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.learner", description="The learner's half of a step, beside others."
-    )
-    parser.add_argument("--json", type=Path, help="figures")
-    parser.add_argument("--table", type=Path, help="Markdown")
+    parser = bench_parser("learner", "The learner's half of a step, beside others.")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: where others work too")
     parser.add_argument("--peer", type=Path, default=PEER, help="python that has TRL, if it is there")

@@ -8,7 +8,6 @@ peak of memory is its own.
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM
 
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
@@ -32,12 +31,13 @@ from asyncrl.learner.reporting.utilization import (
 from asyncrl.learner.training.version_step import version_step
 from asyncrl.models import load_model_config
 from asyncrl.types import Group
-from bench.learner.clock import CLOCKS
 from bench.learner.model import config_of, groups_of
 from bench.learner.passes import AT_ONCE, padded
 from bench.learner.report import gpu_table
 from bench.learner.rollouts import samples
-from bench.process import Process, Talk
+from bench.output import write_results
+from bench.process import CLOCKS, Process, Talk
+from bench.qwen2 import write_qwen2
 
 MODELS = {
     # hidden, intermediate, layers, heads, kv heads, tied
@@ -65,21 +65,14 @@ def main(json_path: Path | None, table_path: Path | None) -> None:
     device = torch.cuda.get_device_name()
     text = gpu_table(found, TOKENS, f"{device}, torch {torch.__version__}.")
     print(text)
-    for path, written in (
-        (json_path, json.dumps({"figures": found, "device": device}) + "\n"),
-        (table_path, text),
-    ):
-        if path:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(written, encoding="utf-8")
+    write_results(json_path, {"figures": found, "device": device}, table_path, text)
 
 
 def _measured(name: str, way: str) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="learner-") as folder:
-        process = Process(["bench.learner.gpu"], Path(folder) / "log")
-        process.tell({"folder": folder, "model": name, "way": way})
-        heard: dict[str, float] = process.hears(DEADLINE_S)
-        process.end()
+        said = {"folder": folder, "model": name, "way": way}
+        with Process(["bench.learner.gpu"], Path(folder) / "log", said) as process:
+            heard: dict[str, float] = process.hears(DEADLINE_S)
     return heard
 
 
@@ -88,7 +81,19 @@ def side() -> None:
     talk = Talk()
     said = talk.hears()
     folder, device = Path(said["folder"]), this_device()
-    write_shape(folder / "model", said["model"])
+    hidden, inner, layers, heads, kv_heads, tied = MODELS[said["model"]]
+    write_qwen2(
+        folder / "model",
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=32_768,
+        tie_word_embeddings=tied,
+        eos_token_id=2,
+    )
     config = gpu_config(folder, said["model"])
     groups = groups_of(samples("long_tail", GROUPS))
     step = {"asyncrl": asyncrl_step, "plain": plain_step}[said["way"]](config, groups, device)
@@ -117,25 +122,6 @@ def gpu_config(folder: Path, name: str) -> Config:
     config_of(folder, dtype="bfloat16", tokens=TOKENS)
     large = ["learner.activation_checkpointing=layers", "learner.offload=optimizer"] if name == LARGE else []
     return load_config(folder / "learner.yaml", large)
-
-
-def write_shape(folder: Path, name: str) -> None:
-    """config.json alone: weights are drawn at random."""
-    hidden, inner, layers, heads, kv_heads, tied = MODELS[name]
-    Qwen2Config(
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=32_768,
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=2,
-        pad_token_id=0,
-        architectures=["Qwen2ForCausalLM"],
-    ).save_pretrained(folder)
 
 
 def asyncrl_step(config: Config, groups: list[Group], device: torch.device) -> Callable[[], None]:

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import Qwen2Config
 
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.tasks.addition import write_model_folder
 from asyncrl.types import NO_VERSION, Group, Rollout, Sampling, Task
 from bench.learner.rollouts import LIKELY, VOCABULARY, Sample
+from bench.qwen2 import write_qwen2
 
 SIZES = {
     "hidden_size": 320,
@@ -49,16 +49,14 @@ learner: {{micro_batch_tokens: {tokens}, optimizer: {{lr: 1.0e-6, warmup_steps: 
 def write_model(folder: Path, sizes: Mapping[str, Any]) -> None:
     """Configuration and a tokenizer, which TRL asks for."""
     write_model_folder(folder)
-    Qwen2Config(
+    write_qwen2(
+        folder,
         **sizes,
         vocab_size=VOCABULARY,
         max_position_embeddings=4096,
         tie_word_embeddings=True,
-        bos_token_id=None,
         eos_token_id=2,
-        pad_token_id=0,
-        architectures=["Qwen2ForCausalLM"],
-    ).save_pretrained(folder)
+    )
 
 
 def config_of(folder: Path, dtype: str = "float32", tokens: int = MICRO_BATCH_TOKENS) -> Config:

@@ -19,10 +19,9 @@ from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.data.packing import pack_micro_batches
 from asyncrl.learner.reporting.utilization import TrainingFlops
 from asyncrl.models import load_causal_lm
-from bench.learner.clock import CLOCKS
 from bench.learner.model import config_of, groups_of
 from bench.learner.rollouts import PROMPT, samples
-from bench.process import Talk
+from bench.process import CLOCKS, Talk
 
 AT_ONCE = 8
 """Rollouts of a padded batch."""

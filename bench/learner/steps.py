@@ -21,10 +21,9 @@ from asyncrl.learner.reporting.utilization import TrainingFlops, squares
 from asyncrl.learner.training.version_step import version_step
 from asyncrl.queue.ledger.claims import GroupCost, share_out
 from asyncrl.types import Group
-from bench.learner.clock import CLOCKS
 from bench.learner.model import config_of, groups_of
 from bench.learner.rollouts import samples
-from bench.process import Talk
+from bench.process import CLOCKS, Talk
 
 
 class Stopwatch:

@@ -12,9 +12,8 @@ import transformers
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-from bench.learner.clock import CLOCKS
 from bench.learner.rollouts import GROUP, Sample, samples
-from bench.process import Talk
+from bench.process import CLOCKS, Talk
 
 AT_ONCE = 16
 """Rollouts of a micro-batch, about as many padded tokens as asyncrl packs into one of its own."""

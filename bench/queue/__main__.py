@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from bench.bars import figures
+from bench.output import bench_parser, machine, write_results
 from bench.queue import limits, report
 from bench.queue.load import DEPTH, Load
 from bench.queue.runner import System, absent, hops, rates
@@ -26,30 +23,22 @@ def main() -> None:
     args = _parser().parse_args()
     with tempfile.TemporaryDirectory(prefix="queue-", dir=args.dir) as folder:
         if args.soak:
-            measured = soak(args.clients, int(args.gigabytes * 1e9), Path(folder))
+            write_results(args.json, soak(args.clients, int(args.gigabytes * 1e9), Path(folder)))
         else:
-            measured = compare(args, Path(folder))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
+            compare(args, Path(folder))
 
 
-def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def compare(args: argparse.Namespace, folder: Path) -> None:
     chosen = [system for system in SYSTEMS if system.name in args.systems]
     missing = {system.name: why for system in chosen if (why := absent(system))}
     there = [system for system in chosen if system.name not in missing]
     repetitions = [_repetition(there, args, folder, missing) for _ in range(args.repetitions)]
     found = figures(repetitions, report.BARS, report.BESIDE)
-    machine = (
-        f"{os.cpu_count()} × {platform.machine()}, {platform.system()}, Python {platform.python_version()}."
-    )
     names = {system.name: WHAT[system.name] for system in chosen}
-    text = report.table(names, found, missing, machine, len(repetitions))
+    text = report.table(names, found, missing, machine(), len(repetitions))
     print(text)
-    if args.table:
-        args.table.parent.mkdir(parents=True, exist_ok=True)
-        args.table.write_text(text, encoding="utf-8")
-    return {"figures": found, "absent": missing, "machine": machine, "repetitions": repetitions}
+    result = {"figures": found, "absent": missing, "machine": machine(), "repetitions": repetitions}
+    write_results(args.json, result, args.table, text)
 
 
 def _repetition(
@@ -87,11 +76,7 @@ def _hop(system: System, folder: Path) -> dict[str, float]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.queue", description="The transfer queue beside others."
-    )
-    parser.add_argument("--json", type=Path, help="figures and every repetition")
-    parser.add_argument("--table", type=Path, help="Markdown")
+    parser = bench_parser("queue", "The transfer queue beside others.")
     parser.add_argument(
         "--dir", type=Path, help="where journals go: on the disk to be measured (default: temporary)"
     )

@@ -18,14 +18,13 @@ import numpy as np
 
 from asyncrl.config.schema import QueueConfig
 from asyncrl.errors import SourceEndedError
-from asyncrl.queue.broker.broker import Broker
-from asyncrl.queue.broker.recovery import open_recovery
 from asyncrl.queue.client.client import QueueClient
 from asyncrl.queue.feeder import feed
 from asyncrl.queue.protocol.replies import Claim, Lease
 from asyncrl.queue.protocol.settings import StreamSettings
-from asyncrl.rpc.keys import client_keys, make_keys, server_keys
+from asyncrl.rpc.keys import client_keys, make_keys
 from asyncrl.types import Finish, Group, Sampling, Task
+from bench.broker import serving
 from bench.queue.endpoint import Run
 from bench.queue.load import AHEAD, DEPTH, IN_FLIGHT, POOL, ROWS, Arrays, Columns, Load
 from bench.queue.redis_server import redis_server
@@ -69,17 +68,9 @@ def serve(folder: Path, options: Mapping[str, Any], load: Load) -> Iterator[list
             make_keys(Path(keys))
         if words.pop("redis", False):
             words["redis_url"] = "unix://" + stack.enter_context(redis_server(folder))
-        broker = Broker("tcp://127.0.0.1:*", RUN, keys=server_keys(keys))
-        recovery = open_recovery(QueueConfig(**words), RUN, folder / "queue", now=time.monotonic())
-        broker.take_up(recovery.queue, recovery.flush)
-        address = [broker.bound_address, keys]
-        serving = threading.Thread(target=broker.serve)
-        serving.start()
+        address = [stack.enter_context(serving(QueueConfig(**words), RUN, folder / "queue", keys)), keys]
         threading.Thread(target=lambda: asyncio.run(_feed(address, load)), daemon=True).start()
         yield address
-        broker.stop()
-        serving.join()
-        recovery.close()
 
 
 def produce(address: list[str | None], run: Run) -> None:

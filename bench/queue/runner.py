@@ -5,8 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import quantiles
@@ -88,12 +87,6 @@ def _times(system: System, load: Load, folder: Path) -> tuple[dict[str, float], 
     return sent, got
 
 
-@contextmanager
-def _process(system: System, role: str, said: Mapping[str, Any], place: Path) -> Iterator[Process]:
+def _process(system: System, role: str, said: Mapping[str, Any], place: Path) -> Process:
     python = str(PEERS_PYTHON) if system.peer else sys.executable
-    process = Process(["bench.queue.endpoint", role, system.module], place / f"{role}.log", python)
-    try:
-        process.tell(said)
-        yield process
-    finally:
-        process.end()
+    return Process(["bench.queue.endpoint", role, system.module], place / f"{role}.log", said, python)

@@ -38,20 +38,18 @@ def soak(clients: int, nbytes: int, folder: Path) -> dict[str, Any]:
     numbers = {"groups": load.groups, "tokens": load.tokens}
     with ExitStack() as stack:
 
-        def start(name: str, *words: str) -> Process:
-            process = Process(words, folder / f"{name}.log")
-            stack.callback(process.end)
-            return process
+        def start(name: str, words: list[str], said: dict[str, Any]) -> Process:
+            return stack.enter_context(Process(words, folder / f"{name}.log", said))
 
-        broker = start("broker", "bench.queue.endpoint", "serve", "asyncrl_queue")
-        broker.tell({"load": numbers, "folder": str(folder), "options": {"store": "file"}})
+        serve = {"load": numbers, "folder": str(folder), "options": {"store": "file"}}
+        broker = start("broker", ["bench.queue.endpoint", "serve", "asyncrl_queue"], serve)
         said = {"address": broker.hears()[0], "load": numbers}
-        consumer = start("consumer", "bench.queue.soak_side", "consume")
-        consumer.tell(said)
+        consumer = start("consumer", ["bench.queue.soak_side", "consume"], said)
         assert consumer.hears() == "ready"
-        producers = [start(f"producer-{i}", "bench.queue.soak_side", "produce") for i in range(PROCESSES)]
-        for i, producer in enumerate(producers):
-            producer.tell({**said, "clients": len(range(i, clients, PROCESSES)), "process": i})
+        producers = []
+        for i in range(PROCESSES):
+            mine = {**said, "clients": len(range(i, clients, PROCESSES)), "process": i}
+            producers.append(start(f"producer-{i}", ["bench.queue.soak_side", "produce"], mine))
         for producer in producers:
             assert producer.hears() == "ready"
         with _memory(broker.pid) as memory:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from bench.bars import Measured, figures
+from bench.output import bench_parser, machine, write_results
 from bench.sync.delta import delta_bytes_ratio
 from bench.sync.model import SHAPES, total_bytes
 from bench.sync.planning import plan_671b_s
@@ -36,16 +34,10 @@ def main() -> None:
         millions: figures(_repetitions(millions, args.repetitions), BARS) for millions in args.parameters
     }
     found = dict(sizes[max(sizes)]) | {"plan_671b_s": plan_671b_s()}
-    machine = (
-        f"{os.cpu_count()} × {platform.machine()}, {platform.system()}, Python {platform.python_version()}."
-    )
-    text = table(found, sizes, machine, args.repetitions)
+    text = table(found, sizes, machine(), args.repetitions)
     print(text)
-    measured = {"figures": found, "machine": machine, "by_million_parameters": sizes}
-    for path, written in ((args.json, json.dumps(measured, indent=1) + "\n"), (args.table, text)):
-        if path:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(written, encoding="utf-8")
+    measured = {"figures": found, "machine": machine(), "by_million_parameters": sizes}
+    write_results(args.json, measured, args.table, text)
 
 
 def _repetitions(millions: int, count: int) -> list[Measured]:
@@ -80,11 +72,7 @@ def _repetition(millions: int, others: Others, ours: Ours) -> dict[str, float]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.sync", description="The weight stream beside other ways."
-    )
-    parser.add_argument("--json", type=Path, help="figures and every size")
-    parser.add_argument("--table", type=Path, help="Markdown")
+    parser = bench_parser("sync", "The weight stream beside other ways.")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument(
         "--parameters",

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -25,16 +23,6 @@ SINKS = 2
 """Generator ranks, at most."""
 
 
-@contextmanager
-def process(words: Sequence[str], said: Mapping[str, Any], log: Path) -> Iterator[Process]:
-    made = Process(words, log)
-    try:
-        made.tell(said)
-        yield made
-    finally:
-        made.end()
-
-
 class Others:
     """What others do, in one gloo group of a learner and two generator ranks."""
 
@@ -48,7 +36,7 @@ class Others:
         }
         self._ranks = [
             stack.enter_context(
-                process(["bench.sync.gloo"], {**said, "rank": rank}, folder / f"gloo{rank}.log")
+                Process(["bench.sync.gloo"], folder / f"gloo{rank}.log", {**said, "rank": rank})
             )
             for rank in range(SINKS + 1)
         ]
@@ -73,10 +61,10 @@ class Ours:
         self._learners = {
             backend: [
                 stack.enter_context(
-                    process(
+                    Process(
                         ["bench.sync.learner"],
-                        {"millions": millions, "backend": backend, "rank": rank},
                         folder / f"learner-{backend}-{rank}.log",
+                        {"millions": millions, "backend": backend, "rank": rank},
                     )
                 )
                 for rank in range(LEARNERS)
@@ -97,10 +85,10 @@ class Ours:
                 }
                 ranks = [
                     stack.enter_context(
-                        process(
+                        Process(
                             ["bench.sync.generator"],
-                            {**told, "rank": rank},
                             folder / f"generator-{backend}-{world}-{rank}.log",
+                            {**told, "rank": rank},
                         )
                     )
                     for rank in range(world)
@@ -148,7 +136,7 @@ class Ours:
             "link_bytes_per_s": link_bytes_per_s,
             "endpoints": self._endpoints[BACKENDS[0]],
         }
-        with process(["bench.sync.engine"], told, self._folder / f"{name}.log") as engine:
+        with Process(["bench.sync.engine"], self._folder / f"{name}.log", told) as engine:
             floor_ms, heard = engine.hears()["floor_ms"], []
             for _ in range(1 + FLIPS):
                 self._version += 1
