@@ -28,6 +28,20 @@ from asyncrl.types import NO_VERSION, Group, Rollout, Sampling, Task
 
 ORACLE = json.loads((Path(__file__).parents[2] / "data" / "oracle_cases.json").read_text(encoding="utf-8"))
 
+TINY: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 33,  # odd, so that it is sharded unevenly
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": 19,
+    "pad_token_id": 0,
+}
+"""The configuration of a model of transformers, of most families."""
+
 
 def flat(matrix: Sequence[Sequence[float]]) -> Tensor:
     """[rollouts][tokens] → N float64 values."""
@@ -101,20 +115,7 @@ def tiny_model(folder: Path, tied: bool = True, dtype: str = "float32") -> Model
 
     if (folder / "config.json").exists():
         return ModelConfig(path=str(folder), dtype=dtype)
-    Qwen2Config(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=33,  # odd, so that it is sharded unevenly
-        intermediate_size=64,
-        max_position_embeddings=64,
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=19,
-        pad_token_id=0,
-        architectures=["Qwen2ForCausalLM"],
-    ).save_pretrained(folder)
+    Qwen2Config(**TINY, tie_word_embeddings=tied, architectures=["Qwen2ForCausalLM"]).save_pretrained(folder)
     return ModelConfig(path=str(folder), dtype=dtype)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from learner_cases import random_group, small_config
+from learner_cases import TINY, random_group, small_config
 from torch import Tensor
 
 from asyncrl.config.schema import Config, LearnerConfig, ModelConfig
@@ -21,18 +21,7 @@ needs_megatron = pytest.mark.skipif(
     find_spec("megatron") is None, reason="megatron-core is built for Linux on x86-64 alone"
 )
 
-SHARED: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 33,  # odd: Megatron pads it
-    "intermediate_size": 64,
-    "max_position_embeddings": 64,
-    "bos_token_id": None,
-    "eos_token_id": 19,
-    "pad_token_id": 0,
-}
+SHARED: dict[str, Any] = {**TINY, "num_hidden_layers": 4}
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from learner_cases import random_group, small_config
+from learner_cases import TINY, random_group, small_config
 from torch import Tensor
 from transformers import (
     GemmaConfig,
@@ -31,18 +31,7 @@ from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.sync.layout.layout import Box
 from asyncrl.sync.layout.names import Names
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 33,  # odd: cut unevenly
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "bos_token_id": None,
-    "eos_token_id": 19,
-    "pad_token_id": 0,
-}
+SIZES: dict[str, Any] = {**TINY, "intermediate_size": 48}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 FAMILIES: dict[str, PretrainedConfig] = {
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),

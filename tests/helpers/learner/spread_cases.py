@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import transformers
-from learner_cases import random_group, small_config, tiny_model
+from learner_cases import TINY, random_group, small_config, tiny_model
 from torch import Tensor
 
 from asyncrl.config.schema import Config, LearnerConfig, ModelConfig
@@ -22,19 +22,7 @@ from asyncrl.learner.training.version_step import version_step
 from asyncrl.probes import prompts
 from asyncrl.sync.layout.layout import ParamLayout
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 33,
-    "intermediate_size": 64,
-    "max_position_embeddings": 64,
-    "num_experts_per_tok": 2,
-    "bos_token_id": None,
-    "eos_token_id": 19,
-    "pad_token_id": 0,
-}
+SIZES: dict[str, Any] = {**TINY, "num_experts_per_tok": 2}
 FEW: dict[str, Any] = {"num_experts": 4, "moe_intermediate_size": 16, "norm_topk_prob": True}
 LATENT: dict[str, Any] = {
     "q_lora_rank": 16,

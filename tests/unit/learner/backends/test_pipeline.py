@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from learner_cases import random_group, small_config
+from learner_cases import TINY, random_group, small_config
 from rank_processes import run_ranks
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -88,13 +88,8 @@ def model_in(folder: Path, kind: str, tied: bool) -> ModelConfig:
     if not (place / "config.json").exists():
         AutoConfig.for_model(
             kind,
-            hidden_size=32,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=4,
-            num_key_value_heads=2,
+            **{**TINY, "num_hidden_layers": LAYERS},
             head_dim=8,
-            vocab_size=33,  # odd, so that it is sharded unevenly
-            intermediate_size=64,
             moe_intermediate_size=16,
             qk_nope_head_dim=8,
             qk_rope_head_dim=8,
@@ -106,11 +101,7 @@ def model_in(folder: Path, kind: str, tied: bool) -> ModelConfig:
             topk_group=1,
             num_experts=4,
             num_experts_per_tok=2,
-            max_position_embeddings=64,
             tie_word_embeddings=tied,
-            bos_token_id=None,
-            eos_token_id=19,
-            pad_token_id=0,
         ).save_pretrained(place)
     dtype: Any = "float32" if kind in WITH_EXPERTS else "float64"  # grouped_mm knows no float64
     return ModelConfig(path=str(place), dtype=dtype)
