@@ -178,7 +178,7 @@ async def test_the_stream_is_there_behind_the_verbs_of_vllm(house: House) -> Non
 
 ORPHANS = """
 import asyncio, sys
-sys.path[:0] = ["tests", "tests/contract/engines"]
+sys.path[:0] = ["tests/helpers/processes", "tests/contract/engines"]
 from pathlib import Path
 import psutil
 from engine_cases import vllm_config
