@@ -10,10 +10,9 @@ import random
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
-from tests.helpers.memory_journal import MemoryJournal
-
 from asyncrl.queue.storage.journal import Growth, Journal
 from asyncrl.queue.storage.store import Frames, PayloadBackend, PayloadKey
+from tests.helpers.queue.memory_journal import MemoryJournal
 
 Reach = Callable[[str], None]
 """Told of every point at which a broker may die; raises to kill it there."""
