@@ -104,12 +104,12 @@ def supervised_batches(
 ) -> Iterator[MicroBatch]:
     """`sft.batch_size` examples each, every advantage 1, in the stream's order, for as long as it lasts."""
     size, ordinal = config.sft.batch_size, 0
-    several_turns = config.agent.several_turns
-    examples = _demonstrated(tokenizer, config) if several_turns else _single_turns(tokenizer)
+    played = _demonstrated(tokenizer, config) if config.agent.several_turns else None
     while True:
         tasks = [stream.task_at(ordinal + i) for i in range(size)]
-        rollouts = zip(tasks, examples(tasks), strict=True)
-        batch = MicroBatch.of([Group.from_rollouts(task, Sampling(), [one]) for task, one in rollouts])
+        rollouts = played(tasks) if played else [_example(task, tokenizer) for task in tasks]
+        pairs = zip(tasks, rollouts, strict=True)
+        batch = MicroBatch.of([Group.from_rollouts(task, Sampling(), [one]) for task, one in pairs])
         yield batch.with_advantages(batch.loss_mask_N)
         ordinal += size
 
@@ -154,10 +154,6 @@ class Demonstration:
         ids = np.array([*words, self._tokenizer.eos_token_id], np.int64)
         zeros = np.zeros(len(ids))
         return [Turn(request.prompt_ids, ids, zeros.astype(np.float32), zeros.astype(np.int32), "stop")]
-
-
-def _single_turns(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[Task]], list[Rollout]]:
-    return lambda tasks: [_example(task, tokenizer) for task in tasks]
 
 
 def _example(task: Task, tokenizer: PreTrainedTokenizerBase) -> Rollout:

@@ -91,7 +91,8 @@ def _own_threads(config: Config) -> tuple[str, ...]:
 
 def _everything_to_both(config: Config) -> tuple[str, ...]:
     """On GPUs both pools get the union of the devices and one process for each; on the CPU all cores."""
-    devices = _union(config.generator.devices, config.learner.devices)
+    pools = (config.generator.devices, config.learner.devices)
+    devices = dict.fromkeys(one.strip() for pool in pools if pool for one in pool.split(","))
     if devices:
         return (
             f"generator.devices='{','.join(devices)}'",
@@ -103,11 +104,6 @@ def _everything_to_both(config: Config) -> tuple[str, ...]:
         f"generator.threads={max(1, cores() // config.generator.count)}",
         f"learner.threads={max(1, cores() // config.learner.processes)}",
     )
-
-
-def _union(*lists: str | None) -> list[str]:
-    named = [device.strip() for devices in lists if devices for device in devices.split(",")]
-    return list(dict.fromkeys(named))
 
 
 def main(words: Sequence[str]) -> int:
@@ -145,7 +141,8 @@ def summarise(
     least_s: seconds that each run must have without its first versions for a claim
     """
     every = [steps for runs in rows.values() for steps in runs]
-    target = min(map(_best_reward, every)) if reward is None else reward
+    best = (max(_rewards(steps), default=0.0) for steps in every)
+    target = min(best) if reward is None else reward
     details = {way.name: _measure(rows[way.name], target) for way in ways}
     alone = details["sync_split"]
     for way in ways:
@@ -264,10 +261,6 @@ def _rewards(steps: Sequence[Row]) -> list[float]:
     """Mean reward over the last REWARD_VERSIONS versions, at each version that has so many before it."""
     values = [row["reward/mean"] for row in steps]
     return [mean(values[i - REWARD_VERSIONS : i]) for i in range(REWARD_VERSIONS, len(values) + 1)]
-
-
-def _best_reward(steps: Sequence[Row]) -> float:
-    return max(_rewards(steps), default=0.0)
 
 
 def _seconds_to(steps: Sequence[Row], target: float) -> float | None:

@@ -68,7 +68,11 @@ def _section(made: type, prefix: str, keys: tuple[str, ...] | None = None) -> di
 
 
 def _key(key: str, field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
-    allowed = _entries(key) if key in ENTRIES else _type(hint)
+    if key in ENTRIES:
+        made, keys = ENTRIES[key]
+        allowed = {"type": ["object", "null"], "additionalProperties": _section(made, f"{key}.", keys)}
+    else:
+        allowed = _type(hint)
     known: dict[str, Any] = {}
     if about := key_comments().get(key):
         known["description"] = about
@@ -78,11 +82,6 @@ def _key(key: str, field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
     if "enum" in allowed:  # editors complete what stands right here
         return {**known, **allowed}
     return {**known, "anyOf": [*allowed.get("anyOf", [allowed]), REFERENCE]}
-
-
-def _entries(key: str) -> dict[str, Any]:
-    made, keys = ENTRIES[key]
-    return {"type": ["object", "null"], "additionalProperties": _section(made, f"{key}.", keys)}
 
 
 def _type(hint: Any) -> dict[str, Any]:

@@ -269,7 +269,7 @@ def _apply(tree: Any, setting: Setting) -> None:
     if key in _section_keys():
         remedy = remedies.for_section(key, value, _section_keys()[key])
         raise ConfigError(key, value, f"is a section, not a key ({setting.where})", remedy)
-    if not _known(key):
+    if key not in all_keys() and not (key.startswith(free_prefixes()) and all(key.split("."))):
         raise ConfigError(key, value, f"no such key ({setting.where})", remedies.for_unknown(key, all_keys()))
     hint = hint_of(key)
     if value is None and typing.get_origin(hint) is dict:
@@ -338,11 +338,6 @@ def _section_keys() -> dict[str, str]:
 def free_prefixes() -> tuple[str, ...]:
     """The keys that hold mappings, each with a dot behind it: below them stand a user's own keys."""
     return tuple(f"{key}." for key in all_keys() if typing.get_origin(hint_of(key)) is dict)
-
-
-def _known(key: str) -> bool:
-    """Whether there is such a key, or a user may make it."""
-    return key in all_keys() or (key.startswith(free_prefixes()) and all(key.split(".")))
 
 
 def _first_line(error: Exception) -> str:

@@ -99,8 +99,9 @@ def _check_axes(config: Config) -> None:
 def check_present(config: Config) -> None:
     """Raise ConfigError for a model folder, a chat template or a GPU that is not here, and for a run folder that cannot
     be made. A model of the hub is not looked for."""
-    for key, path in _models(config):
-        _check_model(key, path)
+    for name in ("model", "critic", "reference", "reward_model", "teacher"):
+        if (path := getattr(config, name).path) is not None:
+            _check_model(f"{name}.path", path)
     template = config.tasks.chat_template
     require(
         template is None or Path(template).is_file(),
@@ -111,13 +112,6 @@ def check_present(config: Config) -> None:
     )
     _check_writable("run.dir", Path(config.run.dir))
     _check_gpus(config)
-
-
-def _models(config: Config) -> Iterator[tuple[str, str]]:
-    for key in ("model", "critic", "reference", "reward_model", "teacher"):
-        path = getattr(config, key).path
-        if path is not None:
-            yield f"{key}.path", path
 
 
 def _check_model(key: str, path: str) -> None:

@@ -274,13 +274,9 @@ def _without_repeats(lines: Sequence[str]) -> list[str]:
     ['ends', 'drops task 31 (3 such lines)']
     """
     counts = Counter(map(_shape, lines))
-    kept = list(_last_of_each(lines))
-    return [line if (count := counts[_shape(line)]) == 1 else f"{line} ({count} such lines)" for line in kept]
-
-
-def _last_of_each(lines: Sequence[str]) -> Iterator[str]:
     last = {_shape(line): index for index, line in enumerate(lines)}
-    return (line for index, line in enumerate(lines) if last[_shape(line)] == index)
+    kept = [(line, counts[_shape(line)]) for index, line in enumerate(lines) if last[_shape(line)] == index]
+    return [line if count == 1 else f"{line} ({count} such lines)" for line, count in kept]
 
 
 def _shape(line: str) -> str:

@@ -36,7 +36,8 @@ class JsonlSink:
 
     def __init__(self, path: Path, resume_at: int | None = None) -> None:
         if resume_at is not None and path.exists():
-            _keep_rows_up_to(path, resume_at)
+            kept = [row for row in read_rows(path) if row.get("version", 0) <= resume_at]
+            replace_text(path, "".join(map(_line, kept)))
         self._path = path
         self._file = path.open("a" if resume_at is not None else "w", encoding="utf-8")
 
@@ -83,11 +84,6 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
                 yield row
             else:
                 damaged = number
-
-
-def _keep_rows_up_to(path: Path, version: int) -> None:
-    kept = [row for row in read_rows(path) if row.get("version", 0) <= version]
-    replace_text(path, "".join(map(_line, kept)))
 
 
 def _line(row: Mapping[str, Any]) -> str:

@@ -116,15 +116,17 @@ class ProcessReports:
         newest = 0.0
         self._dropped, self._late, self._under_way = Counter[str](), Counter[str](), Counter[str]()
         for path in sorted(self._logs.glob(f"*{SUFFIX}")):
+            name = path.name.removesuffix(SUFFIX)
             (dropped, late, under_way), last, warning = _read(path)
             self._dropped.update(dropped)
             self._late.update(late)
             self._under_way.update(under_way)
             if warning:
-                self._warnings.setdefault(warning, path.name.removesuffix(SUFFIX))
+                self._warnings.setdefault(warning, name)
             with suppress(FileNotFoundError):
                 stat = path.stat()
-                self._see(path.name.removesuffix(SUFFIX), stat.st_mtime_ns)
+                if name not in self._signs or self._signs[name][0] != stat.st_mtime_ns:
+                    self._signs[name] = stat.st_mtime_ns, self._clock()
                 if last and stat.st_mtime >= newest:
                     self.last_failure, newest = last, stat.st_mtime
 
@@ -152,10 +154,6 @@ class ProcessReports:
     def text(self) -> str:
         """'tasks dropped: reward 96; the last one: the reward of task 9 raised KeyError'; empty without any."""
         return "; ".join([*self._late_calls(), *self._dropped_tasks()])
-
-    def _see(self, name: str, stamp: int) -> None:
-        if name not in self._signs or self._signs[name][0] != stamp:
-            self._signs[name] = stamp, self._clock()
 
     def _late_calls(self) -> Iterator[str]:
         for function, count in (self._late - self._late_before).most_common():
