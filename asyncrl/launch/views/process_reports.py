@@ -14,7 +14,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,16 @@ SILENT_S = 15.0
 """A process whose last sign of life is older is named."""
 
 
-@contextmanager
-def reported(path: Path, status: ProcessStatus) -> Iterator[None]:
+def reported(path: Path, status: ProcessStatus) -> AbstractContextManager[None]:
     """Inside, this process reports to `path`, from the moment that it has loaded."""
+    return beside(partial(_report, path, status), status, "report")
+
+
+@contextmanager
+def beside(work: Callable[[threading.Event], None], status: ProcessStatus, name: str) -> Iterator[None]:
+    """Inside, `work` runs on a thread of this name. Its event is set at the end, which waits for it."""
     ended = threading.Event()
-    thread = threading.Thread(target=_report, args=(path, status, ended), name="report", daemon=True)
+    thread = threading.Thread(target=work, args=(ended,), name=name, daemon=True)
     thread.start()
     try:
         yield

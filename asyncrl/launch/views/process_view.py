@@ -15,7 +15,8 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -34,7 +35,7 @@ from asyncrl.launch.views.dashboard import (
     Value,
     duration,
 )
-from asyncrl.launch.views.process_reports import SILENT_S, SUFFIX, reported
+from asyncrl.launch.views.process_reports import SILENT_S, SUFFIX, beside, reported
 from asyncrl.telemetry.status import LATE, UNDER_WAY, ProcessStatus, without_timely_calls
 from asyncrl.types import TRAIN
 
@@ -234,46 +235,23 @@ class LearnerView(RunProgress):
         return [*super().notes(), *self._waits.notes()]
 
 
-@contextmanager
-def shown(name: str, source: Source, status: ProcessStatus, config: Config) -> Iterator[None]:
+def shown(name: str, source: Source, status: ProcessStatus, config: Config) -> AbstractContextManager[None]:
     """Inside, the process shows itself on stdout, unless `launch.quiet` is set. One that `asyncrl train` has started
     reports to it instead (process_reports.py)."""
-    if os.environ.get("RANK", "0") != "0":
-        yield
-        return
-    if LAUNCHED in os.environ:
-        with reported(run_folder(config) / "logs" / f"{name}{SUFFIX}", status):
-            yield
-        return
-    if config.launch.quiet:
-        yield
-        return
-    shower = _Shower(f"{name} of run {config.run.name}", source, status)
-    shower.start()
-    try:
-        yield
-    finally:
-        shower.stop()
+    launched = LAUNCHED in os.environ
+    if os.environ.get("RANK", "0") != "0" or (config.launch.quiet and not launched):
+        return nullcontext()
+    if launched:
+        return reported(run_folder(config) / "logs" / f"{name}{SUFFIX}", status)
+    return beside(partial(_show, f"{name} of run {config.run.name}", source, status), status, "view")
 
 
-class _Shower(threading.Thread):
-    def __init__(self, name: str, source: Source, status: ProcessStatus) -> None:
-        super().__init__(name="view", daemon=True)
-        self._title, self._source, self._status = name, source, status
-        self._stopped = threading.Event()
-
-    def stop(self) -> None:
-        """Show the last figures and leave the terminal."""
-        self._stopped.set()
-        self._status.loaded.set()  # it may wait for that
-        self.join()
-
-    def run(self) -> None:
-        self._status.loaded.wait()
-        with _dashboard(self._title, self._source) as dashboard:
-            while not self._stopped.wait(REFRESH_S):
-                dashboard.refresh()
+def _show(title: str, source: Source, status: ProcessStatus, ended: threading.Event) -> None:
+    status.loaded.wait()
+    with _dashboard(title, source) as dashboard:
+        while not ended.wait(REFRESH_S):
             dashboard.refresh()
+        dashboard.refresh()
 
 
 @contextmanager
