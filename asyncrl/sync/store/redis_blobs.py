@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import msgpack
@@ -44,7 +45,8 @@ class RedisBlobs:
         older = self._entry(key)
         try:
             for chunk in _chunks(parts, self._chunk):
-                self._set(self._chunk_key(name, count), chunk)
+                place = self._chunk_key(name, count)
+                self._call(partial(self._client.set, place, memoryview(chunk), ex=EXPIRES_S))
                 size, count = size + len(chunk), count + 1
             self._call(lambda: self._client.hset(self._index, key, msgpack.packb([name, size])))
         except BaseException:
@@ -85,7 +87,8 @@ class RedisBlobs:
         while filled < len(into):
             number, at = divmod(start + filled, self._chunk)
             count = min(self._chunk - at, len(into) - filled)
-            data = self._range(self._chunk_key(name, number), at, at + count - 1)
+            place = self._chunk_key(name, number)
+            data = self._call(partial(self._client.getrange, place, at, at + count - 1))
             if len(data) != count:
                 raise missing(key, self.where)  # deleted, or expired, since its entry was read
             into[filled : filled + count] = data
@@ -107,12 +110,6 @@ class RedisBlobs:
             return str(name), int(size)
         except Exception as error:
             raise WeightSyncError(f"stored weights: the entry of {key} at {self.where}: {error!r}") from error
-
-    def _set(self, key: str, chunk: bytearray) -> None:
-        self._call(lambda: self._client.set(key, memoryview(chunk), ex=EXPIRES_S))
-
-    def _range(self, key: str, first: int, last: int) -> bytes:
-        return bytes(self._call(lambda: self._client.getrange(key, first, last)))
 
     def _unlink(self, name: str, chunks: int) -> None:
         keys = [self._chunk_key(name, number) for number in range(chunks)]
