@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 from asyncrl.config import VERSION
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.rules import sections_in
 from asyncrl.config.yaml_values import escaped_references, one_line
 from asyncrl.masking import masked_value
 
@@ -22,7 +23,12 @@ VERSION_LINE = f"{WRITTEN_BY}{VERSION}"
 @functools.cache
 def key_comments() -> dict[str, str]:
     """{'batch.groups': 'B: groups that one version is trained on', …} of the keys that have a help text."""
-    return dict(_help_texts(Config(), ""))
+    return {
+        f"{name}.{field.name}": field.metadata["about"]
+        for name, section in sections_in(Config(), "")
+        for field in dataclasses.fields(cast(Any, section))
+        if "about" in field.metadata
+    }
 
 
 def render(config: Config, *, show_passwords: bool = True) -> str:
@@ -54,12 +60,3 @@ def _section_lines(section: Any, prefix: str, indent: int, show_passwords: bool)
 def scalar(value: Any) -> str:
     """A value as one line of YAML."""
     return one_line(escaped_references(list(value) if isinstance(value, tuple) else value))
-
-
-def _help_texts(section: Any, prefix: str) -> Iterator[tuple[str, str]]:
-    for field in dataclasses.fields(section):
-        value, key = getattr(section, field.name), f"{prefix}{field.name}"
-        if dataclasses.is_dataclass(value):
-            yield from _help_texts(value, f"{key}.")
-        elif "about" in field.metadata:
-            yield key, field.metadata["about"]

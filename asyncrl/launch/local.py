@@ -25,6 +25,7 @@ from __future__ import annotations
 import signal
 import time
 from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -68,47 +69,42 @@ def train(config: Config) -> dict[str, Any]:
             return LocalRun(config, folder, processes, supervisor, dashboard, reports, changed).run()
 
 
+@dataclass
 class LocalRun:
     """One run; made for one call of `run`. changed: whether it goes on with a configuration under which the queue's
     groups would have been made otherwise."""
 
-    def __init__(
-        self,
-        config: Config,
-        folder: Path,
-        processes: Processes,
-        supervisor: Supervisor,
-        dashboard: Dashboard,
-        reports: ProcessReports,
-        changed: bool = False,
-    ) -> None:
-        self._config, self._folder, self._changed = config, folder, changed
-        self._processes, self._supervisor = processes, supervisor
-        self._dashboard, self._reports = dashboard, reports
-        self._restarts: Counter[str] = Counter()
-        # Processes that ended as they may once the run is closed, and when.
-        self._left: dict[str, tuple[ChildEnded, float]] = {}
-        self._closed = False  # the queue has left, as it does once the learner has closed the run
+    config: Config
+    folder: Path
+    processes: Processes
+    supervisor: Supervisor
+    dashboard: Dashboard
+    reports: ProcessReports
+    changed: bool
+    _restarts: Counter[str] = field(default_factory=Counter)
+    # Processes that ended as they may once the run is closed, and when.
+    _left: dict[str, tuple[ChildEnded, float]] = field(default_factory=dict)
+    _closed: bool = False  # the queue has left, as it does once the learner has closed the run
 
     def run(self) -> dict[str, Any]:
-        self._processes.address = address = self._start_queue()
-        self._processes.start_learner()
-        for name in self._processes.workers:
-            self._processes.start_worker(name)
-        self._dashboard.print_line(f"{self._folder}: queue at {address}, logs in {self._folder / 'logs'}")
+        self.processes.address = address = self._start_queue()
+        self.processes.start_learner()
+        for name in self.processes.workers:
+            self.processes.start_worker(name)
+        self.dashboard.print_line(f"{self.folder}: queue at {address}, logs in {self.folder / 'logs'}")
         self._watch()
         self._wind_down()
         if self._stopped():
-            raise stopped_error(self._folder)
-        return read_summary(self._folder)
+            raise stopped_error(self.folder)
+        return read_summary(self.folder)
 
     def _start_queue(self) -> str:
         """Returns its address."""
         # Without a checkpoint the learner begins at the beginning, and so must the queue.
-        goes_on = self._config.run.resume and any(self._folder.glob("checkpoints/v*")) and not self._changed
-        self._processes.start_queue(*([] if goes_on else ["--anew"]))
-        seconds = self._config.launch.start_deadline_s
-        event = wait_line(self._supervisor, QUEUE, "the address it listens at", seconds)
+        goes_on = self.config.run.resume and any(self.folder.glob("checkpoints/v*")) and not self.changed
+        self.processes.start_queue(*([] if goes_on else ["--anew"]))
+        seconds = self.config.launch.start_deadline_s
+        event = wait_line(self.supervisor, QUEUE, "the address it listens at", seconds)
         if isinstance(event, ChildMessage):
             return event.line
         if isinstance(event, ChildEnded):
@@ -118,7 +114,7 @@ class LocalRun:
     def _watch(self) -> None:
         """Until the learner has ended well."""
         while True:
-            event = self._supervisor.next_event(REFRESH_S)
+            event = self.supervisor.next_event(REFRESH_S)
             self._refresh()
             self._restart_who_left_early()
             self._check_learner()
@@ -126,7 +122,7 @@ class LocalRun:
                 raise self._interrupted(event)
             if not isinstance(event, ChildEnded):
                 continue
-            self._reports.ended(event.name)
+            self.reports.ended(event.name)
             if event == ChildEnded(LEARNER, 0):
                 return
             if event == ChildEnded(QUEUE, 0):
@@ -144,7 +140,7 @@ class LocalRun:
         """Whether a process ended as it may once the run is closed: a worker with 0, the learner killed after it has
         written the summary."""
         if event.name == LEARNER:
-            return not _gave_reason(event) and bool(read_summary(self._folder))
+            return not _gave_reason(event) and bool(read_summary(self.folder))
         return event.name != QUEUE and event.code == 0
 
     def _restart_who_left_early(self) -> None:
@@ -153,7 +149,7 @@ class LocalRun:
         the run."""
         if self._closed:
             return
-        stays_s = LAST_HEARTBEATS * self._config.generator.heartbeat_s + SLOW_END_S
+        stays_s = LAST_HEARTBEATS * self.config.generator.heartbeat_s + SLOW_END_S
         for name, (event, at) in [*self._left.items()]:
             if time.monotonic() - at > stays_s:
                 del self._left[name]
@@ -163,24 +159,24 @@ class LocalRun:
         """Raise DeadlineError for a learner that hangs. One that has loaded has deadlines of its own for all it waits
         for, but not if it is stopped, e.g. by SIGSTOP."""
         hung = (
-            ("launch.load_deadline_s", self._config.launch.load_deadline_s, self._reports.loading(), LOADED),
+            ("launch.load_deadline_s", self.config.launch.load_deadline_s, self.reports.loading(), LOADED),
             (
                 "learner.groups_deadline_s",
-                self._config.learner.groups_deadline_s,
-                self._reports.silent(),
+                self.config.learner.groups_deadline_s,
+                self.reports.silent(),
                 SIGN,
             ),
         )
         for key, limit_s, since_s, missing in hung:
             if since_s.get(LEARNER, 0.0) > limit_s:
-                remedy = f"its log: {self._supervisor.log(LEARNER)}; {key}={limit_s:g} is the limit"
+                remedy = f"its log: {self.supervisor.log(LEARNER)}; {key}={limit_s:g} is the limit"
                 raise DeadlineError("the launcher", "the learner", missing, since_s[LEARNER], remedy)
 
     def _refresh(self) -> None:
-        self._reports.read()
-        for warning in self._reports.new_warnings():
-            self._dashboard.print_line(warning)
-        self._dashboard.refresh()
+        self.reports.read()
+        for warning in self.reports.new_warnings():
+            self.dashboard.print_line(warning)
+        self.dashboard.refresh()
 
     def _restart(self, event: ChildEnded) -> None:
         if event.name == QUEUE:
@@ -192,92 +188,92 @@ class LocalRun:
 
     def _restart_queue(self, event: ChildEnded) -> None:
         """Its clients repeat their requests until it answers. One that gave a reason would end again."""
-        if _gave_reason(event) or self._config.queue.store == "memory":
+        if _gave_reason(event) or self.config.queue.store == "memory":
             raise self._died(event)
-        self._count_restart(event, QUEUE, self._config.launch.queue_restarts, " from its journal")
-        self._processes.start_queue(f"queue.address={self._processes.address}")
+        self._count_restart(event, QUEUE, self.config.launch.queue_restarts, " from its journal")
+        self.processes.start_queue(f"queue.address={self.processes.address}")
 
     def _restart_learner(self, event: ChildEnded) -> None:
         """The steps since the newest checkpoint are made again. One that gave a reason would end again, unless it was
         for a pool that it trains with: that is started again too."""
         if _gave_reason(event) and event.code != PoolLostError.exit_code:
             raise self._died(event)
-        most = self._config.launch.learner_restarts
+        most = self.config.launch.learner_restarts
         self._count_restart(event, LEARNER, most, " from the newest checkpoint")
-        self._processes.start_learner("run.resume=true")
+        self.processes.start_learner("run.resume=true")
 
     def _restart_worker(self, event: ChildEnded) -> None:
         """Generators and pools hold nothing that cannot be made again: what they leased goes back to the queue."""
         if event.code == ConfigError.exit_code:
             raise self._died(event)
-        if event.name in self._processes.pools:
-            self._count_restart(event, "pools", self._config.launch.pool_restarts)
+        if event.name in self.processes.pools:
+            self._count_restart(event, "pools", self.config.launch.pool_restarts)
         else:
-            self._count_restart(event, "generators", self._config.launch.generator_restarts)
-        self._processes.start_worker(event.name)
+            self._count_restart(event, "generators", self.config.launch.generator_restarts)
+        self.processes.start_worker(event.name)
 
     def _count_restart(self, event: ChildEnded, kind: str, most: int, whence: str = "") -> None:
         """ProcessDiedError if there were as many as there may be of this kind."""
         if self._restarts[kind] >= most:
             raise self._died(event)
         self._restarts[kind] += 1
-        self._dashboard.print_line(
+        self.dashboard.print_line(
             f"{event.name} ended ({describe_exit(event.code)}) and is started again{whence}, "
-            f"{self._restarts[kind]} of {most} restarts; its log: {self._supervisor.log(event.name)}"
+            f"{self._restarts[kind]} of {most} restarts; its log: {self.supervisor.log(event.name)}"
         )
 
     def _wind_down(self) -> None:
         """The run is closed: generators and pools notice it at their next heartbeat. Those that are left when the queue
         leaves were still starting, and cannot notice it any more."""
-        deadline_s = self._config.launch.stop_deadline_s
-        left = self._supervisor.wait_ended(self._processes.workers, deadline_s, beside=QUEUE)
-        late = left if QUEUE in self._supervisor.running() else []
-        late += [name for name in self._supervisor.stop_all(deadline_s) if name not in late]
+        deadline_s = self.config.launch.stop_deadline_s
+        left = self.supervisor.wait_ended(self.processes.workers, deadline_s, beside=QUEUE)
+        late = left if QUEUE in self.supervisor.running() else []
+        late += [name for name in self.supervisor.stop_all(deadline_s) if name not in late]
         if late:
-            self._dashboard.print_line(
+            self.dashboard.print_line(
                 f"did not end within {deadline_s:.0f} s and were stopped: {', '.join(late)}"
             )
         self._refresh()
 
     def _stopped(self) -> bool:
         """Whether the learner has ended because of a signal."""
-        return read_summary(self._folder).get("ended") == StoppedError.ended
+        return read_summary(self.folder).get("ended") == StoppedError.ended
 
     def _interrupted(self, event: Interrupted) -> BaseException:
         """Take the run down in order; the caller raises what this returns."""
         by_hand = event.number == signal.SIGINT
-        deadline_s = self._config.launch.stop_deadline_s
-        if LEARNER in self._supervisor.running():
-            self._dashboard.print_line(
+        deadline_s = self.config.launch.stop_deadline_s
+        if LEARNER in self.supervisor.running():
+            self.dashboard.print_line(
                 f"stopping: the learner writes a checkpoint (at most {deadline_s:.0f} s); "
                 "Ctrl-C again kills the run"
             )
-            self._supervisor.send(LEARNER, signal.SIGTERM)
-            if self._supervisor.wait_ended([LEARNER], deadline_s):
-                self._supervisor.kill_all()
+            self.supervisor.send(LEARNER, signal.SIGTERM)
+            if self.supervisor.wait_ended([LEARNER], deadline_s):
+                self.supervisor.kill_all()
                 lost = "killed; what came after the last checkpoint is lost"
-                self._dashboard.print_line(lost)
+                self.dashboard.print_line(lost)
                 late = DeadlineError("the launcher", "the learner", "its last checkpoint", deadline_s, lost)
                 return KeyboardInterrupt() if by_hand else late
-        self._supervisor.stop_all(deadline_s)
-        code = self._supervisor.code(LEARNER) or 0
+        self.supervisor.stop_all(deadline_s)
+        code = self.supervisor.code(LEARNER) or 0
         if (
             not by_hand and code > 1 and code != StoppedError.exit_code
         ):  # it gave a reason why it could not save
             return self._died(ChildEnded(LEARNER, code))
-        stopped = stopped_error(self._folder)
-        self._dashboard.print_line(str(stopped))
+        stopped = stopped_error(self.folder)
+        self.dashboard.print_line(str(stopped))
         return KeyboardInterrupt() if by_hand else stopped
 
     def _died(self, event: ChildEnded) -> ProcessDiedError:
-        cause, lines = self._supervisor.why_it_ended(event.name)
+        cause, lines = self.supervisor.why_it_ended(event.name)
         because = f": {cause}" if cause else ""
-        if loading := [name for name in self._reports.loading() if name != event.name]:
+        if loading := [name for name in self.reports.loading() if name != event.name]:
             lines = [*lines, f"not loaded yet at that time: {', '.join(loading)}"]
         rest = "\n".join(f"    {line}" for line in lines or ["(nothing)"])
         return ProcessDiedError(
             f"{event.name} ended ({describe_exit(event.code)}) before the run was over{because}\n"
-            f"from {self._supervisor.log(event.name)}:\n{rest}",
+            f"from {self.supervisor.log(event.name)}:\n{rest}",
             event.code,
         )
 

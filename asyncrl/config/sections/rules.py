@@ -162,12 +162,12 @@ def check_section(section: Section, at: str = "") -> None:
     section: sections inside it are checked too · at: its dotted name; "" for the whole configuration
     """
     raise_all(value_errors(section, at))
-    raise_all(error for name, one in _sections_in(section, at) for error in _broken_rules(one, name))
+    raise_all(error for name, one in sections_in(section, at) for error in _broken_rules(one, name))
 
 
 def value_errors(section: Section, at: str) -> Iterator[ConfigError]:
     """An error for each number out of its limits and each text that no file can hold, also in the sections inside."""
-    for name, one in _sections_in(section, at):
+    for name, one in sections_in(section, at):
         schema: type = type(one)
         for field, limit in limits_of(schema).items():
             for value in _scalars(getattr(one, field)):
@@ -177,12 +177,12 @@ def value_errors(section: Section, at: str) -> Iterator[ConfigError]:
                     yield from _number_errors(f"{name}.{field}", value, limit)
 
 
-def _sections_in(section: Section, at: str) -> Iterator[tuple[str, Section]]:
+def sections_in(section: Section, at: str) -> Iterator[tuple[str, Section]]:
     """(dotted name, section) of all sections in this one, and of itself last."""
     for field in dataclasses.fields(cast(Any, section)):
         inner = getattr(section, field.name)
         if isinstance(inner, Section):
-            yield from _sections_in(inner, f"{at}.{field.name}" if at else field.name)
+            yield from sections_in(inner, f"{at}.{field.name}" if at else field.name)
     yield at, section
 
 
