@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 
 from asyncrl.cli.command import Arguments, Command, loading, option, read_config
@@ -30,8 +29,9 @@ def _show_config(arguments: Arguments) -> int:
 
 
 def _algorithms(arguments: Arguments) -> int:
-    catalogue = importlib.import_module("asyncrl.learner.algorithms.catalogue")
-    print(catalogue.as_markdown() if arguments.markdown else catalogue.as_text())
+    from asyncrl.learner.algorithms.catalogue import as_markdown, as_text
+
+    print(as_markdown() if arguments.markdown else as_text())
     return 0
 
 

@@ -13,7 +13,9 @@ from asyncrl.cli.command import Arguments, Command, loading, option, read_config
 def _sft(arguments: Arguments) -> int:
     config = read_config(arguments)
     loading(arguments, f"torch and the model {config.model.path}")
-    importlib.import_module("asyncrl.sft").train_supervised(config)
+    from asyncrl.sft import train_supervised
+
+    train_supervised(config)
     return 0
 
 
@@ -23,7 +25,8 @@ def _export(arguments: Arguments) -> int:
     run = find_run(arguments.run)
     config = config_of(run) if arguments.config is None else read_config(arguments)
     loading(arguments, f"torch and the checkpoint of {run}")
-    export = importlib.import_module("asyncrl.learner.export").export
+    from asyncrl.learner.export import export
+
     version = export(config, run, Path(arguments.folder), arguments.version)
     print(f"{arguments.folder}: the policy of version {version} of {run}, for transformers")
     return 0
@@ -32,15 +35,18 @@ def _export(arguments: Arguments) -> int:
 def _eval(arguments: Arguments) -> int:
     config = read_config(arguments)
     loading(arguments, f"torch and the model {arguments.model}")
-    print(json.dumps(importlib.import_module("asyncrl.evaluate").evaluate(config, arguments.model), indent=2))
+    from asyncrl.evaluate import evaluate
+
+    print(json.dumps(evaluate(config, arguments.model), indent=2))
     return 0
 
 
 def _generate(arguments: Arguments) -> int:
     config = read_config(arguments)
     loading(arguments, f"torch and the model {arguments.model}")
-    evaluate = importlib.import_module("asyncrl.evaluate")
-    for text in evaluate.generate(config, arguments.model, arguments.prompt):
+    from asyncrl.evaluate import generate
+
+    for text in generate(config, arguments.model, arguments.prompt):
         print(text)
     return 0
 
