@@ -68,10 +68,11 @@ def linked_files(page: Path) -> Iterator[Path]:
 
 
 def faults(text: str) -> list[str]:
-    """Paths, configuration keys, their values and commands of a page that do not exist."""
+    """Paths, names, configuration keys, their values and commands of a page that do not exist."""
     text = OTHER_PROJECT.sub(lambda table: re.sub(r"^\|[^|]*\|", "| |", table[0], flags=re.MULTILINE), text)
     return [
         *(f"there is no path {path}" for path in missing_paths(text)),
+        *(f"there is no {name} in {path}" for path, name in missing_names(text)),
         *(f"there is no key {key}" for key in unknown_keys(text)),
         *impossible_values(text),
         *refused_commands(text),
@@ -88,6 +89,18 @@ def missing_paths(text: str) -> Iterator[str]:
             pattern = path.rstrip("/")
             if not (any(ROOT.glob(pattern)) or any((ROOT / "asyncrl").glob(pattern))):
                 yield path
+
+
+def missing_names(text: str) -> Iterator[tuple[str, str]]:
+    """(path, name) of each `path` ▸ `Class.method` whose file does not define that."""
+    for path, name in re.findall(r"`([\w/]+\.py)`\s+▸\s+`((?![\w.]+\.py`)[\w.]+)`", text):
+        file = ROOT / "asyncrl" / path
+        code = file.read_text("utf-8") if file.is_file() else ""
+        parts = name.split(".")
+        if not all(
+            re.search(rf"^ *(?:async def|def|class) {part}\b|^{part}\b.* = ", code, re.M) for part in parts
+        ):
+            yield path, name
 
 
 def unknown_keys(text: str) -> Iterator[str]:

@@ -46,6 +46,12 @@ def test_faults_are_found() -> None:
     assert command.startswith("asyncrl fly is refused")
 
 
+def test_names_of_the_code_are_looked_up() -> None:
+    there = "`queue/feeder.py` ▸ `feed` `queue/ledger/ledger.py`\n▸ `Ledger.submit`"
+    assert faults(there) == []
+    assert faults("`queue/feeder.py` ▸ `Feeder.feed`") == ["there is no Feeder.feed in queue/feeder.py"]
+
+
 def test_keys_of_other_projects_are_not_looked_up() -> None:
     table = "| verl 0.9.1 | asyncrl |\n|---|---|\n| `algorithm.adv_estimator` | `algorithm.advantag` |\n"
     assert faults(table) == ["there is no key algorithm.advantag"]
