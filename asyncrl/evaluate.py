@@ -32,7 +32,7 @@ from asyncrl.learner.reporting.heldout import of_group, scores
 from asyncrl.models import policy_tokenizer
 from asyncrl.tasks.rows import framed
 from asyncrl.tasks.source import held_out
-from asyncrl.telemetry.bars import progress_of
+from asyncrl.telemetry.bars import tracked_work
 from asyncrl.types import Group, Task, Turn
 
 Result = TypeVar("Result")
@@ -95,7 +95,7 @@ class Evaluator:
             return await work
         turns = self._config.agent.several_turns
         made, before = ("turns" if turns else "answers"), self._sampler.done
-        return await progress_of(work, made, lambda: self._sampler.done - before, None if turns else samples)
+        return await tracked_work(work, made, lambda: self._sampler.done - before, None if turns else samples)
 
 
 class _CountingSampler:

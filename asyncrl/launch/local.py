@@ -42,7 +42,7 @@ from asyncrl.launch.supervise import (
     describe_exit,
     wait_line,
 )
-from asyncrl.launch.views.dashboard import Dashboard, RunProgress, open_dashboard
+from asyncrl.launch.views.dashboard import Dashboard, RunView, open_dashboard
 from asyncrl.launch.views.output import lasting_output
 from asyncrl.launch.views.process_reports import ProcessReports, remove_reports
 
@@ -63,8 +63,8 @@ def train(config: Config) -> dict[str, Any]:
         logs = folder / "logs"
         remove_reports(logs)
         supervisor, reports = Supervisor(logs), ProcessReports(logs)
-        progress = RunProgress(config, folder, reports)
-        with lasting_output(), supervisor.interrupts(), open_dashboard(config, progress) as dashboard:
+        view = RunView(config, folder, reports)
+        with lasting_output(), supervisor.interrupts(), open_dashboard(config, view) as dashboard:
             processes = Processes(config, folder, supervisor, reports)
             return LocalRun(config, folder, processes, supervisor, dashboard, reports, changed).run()
 

@@ -57,7 +57,7 @@ def tracked(
             progress.stop()
 
 
-async def progress_of(
+async def tracked_work(
     work: Awaitable[Thing],
     what: str,
     done: Callable[[], int],

@@ -125,7 +125,7 @@ def _row(line: bytes) -> dict[str, Any]:
     return row if isinstance(row, dict) else {}
 
 
-class RunProgress:
+class RunView:
     """The latest value of every metric, how far the run is, and what its processes report."""
 
     def __init__(
@@ -285,7 +285,7 @@ class QuietDashboard:
 
 
 @contextmanager
-def open_dashboard(config: Config, progress: RunProgress) -> Iterator[Dashboard]:
+def open_dashboard(config: Config, view: RunView) -> Iterator[Dashboard]:
     """The one that fits `launch.quiet` and where the output goes."""
     console = Console()
     if config.launch.quiet:
@@ -293,9 +293,9 @@ def open_dashboard(config: Config, progress: RunProgress) -> Iterator[Dashboard]
     elif console.is_terminal:
         # Refreshed by hand: a refresh thread would be alive while the launcher forks.
         with Live(console=console, auto_refresh=False) as live:
-            yield LiveDashboard(progress, live, config.run.name)
+            yield LiveDashboard(view, live, config.run.name)
     else:
-        yield LineDashboard(progress, console)
+        yield LineDashboard(view, console)
 
 
 def print_summary(summary: Mapping[str, Any], folder: Path) -> None:

@@ -30,7 +30,7 @@ from asyncrl.launch.views.dashboard import (
     Dashboard,
     LineDashboard,
     LiveDashboard,
-    RunProgress,
+    RunView,
     Source,
     Value,
     duration,
@@ -213,7 +213,7 @@ class QueueView(ProcessView):
         return {} if train is None else {"trained": train["trained"]}
 
 
-class LearnerView(RunProgress):
+class LearnerView(RunView):
     """The rows of the run, as `asyncrl train` shows them, and what the learner waits for."""
 
     def __init__(self, config: Config, folder: Path, status: ProcessStatus) -> None:

@@ -16,7 +16,7 @@ from asyncrl.launch.views.dashboard import (
     LineDashboard,
     LiveDashboard,
     RowTail,
-    RunProgress,
+    RunView,
     open_dashboard,
     print_summary,
     status_line,
@@ -28,7 +28,7 @@ def append(path: Path, *rows: dict[str, float]) -> None:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-def shown(progress: RunProgress) -> dict[str, str]:
+def shown(progress: RunView) -> dict[str, str]:
     return {value.label: value.text for value in progress.values()}
 
 
@@ -60,7 +60,7 @@ def test_a_replaced_file_is_read_from_its_start(metrics: Path, tmp_path: Path) -
 
 
 def test_time_left_is_counted_from_the_first_version(metrics: Path, tmp_path: Path) -> None:
-    progress = RunProgress(Config(), tmp_path)
+    progress = RunView(Config(), tmp_path)
     append(metrics, {"time": 100.0, "version": 0})
     progress.read()
     assert progress.seconds_left() is None
@@ -70,14 +70,14 @@ def test_time_left_is_counted_from_the_first_version(metrics: Path, tmp_path: Pa
 
 
 def test_an_evaluation_does_not_set_the_version_back(metrics: Path, tmp_path: Path) -> None:
-    progress = RunProgress(Config(), tmp_path)
+    progress = RunView(Config(), tmp_path)
     append(metrics, {"time": 1.0, "version": 4}, {"time": 2.0, "version": 0, "heldout/accuracy": 0.375})
     progress.read()
     assert progress.version == 4
 
 
 def test_values_outlive_rows_without_them(metrics: Path, tmp_path: Path) -> None:
-    progress = RunProgress(Config(), tmp_path)
+    progress = RunView(Config(), tmp_path)
     append(metrics, {"time": 1.0, "version": 1, "heldout/accuracy": 0.375})
     append(metrics, {"time": 2.0, "version": 2, "reward/mean": 0.5})
     progress.read()
@@ -85,7 +85,7 @@ def test_values_outlive_rows_without_them(metrics: Path, tmp_path: Path) -> None
 
 
 def test_answers_without_a_score_are_those_of_the_last_evaluation(metrics: Path, tmp_path: Path) -> None:
-    progress = RunProgress(Config(), tmp_path)
+    progress = RunView(Config(), tmp_path)
     append(metrics, {"time": 1.0, "version": 0, "heldout/accuracy": 0.0, "heldout/unscored": 40.0})
     progress.read()
     assert shown(progress)["held-out answers without a score"] == "40"
@@ -96,7 +96,7 @@ def test_answers_without_a_score_are_those_of_the_last_evaluation(metrics: Path,
 
 def test_lines_for_a_pipe_tell_each_evaluation(metrics: Path, tmp_path: Path) -> None:
     out = io.StringIO()
-    dashboard = LineDashboard(RunProgress(Config(), tmp_path), Console(file=out, width=200))
+    dashboard = LineDashboard(RunView(Config(), tmp_path), Console(file=out, width=200))
     append(metrics, {"time": 1.0, "version": 1, "reward/mean": 0.5})
     dashboard.refresh()
     append(metrics, {"time": 2.0, "version": 1, "heldout/accuracy": 0.25})
@@ -108,7 +108,7 @@ def test_lines_for_a_pipe_tell_each_evaluation(metrics: Path, tmp_path: Path) ->
 def test_the_wait_for_the_first_version_gets_a_line_every_five_seconds(metrics: Path, tmp_path: Path) -> None:
     now = [100.0]
     out = io.StringIO()
-    progress = RunProgress(Config(), tmp_path, clock=lambda: now[0])
+    progress = RunView(Config(), tmp_path, clock=lambda: now[0])
     dashboard = LineDashboard(progress, Console(file=out, width=200), clock=lambda: now[0])
     for _ in range(14):
         now[0] += 1.0
@@ -122,7 +122,7 @@ def test_the_wait_for_the_first_version_gets_a_line_every_five_seconds(metrics: 
 
 
 def test_a_line_has_at_most_120_characters_and_whole_values(metrics: Path, tmp_path: Path) -> None:
-    progress = RunProgress(Config(), tmp_path)
+    progress = RunView(Config(), tmp_path)
     every = {key: 123_456.789 for _, _, key, _ in COLUMNS}
     append(metrics, {"time": 0.0, "version": 0, **every}, {"time": 1.0, "version": 1})
     append(metrics, {"time": 7200.0, "version": 2})
@@ -136,7 +136,7 @@ def test_a_line_has_at_most_120_characters_and_whole_values(metrics: Path, tmp_p
 
 
 def test_without_a_terminal_there_are_lines(tmp_path: Path) -> None:
-    with open_dashboard(Config(), RunProgress(Config(), tmp_path)) as dashboard:
+    with open_dashboard(Config(), RunView(Config(), tmp_path)) as dashboard:
         assert isinstance(dashboard, LineDashboard)
 
 
@@ -146,7 +146,7 @@ HOSTILE = "raised ValueError: unbalanced tag [/bold] \x1b[2J"
 def test_text_of_a_user_is_no_markup_and_moves_no_cursor(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Notes(RunProgress):
+    class Notes(RunView):
         def read(self) -> bool:
             return True
 

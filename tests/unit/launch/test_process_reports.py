@@ -14,7 +14,7 @@ from waiting import Clock
 
 from asyncrl.config.schema import Config
 from asyncrl.launch.views import process_reports
-from asyncrl.launch.views.dashboard import STILL_S, LineDashboard, RowTail, RunProgress
+from asyncrl.launch.views.dashboard import STILL_S, LineDashboard, RowTail, RunView
 from asyncrl.launch.views.process_reports import SILENT_S, SUFFIX, ProcessReports, reported
 from asyncrl.learner.reporting.report import run_summary, step_row
 from asyncrl.telemetry.status import ProcessStatus
@@ -89,7 +89,7 @@ def test_calls_that_take_too_long_are_told_before_any_task_is_dropped(tmp_path: 
 def test_the_launcher_shows_them_while_no_version_comes(tmp_path: Path) -> None:
     clock, console = Clock(), Console(file=io.StringIO(), width=300)
     reports = ProcessReports(tmp_path / "logs", clock)
-    progress = RunProgress(Config(), tmp_path, reports, clock)
+    progress = RunView(Config(), tmp_path, reports, clock)
     dashboard = LineDashboard(progress, console, every_s=10.0, clock=clock)
 
     def printed() -> list[str]:
@@ -184,7 +184,7 @@ def test_a_process_gives_a_sign_of_life_once_it_has_loaded(
 def test_the_launcher_names_who_is_loading_and_who_is_silent(tmp_path: Path) -> None:
     clock = Clock()
     reports = ProcessReports(tmp_path / "logs", clock)
-    progress = RunProgress(Config(), tmp_path, reports, clock)
+    progress = RunView(Config(), tmp_path, reports, clock)
     reports.started("learner")
     clock.now = 20.0
     reports.started("generator-0")

@@ -120,12 +120,12 @@ def test_eval_and_generate_show_how_many_answers_there_are(
 ) -> None:
     shown: list[tuple[str, int | None, int]] = []
 
-    async def progress_of(work: Any, what: str, done: Any, total: int | None) -> Any:
+    async def tracked_work(work: Any, what: str, done: Any, total: int | None) -> Any:
         made = await work
         shown.append((what, total, done()))
         return made
 
-    monkeypatch.setattr(evaluate, "progress_of", progress_of)
+    monkeypatch.setattr(evaluate, "tracked_work", tracked_work)
     words = ["source=asyncrl.tasks.addition:heldout", "options={digits: 1, size: 5}", "samples=2"]
     held_out = [f"evaluation.{word}" for word in [*words, "temperature=1.0"]]
     config = config_with(tmp_path, model, "generator.engine=vllm", *held_out)

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from asyncrl.telemetry import bars
-from asyncrl.telemetry.bars import progress_of, tracked
+from asyncrl.telemetry.bars import tracked, tracked_work
 
 
 def drawn(seconds_each: float) -> tuple[list[int], str]:
@@ -55,7 +55,7 @@ async def test_without_a_terminal_long_work_has_lines(
             enough.set()
         return look
 
-    assert await progress_of(work(), "answers", done, 3) == "the answer"
+    assert await tracked_work(work(), "answers", done, 3) == "the answer"
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(" (")[0] for line in lines[:3]] == [f"answers: {n} of 3" for n in range(3)]
 
@@ -65,9 +65,9 @@ async def test_work_that_fails_or_is_cancelled_ends_its_progress() -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        await progress_of(fails(), "answers", int, None)
+        await tracked_work(fails(), "answers", int, None)
     endless = asyncio.get_running_loop().create_future()
-    shown = asyncio.ensure_future(progress_of(endless, "answers", int, None))
+    shown = asyncio.ensure_future(tracked_work(endless, "answers", int, None))
     await asyncio.sleep(0)
     shown.cancel()
     await asyncio.gather(shown, return_exceptions=True)
