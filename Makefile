@@ -34,7 +34,7 @@ check: $(LINT) docs  ## style, types, direction of imports, pages
 	$(VENV)/bin/lint-imports
 
 docs: $(LINT)  ## the site in build/site; a wrong link, path, key or command in a page is an error
-	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build
 
 resolve: $(LINT)  ## what PyPI alone gives the demo, on every supported Python and platform; installs nothing
 	PY=$(PY) packaging/resolve.sh
