@@ -6,7 +6,7 @@ RUN/checkpoints/v000050/            the same folder, renamed by rank 0 when all 
     critic/                         and each other model that learns on a pool: the pool writes it
     meta.msgpack                    version, controls, and where the task streams stand
 
-    trainer thread    ─ begin: copy the shards ─┬─ step ─ step ─ settle: rename, prune ─
+    trainer thread    ─ begin: copy the shards ─┬─ step ─ step ─ settle: rename, prune ─▸ the queue forgets old steps
                                                 │             ▲
     writer thread                               └─ write ─────┘   one checkpoint at a time
 """
@@ -21,16 +21,19 @@ import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from threading import Thread
 
 import msgpack
 
-from asyncrl.config.schema import CheckpointConfig
+from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, DeadlineError
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.remote.remote_model import RemoteModel
+from asyncrl.learner.train_stream import TrainStream
 from asyncrl.system.disk import sync_folder
+from asyncrl.telemetry.spans import Spans
 from asyncrl.types import Version
 
 log = logging.getLogger(__name__)
@@ -60,11 +63,6 @@ class Meta:
     format: int = FORMAT
 
 
-def newest(run_folder: Path) -> Path | None:
-    """The folder of the newest whole checkpoint."""
-    return max(_all(run_folder), key=_version, default=None)
-
-
 def of_version(run_folder: Path, version: Version | None) -> Path:
     """The folder of the whole checkpoint of this version, of the newest unless given. ConfigError if there is none."""
     there = {_version(path): path for path in _all(run_folder)}
@@ -86,15 +84,10 @@ def is_one(folder: Path) -> bool:
 
 
 def to_resume(run_folder: Path, set_aside: bool = False) -> tuple[Path, Meta] | None:
-    """The newest checkpoint that is whole; None if there is no checkpoint at all.
+    """The newest checkpoint that is whole; None if there is no checkpoint at all. Raises ConfigError as `read_meta`.
 
-    A checkpoint torn by a power failure is skipped with a warning if there is an older one.
-
-    Args:
-        set_aside: Rename skipped ones, so that they do not count for `checkpoint.keep`.
-
-    Raises:
-        ConfigError: As `read_meta`.
+    A checkpoint torn by a power failure is skipped with a warning if there is an older one. set_aside: rename skipped
+    ones, so that they do not count for `checkpoint.keep`.
     """
     torn: list[Path] = []
     for folder in sorted(_all(run_folder), key=_version, reverse=True):
@@ -152,37 +145,55 @@ def _set_aside(torn: Path) -> None:
     os.replace(torn, aside)
 
 
-def load(checkpoint: Path, backend: Backend) -> None:
-    """Collective: restore the backend."""
-    backend.load(checkpoint / STATE)
-
-
 @dataclass(frozen=True, slots=True)
 class _UnderWay:
     version: Version
     done: Future[None]
 
 
-class Saver:
+class Checkpoints:
     """Writes a run's checkpoints, one after the other. Collective: every method but `rescue`.
 
-    Args:
-        remote_models: Models that learn in pools, and are saved there.
-        fsync: A whole checkpoint outlives a power failure, as the queue's journal does, which forgets the steps before.
+    remote_models  learn in pools, and are saved there
+    empty_eval     snapshot of the eval stream without evaluations under way, on rank 0
+    saved          the version that was restored, if one was
+
+    Under `queue.fsync` a whole checkpoint outlives a power failure. So does the queue's journal, which forgets the
+    steps before it.
     """
 
     def __init__(
         self,
-        run_folder: Path,
+        config: Config,
         backend: Backend,
-        settings: CheckpointConfig,
-        remote_models: Collection[RemoteModel] = (),
-        *,
-        fsync: bool = False,
+        stream: TrainStream,
+        spans: Spans,
+        remote_models: Collection[RemoteModel],
+        empty_eval: bytes | None,
+        saved: Version | None,
     ) -> None:
-        self._run_folder, self._backend, self._settings = run_folder, backend, settings
-        self._remote_models, self._fsync = remote_models, fsync
+        self._run_folder = Path(config.run.dir) / config.run.name
+        self._settings, self._fsync = config.checkpoint, config.queue.fsync
+        self._backend, self._stream, self._spans = backend, stream, spans
+        self._remote_models, self._empty_eval = remote_models, empty_eval
+        self._newest = saved  # saved, or being saved
         self._under_way: _UnderWay | None = None
+
+    def save_if_due(self, version: Version, coefficients: Mapping[str, float]) -> None:
+        """`save`, at every `checkpoint.every`-th version."""
+        if version % self._settings.every == 0:
+            self.save(version, coefficients)
+
+    def save(self, version: Version, coefficients: Mapping[str, float]) -> None:
+        """Begin to save this version, unless it is saved. coefficients: `Meta.controls`."""
+        if self._newest == version:
+            return
+        self.finish()
+        with self._spans("wait/checkpoint"):
+            self.begin(Meta(version, self._stream.snapshot(), self._empty_eval, coefficients))
+        self._newest = version
+        if not self._settings.asynchronous:
+            self.finish()
 
     def begin(self, meta: Meta) -> None:
         """Start to save what the backend holds now, none being under way. Returns once its tensors may change."""
@@ -193,11 +204,10 @@ class Saver:
             folder.mkdir(parents=True)
         self._backend.exchange(None)
         remote = [model.save(folder) for model in self._remote_models]
-        if self._settings.asynchronous:
-            save, run = self._backend.stage(), _in_thread
-        else:
-            save, run = self._backend.save, _at_once
-        self._under_way = _UnderWay(meta.version, run(lambda: self._write(save, remote, folder, meta)))
+        beside = self._settings.asynchronous
+        save = self._backend.stage() if beside else self._backend.save
+        done = _start(partial(self._write, save, remote, folder, meta), beside)
+        self._under_way = _UnderWay(meta.version, done)
 
     @property
     def state(self) -> str:
@@ -208,7 +218,8 @@ class Saver:
         return WRITING if not done.done() else FAILED if done.exception() else WRITTEN
 
     def settle(self, states: Sequence[str]) -> Version | None:
-        """Finish the one under way if all ranks have written it, and return its version. states: of all ranks.
+        """Finish the one under way if all ranks have written it, report it to the queue, and return its version.
+        states: of all ranks.
 
         Raises OSError on every rank if the disk of one would not take it; no broken checkpoint stays behind then.
         """
@@ -216,15 +227,18 @@ class Saver:
             self._give_up()
         if set(states) != {WRITTEN}:
             return None
-        return self._commit()
+        version = self._commit()
+        self._stream.checkpointed(version)
+        return version
 
     def finish(self) -> Version | None:
         """As `settle`, but waits. Raises DeadlineError after `checkpoint.deadline_s`."""
         if self._under_way is None:
             return None
         version, seconds = self._under_way.version, self._settings.deadline_s
-        wait([self._under_way.done], seconds)
-        finished = self.settle(self._backend.exchange(self.state))
+        with self._spans("wait/checkpoint"):
+            wait([self._under_way.done], seconds)
+            finished = self.settle(self._backend.exchange(self.state))
         if finished is None:
             who = f"learner rank {self._backend.rank}"
             raise DeadlineError(who, f"the disk under {self._folder}", f"checkpoint {version}", seconds)
@@ -291,26 +305,23 @@ class Saver:
         return self._folder / f".v{version:06d}.partial"
 
 
-def _in_thread(work: Callable[[], None]) -> Future[None]:
-    """In a daemon thread: a process that has waited long enough can end without it."""
+def _start(work: Callable[[], None], in_thread: bool) -> Future[None]:
+    """Run the work, now or in a daemon thread: a process that has waited long enough can end without it."""
     done: Future[None] = Future()
-    Thread(target=_run, args=(work, done), name="checkpoint", daemon=True).start()
-    return done
 
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
 
-def _at_once(work: Callable[[], None]) -> Future[None]:
-    done: Future[None] = Future()
-    _run(work, done)
-    return done
-
-
-def _run(work: Callable[[], None], done: Future[None]) -> None:
-    try:
-        work()
-    except BaseException as error:
-        done.set_exception(error)
+    if in_thread:
+        Thread(target=run, name="checkpoint", daemon=True).start()
     else:
-        done.set_result(None)
+        run()
+    return done
 
 
 def _all(run_folder: Path) -> list[Path]:

@@ -23,15 +23,10 @@ from asyncrl.types import Version
 
 
 def export(config: Config, run_folder: Path, output: Path, version: Version | None = None) -> Version:
-    """Write the policy of a version as a folder like `final/`. Returns the version.
+    """Write the policy of a version, the newest saved one unless given, as a folder like `final/`. Returns the version.
 
-    Args:
-        config: Of the run.
-        output: Appears whole or not at all.
-        version: The newest whole checkpoint's unless given.
-
-    Raises:
-        ConfigError: There is no such checkpoint, it is of another model, or `output` is not empty.
+    The folder appears whole or not at all. Raises ConfigError if there is no such checkpoint, it is of another model,
+    or `output` is not empty.
     """
     saved = checkpoint.of_version(run_folder, version)
     found = checkpoint.read_meta(saved).version

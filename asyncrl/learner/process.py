@@ -1,23 +1,23 @@
-"""The learner's process: one rank as torchrun's RANK and WORLD_SIZE say, or the only one."""
+"""The learner's process: one rank, by torchrun's RANK and WORLD_SIZE, or the only one."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import signal
 import threading
 from collections.abc import Mapping
-from pathlib import Path
+from importlib.util import find_spec
 from types import FrameType
 
 import torch
 
-from asyncrl.config.schema import Config, SyncConfig
+from asyncrl.config.schema import Config
+from asyncrl.config.sections.rules import require
 from asyncrl.errors import StoppedError
 from asyncrl.learner.backends.backend import Backend
-from asyncrl.learner.backends.factory import make_backend
-from asyncrl.learner.backends.fsdp.fsdp import end_rank
-from asyncrl.learner.remote.remote_model import RemoteModel
+from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend, end_rank
 from asyncrl.learner.startup import open_trainer
 from asyncrl.learner.training import requirements
 from asyncrl.queue.client.client import BlockingClient, QueueClient
@@ -32,27 +32,17 @@ from asyncrl.telemetry.status import ProcessStatus
 log = logging.getLogger(__name__)
 
 
-def run_learner(
-    config: Config, heldout: Mapping[str, int] | None = None, status: ProcessStatus | None = None
-) -> None:
-    """Run this rank until the run ends.
+def run_learner(config: Config, heldout: Mapping[str, int], status: ProcessStatus) -> None:
+    """Run this rank until the run ends. heldout: the number of tasks of each evaluation set, by its name.
 
     SIGINT and `stop_signals` request a clean end of all ranks, whichever gets them. A rank of several leaves the
-    process here when all went well.
-
-    Args:
-        heldout: Number of tasks of each evaluation set, by its name.
-        status: Shows what this rank waits for.
-
-    Raises:
-        StoppedError: After a requested stop.
-        KeyboardInterrupt: Instead, after SIGINT.
+    process here when all went well. Raises StoppedError after a requested stop; KeyboardInterrupt instead, after
+    SIGINT.
     """
-    status = status or ProcessStatus()
     if config.learner.threads:
         torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.run.seed)
-    backend = make_backend(config, requirements.colocated(config))
+    backend = _backend(config)
     status.loaded.set()
     keys = client_keys(config.queue.keys)
     client = BlockingClient(QueueClient.of(config, f"learner rank {backend.rank}", status))
@@ -64,7 +54,11 @@ def run_learner(
     try:
         client.connect()
         _stop_on_interrupt(stop, interrupts)  # before this there is nothing to save
-        _train(config, backend, client, keys, stop, heldout, status)
+        make_publisher = functools.partial(_publisher, config, backend, keys)
+        trainer = open_trainer(
+            config, backend, client, make_publisher, keys=keys, stop=stop, heldout=heldout, status=status
+        )
+        trainer.run()
     except StoppedError as stopped:
         if backend.world == 1 and not interrupts:
             raise
@@ -79,45 +73,28 @@ def run_learner(
         end_rank(code)
 
 
-def _train(
-    config: Config,
-    backend: Backend,
-    client: BlockingClient,
-    keys: ClientKeys | None,
-    stop: threading.Event,
-    heldout: Mapping[str, int] | None,
-    status: ProcessStatus,
-) -> None:
-    rank, world = backend.rank, backend.world
-    sync = _sync_config(config)
-
-    def make_publisher(lineage: int) -> RankPublisher:
-        live = Shards(backend.layout(), backend.local_tensors())
-        return open_publisher(config.run.name, rank, world, live, sync, lineage, keys)
-
-    remote_models = {
-        name: RemoteModel(name, config, rank, world, client, keys, backend.is_data_leader)
-        for name in requirements.models_trained_in_pools(config)
-    }
-    trainer = open_trainer(
-        config,
-        backend,
-        client,
-        make_publisher,
-        Path(config.run.dir) / config.run.name,
-        stop=stop,
-        heldout=heldout,
-        remote_models=remote_models,
-        status=status,
+def _backend(config: Config) -> Backend:
+    """The backend that `learner.backend` names. Raises ConfigError if its package is missing."""
+    models = requirements.colocated(config)
+    if config.learner.backend == "fsdp":
+        return FsdpBackend(config, models)
+    require(
+        find_spec("megatron") is not None,
+        "learner.backend",
+        config.learner.backend,
+        "needs the package megatron-core",
+        "pip install 'asyncrl[megatron]'",
     )
-    trainer.run()
+    from asyncrl.learner.backends.megatron.backend import MegatronBackend
+
+    return MegatronBackend(config, models)
 
 
-def _sync_config(config: Config) -> SyncConfig:
-    """With the host that the queue's machine reaches this one by, unless `sync.host` names it."""
-    if config.sync.host is not None:
-        return config.sync
-    return dataclasses.replace(config.sync, host=own_host(config.queue.address))
+def _publisher(config: Config, backend: Backend, keys: ClientKeys | None, lineage: int) -> RankPublisher:
+    sync, live = config.sync, Shards(backend.layout(), backend.local_tensors())
+    if sync.host is None:  # then the one by which the queue's machine reaches this one
+        sync = dataclasses.replace(sync, host=own_host(config.queue.address))
+    return open_publisher(config.run.name, backend.rank, backend.world, live, sync, lineage, keys)
 
 
 def _stop_on_interrupt(stop: threading.Event, interrupts: list[int]) -> None:

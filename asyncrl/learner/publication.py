@@ -22,11 +22,8 @@ LAST_TRANSFERS_S = 5.0
 
 
 class Publication:
-    """One rank's part of the weight stream. Collective: `publish` and `note_probes`.
-
-    Args:
-        gate: Compares log-probs of engine and learner; None if the generators make no real tokens.
-    """
+    """One rank's part of the weight stream. Collective: `publish` and `note_probes`. gate: None if the generators make
+    no real tokens."""
 
     def __init__(
         self,
@@ -64,10 +61,7 @@ class Publication:
 
     def values(self, stats: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
         """Metrics of the latest publication, and of the probes that generators have reported since the last call.
-
-        Raises:
-            BehaviourMismatchError: For probes that differ too much, see `learner.logprob_gate`.
-        """
+        Raises BehaviourMismatchError for probes that differ too much, see `learner.logprob_gate`."""
         probed = self._probes.judge(stats) if self._probes is not None else {}
         return probed | publish_values(self._published, self._publisher.stats())
 

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import msgpack
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 COLLECTIVE_DEADLINE = timedelta(minutes=10)
 
@@ -27,42 +26,33 @@ def own_device() -> torch.device:
     return device
 
 
-def join_process_group(device: torch.device) -> None:
-    """Join the process group of all ranks. Small values always travel on the CPU."""
-    if not dist.is_initialized():
-        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+def rank_and_world() -> tuple[int, int]:
+    """(this process, the number of processes) as torchrun sets them; (0, 1) if it does not."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def join_process_group(device: torch.device, alone: bool = False) -> None:
+    """Join the process group of all ranks. Small values always travel on the CPU. alone: a group of this process."""
+    if dist.is_initialized():
+        return
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    if alone:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    else:
         dist.init_process_group(backend, timeout=COLLECTIVE_DEADLINE)
 
 
 def exchange(value: Any) -> list[Any]:
-    """Collective: a small msgpack-able value from every rank, in rank order, on every rank."""
-    if _alone():
+    """Collective: a small value from every rank, in rank order, on every rank."""
+    if not dist.is_initialized():
         return [value]
-    packed = torch.frombuffer(bytearray(msgpack.packb(value)), dtype=torch.uint8)
-    return [msgpack.unpackb(message.numpy().tobytes()) for message in _gather_bytes(packed)]
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, value)
+    return every
 
 
 def gather(mine: Tensor, sources: Sequence[int]) -> list[Tensor]:
-    """Collective: a tensor from each rank of `sources`, in this order, on the CPU of every rank. All have one dtype;
-    sizes of dimension 0 may differ."""
-    here = mine.detach().cpu().contiguous()
-    if _alone():
-        return [here]
-    sent = here if dist.get_rank() in sources else here[:0]
-    every = _gather_bytes(sent.reshape(-1).view(torch.uint8))
-    return [every[rank].view(here.dtype).reshape(-1, *here.shape[1:]) for rank in sources]
-
-
-def _alone() -> bool:
-    return not dist.is_initialized() or dist.get_world_size() == 1
-
-
-def _gather_bytes(mine: Tensor) -> list[Tensor]:
-    """uint8 of any length from every rank, in rank order."""
-    world = dist.get_world_size()
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
-    dist.all_gather(sizes, torch.tensor([len(mine)]))
-    longest = max(int(size) for size in sizes)
-    every = [torch.empty(longest, dtype=torch.uint8) for _ in range(world)]
-    dist.all_gather(every, nn.functional.pad(mine, (0, longest - len(mine))))
-    return [padded[: int(size)] for padded, size in zip(every, sizes, strict=True)]
+    """Collective: a tensor from each rank of `sources`, in this order, on the CPU of every rank."""
+    here = mine.detach().cpu().clone()  # pickled with the whole storage of a view otherwise
+    every = exchange(here if rank_and_world()[0] in sources else None)
+    return [every[rank] for rank in sources]

@@ -2,6 +2,9 @@
 
 rank 0         newest checkpoint ─▸ open train and eval stream ──▸ epoch, lineage ─▸ metrics files
 every rank     load ─────────────── exchange ──────────────────▸ pools ─▸ publisher ─▸ publish
+
+train stream   bounded: no group older than `queue.max_staleness` versions when it is trained on
+eval stream    unbounded: any age, any order; a group is a chunk of held-out tasks
 """
 
 from __future__ import annotations
@@ -9,30 +12,50 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+from asyncrl.config.config_consistency import AGREED, posted
 from asyncrl.config.schema import Config
 from asyncrl.learner import checkpoint
 from asyncrl.learner.backends.backend import Backend
-from asyncrl.learner.checkpoint import Meta
-from asyncrl.learner.checkpoint_schedule import CheckpointSchedule
-from asyncrl.learner.failure_policy import FailurePolicy
+from asyncrl.learner.checkpoint import Checkpoints, Meta
 from asyncrl.learner.publication import MakePublisher, Publication
 from asyncrl.learner.remote.remote_model import RemoteModel
 from asyncrl.learner.reporting.evaluation import Evaluations, EvaluationSchedule
 from asyncrl.learner.reporting.report import RunRecords
-from asyncrl.learner.stream_settings import OpenedStreams, open_streams
 from asyncrl.learner.train_stream import TrainStream
-from asyncrl.learner.trainer import Trainer
+from asyncrl.learner.trainer import FailurePolicy, Trainer
 from asyncrl.learner.training import requirements
 from asyncrl.learner.training.version_step import VersionStep, version_step
 from asyncrl.queue.client.client import BlockingClient
+from asyncrl.queue.protocol.settings import Frontier, StreamSettings
+from asyncrl.queue.wire import wire
+from asyncrl.rpc.keys import ClientKeys
 from asyncrl.telemetry.spans import Spans
 from asyncrl.telemetry.status import ProcessStatus
-from asyncrl.types import Version
+from asyncrl.types import EVAL, TRAIN, Version
 
 log = logging.getLogger(__name__)
+
+EVAL_DEPTH = 64
+"""Chunks of held-out tasks in the queue at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedStreams:
+    """The values that the queue has assigned to this learner.
+
+    train_epoch, eval_epoch  go with every request about that stream
+    lineage                  of the versions that this learner publishes
+    empty_eval               snapshot of the eval stream before any evaluation has begun
+    """
+
+    train_epoch: int
+    eval_epoch: int
+    lineage: int
+    empty_eval: bytes
 
 
 def open_trainer(
@@ -40,23 +63,20 @@ def open_trainer(
     backend: Backend,
     client: BlockingClient,
     make_publisher: MakePublisher,
-    run_folder: Path,
     *,
-    stop: threading.Event | None = None,
-    heldout: Mapping[str, int] | None = None,
-    remote_models: Mapping[str, RemoteModel] | None = None,
-    status: ProcessStatus | None = None,
+    keys: ClientKeys | None,
+    stop: threading.Event,
+    heldout: Mapping[str, int],
+    status: ProcessStatus,
 ) -> Trainer:
     """Collective: the trainer of this rank, at the version that it begins with, which is published.
 
-    Args:
-        stop: See `Trainer`.
-        heldout: Number of tasks of each evaluation set, by its name.
-        remote_models: Models that learn in pools, by name.
-        status: Shows what this rank waits for.
+    keys     those of the run's pools
+    heldout  the number of tasks of each evaluation set, by its name
     """
-    spans, stop, status = Spans(), stop or threading.Event(), status or ProcessStatus()
-    remote_models = remote_models or {}
+    spans, run_folder = Spans(), Path(config.run.dir) / config.run.name
+    pools = requirements.models_trained_in_pools(config)
+    remote_models = {name: RemoteModel(name, config, backend, client, keys) for name in pools}
     training = version_step(backend, config, spans, remote_models)
     records = RunRecords(run_folder, config)
     folder, meta = _restore(config, backend, training, run_folder, status)
@@ -70,13 +90,12 @@ def open_trainer(
         training.gate.abandoned = _abandoned_versions(backend, records, version)
     publication.publish(version)
     publication.note_probes(version)
-    evaluations = _open_records(config, client, opened, records, version, heldout or {})
+    evaluations = _open_records(config, client, opened, records, version, heldout)
     idle = functools.partial(_idle, remote_models, evaluations)
-    stream = _train_stream(config, backend, client, learner_epoch, spans, stop, idle, status)
-    models = remote_models.values()
-    saver = checkpoint.Saver(run_folder, backend, config.checkpoint, models, fsync=config.queue.fsync)
-    empty_eval = opened.empty_eval if opened else None
-    saved = version if meta else None
+    stream = TrainStream(
+        client, backend, config, spans, learner_epoch=learner_epoch, stop=stop, idle=idle, status=status
+    )
+    empty_eval, saved = opened.empty_eval if opened else None, version if meta else None
     return Trainer(
         config=config,
         backend=backend,
@@ -85,7 +104,7 @@ def open_trainer(
         version_step=training,
         stream=stream,
         publication=publication,
-        checkpoints=CheckpointSchedule(config.checkpoint, saver, stream, empty_eval, saved, spans),
+        checkpoints=Checkpoints(config, backend, stream, spans, remote_models.values(), empty_eval, saved),
         evaluations=evaluations,
         records=records,
         failures=FailurePolicy(config.learner, stream),
@@ -105,7 +124,7 @@ def _restore(
         return None, None
     folder, meta = found
     with status.waiting(f"{folder} to be read"):
-        checkpoint.load(folder, backend)
+        backend.load(folder / checkpoint.STATE)
     training.controls = training.controls.restored(meta.controls, config.algorithm)
     log.info("restored version %d from %s", meta.version, folder)
     return folder, meta
@@ -114,10 +133,54 @@ def _restore(
 def _open_streams(
     config: Config, backend: Backend, client: BlockingClient, records: RunRecords, meta: Meta | None
 ) -> OpenedStreams | None:
+    """Rank 0: open both streams and post the configuration that the other processes must agree with. meta: of the
+    checkpoint to go on from."""
     if backend.rank != 0:
         return None
     even_tokens = records.utilization.training_flops.even_tokens
-    return open_streams(client, config, meta, backend.data_world, even_tokens)
+    # A learner that goes on may find its streams in use, by one that died: it rewinds them to their beginning.
+    beginning = wire.pack(Frontier().to_wire()) if config.run.resume else None
+    # Rewinding one stream forks the other: the lineage of the stream that is opened last is that of both.
+    evals = client.open(EVAL, eval_settings(config), meta.eval if meta else beginning)
+    settings = train_settings(config, backend.data_world, even_tokens)
+    train = client.open(TRAIN, settings, meta.train if meta else beginning)
+    client.post(AGREED, posted(config))
+    # Evaluations under way do not outlive the learner: a checkpoint rewinds to a stream without any.
+    empty_eval = client.snapshot(EVAL, learner_epoch=evals.learner_epoch)
+    return OpenedStreams(train.learner_epoch, evals.learner_epoch, train.lineage, empty_eval)
+
+
+def train_settings(config: Config, data_world: int, even_tokens: float | None = None) -> StreamSettings:
+    """The bounded stream, whose groups `data_world` data ranks share. A claim waits for the columns of all pools."""
+    stages = requirements.stages(config)
+    return StreamSettings(
+        groups_per_version=config.batch.groups,
+        max_staleness=config.queue.max_staleness,
+        window=config.window,
+        depth=config.depth,
+        max_bytes=config.queue.max_bytes,
+        lease_s=config.queue.lease_s,
+        learners=data_world,
+        columns=tuple(name for stage in stages for name in stage.adds),
+        stages=stages,
+        wait_share=config.queue.wait_share,
+        even_tokens=even_tokens,
+    )
+
+
+def eval_settings(config: Config) -> StreamSettings:
+    """The unbounded stream."""
+    stages = requirements.evaluation_stages(config)
+    return StreamSettings(
+        groups_per_version=1,
+        max_staleness=None,
+        window=None,
+        depth=EVAL_DEPTH,
+        max_bytes=config.queue.max_bytes,
+        lease_s=config.queue.lease_s,
+        columns=tuple(name for stage in stages for name in stage.adds),
+        stages=stages,
+    )
 
 
 def _open_remote_models(
@@ -163,27 +226,3 @@ def _idle(models: Mapping[str, RemoteModel], evaluations: EvaluationSchedule) ->
     for model in models.values():
         model.check()
     evaluations.poll()
-
-
-def _train_stream(
-    config: Config,
-    backend: Backend,
-    client: BlockingClient,
-    learner_epoch: int,
-    spans: Spans,
-    stop: threading.Event,
-    idle: Callable[[], None],
-    status: ProcessStatus,
-) -> TrainStream:
-    return TrainStream(
-        client,
-        backend,
-        spans,
-        learner_epoch=learner_epoch,
-        max_tokens=requirements.claim_tokens(config),
-        whole=config.queue.max_staleness == 0,
-        deadline_s=config.learner.groups_deadline_s,
-        stopping=stop.is_set,
-        idle=idle,
-        status=status,
-    )

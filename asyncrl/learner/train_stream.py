@@ -13,14 +13,17 @@ it were lost, or one cannot be read), all ranks begin it anew.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError, DeadlineError, RefusedError, StoppedError, TrainingError
 from asyncrl.learner.backends.backend import Backend
+from asyncrl.learner.training import requirements
 from asyncrl.queue.client.client import BlockingClient
 from asyncrl.queue.protocol.replies import Claim, Trained
 from asyncrl.telemetry.spans import Spans
@@ -63,33 +66,26 @@ class NoGroups(DeadlineError):  # noqa: N818
 class TrainStream:
     """Claims of this rank, and the reports of rank 0; on other ranks those do nothing.
 
-    Args:
-        max_tokens: Most tokens of one claim.
-        whole: Whether one claim takes all groups of the step.
-        deadline_s: Longest wait for a group.
-        stopping: Whether a stop was requested; called between waits.
-        idle: Called between waits.
-        status: Shows the wait for generators.
+    idle  called between waits
     """
 
     def __init__(
         self,
         client: BlockingClient,
         backend: Backend,
+        config: Config,
         spans: Spans,
         *,
         learner_epoch: int,
-        max_tokens: int,
-        whole: bool,
-        deadline_s: float,
-        stopping: Callable[[], bool],
+        stop: threading.Event,
         idle: Callable[[], None],
-        status: ProcessStatus | None = None,
+        status: ProcessStatus,
     ) -> None:
-        self._status = status or ProcessStatus()
-        self._client, self._backend, self._spans = client, backend, spans
-        self._learner_epoch, self._max_tokens, self._whole = learner_epoch, max_tokens, whole
-        self._deadline_s, self._stopping, self._idle = deadline_s, stopping, idle
+        self._client, self._backend, self._spans, self._status = client, backend, spans, status
+        self._learner_epoch, self._stop, self._idle = learner_epoch, stop, idle
+        self._max_tokens = requirements.claim_tokens(config)
+        self._whole = config.queue.max_staleness == 0  # one claim takes all groups of the step
+        self._deadline_s = config.learner.groups_deadline_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="claims")
         self._attempt = 0  # of the step whose claims came last
 
@@ -189,7 +185,7 @@ class TrainStream:
         while True:
             late = claim is None and time.monotonic() - since > self._deadline_s
             claimed = None if claim is None else claim.attempt
-            every = self._backend.exchange([claimed, self._stopping(), refusal, late])
+            every = self._backend.exchange([claimed, self._stop.is_set(), refusal, late])
             attempts, stop, refusals, too_late = zip(*every, strict=True)
             if "abandoned" in refusals or len(set(attempts) - {None}) > 1:
                 raise StepRestarted

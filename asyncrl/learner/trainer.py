@@ -25,12 +25,11 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from asyncrl.config.schema import Config
-from asyncrl.errors import StoppedError
+from asyncrl.config.schema import Config, LearnerConfig
+from asyncrl.errors import StoppedError, TrainingError
 from asyncrl.learner.backends.backend import Backend
-from asyncrl.learner.checkpoint_schedule import CheckpointSchedule
+from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.checks.finite_check import NonFiniteGroups
-from asyncrl.learner.failure_policy import FailurePolicy
 from asyncrl.learner.publication import Publication
 from asyncrl.learner.remote.remote_model import RemoteModel
 from asyncrl.learner.reporting.evaluation import EvaluationSchedule
@@ -53,6 +52,12 @@ from asyncrl.types import Group, Version
 
 log = logging.getLogger(__name__)
 
+MAX_BAD_STEPS = 3
+"""Refused steps in a row that end the run even under `on_bad_step: skip`."""
+
+MAX_BAD_BATCHES = 3
+"""Restarts of a version that end the run even under `on_bad_batch: skip`: its model is broken then, not its groups."""
+
 
 @dataclass
 class Trainer:
@@ -70,7 +75,7 @@ class Trainer:
     version_step: VersionStep
     stream: TrainStream
     publication: Publication
-    checkpoints: CheckpointSchedule
+    checkpoints: Checkpoints
     evaluations: EvaluationSchedule
     records: RunRecords
     failures: FailurePolicy
@@ -94,7 +99,7 @@ class Trainer:
                 reason = self._agreed_reason_to_leave() or self._train_version()
             self._finish(reason)
         except Exception:
-            self.checkpoints.saver.rescue()
+            self.checkpoints.rescue()
             raise
         finally:
             self._close()
@@ -165,7 +170,7 @@ class Trainer:
         """Why all ranks leave the loop now; empty to go on. A checkpoint that all have written is completed."""
         reason = STOPPED if self.stop.is_set() else "target" if self.evaluations.target_reached else ""
         with self.spans("wait/ranks"):
-            every = self.backend.exchange([reason, self.checkpoints.saver.state])
+            every = self.backend.exchange([reason, self.checkpoints.state])
         reasons, states = zip(*every, strict=True)
         self.checkpoints.settle(states)
         return next((reason for reason in reasons if reason), "")
@@ -198,3 +203,47 @@ class Trainer:
         self.records.close()
         for model in self.remote_models.values():
             model.close()
+
+
+class FailurePolicy:
+    """`learner.on_bad_batch` and `learner.on_bad_step`: stop the run, or train the version again on other groups.
+
+    Counts failures in a row. Collective: every method.
+    """
+
+    def __init__(self, config: LearnerConfig, stream: TrainStream) -> None:
+        self._config, self._stream = config, stream
+        self._bad_steps = self._bad_batches = self._left_out = 0
+
+    def leave_out(self, bad: NonFiniteGroups, version: Version) -> None:
+        """Restart the version without its bad groups; nothing has moved. Raises TrainingError under `on_bad_batch:
+        stop`, or after too many failures in a row."""
+        self._bad_batches += 1
+        if self._config.on_bad_batch == "stop" or self._bad_batches >= MAX_BAD_BATCHES:
+            raise TrainingError(
+                f"for version {version} {bad}; the {self._bad_batches}. such finding for it. Nothing has moved: "
+                "look at these tasks and their rewards, or set learner.on_bad_batch=skip to train without them"
+            )
+        log.warning("for version %d %s: it is begun anew without them", version, bad)
+        self._left_out += len(bad.ordinals)
+        self._stream.leave_out(version, bad.ordinals)
+
+    def refuse_step(self, reason: str, version: Version) -> None:
+        """Drop the groups of a version because an optimizer step was not finite. The step has moved no model; earlier
+        optimizer steps of the version stand. Raises TrainingError under `on_bad_step: stop`, or after too many failures
+        in a row."""
+        self._bad_steps += 1
+        failure = f"the step from version {version} has {reason}"
+        if self._config.on_bad_step == "stop" or self._bad_steps >= MAX_BAD_STEPS:
+            raise TrainingError(
+                f"{failure}, the {self._bad_steps}. such step in a row; "
+                "that step moved nothing, earlier steps of this version stand"
+            )
+        log.warning("%s: its groups are dropped", failure)
+        self._stream.reject(version)
+
+    def version_trained(self) -> int:
+        """End a row of failures. Returns how many groups were left out since the last version."""
+        left_out = self._left_out
+        self._bad_steps = self._bad_batches = self._left_out = 0
+        return left_out

@@ -26,19 +26,15 @@ from asyncrl.tasks.source import held_out
 from asyncrl.telemetry.status import ProcessStatus
 
 
-async def run_pool(config: Config, model: str, *, name: str, status: ProcessStatus | None = None) -> None:
-    """Work on groups until the run is closed.
-
-    Args:
-        model: one of those that `placement` has on a pool
-        status: gets the figures and the waits of this process
+async def run_pool(config: Config, model: str, *, name: str, status: ProcessStatus) -> None:
+    """Work on groups until the run is closed. model: one of those that `placement` has on a pool.
 
     Raises:
         ConfigError: there is no pool of this model, or it cannot be loaded
         DeadlineError: the queue does not answer, the learner does not open the stream, or the work on a group takes
             too long
     """
-    pools, status = config.placement.pools, status or ProcessStatus()
+    pools = config.placement.pools
     require(
         model in pools,
         f"placement.{model}.where" if model in config.placement.places else "MODEL",
@@ -69,18 +65,14 @@ async def run_pool(config: Config, model: str, *, name: str, status: ProcessStat
 async def load_work(
     config: Config, model: str, keys: ClientKeys | None, closing: ExitStack, status: ProcessStatus
 ) -> PoolWork | None:
-    """The work of the pool of `model`. On the ranks of a model above 0: follow rank 0 to the end, then None.
-
-    Args:
-        closing: gets the parts that must be closed at the end
-        status: gets warnings
-    """
+    """The work of the pool of `model`. On the ranks of a model above 0: follow rank 0 to the end, then None. closing:
+    gets the parts that must be closed at the end."""
     if model == REWARDS:
         return _scoring(config, closing, status)
     loaded: InferenceModel | TrainedModel
     loaded = (TrainedModel if model in models_trained_in_pools(config) else InferenceModel)(model, config)
-    closing.callback(loaded.ranks.close)
-    if loaded.ranks.rank > 0:
+    closing.callback(loaded.close)
+    if loaded.rank > 0:
         await in_thread(loaded.follow)
         return None
     if isinstance(loaded, InferenceModel):

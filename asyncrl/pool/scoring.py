@@ -14,7 +14,7 @@ from asyncrl.generator.rollouts import answer_numbers
 from asyncrl.generator.scoring.calls import all_of
 from asyncrl.generator.scoring.rewards import RewardError, Scorer
 from asyncrl.generator.scoring.scores import FILTERED, Score, passes_filter
-from asyncrl.pool.worker import AddColumns, LeftOut
+from asyncrl.pool.worker import AddColumns, LeftOut, PoolWork
 from asyncrl.queue.wire.columns import REWARDS
 from asyncrl.queue.wire.payload import PART
 from asyncrl.types import ANSWER, EVAL, TRAIN, UNSCORED, Array, Group, Rollout, Task
@@ -25,7 +25,7 @@ REWARD = "reward"
 """The drop reason of groups that a function failed at."""
 
 
-class Scoring:
+class Scoring(PoolWork):
     """`PoolWork` of the pool of rewards. These functions add to the reward that a group came with.
 
     held_out: the tasks of each set of `evaluation`, in their order
@@ -44,19 +44,13 @@ class Scoring:
 
     @property
     def streams(self) -> Mapping[str, AddColumns]:
-        return {TRAIN: self.score, EVAL: self.evaluate}
+        return {TRAIN: self.columns, EVAL: self.evaluate}
 
     def stats(self) -> Mapping[str, float]:
         """As `Scorer.stats`."""
         return self._scorer.stats()
 
-    async def ready(self) -> None:
-        """Returns at once."""
-
-    def check(self) -> None:
-        """Never fails."""
-
-    async def score(self, group: Group) -> Mapping[str, Array]:
+    async def columns(self, group: Group) -> Mapping[str, Array]:
         """Raises LeftOut for a group that a function fails at, and for one that `algorithm.filter` drops."""
         try:
             scores = await self._scores(group.task, [*group.rollouts()])
@@ -80,9 +74,8 @@ class Scoring:
 
     async def _evaluated(self, task: Task, rollouts: Sequence[Rollout]) -> list[Score]:
         if any(rollout.reward_parts.get(UNSCORED) for rollout in rollouts):
-            return [
-                _unscored(rollout) for rollout in rollouts
-            ]  # a generator could not answer it, or not score it
+            # A generator could not answer it, or not score it.
+            return [_unscored(rollout) for rollout in rollouts]
         try:
             scores = await self._scores(task, rollouts)
         except RewardError as error:

@@ -72,12 +72,11 @@ class TrainedModel(PoolModel):
 
     def _learn(self, arguments: Mapping[str, Any]) -> list[Any]:
         """The results of the batches, in their order. Each rank takes every world-th batch; all run as many passes."""
-        batches, rank, world = arguments["batches"], self.ranks.rank, self.ranks.world
+        batches, rank, world = arguments["batches"], self.rank, self.world
         mine = [remote_protocol.decode_batch(frames, self.reads) for frames in batches[rank::world]]
         passes = -(-len(batches) // world)
         found = run_passes(self._model, self._objective, mine, passes, arguments["version"])
-        wires = [each.to_wire() for each in found]
-        every = [wires] if world == 1 else ranks.exchange(wires)
+        every = ranks.exchange([each.to_wire() for each in found])
         return [every[i % world][i // world] for i in range(len(batches))]
 
     def _step(self, arguments: Mapping[str, Any]) -> float:

@@ -18,17 +18,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from asyncrl.config.config_consistency import check_with_learner
 from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError, DeadlineError, RefusedError, RunClosedError, first_failure
+from asyncrl.queue.client.client import QueueClient
 from asyncrl.queue.protocol.replies import StageLease
 from asyncrl.telemetry.status import ProcessStatus
-from asyncrl.types import Array, Group
+from asyncrl.types import TRAIN, Array, Group
 
 log = logging.getLogger(__name__)
 
@@ -58,64 +60,45 @@ AddColumns = Callable[[Group], Awaitable[Mapping[str, Array]]]
 beside it. Raises LeftOut."""
 
 
-class PoolWork(Protocol):
-    """The work of a pool on the groups of each stream. concurrency: groups that it can do side by side."""
+class PoolWork(ABC):
+    """The work of a pool on groups. concurrency: groups that it can do side by side."""
+
+    concurrency = 1
+
+    @abstractmethod
+    async def columns(self, group: Group) -> Mapping[str, Array]:
+        """`AddColumns` of the train stream."""
 
     @property
-    def concurrency(self) -> int: ...
-
-    @property
-    def streams(self) -> Mapping[str, AddColumns]: ...
+    def streams(self) -> Mapping[str, AddColumns]:
+        """The work on the groups of each stream."""
+        return {TRAIN: self.columns}
 
     def stats(self) -> Mapping[str, float]:
         """Totals of its own, for telemetry."""
-        ...
+        return {}
 
-    async def ready(self) -> None:
+    async def ready(self) -> None:  # noqa: B027
         """Wait until columns can be made."""
-        ...
 
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027
         """Raise an error that the work cannot go on after. Called with every heartbeat."""
-        ...
-
-
-class PoolClient(Protocol):
-    """The part of `QueueClient` that a pool uses."""
-
-    async def stage_lease(
-        self, stream: str, stage: str, *, most: int, wait_s: float
-    ) -> Sequence[StageLease]: ...
-
-    async def stage_commit(self, stream: str, lease: StageLease, columns: Mapping[str, Array]) -> None: ...
-
-    async def stage_drop(self, stream: str, lease: StageLease, reason: str) -> None: ...
-
-    async def renew(self, stats: Mapping[str, Any]) -> Any: ...
-
-    async def lookup(self, key: str, wait_s: float) -> Any: ...
 
 
 class PoolWorker:
-    """One process of the pool of `stage`.
-
-    Args:
-        name: of the process, unique in the run
-        status: gets the stats of each heartbeat, and the waits
-    """
+    """One process of the pool of `stage`. name: of the process, unique in the run."""
 
     def __init__(
         self,
         name: str,
         stage: str,
         work: PoolWork,
-        client: PoolClient,
+        client: QueueClient,
         config: Config,
-        status: ProcessStatus | None = None,
+        status: ProcessStatus,
     ) -> None:
         self.name, self._stage, self._work, self._client = name, stage, work, client
-        self._status = status or ProcessStatus()
-        self._config = config
+        self._config, self._status = config, status
         self._deadline_s = config.placement.places[stage].deadline_s
         self._learner_deadline_s = config.learner.groups_deadline_s
         self._heartbeat_s = config.generator.heartbeat_s

@@ -17,7 +17,7 @@ from asyncrl.config.config_consistency import AGREED, agreed
 from asyncrl.config.schema import Config
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.data.batch import MicroBatch
-from asyncrl.learner.stream_settings import train_settings
+from asyncrl.learner.startup import train_settings
 from asyncrl.queue.client.client import BlockingClient, QueueClient
 from asyncrl.queue.feeder import feed
 from asyncrl.sync.stream.publisher import Publisher

@@ -57,7 +57,7 @@ def stand_still(notes: Path) -> None:
 
 
 def stop_at(moment: str, version: int, stand: Callable[[], None]) -> None:
-    saver, way, save = checkpoint.Saver, version_step.Streaming, storage.save
+    saver, way, save = checkpoint.Checkpoints, version_step.Streaming, storage.save
     begin, commit, add = saver.begin, saver._commit, way.add
 
     def slow_begin(self: Any, meta: Any) -> None:

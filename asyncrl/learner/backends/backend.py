@@ -11,17 +11,24 @@ Axes:  N packed tokens of a micro-batch · R rollouts
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch.distributed as dist
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.rules import require
+from asyncrl.learner import ranks
+from asyncrl.learner.backends import storage
 from asyncrl.learner.data.batch import MicroBatch
-from asyncrl.learner.models.roles import Loss
+from asyncrl.learner.models.roles import POLICY, Loss
 from asyncrl.sync.layout.layout import Layout
+from asyncrl.sync.tensors.shards import BoxTensors
 
 
 class Model(Protocol):
@@ -48,10 +55,7 @@ class Model(Protocol):
 
     def optimizer_step(self, scale: float, lr: float) -> float:
         """Collective: multiply the accumulated gradient by `scale`, clip it, make a step, and drop the gradient.
-
-        Returns:
-            The global gradient norm before clipping. If it is not finite, no parameter changes.
-        """
+        Returns the global gradient norm before clipping; if it is not finite, no parameter changes."""
         ...
 
     def forget_gradients(self) -> None:
@@ -59,11 +63,7 @@ class Model(Protocol):
         ...
 
     def copy_from_policy(self) -> None:
-        """Copy the policy's weights, shard to shard.
-
-        Raises:
-            TypeError: The model is trained, or is the policy.
-        """
+        """Copy the policy's weights, shard to shard. Raises TypeError if the model is trained, or is the policy."""
         ...
 
 
@@ -73,71 +73,118 @@ class Policy(Model, Protocol):
         ...
 
 
-class Backend(Protocol):
-    """One rank's part of all models.
+class StoredModel(Policy, Protocol):
+    """A model that a backend holds. changes: whether it differs from what it was loaded with; then checkpoints keep
+    it."""
+
+    changes: bool
+
+    def in_checkpoint(self) -> tuple[Layout, Mapping[str, BoxTensors]]:
+        """(layout, live shards) of this rank, in checkpoint names; tied parameters once."""
+        ...
+
+    def publish_masters(self) -> None:
+        """Collective: copy masters into the parameters, after they were loaded."""
+        ...
+
+
+class Backend(ABC):
+    """One rank's part of all models, on RANK and WORLD_SIZE as torchrun sets them; on one process if they are not set.
 
     rank, world            this process among all processes of the learner
     data_rank, data_world  its group among the groups of processes that have rows of their own (`mesh.py`)
     is_data_leader         whether it is the one of its group whose values are counted
     """
 
-    rank: int
-    world: int
-    data_rank: int
-    data_world: int
-    is_data_leader: bool
+    policy: Policy
+    _models: Mapping[str, StoredModel]
 
-    @property
-    def policy(self) -> Policy: ...
+    def __init__(self, config: Config, data_rank: int, data_leaders: Sequence[int]) -> None:
+        """data_leaders: the leader of each data rank, in order."""
+        self.rank, self.world = ranks.rank_and_world()
+        self.data_rank, self.data_world = data_rank, len(data_leaders)
+        self.is_data_leader = self.rank in data_leaders
+        self._config, self._data_leaders = config, data_leaders
+        self._writers: dist.ProcessGroup | None = None  # the threads of all ranks that write checkpoints
 
     @property
     def models(self) -> Mapping[str, Model]:
         """The models beside the policy, by the names of `roles.MODELS`."""
-        ...
+        return {name: model for name, model in self._models.items() if name != POLICY}
 
     def exchange(self, value: Any) -> list[Any]:
-        """Collective: a small msgpack-able value from every rank, in rank order, on every rank."""
-        ...
+        """Collective: a small value from every rank, in rank order, on every rank."""
+        return ranks.exchange(value)
 
     def gather(self, mine: Tensor) -> list[Tensor]:
-        """Collective: a tensor from each data leader, in order, on the CPU of every rank. All have one dtype, and the
-        same sizes but for dimension 0."""
-        ...
+        """Collective: a tensor from each data leader, in order, on the CPU of every rank."""
+        return ranks.gather(mine, self._data_leaders)
 
     def layout(self) -> Layout:
         """This rank's boxes of the policy, in checkpoint names; tied parameters once."""
-        ...
+        return self._models[POLICY].in_checkpoint()[0]
 
-    def local_tensors(self) -> Mapping[str, Tensor]:
-        """This rank's live shards, by the names of `layout`."""
-        ...
+    def local_tensors(self) -> Mapping[str, Any]:
+        """This rank's live shards, by the names of `layout`: a tensor, or one for each of several boxes."""
+        return self._models[POLICY].in_checkpoint()[1]
 
     def save(self, folder: Path) -> None:
         """Collective: write all models that change, their optimizers and the random state. Any world size can load
         them."""
-        ...
+        storage.save(folder, self._state())
 
     def stage(self) -> Callable[[Path], None]:
-        """Collective: copy everything that `save` writes, so that training can go on.
-
-        Returns:
-            A function that writes the copy into a folder. It is called once, on every rank, from any thread.
-        """
-        ...
+        """Collective: copy everything that `save` writes, so that training can go on. Returns a function that writes
+        the copy into a folder; it is called once, on every rank, from any thread."""
+        state = storage.staged(self._state())
+        if self._writers is None and dist.is_initialized():
+            deadline = timedelta(seconds=self._config.checkpoint.deadline_s)
+            self._writers = dist.new_group(backend="gloo", timeout=deadline)
+        return lambda folder: storage.save(folder, state, self._writers)
 
     def load(self, folder: Path) -> None:
-        """Collective: the inverse of `save`, for a new backend.
-
-        Raises:
-            ConfigError: The folder lacks a trained model of this backend.
-        """
-        ...
+        """Collective: the inverse of `save`, for a new backend. Raises ConfigError if the folder lacks a trained
+        model."""
+        found = storage.models_in(folder)
+        for name, model in self._models.items():
+            model.changes |= name in found  # a reference that had been updated
+        self._load_state(folder)
+        for model in self._models.values():
+            if model.changes:
+                model.publish_masters()
 
     def export_hf(self, folder: Path) -> None:
         """Collective: write the policy as a Hugging Face folder."""
-        ...
+        layout, tensors = self._models[POLICY].in_checkpoint()
+        constants = self._constants()
+        weights = {
+            name: storage.as_one_box(param, tensors[name]) for name, param in layout.items() if param.elements
+        }
+        mine = storage.whole_bytes(layout) | {name: constant.nbytes for name, constant in constants.items()}
+        sizes = {name: size for every in self.exchange(mine) for name, size in every.items()}
+        storage.write_hf_weights(folder, {**weights, **constants}, sizes)
+        if self.rank == 0:
+            storage.write_hf_configs(folder, self._causal_lm(), self._config)
+        self.exchange(None)
 
+    @abstractmethod
     def close(self) -> None: ...
+
+    @abstractmethod
+    def _state(self) -> dict[str, Any]:
+        """Everything that `save` writes: live tensors by flat names, see `storage.state_of`."""
+
+    @abstractmethod
+    def _load_state(self, folder: Path) -> None:
+        """Collective: fill the masters and optimizers of the models that change, and the random state."""
+
+    @abstractmethod
+    def _causal_lm(self) -> PreTrainedModel:
+        """A model of the policy's configuration; its weights are not read."""
+
+    def _constants(self) -> Mapping[str, Tensor]:
+        """The policy's tensors that are not trained and that an export has, whole."""
+        return {}
 
 
 def check_reference(same_shapes: bool, config: Config) -> None:

@@ -8,47 +8,112 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub import try_to_load_from_cache
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from asyncrl.config.schema import Config
+from asyncrl.errors import ConfigError
 from asyncrl.learner.backends.dtensor_layout import layout_of_dtensors
-from asyncrl.learner.backends.slices import Slices
 from asyncrl.learner.models.networks import blueprint
 from asyncrl.models import body_prefix, checkpoint_names, load_model_config, renames_oddly, tied_names
+from asyncrl.sync.layout.layout import Box
 from asyncrl.sync.layout.names import Names
 from asyncrl.telemetry.bars import tracked
 
 log = logging.getLogger(__name__)
 
 
-class CheckpointSource:
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+"""Where there are both, the first is read, as transformers does."""
+
+
+class Slices:
+    """The tensors of one checkpoint. Files are opened when they are needed and stay open.
+
+    files  the file of each tensor
+    key    the configuration key of `path`, for errors
+    """
+
+    def __init__(self, files: Mapping[str, Path], key: str, path: str) -> None:
+        self._files, self._key, self.path = files, key, path
+        self._open: dict[Path, Any] = {}
+
+    @staticmethod
+    def of(path: str, key: str) -> Slices | None:
+        """The safetensors at `path`, or None if there are none. Raises ConfigError if they cannot be read."""
+        single, index = _find(path, SINGLE), _find(path, INDEX)
+        try:
+            if single is not None:
+                with safe_open(single, framework="pt") as file:
+                    return Slices(dict.fromkeys(file.keys(), single), key, path)
+            if index is not None:
+                where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+                return Slices({name: index.parent / file for name, file in where.items()}, key, path)
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise _unreadable(key, path, single or index, error) from error
+        return None
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._files.keys()
+
+    def read(self, name: str, shape: Sequence[int], box: Box) -> Tensor:
+        """Read a box of the tensor, in the file's dtype; the result may be a view of the file. Raises ConfigError if
+        the checkpoint lacks the tensor, has it in another shape than `shape`, or cannot be read."""
+        file = self._files.get(name)
+        if file is None:
+            raise ConfigError(
+                self._key,
+                self.path,
+                f"its safetensors have no {name}, which a model of its config.json has",
+                "fetch the weights again, or the config.json that they belong to",
+            )
+        try:
+            whole = self._opened(file).get_slice(name)
+            found = tuple(whole.get_shape())
+            if found == tuple(shape):
+                return whole[box.slices()] if shape else self._opened(file).get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise _unreadable(self._key, self.path, file, error) from error
+        raise ConfigError(
+            self._key,
+            self.path,
+            f"in {file.name} {name} has the shape {list(found)}, in a model of its config.json {list(shape)}",
+            "fetch the weights again, or the config.json that they belong to",
+        )
+
+    def _opened(self, file: Path) -> Any:
+        if file not in self._open:
+            self._open[file] = safe_open(file, framework="pt")
+        return self._open[file]
+
+
+class CheckpointSource(NamedTuple):
     """A checkpoint, and the names that a network's parameters have in it."""
 
-    def __init__(self, slices: Slices, names: Names) -> None:
-        self._slices, self._names = slices, names
+    slices: Slices
+    names: Names
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fill this rank's part of parameters and constants in place, and convert dtypes.
-
-        Args:
-            tensors: by their names in the whole language model in memory.
-
-        Raises:
-            ConfigError: As `Slices.read`.
-        """
-        layout, live = layout_of_dtensors(tensors, self._names)
-        for name, param in tracked([*layout.items()], f"reading {self._slices.path}"):
+        """Fill this rank's part of parameters and constants in place, and convert dtypes. tensors: by their names in
+        the whole language model in memory. Raises ConfigError as `Slices.read`."""
+        layout, live = layout_of_dtensors(tensors, self.names)
+        for name, param in tracked([*layout.items()], f"reading {self.slices.path}"):
             found = live.get(name, [])
             views = [found] if isinstance(found, Tensor) else found
             for box, view in zip(param.boxes, views, strict=True):
-                view.copy_(self._slices.read(name, param.shape, box))
+                view.copy_(self.slices.read(name, param.shape, box))
 
 
 def origin_of(name: str, config: Config) -> CheckpointSource | None:
@@ -109,3 +174,16 @@ def move(network: nn.Module, device: torch.device) -> None:
 def is_empty(tensor: Tensor) -> bool:
     """Whether the tensor is still to be allocated and filled."""
     return tensor.device.type == "meta"
+
+
+def _find(path: str, name: str) -> Path | None:
+    if Path(path).is_dir():
+        file = Path(path) / name
+        return file if file.exists() else None
+    cached = try_to_load_from_cache(path, name)
+    return Path(cached) if isinstance(cached, str) else None
+
+
+def _unreadable(key: str, path: str, file: Path | None, error: Exception) -> ConfigError:
+    name = file.name if file is not None else SINGLE
+    return ConfigError(key, path, f"its {name} cannot be read ({error})", f"fetch {name} again")

@@ -31,13 +31,10 @@ from asyncrl.sync.tensors.shards import BoxTensors, dtype_name
 def layout_of_dtensors(
     parameters: Mapping[str, Tensor], names: Names
 ) -> tuple[dict[str, ParamLayout], dict[str, BoxTensors]]:
-    """(layout, live tensors) of this rank, in checkpoint names.
+    """(layout, live tensors) of this rank, in checkpoint names. Raises WeightSyncError for a placement that is neither
+    a shard nor a replica.
 
-    Args:
-        parameters: tied ones once. A plain tensor is whole; of one on the meta device this rank has nothing.
-
-    Raises:
-        WeightSyncError: A placement is neither a shard nor a replica.
+    parameters: tied ones once. A plain tensor is whole; of one on the meta device this rank has nothing.
     """
     layout, tensors = {}, {}
     for name, parameter in parameters.items():

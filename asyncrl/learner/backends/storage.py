@@ -9,7 +9,7 @@ import errno
 import json
 import shutil
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,21 +21,66 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.optim import Optimizer
 from transformers import AutoTokenizer, PreTrainedModel
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.rules import require
 from asyncrl.learner.models.roles import POLICY
+from asyncrl.sync.layout.layout import ITEM_BYTES, Box, Layout, ParamLayout
+from asyncrl.sync.tensors.shards import BoxTensors
 from asyncrl.system.disk import writing
 
-warnings.filterwarnings(
-    "ignore", message="torch.distributed is disabled", category=UserWarning
-)  # see `_alone`
+# See `_alone`.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 
 RNG, OPTIMIZER = "rng", "optimizer"
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 MAX_FILE_BYTES = 4 << 30
+
+
+class Boxes(Tensor):
+    """This rank's boxes of one checkpoint parameter: live tensors, each with the shape of its box.
+
+    torch.distributed.checkpoint saves and loads them in place. It needs a tensor of the whole shape with the three
+    methods of these names; this one has no memory and supports no computation. Boxes that several ranks hold are
+    written once.
+    """
+
+    _pieces: dict[tuple[int, ...], tuple[Box, Tensor]]
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], pieces: Sequence[tuple[Box, Tensor]]) -> Boxes:
+        first = pieces[0][1]
+        whole = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=first.dtype, device=first.device)
+        whole._pieces = {box.offsets: (box, tensor) for box, tensor in pieces}
+        return whole
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, *_: Any, **__: Any) -> Any:  # type: ignore[override]
+        raise NotImplementedError(f"{function}: boxes can only be saved and loaded")
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(next(iter(self._pieces.values()))[1])
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, torch.Size(offsets)),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+            )
+            for offsets, chunk in zip(self._pieces, self.__create_chunk_list__(), strict=True)
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        boxes = (box for box, _ in self._pieces.values())
+        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.shape)) for box in boxes]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        if index.offset is None:
+            raise ValueError(f"{index.fqn}: one of several boxes is requested without its offset")
+        return self._pieces[tuple(index.offset)][1]
 
 
 class ModelState(NamedTuple):
@@ -46,13 +91,8 @@ class ModelState(NamedTuple):
 
 
 def save(folder: Path, state: Mapping[str, Any], group: ProcessGroup | None = None) -> None:
-    """Collective: write a flat state (`state_of`, `staged`) as a torch.distributed.checkpoint folder.
-
-    Args:
-        group: joins all ranks; threads that write while training goes on need one of their own.
-
-    Raises:
-        OSError: The disk does not take it.
+    """Collective: write a flat state (`state_of`, `staged`) as a torch.distributed.checkpoint folder. Raises OSError if
+    the disk does not take it. group: joins all ranks; threads that write while training goes on need one of their own.
     """
     with _writing(folder):
         dcp.save(dict(state), checkpoint_id=str(folder), process_group=group, no_dist=_alone())
@@ -60,47 +100,28 @@ def save(folder: Path, state: Mapping[str, Any], group: ProcessGroup | None = No
 
 def staged(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A copy of this rank's shards in host memory."""
-    return {name: tensor.clone() if tensor.is_cpu else tensor.cpu() for name, tensor in state.items()}
+    return {name: _copied(tensor) for name, tensor in state.items()}
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """A copy in host memory."""
+    if isinstance(tensor, Boxes):
+        return Boxes(tensor.size(), [(box, _copied(piece)) for box, piece in tensor._pieces.values()])
+    return tensor.clone() if tensor.is_cpu else tensor.cpu()
 
 
 def load(folder: Path, models: Mapping[str, ModelState]) -> None:
-    """Collective: fill masters and optimizers in place. Other models of the folder are not read.
-
-    Raises:
-        ConfigError: The folder lacks one of these models.
-    """
-    require_models(folder, models)
+    """Collective: fill masters and optimizers in place, and set the random state. Raises ConfigError as
+    `load_state`."""
     state = state_of(models)
     load_state(folder, state)
-    torch.set_rng_state(state["rng"])
+    torch.set_rng_state(state[RNG])
 
 
 def load_state(folder: Path, state: dict[str, Any]) -> None:
-    """Collective: fill the tensors of a flat state in place. Any world size may have saved it."""
-    dcp.load(state, checkpoint_id=str(folder), no_dist=_alone())
-
-
-def load_weights(folder: Path, model: str, masters: Mapping[str, Tensor]) -> None:
-    """Collective: fill the masters of one model in place, without its optimizer.
-
-    Raises:
-        ConfigError: The folder lacks one of its tensors.
-    """
-    state = {f"{model}.{name}": master.detach() for name, master in masters.items()}
-    missing = sorted(state.keys() - dcp.FileSystemReader(folder).read_metadata().state_dict_metadata.keys())
-    require(
-        not missing,
-        "the checkpoint",
-        str(folder),
-        f"has no {missing[0] if missing else ''}: it was made with another model.lora, or its experts by megatron",
-        "give the configuration that it was made with; experts of a Megatron run are in its final/ alone",
-    )
-    load_state(folder, dict(state))
-
-
-def require_models(folder: Path, names: Collection[str]) -> None:
-    """Raises ConfigError if the folder lacks one of these models."""
-    missing = sorted(set(names) - models_in(folder))
+    """Collective: fill the tensors of a flat state in place. Any world size may have saved it. Other models of the
+    folder are not read. Raises ConfigError if it lacks one of the state's models."""
+    missing = sorted(_models(state) - models_in(folder))
     require(
         not missing,
         "run.resume",
@@ -108,12 +129,49 @@ def require_models(folder: Path, names: Collection[str]) -> None:
         f"the checkpoint has no {', '.join(missing)}: it was made with another algorithm",
         "go on with that algorithm, or start anew under another run.name",
     )
+    dcp.load(state, checkpoint_id=str(folder), no_dist=_alone())
+
+
+def load_weights(folder: Path, model: str, masters: Mapping[str, Tensor]) -> None:
+    """Collective: fill the masters of one model in place, without its optimizer. Raises ConfigError if the folder lacks
+    one of its tensors."""
+    state = {f"{model}.{name}": master.detach() for name, master in masters.items()}
+    missing = sorted(state.keys() - _names_in(folder))
+    require(
+        not missing,
+        "the checkpoint",
+        str(folder),
+        f"has no {missing[0] if missing else ''}: it was made with another model.lora, or its experts by megatron",
+        "give the configuration that it was made with; experts of a Megatron run are in its final/ alone",
+    )
+    load_state(folder, state)
 
 
 def models_in(folder: Path) -> set[str]:
     """The names of the models in a checkpoint."""
-    keys = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    return {key.split(".")[0] for key in keys} - {RNG, OPTIMIZER}
+    return _models(_names_in(folder))
+
+
+def _models(names: Iterable[str]) -> set[str]:
+    return {name.split(".")[0] for name in names} - {RNG, OPTIMIZER}
+
+
+def _names_in(folder: Path) -> Set[str]:
+    return dcp.FileSystemReader(folder).read_metadata().state_dict_metadata.keys()
+
+
+def whole_bytes(layout: Layout) -> dict[str, int]:
+    """The bytes of every whole parameter."""
+    return {name: Box.whole(p.shape).elements * ITEM_BYTES[p.dtype] for name, p in layout.items()}
+
+
+def as_one_box(param: ParamLayout, tensors: BoxTensors) -> Boxes:
+    """A parameter's boxes as the single one that the writer of safetensors needs. They lie one below the other."""
+    parts: Sequence[Tensor] = [tensors] if isinstance(tensors, Tensor) else tensors
+    first = param.boxes[0]
+    rows = sum(box.shape[0] for box in param.boxes) if first.shape else 0
+    box = Box(first.offsets, (rows, *first.shape[1:])) if first.shape else first
+    return Boxes(param.shape, [(box, torch.cat(list(parts)) if len(parts) > 1 else parts[0])])
 
 
 def write_hf_weights(
@@ -171,20 +229,25 @@ def _writing(folder: Path) -> Iterator[None]:
 
 def state_of(models: Mapping[str, ModelState]) -> dict[str, Tensor]:
     """The live tensors of a checkpoint by flat names: masters, Adam's moments (made here if no step has made them), and
-    torch's random state.
-
-    rng · policy.NAME · optimizer.MOMENT.NAME · critic.NAME · optimizer.MOMENT.critic.NAME · …
-    """
+    torch's random state."""
     state = {RNG: torch.get_rng_state()}
     for model, (masters, optimizer) in models.items():
-        state |= {f"{model}.{name}": master.detach() for name, master in masters.items()}
-        if optimizer is None:
-            continue
-        owner = "" if model == POLICY else f"{model}."
         for name, master in masters.items():
-            moments = _moments(optimizer, master)
-            state |= {f"{OPTIMIZER}.{key}.{owner}{name}": moments[key].detach() for key in MOMENTS}
+            state[flat_name(model, name)] = master.detach()
+            if optimizer is not None:
+                moments = _moments(optimizer, master)
+                state |= {flat_name(model, name, key): moments[key].detach() for key in MOMENTS}
     return state
+
+
+def flat_name(model: str, parameter: str, moment: str = "") -> str:
+    """The name of a master in a checkpoint, or of one of its moments.
+
+    policy.NAME · optimizer.MOMENT.NAME · critic.NAME · optimizer.MOMENT.critic.NAME
+    """
+    if not moment:
+        return f"{model}.{parameter}"
+    return f"{OPTIMIZER}.{moment}.{parameter if model == POLICY else f'{model}.{parameter}'}"
 
 
 def _moments(optimizer: Optimizer, master: Tensor) -> dict[str, Tensor]:

@@ -44,11 +44,7 @@ def nonfinite_outputs(
     batch: MicroBatch, outputs: Sequence[Tensor], loss: Tensor, loss_of: Callable[..., Tensor]
 ) -> set[int]:
     """Ordinals of the groups with outputs, [N] each, or a loss that are not finite; all of them if only the sum over
-    groups is not.
-
-    Args:
-        loss_of: (batch, *outputs) → its loss.
-    """
+    groups is not. loss_of: (batch, *outputs) → its loss."""
     finite = (
         torch.isfinite(loss) & torch.stack([torch.isfinite(values_N).all() for values_N in outputs]).all()
     )

@@ -49,12 +49,8 @@ def check_experts(policy: nn.Module, config: Config) -> None:
 
 
 def spread_experts(network: nn.Module, mesh: DeviceMesh) -> None:
-    """Cut the experts over the ranks, as DTensors, and exchange tokens in their forward.
-
-    Args:
-        mesh: experts are spread over its first axis, whose size must divide their number. Along a second axis (tp)
-            ranks
-            have the same experts and different tokens.
+    """Cut the experts over the ranks of the mesh's first axis, as DTensors, and exchange tokens in their forward. The
+    size of that axis must divide the experts; along a second one (tp) ranks have the same experts and different tokens.
     """
     placements = [Shard(0)] + [Replicate()] * (mesh.ndim - 1)
     for module in expert_modules(network):

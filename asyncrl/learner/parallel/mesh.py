@@ -60,11 +60,8 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def axis_sizes(parallel: ParallelConfig, world: int, model: ModelShape | None = None) -> dict[str, int]:
-    """The size of each axis for `world` processes.
-
-    Raises:
-        ConfigError: The sizes do not divide the processes, or do not fit the model, if one is given.
-    """
+    """The size of each axis for `world` processes. Raises ConfigError if the sizes do not divide the processes, or do
+    not fit the model, if one is given."""
     require(
         world % parallel.processes == 0,
         "learner.parallel",
@@ -131,10 +128,7 @@ def _check_model(parallel: ParallelConfig, model: ModelShape) -> None:
 class Mesh:
     """This process's place on the axes, and the device meshes. All ranks make it at the same time.
 
-    Attributes:
-        device_mesh: the mesh of parameters: `shard`, which includes cp, and all other axes with more than one rank;
-            None
-            for one process.
+    device_mesh  of parameters: `shard`, which includes cp, and all other axes with several ranks; None for one process
     """
 
     def __init__(
@@ -194,14 +188,6 @@ class Mesh:
     def data_rank(self) -> int:
         """The index among the data ranks."""
         return self.index(REPLICATE) * self.size(SHARD) + self.index(SHARD)
-
-    @property
-    def data_world(self) -> int:
-        return self.size(REPLICATE) * self.size(SHARD)
-
-    @property
-    def is_data_leader(self) -> bool:
-        return is_data_leader(self._sizes, self._at)
 
     @property
     def data_leaders(self) -> list[int]:

@@ -206,11 +206,8 @@ class _Spread:
         module.forward = forward  # type: ignore[method-assign]
 
     def _local(self, module: nn.Module, partial: Collection[str]) -> None:
-        """Make `module` compute with the local parts of its own parameters.
-
-        Args:
-            partial: the names of parameters whose gradient is to be summed over ranks.
-        """
+        """Make `module` compute with the local parts of its own parameters. partial: the names of those whose gradient
+        is to be summed over ranks."""
         self._seen.add(module)
         if not module._parameters:
             return

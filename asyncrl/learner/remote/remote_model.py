@@ -20,6 +20,7 @@ from typing import Any
 
 from asyncrl.config.schema import Config
 from asyncrl.errors import DeadlineError, PoolLostError, RefusedError, WireError
+from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.remote import remote_protocol
 from asyncrl.learner.remote.remote_protocol import BATCH, BEGIN, FORGET, HELLO, LEARN, NORM, SAVE, STEP
@@ -41,28 +42,15 @@ class RemoteModel:
     """`LearningModel` of one rank of the learner.
 
     Calls that wait raise DeadlineError after `placement.<name>.deadline_s`, RefusedError if the pool could not do the
-    work, and PoolLostError once it is gone: its gradients are lost, but a checkpoint has the rest.
-
-    Args:
-        name: of the model
-        registry: the queue, which has the place of the pool
-        keys: that the pool holds too
-        is_data_leader: whether this rank sends rows of its own, see `Backend`
+    work, and PoolLostError once it is gone: its gradients are lost, but a checkpoint has the rest. registry: the queue,
+    which has the place of the pool.
     """
 
     def __init__(
-        self,
-        name: str,
-        config: Config,
-        rank: int,
-        world: int,
-        registry: BlockingClient,
-        keys: ClientKeys | None = None,
-        is_data_leader: bool = True,
+        self, name: str, config: Config, backend: Backend, registry: BlockingClient, keys: ClientKeys | None
     ) -> None:
-        self.name, self._is_data_leader = name, is_data_leader
-        self._rank, self._world, self._registry, self._keys = rank, world, registry, keys
-        self._who, self._whom = f"learner rank {rank}", f"the pool of the {name}"
+        self.name, self._backend, self._registry, self._keys = name, backend, registry, keys
+        self._who, self._whom = f"learner rank {backend.rank}", f"the pool of the {name}"
         self._deadline_s = config.placement.places[name].deadline_s
         self._save_deadline_s = config.checkpoint.deadline_s
         self._reads = auxiliary_objective(name, config).reads
@@ -77,18 +65,16 @@ class RemoteModel:
     def open(self, epoch: int, checkpoint: str | None, version: Version) -> None:
         """Collective: begin.
 
-        Args:
-            epoch: of this learner; the pool refuses older ones
-            checkpoint: name of the folder whose model the pool takes; None: it begins anew
-            version: of the policy, for errors
+        epoch       of this learner; the pool refuses older ones
+        checkpoint  name of the folder whose model the pool takes; None: it begins anew
+        version     of the policy, for errors
         """
         self._version = version
         until = time.monotonic() + self._deadline_s
         while (incarnation := self._connect(until)) is None:
             pass
-        begun = self._call(
-            BEGIN, incarnation=incarnation, epoch=epoch, world=self._world, checkpoint=checkpoint
-        )
+        world = self._backend.world
+        begun = self._call(BEGIN, incarnation=incarnation, epoch=epoch, world=world, checkpoint=checkpoint)
         self._session = str(self._wait(begun, f"the model for version {version}").get("session"))
 
     def check(self) -> None:
@@ -97,11 +83,8 @@ class RemoteModel:
             self._client.check()
 
     def save(self, folder: Path) -> Callable[[], None]:
-        """Collective: the pool writes the model as it is now into that folder of the run's checkpoints.
-
-        Returns:
-            Waits until it is written, in any thread; raises OSError, and the errors of the class.
-        """
+        """Collective: the pool writes the model as it is now into that folder of the run's checkpoints. Returns a
+        function that waits until it is written, in any thread, and raises OSError and the errors of the class."""
         reply = self._call(SAVE, folder=folder.name)
 
         def written() -> None:
@@ -130,7 +113,7 @@ class RemoteModel:
     ) -> None:
         """The pool has the same objective of the same configuration, and makes passes of its own number."""
         self._version = version
-        call, mine = next(self._calls), batches if self._is_data_leader else ()
+        call, mine = next(self._calls), batches if self._backend.is_data_leader else ()
         for batch in mine:
             self._request(BATCH, {"call": call, "frames": remote_protocol.encode_batch(batch, self._reads)})
         self._learning.append(self._request(LEARN, {"call": call, "batches": len(mine), "version": version}))
@@ -176,9 +159,8 @@ class RemoteModel:
         detail = "the process in the run's registry does not answer"
         try:
             if left_s > 0:
-                posted: Mapping[str, Any] = self._registry.lookup(
-                    remote_protocol.registry_key(self.name), left_s
-                )
+                key = remote_protocol.registry_key(self.name)
+                posted: Mapping[str, Any] = self._registry.lookup(key, left_s)
                 return posted
         except DeadlineError as late:
             detail = str(late)
@@ -189,7 +171,8 @@ class RemoteModel:
         return self._request(kind, {"call": next(self._calls), **arguments})
 
     def _request(self, kind: str, fields: Mapping[str, Any]) -> RpcReply:
-        return self._open_client.request(kind, {"session": self._session, "rank": self._rank, **fields})
+        sender = {"session": self._session, "rank": self._backend.rank}
+        return self._open_client.request(kind, {**sender, **fields})
 
     def _number(self, reply: RpcReply, what: str) -> float:
         value = self._wait(reply, f"{what} of version {self._version}").get("value")

@@ -18,6 +18,7 @@ from asyncrl.errors import ConfigError, DeadlineError
 from asyncrl.pool.worker import AddColumns, LeftOut, PoolWorker
 from asyncrl.queue.client.client import QueueClient
 from asyncrl.queue.protocol.settings import StageSettings, StreamSettings
+from asyncrl.telemetry.status import ProcessStatus
 from asyncrl.types import NO_VERSION, Array, Group
 
 SETTINGS = StreamSettings(
@@ -70,7 +71,7 @@ def config_with(deadline_s: float = WAIT_S, learner_s: float = WAIT_S) -> Config
 
 
 def worker(client: QueueClient, work: Any, **config: float) -> PoolWorker:
-    return PoolWorker("reference-0", "reference", work, client, config_with(**config))
+    return PoolWorker("reference-0", "reference", work, client, config_with(**config), ProcessStatus())
 
 
 async def committed(queue: AnyQueue, count: int = B) -> tuple[QueueClient, Any]:
@@ -174,7 +175,9 @@ async def test_a_learner_that_never_opens_the_stage_is_not_waited_for_forever(qu
 async def test_a_pool_of_another_configuration_leases_nothing(queue: AnyQueue) -> None:
     client, work = await queue.client("reference-0"), Says()
     other = dataclasses.replace(config_with(), run=RunConfig(seed=1))
-    running = asyncio.create_task(PoolWorker("reference-0", "reference", work, client, other).run())
+    running = asyncio.create_task(
+        PoolWorker("reference-0", "reference", work, client, other, ProcessStatus()).run()
+    )
     await committed(queue)
     with pytest.raises(ConfigError, match=r"run\.seed is 0 at the learner and 1 here"):
         await ended(running)

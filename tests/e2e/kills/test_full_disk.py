@@ -17,7 +17,7 @@ def test_a_checkpoint_that_does_not_fit_ends_the_run_by_name(config_file: Path) 
     """A limit on the size of files stands in for a full disk: writing fails at the same place."""
     run = config_file.parent / "it"
     with started("asyncrl", "train", str(config_file), FOR_EVER) as launcher:
-        until(lambda: checkpoint.newest(run), "a whole checkpoint", launcher)
+        until(lambda: checkpoint.to_resume(run), "a whole checkpoint", launcher)
         learner = child(launcher, "asyncrl", "learner")
         # Log and metrics still fit; the shards of this model, some 300 kB, do not.
         resource.prlimit(learner.pid, resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
@@ -32,7 +32,7 @@ def test_a_checkpoint_that_does_not_fit_ends_the_run_by_name(config_file: Path) 
 def test_a_journal_that_does_not_fit_ends_the_run_by_name(config_file: Path) -> None:
     run = config_file.parent / "it"
     with started("asyncrl", "train", str(config_file), FOR_EVER) as launcher:
-        until(lambda: checkpoint.newest(run), "a whole checkpoint", launcher)
+        until(lambda: checkpoint.to_resume(run), "a whole checkpoint", launcher)
         queue = child(launcher, "asyncrl", "queue")
         size = (run / "queue" / "journal").stat().st_size
         resource.prlimit(queue.pid, resource.RLIMIT_FSIZE, (size + 2000, resource.RLIM_INFINITY))
@@ -45,6 +45,6 @@ def test_a_journal_that_does_not_fit_ends_the_run_by_name(config_file: Path) -> 
 
 
 def assert_saved(run: Path) -> None:
-    whole = checkpoint.newest(run)
+    whole = checkpoint.to_resume(run)
     assert whole is not None
-    assert checkpoint.read_meta(whole).version >= 2
+    assert whole[1].version >= 2

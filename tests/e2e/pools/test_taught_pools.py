@@ -59,9 +59,9 @@ def test_two_synchronous_runs_with_a_critic_on_a_pool_have_the_same_weights(conf
     assert {"critic/loss", "critic/grad_norm", "critic/explained_variance"} <= first.keys()
     assert ("loss" in first, "loss" in last) == (False, True)
     assert last["pool/critic/steps"] > 0
-    newest = checkpoint.newest(one)
+    newest = checkpoint.to_resume(one)
     assert newest is not None
-    assert {path.name for path in newest.iterdir()} == {"critic", "learner", "meta.msgpack"}
+    assert {path.name for path in newest[0].iterdir()} == {"critic", "learner", "meta.msgpack"}
 
 
 def test_a_killed_critic_takes_the_learner_back_with_it_and_nothing_is_lost(config_file: Path) -> None:

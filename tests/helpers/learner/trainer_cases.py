@@ -12,16 +12,17 @@ from typing import Any
 import torch
 from learner_cases import random_group, rollout, tiny_model
 
-from asyncrl.config.schema import (
-    Config,
-)
+from asyncrl.config.schema import CheckpointConfig, Config, QueueConfig, RunConfig
 from asyncrl.config.sections.tasks import MAIN
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
+from asyncrl.learner.checkpoint import Checkpoints, to_resume
 from asyncrl.learner.startup import open_trainer
 from asyncrl.learner.training import requirements
 from asyncrl.queue.protocol.replies import Claim, Opened, Trained
 from asyncrl.queue.protocol.settings import StreamSettings
 from asyncrl.telemetry.sinks import read_rows
+from asyncrl.telemetry.spans import Spans
+from asyncrl.telemetry.status import ProcessStatus
 from asyncrl.types import Group, Sampling, Task
 
 HELDOUT = {MAIN: 3}
@@ -159,6 +160,32 @@ class FakePublisher:
         self.closed = True
 
 
+class FakeStream:
+    """The train stream of a learner that trains nothing."""
+
+    def checkpointed(self, version: int) -> None:
+        """Not noted."""
+
+
+def checkpoints_of(
+    folder: Path, backend: Any, remote_models: Any = (), fsync: bool = False, **settings: Any
+) -> Checkpoints:
+    """folder: of the run · settings: of `checkpoint`"""
+    config = Config(
+        run=RunConfig(dir=str(folder.parent), name=folder.name),
+        checkpoint=CheckpointConfig(**settings),
+        queue=QueueConfig(fsync=fsync),
+    )
+    stream: Any = FakeStream()
+    return Checkpoints(config, backend, stream, Spans(), remote_models, None, None)
+
+
+def newest(run_folder: Path) -> Path | None:
+    """The folder of the newest whole checkpoint."""
+    found = to_resume(run_folder)
+    return None if found is None else found[0]
+
+
 class Case:
     """One trainer and its neighbours."""
 
@@ -173,9 +200,10 @@ class Case:
             self.backend,
             queue,  # type: ignore[arg-type]
             lambda _: self.publisher,  # type: ignore[arg-type,return-value]
-            self.folder,
+            keys=None,
             stop=self.stop,
             heldout=heldout,
+            status=ProcessStatus(),
         )
 
     @property

@@ -14,11 +14,19 @@ from typing import Any
 import msgpack
 import pytest
 from learner_cases import small_config
-from trainer_cases import Case, FakeQueue
+from trainer_cases import Case, FakeQueue, checkpoints_of, newest
 
 from asyncrl.config.schema import CheckpointConfig, Config
 from asyncrl.errors import ConfigError, DeadlineError, TrainingError
-from asyncrl.learner.checkpoint import FAILED, WRITING, WRITTEN, Meta, Saver, newest, read_meta, to_resume
+from asyncrl.learner.checkpoint import (
+    FAILED,
+    WRITING,
+    WRITTEN,
+    Checkpoints,
+    Meta,
+    read_meta,
+    to_resume,
+)
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
@@ -51,11 +59,6 @@ class Disk:
         (folder / "value").write_text(str(value))
 
 
-def saver(folder: Path, disk: Disk, **settings: Any) -> Saver:
-    backend: Any = disk
-    return Saver(folder, backend, CheckpointConfig(**settings))
-
-
 def meta(version: int) -> Meta:
     return Meta(version, b"train", b"eval")
 
@@ -66,7 +69,7 @@ def saved(folder: Path) -> list[str]:
 
 def test_what_is_saved_is_what_was_there_when_it_began(tmp_path: Path) -> None:
     disk = Disk(live=7)
-    checkpoints = saver(tmp_path, disk)
+    checkpoints = checkpoints_of(tmp_path, disk)
     checkpoints.begin(meta(3))
     disk.live = 8
     assert checkpoints.state == WRITING
@@ -85,7 +88,7 @@ def test_what_is_saved_is_what_was_there_when_it_began(tmp_path: Path) -> None:
 def test_a_checkpoint_is_whole_only_when_all_ranks_have_written(tmp_path: Path) -> None:
     disk = Disk(others=[WRITING])
     disk.free.set()
-    checkpoints = saver(tmp_path, disk, deadline_s=1e-3)
+    checkpoints = checkpoints_of(tmp_path, disk, deadline_s=1e-3)
     checkpoints.begin(meta(3))
     assert checkpoints.settle([WRITTEN, WRITING]) is None
     with pytest.raises(
@@ -100,7 +103,7 @@ def test_a_checkpoint_is_whole_only_when_all_ranks_have_written(tmp_path: Path) 
 def test_a_full_disk_leaves_the_older_one(tmp_path: Path, asynchronous: bool) -> None:
     disk = Disk()
     disk.free.set()
-    checkpoints = saver(tmp_path, disk, asynchronous=asynchronous)
+    checkpoints = checkpoints_of(tmp_path, disk, asynchronous=asynchronous)
     checkpoints.begin(meta(3))
     checkpoints.finish()
     disk.error = FULL
@@ -113,17 +116,17 @@ def test_a_full_disk_leaves_the_older_one(tmp_path: Path, asynchronous: bool) ->
 def test_a_full_disk_of_another_rank_is_an_error_here_too(tmp_path: Path) -> None:
     disk = Disk(others=[FAILED])
     disk.free.set()
-    checkpoints = saver(tmp_path, disk)
+    checkpoints = checkpoints_of(tmp_path, disk)
     checkpoints.begin(meta(3))
     with pytest.raises(OSError, match="another rank could not write"):
         checkpoints.finish()
     assert saved(tmp_path) == []
 
 
-def with_checkpoints(folder: Path, *versions: int, **settings: Any) -> Saver:
+def with_checkpoints(folder: Path, *versions: int, **settings: Any) -> Checkpoints:
     disk = Disk()
     disk.free.set()
-    checkpoints = saver(folder, disk, **settings)
+    checkpoints = checkpoints_of(folder, disk, **settings)
     for version in versions:
         checkpoints.begin(meta(version))
         checkpoints.finish()
@@ -181,8 +184,7 @@ def test_what_the_queue_hears_of_is_on_the_disk(
     monkeypatch.setattr(os, "fsync", lambda of: synced.append(Path(os.readlink(f"/proc/self/fd/{of}")).name))
     disk = Disk()
     disk.free.set()
-    backend: Any = disk
-    checkpoints = Saver(tmp_path, backend, CheckpointConfig(), fsync=fsync)
+    checkpoints = checkpoints_of(tmp_path, disk, fsync=fsync)
     checkpoints.begin(meta(3))
     checkpoints.finish()
     whole = ["meta.msgpack", "learner", ".v000003.partial", "checkpoints"]
@@ -194,7 +196,7 @@ def test_leftovers_of_a_killed_process_go_and_the_oldest_are_pruned(tmp_path: Pa
         (tmp_path / "checkpoints" / left).mkdir(parents=True)
     disk = Disk()
     disk.free.set()
-    checkpoints = saver(tmp_path, disk, keep=2)
+    checkpoints = checkpoints_of(tmp_path, disk, keep=2)
     checkpoints.begin(meta(3))
     checkpoints.finish()
     assert saved(tmp_path) == ["notes", "v000002", "v000003"]
@@ -204,7 +206,7 @@ def test_another_rank_than_the_first_renames_nothing(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / ".v000003.partial").mkdir(parents=True)
     disk = Disk(rank=1)
     disk.free.set()
-    checkpoints = saver(tmp_path, disk)
+    checkpoints = checkpoints_of(tmp_path, disk)
     checkpoints.begin(meta(3))
     assert checkpoints.finish() == 3
     assert saved(tmp_path) == [".v000003.partial"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from learner_cases import random_group, small_config
 from safetensors.torch import load_file
-from trainer_cases import Case, FakeQueue
+from trainer_cases import Case, FakeQueue, checkpoints_of
 from transformers import AutoModelForCausalLM
 
 from asyncrl import evaluate
@@ -18,7 +18,7 @@ from asyncrl.config.sections.learner import OptimizerConfig
 from asyncrl.config.sections.models import LoraConfig
 from asyncrl.errors import ConfigError, StoppedError
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
-from asyncrl.learner.checkpoint import Meta, Saver
+from asyncrl.learner.checkpoint import Meta
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.export import export
 
@@ -74,7 +74,7 @@ def test_weights_in_half_precision_and_adapters_too(tmp_path: Path, rank: int) -
         [MicroBatch.of([random_group(0)])], lambda batch, logp_N, entropy_N: -logp_N.sum()
     )
     backend.policy.optimizer_step(1.0, lr=1e-2)
-    saver = Saver(tmp_path / "half", backend, config.checkpoint)
+    saver = checkpoints_of(tmp_path / "half", backend)
     saver.begin(Meta(1, b"", None))
     assert saver.finish() == 1
     backend.export_hf(tmp_path / "its_own")

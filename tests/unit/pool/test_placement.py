@@ -29,7 +29,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.reporting.report import GeneratorTotals
-from asyncrl.learner.stream_settings import eval_settings, train_settings
+from asyncrl.learner.startup import eval_settings, train_settings
 from asyncrl.learner.training import requirements
 from asyncrl.learner.training.accumulator import trainables
 from asyncrl.learner.training.version_step import version_step
@@ -37,6 +37,7 @@ from asyncrl.pool.model import NOT_FINITE, InferenceModel
 from asyncrl.pool.process import run_pool
 from asyncrl.pool.worker import LeftOut
 from asyncrl.queue.protocol.settings import StageSettings
+from asyncrl.telemetry.status import ProcessStatus
 from asyncrl.types import Group
 
 POOL, TWO_PROCESSES = PlaceConfig(where="pool"), PlaceConfig(where="pool", processes=2)
@@ -205,7 +206,7 @@ def test_a_frozen_reward_model_must_be_named_and_learns_nothing(tmp_path: Path) 
 )
 def test_a_process_of_a_pool_that_is_not_there_is_refused(model: str, key: str) -> None:
     with pytest.raises(ConfigError) as error:
-        asyncio.run(run_pool(config_with(), model, name="one"))
+        asyncio.run(run_pool(config_with(), model, name="one", status=ProcessStatus()))
     assert error.value.key == key
 
 

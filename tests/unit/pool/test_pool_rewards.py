@@ -49,7 +49,7 @@ def group_of(*rollouts: Rollout) -> Group:
 
 def scored(work: Scoring, group: Group) -> Group:
     """As it comes out of the queue."""
-    columns = asyncio.run(work.score(group))
+    columns = asyncio.run(work.columns(group))
     return with_columns(group, decode_columns(encode_columns(columns).frames))
 
 
@@ -88,7 +88,7 @@ def test_the_text_is_what_the_policy_said_last() -> None:
     turns.loss_mask[3] = 0  # what a tool said
     cut_off = rollout([1, 2, 3, 4], 2)
     cut_off.loss_mask[3] = 0
-    asyncio.run(scoring(note, workers=1).score(group_of(turns, cut_off)))
+    asyncio.run(scoring(note, workers=1).columns(group_of(turns, cut_off)))
     assert sorted(texts) == ["", "56"]
 
 
@@ -106,7 +106,7 @@ def test_groups_that_are_left_out(function: Any, reason: str, why: str) -> None:
     came = group_of(rollout([1, 2, 3], 2, reward=1.0), rollout([1, 2, 4], 2, reward=1.0))
     came = with_columns(came, {"part/right": np.zeros(2, np.float32)})
     with pytest.raises(LeftOut, match=why) as left_out:
-        asyncio.run(scoring(function, "no_spread").score(came))
+        asyncio.run(scoring(function, "no_spread").columns(came))
     assert left_out.value.reason == reason
 
 

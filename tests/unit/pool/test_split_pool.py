@@ -15,7 +15,7 @@ from rank_processes import run_ranks
 from asyncrl.config.schema import Config, LearnerConfig
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend, end_rank
 from asyncrl.learner.data.batch import MicroBatch
-from asyncrl.pool import ranks
+from asyncrl.pool import model as pool_model
 from asyncrl.pool.model import InferenceModel
 from asyncrl.types import Group
 
@@ -38,15 +38,15 @@ def groups() -> list[Group]:
 
 
 def rank_main(folder: Path) -> None:
-    ranks.HEARTBEAT_S = 0.001  # many of them between two groups
+    pool_model.HEARTBEAT_S = 0.001  # many of them between two groups
     model = InferenceModel("reference", config_of(folder))
     if os.environ["RANK"] == "0":
         said = [torch.from_numpy(asyncio.run(model.columns(group))["reference"]) for group in groups()]
         torch.save(said, folder / "said.pt")
-        model.ranks.close()
+        model.close()
     else:
         model.follow()
-        held = sum(shard.numel() for shard in model._model.local_tensors().values())
+        held = sum(shard.numel() for shard in model._model.in_checkpoint()[1].values())
         torch.save(held, folder / "held.pt")
     end_rank()
 

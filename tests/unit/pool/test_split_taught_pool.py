@@ -17,7 +17,7 @@ from asyncrl.learner.backends.fsdp.fsdp import end_rank
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.remote import remote_protocol
 from asyncrl.learner.training.passes import PassResult
-from asyncrl.pool import ranks
+from asyncrl.pool import model as pool_model
 from asyncrl.pool.trained_model import TrainedModel
 
 BATCHES = 3
@@ -62,11 +62,11 @@ def lessons(model: TrainedModel, folder: Path) -> dict[str, object]:
 
 
 def rank_main(folder: Path) -> None:
-    ranks.HEARTBEAT_S = 0.01
+    pool_model.HEARTBEAT_S = 0.01
     model = TrainedModel("reward_model", config_of(folder))
     if os.environ["RANK"] == "0":
         torch.save(lessons(model, folder), folder / "found.pt")
-        model.ranks.close()
+        model.close()
     else:
         model.follow()
     end_rank()

@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from asyncrl.config.sections.learner import OptimizerConfig
 from asyncrl.learner.backends.fsdp.offload import Offload, ParkedState
-from asyncrl.learner.backends.fsdp.tied_embeddings import TiedEmbedding
 from asyncrl.learner.backends.storage import ModelState
 from asyncrl.learner.models.lora import Merged
 from asyncrl.learner.parallel.mesh import local_part
@@ -29,12 +28,11 @@ from asyncrl.learner.parallel.mesh import local_part
 class Masters:
     """The masters of one network's parameters on this rank, by name.
 
-    Attributes:
-        parameters: what the network computes with.
-        tensors: their masters.
-        optimizer: AdamW on the masters that are trained; None for a frozen network.
-        tied: the token table that another pipeline stage has as well, if this rank has a copy of one.
-        merged: the matrices with their LoRA adapters added; None without adapters.
+    parameters  the network computes with them
+    tensors     their masters
+    optimizer   AdamW on the masters that are trained; None for a frozen network
+    tied        the token table that another pipeline stage has as well, if this rank has a copy of one
+    merged      the matrices with their LoRA adapters added; None without adapters
     """
 
     def __init__(
@@ -42,16 +40,15 @@ class Masters:
         parameters: Mapping[str, nn.Parameter],
         config: OptimizerConfig | None,
         device: torch.device,
-        several: bool = False,
-        offload: Offload | None = None,
-        adapter_scale: float | None = None,
+        several: bool,
+        offload: Offload | None,
+        adapter_scale: float | None,
     ) -> None:
         """
-        Args:
-            config: None for a frozen network.
-            several: whether other ranks hold other parts.
-            offload: where optimizer state waits between steps; None: on the device.
-            adapter_scale: of LoRA; None without adapters.
+        config         None for a frozen network
+        several        whether other ranks hold other parts
+        offload        where optimizer state waits between steps; None: on the device
+        adapter_scale  of LoRA; None without adapters
         """
         self.parameters, self._device, self._several = parameters, device, several
         self.tensors = {name: _master(parameter) for name, parameter in parameters.items()}
@@ -90,9 +87,8 @@ class Masters:
             repeated = self.tied.repeated
         counted = [grad for grad in self._gradients() if _counts_here(grad) and grad is not repeated]
         mine = [local_part(grad) for grad in counted]
-        norm = torch.nn.utils.get_total_norm(mine).to(
-            self._device
-        )  # 0 without gradients: no group had an advantage
+        # 0 without gradients: no group had an advantage.
+        norm = torch.nn.utils.get_total_norm(mine).to(self._device)
         if self._several:
             square = norm.double().square()
             dist.all_reduce(square)
@@ -166,3 +162,50 @@ def _master(parameter: nn.Parameter) -> Tensor:
     if not parameter.requires_grad or parameter.dtype in (torch.float32, torch.float64):
         return parameter
     return parameter.detach().float().requires_grad_()
+
+
+class TiedEmbedding:
+    """A copy of a token table that is also the head. The first pipeline stage looks tokens up in its copy, the last one
+    computes logits with its own; each accumulates its own part of the gradient.
+
+        first stage   a ──┐                       ┌── a + b ─▸ optimizer step
+                          ├─ once a step, `join` ─┤                            equal on both, so the copies stay equal
+        last stage    b ──┘                       └── a + b ─▸ optimizer step
+
+    master  this stage's copy, sharded as on the other stage
+    group   the pipeline's ranks, first to last
+    """
+
+    def __init__(self, master: Tensor, group: dist.ProcessGroup) -> None:
+        self._master, self._group = master, group
+        self._first = dist.get_rank(group) == 0
+        self._other = dist.get_world_size(group) - 1 if self._first else 0
+        self._joined = False
+
+    @property
+    def repeated(self) -> Tensor | None:
+        """The gradient that the first stage has too and that is counted there; None on the first stage."""
+        return None if self._first else self._master.grad
+
+    def begin(self) -> None:
+        """To be called before more gradient is added: a joined gradient remains on the first stage alone."""
+        if self._joined and not self._first:
+            self._master.grad = None
+        self._joined = False
+
+    @torch.no_grad()
+    def join(self) -> None:
+        """Collective: give both stages the sum of their gradients. Further calls do nothing."""
+        if self._joined or self._master.grad is None:  # then the other stage has no gradient either
+            return
+        self._joined = True
+        mine = local_part(self._master.grad)
+        if mine.numel() == 0:
+            return
+        theirs = torch.empty_like(mine)
+        for sends in (self._first, not self._first):
+            if sends:
+                dist.send(mine, group=self._group, group_dst=self._other)
+            else:
+                dist.recv(theirs, group=self._group, group_src=self._other)
+        mine += theirs

@@ -26,11 +26,8 @@ class Offload(NamedTuple):
 
     @staticmethod
     def of(config: LearnerConfig, device: torch.device) -> Offload | None:
-        """The offload that `learner.offload` requests; None: state stays on the device.
-
-        Raises:
-            ConfigError: The folder cannot be written, or the state is in host memory already.
-        """
+        """The offload that `learner.offload` requests; None: state stays on the device. Raises ConfigError if the
+        folder cannot be written, or the state is in host memory already."""
         if config.offload == "none":
             return None
         if config.offload_folder is not None:
@@ -98,10 +95,7 @@ def in_a_file(folder: Path, like: Tensor) -> Tensor:
     """A tensor of this shape and dtype whose memory is a mapped file, which the system writes out when it needs memory.
 
     The file is unlinked, so its space becomes free however the process ends. All of it is allocated now, because a
-    write to mapped memory on a full disk would kill the process.
-
-    Raises:
-        OSError: The disk has no room.
+    write to mapped memory on a full disk would kill the process: OSError if the disk has no room.
     """
     if not like.numel():
         return torch.empty_like(like, device="cpu")

@@ -48,21 +48,22 @@ def turns_of(batches: int, ranks: int, kind: str) -> int:
 class Pipeline:
     """Runs micro-batches through the stages of one network.
 
-    Args:
-        stages: those of this rank, sharded already.
-        group: the ranks of the pipeline, first to last.
-        documents: makes the documents of a micro-batch.
+    stages     those of this rank, sharded already
+    kind       `learner.parallel.pipeline_schedule`
+    group      the ranks of the pipeline, first to last
+    documents  makes the documents of a micro-batch
     """
 
     def __init__(
         self,
         stages: ModelStages,
+        kind: str,
         group: dist.ProcessGroup,
         device: torch.device,
         documents: Callable[[MicroBatch], Documents],
     ) -> None:
         self._documents = documents
-        self._stages, self._kind, self._group, self._device = stages.parts, stages.kind, group, device
+        self._stages, self._kind, self._group, self._device = stages.parts, kind, group, device
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         body = stages.network.body
         text = body.config.get_text_config()

@@ -8,7 +8,8 @@ Axes:  N packed tokens
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, cast
 
 import torch
@@ -16,16 +17,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import checkpoint
 
-from asyncrl.config.sections.learner import OptimizerConfig, ParallelConfig
-from asyncrl.learner.backends.checkpoint_source import CheckpointSource, allocate, is_empty, move
+from asyncrl.config.schema import Config, LearnerConfig
+from asyncrl.config.sections.learner import ParallelConfig
+from asyncrl.learner.backends.checkpoint_source import CheckpointSource, allocate, is_empty, move, origin_of
 from asyncrl.learner.backends.dtensor_layout import layout_of_dtensors
-from asyncrl.learner.backends.fsdp.layers import decoder_layers
-from asyncrl.learner.backends.fsdp.masters import Masters
+from asyncrl.learner.backends.fsdp.masters import Masters, TiedEmbedding
 from asyncrl.learner.backends.fsdp.offload import Offload
 from asyncrl.learner.backends.fsdp.pipeline import Pipeline, reshard
-from asyncrl.learner.backends.fsdp.stages import ModelStage, ModelStages
-from asyncrl.learner.backends.fsdp.tied_embeddings import TiedEmbedding
+from asyncrl.learner.backends.fsdp.stages import ModelStage, ModelStages, load_stages
 from asyncrl.learner.backends.storage import ModelState
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.models.attention import Documents
@@ -33,6 +34,8 @@ from asyncrl.learner.models.lora import Adapted, peft_names
 from asyncrl.learner.models.networks import (
     Critic,
     LanguageModel,
+    blueprint,
+    load_network,
     name_at_start,
     named_constants,
     named_parameters,
@@ -53,33 +56,38 @@ takes longer than the memory is worth."""
 
 
 class ShardedModel:
-    """The FSDP2 backend's `Policy` and `Model`."""
+    """The FSDP2 backend's `Policy` and `Model`. Raises ConfigError if it cannot be loaded or cut, or the state of its
+    optimizer cannot be offloaded.
+
+    name    POLICY or one of `roles.MODELS`
+    policy  the model that `copy_from_policy` copies
+    """
 
     def __init__(
         self,
-        network: LanguageModel | Critic | ModelStages,
-        optimizer: OptimizerConfig | None,
+        name: str,
+        config: Config,
         device: torch.device,
         mesh: Mesh,
-        parallel: ParallelConfig,
         policy: ShardedModel | None = None,
-        offload: Offload | None = None,
-        origin: CheckpointSource | None = None,
     ) -> None:
-        """
-        Args:
-            network: the whole network, or this rank's stages of a pipeline.
-            optimizer: None for a frozen network.
-            policy: the model that `copy_from_policy` copies.
-            offload: where the optimizer's state waits between steps.
-            origin: the checkpoint that fills an empty network.
-        """
+        learner, parallel = config.learner, config.learner.parallel
+        optimizer, offload = blueprint(name, config).optimizer, Offload.of(learner, device)
+        origin = origin_of(name, config)
+        empty = origin is not None
+        network: LanguageModel | Critic | ModelStages
+        if mesh.size(PIPELINE) > 1:
+            network = load_stages(name, config, mesh.index(PIPELINE), empty)
+        else:
+            network = load_network(name, config, empty)
+        if optimizer is not None:
+            prepare_layers(network, learner)
         self._stages = network if isinstance(network, ModelStages) else None
         self.network = network.network if isinstance(network, ModelStages) else network
         self._device, self._policy = device, policy
-        context = mesh.axis(CONTEXT)
-        way = parallel.context_way
-        self._context = ContextParallel(context.get_group(), way) if context is not None else None
+        self._context: ContextParallel | None = None
+        if (context := mesh.axis(CONTEXT)) is not None:
+            self._context = ContextParallel(context.get_group(), parallel.context_way)
         move(network, device)
         if optimizer is None:
             network.requires_grad_(False)
@@ -93,7 +101,8 @@ class ShardedModel:
         self.changes = optimizer is not None  # from what it was loaded with: then checkpoints keep it
         self._pipeline: Pipeline | None = None
         if self._stages is not None and (axis := mesh.axis(PIPELINE)) is not None:
-            self._pipeline = Pipeline(self._stages, axis.get_group(), device, self._documents)
+            kind = parallel.pipeline_schedule
+            self._pipeline = Pipeline(self._stages, kind, axis.get_group(), device, self._documents)
             if (table := self._masters.tensors.get(self._stages.tied or "")) is not None:
                 self._masters.tied = TiedEmbedding(table, axis.get_group())
 
@@ -167,7 +176,6 @@ class ShardedModel:
         return self._masters.state()
 
     def publish_masters(self) -> None:
-        """Collective: after masters were loaded."""
         self._masters.publish()
 
     def parameters(self) -> Mapping[str, Tensor]:
@@ -186,14 +194,7 @@ class ShardedModel:
         rank; those of other pipeline stages have no memory."""
         return self._stages.constants_of_all_ranks() if self._stages else named_constants(self.network)
 
-    def layout(self) -> Layout:
-        return self._in_checkpoint()[0]
-
-    def local_tensors(self) -> Mapping[str, Tensor]:
-        # FSDP2 alone leaves one box of each parameter.
-        return cast(dict[str, Tensor], self._in_checkpoint()[1])
-
-    def _in_checkpoint(self) -> tuple[Layout, dict[str, BoxTensors]]:
+    def in_checkpoint(self) -> tuple[Layout, dict[str, BoxTensors]]:
         network = self.network
         names = checkpoint_names(network.causal_lm.config) if isinstance(network, LanguageModel) else Names()
         return layout_of_dtensors(self.parameters(), names)
@@ -233,3 +234,31 @@ def _sum_gradients(module: nn.Module) -> None:
     sharded = cast(FSDPModule, module)
     sharded.set_gradient_divide_factor(1.0)
     sharded.set_force_sum_reduction_for_comms(True)
+
+
+def prepare_layers(network: nn.Module, config: LearnerConfig) -> None:
+    """Apply `learner.compile` and `learner.activation_checkpointing` to decoder layers, before they are sharded.
+
+        layer(…) ─▸ FSDP's hooks ─▸ checkpoint ─▸ compiled forward   parameters are whole from the first hook on
+
+    Under checkpointing a layer keeps its input alone and runs again in the backward pass. No random state is saved for
+    it: networks are in eval mode, without dropout. A compiled layer takes any number of tokens; attention, whose shapes
+    depend on the documents, is not compiled (`attention.py`).
+    """
+    for layer in decoder_layers(network):
+        forward: Callable[..., Any] = layer.forward
+        if config.compile:
+            forward = torch.compile(forward, dynamic=True)
+        if config.activation_checkpointing == "layers":
+            forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
+        if forward is not layer.forward:
+            layer.forward = forward
+
+
+def decoder_layers(network: nn.Module) -> list[nn.Module]:
+    """The layers in the outermost list of modules (`layers` in most families, `h` in GPT-2), or in that of each
+    pipeline stage of this rank. Layers of other stages are left out: they have no parameters here."""
+    if isinstance(network, ModelStages):
+        return [layer for stage in network.parts for layer in decoder_layers(stage)]
+    layers = next(module for module in network.modules() if isinstance(module, nn.ModuleList))
+    return [layer for layer in layers if next(layer.parameters(), None) is not None]

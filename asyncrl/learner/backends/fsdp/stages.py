@@ -71,9 +71,8 @@ class ModelStage(nn.Module):
         if not self.last:
             after_SD = stream(self.network, batch, documents, before_SD)
             return F.pad(after_SD, (0, 0, 0, self._width - len(after_SD)))
-        if following:
-            return cast(LanguageModel, self.network)(batch, documents, before_SD=before_SD, following=True)
-        return self.network(batch, documents, before_SD=before_SD)
+        options = {"following": True} if following else {}  # a critic has no such option
+        return self.network(batch, documents, before_SD=before_SD, **options)
 
     def rows(self, documents: Documents) -> int:
         """S, for these documents."""
@@ -81,25 +80,22 @@ class ModelStage(nn.Module):
 
 
 class ModelStages(nn.ModuleList):
-    """The stages of one rank, in order."""
+    """The stages of one rank, in order.
+
+    whole      parameters of the whole network on the meta device
+    constants  likewise
+    tied       the token table's name if the head is the same matrix; the first and the last stage have a copy each
+    """
 
     def __init__(
         self,
         stages: Iterable[ModelStage],
-        kind: str,
         whole: Mapping[str, Tensor],
         constants: Mapping[str, Tensor],
         tied: str | None,
     ) -> None:
-        """
-        Args:
-            kind: the schedule, see `pipeline.py`.
-            whole: parameters of the whole network on the meta device.
-            constants: likewise.
-            tied: the token table's name if the head is the same matrix; the first and the last stage have a copy each.
-        """
         super().__init__(stages)
-        self.kind, self.tied, self._whole, self._constants = kind, tied, dict(whole), dict(constants)
+        self.tied, self._whole, self._constants = tied, whole, constants
 
     @property
     def parts(self) -> list[ModelStage]:
@@ -137,14 +133,8 @@ class ModelStages(nn.ModuleList):
 
 
 def load_stages(name: str, config: Config, rank: int, empty: bool = False) -> ModelStages:
-    """Make the stages of the `rank`-th of `learner.parallel.pipeline` ranks, each cut out of a whole network.
-
-    Args:
-        name, empty: as for `load_network`.
-
-    Raises:
-        ConfigError: As `load_network`, and for a model that cannot be cut.
-    """
+    """Make the stages of the `rank`-th of `learner.parallel.pipeline` ranks, each cut out of a whole network that
+    `load_network` makes. Raises ConfigError as it does, and for a model that cannot be cut."""
     parallel, plan = config.learner.parallel, blueprint(name, config)
     parts: list[ModelStage] = []
     for index in stages_of(rank, parallel.pipeline, parallel.stages_per_rank):
@@ -154,7 +144,7 @@ def load_stages(name: str, config: Config, rank: int, empty: bool = False) -> Mo
         whole = {name: p.detach().to("meta") for name, p in named_parameters(network).items()}
         constants = {name: b.to("meta") for name, b in named_constants(network).items()}
         parts.append(cut_stage(network, index, parallel.stages))
-    return ModelStages(parts, parallel.pipeline_schedule, whole, constants, tied)
+    return ModelStages(parts, whole, constants, tied)
 
 
 def stages_of(rank: int, ranks: int, per_rank: int) -> range:

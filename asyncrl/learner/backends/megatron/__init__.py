@@ -5,8 +5,7 @@
     network        the GPT itself, with attention within documents and heads for log-probs or values
     model          one network over all ranks: schedules, gradients, the distributed optimizer
     boxes          flat ranges of shards as boxes of checkpoint parameters
-    state          weights, checkpoints and exports on disk, box by box
-    backend        `Backend`, made of the above
+    backend        `Backend`, made of the above; weights and checkpoints on disk, box by box
 
 `megatron.core` is imported only by network, model and backend. `sync/layout/megatron.py` maps its parameters to those
 of checkpoints.

@@ -47,14 +47,8 @@ class Architecture:
 
 
 def architecture(config: Any, key: str, path: str) -> Architecture:
-    """Translate a transformers configuration.
-
-    Args:
-        key: the configuration key of `path`, for errors.
-
-    Raises:
-        ConfigError: The model is not supported on Megatron-core.
-    """
+    """Translate a transformers configuration. Raises ConfigError, under the key of `path`, for a model that is not
+    supported on Megatron-core."""
     kind = config.model_type
     require(
         kind in (*DENSE, *MIXTURES),

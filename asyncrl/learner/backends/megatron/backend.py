@@ -1,15 +1,25 @@
 """The Megatron-core backend: this rank's place in the grid, and its part of all models.
 
-It computes on GPUs, one process each, as Megatron-core does.
+It computes on GPUs, one process each, as Megatron-core does. Checkpoints have the names and boxes of
+`learner/backends/storage.py`:
+
+    policy.NAME · optimizer.MOMENT.NAME · critic.NAME · …      every rank writes the boxes that it steps on
+
+A checkpoint does not depend on tp, pp, ep or dp: it loads at other sizes, and that of a dense model also in the other
+backend.
+
+A rank reads only its own boxes of the safetensors that a model starts from. Weights in another format, and the random
+weights of a folder without any, are made whole on each rank by `models.load_causal_lm`. Random weights depend on the
+seed alone, not on the backend.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-import os
-from collections.abc import Callable, Collection, Mapping
-from datetime import timedelta
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,47 +27,48 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import Config, ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner import ranks
 from asyncrl.learner.backends import storage
-from asyncrl.learner.backends.backend import Model, check_reference
-from asyncrl.learner.backends.megatron import state
+from asyncrl.learner.backends.backend import Backend, check_reference
+from asyncrl.learner.backends.checkpoint_source import Slices
 from asyncrl.learner.backends.megatron.architecture import architecture
+from asyncrl.learner.backends.megatron.boxes import BoxShard, cuts
 from asyncrl.learner.backends.megatron.grid import check_model, make_grid
-from asyncrl.learner.backends.megatron.model import MegatronModel
+from asyncrl.learner.backends.megatron.model import MegatronModel, Shard, StepCounter
 from asyncrl.learner.backends.megatron.network import Head, build
 from asyncrl.learner.models.networks import Critic, blueprint, check_vocabularies
 from asyncrl.learner.models.roles import POLICY
-from asyncrl.models import load_model_config
-from asyncrl.sync.layout.layout import Layout
+from asyncrl.models import checkpoint_tensors, load_causal_lm, load_model_config
+from asyncrl.sync.layout.layout import Box
+from asyncrl.sync.layout.megatron import Gpt, MegatronPlace, parts_of
+
+Read = Callable[[str, Sequence[int], Box], Tensor]
+"""(name in the checkpoint, shape of the whole, box) → that part of it."""
 
 
-class MegatronBackend:
-    """`Backend` on RANK and WORLD_SIZE as torchrun sets them; on one process if they are not set."""
+class MegatronBackend(Backend):
+    """`Backend` with Megatron-core, on GPUs."""
+
+    policy: MegatronModel
+    _models: dict[str, MegatronModel]
 
     def __init__(self, config: Config, models: Collection[str] = ()) -> None:
-        """
-        Args:
-            models: the models beside the policy, from `roles.MODELS`.
-
-        Raises:
-            ConfigError: There is no GPU, or a model cannot be loaded, or does not fit the policy or `learner.parallel`.
-        """
+        """models: those beside the policy, from `roles.MODELS`. Raises ConfigError if there is no GPU, or a model
+        cannot be loaded, or does not fit the policy or `learner.parallel`."""
         check_vocabularies(models, config)
         logging.getLogger("megatron").setLevel(logging.WARNING)  # else it lists every parameter
-        self.rank = int(os.environ.get("RANK", "0"))
-        self.world = int(os.environ.get("WORLD_SIZE", "1"))
-        self._grid = make_grid(config.learner.parallel, self.rank, self.world)
-        self.data_rank, self.data_world = self._grid.data_rank, self._grid.data
-        self.is_data_leader = self._grid.is_data_leader
-        self._config, self._device = config, _device(config)
-        _join(self._device, self.world)
+        rank, world = ranks.rank_and_world()
+        self._grid = make_grid(config.learner.parallel, rank, world)
+        super().__init__(config, self._grid.data_rank, self._grid.data_leaders)
+        self._device = _device(config)
+        ranks.join_process_group(self._device, alone=world == 1)  # Megatron needs one even for one process
         self._initialise()
-        self._writers: dist.ProcessGroup | None = None
-        self._models: dict[str, MegatronModel] = {}
+        self._models = {}
         for name in (POLICY, *sorted(models)):  # the same order on every rank
             self._models[name] = self._load(name)
         self.policy = self._models[POLICY]
@@ -86,53 +97,35 @@ class MegatronBackend:
         check_model(found, shape.gpt)
         head: Head = "values" if plan.make is Critic else "logprobs"
         chunks = build(shape, found, getattr(torch, model.dtype), hf, head, self._device)
-        gpt, read = shape.padded(found.tensor), state.reader(model, config.run.seed, plan.key)
+        gpt, read = shape.padded(found.tensor), _reader(model, config.run.seed, plan.key)
         for chunk in chunks:
-            state.fill(chunk.body_parameters(), gpt, chunk.place, read)
+            _fill(chunk.body_parameters(), gpt, chunk.place, read)
         return MegatronModel(name, chunks, gpt, found, plan.optimizer, self._device, self._models.get(POLICY))
-
-    @property
-    def models(self) -> Mapping[str, Model]:
-        return {name: model for name, model in self._models.items() if name != POLICY}
-
-    def exchange(self, value: Any) -> list[Any]:
-        return ranks.exchange(value)
-
-    def gather(self, mine: Tensor) -> list[Tensor]:
-        return ranks.gather(mine, self._grid.data_leaders)
-
-    def layout(self) -> Layout:
-        return self.policy.in_checkpoint()[0]
-
-    def local_tensors(self) -> Mapping[str, Any]:
-        return self.policy.in_checkpoint()[1]
-
-    def save(self, folder: Path) -> None:
-        state.save_models(folder, {name: model for name, model in self._models.items() if model.changes})
-
-    def stage(self) -> Callable[[Path], None]:
-        written = state.stage_models({name: model for name, model in self._models.items() if model.changes})
-        if self._writers is None:
-            deadline = timedelta(seconds=self._config.checkpoint.deadline_s)
-            self._writers = dist.new_group(backend="gloo", timeout=deadline)
-        return lambda folder: storage.save(folder, written, self._writers)
-
-    def load(self, folder: Path) -> None:
-        state.load_models(folder, self._models)
-
-    def export_hf(self, folder: Path) -> None:
-        every = self.exchange(state.export_bytes(self.policy))
-        state.export_policy(
-            folder, self.policy, {name: size for sizes in every for name, size in sizes.items()}
-        )
-        if self.rank == 0:
-            state.export_configs(folder, self._config)
-        self.exchange(None)
 
     def close(self) -> None:
         ps.destroy_model_parallel()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def _state(self) -> dict[str, Any]:
+        return _state_of(self._models)[0]
+
+    def _load_state(self, folder: Path) -> None:
+        state, counters = _state_of(self._models, copies=True)
+        storage.load_state(folder, state)
+        for counter in counters:
+            counter.put_back()
+        torch.set_rng_state(state[storage.RNG])
+
+    def _causal_lm(self) -> PreTrainedModel:
+        model = self._config.model
+        with torch.device("meta"):
+            causal_lm = AutoModelForCausalLM.from_config(
+                load_model_config(model), dtype=getattr(torch, model.dtype)
+            )
+        with suppress(OSError):  # the folder has none
+            causal_lm.generation_config = GenerationConfig.from_pretrained(model.path, local_files_only=True)
+        return causal_lm
 
 
 def _device(config: Config) -> torch.device:
@@ -148,10 +141,57 @@ def _device(config: Config) -> torch.device:
         ) from error
 
 
-def _join(device: torch.device, world: int) -> None:
-    """Make the process group, which Megatron needs even for one process."""
-    if world > 1:
-        ranks.join_process_group(device)
-    elif not dist.is_initialized():
-        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+def _state_of(
+    models: Mapping[str, MegatronModel], copies: bool = False
+) -> tuple[dict[str, Tensor], list[StepCounter]]:
+    """(live tensors by flat names, torch's random state among them; counters of steps) of the models that change.
+    copies: include copies of tied weights, which are loaded but not saved."""
+    state: dict[str, Tensor] = {storage.RNG: torch.get_rng_state()}
+    counters: list[StepCounter] = []
+    for model_name, model in models.items():
+        if not model.changes:
+            continue
+        shapes: dict[str, tuple[int, ...]] = {}
+        pieces = defaultdict[str, list[tuple[Box, Tensor]]](list)
+        for shard in model.shards():
+            if shard.copy and not copies:
+                continue
+            counters += [shard.counter] if shard.counter is not None else []
+            for cut, views in _cut(shard):
+                if shard.counter is not None:
+                    state[storage.flat_name(model_name, cut.name, "step")] = shard.counter.value
+                for kind, view in views.items():
+                    name = storage.flat_name(model_name, cut.name, kind)
+                    shapes[name] = cut.shape
+                    pieces[name].append((cut.box, view))
+        state |= {name: storage.Boxes(shapes[name], found) for name, found in pieces.items()}
+    return state, counters
+
+
+def _cut(shard: Shard) -> Iterator[tuple[BoxShard, dict[str, Tensor]]]:
+    """Each checkpoint box of a shard, with views of the shard's tensors."""
+    stop = shard.start + len(shard.tensors[""])
+    for cut in cuts(shard.parts, shard.shape, shard.start, stop):
+        here = slice(cut.start - shard.start, cut.stop - shard.start)
+        yield cut, {kind: flat[here].view(cut.box.shape) for kind, flat in shard.tensors.items()}
+
+
+def _reader(model: ModelConfig, seed: int, key: str) -> Read:
+    """A function that reads boxes of the checkpoint at `model.path`, and raises ConfigError as `Slices.read`."""
+    slices = Slices.of(model.path, key)
+    if slices is not None:
+        return slices.read
+    whole = checkpoint_tensors(load_causal_lm(model, seed, key=key))
+    return lambda name, _, box: whole[name][box.slices()]
+
+
+@torch.no_grad()
+def _fill(parameters: Mapping[str, nn.Parameter], gpt: Gpt, place: MegatronPlace, read: Read) -> None:
+    """Fill a chunk's parameters. Padding rows of the vocabulary become 0."""
+    for name, parameter in parameters.items():
+        start = 0
+        for part in parts_of(name, gpt, place):
+            stop = start + part.box.shape[0]
+            parameter[start:stop].copy_(read(part.name, part.shape, part.box))
+            start = stop
+        parameter[start:].zero_()

@@ -56,10 +56,6 @@ class Grid:
         first = (self.pipeline - 1) * self.data * self.tensor
         return [first + data * self.tensor for data in range(self.data)]
 
-    @property
-    def is_data_leader(self) -> bool:
-        return self.rank in self.data_leaders
-
     def place(self, chunk: int) -> MegatronPlace:
         """The place of a model chunk of this rank."""
         return MegatronPlace(

@@ -43,7 +43,12 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class MegatronModel:
-    """The Megatron backend's `Policy` and `Model`."""
+    """The Megatron backend's `Policy` and `Model`.
+
+    chunks     those of this rank, with their weights
+    optimizer  None for a frozen network
+    policy     the model that `copy_from_policy` copies
+    """
 
     def __init__(
         self,
@@ -53,14 +58,8 @@ class MegatronModel:
         found: Grid,
         optimizer: OptimizerConfig | None,
         device: torch.device,
-        policy: MegatronModel | None = None,
+        policy: MegatronModel | None,
     ) -> None:
-        """
-        Args:
-            chunks: those of this rank, with their weights.
-            optimizer: None for a frozen network.
-            policy: the model that `copy_from_policy` copies.
-        """
         self.name, self.chunks, self.gpt = name, list(chunks), gpt
         self._grid, self._device, self._policy = found, device, policy
         self._clip = optimizer.grad_clip if optimizer else 0.0
@@ -137,11 +136,8 @@ class MegatronModel:
         forward_only: bool = False,
         following: bool = False,
     ) -> None:
-        """Run all micro-batches through all stages.
-
-        Args:
-            conclude: (number of the micro-batch, batch, outputs of the head) → a sum to differentiate.
-        """
+        """Run all micro-batches through all stages. conclude: (number of the micro-batch, batch, outputs of the head) →
+        a sum to differentiate."""
         lengths = [-(-batch.tokens // self._grid.tensor) * self._grid.tensor for batch in batches]
         if self._grid.chunks > 1:  # Megatron's interleaved stages exchange one shape
             lengths = [max(lengths)] * len(lengths)
@@ -211,7 +207,7 @@ class MegatronModel:
     # ------------------------------------------------------------------ checkpoints
 
     def in_checkpoint(self) -> tuple[dict[str, ParamLayout], dict[str, BoxTensors]]:
-        """(layout, live tensors) of this rank. Weights tied between two stages belong to the first."""
+        """Weights tied between two stages belong to the first."""
         layout: dict[str, ParamLayout] = {}
         views: dict[str, BoxTensors] = {}
         for chunk in self.chunks:
@@ -237,7 +233,6 @@ class MegatronModel:
                         yield Shard(parts, shape, start, *_stepped(owner, parameter), copy)
 
     def publish_masters(self) -> None:
-        """Collective: copy masters into the parameters, after they were loaded."""
         if self._optimizer is not None:
             for owner in self._optimizer.chained_optimizers:
                 owner._copy_main_params_to_model_params()

@@ -134,11 +134,7 @@ class PackedGpt(GPTModel):
         head: Head,
         interleaved: bool,
     ) -> None:
-        """
-        Args:
-            gpt: shapes, with the padded vocabulary.
-            positions: the transformers configuration, for rotary embeddings.
-        """
+        """gpt: shapes, with the padded vocabulary. positions: the transformers configuration, for rotary embeddings."""
         super().__init__(
             config,
             layers,

@@ -15,11 +15,12 @@ import torch.distributed.checkpoint as dcp
 from learner_cases import random_group, small_config, tiny_model
 from rank_processes import run_ranks
 from safetensors.torch import load_file
+from trainer_cases import checkpoints_of, newest
 
-from asyncrl.config.schema import CheckpointConfig, Config, CriticConfig, LearnerConfig
+from asyncrl.config.schema import Config, CriticConfig, LearnerConfig
 from asyncrl.config.sections.learner import OptimizerConfig, ParallelConfig
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend, end_rank
-from asyncrl.learner.checkpoint import Meta, Saver, load, newest, read_meta
+from asyncrl.learner.checkpoint import STATE, Meta, read_meta
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.export import export
 
@@ -61,7 +62,7 @@ def save_main(folder: Path) -> None:
     backend = backend_of(folder)
     for number in range(2):
         step(backend, number)
-    saver = Saver(folder, backend, CheckpointConfig())
+    saver = checkpoints_of(folder, backend)
     torch.manual_seed(7)
     saver.begin(META)
     torch.manual_seed(8)
@@ -75,7 +76,7 @@ def save_main(folder: Path) -> None:
 def go_on(folder: Path, parallel: ParallelConfig = ALONE) -> dict[str, Any]:
     backend, found = backend_of(folder, parallel), newest(folder)
     assert found is not None
-    load(found, backend)
+    backend.load(found / STATE)
     assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(7).get_state())
     return after_step(backend, 2)
 
@@ -113,7 +114,7 @@ def test_one_process_goes_on(folder: Path) -> None:
 def test_what_two_ranks_saved_is_exported_by_one(folder: Path, tmp_path: Path) -> None:
     backend, found = backend_of(folder), newest(folder)
     assert found is not None
-    load(found, backend)
+    backend.load(found / STATE)
     assert export(config_in(folder, ParallelConfig(replicate=2)), folder, tmp_path / "out") == META.version
     written = load_file(next((tmp_path / "out").glob("*.safetensors")))
     expected = backend.local_tensors()

@@ -25,9 +25,8 @@ from asyncrl.config.schema import Config, CriticConfig, LearnerConfig, ModelConf
 from asyncrl.config.sections.learner import ParallelConfig
 from asyncrl.config.sections.models import LoraConfig
 from asyncrl.errors import ConfigError
-from asyncrl.learner.backends.checkpoint_source import origin_of
+from asyncrl.learner.backends.checkpoint_source import INDEX, SINGLE, Slices, origin_of
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend, end_rank
-from asyncrl.learner.backends.slices import INDEX, SINGLE, Slices
 from asyncrl.learner.models.lora import DOWN, UP
 from asyncrl.learner.models.networks import load_network, named_parameters
 from asyncrl.learner.models.roles import POLICY

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.learner.backends.fsdp import tied_embeddings as tied
-from asyncrl.learner.backends.fsdp.tied_embeddings import TiedEmbedding
+from asyncrl.learner.backends.fsdp import masters as holder
+from asyncrl.learner.backends.fsdp.masters import TiedEmbedding
 
 
 @dataclass
@@ -47,7 +47,7 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> tuple[Stage, Stage]:
         tensor.copy_(boxes[group].get(timeout=10))
 
     names: dict[str, Any] = {"get_rank": lambda group: group, "get_world_size": lambda group: 2}
-    monkeypatch.setattr(tied, "dist", SimpleNamespace(send=send, recv=recv, **names))
+    monkeypatch.setattr(holder, "dist", SimpleNamespace(send=send, recv=recv, **names))
     masters = [torch.zeros(2), torch.zeros(2)]
     first, last = (Stage(rank, master, TiedEmbedding(master, rank)) for rank, master in enumerate(masters))  # type: ignore[arg-type]
     return first, last

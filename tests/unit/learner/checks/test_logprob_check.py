@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import math
 import shutil
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,7 @@ from asyncrl.models import load_causal_lm
 from asyncrl.probes import prompts
 from asyncrl.queue.protocol.replies import Trained
 from asyncrl.telemetry.sinks import read_rows
+from asyncrl.telemetry.status import ProcessStatus
 from asyncrl.types import Group, Rollout, Sampling, Task
 
 FAST = LearnerConfig(
@@ -290,7 +292,16 @@ def trained_with(pool: LivePool) -> list[dict[str, Any]]:
     backend = FsdpBackend(config, requirements.models(config))
     publisher = FlippingPublisher(backend.local_tensors(), pool=pool)
     folder = Path(config.run.dir) / config.run.name
-    trainer = open_trainer(config, backend, pool, lambda _: publisher, folder)  # type: ignore[arg-type]
+    trainer = open_trainer(
+        config,
+        backend,
+        pool,  # type: ignore[arg-type]
+        lambda _: publisher,  # type: ignore[arg-type,return-value]
+        keys=None,
+        stop=threading.Event(),
+        heldout={},
+        status=ProcessStatus(),
+    )
     trainer.run()
     assert trainer.version == config.run.versions
     return [row for row in read_rows(folder / "metrics.jsonl") if "step_s" in row]

@@ -54,7 +54,7 @@ def test_one_process_needs_no_device_mesh() -> None:
     assert mesh.device_mesh is None
     assert mesh.fsdp is None
     assert mesh.axis("tp") is None
-    assert (mesh.data_rank, mesh.data_world, mesh.is_data_leader, mesh.data_leaders) == (0, 1, True, [0])
+    assert (mesh.data_rank, mesh.data_leaders) == (0, [0])
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -17,10 +18,10 @@ import zmq
 from learner_cases import copied_weights, random_group, small_config, tiny_model
 from learner_fakes import FakeBackend, ranks
 from torch import Tensor
+from trainer_cases import checkpoints_of
 
 from asyncrl.config.schema import (
     BatchConfig,
-    CheckpointConfig,
     Config,
     CriticConfig,
     LearnerConfig,
@@ -32,7 +33,7 @@ from asyncrl.config.sections.learner import OptimizerConfig
 from asyncrl.config.sections.models import PlaceConfig, PlacementConfig
 from asyncrl.errors import DeadlineError, PoolLostError, RefusedError, WireError
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
-from asyncrl.learner.checkpoint import Meta, Saver
+from asyncrl.learner.checkpoint import Meta
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.remote import remote_protocol
 from asyncrl.learner.remote.remote_model import RemoteModel
@@ -40,10 +41,9 @@ from asyncrl.learner.training import requirements
 from asyncrl.learner.training.objectives import OutcomeObjective, ValueObjective
 from asyncrl.learner.training.passes import PADDING, PassResult
 from asyncrl.learner.training.version_step import VersionReport, version_step
-from asyncrl.pool.call_barrier import CallBarrier
 from asyncrl.pool.model import InferenceModel
 from asyncrl.pool.trained_model import TrainedModel
-from asyncrl.pool.training_server import TrainingServer
+from asyncrl.pool.training_server import CallBarrier, TrainingServer
 from asyncrl.rpc.client import RpcClient
 from asyncrl.rpc.keys import ClientKeys, client_keys, make_keys
 from asyncrl.rpc.message import decode, encode
@@ -95,8 +95,9 @@ class Pools:
         is_data_leader: bool = True,
     ) -> dict[str, RemoteModel]:
         """What one rank of a learner has of them."""
+        backend: Any = SimpleNamespace(rank=rank, world=world, is_data_leader=is_data_leader)
         found = {
-            name: RemoteModel(name, self.config, rank, world, self, self.keys, is_data_leader)
+            name: RemoteModel(name, self.config, backend, self, self.keys)  # type: ignore[arg-type]
             for name in self.models
         }
         self.lines += found.values()
@@ -295,7 +296,7 @@ def test_a_model_goes_on_from_a_checkpoint_or_from_the_beginning(
     start = pools.weights()
     folder = Path(config.run.dir) / config.run.name
     pooled = pools.open(epoch=1)
-    saver = Saver(folder, backend, CheckpointConfig(), pooled.values())
+    saver = checkpoints_of(folder, backend, remote_models=pooled.values())
     training = version_step(backend, config, remote_models=pooled)
     saved: dict[str, Tensor] = {}
     for version in range(2):
@@ -401,7 +402,7 @@ def test_a_pool_that_is_nowhere_is_waited_for_with_a_deadline(tmp_path: Path) ->
         def lookup(self, key: str, wait_s: float) -> Any:
             raise DeadlineError("learner rank 0", "the queue", f"the entry '{key}'", wait_s)
 
-    model = RemoteModel("critic", config_of(tmp_path), 0, 1, Board())
+    model = RemoteModel("critic", config_of(tmp_path), FakeBackend(), Board(), None)  # type: ignore[arg-type]
     with pytest.raises(
         DeadlineError, match=r"learner rank 0 waited .* the pool of the critic: .* version 5.*pool/critic"
     ):
@@ -576,7 +577,7 @@ def test_what_passes_have_found_travels() -> None:
 
 
 def test_a_call_is_due_once_all_ranks_have_made_it() -> None:
-    step: CallBarrier[str] = CallBarrier(2)
+    step = CallBarrier(2)
     said = {"version": 3}
     step.batch(1, 0, [b"b"])
     assert step.call(1, 0, "learn", said, "one", batches=1) is None
@@ -592,7 +593,7 @@ def test_a_call_is_due_once_all_ranks_have_made_it() -> None:
 
 
 def test_ranks_that_say_different_things_are_refused() -> None:
-    step: CallBarrier[str] = CallBarrier(2)
+    step = CallBarrier(2)
     step.call(0, 0, "norm", {"scale": 0.5}, "zero")
     for kind, said in (("norm", {"scale": 0.25}), ("forget", {}), ("step", {"scale": 0.5})):
         with pytest.raises(RefusedError, match="disagree"):
@@ -603,7 +604,7 @@ def test_ranks_that_say_different_things_are_refused() -> None:
 @pytest.mark.parametrize(("rank", "number", "batches"), [(2, 0, 0), (-1, 0, 0), (0, 1, 0), (0, 0, 1)])
 def test_a_call_out_of_order_is_refused(rank: int, number: int, batches: int) -> None:
     with pytest.raises(WireError):
-        CallBarrier[str](2).call(rank, number, "forget", {}, "", batches)
+        CallBarrier(2).call(rank, number, "forget", {}, "", batches)
 
 
 def test_threads_end_with_their_pool(tmp_path: Path, pools_of: Callable[..., Pools]) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
+from asyncrl.config.schema import Config, LearnerConfig
 from asyncrl.errors import RefusedError
 from asyncrl.learner.train_stream import LeaveLoop, NoGroups, TrainStream, _counts_text
 from asyncrl.queue.protocol.replies import Claim
 from asyncrl.telemetry.spans import Spans
+from asyncrl.telemetry.status import ProcessStatus
 
 
 class Dry:
@@ -57,13 +60,12 @@ def test_a_wait_in_vain_tells_where_the_tasks_are(dropped: Mapping[str, int] | N
     stream = TrainStream(
         dry,  # type: ignore[arg-type]
         dry,  # type: ignore[arg-type]
+        Config(learner=LearnerConfig(groups_deadline_s=1e-6)),
         Spans(),
         learner_epoch=0,
-        max_tokens=1,
-        whole=False,
-        deadline_s=1e-6,
-        stopping=lambda: False,
+        stop=threading.Event(),
         idle=lambda: None,
+        status=ProcessStatus(),
     )
     with pytest.raises(NoGroups) as error:
         next(stream.step(3))
@@ -84,13 +86,12 @@ def test_a_wait_in_vain_names_the_rewards_whose_calls_do_not_end() -> None:
     stream = TrainStream(
         dry,  # type: ignore[arg-type]
         dry,  # type: ignore[arg-type]
+        Config(learner=LearnerConfig(groups_deadline_s=1e-6)),
         Spans(),
         learner_epoch=0,
-        max_tokens=1,
-        whole=False,
-        deadline_s=1e-6,
-        stopping=lambda: False,
+        stop=threading.Event(),
         idle=lambda: None,
+        status=ProcessStatus(),
     )
     with pytest.raises(NoGroups, match=r"dropped: none; reward calls under way: 72 of x\.py:slow$"):
         next(stream.step(3))
@@ -117,13 +118,12 @@ def test_all_ranks_give_up_together(other: list[Any], end: type[Exception]) -> N
     stream = TrainStream(
         full,  # type: ignore[arg-type]
         full,  # type: ignore[arg-type]
+        Config(learner=LearnerConfig(groups_deadline_s=600.0)),
         Spans(),
         learner_epoch=0,
-        max_tokens=1,
-        whole=False,
-        deadline_s=600.0,
-        stopping=lambda: False,
+        stop=threading.Event(),
         idle=lambda: None,
+        status=ProcessStatus(),
     )
     with pytest.raises(end):
         next(stream.step(3))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from learner_cases import random_group, small_config
-from trainer_cases import Case, FakeQueue
+from trainer_cases import Case, FakeQueue, newest
 
 from asyncrl.config.config_consistency import AGREED
 from asyncrl.config.schema import CheckpointConfig, Config, LearnerConfig, RewardConfig, RunConfig
@@ -29,6 +30,7 @@ from asyncrl.learner.train_stream import StepRestarted, TrainStream
 from asyncrl.queue.protocol.settings import Frontier
 from asyncrl.queue.wire import wire
 from asyncrl.telemetry.spans import Spans
+from asyncrl.telemetry.status import ProcessStatus
 from asyncrl.types import Group
 
 
@@ -70,7 +72,7 @@ def test_a_run_from_the_first_to_the_last_version(tmp_path: Path) -> None:
     assert summary["tasks_dropped_by_reason"] == {"reward": 2, "filtered": 40}
     assert summary["staleness"] == {"mean": 1.0, "max": 2, "bound": 1}
     assert summary["utilization"]["generator"] == pytest.approx(0.75)
-    assert checkpoint.newest(case.folder) == case.folder / "checkpoints" / "v000003"
+    assert newest(case.folder) == case.folder / "checkpoints" / "v000003"
     assert (case.folder / "final" / "config.json").exists()
 
 
@@ -150,9 +152,9 @@ def test_critics_and_adapted_coefficients_are_resumed_too(tmp_path: Path) -> Non
     multipliers = [row["cost_multiplier"] for row in second.rows if "step_s" in row]
     assert multipliers == [row["cost_multiplier"] for row in through.rows if "step_s" in row]
     assert multipliers[0] == 1.0 < multipliers[1] < multipliers[2]
-    newest = checkpoint.newest(second.folder)
-    assert newest is not None
-    assert checkpoint.read_meta(newest).controls["cost_multiplier"] > multipliers[3]
+    whole = newest(second.folder)
+    assert whole is not None
+    assert checkpoint.read_meta(whole).controls["cost_multiplier"] > multipliers[3]
 
 
 def test_a_checkpoint_from_before_there_were_controls_is_read(tmp_path: Path) -> None:
@@ -193,9 +195,9 @@ def test_a_stop_while_groups_are_missing_gives_the_step_up(tmp_path: Path) -> No
         case.trainer.run()
     assert queue.of("trained") == [0]
     assert queue.of("finish") == ["stopped"]
-    newest = checkpoint.newest(case.folder)
-    assert newest is not None
-    assert checkpoint.read_meta(newest) == checkpoint.Meta(1, b"train after 1", b"eval after 0")
+    whole = newest(case.folder)
+    assert whole is not None
+    assert checkpoint.read_meta(whole) == checkpoint.Meta(1, b"train after 1", b"eval after 0")
     assert (case.summary["versions"], case.summary["ended"]) == (1, "stopped")
 
 
@@ -257,13 +259,12 @@ def test_all_ranks_begin_a_step_anew_together(other: list[Any]) -> None:
     stream = TrainStream(
         FakeQueue(),
         backend,
+        Config(),
         Spans(),
         learner_epoch=1,
-        max_tokens=8,
-        whole=False,
-        deadline_s=60.0,
-        stopping=lambda: False,
+        stop=threading.Event(),
         idle=lambda: None,
+        status=ProcessStatus(),
     )
     with pytest.raises(StepRestarted):
         next(stream.step(0))
@@ -286,9 +287,9 @@ def test_what_was_learned_is_saved_when_no_more_groups_come(tmp_path: Path) -> N
     case = Case(small_config(tmp_path, learner=learner), FakeQueue(dry_from=3))
     with pytest.raises(DeadlineError, match="a group for version 2"):
         case.trainer.run()
-    newest = checkpoint.newest(case.folder)
-    assert newest is not None
-    assert checkpoint.read_meta(newest) == checkpoint.Meta(1, b"train after 1", b"eval after 0")
+    whole = newest(case.folder)
+    assert whole is not None
+    assert checkpoint.read_meta(whole) == checkpoint.Meta(1, b"train after 1", b"eval after 0")
 
 
 def test_a_stop_before_the_optimizer_steps_of_a_whole_batch_gives_them_up(tmp_path: Path) -> None:
