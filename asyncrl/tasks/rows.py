@@ -159,7 +159,7 @@ class RowReader:
                 raise TaskError(f"is a {type(row).__name__}, not a mapping with the key {key!r}")
             if not _is_prompt(task.prompt):
                 raise TaskError("the prompt must be a text or a list of messages with role and content")
-            self._check_can_be_sent(task.data)
+            self._check_can_be_sent(task)
         except TaskError as error:
             raise TaskError(f"{self.place(index)}: {error}") from None
         return replace(task, prompt=framed(task.prompt, self.config))
@@ -190,12 +190,15 @@ class RowReader:
             return self._field(row[outer], inner)
         raise TaskError(f"has no {name!r}, only {', '.join(map(repr, row)) or 'nothing'}")
 
-    def _check_can_be_sent(self, data: Mapping[str, Any]) -> None:
-        try:
-            msgpack.packb(dict(data))
-        except (TypeError, ValueError, OverflowError) as error:
-            rule = f"its data cannot be sent to another process: {error}"
-            raise TaskError(f"{rule}; select fields that can with {self.section}.fields") from None
+    def _check_can_be_sent(self, task: Task) -> None:
+        for part, value, remedy in (
+            ("prompt", task.prompt, "keep texts and numbers in its messages"),
+            ("data", dict(task.data), f"select fields that can with {self.section}.fields"),
+        ):
+            try:
+                msgpack.packb(value)
+            except (TypeError, ValueError, OverflowError) as error:
+                raise TaskError(f"its {part} cannot be sent to another process: {error}; {remedy}") from None
 
 
 def framed(prompt: Prompt, config: SourceConfig) -> Prompt:
@@ -217,5 +220,5 @@ def _is_prompt(prompt: object) -> bool:
     return (
         isinstance(prompt, list)
         and bool(prompt)
-        and all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in prompt)
+        and all(isinstance(m, Mapping) and isinstance(m.get("role"), str) and "content" in m for m in prompt)
     )

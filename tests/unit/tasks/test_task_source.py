@@ -132,6 +132,11 @@ def test_options_that_the_source_does_not_take(sources: str) -> None:
         ({"question": "1+1"}, "task 0: has no 'prompt', only 'question'"),
         ({"prompt": 3}, "must be a text or a list of messages"),
         ({"prompt": [{"role": "user"}]}, "must be a text or a list of messages"),
+        ({"prompt": [{"role": None, "content": "a"}]}, "must be a text or a list of messages"),
+        (
+            {"prompt": [{"role": "user", "content": "a", "image": {1, 2}}]},
+            r"its prompt cannot be sent.*keep texts and numbers",
+        ),
         ({"prompt": "a", "answer": {1, 2}}, r"cannot be sent.*select fields that can with tasks\.fields"),
     ],
 )
