@@ -44,7 +44,7 @@ SIMPLE: dict[Any, dict[str, Any]] = {
 @functools.cache
 def schema() -> dict[str, Any]:
     """The JSON Schema of a configuration file, with `include`."""
-    of_file = _section(Config, "")
+    of_file = _section(Config(), "")
     of_file["properties"]["include"] = {
         "description": "files that are merged before this one, beside it or in configs/",
         "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
@@ -52,31 +52,30 @@ def schema() -> dict[str, Any]:
     return {"$schema": DIALECT, "title": "asyncrl configuration", **of_file}
 
 
-def _section(made: type, prefix: str, keys: tuple[str, ...] | None = None) -> dict[str, Any]:
-    """keys: of the section, unless all."""
-    hints = typing.get_type_hints(made, include_extras=True)
+def _section(section: Any, prefix: str, keys: tuple[str, ...] | None = None) -> dict[str, Any]:
+    """section: an object of defaults, of which the section around it may set some · keys: of the section, unless all."""
+    hints = typing.get_type_hints(type(section), include_extras=True)
     properties: dict[str, Any] = {}
-    for field in dataclasses.fields(made):
+    for field in dataclasses.fields(section):
         if keys is not None and field.name not in keys:
             continue
-        key, inner = f"{prefix}{field.name}", sections(made).get(field.name)
-        if inner is not None:
-            properties[field.name] = _section(inner, f"{key}.")
+        key, default = f"{prefix}{field.name}", getattr(section, field.name)
+        if field.name in sections(type(section)):
+            properties[field.name] = _section(default, f"{key}.")
         else:
-            properties[field.name] = _key(key, field, hints[field.name])
+            properties[field.name] = _key(key, default, hints[field.name])
     return {"type": ["object", "null"], "properties": properties, "additionalProperties": False}
 
 
-def _key(key: str, field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
+def _key(key: str, default: Any, hint: Any) -> dict[str, Any]:
     if key in ENTRIES:
         made, keys = ENTRIES[key]
-        allowed = {"type": ["object", "null"], "additionalProperties": _section(made, f"{key}.", keys)}
+        allowed = {"type": ["object", "null"], "additionalProperties": _section(made(), f"{key}.", keys)}
     else:
         allowed = _type(hint)
     known: dict[str, Any] = {}
     if about := key_comments().get(key):
         known["description"] = about
-    default = field.default if field.default is not dataclasses.MISSING else None
     if default not in (None, "???") and isinstance(default, (bool, int, float, str)):
         known["default"] = default
     if "enum" in allowed:  # editors complete what stands right here

@@ -34,18 +34,17 @@ def _section(name: str, made: type) -> str:
         "" if made.__doc__ is None or made.__doc__.startswith(f"{made.__name__}(") else inspect.getdoc(made)
     )
     intro = f"{about}\n\n" if about else ""
-    return f"## `{name}`\n\n{intro}{TABLE}{''.join(_rows(made, f'{name}.'))}"
+    return f"## `{name}`\n\n{intro}{TABLE}{''.join(_rows(made(), f'{name}.'))}"
 
 
-def _rows(made: type, prefix: str) -> Iterator[str]:
-    hints = typing.get_type_hints(made, include_extras=True)
-    defaults = made()
-    for field in dataclasses.fields(made):
-        key, inner = f"{prefix}{field.name}", sections(made).get(field.name)
-        if inner is not None:
-            yield from _rows(inner, f"{key}.")
+def _rows(section: Any, prefix: str) -> Iterator[str]:
+    """section: an object of defaults, of which the section around it may set some."""
+    hints = typing.get_type_hints(type(section), include_extras=True)
+    for field in dataclasses.fields(section):
+        key, default = f"{prefix}{field.name}", getattr(section, field.name)
+        if field.name in sections(type(section)):
+            yield from _rows(default, f"{key}.")
             continue
-        default = getattr(defaults, field.name)
         shown = "**required**" if default == "???" else f"`{scalar(default)}`"
         cells = (f"`{key}`", takes(hints[field.name]), shown, key_comments().get(key, ""))
         yield f"| {' | '.join(map(_escaped, cells))} |\n"
