@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -28,12 +28,16 @@ from bench.sync.model import HEAD, SHAPES
 SLOTS, LENGTH = 4, 2048
 
 
+Receive = Callable[[Transfer, int, float], None]
+"""Waits for a transfer of so many bytes, at most so many seconds."""
+
+
 @dataclass
 class SlowChannel:
-    """Bytes arrive no faster than `bytes_per_s`."""
+    """A channel whose receives take what `receive` takes."""
 
     channel: SharingChannel
-    bytes_per_s: float
+    receive: Receive
 
     @property
     def device(self) -> torch.device:
@@ -43,15 +47,13 @@ class SlowChannel:
         return self.channel.send(data)
 
     def recv(self, into: torch.Tensor) -> Transfer:
-        return SlowTransfer(self.channel.recv(into), into.numel() / self.bytes_per_s)
+        return SlowTransfer(self.channel.recv(into), into.numel(), self.receive)
 
     def send_parts(self, parts: Sequence[torch.Tensor]) -> Transfer:
         return self.channel.send_parts(parts)
 
     def recv_parts(self, into: Sequence[torch.Tensor]) -> Transfer:
-        return SlowTransfer(
-            self.channel.recv_parts(into), sum(part.nbytes for part in into) / self.bytes_per_s
-        )
+        return SlowTransfer(self.channel.recv_parts(into), sum(part.nbytes for part in into), self.receive)
 
     def close(self) -> None:
         self.channel.close()
@@ -60,11 +62,11 @@ class SlowChannel:
 @dataclass
 class SlowTransfer:
     transfer: Transfer
-    seconds: float
+    nbytes: int
+    receive: Receive
 
     def wait(self, seconds: float) -> None:
-        self.transfer.wait(seconds)
-        time.sleep(self.seconds)
+        self.receive(self.transfer, self.nbytes, seconds)
 
 
 @dataclass
@@ -99,9 +101,12 @@ async def run(talk: Talk, said: dict[str, Any]) -> None:
     if said["link_bytes_per_s"]:
         opened = link.open_channel
 
+        def receive(transfer: Transfer, nbytes: int, seconds: float) -> None:
+            transfer.wait(seconds)
+            time.sleep(nbytes / said["link_bytes_per_s"])
+
         def open_slow(*of: Any, **more: Any) -> SlowChannel:
-            channel = cast(SharingChannel, opened(*of, **more))
-            return SlowChannel(channel, said["link_bytes_per_s"])
+            return SlowChannel(cast(SharingChannel, opened(*of, **more)), receive)
 
         link.open_channel = cast(Any, open_slow)
     engine = TransformersEngine(

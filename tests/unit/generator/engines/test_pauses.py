@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,10 +18,11 @@ from asyncrl.generator.engines.engine import SampleRequest
 from asyncrl.generator.engines.receiver import WeightReader
 from asyncrl.generator.engines.scripted_engine import ScriptedEngine
 from asyncrl.generator.weights import WeightFollower
-from asyncrl.sync.channels.transport import SharingChannel, Transfer
+from asyncrl.sync.channels.transport import Transfer
 from asyncrl.sync.layout.layout import layout_bytes, whole_layout
 from asyncrl.sync.tensors.shards import Shards, TensorBuffer
 from asyncrl.types import Sampling
+from bench.sync.engine import OneLearner, SlowChannel
 
 closing = pytest.fixture(closing_all)
 
@@ -96,56 +97,6 @@ async def sample_for_ever(engine: CountingEngine) -> None:
         await engine.sample(SampleRequest(str(number), prompt, Sampling(max_tokens=9_000), 0))
 
 
-@dataclass
-class SlowChannel:
-    """A link over which a bucket takes as long as the engine takes for three steps."""
-
-    channel: SharingChannel
-    engine: CountingEngine
-    arrived: list[tuple[int, int]]
-
-    @property
-    def device(self) -> torch.device:
-        return self.channel.device
-
-    def send(self, data: torch.Tensor) -> Transfer:
-        return self.channel.send(data)
-
-    def recv(self, into: torch.Tensor) -> Transfer:
-        return SlowTransfer(self, self.channel.recv(into), into.numel())
-
-    def send_parts(self, parts: Sequence[torch.Tensor]) -> Transfer:
-        return self.channel.send_parts(parts)
-
-    def recv_parts(self, into: Sequence[torch.Tensor]) -> Transfer:
-        return SlowTransfer(self, self.channel.recv_parts(into), sum(part.nbytes for part in into))
-
-    def close(self) -> None:
-        self.channel.close()
-
-
-@dataclass
-class SlowTransfer:
-    slow: SlowChannel
-    transfer: Transfer
-    bytes: int
-
-    def wait(self, seconds: float) -> None:
-        self.slow.engine.wait_for_steps(3)
-        self.transfer.wait(seconds)
-        self.slow.arrived.append((self.slow.engine.steps, self.bytes))
-
-
-class OneLearner:
-    """A directory that knows one learner."""
-
-    def __init__(self, endpoint: str) -> None:
-        self._entry = {"endpoint": endpoint, "world": 1, "lineage": 1}
-
-    async def lookup(self, key: str, wait_s: float) -> Any:
-        return self._entry
-
-
 async def test_decoding_goes_on_while_a_version_crosses_a_slow_link(
     closing: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,11 +106,18 @@ async def test_decoding_goes_on_while_a_version_crosses_a_slow_link(
     engine = CountingEngine(live)
     arrived: list[tuple[int, int]] = []
     opened = link_module.open_channel
+
+    def receive(transfer: Transfer, nbytes: int, seconds: float) -> None:
+        """A bucket takes as long as the engine takes for three steps."""
+        engine.wait_for_steps(3)
+        transfer.wait(seconds)
+        arrived.append((engine.steps, nbytes))
+
     monkeypatch.setattr(
-        link_module, "open_channel", lambda *of, **more: SlowChannel(opened(*of, **more), engine, arrived)
+        link_module, "open_channel", lambda *of, **more: SlowChannel(opened(*of, **more), receive)
     )
     receiver = engine.receiver(WeightReader("run", "g", config))
-    follower = WeightFollower("g", receiver, OneLearner(learner.endpoints[0]))
+    follower = WeightFollower("g", receiver, OneLearner(learner.endpoints))
     learner.publish(0)
     await engine.start()
     sampling, following = asyncio.create_task(sample_for_ever(engine)), asyncio.create_task(follower.run())
