@@ -34,10 +34,10 @@ def note_hashes(notes: Path) -> None:
 
     def opened(*words: Any) -> Any:
         publisher = open_publisher(*words)
-        tensors, publish = words[4], publisher.publish
+        shards, publish = words[3].tensors, publisher.publish
 
         def noted(version: int) -> Any:
-            parts = (tensors[name].contiguous().numpy().tobytes() for name in sorted(tensors))
+            parts = (part.contiguous().numpy().tobytes() for name in sorted(shards) for part in shards[name])
             line = {"version": version, "hash": hashlib.sha256(b"".join(parts)).hexdigest()}
             with (notes / f"hashes{RANK}.jsonl").open("a") as file:
                 file.write(json.dumps(line) + "\n")
