@@ -53,14 +53,15 @@ def schema() -> dict[str, Any]:
 
 
 def _section(section: Any, prefix: str, keys: tuple[str, ...] | None = None) -> dict[str, Any]:
-    """section: an object of defaults, of which the section around it may set some · keys: of the section, unless all."""
-    hints = typing.get_type_hints(type(section), include_extras=True)
+    """section: an object of defaults, some set by the section around it · keys: of the section, unless all."""
+    made: Any = type(section)
+    hints = typing.get_type_hints(made, include_extras=True)
     properties: dict[str, Any] = {}
     for field in dataclasses.fields(section):
         if keys is not None and field.name not in keys:
             continue
         key, default = f"{prefix}{field.name}", getattr(section, field.name)
-        if field.name in sections(type(section)):
+        if field.name in sections(made):
             properties[field.name] = _section(default, f"{key}.")
         else:
             properties[field.name] = _key(key, default, hints[field.name])

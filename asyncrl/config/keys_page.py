@@ -39,10 +39,11 @@ def _section(name: str, made: type) -> str:
 
 def _rows(section: Any, prefix: str) -> Iterator[str]:
     """section: an object of defaults, of which the section around it may set some."""
-    hints = typing.get_type_hints(type(section), include_extras=True)
+    made: Any = type(section)
+    hints = typing.get_type_hints(made, include_extras=True)
     for field in dataclasses.fields(section):
         key, default = f"{prefix}{field.name}", getattr(section, field.name)
-        if field.name in sections(type(section)):
+        if field.name in sections(made):
             yield from _rows(default, f"{key}.")
             continue
         shown = "**required**" if default == "???" else f"`{scalar(default)}`"

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgpack
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -28,12 +29,19 @@ from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.data.packing import bins
 from asyncrl.learner.models.networks import check_vocabularies
 from asyncrl.learner.parallel.mesh import Mesh, axis_sizes
-from asyncrl.learner.ranks import COLLECTIVE_DEADLINE, join_process_group, own_device, rank_and_world
+from asyncrl.learner.ranks import (
+    COLLECTIVE_DEADLINE,
+    broadcast,
+    join_process_group,
+    own_device,
+    rank_and_world,
+)
 from asyncrl.pool.worker import LeftOut, PoolWork
+from asyncrl.queue.wire.payload import decode_group, encode_group
 from asyncrl.types import Array, Group
 
-PREDICT, HEARTBEAT = "predict", "heartbeat"
-"""Jobs of every model of a pool."""
+PREDICT, HEARTBEAT, CLOSE = "predict", "heartbeat", "close"
+"""Jobs of every model of a pool; after the last one its ranks no longer follow."""
 
 NOT_FINITE = "not_finite"
 
@@ -43,7 +51,7 @@ CLOSE_S = 10.0
 """Longest wait, at the end, for a job that is still under way."""
 
 Job = Callable[[Any], Any]
-"""Collective: the work of all ranks on a value of rank 0; the result of rank 0 counts."""
+"""Collective: the work of all ranks on a msgpack-able value of rank 0; the result of rank 0 counts."""
 
 
 class PoolModel:
@@ -75,39 +83,37 @@ class PoolModel:
 
     def predict(self, group: Group) -> Tensor:
         """[N] float32 on the CPU, 0 where the loss mask is 0. On rank 0, while the others `follow`."""
-        values_N: Tensor = self.together(PREDICT, dataclasses.replace(group, columns={}))
+        values_N: Tensor = self.together(PREDICT, _packed(group))
         return values_N
 
     def together(self, job: str, value: Any) -> Any:
         """Run a job on all ranks. On rank 0, in any thread, one job after the other."""
         with self._turn:
             if self.world > 1:
-                dist.broadcast_object_list([(job, value)], 0)
+                broadcast(msgpack.packb([job, value]))
             return self._jobs[job](value)
 
     def follow(self) -> None:
         """Ranks above 0: do the jobs of rank 0 until it has closed."""
         while True:
-            received: list[Any] = [None]
-            dist.broadcast_object_list(received, 0)
-            if received[0] is None:
+            job, value = msgpack.unpackb(broadcast(None))
+            if job == CLOSE:
                 return
-            job, value = received[0]
             self._jobs[job](value)
 
     def close(self) -> None:
         """Rank 0: announce the end. While a job is still under way, the others end with this process."""
         self._closed.set()
         if self.world > 1 and self.rank == 0 and self._turn.acquire(timeout=CLOSE_S):
-            dist.broadcast_object_list([None], 0)
+            broadcast(msgpack.packb([CLOSE, None]))
 
     def _send_heartbeats(self) -> None:
         while not self._closed.wait(HEARTBEAT_S):
             self.together(HEARTBEAT, None)
 
-    def _predict(self, group: Group) -> Tensor:
+    def _predict(self, frames: list[bytes]) -> Tensor:
         """Collective: each rank takes every world-th pass; they run equally many."""
-        batch, world = MicroBatch.of([group]), self.world
+        batch, world = MicroBatch.of([decode_group(frames)]), self.world
         values_N = torch.zeros(batch.tokens)
         most = min(self.config.learner.micro_batch_tokens, -(-batch.tokens // world))
         passes = bins(batch, range(batch.rollouts), most)
@@ -131,3 +137,9 @@ class InferenceModel(PoolModel, PoolWork):
         if not torch.isfinite(values_N).all():
             raise LeftOut(NOT_FINITE, f"the {self.name} gives a log-prob that is not finite")
         return {self.name: values_N.numpy()}
+
+
+def _packed(group: Group) -> list[bytes]:
+    """The group without the columns of other stages, as frames."""
+    frames = encode_group(dataclasses.replace(group, columns={})).frames
+    return [bytes(frame) for frame in frames]
