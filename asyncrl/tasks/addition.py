@@ -14,8 +14,9 @@ from __future__ import annotations
 import argparse
 import random
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -32,7 +33,7 @@ STEP = re.compile(r"[^,]*,|[^,]+")
 PLACE_REWARD = 0.1
 
 
-class Problems:
+class Problems(Sequence[dict[str, Any]]):
     """Rows that are made on access. `codes` [P]: a problem x + y is the number x * 10**digits + y."""
 
     def __init__(self, codes: np.ndarray, digits: int) -> None:
@@ -41,7 +42,13 @@ class Problems:
     def __len__(self) -> int:
         return len(self._codes)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> Problems: ...
+    def __getitem__(self, index: int | slice) -> dict[str, Any] | Problems:
+        if isinstance(index, slice):
+            return Problems(self._codes[index], self._digits)
         x, y = divmod(int(self._codes[index]), 10**self._digits)
         return problem(x, y, self._digits)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -34,7 +35,6 @@ from asyncrl.sync.tensors.shards import Shards
 from asyncrl.sync.layout.layout import whole_layout
 from asyncrl.sync.stream.subscriber import Subscriber
 
-sys.path.append("tests/helpers")
 from stream_cases import fetch
 
 who, endpoint, shapes, config, dies_at, last = json.loads(sys.argv[1])
@@ -79,6 +79,7 @@ class Child:
         self.process = subprocess.Popen(
             [sys.executable, "-c", CHILD, spec],
             cwd=Path(__file__).parents[3],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -31,6 +31,11 @@ def test_train_and_held_out_problems_share_none_and_are_all() -> None:
     assert not learnt & tested
 
 
+def test_a_slice_of_the_problems_has_problems() -> None:
+    problems = train()
+    assert [*problems[1:3]] == [problems[1], problems[2]]
+
+
 def test_every_target_earns_the_reward() -> None:
     for row in heldout(digits=3, size=50):
         data = {"answer": row["answer"], "target": row["target"]}
