@@ -6,14 +6,14 @@
     ├── RewardFailedError   a reward function that fails at too many tasks            exit code 2
     ├── SourceEndedError    there is no task at this ordinal or beyond; the run ends with those before it
     ├── WireError           bytes that are not a valid message; refused and counted
-    ├── RefusedError        the queue said no, and says why (fenced, unknown, full)   exit code 8
+    ├── RefusedError        the queue refused, with a reason (fenced, unknown, full)  exit code 8
     ├── DeadlineError       who waited for whom, for what, how long                   exit code 4
     ├── ProcessDiedError    a process of the run ended by itself                      its exit code if of these, else 5
     ├── EngineFailedError   an engine that cannot go on; its generator ends           exit code 5
     ├── RunClosedError      the run is over; not a failure, loops end on it
     ├── WeightSyncError     a version did not arrive whole, or arrived wrong          exit code 6
     ├── JournalError        the queue's journal is damaged, in use or taken over      exit code 9
-    ├── StoppedError        told to stop by a signal, and saved; it can be resumed    exit code 10
+    ├── StoppedError        stopped by a signal, and saved; it can be resumed         exit code 10
     ├── PoolLostError       a model that learns on a pool is not what it was there      exit code 11
     └── TrainingError       a loss or gradient that must not be trained on            exit code 7
         └── BehaviourMismatchError    an engine's log-probs are not the learner's     exit code 7

@@ -1,12 +1,12 @@
-"""The five nouns that cross process boundaries. Nothing here needs torch, sockets or files.
+"""The four records that processes exchange. Nothing here needs torch, sockets or files.
 
     Task     one prompt with its ordinal in the task stream: the unit of accounting
     Turn     one engine call: tokens in, tokens out, a log-prob and a policy version per output token
     Rollout  one finished trajectory: token ids, loss mask, log-probs, versions, reward, why it ended
     Group    the rollouts of one task: the unit of transfer, of advantage normalisation and of staleness
 
-(the fifth, `MicroBatch`, needs torch and lives in `learner/data/batch.py`; a reward function may return `Step` and
-`Scored`.)
+A reward function may return `Step` and `Scored`. `MicroBatch`, the learner's batch of groups, needs torch and is in
+`learner/data/batch.py`.
 
 Axes:  n rollouts of a group · L tokens of one rollout · N tokens of a whole group, rollouts one after another
 """
@@ -71,7 +71,8 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The way in which tokens were (or are to be) drawn. It travels with every group: the learner transforms alike.
+    """The way in which tokens were (or are to be) drawn. Every group contains it: the learner divides its logits by the
+    same temperature, but applies no top_p, top_k or min_p (docs/sampling.md).
 
     temperature  0 means greedy
     max_tokens   most output tokens of one turn

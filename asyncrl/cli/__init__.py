@@ -51,7 +51,7 @@ exit codes:
   0    done, or the run was closed; a queue, generator or pool that SIGTERM or SIGHUP has stopped
   1    a bug: please report the traceback
   2    bad input: the command line, the configuration, the tasks
-  4    a wait ran out; the message says who waited for whom
+  4    a wait ran out; the message names who waited for whom
   5    a process of the run died; the message has the end of its log. One that ended with another of these
        codes ends `asyncrl train` with the same (ranks under torchrun: with 5)
   6    weights did not arrive whole, or arrived wrong

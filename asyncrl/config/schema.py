@@ -384,7 +384,7 @@ def _model_rules(config: Config) -> Iterator[Rule]:
     yield Rule(
         advantage != "safe_rlhf" or cost in config.reward.weights,
         "reward.weights",
-        f"must say what the cost, the part {cost!r}, counts in the reward: unless told, as much as any other part",
+        f"must say what the cost, the part {cost!r}, counts in the reward: by default as much as any other part",
         f"set reward.weights.{cost}=0",
     )
     yield Rule(

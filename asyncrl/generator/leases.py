@@ -90,7 +90,7 @@ class Leases:
         return sum(one.stream == EVAL for one in self._under_way.values())
 
     def sampling_s(self) -> list[float]:
-        """How long ago each lease began whose samples are not all made."""
+        """The age of each lease whose samples are not all made."""
         now = asyncio.get_running_loop().time()
         begun = [one.sampling_since for one in self._under_way.values()]
         return [now - since for since in begun if since is not None]
@@ -158,7 +158,7 @@ class Leases:
         self._under_way.clear()
 
     def _lose(self, key: Key) -> None:
-        """Another worker has this task by now."""
+        """The queue has ended this lease; another worker may have the task."""
         one = self._under_way.pop(key, None)
         if one is not None and one.job is not None:
             self.counts["lost"] += 1

@@ -3,7 +3,7 @@
     sample   task ──▸ engine ──▸ n rollouts, and a greedy one where the algorithm compares with it
     score    rollouts ──▸ text ──▸ reward function ──▸ Group: rewards, their parts, steps
 
-One sample that fails, fails its whole task; in an evaluation it counts as 0.
+If one sample fails, its whole task fails; in an evaluation the sample counts as 0.
 """
 
 from __future__ import annotations

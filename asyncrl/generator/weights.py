@@ -172,7 +172,7 @@ class WeightFollower:
             return None
 
     async def _install(self, staged: StagedWeights, learner: Learner) -> None:
-        """A mismatch leaves the follower in its flip: nothing is committed any more, and the worker ends."""
+        """If the checksums differ, `_flipping` stays true, so that no group is committed; the error ends the worker."""
         while not await self._begin_flip():
             if learner.lineage == self.lineage:
                 await (
@@ -199,7 +199,7 @@ class WeightFollower:
         async with self._state:
             try:
                 async with asyncio.timeout(POLL_S):
-                    # Lost weights cannot be pinned: an evaluation goes on at another version, as its tokens record.
+                    # If the engine lost its weights, no pin counts: an evaluation goes on with the new version.
                     await self._state.wait_for(lambda: self._pins == 0 or self.held == NO_VERSION)
             except TimeoutError:
                 return False

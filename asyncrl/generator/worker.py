@@ -4,13 +4,13 @@
    ┌────────────────────────┐
    │ lease (waits until     │──▸ intake ──▸ one _work per lease ──▸ sample ────────▸ engine
    │  admission permits)    │      ▴             │                 score ─────────▸ reward function
-   │ commit │ drop          │◂─────┼─────────────┘ waits until no unverified flip; without spread: drop, if filtered
+   │ commit │ drop          │◂─────┼─────────────┘ after an unverified flip; drop if algorithm.filter rejects it
    │ renew, with stats      │◂──── telemetry.py: heartbeat, and with each group ──▸ lost leases: _work is cancelled
    └────────────────────────┘      │
                                   held ◂── weights (weights.py) ◂─────────────────── weight stream
 
-  intake waits for  weights; room in the engine (admission.py), sample by sample, so that the longest one of
-                    a group keeps no slot empty; the queue's answer, or a newer `held` for the next request
+  intake waits for  weights; room in the engine (admission.py), counted in samples: one long sample keeps no slot
+                    of its finished siblings idle; the queue's reply, or a newer `held` for the next request
   _work waits for   the engine, the reward, the queue
   Evaluation leases have an intake of their own; while one is under way, no training lease is taken
   and no version is flipped to.

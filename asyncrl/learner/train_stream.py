@@ -84,7 +84,7 @@ class TrainStream:
         self._client, self._backend, self._spans, self._status = client, backend, spans, status
         self._learner_epoch, self._stop, self._idle = learner_epoch, stop, idle
         self._max_tokens = requirements.claim_tokens(config)
-        self._whole = config.queue.max_staleness == 0  # one claim takes all groups of the step
+        self._in_order = config.queue.max_staleness == 0
         self._deadline_s = config.learner.groups_deadline_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="claims")
         self._attempt = 0  # of the step whose claims came last
@@ -173,7 +173,7 @@ class TrainStream:
             index=index,
             rank=self._backend.data_rank,
             max_tokens=self._max_tokens,
-            whole=self._whole,
+            whole=self._in_order,
             wait_s=PARK_S,
             attempt=attempt,
         )

@@ -64,8 +64,8 @@ class Trainer:
     """One rank of the learner, with everything open (`startup.open_trainer`).
 
     version  of the policy now, published
-    stop     set from any thread or signal handler: finish the version under way if it has come to its optimizer steps,
-             write a checkpoint, end
+    stop     set from any thread or signal handler: the version under way is finished if its optimizer steps have begun,
+             and abandoned otherwise; then a checkpoint is written and the loop ends
     """
 
     config: Config
@@ -219,10 +219,12 @@ class FailurePolicy:
         """Restart the version without its bad groups; nothing has moved. Raises TrainingError under `on_bad_batch:
         stop`, or after too many failures in a row."""
         self._bad_batches += 1
-        if self._config.on_bad_batch == "stop" or self._bad_batches >= MAX_BAD_BATCHES:
+        stop = self._config.on_bad_batch == "stop"
+        if stop or self._bad_batches >= MAX_BAD_BATCHES:
+            remedy = ", or set learner.on_bad_batch=skip to train without them" if stop else ""
             raise TrainingError(
-                f"for version {version} {bad}; the {self._bad_batches}. such finding for it. Nothing has moved: "
-                "look at these tasks and their rewards, or set learner.on_bad_batch=skip to train without them"
+                f"for version {version} {bad}; finding number {self._bad_batches} for it. Nothing has moved: "
+                f"look at these tasks and their rewards{remedy}"
             )
         log.warning("for version %d %s: it is begun anew without them", version, bad)
         self._left_out += len(bad.ordinals)
@@ -236,7 +238,7 @@ class FailurePolicy:
         failure = f"the step from version {version} has {reason}"
         if self._config.on_bad_step == "stop" or self._bad_steps >= MAX_BAD_STEPS:
             raise TrainingError(
-                f"{failure}, the {self._bad_steps}. such step in a row; "
+                f"{failure}, step number {self._bad_steps} in a row that failed so; "
                 "that step moved nothing, earlier steps of this version stand"
             )
         log.warning("%s: its groups are dropped", failure)

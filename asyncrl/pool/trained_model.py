@@ -68,7 +68,7 @@ class TrainedModel(PoolModel):
         )
         self._changed = True
         storage.load(folder, {self.name: self._model.state()})
-        self._model.publish_masters()
+        self._model.write_parameters()
 
     def _learn(self, arguments: Mapping[str, Any]) -> list[Any]:
         """The results of the batches, in their order. Each rank takes every world-th batch; all run as many passes."""

@@ -2,7 +2,7 @@
 
     queue ── room(next ordinal, how many) ──▸ feeder ── task_at(ordinal) … ──▸ submit ──▸ queue
 
-It waits only for the queue, which wants more once half of the pending tasks are leased.
+The feeder waits only for the queue, which requests more tasks when at most half of its `depth` are pending.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ class RpcClient:
             raise self._error(f"{self.who} has lost {self.whom}: {self._lost}")
 
     def close(self) -> None:
-        """Futures that have no reply yet fail. Again: nothing."""
+        """Futures that have no reply yet fail. Idempotent."""
         self._closing = True
         self._wakeup.set()
         self._thread.join()

@@ -120,7 +120,7 @@ class RpcServer:
         self._wakeup.set()
 
     def close(self) -> None:
-        """Again: nothing."""
+        """Idempotent."""
         self._closing = True
         self.wake()
         self._thread.join()

@@ -130,7 +130,7 @@ class HandshakeGuard:
         return sum(1 for _ in events_of(self._failures)) if self._failures in ready else 0
 
     def close(self) -> None:
-        """Before the server socket is closed. Again: nothing."""
+        """Before the server socket is closed. Idempotent."""
         if not self._server.closed:
             self._server.disable_monitor()
         self._failures.close()

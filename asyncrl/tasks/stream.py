@@ -148,7 +148,7 @@ def part_of(ordinal: int, shares: Sequence[Fraction]) -> tuple[int, int]:
     """(part, number of that part's earlier tasks). shares: each part's share of all tasks; their sum is 1.
 
     The first part takes ordinal t if ⌊(t+1)·share⌋ > ⌊t·share⌋. The second does the same with the remaining ordinals,
-    and so on: among the first t tasks, the n-th part has its share to within n.
+    and so on. After t tasks, the count of the n-th part differs from its exact share by at most n.
 
     >>> [part_of(t, [Fraction(1, 2), Fraction(1, 4), Fraction(1, 4)]) for t in range(6)]
     [(2, 0), (0, 0), (1, 0), (0, 1), (2, 1), (0, 2)]

@@ -43,7 +43,7 @@ class SampleRequest:
     request_id  unique among the requests in flight
     prompt_ids  [P] int64
     ordinal     with `sampling.seed`, the sample's index 0..n-1 and the token's position it fixes every draw
-    place       fixes the first sample's row where rows are fixed; none: ordinal * n
+    place       at fixed shape, the row (modulo slots) of the first sample; by default ordinal * n
     """
 
     request_id: str

@@ -83,7 +83,7 @@ class StoredModel(Policy, Protocol):
         """(layout, live shards) of this rank, in checkpoint names; tied parameters once."""
         ...
 
-    def publish_masters(self) -> None:
+    def write_parameters(self) -> None:
         """Collective: copy masters into the parameters, after they were loaded."""
         ...
 
@@ -151,7 +151,7 @@ class Backend(ABC):
         self._load_state(folder)
         for model in self._models.values():
             if model.changes:
-                model.publish_masters()
+                model.write_parameters()
 
     def export_hf(self, folder: Path) -> None:
         """Collective: write the policy as a Hugging Face folder."""

@@ -5,8 +5,8 @@
       └───── the next batch ◂──────────────────────────┤  sums of gradients, counts, losses, metrics
                                                        └─▸ · 1 / denominator ─▸ optimizer step
 
-All ranks make as many passes as the one that needs most; each spreads its rollouts over them so that all passes cost
-about the same. Groups with values that are not finite are found before anything moves (`finite_check.py`).
+Every rank runs the same number of passes, the maximum over ranks; each spreads its rollouts over them so that all
+passes cost about the same. Groups with values that are not finite are found before anything moves (`finite_check.py`).
 
 A batch is whole groups, with advantages and the columns that the objectives read. Any number of batches make a step.
 """
@@ -196,8 +196,8 @@ class Accumulator:
             return trainable.model.gradient_norm(scale if math.isfinite(loss) else math.nan)
 
     def _inspect(self, version: Version) -> Inspect | None:
-        """Measures the log-prob gap where the policy of the version's start is known: by the column `proximal`, or
-        because it has not moved."""
+        """Measures the log-prob gap if the log-probs at the version's start are known: from the column `proximal`, or
+        because no optimizer step of this version has run yet."""
         gate, moved = self._gate, self._moved == version
         if gate is None:
             return None

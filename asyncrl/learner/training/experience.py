@@ -124,8 +124,9 @@ class Experience:
         return batch, metrics
 
     def _corrected(self, batch: MicroBatch, version: Version) -> tuple[MicroBatch, Metrics]:
-        """Adds `kept` and `weight`. A log-linear π_p moves with the policy: its rejections stay those of the version's
-        start, its weights are computed in every step. (Normalised weights cannot be, and need single steps.)"""
+        """Adds `kept` and `weight`. With `proximal: loglinear`, π_p depends on the current policy: rejections are
+        computed once per version, weights in every optimizer step. (Normalised weights cannot be, and need single
+        steps.)"""
         config, start_N = self._config.algorithm, column(batch, "proximal")
         drift = Drift.of(proximal(batch, start_N, config, version) - batch.behaviour_N, batch)
         columns = {"kept": kept(drift, config.correction, self._gather)}

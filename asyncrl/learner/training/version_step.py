@@ -1,4 +1,5 @@
-"""The groups of one version become optimizer steps, in one of two ways; where both are possible the result is the same.
+"""The groups of one version become optimizer steps, in one of two ways. If an algorithm permits both, they give the
+same result.
 
     streaming      claim ─▸ score ─▸ ready ─▸ accumulate ──┐
                      ▲                                     ├─▸ optimizer step

@@ -50,8 +50,8 @@ MAX_CLIENTS = 4096
 """Clients that are remembered; the one silent for longest is forgotten first. Live ones send every few seconds."""
 
 SILENT_S = 120.0
-"""A client that is silent for longer is forgotten with its unread replies: it has gone, waits for nothing, or is cut
-off, and then repeats its requests as it would to a new broker."""
+"""The broker forgets a client and its unread replies after so long a silence. A client that comes back repeats its
+requests as it would to a restarted broker."""
 
 MAX_UNREAD_BYTES = 1 << 28
 """Bytes of a client's unread replies above which it is 'busy'."""
@@ -159,7 +159,7 @@ class Dispatcher:
             return reply is not None
 
         while sum([self._waiting.offer(key, answer) for key in self._changed_keys()]):
-            pass  # one reply may make way for another
+            pass  # one reply may make another request answerable
         for waiter in self._waiting.late(now):
             answer(waiter, late=True)
             self._waiting.remove(waiter.key)

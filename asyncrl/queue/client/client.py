@@ -305,8 +305,8 @@ class QueueClient:
         """This rank's share of the `index`-th claim of `step`; None after wait_s. A repetition returns the same.
 
         Args:
-            whole: False: the groups that are ready now. True: the longest prefix in ordinal order within max_tokens
-                a rank, once it cannot grow.
+            whole: False: the groups that are ready now. True: the longest run of ready groups in ordinal order
+                within max_tokens a rank, once no group can be added to it.
             attempt: that of the step's earlier claims.
 
         Raises:
@@ -407,7 +407,7 @@ class QueueClient:
     async def _end_lease(
         self, lease: AnyLease, request: rq.StreamRequest, frames: Sequence[wire.Buffer] = ()
     ) -> None:
-        """The lease is over with any reply; without one it stays ours to renew."""
+        """Any reply ends the lease, an error too. While no reply comes, the client keeps renewing it."""
         try:
             await self._connection.request(request, frames)
         except (RefusedError, RunClosedError):

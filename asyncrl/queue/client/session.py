@@ -57,7 +57,7 @@ class ReplyValue(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The end of a request. undo: for a grant whose caller has left by then."""
+    """The result of a request. undo: returns a grant whose caller was cancelled before the reply came."""
 
     number: int
     result: ReplyValue | Exception
@@ -193,13 +193,13 @@ class Session:
         self._due.clear()
         if not due and not statement:
             return []
-        requests = [envelope.WireRequest(a.number, a.request.verb, a.packed, a.frames) for a in due]
+        requests = [envelope.WireRequest(p.number, p.request.verb, p.packed, p.frames) for p in due]
         return envelope.pack_calls(
             envelope.ClientMessage(self._newest, list(self._pending), self.run, self.name, requests)
         )
 
     def next_time(self) -> float | None:
-        """When `tick` should be pending next: it finds something to do, or a later time."""
+        """When `tick` should be called next. If nothing is due then, `tick` computes a later time."""
         return self._next_time if self._pending or self._backlog else None
 
     def first_deadline(self) -> float | None:

@@ -4,7 +4,8 @@
     the lead    rank(o) < groups trained + lead: no further ahead of the learner than its waiting requires
     room        `depth` groups leased or ready; `max_bytes` of payload, with what leased groups are expected to weigh
 
-Tasks that the learner may be waiting for start without room, or learner and generators would wait for each other.
+A task that the learner may be waiting for is leased even if there is no room. Otherwise learner and generators could
+deadlock.
 """
 
 from __future__ import annotations

@@ -15,8 +15,9 @@ Shares = tuple[tuple[int, ...], ...]
 def next_claim(state: LedgerState, max_tokens: int, whole: bool) -> StepClaimed | None:
     """The running step's next claim: as it was recorded, or of what is ready. None: not yet.
 
-    whole=False takes what is ready inside the window; whole=True the longest prefix in ordinal order, once it
-    cannot grow. RefusedError 'complete': all groups of the step are handed out; 'exhausted': there will be none.
+    whole=False takes the groups that are ready inside the window; whole=True the longest run of ready groups in ordinal
+    order, once no group can be added to it. RefusedError 'complete': all groups of the step are handed out;
+    'exhausted': there will be none.
     """
     steps, index = state.steps, len(state.steps.claims)
     recorded = steps.replay.get(steps.version)

@@ -52,8 +52,8 @@ def lease(ledger: Ledger, request: rq.LeaseRequest, worker: str, now: float) -> 
 def progress(ledger: Ledger, request: rq.ProgressRequest) -> None:
     """Keep the finished part of a leased task for the next lease; it replaces the part kept before.
 
-    The next lease then counts as held at the lower of both versions: the reused part was admitted under that one,
-    and ranks only fall, so it still is.
+    The next lease gets `held` = the lower of both workers' versions. The kept part was admitted under the earlier one;
+    a task's rank only decreases, so it stays admitted.
     """
     ledger.require_open()
     require_lease(ledger, request.ordinal, request.epoch, TASK)

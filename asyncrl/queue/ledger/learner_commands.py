@@ -34,8 +34,8 @@ def claim(ledger: Ledger, request: rq.ClaimRequest) -> Claimed | None:
     """The rank's share of the `index`-th claim of the step; None: not yet.
 
     The first rank that requests it fixes the shares of all. whole=False takes the ready groups inside the window;
-    whole=True takes the longest prefix in ordinal order, once it cannot grow any more. The last step of an
-    exhausted stream may be short, and its last claim empty.
+    whole=True takes the longest run of ready groups in ordinal order, once no group can be added to it. The last step
+    of an exhausted stream may be short, and its last claim empty.
 
     Raises:
         RefusedError: 'exhausted', there are no groups for a further step. 'abandoned', the step has begun anew since

@@ -9,8 +9,8 @@
     recover       bytes of some groups are lost: these are made again, except that a learner which has got its groups
                   may go on with them
 
-Tokens of an abandoned branch count as made by the version that the branch left from, at best: a group that stays ready
-must be admitted under min(held, that version). Recorded steps repeat a history whose groups were admitted in it.
+After a rewind to version v, tokens of newer versions count as tokens of version v: a group stays ready only if it is
+admitted under min(held, v). Recorded steps repeat a history whose groups were admitted in it.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def _leased(state: LedgerState, e: ev.Leased) -> None:
     heapq.heappop(tasks.pending)
     task = tasks.records[e.ordinal]
     task.state, task.epoch = State.LEASED, state.grant(e, TASK)
-    # With what others have finished come the versions that they held.
+    # With kept progress, `held` is the minimum over all leases that contributed to it.
     task.held = min(task.held, e.held) if task.progress else e.held
     tasks.leased.add(e.ordinal)
 

@@ -243,7 +243,8 @@ class StepRequest(LearnerRequest, frozen=True, kw_only=True):
 class ClaimRequest(StepRequest, frozen=True, kw_only=True):
     """Rank `rank` requests its share of the `index`-th claim of the step.
 
-    whole    True: the longest prefix in ordinal order within `max_tokens` a rank; False: the groups ready now
+    whole    True: the longest run of ready groups in ordinal order within `max_tokens` a rank, once no further group
+             fits or can come; False: the groups that are ready now
     attempt  as in the replies to the step's earlier claims
     """
 

@@ -48,7 +48,7 @@ class Journal(Protocol):
         """Whether it is time to compact."""
 
     def close(self) -> None:
-        """Flush and let others have it. Again: nothing."""
+        """Flush and let others have it. Idempotent."""
 
 
 class NoJournal:

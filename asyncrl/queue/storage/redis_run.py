@@ -85,7 +85,7 @@ class RedisRun:
         return self.call(run)
 
     def close(self) -> None:
-        """Again: nothing."""
+        """Idempotent."""
         self.client.close()
 
     def _refuse_eviction(self) -> None:

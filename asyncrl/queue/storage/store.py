@@ -47,7 +47,7 @@ class PayloadBackend(Protocol):
         """As many frames with the same bytes; none if there is no such key."""
 
     def erase(self, key: PayloadKey) -> None:
-        """Again: nothing."""
+        """Idempotent."""
 
     def flush(self) -> None:
         """Make all writes and erasures so far durable."""

@@ -8,8 +8,8 @@ All requests or replies of one turn of a loop travel in one message: both sides 
 Arguments and replies are packed each by itself: one that cannot be read is nobody else's problem, and a reply that is
 kept to be sent again is packed once.
 
-Every message of a client states its knowledge when it was sent: the newest number it has given to a request, and the
-numbers up to that which it still waits for. All others are over for ever, so that such statements may come late,
+Every message of a client carries the highest request number given so far, and the numbers still without a reply. All
+others are over for ever, so that such statements may come late,
 twice or in any order. A request that is over is never handled again, and its reply is forgotten; a request that is
 not is handled once, however often it comes.
 """

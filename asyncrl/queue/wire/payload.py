@@ -11,7 +11,7 @@
 
 Axes:  n rollouts · N tokens, of all of them · K spans: tokens one after another that share version and loss mask
 
-A token has 17 bytes in memory and 8 on the wire: no vocabulary needs 64 bits, and thousands of tokens share a span.
+A token takes 17 bytes in memory and 8 on the wire: token ids are sent as int32, versions and loss mask as spans.
 Sizes in the header are compared with the actual bytes before they are used.
 """
 

@@ -4,7 +4,8 @@ The learner rank is member 0 and hosts the store where both members meet; the ge
 generator has a group of its own name, torn down with it: a generator that fails touches no other.
 
 Two NCCL communicators in flight on one device must be launched in the same order everywhere, or they can
-deadlock; a learner that feeds several generators from one GPU needs that order given from outside.
+deadlock. A learner that sends to several generators from one GPU must launch its sends in one fixed order; this module
+does not enforce it.
 """
 
 from __future__ import annotations

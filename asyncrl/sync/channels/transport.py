@@ -1,4 +1,4 @@
-"""The seam between the weight stream and what carries its bytes.
+"""The protocols between the weight stream and the transports that carry its bytes.
 
 A `Channel` joins two processes, mostly a learner rank and a generator. Bytes arrive in the order they were sent; sizes
 are known to both ends beforehand. A channel that raised is dead: close it and make another.
@@ -22,7 +22,7 @@ class Transfer(Protocol):
     def wait(self, seconds: float) -> None:
         """Raises DeadlineError after `seconds`, WeightSyncError for a broken channel; both name both ends.
 
-        A send may wait until the other end waits for its receive.
+        `wait` of a send may block until the receiver calls `wait` on the matching receive.
         """
 
 

@@ -174,7 +174,7 @@ def _run(inner: Box, outer: Box) -> int | None:
 
 
 def _all_steps(changes: Changes, tile: Box) -> torch.Tensor:
-    """Of all elements of a tile, in its shape."""
+    """The steps of all elements of a tile, in its shape."""
     if changes.positions is None:
         return changes.steps.view(tile.shape)
     steps = changes.steps.new_zeros(tile.elements)

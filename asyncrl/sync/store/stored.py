@@ -172,9 +172,9 @@ def check_header(header: bytes, layout: Layout, key: str) -> None:
         found = json.loads(header[8:])
         for tensor, entry in _entries(layout).items():
             if found[tensor] != entry:
-                raise ValueError(f"{tensor} is {found[tensor]}, its manifest says {entry}")
+                raise ValueError(f"{tensor} is {found[tensor]}, its manifest has {entry}")
     except (KeyError, TypeError, ValueError) as error:
-        raise WeightSyncError(f"stored weights: {key} is not what its manifest says: {error!r}") from error
+        raise WeightSyncError(f"stored weights: {key} does not match its manifest: {error!r}") from error
 
 
 def _entries(layout: Layout) -> dict[str, Any]:

@@ -3,7 +3,7 @@ keeps this; pure.
 
       join ─▸ member ── route? ─▸ its parent in the tree, or the learner
                │  ▴ held v         (an acknowledgement: flipped and verified)
-      leave ◂──┘  └─ report: its parent failed ─▸ that one feeds nobody until it holds a later version
+      leave ◂──┘  └─ report: its parent failed ─▸ the parent gets no children until it holds a later version
       fenced: silent for too long; it must join anew
 
 Generators request a route for each version, so nobody need be notified when the members change.
@@ -71,7 +71,7 @@ class Membership:
             self._order = leave(self._order, who)
             self._parents = None
 
-    def heard(self, who: str) -> bool:
+    def seen(self, who: str) -> bool:
         """Whether `who` is a member, which by this is not silent."""
         entry = self._entries.get(who)
         if entry is not None:

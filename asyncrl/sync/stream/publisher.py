@@ -241,6 +241,6 @@ class Publisher(RankPublisher):
     def _member(self, request: RpcRequest) -> str:
         """The member that sent the request. RefusedError("member") for one that was fenced."""
         who = str(request.fields["who"])
-        if not self._members.heard(who):
+        if not self._members.seen(who):
             raise RefusedError("member", f"{who} must join the generators of {self.name} again")
         return who

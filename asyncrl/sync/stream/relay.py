@@ -3,7 +3,7 @@
       learner ──▸ staging of A ──▸ staging of B ──▸ staging of C       A and B are relays
                    bucket 7          bucket 6         bucket 5
 
-A child takes the buckets in the order in which they are bound to arrive here, the first of each learner rank, then the
+A child takes the buckets in the order in which the relay expects them, the first of each learner rank, then the
 second of each, …, and waits for each. Its acknowledgement waits until this generator has its own, with the learner's
 hash. A relay waits for no child: when the next version begins, or the transfer fails, the children's transfers end as
 evicted.
@@ -32,7 +32,7 @@ from asyncrl.types import Version
 class StagingSource:
     """The version in a staging memory as a `VersionSource`: which buckets have come, and who reads them. Thread-safe.
 
-    plan: the order in which buckets are bound to arrive
+    plan: the order in which buckets are expected
     """
 
     def __init__(self, who: str, staging: Shards, plan: SourcePlan) -> None:

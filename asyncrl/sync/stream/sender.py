@@ -125,7 +125,7 @@ class Sender:
     def submit(self, pin: Pin, base: Version | None) -> Future[Fields] | None:
         """Send the pinned version. base: the one that the subscriber has whole.
 
-        Returns the acknowledgement, which never fails; None if this sender has ended.
+        Returns a future of the acknowledgement, which never gets an exception; None if this sender has ended.
         """
         job = _Job(pin, base)
         with self._lock:

@@ -7,8 +7,8 @@ A new version overwrites the slot without readers. When both are being read, the
 transfers of one slot and overwrites it at once. Buckets that those still send are torn. This does no harm: a cancelled
 transfer never ends in an acknowledgement, and a generator flips to acknowledged versions only.
 
-The transfers of the younger slot are cancelled, so that the oldest transfer always gets to its end and no set of slow
-generators can starve each other for ever; unless those of the older slot have all stalled. With one slot, half the
+The learner cancels the transfers of the younger slot, so that the oldest transfer can finish and slow generators cannot
+starve each other. If all transfers of the older slot have stalled, it cancels those instead. With one slot, half the
 memory, every transfer that outlasts a version is cancelled. A generator that is slower than the learner's steps then
 gets none, until the learner itself must wait for groups.
 """
@@ -123,7 +123,7 @@ class Snapshots:
             pin.moved_at = self._clock()
 
     def release(self, pin: Pin) -> None:
-        """Again: nothing. A transfer that still runs on this pin ends at its next `moved`."""
+        """Idempotent. A transfer that still uses this pin gets SnapshotEvictedError from its next `moved`."""
         with self._idle:
             pin.held = False
             if pin in self._slots[pin.slot].pins:

@@ -7,8 +7,8 @@
               └──▸ SnapshotEvictedError: the sender needed the memory for a newer version
       held(version): flipped and verified
 
-It waits only for the process that it takes from, and hands on what it stages (`relay`). The caller flips the engine
-from the staging memory before it stages again.
+It waits only for its source, and relays the buckets that it receives to its children (`relay`). The caller flips the
+engine from the staging memory before it stages again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ IMPATIENT = 2
 """After so many versions in a row that the parent evicted, the next comes from the learner."""
 
 LEAST_BUCKET = 1 << 20
-"""Bytes. The two buckets that a generator may fill are shared out among its sources, down to this."""
+"""Smallest bucket in bytes. A generator divides its bucket memory by the number of learner ranks, but not below
+this."""
 
 PLANS = Plans()
 """The plans of this process: a learner that was started again, cut as before, needs no new one."""

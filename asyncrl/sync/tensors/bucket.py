@@ -3,9 +3,9 @@
       sender                                   receiver
       pack i+1 ║ send i   ─────bytes────▸      recv i+1 ║ unpack i
 
-Two buffers at each end: while one is on its way the other is filled or emptied. A piece that travels alone
-and lies in one stretch of memory at an end is sent from, or received into, the tensor itself. Ends that can read each
-other's memory need no buffers: every piece is copied once.
+Two buffers at each end: while one is on its way the other is filled or emptied. If a bucket has a
+single piece and the piece is contiguous at an end, that end sends from, or receives into, the tensor itself. Ends that
+can read each other's memory need no buffers: every piece is copied once.
 """
 
 from __future__ import annotations

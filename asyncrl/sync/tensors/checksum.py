@@ -2,8 +2,8 @@
 
     learner ranks ── ChecksumShare: by, value ──▸ sum ─▸ Checksum ── check(live parameters) ──▸ WeightSyncError
 
-Two hashes, each for the memory where it is fast; a share has the name of its own. Both are sums mod 2^64 over pieces,
-and neither is cryptographic: they find lost, torn, swapped and stale bytes, not forged ones.
+There are two hashes: one is fast on the CPU, one on a GPU. A share records which one made it (`by`). Both are sums mod
+2^64 over pieces, and neither is cryptographic: they find lost, torn, swapped and stale bytes, not forged ones.
 
 by pieces    Σ XXH3(bytes of a piece; seed: its name, full shape, dtype and box)         (Collet 2019)
 

@@ -12,7 +12,8 @@ sibling's row, unless weights have changed since: then the prompt runs again.
 Rows are kept compact (the last rows move into the holes), so that a step costs no more than the running samples.
 At fixed shape no row ever moves and every forward is [all rows] x [all columns]: prompts go in token by token
 like everything else, and the row of a sample is a function of its ordinal and index. A sample's arithmetic is
-then the same whatever else runs, to the last bit. Tokens that a flip makes a row forget go in again in the same way.
+then the same whatever else runs, to the last bit. If a flip invalidates a row's cache, its tokens are fed again one by
+one.
 
 Axes:  R rows of the cache · A rows in use (all R at fixed shape) · C columns, prompt + output tokens
        P texts of a prefill · S rows that it fills

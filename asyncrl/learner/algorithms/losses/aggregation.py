@@ -2,8 +2,8 @@
 
 Every aggregation is Σ weight_N · loss_N over a global denominator. The weights depend on single rollouts, and the
 denominator is known when the last group has arrived: gradients accumulate as sums and are scaled once, so
-micro-batching, streaming and data parallelism change nothing. A rollout that counts k times (`copies_R`) does so in
-both.
+micro-batching, streaming and data parallelism change nothing. A rollout with
+`copies_R` = k counts k times in the weights and in the denominator.
 
 Axes:  N tokens · R rollouts
 """

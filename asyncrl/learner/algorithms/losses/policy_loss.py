@@ -1,8 +1,8 @@
 """Policy losses: log-probs and advantages → a loss per token.
 
 Three policies are kept apart: behaviour μ (made the tokens), proximal π_p (the centre of the trust region) and
-current π. ρ = π / π_p is the ratio of most losses. `corrections.py` multiplies the off-policy weight w = π_p / μ in;
-only a few losses use it themselves, and their docstrings state it.
+current π. ρ = π / π_p is the ratio of most losses. `PolicyObjective` multiplies the loss by the off-policy weight
+w = π_p / μ of `corrections.py`. A few losses apply w themselves; their docstrings state it.
 
     ratio_losses.py        the loss of a token depends on its ratio, that of its rollout, or the divergence at it
     covariance_losses.py   … on whether it moves the entropy more than others of the batch

@@ -73,7 +73,7 @@ class FsdpBackend(Backend):
     def load_policy(self, folder: Path) -> None:
         """Collective: load the policy's weights alone, for an export."""
         storage.load_weights(folder, POLICY, self.policy.state().masters)
-        self.policy.publish_masters()
+        self.policy.write_parameters()
 
     def export_hf(self, folder: Path) -> None:
         if adapters := self.policy.adapters():

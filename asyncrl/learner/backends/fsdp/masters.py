@@ -2,7 +2,7 @@
 
     parameters (model.dtype) ─▸ forward ─▸ backward ─▸ gradients of one micro-batch, summed over ranks by FSDP2
         ▲                                                   │ take_gradients: added up in float32
-        └── publish ── masters ◂── step ◂───────────────────┘ the one division happens there
+        └── write_parameters ── masters ◂── step ◂──────────┘ divides once, by the global denominator
 
 The masters of half-precision parameters are float32 copies, so that no small update is lost; float32 parameters are
 their own masters, and so are frozen ones.
@@ -60,7 +60,7 @@ class Masters:
         self.merged = Merged(parameters, self.tensors, adapter_scale) if adapter_scale is not None else None
 
     @property
-    def published(self) -> Mapping[str, Tensor]:
+    def exported(self) -> Mapping[str, Tensor]:
         """The live tensors that generators and exports take: parameters with their adapters merged."""
         return self.parameters if self.merged is None else self.merged.tensors
 
@@ -108,7 +108,7 @@ class Masters:
             self.optimizer.step()
             if self._parked is not None:
                 self._parked.park()
-            self.publish()
+            self.write_parameters()
         self.forget_gradients()
         return norm
 
@@ -117,7 +117,7 @@ class Masters:
             tensor.grad = None
 
     @torch.no_grad()
-    def publish(self) -> None:
+    def write_parameters(self) -> None:
         """Collective: copy the masters into the parameters, and merge adapters anew."""
         for name, parameter in self.parameters.items():
             if self.tensors[name] is not parameter:
@@ -136,7 +136,7 @@ class Masters:
 
 
 def _counts_here(tensor: Tensor) -> bool:
-    """Whether this rank is the first of those that hold the same part."""
+    """Whether this rank counts the tensor in a norm: true on one of the ranks that hold the same part."""
     if not isinstance(tensor, DTensor):
         return True
     at = tensor.device_mesh.get_coordinate() or ()

@@ -175,13 +175,13 @@ class ShardedModel:
         """The live tensors that a checkpoint keeps."""
         return self._masters.state()
 
-    def publish_masters(self) -> None:
-        self._masters.publish()
+    def write_parameters(self) -> None:
+        self._masters.write_parameters()
 
     def parameters(self) -> Mapping[str, Tensor]:
         """Live and sharded, in the network's names, adapters merged. Parameters of other pipeline stages have no
         memory."""
-        here = self._masters.published
+        here = self._masters.exported
         every = self._stages.of_all_ranks(here) if self._stages else here
         return {name: parameter.detach() for name, parameter in every.items()}
 

@@ -232,7 +232,7 @@ class MegatronModel:
                         start = owner._get_model_param_range_map(parameter)["param"].start
                         yield Shard(parts, shape, start, *_stepped(owner, parameter), copy)
 
-    def publish_masters(self) -> None:
+    def write_parameters(self) -> None:
         if self._optimizer is not None:
             for owner in self._optimizer.chained_optimizers:
                 owner._copy_main_params_to_model_params()

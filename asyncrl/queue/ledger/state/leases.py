@@ -59,7 +59,7 @@ class Leases:
         del self.by_epoch[epoch]
 
     def expired(self, now: float) -> list[LeaseRecord]:
-        """Those past their deadline, lowest ordinal first; all are looked at only when one may be."""
+        """The leases past their deadline, by ordinal. Scans all leases only if the earliest deadline has passed."""
         if now <= self.earliest:
             return []
         standing = [lease.deadline for lease in self if lease.deadline >= now]

@@ -47,12 +47,12 @@ class Column:
 class TaskRecord:
     """One task that has not ended.
 
-    epoch    of the last lease, -1: none stands and nothing is committed
+    epoch    fencing token: of the lease that stands, or that committed the group; -1 while the task is pending
     held     the lowest version that may have made a token of what is kept or under way
     progress what earlier leases finished of the task is kept, made under `held` or newer versions
     squares  of its rollouts' lengths, added up: what their attention costs goes by it
     nbytes   all bytes kept beside the task itself
-    lost     a group that was claimed before they were lost: who has got it may train on it, nobody gets it any more
+    lost     the payload of this claimed group is lost: a rank that has received it may train on it, no other can get it
     staging  stage -> epoch of the lease that stands there
     added    stage -> what it added
     """
@@ -155,7 +155,7 @@ class Tasks:
 
     @classmethod
     def after(cls, frontier: Frontier) -> Tasks:
-        """None but those that had ended at the frontier."""
+        """The tasks that had ended at the frontier, and no others."""
         ranks = OrdinalIndex(
             frontier.frontier, frontier.kept, set(frontier.trained), sorted(frontier.dropped_ordinals)
         )

@@ -389,6 +389,6 @@ def test_groups_that_are_all_bad_are_the_models_fault(tmp_path: Path) -> None:
     case = Case(small_config(tmp_path, learner=learner), FakeQueue())
     with torch.no_grad():
         next(iter(case.backend.local_tensors().values())).fill_(math.nan)
-    with pytest.raises(TrainingError, match=r"the 3\. such finding"):
+    with pytest.raises(TrainingError, match=r"finding number 3 for it"):
         case.trainer.run()
     assert sorted(case.publisher.published) == [0]

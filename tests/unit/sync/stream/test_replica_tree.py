@@ -67,12 +67,12 @@ def test_a_silent_member_is_fenced_and_those_below_it_go_on() -> None:
     clock = Clock()
     members = chain("a", "b", "c", clock=clock)
     clock.now = 20.0
-    assert members.heard("a")
-    assert members.heard("c")
+    assert members.seen("a")
+    assert members.seen("c")
     clock.now = 40.0
     assert members.fence() == ["b"]
     assert parents(members) == {"a": None, "c": "a"}
-    assert not members.heard("b")
+    assert not members.seen("b")
     assert members.stats() == {"members": 2, "fenced": 1, "reports": 0}
 
 
