@@ -4,7 +4,7 @@
    ┌────────────────────────┐
    │ lease (waits until     │──▸ intake ──▸ one _work per lease ──▸ sample ────────▸ engine
    │  admission permits)    │      ▴             │                 score ─────────▸ reward function
-   │ commit │ drop          │◂─────┼─────────────┘ after an unverified flip; drop if algorithm.filter rejects it
+   │ commit │ drop          │◂─────┼─────────────┘ waits for the flip's checksum; dropped if filtered
    │ renew, with stats      │◂──── telemetry.py: heartbeat, and with each group ──▸ lost leases: _work is cancelled
    └────────────────────────┘      │
                                   held ◂── weights (weights.py) ◂─────────────────── weight stream

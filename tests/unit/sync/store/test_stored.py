@@ -98,9 +98,9 @@ def test_a_header_of_other_tensors_is_refused() -> None:
     header = header_of(WHOLE, {})
     check_header(header, WHOLE, "k")
     other = whole_layout({**SHAPES, "norm": ((8,), "float16")})
-    with pytest.raises(WeightSyncError, match=r"k is not what its manifest says: .*norm"):
+    with pytest.raises(WeightSyncError, match=r"k does not match its manifest: .*norm"):
         check_header(header, other, "k")
-    with pytest.raises(WeightSyncError, match="k is not what its manifest says"):
+    with pytest.raises(WeightSyncError, match="k does not match its manifest"):
         check_header(header[:-9], WHOLE, "k")
 
 
@@ -288,7 +288,7 @@ def flipped(at: int) -> Callable[[bytearray], bytearray]:
         ("safetensors", lambda data: data[:-1], r"is torn: \d+ bytes, not the \d+ it should have"),
         ("safetensors", lambda data: data[:4], r"is torn: 4 bytes"),
         ("safetensors", flipped(-1), r"is damaged: parameter embed, Box\(offsets=\(256, 0\)"),
-        ("safetensors", flipped(8), "is not what its manifest says"),
+        ("safetensors", flipped(8), "does not match its manifest"),
         ("manifest", lambda data: data[:100], "not a manifest"),
         ("manifest", lambda data: b"hello", "not a manifest"),
         (
