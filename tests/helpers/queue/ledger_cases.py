@@ -160,6 +160,7 @@ def comparable(state: LedgerState) -> dict[str, Any]:
     """All that counts, in a form that compares: two states that took the same events are equal."""
     parts = asdict(state)
     parts["tasks"]["pending"].sort()
+    parts["grants"] = parts["leases"]["grants"]
     parts["leases"] = sorted(parts["leases"]["by_epoch"].values(), key=lambda lease: lease["epoch"])
     del parts["usage"]["unmade"], parts["usage"]["gone"]
     return parts

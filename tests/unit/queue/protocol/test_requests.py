@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import msgpack
 import pytest
 
@@ -15,6 +17,7 @@ from asyncrl.queue.protocol.requests import (
     pack_request,
     unpack_request,
 )
+from asyncrl.queue.protocol.settings import MAX_COUNT, Frontier, StreamSettings
 
 COMMIT = CommitRequest(
     stream="train",
@@ -48,6 +51,7 @@ def test_every_verb_has_one_handler() -> None:
             {"stream": "s" * (MAX_TEXT + 1)},
             rf"commit: .*length <= {MAX_TEXT} - at `\$\.stream`, which is 'sss",
         ),
+        ({"tokens": MAX_COUNT}, r"commit: .*`\$\.tokens`, which is 1099511627776"),
         ({"columns": ["a", "a"]}, "commit: columns: .* none twice"),
         ({"columns": [1]}, r"commit: .*`\$\.columns\[0\]`, which is \[1\]"),
         ({"wait_s": float("nan")}, r"commit: .*`\$\.wait_s`, which is nan"),
@@ -59,6 +63,16 @@ def test_an_error_names_verb_key_rule_and_value(changes: dict[str, object], erro
     fields = {**msgpack.unpackb(pack_request(COMMIT)), **changes}
     with pytest.raises(WireError, match=error):
         unpack_request("commit", msgpack.packb(fields), [b"group"])
+
+
+def test_counts_that_could_outgrow_the_journal_are_refused() -> None:
+    """Its numbers have 64 bits, and a lease's epoch has the lineage above 40 of them."""
+    settings = asdict(StreamSettings(2, 1, 1, 1 << 41, 1 << 30, 30.0))
+    opening = {"stream": "train", "settings": {**settings, "groups_per_version": MAX_COUNT}}
+    with pytest.raises(WireError, match=r"`\$\.settings\.groups_per_version`"):
+        unpack_request("open", msgpack.packb(opening))
+    with pytest.raises(ValueError, match=r"`\$\.lineage`"):
+        Frontier.from_wire({**Frontier().to_wire(), "lineage": 1 << 22})
 
 
 def test_what_is_no_request_is_refused() -> None:

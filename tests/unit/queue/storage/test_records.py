@@ -86,6 +86,17 @@ def test_what_is_no_record_is_refused_by_name(tree: object, said: str) -> None:
         decode_record(msgpack.packb(tree))
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [b"\x91" * 100_000, b"\x92\x07\xa1\xff", b"\x92\x07", b"\xc1", b""],
+    ids=lambda fields: fields[:4].hex(),
+)
+def test_fields_that_are_no_msgpack_are_refused(fields: bytes) -> None:
+    """Among them lists too deep for the interpreter's stack, and text that is no UTF-8."""
+    with pytest.raises(JournalError):
+        decode_record(b"\x93\xa8Requeued\xa5train" + fields)
+
+
 @given(st.binary(max_size=40))
 def test_garbage_is_refused(packed: bytes) -> None:
     with suppress(JournalError):
