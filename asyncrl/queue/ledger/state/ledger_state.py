@@ -22,8 +22,12 @@ from asyncrl.types import Version
 
 @dataclass(slots=True)
 class LedgerState:
-    """opener: who opened the stream last, and by which of its calls · exhausted: the feeder has no more tasks ·
-    lead: None: as far as the bound allows"""
+    """The parts of the state, and the fields of the stream as a whole.
+
+    opener     who opened the stream last, and by which of its calls
+    exhausted  the feeder has no more tasks
+    lead       None: as far as the bound allows
+    """
 
     settings: StreamSettings | None = None
     learner_epoch: int = 0

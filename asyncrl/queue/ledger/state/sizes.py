@@ -70,6 +70,8 @@ class LengthBias:
     refused). Then the histogram of the groups trained differs from that of all that were finished. Bins are powers of
     two: bin k counts groups of 2**(k - 1) to 2**k - 1 tokens, bin 0 those without any.
 
+    made, used: the groups finished and the groups trained, by bin
+
     >>> bias = LengthBias()
     >>> for tokens in (5, 6, 100, 100): bias.finished(tokens)
     >>> bias.trained(5), bias.trained(6)
@@ -93,13 +95,11 @@ class LengthBias:
     @property
     def distance(self) -> float:
         """Total variation distance of the two distributions, 0 (the same) to 1; 0 while one is empty."""
-        made, used = self.made.total(), self.used.total()
-        if not made or not used:
+        finished, trained = self.made.total(), self.used.total()
+        if not finished or not trained:
             return 0.0
-        return (
-            sum(abs(self.made[b] / made - self.used[b] / used) for b in self.made.keys() | self.used.keys())
-            / 2
-        )
+        bins = self.made.keys() | self.used.keys()
+        return sum(abs(self.made[b] / finished - self.used[b] / trained) for b in bins) / 2
 
     def to_wire(self) -> dict[str, Any]:
         """Histograms by the least tokens of each bin."""
