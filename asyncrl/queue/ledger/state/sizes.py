@@ -21,8 +21,8 @@ class ByteUsage:
     """The bytes of payloads, and running means of what a group and each stage's columns weigh.
 
     live, retained  of what is pending, leased, ready or claimed; of what is kept for a rewind only
-    unmade, gone    ordinals whose payloads the store may delete after the last event. An unmade task is pending again;
-                    a gone one has ended
+    unmade, gone    ordinals whose payloads the store may delete after the last event. An unmade task stays, without
+                    what was kept of its result; a gone one is forgotten
     group           expected bytes of one group, all stages included
 
     >>> usage = ByteUsage()
