@@ -119,7 +119,7 @@ class Supervisor:
         return self._logs / f"{name}.log"
 
     def why_it_ended(self, name: str) -> tuple[str, list[str]]:
-        """The cause of a child's end and the lines of its log that a reader needs, as in `log_end.why_it_ended`."""
+        """The cause of a child's end and the lines that a reader needs: `why_it_ended` of its log."""
         return why_it_ended(self.log(name).read_text(encoding="utf-8", errors="replace"), TAIL_LINES)
 
     def send(self, name: str, number: signal.Signals) -> None:

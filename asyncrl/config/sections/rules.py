@@ -13,6 +13,7 @@ import math
 import os
 import typing
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -69,7 +70,8 @@ class Section:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(cast(Any, self)):
             if field.metadata.get("home") and (path := getattr(self, field.name)) is not None:
-                object.__setattr__(self, field.name, os.path.expanduser(path))
+                with suppress(ValueError):  # a character that no file can hold: `value_errors` names the key
+                    object.__setattr__(self, field.name, os.path.expanduser(path))
 
     def rules(self, at: str) -> Iterator[Rule]:
         """The rules among the keys of this section, whose dotted name is `at`. Each value is within its own limits."""

@@ -9,7 +9,7 @@
           until the environment is done, or a limit is reached
 
 The trajectory only grows: the tokens that are sampled from are those that are trained on. After each turn and after
-each answer its bytes may be sent to the queue (`progress.py`), and another worker continues from there.
+each answer its bytes may be sent to the queue (`trajectory.py`), and another worker continues from there.
 """
 
 from __future__ import annotations

@@ -108,6 +108,7 @@ def test_an_extreme_value_is_refused_by_name_or_taken(whole: Config, key: str) -
         *("run.seed=-1", "batch.groups=1e23", "queue.lease_s=.inf", "queue.lease_s=1e9"),
         *("learner.optimizer.lr=.inf", "critic.optimizer.lr=0", "learner.optimizer.betas=[0.9, 1]"),
         *("generator.heartbeat_s=30", "learner.devices=cuda", "generator.devices='0,0'", "run.dir=''"),
+        *('run.dir="~a\\0b"', 'model.path="~a\\0b"', 'queue.keys="~a\\0b"'),
         *("run.name=${run.name}", "run.dir=${run.nothing}", "batch.groups=!!int abc", "tasks.options.=3"),
         *("reward.weights={a: {b: 1}}", "reward.weights.a=${run.nothing}"),
         *("tasks.options.n=" + "9" * 5000, "evaluation=null", "device=cuda", "run.versions=\u0661\u0662x"),
