@@ -137,10 +137,17 @@ def cut(tiles: Iterable[tuple[Box, Changes]], part: Box) -> Changes:
     common = [
         (both, tile, changes) for tile, changes in tiles if (both := tile.intersection(part)) is not None
     ]
-    moved = [_moved(changes, both, tile, part) for both, tile, changes in common]
-    runs = sorted((run for run in moved if run is not None), key=lambda run: run[0])
-    if len(runs) == len(common) and 2 * sum(len(steps) for _, _, steps in runs) < part.elements:
-        return Changes(torch.cat([at for _, at, _ in runs]), torch.cat([steps for _, _, steps in runs]))
+    moved = [
+        _moved(changes.positions, changes.steps, both, tile, part)
+        for both, tile, changes in common
+        if changes.positions is not None
+    ]
+    if len(moved) == len(common) and 2 * sum(len(steps) for _, steps in moved) < part.elements:
+        positions, steps = (torch.cat(values) for values in zip(*moved, strict=True))
+        if bool((positions.diff() < 0).any()):  # tiles beside each other, or in another order
+            positions, order = positions.sort()
+            steps = steps[order]
+        return Changes(positions, steps)
     steps = common[0][2].steps.new_zeros(part.shape)  # 0: unchanged
     for both, tile, changes in common:
         steps[both.within(part).slices()] = _all_steps(changes, tile)[both.within(tile).slices()]
@@ -150,27 +157,34 @@ def cut(tiles: Iterable[tuple[Box, Changes]], part: Box) -> Changes:
 
 
 def _moved(
-    changes: Changes, both: Box, tile: Box, part: Box
-) -> tuple[int, torch.Tensor, torch.Tensor] | None:
-    """Where `both` begins in `part`, and the positions there and the steps of its changes; None where it has gaps."""
-    here, there = _run(both, tile), _run(both, part)
-    if changes.positions is None or here is None or there is None:
-        return None
-    low, high = torch.searchsorted(changes.positions, torch.tensor([here, here + both.elements])).tolist()
-    return there, changes.positions[low:high] + (there - here), changes.steps[low:high]
+    positions: torch.Tensor, steps: torch.Tensor, both: Box, tile: Box, part: Box
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The changes of a tile that lie in `both`, by their positions in `part`; and their steps."""
+    (here, stop), (there, end) = _span(both, tile), _span(both, part)
+    first, last = torch.searchsorted(positions, torch.tensor([here, stop])).tolist()
+    positions, steps = positions[first:last], steps[first:last]
+    if stop - here == end - there == both.elements:  # without gaps
+        return positions + (there - here), steps
+    held, found = both.within(tile), both.within(part)
+    indices = np.unravel_index(positions.numpy(), tile.shape)
+    inside = np.logical_and.reduce(
+        [(low <= at) & (at < high) for at, low, high in zip(indices, held.offsets, held.stops, strict=True)]
+    )
+    moved = [
+        at[inside] - low + new for at, low, new in zip(indices, held.offsets, found.offsets, strict=True)
+    ]
+    return torch.from_numpy(np.ravel_multi_index(moved, part.shape)), steps[torch.from_numpy(inside)]
 
 
-def _run(inner: Box, outer: Box) -> int | None:
-    """The row-major position in `outer` at which `inner` begins; None if its elements do not follow one another."""
-    start, stride, whole = 0, 1, True
+def _span(inner: Box, outer: Box) -> tuple[int, int]:
+    """The row-major position in `outer` of the first element of `inner`, and of the one after its last."""
+    first, last, stride = 0, 0, 1
+    box = inner.within(outer)
     for offset, size, full in zip(
-        reversed(inner.within(outer).offsets), reversed(inner.shape), reversed(outer.shape), strict=True
+        reversed(box.offsets), reversed(box.shape), reversed(outer.shape), strict=True
     ):
-        if size > 1 and not whole:
-            return None
-        whole = whole and size == full
-        start, stride = start + offset * stride, stride * full
-    return start
+        first, last, stride = first + offset * stride, last + (offset + size - 1) * stride, stride * full
+    return first, last + 1
 
 
 def _all_steps(changes: Changes, tile: Box) -> torch.Tensor:

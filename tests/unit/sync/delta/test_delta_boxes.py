@@ -51,3 +51,6 @@ def test_by_hand() -> None:
     changes = cut([left, right], Box((0, 0), (2, 4)))
     assert changes.positions is not None
     assert (changes.positions.tolist(), changes.steps.tolist()) == ([1, 6, 7], [1, 2, 3])
+    changes = cut([right, left], Box((0, 1), (3, 3)))  # with gaps in both tiles and in the part
+    assert changes.positions is not None
+    assert (changes.positions.tolist(), changes.steps.tolist()) == ([0, 4, 5, 7], [1, 2, 3, 4])
