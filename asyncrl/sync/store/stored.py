@@ -167,7 +167,9 @@ def header_of(layout: Layout, about: Mapping[str, str]) -> bytes:
 
 
 def check_header(header: bytes, layout: Layout, key: str) -> None:
-    """Raise WeightSyncError, naming `key`, for a header that is unreadable or of other tensors than the layout's."""
+    """Raise WeightSyncError, naming `key`, for a header that is unreadable, or whose tensors or places are not those of
+    the layout, by which the tensors are read.
+    """
     try:
         found = json.loads(header[8:])
         for tensor, entry in _entries(layout).items():

@@ -3,9 +3,9 @@
     box of the rank   [ block | block | block | block ]
     needed                 └──────────┘                     read: blocks 0, 1 and 2, in one range
 
-The reader takes all rows of a box that is cut along columns; of one that is cut along rows the needed ones, to the next
-block. Each block, or the record of its changes, is hashed before any of it goes to staging. A buffer of one bucket is
-all the memory this takes.
+The reader takes whole blocks, each of some rows: all blocks of a box if it needs some columns, those of the needed rows
+otherwise. Each block, or the record of its changes, is hashed before any of it goes to staging. A buffer of one bucket
+is all the memory this takes.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ class Subscriber:
             return
         links = [self._link(endpoint) for endpoint in self._endpoints]
         try:
-            hellos = self._staging.all([partial(link.hello, seconds) for link in links])
+            hellos = self._staging.at_once([partial(link.hello, seconds) for link in links])
             by_rank = sorted(zip(hellos, links, strict=True), key=lambda pair: pair[0].rank)
             _check_all_ranks(self.who, [hello for hello, _ in by_rank])
             most = self._config.bucket_bytes
@@ -258,7 +258,7 @@ class Staging:
             if relay is not None:
                 relay.begin(version)
             base, self._staged = self._staged, None
-            shares = self.all([partial(self._receive, version, base, source) for source in sources])
+            shares = self.at_once([partial(self._receive, version, base, source) for source in sources])
             checksum = Checksum.joined(shares, (piece for source in sources for piece in source.plan.pieces))
             self._staged = version
         except _NotBegunError:
@@ -271,7 +271,7 @@ class Staging:
         total = sum(source.link.received_bytes for source in sources)
         return StagedWeights(version, checksum, time.monotonic() - begun, total, parent)
 
-    def all(self, calls: Sequence[Callable[[], T]]) -> list[T]:
+    def at_once(self, calls: Sequence[Callable[[], T]]) -> list[T]:
         """All at once; returns when all have ended, and raises the first error among them."""
         if len(calls) == 1:
             return [calls[0]()]
@@ -285,8 +285,8 @@ class Staging:
             self.relay.close()
 
     def _pin(self, version: Version, sources: Sequence[Source], pin_s: float) -> None:
-        self.all([partial(s.link.attach, s.plan, self.shards, pin_s, self._deadline_s) for s in sources])
-        if all(self.all([partial(source.link.pin, version, pin_s) for source in sources])):
+        self.at_once([partial(s.link.attach, s.plan, self.shards, pin_s, self._deadline_s) for s in sources])
+        if all(self.at_once([partial(source.link.pin, version, pin_s) for source in sources])):
             return
         for source in sources:
             source.link.unpin()

@@ -102,6 +102,9 @@ def test_a_header_of_other_tensors_is_refused() -> None:
         check_header(header, other, "k")
     with pytest.raises(WeightSyncError, match="k does not match its manifest"):
         check_header(header[:-9], WHOLE, "k")
+    moved = header_of(dict(reversed(WHOLE.items())), {})  # the same tensors at other places
+    with pytest.raises(WeightSyncError, match=r"k does not match its manifest: .*data_offsets"):
+        check_header(moved, WHOLE, "k")
 
 
 # ------------------------------------------------------------------ two ranks over a folder
