@@ -35,6 +35,8 @@ class SimJournal:
     flushed: told of the records of a batch once they are kept. begun: told when all of it is forgotten.
     """
 
+    outdated = False
+
     def __init__(
         self,
         journal: Mortal,

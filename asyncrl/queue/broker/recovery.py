@@ -37,6 +37,7 @@ from asyncrl.queue.storage.records import (
     decode_record,
     encode_record,
 )
+from asyncrl.queue.storage.records_before import SCHEMA_BEFORE, decode_before
 from asyncrl.queue.storage.redis_journal import RedisJournal
 from asyncrl.queue.storage.redis_payloads import RedisPayloads
 from asyncrl.queue.storage.redis_run import RedisRun
@@ -62,6 +63,8 @@ class Recovery:
         if anew or self.queue.closed is not None:
             self.queue = QueueState(run, store=store)
             self._journal.compact(())
+        elif self._journal.outdated:
+            self._compact()
         self.recovered = bool(self.queue.streams)
         if not isinstance(journal, NoJournal):
             self.queue.note = self._note
@@ -74,7 +77,7 @@ class Recovery:
         self._store.flush()
         self._journal.flush()
         if self._journal.overgrown:
-            self._journal.compact(encode_record(record) for record in self._snapshot())
+            self._compact()
 
     def close(self) -> None:
         """Release journal and store for another broker."""
@@ -87,6 +90,9 @@ class Recovery:
         # A recovery gives all leases a new deadline anyway, and nothing is as frequent as their renewal.
         if not (isinstance(record, Happened) and isinstance(record.event, Renewed)):
             self._journal.append(encode_record(record))
+
+    def _compact(self) -> None:
+        self._journal.compact(encode_record(record) for record in self._snapshot())
 
     def _snapshot(self) -> Iterator[Record]:
         for name, stream in self.queue.streams.items():
@@ -104,7 +110,7 @@ class Recovery:
     def _replayed(self, run: str) -> QueueState:
         queue = QueueState(run, store=self._store)
         for packed in self._journal.replay():
-            match decode_record(packed):
+            match decode_before(packed) if self._journal.outdated else decode_record(packed):
                 case Happened(stream, event):
                     queue.add_stream(stream).replay(event)
                 case TasksKept(stream, tasks):
@@ -151,13 +157,15 @@ def open_recovery(config: QueueConfig, run: str, folder: Path, *, now: float, an
     journal: Journal = NoJournal()
     backend: PayloadBackend | None = None
     if config.store == "file":
-        journal = FileJournal(folder, run, SCHEMA, fsync=config.fsync)  # first: it keeps others out
+        journal = FileJournal(
+            folder, run, SCHEMA, SCHEMA_BEFORE, fsync=config.fsync
+        )  # first: it keeps others out
         if config.durable == "payload":
             backend = FilePayloads(folder / "payloads", fsync=config.fsync)
     elif config.store == "redis":
         assert config.redis_url is not None
         place = RedisRun(config.redis_url, run)
-        journal = RedisJournal(place, SCHEMA)
+        journal = RedisJournal(place, SCHEMA, SCHEMA_BEFORE)
         if config.durable == "payload":
             backend = RedisPayloads(place)
     durable = backend is not None

@@ -36,6 +36,8 @@ NUMBER = struct.Struct("<Q")
 class FileJournal:
     """schema: what the records are made of, in words; a journal with another one is refused.
 
+    before: a schema that is read, but not written. `outdated` once a journal with it is replayed.
+
     fsync: every flush reaches the disk and survives a power failure, not only the end of the process.
     """
 
@@ -44,12 +46,15 @@ class FileJournal:
         folder: Path,
         run: str,
         schema: str = "",
+        before: str = "",
         *,
         fsync: bool = False,
         least_overgrown: int = LEAST_OVERGROWN,
     ) -> None:
         self._path, self._fsync = folder / "journal", fsync
         self._header = {"run": run, "schema": zlib.crc32(schema.encode())}
+        self._before = {"run": run, "schema": zlib.crc32(before.encode())}
+        self.outdated = False
         self._growth = Growth(least_overgrown)
         self._buffer: list[bytes] = []
         self._number = 0
@@ -103,6 +108,7 @@ class FileJournal:
         for body in (join([msgpack.packb(self._header)]), *batches(records)):
             self._write(body)
         os.replace(partial, self._path)
+        self.outdated = False
         if self._fsync:
             sync_folder(self._path.parent)
         self._growth.snapshot(self._growth.size)
@@ -146,7 +152,8 @@ class FileJournal:
         found = msgpack.unpackb(next(split(header)))
         if found["run"] != self._header["run"]:
             raise JournalError(f"{self._path} is of run {found['run']!r}, not {self._header['run']!r}")
-        if found != self._header:
+        self.outdated = found == self._before != self._header
+        if found != self._header and not self.outdated:
             raise JournalError(
                 f"{self._path} was written by another version of asyncrl. Remedy: end the run with that version, or "
                 "remove the folder and go on from the newest checkpoint with run.resume=true"

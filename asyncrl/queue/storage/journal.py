@@ -47,6 +47,10 @@ class Journal(Protocol):
     def overgrown(self) -> bool:
         """Whether it is time to compact."""
 
+    @property
+    def outdated(self) -> bool:
+        """Whether what is replayed was written by the schema of before: to be compacted before anything is appended."""
+
     def close(self) -> None:
         """Flush and let others have it. Idempotent."""
 
@@ -54,7 +58,7 @@ class Journal(Protocol):
 class NoJournal:
     """Keeps nothing: the queue dies with its broker."""
 
-    overgrown = False
+    overgrown = outdated = False
 
     def replay(self) -> Iterator[bytes]:
         return iter(())

@@ -73,7 +73,7 @@ def decode_record(packed: bytes) -> Record:
     return Happened(stream, value) if isinstance(value, get_args(Event)) else value
 
 
-def _counter(cls: type, value: Any) -> Counter[Any]:
+def as_counter(cls: type, value: Any) -> Counter[Any]:
     """The one class of the records that msgspec does not know."""
     return Counter(value)
 
@@ -95,7 +95,7 @@ def _names(cls: type) -> list[str]:
 _ENCODER = msgspec.msgpack.Encoder()
 _HEAD = msgspec.msgpack.Decoder(tuple[str, str, msgspec.Raw])
 _DECODERS = {
-    cls.__name__: msgspec.msgpack.Decoder(cls, dec_hook=_counter)
+    cls.__name__: msgspec.msgpack.Decoder(cls, dec_hook=as_counter)
     for cls in (*get_args(Event), TasksKept, Posted, Closed, StreamState)
 }
 

@@ -38,11 +38,15 @@ return redis.error_reply('LOST')
 
 
 class RedisJournal:
-    """schema, least_overgrown: as in FileJournal. The server's `appendonly` decides how durable a flush is."""
+    """schema, before, least_overgrown: as in FileJournal. The server's `appendonly` decides how durable a flush is."""
 
-    def __init__(self, run: RedisRun, schema: str = "", *, least_overgrown: int = LEAST_OVERGROWN) -> None:
+    def __init__(
+        self, run: RedisRun, schema: str = "", before: str = "", *, least_overgrown: int = LEAST_OVERGROWN
+    ) -> None:
         self._run, self._key, self._new = run, run.key("journal"), run.key("journal", "new")
         self._header = msgpack.packb({"run": run.run, "schema": zlib.crc32(schema.encode())})
+        self._before = msgpack.packb({"run": run.run, "schema": zlib.crc32(before.encode())})
+        self.outdated = False
         self._push, self._clear = run.script(PUSH), run.script(CLEAR)
         self._take_place = run.script(TAKE_PLACE)
         self._growth = Growth(least_overgrown)
@@ -79,6 +83,7 @@ class RedisJournal:
         for batch in (self._header, *batches(records)):
             self._write(self._new, batch)
         self._take_place([self._key, self._new], [self._length])
+        self.outdated = False
         self._growth.snapshot(self._growth.size)
 
     @property
@@ -97,7 +102,8 @@ class RedisJournal:
         return self._run.call(lambda: list(self._run.client.lrange(self._key, first, last)))
 
     def _check(self, header: bytes) -> None:
-        if header != self._header:
+        self.outdated = header == self._before != self._header
+        if header != self._header and not self.outdated:
             raise JournalError(
                 f"the journal of run {self._run.run} at {self._run.where} was written by another version of asyncrl. "
                 "Remedy: end the run with that version, or choose another run.name"

@@ -10,6 +10,8 @@ from asyncrl.queue.storage.journal import LEAST_OVERGROWN, Growth, batches, join
 class MemoryJournal:
     """`kept` outlives the broker that wrote it, as a file would."""
 
+    outdated = False
+
     def __init__(self, kept: list[bytes] | None = None) -> None:
         self.kept = [] if kept is None else kept
         self._growth = Growth(LEAST_OVERGROWN)
