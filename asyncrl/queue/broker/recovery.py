@@ -157,9 +157,8 @@ def open_recovery(config: QueueConfig, run: str, folder: Path, *, now: float, an
     journal: Journal = NoJournal()
     backend: PayloadBackend | None = None
     if config.store == "file":
-        journal = FileJournal(
-            folder, run, SCHEMA, SCHEMA_BEFORE, fsync=config.fsync
-        )  # first: it keeps others out
+        # First: it keeps others out.
+        journal = FileJournal(folder, run, SCHEMA, SCHEMA_BEFORE, fsync=config.fsync)
         if config.durable == "payload":
             backend = FilePayloads(folder / "payloads", fsync=config.fsync)
     elif config.store == "redis":

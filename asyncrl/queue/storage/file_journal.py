@@ -36,7 +36,7 @@ NUMBER = struct.Struct("<Q")
 class FileJournal:
     """schema: what the records are made of, in words; a journal with another one is refused.
 
-    before: a schema that is read, but not written. `outdated` once a journal with it is replayed.
+    before: another schema, which is read but not written. `outdated`: the journal has it; compact it before you append.
 
     fsync: every flush reaches the disk and survives a power failure, not only the end of the process.
     """
@@ -46,14 +46,14 @@ class FileJournal:
         folder: Path,
         run: str,
         schema: str = "",
-        before: str = "",
+        before: str | None = None,
         *,
         fsync: bool = False,
         least_overgrown: int = LEAST_OVERGROWN,
     ) -> None:
         self._path, self._fsync = folder / "journal", fsync
         self._header = {"run": run, "schema": zlib.crc32(schema.encode())}
-        self._before = {"run": run, "schema": zlib.crc32(before.encode())}
+        self._before = None if before is None else {"run": run, "schema": zlib.crc32(before.encode())}
         self.outdated = False
         self._growth = Growth(least_overgrown)
         self._buffer: list[bytes] = []
@@ -108,9 +108,9 @@ class FileJournal:
         for body in (join([msgpack.packb(self._header)]), *batches(records)):
             self._write(body)
         os.replace(partial, self._path)
-        self.outdated = False
         if self._fsync:
             sync_folder(self._path.parent)
+        self.outdated = False
         self._growth.snapshot(self._growth.size)
 
     @property
@@ -152,7 +152,7 @@ class FileJournal:
         found = msgpack.unpackb(next(split(header)))
         if found["run"] != self._header["run"]:
             raise JournalError(f"{self._path} is of run {found['run']!r}, not {self._header['run']!r}")
-        self.outdated = found == self._before != self._header
+        self.outdated = found == self._before
         if found != self._header and not self.outdated:
             raise JournalError(
                 f"{self._path} was written by another version of asyncrl. Remedy: end the run with that version, or "

@@ -49,7 +49,7 @@ class Journal(Protocol):
 
     @property
     def outdated(self) -> bool:
-        """Whether what is replayed was written by the schema of before: to be compacted before anything is appended."""
+        """Whether its records are of an earlier schema: it must be compacted before anything is appended."""
 
     def close(self) -> None:
         """Flush and let others have it. Idempotent."""

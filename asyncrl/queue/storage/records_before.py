@@ -1,4 +1,4 @@
-"""The records of journals that were written before msgpack packed them: tagged lists, and one class for all of a state.
+"""The records of journals before msgspec packed them: tagged lists, and one class for the whole state of a stream.
 
     tuple, list, set, frozenset     ["tuple", member, …]
     dict, Counter                   ["dict", key, value, key, value, …]
@@ -67,18 +67,18 @@ def decode_before(packed: bytes) -> Record:
     try:
         kind, *values = msgpack.unpackb(packed, raw=False, use_list=True)
         match kind, *values:
-            case "Happened", stream, [name, *_] as event:
+            case "Happened", str(stream), [name, *_] as event:
                 return Happened(stream, msgspec.convert(_untagged(event), _EVENTS[name]))
             case "TasksKept", stream, tasks:
                 return msgspec.convert((stream, _untagged(tasks)), TasksKept)
             case "Posted", key, value:
-                return Posted(key, value)
+                return msgspec.convert((key, value), Posted)
             case "Closed", reason:
-                return Closed(reason)
-            case "StreamState", stream, book:
+                return msgspec.convert((reason,), Closed)
+            case "StreamState", str(stream), book:
                 state = _state(_untagged(book))
                 return StreamState(stream, msgspec.convert(state, LedgerState, dec_hook=as_counter))
-    except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, msgpack.UnpackException) as error:
         raise JournalError(f"a record of before: {error!r}") from error
     raise JournalError(f"a record of before of unknown kind {str(kind)[:80]!r}")
 

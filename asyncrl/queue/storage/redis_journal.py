@@ -41,11 +41,16 @@ class RedisJournal:
     """schema, before, least_overgrown: as in FileJournal. The server's `appendonly` decides how durable a flush is."""
 
     def __init__(
-        self, run: RedisRun, schema: str = "", before: str = "", *, least_overgrown: int = LEAST_OVERGROWN
+        self,
+        run: RedisRun,
+        schema: str = "",
+        before: str | None = None,
+        *,
+        least_overgrown: int = LEAST_OVERGROWN,
     ) -> None:
         self._run, self._key, self._new = run, run.key("journal"), run.key("journal", "new")
-        self._header = msgpack.packb({"run": run.run, "schema": zlib.crc32(schema.encode())})
-        self._before = msgpack.packb({"run": run.run, "schema": zlib.crc32(before.encode())})
+        self._header = _header(run, schema)
+        self._before = None if before is None else _header(run, before)
         self.outdated = False
         self._push, self._clear = run.script(PUSH), run.script(CLEAR)
         self._take_place = run.script(TAKE_PLACE)
@@ -102,9 +107,13 @@ class RedisJournal:
         return self._run.call(lambda: list(self._run.client.lrange(self._key, first, last)))
 
     def _check(self, header: bytes) -> None:
-        self.outdated = header == self._before != self._header
+        self.outdated = header == self._before
         if header != self._header and not self.outdated:
             raise JournalError(
                 f"the journal of run {self._run.run} at {self._run.where} was written by another version of asyncrl. "
                 "Remedy: end the run with that version, or choose another run.name"
             )
+
+
+def _header(run: RedisRun, schema: str) -> bytes:
+    return msgpack.packb({"run": run.run, "schema": zlib.crc32(schema.encode())})

@@ -107,6 +107,37 @@ def test_it_is_overgrown_when_it_is_some_times_its_snapshot(
 # ---------------------------------------------------------------------- files
 
 
+@pytest.mark.parametrize("store", ["file", "redis"])
+def test_a_journal_of_the_schema_before_is_read_and_replaced(
+    store: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    def opened(schema: str, before: str | None = None) -> Journal:
+        if store == "file":
+            return FileJournal(tmp_path, "it", schema, before)
+        return RedisJournal(RedisRun(request.getfixturevalue("redis_server").url, "it"), schema, before)
+
+    old = opened("old")
+    assert read(old) == []
+    write(old, [b"a", b"b"])
+    old.close()
+    for before in (None, ""):
+        refused = opened("new", before)
+        with pytest.raises(JournalError, match="another version"):
+            read(refused)
+        refused.close()
+    journal = opened("new", "old")
+    assert read(journal) == [b"a", b"b"]
+    assert journal.outdated
+    journal.compact([b"c"])
+    assert not journal.outdated
+    write(journal, [b"d"])
+    journal.close()
+    again = opened("new", "old")
+    assert read(again) == [b"c", b"d"]
+    assert not again.outdated
+    again.close()
+
+
 def file_journal(folder: Path, run: str = "it", schema: str = "") -> FileJournal:
     return FileJournal(folder, run, schema)
 
