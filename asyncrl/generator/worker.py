@@ -50,7 +50,9 @@ WEIGHTS, TASK = "the learner's weights", "a task from the queue"
 
 
 class Worker:
-    """One generator's loops over parts that are made elsewhere (see process.py). Raises ConfigError as `Admission`.
+    """One generator's loops over parts that are made elsewhere (see process.py).
+
+    Raises ConfigError as `Admission.from_config`.
 
     held_out  the sets of tasks that evaluation leases point into; without any, no such lease is requested
     prober    draws a few tokens of each version for the learner to compare; None if it does not

@@ -75,7 +75,7 @@ class VllmEngine:
         self._by_priority = False  # generator.vllm.extra may say otherwise
         self._counters = _Counters()
         self._in_flight: dict[str, tuple[int, asyncio.Task[list[Turn]]]] = {}
-        self._flipping = False
+        self._flipping: asyncio.Task[float] | None = None
         self._changed = asyncio.Event()
         self._spans = Spans()
         self._accounting: asyncio.Task[None] | None = None
@@ -119,14 +119,17 @@ class VllmEngine:
         return values_of(await self._or_died(self._llm.collective_rpc(method, args=args)), self._name)
 
     async def flip(self, version: Version) -> float:
+        """If the caller is cancelled, the flip goes on: vLLM would stay paused."""
         self._check_running()
-        self._flipping = True
+        self._flipping = asyncio.create_task(self._flip(version), name="flip")
+        self._flipping.add_done_callback(lambda _: self._changed.set())
         self._changed.set()
         try:
-            return await self._flip(version)
-        finally:
-            self._flipping = False
-            self._changed.set()
+            return await asyncio.shield(self._flipping)
+        except asyncio.CancelledError:
+            if self._closed:
+                raise RunClosedError("the engine was closed") from None
+            raise
 
     def stats(self) -> dict[str, float]:
         samples = sum(n for n, _ in self._in_flight.values())
@@ -143,8 +146,7 @@ class VllmEngine:
     async def close(self) -> None:
         self._closed = True
         tasks: list[asyncio.Task[Any]] = [task for _, task in self._in_flight.values()]
-        if self._accounting is not None:
-            tasks.append(self._accounting)
+        tasks += [task for task in (self._accounting, self._flipping) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -205,8 +207,9 @@ class VllmEngine:
     async def _account(self) -> None:
         while True:
             self._changed.clear()
+            flips = self._flipping is not None and not self._flipping.done()
             busy = "compute" if self._in_flight else "wait/tasks"
-            with self._spans("wait/weights" if self._flipping else busy):
+            with self._spans("wait/weights" if flips else busy):
                 await self._changed.wait()
 
     async def _flip(self, version: Version) -> float:

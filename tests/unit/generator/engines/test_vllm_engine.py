@@ -1,0 +1,74 @@
+"""Flips of the vLLM engine whose caller, or the engine itself, ends meanwhile. vLLM is a stand-in."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from unittest.mock import AsyncMock, Mock
+
+import pytest
+from missing import needs_vllm
+from waiting import eventually
+
+from asyncrl.config.schema import Config, GeneratorConfig, ModelConfig
+from asyncrl.errors import RunClosedError
+from asyncrl.generator.engines.vllm import vllm_engine
+from asyncrl.generator.engines.vllm.vllm_engine import VllmEngine
+
+pytestmark = needs_vllm
+
+
+class StandIn:
+    """An AsyncLLM that is paused once `may_pause` is set."""
+
+    def __init__(self) -> None:
+        self.may_pause = asyncio.Event()
+        self.engine_core = AsyncMock()
+        self.engine_core.pause_scheduler_async.side_effect = self._pause
+        self.collective_rpc = AsyncMock(return_value=[{"value": 0.0}])
+        self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(policy="fcfs"))
+        self.output_handler, self.shutdown = Mock(), Mock()
+
+    async def _pause(self, **_: object) -> None:
+        await self.may_pause.wait()
+
+    def is_pausing(self) -> bool:
+        return bool(self.engine_core.pause_scheduler_async.called)
+
+    def has_resumed(self) -> bool:
+        return bool(self.engine_core.resume_scheduler_async.called)
+
+
+async def started(monkeypatch: pytest.MonkeyPatch) -> tuple[VllmEngine, StandIn]:
+    llm = StandIn()
+    monkeypatch.setattr(vllm_engine, "start_vllm", lambda *_: llm)
+    config = Config(model=ModelConfig(path="x"), generator=GeneratorConfig(engine="vllm"))
+    engine = VllmEngine(config, "generator-0", ())
+    await engine.start()
+    return engine, llm
+
+
+async def test_a_flip_whose_caller_is_cancelled_resumes_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, llm = await started(monkeypatch)
+    try:
+        flip = asyncio.create_task(engine.flip(3))
+        await eventually(llm.is_pausing)
+        flip.cancel()
+        await asyncio.gather(flip, return_exceptions=True)
+        assert flip.cancelled()
+        llm.may_pause.set()
+        await eventually(llm.has_resumed)
+        assert engine.version == 3
+    finally:
+        await engine.close()
+
+
+async def test_closing_ends_a_flip_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, llm = await started(monkeypatch)
+    flip = asyncio.create_task(engine.flip(3))
+    await eventually(llm.is_pausing)
+    await engine.close()
+    async with asyncio.timeout(30):
+        with pytest.raises(RunClosedError, match="the engine was closed"):
+            await flip
+    assert not llm.has_resumed()
