@@ -69,7 +69,7 @@ class LeasedTask:
 
 
 class Leases:
-    """See above.
+    """The leases of one generator, by their key, and how they ended.
 
     counts     groups/<stream>, dropped/<reason>, refused/<reason> and lost, so far
     room       set when there may be room for another lease

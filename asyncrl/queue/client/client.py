@@ -407,7 +407,7 @@ class QueueClient:
     async def _end_lease(
         self, lease: AnyLease, request: rq.StreamRequest, frames: Sequence[wire.Buffer] = ()
     ) -> None:
-        """Any reply ends the lease, an error too. While no reply comes, the client keeps renewing it."""
+        """A reply ends the lease, a refusal too. While none comes, the client keeps renewing it."""
         try:
             await self._connection.request(request, frames)
         except (RefusedError, RunClosedError):
