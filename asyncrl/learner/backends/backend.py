@@ -148,6 +148,8 @@ class Backend(ABC):
         found = storage.models_in(folder)
         for name, model in self._models.items():
             model.changes |= name in found  # a reference that had been updated
+        # Also on a rank that holds no part of a missing model: it would wait for the others in the collective.
+        storage.require_models(folder, {name for name, model in self._models.items() if model.changes})
         self._load_state(folder)
         for model in self._models.values():
             if model.changes:

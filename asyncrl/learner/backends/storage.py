@@ -121,7 +121,13 @@ def load(folder: Path, models: Mapping[str, ModelState]) -> None:
 def load_state(folder: Path, state: dict[str, Any]) -> None:
     """Collective: fill the tensors of a flat state in place. Any world size may have saved it. Other models of the
     folder are not read. Raises ConfigError if it lacks one of the state's models."""
-    missing = sorted(_models(state) - models_in(folder))
+    require_models(folder, _models(state))
+    dcp.load(state, checkpoint_id=str(folder), no_dist=_alone())
+
+
+def require_models(folder: Path, names: Set[str]) -> None:
+    """Raises ConfigError if the folder lacks one of these models."""
+    missing = sorted(names - models_in(folder))
     require(
         not missing,
         "run.resume",
@@ -129,7 +135,6 @@ def load_state(folder: Path, state: dict[str, Any]) -> None:
         f"the checkpoint has no {', '.join(missing)}: it was made with another algorithm",
         "go on with that algorithm, or start anew under another run.name",
     )
-    dcp.load(state, checkpoint_id=str(folder), no_dist=_alone())
 
 
 def load_weights(folder: Path, model: str, masters: Mapping[str, Tensor]) -> None:

@@ -270,6 +270,19 @@ def test_a_checkpoint_of_the_policy_alone_loads_for_the_policy_alone(tmp_path: P
         FsdpBackend(config_in(tmp_path, "float32"), BESIDE).load(tmp_path / "saved")
 
 
+def test_a_rank_without_a_part_of_a_missing_model_refuses_the_checkpoint_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would wait in the collective for the ranks that refuse."""
+    config = config_in(tmp_path)
+    FsdpBackend(config).save(tmp_path / "saved")
+    backend, collective = FsdpBackend(config, {"critic"}), list[Path]()
+    monkeypatch.setattr(backend, "_load_state", collective.append)
+    with pytest.raises(ConfigError, match="has no critic"):
+        backend.load(tmp_path / "saved")
+    assert collective == []
+
+
 def test_a_checkpoint_with_a_critic_loads_for_the_policy_alone(tmp_path: Path) -> None:
     both = FsdpBackend(config_in(tmp_path), ("critic",))
     train(both, 0)
