@@ -95,7 +95,8 @@ def open_trainer(
     stream = TrainStream(
         client, backend, config, spans, learner_epoch=learner_epoch, stop=stop, idle=idle, status=status
     )
-    empty_eval, saved = opened.empty_eval if opened else None, version if meta else None
+    empty_eval = opened.empty_eval if opened else None
+    saved = version if meta else None
     return Trainer(
         config=config,
         backend=backend,

@@ -142,8 +142,9 @@ class Accumulator:
             micro_batches: list[MicroBatch] = []
             if batch is not None:
                 with self._spans("compute/pack"):
-                    sizes = (self._max_tokens, max(passes), self._even_tokens)
-                    micro_batches = pack_micro_batches(batch, rollouts, *sizes)
+                    micro_batches = pack_micro_batches(
+                        batch, rollouts, self._max_tokens, max(passes), self._even_tokens
+                    )
                 if trainable.name == POLICY:
                     self._metrics.merge([_passed(micro_batches)])
             with self._spans("compute/forward_backward"):
