@@ -1,7 +1,7 @@
 """The ranks of one learner: their devices, their process group, and small values that they exchange.
 
-They communicate by gloo on the CPU and by NCCL between GPUs, in msgpack. Never pickle: torch's collectives of objects
-would run code that a stranger on the network of the ranks has sent.
+They communicate by gloo on the CPU and by NCCL between GPUs. Values travel in msgpack, never in pickles, which could
+run code of a stranger on the network of the ranks; torch.distributed.checkpoint alone sends pickles among them.
 """
 
 from __future__ import annotations
