@@ -68,7 +68,7 @@ class LeasedTask:
         return "/".join(map(str, self.key))
 
 
-class Leases:
+class WorkerLeases:
     """The leases of one generator, by their key, and how they ended.
 
     counts     groups/<stream>, dropped/<reason>, refused/<reason> and lost, so far

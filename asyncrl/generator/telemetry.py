@@ -8,7 +8,7 @@ from typing import Any
 
 from asyncrl.generator.admission import Admission
 from asyncrl.generator.engines.engine import SECONDS, Engine
-from asyncrl.generator.leases import Leases
+from asyncrl.generator.leases import WorkerLeases
 from asyncrl.generator.prober import Prober
 from asyncrl.generator.rollouts import Rollouts
 from asyncrl.generator.weights import WeightFollower
@@ -26,7 +26,7 @@ class WorkerTelemetry:
         follower: WeightFollower,
         rollouts: Rollouts,
         prober: Prober | None,
-        leases: Leases,
+        leases: WorkerLeases,
         admission: Admission,
     ) -> None:
         self._engine, self._follower, self._rollouts, self._prober = engine, follower, rollouts, prober
@@ -61,7 +61,7 @@ class WorkerTelemetry:
 
         tokens · running, waiting samples now · kv_usage, preemptions of engines that have them · admitted: samples
         that may be under way · held, lineage · leases now · weights/… of the follower · probes: the prober's reports
-        reward/… of the reward function · seconds {span of the engine: seconds} · counts of `Leases`
+        reward/… of the reward function · seconds {span of the engine: seconds} · counts of `WorkerLeases`
         """
         return {
             **self._engine_stats(),

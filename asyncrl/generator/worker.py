@@ -30,7 +30,7 @@ from asyncrl.config.sections.models import REWARDS
 from asyncrl.errors import AsyncRLError, RefusedError, RunClosedError, first_failure
 from asyncrl.generator.admission import LOOK_S, Admission
 from asyncrl.generator.engines.engine import Engine
-from asyncrl.generator.leases import DROP_REASONS, LeasedTask, Leases, drop_reason
+from asyncrl.generator.leases import DROP_REASONS, LeasedTask, WorkerLeases, drop_reason
 from asyncrl.generator.prober import Prober
 from asyncrl.generator.rollouts import Rollouts
 from asyncrl.generator.scoring.scores import FILTERED, passes_filter
@@ -76,7 +76,7 @@ class Worker:
         self._follower, self._rollouts, self._prober = follower, rollouts, prober
         self._held_out, self._status = held_out or {}, status or ProcessStatus()
         self._admission = Admission.from_config(config)
-        self._leases = Leases(name, client, self._status)
+        self._leases = WorkerLeases(name, client, self._status)
         self.telemetry = WorkerTelemetry(engine, follower, rollouts, prober, self._leases, self._admission)
         self._loops: asyncio.TaskGroup
 

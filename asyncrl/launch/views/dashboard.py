@@ -70,7 +70,7 @@ class Value:
     text: str
 
 
-class Source(Protocol):
+class DashboardSource(Protocol):
     """Where the figures of a dashboard come from."""
 
     def read(self) -> bool:
@@ -215,7 +215,7 @@ class RunView:
 class LiveDashboard:
     """One table that is drawn anew in place. name: of what it shows."""
 
-    def __init__(self, source: Source, live: Live, name: str) -> None:
+    def __init__(self, source: DashboardSource, live: Live, name: str) -> None:
         self._source, self._live, self._name = source, live, name
 
     def refresh(self) -> None:
@@ -241,7 +241,7 @@ class LineDashboard:
 
     def __init__(
         self,
-        source: Source,
+        source: DashboardSource,
         console: Console,
         every_s: float = LINE_EVERY_S,
         clock: Callable[[], float] = time.monotonic,
@@ -263,7 +263,7 @@ class LineDashboard:
         self._console.print(without_control(text), highlight=False, markup=False, soft_wrap=True)
 
 
-def status_line(source: Source, title: str = "") -> str:
+def status_line(source: DashboardSource, title: str = "") -> str:
     """The title, the progress, the notes, and as many values as a line has room for, in their order."""
     where = f"{title}: {source.where()}" if title else source.where()
     line = "  ".join([where, *source.notes()])

@@ -28,10 +28,10 @@ from asyncrl.launch.folder.run_folder import run_folder
 from asyncrl.launch.views.dashboard import (
     MOST_NAMED,
     Dashboard,
+    DashboardSource,
     LineDashboard,
     LiveDashboard,
     RunView,
-    Source,
     Value,
     duration,
 )
@@ -235,7 +235,9 @@ class LearnerView(RunView):
         return [*super().notes(), *self._waits.notes()]
 
 
-def shown(name: str, source: Source, status: ProcessStatus, config: Config) -> AbstractContextManager[None]:
+def shown(
+    name: str, source: DashboardSource, status: ProcessStatus, config: Config
+) -> AbstractContextManager[None]:
     """Inside, the process shows itself on stdout, unless `launch.quiet` is set. One that `asyncrl train` has started
     reports to it instead (process_reports.py)."""
     launched = LAUNCHED in os.environ
@@ -246,7 +248,7 @@ def shown(name: str, source: Source, status: ProcessStatus, config: Config) -> A
     return beside(partial(_show, f"{name} of run {config.run.name}", source, status), status, "view")
 
 
-def _show(title: str, source: Source, status: ProcessStatus, ended: threading.Event) -> None:
+def _show(title: str, source: DashboardSource, status: ProcessStatus, ended: threading.Event) -> None:
     status.loaded.wait()
     with _dashboard(title, source) as dashboard:
         while not ended.wait(REFRESH_S):
@@ -255,7 +257,7 @@ def _show(title: str, source: Source, status: ProcessStatus, ended: threading.Ev
 
 
 @contextmanager
-def _dashboard(title: str, source: Source) -> Iterator[Dashboard]:
+def _dashboard(title: str, source: DashboardSource) -> Iterator[Dashboard]:
     console = Console()
     if not console.is_terminal:
         yield LineDashboard(source, console, LINE_EVERY_S, title=title)

@@ -72,7 +72,7 @@ def shared_memory(size: int, device: torch.device = CPU) -> torch.Tensor:
     return memory
 
 
-def finish(device: torch.device) -> None:
+def wait_for_device(device: torch.device) -> None:
     """Wait until the device has done all work of this thread."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

@@ -38,10 +38,10 @@ from asyncrl.sync.channels.shared_memory import (
     SharedSegment,
     cuda_handle,
     described,
-    finish,
     mapped,
     shared_memory,
     shared_views,
+    wait_for_device,
 )
 from asyncrl.sync.channels.torch_transport import SOURCE
 from asyncrl.sync.channels.transport import ChannelEnd, Meeting, Transfer, named
@@ -154,7 +154,7 @@ class ShmChannel(ChannelEnd):
                 place = described(some) if some[0].device.type == self.device.type else None
                 slot = None if place else self._slot(sum(aligned(part.nbytes) for part in some))
                 shared = some if slot is None else _copied(some, slot)
-                finish(self.device)
+                wait_for_device(self.device)
                 self._announce(shared, place or described(shared))
                 self._leaving.append((shared if slot is None else [slot], slot is not None))
                 self._begun["send"] += 1
@@ -274,7 +274,7 @@ class ShmChannel(ChannelEnd):
         except WeightSyncError as error:
             raise self.breaks(error) from error
         torch._foreach_copy_(list(into), there)
-        finish(self.device)
+        wait_for_device(self.device)
         self._post(PACKET.pack(TAKEN, 0, 0, 0, 0), [])
         self._done["recv"] += 1
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from asyncrl.errors import WeightSyncError
-from asyncrl.sync.channels.shared_memory import finish, shared_memory
+from asyncrl.sync.channels.shared_memory import shared_memory, wait_for_device
 from asyncrl.sync.layout.layout import Box, Layout, ParamLayout, layout_bytes, whole_layout
 from asyncrl.sync.plan.plan import aligned
 
@@ -119,7 +119,7 @@ class TensorBuffer:
         begun = time.perf_counter()
         if live.tensors:
             torch._foreach_copy_(self.shards.parts, live.parts)
-        finish(self.memory.device)
+        wait_for_device(self.memory.device)
         return time.perf_counter() - begun
 
     def floor(self, to: torch.device | None = None) -> float:
@@ -133,5 +133,5 @@ class TensorBuffer:
         begun = time.perf_counter()
         there.copy_(high)
         (high if there is low else there).copy_(low)
-        finish(there.device)
+        wait_for_device(there.device)
         return time.perf_counter() - begun

@@ -33,7 +33,7 @@ def gigpo(batch: MicroBatch, config: AlgorithmConfig, context: AlgorithmContext)
 
     A step that is alone in its state gets the first term only.
     """
-    steps = Steps.of(batch, config.gamma)
+    steps = BatchSteps.of(batch, config.gamma)
     episode_R = standardised(batch.rewards_R, batch.group_R)
     step_S = standardised(steps.returns_S, steps.state_S)
     return episode_R[batch.seq_N] + config.step_weight * on_policy_tokens(step_S[steps.step_P], batch)
@@ -49,7 +49,7 @@ def hgpo(batch: MicroBatch, config: AlgorithmConfig, context: AlgorithmContext) 
     w_k ∝ (k + 2)^α, and leaves a level out for each single step whose advantage there is exactly 0, not for a group
     whose returns are all equal.
     """
-    steps = Steps.of(batch, config.gamma)
+    steps = BatchSteps.of(batch, config.gamma)
     total_S, weights_S = torch.zeros_like(steps.returns_S), torch.zeros_like(steps.returns_S)
     context_S = steps.state_S
     for k in range(config.hgpo_history + 1):
@@ -63,7 +63,7 @@ def hgpo(batch: MicroBatch, config: AlgorithmConfig, context: AlgorithmContext) 
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class BatchSteps:
     """The steps of a batch: what they earned, where they began, and which tokens they made.
 
     returns_S float64, discounted · state_S int64, equal for steps of one group that began in the same state
@@ -76,7 +76,7 @@ class Steps:
     step_P: Tensor
 
     @staticmethod
-    def of(batch: MicroBatch, gamma: float) -> Steps:
+    def of(batch: MicroBatch, gamma: float) -> BatchSteps:
         """A policy token outside every step goes with the step before it; those before the first step are a step that
         begins in the state 0. Raises TrainingError where the groups came without steps.
         """
@@ -87,7 +87,7 @@ class Steps:
         first_P = torch.cat([step_P.new_ones(1), step_P.diff()])[: len(step_P)].bool()
         rollout_S = batch.seq_N[mask_N][first_P]
         earned_S = zeros(steps).index_add_(0, step_P, token_rewards(batch)[mask_N])
-        return Steps(
+        return BatchSteps(
             returns_S=reverse_sums(earned_S, zeros(batch.rollouts) + gamma, rollout_S),
             state_S=_paired(batch.group_R[rollout_S], anchor_P[first_P]),
             rollout_S=rollout_S,

@@ -9,7 +9,7 @@ from advantage_cases import tokens_batch
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.errors import TrainingError
 from asyncrl.learner.algorithms.advantages import advantages
-from asyncrl.learner.algorithms.advantages.step_advantages import Steps
+from asyncrl.learner.algorithms.advantages.step_advantages import BatchSteps
 from asyncrl.learner.data.batch import MicroBatch
 
 UNIT = 0.5**0.5  # what the better of two values is worth: half their distance over their unbiased deviation
@@ -34,13 +34,13 @@ def by_rollout(batch: MicroBatch, **keys: float) -> list[list[float]]:
 
 
 def test_steps_earn_discounted_returns_and_meet_in_their_states() -> None:
-    steps = Steps.of(walk(("ab", 4.0), ("ba", 2.0)), gamma=0.5)
+    steps = BatchSteps.of(walk(("ab", 4.0), ("ba", 2.0)), gamma=0.5)
     assert steps.returns_S.tolist() == [2, 4, 1, 2]
     assert steps.state_S.tolist() == [0, 1, 1, 0]
 
 
 def test_states_of_other_tasks_never_meet() -> None:
-    steps = Steps.of(walk(("a", 4.0), ("a", 2.0), groups=[0, 1]), gamma=1.0)
+    steps = BatchSteps.of(walk(("a", 4.0), ("a", 2.0), groups=[0, 1]), gamma=1.0)
     assert steps.state_S.tolist() == [0, 1]
 
 
@@ -52,21 +52,21 @@ def test_step_rewards_count_for_their_step() -> None:
         anchor=[[0, 7, 7, 8, 8]],
         step_rewards=[[0.0, 0.0, 1.0, 0.0, 3.0]],  # and 1 more, the rest of R
     )
-    assert Steps.of(batch, gamma=0.5).returns_S.tolist() == [1 + 0.5 * 4, 4]
+    assert BatchSteps.of(batch, gamma=0.5).returns_S.tolist() == [1 + 0.5 * 4, 4]
 
 
 def test_tokens_outside_every_step_go_with_the_step_before() -> None:
     batch = tokens_batch(
         ["0111101"], [6.0], step=[[-1, -1, 0, -1, 1, -1, -1]], anchor=[[0, 0, 7, 0, 8, 0, 0]]
     )
-    steps = Steps.of(batch, gamma=0.5)
+    steps = BatchSteps.of(batch, gamma=0.5)
     assert steps.step_P.tolist() == [0, 1, 1, 2, 2]
     assert steps.returns_S.tolist() == [1.5, 3, 6]
     assert steps.state_S.tolist() == [0, 1, 2]
 
 
 def test_contexts_reach_back_state_by_state() -> None:
-    steps = Steps.of(walk(("abc", 0.0), ("dbc", 0.0)), gamma=1.0)
+    steps = BatchSteps.of(walk(("abc", 0.0), ("dbc", 0.0)), gamma=1.0)
     assert steps.state_S.tolist() == [0, 1, 2, 3, 1, 2]
     one_S = steps.one_state_more(steps.state_S)
     assert one_S.tolist() == [1, 2, 3, 0, 4, 3]
@@ -80,7 +80,7 @@ def test_steps_are_numbered_through_all_rollouts() -> None:
         step=[[-1, -1, 0, -1, 1], [-1, 0, 0, -1]],
         anchor=[[0, 0, 7, 0, 8], [0, 7, 7, 0]],
     )
-    assert Steps.of(batch, gamma=1.0).step_P.tolist() == [0, 1, 1, 2, 3, 3, 3]
+    assert BatchSteps.of(batch, gamma=1.0).step_P.tolist() == [0, 1, 1, 2, 3, 3, 3]
 
 
 def test_gigpo_adds_the_step_to_the_episode() -> None:
