@@ -65,22 +65,22 @@ _EVENTS = {cls.__name__: cls for cls in get_args(Event)}
 def decode_before(packed: bytes) -> Record:
     """JournalError for anything but a record of SCHEMA_BEFORE."""
     try:
-        kind, *values = msgpack.unpackb(packed, raw=False, use_list=True)
-        match kind, *values:
-            case "Happened", str(stream), [name, *_] as event:
+        record = msgpack.unpackb(packed, raw=False, use_list=True)
+        match record:
+            case ["Happened", str(stream), [name, *_] as event]:
                 return Happened(stream, msgspec.convert(_untagged(event), _EVENTS[name]))
-            case "TasksKept", stream, tasks:
+            case ["TasksKept", stream, tasks]:
                 return msgspec.convert((stream, _untagged(tasks)), TasksKept)
-            case "Posted", key, value:
+            case ["Posted", key, value]:
                 return msgspec.convert((key, value), Posted)
-            case "Closed", reason:
+            case ["Closed", reason]:
                 return msgspec.convert((reason,), Closed)
-            case "StreamState", str(stream), book:
+            case ["StreamState", str(stream), book]:
                 state = _state(_untagged(book))
                 return StreamState(stream, msgspec.convert(state, LedgerState, dec_hook=as_counter))
     except (ValueError, TypeError, LookupError, AttributeError, msgpack.UnpackException) as error:
         raise JournalError(f"a record of before: {error!r}") from error
-    raise JournalError(f"a record of before of unknown kind {str(kind)[:80]!r}")
+    raise JournalError(f"a record of before of unknown kind {str(record)[:80]!r}")
 
 
 def _untagged(tree: Any) -> Any:
