@@ -36,7 +36,7 @@ from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.models.roles import POLICY
 from asyncrl.learner.training.accumulator import Accumulator
 from asyncrl.models import encode_prompt, policy_tokenizer
-from asyncrl.tasks.source import TaskStream, train_stream
+from asyncrl.tasks.source import TaskStream, training_tasks
 from asyncrl.types import Group, Rollout, Sampling, Task, Turn
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def train_supervised(config: Config) -> dict[str, Any]:
     supervised = as_supervised(config)
     backend = FsdpBackend(supervised)
     accumulator = Accumulator(backend, supervised)
-    batches = supervised_batches(train_stream(config), policy_tokenizer(config), config)
+    batches = supervised_batches(training_tasks(config), policy_tokenizer(config), config)
     started, accuracy, steps = time.monotonic(), None, 0
     with Evaluator(config) as evaluator:
         while steps < sft.steps:

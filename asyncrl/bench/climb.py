@@ -40,7 +40,7 @@ from asyncrl.learner.training import requirements
 from asyncrl.learner.training.version_step import version_step
 from asyncrl.models import policy_tokenizer
 from asyncrl.tasks.addition import write_model_folder
-from asyncrl.tasks.source import train_stream
+from asyncrl.tasks.source import training_tasks
 from asyncrl.types import Group, Task
 
 LAG = 2
@@ -166,7 +166,7 @@ async def _loop(config: Config) -> list[list[Group]]:
     tokenizer = policy_tokenizer(config)
     engine, scorer = load_transformers_engine(config, tokenizer), Scorer.from_config(config.reward)
     rollouts = Rollouts(engine, tokenizer, scorer, config)
-    tasks = train_stream(config)
+    tasks = training_tasks(config)
     await engine.start()
     every: list[list[Group]] = []
     ordinals = count()

@@ -72,13 +72,13 @@ class WorkerLeases:
     """The leases of one generator, by their key, and how they ended.
 
     counts     groups/<stream>, dropped/<reason>, refused/<reason> and lost, so far
-    room       set when there may be room for another lease
+    freed      set when there may be room for another lease
     news       set when a lease ends
     """
 
     def __init__(self, who: str, client: QueueClient, status: ProcessStatus) -> None:
         self.counts: Counter[str] = Counter()
-        self.room, self.news = asyncio.Event(), asyncio.Event()
+        self.freed, self.news = asyncio.Event(), asyncio.Event()
         self._who, self._client, self._status = who, client, status
         self._under_way: dict[Key, LeasedTask] = {}
 
@@ -112,7 +112,7 @@ class WorkerLeases:
     def sampled(self, one: LeasedTask) -> None:
         """Scoring takes no room: a slow reward must not starve the engine."""
         one.sampling_since = None
-        self.room.set()
+        self.freed.set()
 
     async def commit(self, one: LeasedTask, group: Group, columns: Sequence[str] | None) -> None:
         """Hand in the group. columns: as `QueueClient.commit`."""
@@ -163,7 +163,7 @@ class WorkerLeases:
         if one is not None and one.job is not None:
             self.counts["lost"] += 1
             one.job.cancel()
-            self.room.set()
+            self.freed.set()
 
     async def _end(self, one: LeasedTask, request: Awaitable[None]) -> bool:
         """Whether the queue did what was requested. A lease that it refuses is over too."""
@@ -175,5 +175,5 @@ class WorkerLeases:
             self.counts[f"refused/{refusal.reason}"] += 1
             accepted = False
         self._under_way.pop(one.key, None)
-        self.room.set()
+        self.freed.set()
         return accepted

@@ -6,11 +6,11 @@ import asyncio
 from collections import defaultdict
 from typing import Any
 
-from asyncrl.generator.admission import Admission
 from asyncrl.generator.engines.engine import SECONDS, Engine
 from asyncrl.generator.leases import WorkerLeases
 from asyncrl.generator.prober import Prober
 from asyncrl.generator.rollouts import Rollouts
+from asyncrl.generator.sample_limit import SampleLimit
 from asyncrl.generator.weights import WeightFollower
 
 NEWS_S = 0.1
@@ -27,19 +27,17 @@ class WorkerTelemetry:
         rollouts: Rollouts,
         prober: Prober | None,
         leases: WorkerLeases,
-        admission: Admission,
+        limit: SampleLimit,
     ) -> None:
         self._engine, self._follower, self._rollouts, self._prober = engine, follower, rollouts, prober
-        self._leases, self._admission = leases, admission
+        self._leases, self._limit = leases, limit
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     async def send_heartbeats(self, every_s: float) -> None:
         """Run until cancelled. Raises RunClosedError at the end of the run, as `send_news` does."""
         while True:
             stats = self.collect()
-            self._admission.observe(
-                self.under_way(), stats.get("kv_usage", 0.0), stats.get("preemptions", 0.0)
-            )
+            self._limit.observe(self.under_way(), stats.get("kv_usage", 0.0), stats.get("preemptions", 0.0))
             await self._leases.renew(stats)
             await asyncio.sleep(every_s)
 
@@ -54,7 +52,7 @@ class WorkerTelemetry:
     def under_way(self) -> int:
         """Samples of training leases that the engine has not finished."""
         stats = self._engine_stats()
-        return self._admission.under_way(self._leases.sampling_s(), stats["running"] + stats["waiting"])
+        return self._limit.under_way(self._leases.sampling_s(), stats["running"] + stats["waiting"])
 
     def collect(self) -> dict[str, Any]:
         """All figures, as totals of this process unless stated otherwise.
@@ -72,7 +70,7 @@ class WorkerTelemetry:
             "lineage": self._follower.lineage,
             "leases": len(self._leases),
             "seconds": dict(self._seconds),
-            "admitted": self._admission.limit,
+            "admitted": self._limit.samples,
             **({"probes": self._prober.reports()} if self._prober is not None else {}),
         }
 

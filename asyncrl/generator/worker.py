@@ -9,7 +9,7 @@
    └────────────────────────┘      │
                                   held ◂── weights (weights.py) ◂─────────────────── weight stream
 
-  intake waits for  weights; room in the engine (admission.py), counted in samples: one long sample keeps no slot
+  intake waits for  weights; room in the engine (sample_limit.py), counted in samples: one long sample keeps no slot
                     of its finished siblings idle; the queue's reply, or a newer `held` for the next request
   _work waits for   the engine, the reward, the queue
   Evaluation leases have an intake of their own; while one is under way, no training lease is taken
@@ -28,11 +28,11 @@ from contextlib import suppress
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.models import REWARDS
 from asyncrl.errors import AsyncRLError, RefusedError, RunClosedError, first_failure
-from asyncrl.generator.admission import LOOK_S, Admission
 from asyncrl.generator.engines.engine import Engine
 from asyncrl.generator.leases import DROP_REASONS, LeasedTask, WorkerLeases, drop_reason
 from asyncrl.generator.prober import Prober
 from asyncrl.generator.rollouts import Rollouts
+from asyncrl.generator.sample_limit import LOOK_S, SampleLimit
 from asyncrl.generator.scoring.scores import FILTERED, passes_filter
 from asyncrl.generator.telemetry import WorkerTelemetry
 from asyncrl.generator.weights import WeightFollower
@@ -52,7 +52,7 @@ WEIGHTS, TASK = "the learner's weights", "a task from the queue"
 class Worker:
     """One generator's loops over parts that are made elsewhere (see process.py).
 
-    Raises ConfigError as `Admission.from_config`.
+    Raises ConfigError as `SampleLimit.from_config`.
 
     held_out  the sets of tasks that evaluation leases point into; without any, no such lease is requested
     prober    draws a few tokens of each version for the learner to compare; None if it does not
@@ -75,9 +75,9 @@ class Worker:
         self._name, self._config, self._client = name, config, client
         self._follower, self._rollouts, self._prober = follower, rollouts, prober
         self._held_out, self._status = held_out or {}, status or ProcessStatus()
-        self._admission = Admission.from_config(config)
+        self._limit = SampleLimit.from_config(config)
         self._leases = WorkerLeases(name, client, self._status)
-        self.telemetry = WorkerTelemetry(engine, follower, rollouts, prober, self._leases, self._admission)
+        self.telemetry = WorkerTelemetry(engine, follower, rollouts, prober, self._leases, self._limit)
         self._loops: asyncio.TaskGroup
 
     async def run(self) -> None:
@@ -103,12 +103,12 @@ class Worker:
         while True:
             with self._status.waiting(WEIGHTS):
                 await self._follower.past(lineage=-1, held=NO_VERSION)
-            most = self._room(stream)
+            most = self._wanted(stream)
             if most <= 0:
-                self._leases.room.clear()
+                self._leases.freed.clear()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_S):
-                        await self._leases.room.wait()
+                        await self._leases.freed.wait()
                 continue
             lineage, held = self._follower.lineage, self._follower.held
             if len(self._leases) == 0:
@@ -120,12 +120,12 @@ class Worker:
             newer.cancel()
             request.cancel()
 
-    def _room(self, stream: StreamName) -> int:
+    def _wanted(self, stream: StreamName) -> int:
         """Leases to request: one evaluation at a time, and no training beside it."""
         evaluations = self._leases.evaluations
         if stream == EVAL:
             return 1 - evaluations
-        return 0 if evaluations else self._admission.room(self.telemetry.under_way())
+        return 0 if evaluations else self._limit.groups_wanted(self.telemetry.under_way())
 
     async def _lease(self, stream: StreamName, most: int, held: Version, lineage: int) -> None:
         try:

@@ -23,7 +23,7 @@ from asyncrl.learner.algorithms.catalogue import KINDS, algorithm_rows
 from asyncrl.learner.backends.megatron.grid import check_model, make_grid
 from asyncrl.learner.parallel.mesh import ModelShape, axis_sizes
 from asyncrl.learner.training import requirements
-from asyncrl.tasks.source import held_out, train_stream
+from asyncrl.tasks.source import held_out, training_tasks
 from asyncrl.telemetry.sinks import check_tracker
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -67,7 +67,7 @@ def preflight(config: Config) -> None:
 
 def _check_prompts(config: Config) -> None:
     """Raise for sources without tasks, and for messages without a chat template."""
-    first = [train_stream(config).task_at(0), *(tasks[0] for tasks in held_out(config).values() if tasks)]
+    first = [training_tasks(config).task_at(0), *(tasks[0] for tasks in held_out(config).values() if tasks)]
     if config.tasks.chat_template is None and all(isinstance(task.prompt, str) for task in first):
         return
     from asyncrl.models import encode_prompt, policy_tokenizer  # takes seconds, for transformers

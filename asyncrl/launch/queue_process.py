@@ -28,7 +28,7 @@ from asyncrl.queue.client.client import QueueClient
 from asyncrl.queue.feeder import feed
 from asyncrl.rpc.keys import server_keys
 from asyncrl.system.signals import stop_signals
-from asyncrl.tasks.source import TaskStream, train_stream
+from asyncrl.tasks.source import TaskStream, training_tasks
 from asyncrl.telemetry.status import ProcessStatus
 from asyncrl.types import TRAIN
 
@@ -59,7 +59,7 @@ def run_queue(
         TaskError: A task cannot be read.
         JournalError, DeadlineError, OSError: The journal, Redis or the disk does not keep records any more.
     """
-    tasks = train_stream(config)
+    tasks = training_tasks(config)
     broker = Broker(config.queue.address, config.run.name, keys=server_keys(config.queue.keys))
     interrupts = _stop_on_signals(broker)
     address = broker.bound_address

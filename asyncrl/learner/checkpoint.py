@@ -205,7 +205,7 @@ class Checkpoints:
         self._backend.exchange(None)
         remote = [model.save(folder) for model in self._remote_models]
         beside = self._settings.asynchronous
-        save = self._backend.stage() if beside else self._backend.save
+        save = self._backend.copy_state() if beside else self._backend.save
         done = _start(partial(self._write, save, remote, folder, meta), beside)
         self._under_way = _UnderWay(meta.version, done)
 

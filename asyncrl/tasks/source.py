@@ -24,7 +24,7 @@ from asyncrl.tasks.rows import HUB, JsonlRows, RowReader, data_set
 from asyncrl.tasks.stream import IteratorStream, MixtureStream, SequenceStream, TaskStream
 from asyncrl.types import Task
 
-__all__ = ["TaskStream", "held_out", "load_source", "train_stream"]
+__all__ = ["TaskStream", "held_out", "load_source", "training_tasks"]
 
 
 def load_source(
@@ -64,7 +64,7 @@ def load_source(
     return stream
 
 
-def train_stream(config: Config) -> TaskStream:
+def training_tasks(config: Config) -> TaskStream:
     """The stream that the section `tasks` configures."""
     tasks, seed = config.tasks, abs(config.run.seed)
     if not tasks.mixture:

@@ -12,8 +12,8 @@ from typing import Any, cast
 import numpy as np
 
 from asyncrl.generator import process
-from asyncrl.generator.admission import Admission
 from asyncrl.generator.engines.engine import SampleRequest
+from asyncrl.generator.sample_limit import SampleLimit
 from asyncrl.types import Sampling
 from bench.generator.model import GROUP, SLOTS, config_of, task_at
 from bench.generator.watched import MEAN, SHORT, Measured, Watched
@@ -59,7 +59,7 @@ async def _obey(talk: Talk, watched: list[Watched]) -> None:
 async def _alone(watched: Watched, seconds: float, numbers: itertools.count[int]) -> Measured:
     """Requests without end, all of one length, each group replaced at once."""
     await watched.hold_back()
-    at_once = Admission(SLOTS, GROUP).room(0)
+    at_once = SampleLimit(SLOTS, GROUP).groups_wanted(0)
     asking = [asyncio.create_task(_endless(watched, numbers)) for _ in range(at_once)]
     await asyncio.sleep(WARM_S)
     measured = await watched.measure(seconds)

@@ -19,7 +19,7 @@ from asyncrl.generator.engines.receiver import WeightReader
 from asyncrl.generator.engines.transformers.kv_cache import ATTENTION
 from asyncrl.generator.engines.transformers.transformers_engine import TransformersEngine
 from asyncrl.generator.weights import WeightFollower
-from asyncrl.sync.channels.transport import SharingChannel, Transfer
+from asyncrl.sync.channels.channel import SharingChannel, Transfer
 from asyncrl.sync.stream import link
 from asyncrl.types import Sampling
 from bench.process import Talk

@@ -133,7 +133,7 @@ class Backend(ABC):
         them."""
         storage.save(folder, self._state())
 
-    def stage(self) -> Callable[[Path], None]:
+    def copy_state(self) -> Callable[[Path], None]:
         """Collective: copy everything that `save` writes, so that training can go on. Returns a function that writes
         the copy into a folder; it is called once, on every rank, from any thread."""
         state = storage.staged(self._state())

@@ -61,7 +61,7 @@ class Experience:
 
     def score(self, groups: Sequence[Group]) -> MicroBatch | None:
         """Pack one claim's groups, with a column of each other model's outputs and, where it is needed, `proximal`: the
-        policy's own log-probs before it moves. None where this rank has no groups."""
+        policy's own log-probs before it moves. Returns None if this rank has no groups."""
         with self._spans("compute/pack"):
             batch = MicroBatch.of(groups) if groups else None
         columns = self._predict(self._models, batch)

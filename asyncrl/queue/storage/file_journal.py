@@ -19,10 +19,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-import msgpack
-
 from asyncrl.errors import JournalError
-from asyncrl.queue.storage.journal import LEAST_OVERGROWN, Growth, batches, join, split
+from asyncrl.queue.storage.journal import LEAST_OVERGROWN, Growth, Header, batches, join, split
 from asyncrl.system.disk import sync_folder, writing
 
 log = logging.getLogger(__name__)
@@ -34,9 +32,7 @@ NUMBER = struct.Struct("<Q")
 
 
 class FileJournal:
-    """schema: what the records are made of, in words; a journal with another one is refused.
-
-    before: another schema, which is read but not written. `outdated`: the journal has it; compact it before you append.
+    """schema, before: as in Header. `outdated`: the journal has the schema before; compact it before you append.
 
     fsync: every flush reaches the disk and survives a power failure, not only the end of the process.
     """
@@ -52,8 +48,7 @@ class FileJournal:
         least_overgrown: int = LEAST_OVERGROWN,
     ) -> None:
         self._path, self._fsync = folder / "journal", fsync
-        self._header = {"run": run, "schema": zlib.crc32(schema.encode())}
-        self._before = None if before is None else {"run": run, "schema": zlib.crc32(before.encode())}
+        self._header = Header(run, schema, before)
         self.outdated = False
         self._growth = Growth(least_overgrown)
         self._buffer: list[bytes] = []
@@ -105,7 +100,7 @@ class FileJournal:
             _write_all(self._file, MAGIC)
         self._number = 0
         self._growth.snapshot(len(MAGIC))
-        for body in (join([msgpack.packb(self._header)]), *batches(records)):
+        for body in (join([self._header.packed]), *batches(records)):
             self._write(body)
         os.replace(partial, self._path)
         if self._fsync:
@@ -149,15 +144,8 @@ class FileJournal:
     def _check(self, header: bytes | None) -> None:
         if header is None:
             raise JournalError(f"{self._path} has no readable header")
-        found = msgpack.unpackb(next(split(header)))
-        if found["run"] != self._header["run"]:
-            raise JournalError(f"{self._path} is of run {found['run']!r}, not {self._header['run']!r}")
-        self.outdated = found == self._before
-        if found != self._header and not self.outdated:
-            raise JournalError(
-                f"{self._path} was written by another version of asyncrl. Remedy: end the run with that version, or "
-                "remove the folder and go on from the newest checkpoint with run.resume=true"
-            )
+        remedy = "remove the folder and go on from the newest checkpoint with run.resume=true"
+        self.outdated = self._header.is_before(next(split(header)), str(self._path), remedy)
 
     def _let_go(self) -> None:
         if self._file >= 0:

@@ -11,8 +11,11 @@ the events of one request stand or fall together.
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
+
+import msgpack
 
 from asyncrl.errors import JournalError
 
@@ -92,6 +95,33 @@ class Growth:
     @property
     def over(self) -> bool:
         return self.size > max(GROWTH * self._snapshot, self._least)
+
+
+class Header:
+    """The first record of a journal: its run, and the schema of the records behind it.
+
+    schema: what the records are made of, in words · before: an earlier schema, which is read but not written
+    """
+
+    def __init__(self, run: str, schema: str, before: str | None) -> None:
+        self._run = run
+        self.packed = _packed_header(run, schema)
+        self._before = None if before is None else _packed_header(run, before)
+
+    def is_before(self, found: bytes, where: str, remedy: str) -> bool:
+        """Whether `found` has the earlier schema. JournalError if it has neither, or is another run's."""
+        if found not in (self.packed, self._before):
+            run = msgpack.unpackb(found)["run"]
+            if run != self._run:
+                raise JournalError(f"{where} is of run {run!r}, not {self._run!r}")
+            raise JournalError(
+                f"{where} was written by another version of asyncrl. Remedy: end the run with that version, or {remedy}"
+            )
+        return found == self._before
+
+
+def _packed_header(run: str, schema: str) -> bytes:
+    return msgpack.packb({"run": run, "schema": zlib.crc32(schema.encode())})
 
 
 # ---------------------------------------------------------------------- batches of records

@@ -9,13 +9,9 @@ a loss is refused.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Iterator
 
-import msgpack
-
-from asyncrl.errors import JournalError
-from asyncrl.queue.storage.journal import LEAST_OVERGROWN, Growth, batches, join, split
+from asyncrl.queue.storage.journal import LEAST_OVERGROWN, Growth, Header, batches, join, split
 from asyncrl.queue.storage.redis_run import RedisRun
 
 READ_AT_ONCE = 64
@@ -49,8 +45,7 @@ class RedisJournal:
         least_overgrown: int = LEAST_OVERGROWN,
     ) -> None:
         self._run, self._key, self._new = run, run.key("journal"), run.key("journal", "new")
-        self._header = _header(run, schema)
-        self._before = None if before is None else _header(run, before)
+        self._header = Header(run.run, schema, before)
         self.outdated = False
         self._push, self._clear = run.script(PUSH), run.script(CLEAR)
         self._take_place = run.script(TAKE_PLACE)
@@ -70,7 +65,7 @@ class RedisJournal:
             at += len(found)
         self._length = at
         if at == 0:
-            self._write(self._key, self._header)
+            self._write(self._key, self._header.packed)
 
     def append(self, record: bytes) -> None:
         self._buffer.append(record)
@@ -85,7 +80,7 @@ class RedisJournal:
         self._clear([self._new], [])
         self._length = 0
         self._growth.snapshot(0)
-        for batch in (self._header, *batches(records)):
+        for batch in (self._header.packed, *batches(records)):
             self._write(self._new, batch)
         self._take_place([self._key, self._new], [self._length])
         self.outdated = False
@@ -107,13 +102,5 @@ class RedisJournal:
         return self._run.call(lambda: list(self._run.client.lrange(self._key, first, last)))
 
     def _check(self, header: bytes) -> None:
-        self.outdated = header == self._before
-        if header != self._header and not self.outdated:
-            raise JournalError(
-                f"the journal of run {self._run.run} at {self._run.where} was written by another version of asyncrl. "
-                "Remedy: end the run with that version, or choose another run.name"
-            )
-
-
-def _header(run: RedisRun, schema: str) -> bytes:
-    return msgpack.packb({"run": run.run, "schema": zlib.crc32(schema.encode())})
+        where = f"the journal of run {self._run.run} at {self._run.where}"
+        self.outdated = self._header.is_before(header, where, "choose another run.name")

@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.errors import DeadlineError, WeightSyncError
+from asyncrl.sync.channels.channel import ChannelEnd, Meeting, Transfer, named
 from asyncrl.sync.channels.shared_memory import (
     SharedSegment,
     cuda_handle,
@@ -44,7 +45,6 @@ from asyncrl.sync.channels.shared_memory import (
     wait_for_device,
 )
 from asyncrl.sync.channels.torch_transport import SOURCE
-from asyncrl.sync.channels.transport import ChannelEnd, Meeting, Transfer, named
 from asyncrl.sync.plan.plan import aligned
 
 PACKET = struct.Struct("<BQQQQ")
@@ -124,7 +124,7 @@ class _ShmTransfer:
 
 
 class ShmChannel(ChannelEnd):
-    """A `transport.SharingChannel` over a connected socket of two processes of one host."""
+    """A `SharingChannel` over a connected socket of two processes of one host."""
 
     def __init__(self, joined: socket.socket, who: str, whom: str, device: torch.device) -> None:
         super().__init__(who, whom, device)

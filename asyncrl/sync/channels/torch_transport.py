@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.errors import DeadlineError, WeightSyncError
-from asyncrl.sync.channels.transport import ChannelEnd, Meeting, Transfer, named
+from asyncrl.sync.channels.channel import ChannelEnd, Meeting, Transfer, named
 
 LOOPBACK = "127.0.0.1"
 
@@ -117,7 +117,7 @@ class _TorchTransfer:
 
 
 class TorchChannel(ChannelEnd):
-    """A `transport.Channel` over a raw process group of two."""
+    """A `Channel` over a raw process group of two."""
 
     def __init__(self, group: Any, peer: int, who: str, whom: str, device: torch.device) -> None:
         super().__init__(who, whom, device)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from asyncrl.errors import WireError
-from asyncrl.sync.channels.transport import Channel, Transfer
+from asyncrl.sync.channels.channel import Channel, Transfer
 from asyncrl.sync.delta.delta import add, most_bytes, read
 from asyncrl.sync.plan.plan import Bucket, SourcePlan
 from asyncrl.sync.tensors.bucket import Buffers

@@ -17,9 +17,9 @@ import torch
 from asyncrl.errors import AsyncRLError, DeadlineError, RefusedError, WeightSyncError, WireError
 from asyncrl.rpc.client import RpcClient, RpcReply
 from asyncrl.rpc.keys import ClientKeys
-from asyncrl.sync.channels.channels import open_channel, place_of
+from asyncrl.sync.channels.channel import Channel, Meeting
+from asyncrl.sync.channels.choose import open_channel, place_of
 from asyncrl.sync.channels.torch_transport import TARGET, join_store, own_address
-from asyncrl.sync.channels.transport import Channel, Meeting
 from asyncrl.sync.delta.delta_stream import announced, receive_deltas
 from asyncrl.sync.layout.layout import ParamLayout, from_wire
 from asyncrl.sync.plan.plan import SourcePlan, source_to_wire

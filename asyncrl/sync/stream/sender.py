@@ -24,7 +24,7 @@ import torch
 
 from asyncrl.errors import DeadlineError, WeightSyncError
 from asyncrl.rpc.message import Fields
-from asyncrl.sync.channels.transport import Channel
+from asyncrl.sync.channels.channel import Channel
 from asyncrl.sync.delta.delta_stream import Deltas, announce, deltas_bytes, send_deltas
 from asyncrl.sync.plan.plan import SourcePlan
 from asyncrl.sync.stream.snapshot import Pin, SnapshotEvictedError

@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 from asyncrl.config.schema import SyncConfig
 from asyncrl.errors import AsyncRLError, RefusedError, WeightSyncError
 from asyncrl.rpc.keys import ClientKeys
-from asyncrl.sync.channels.channels import place_of
+from asyncrl.sync.channels.choose import place_of
 from asyncrl.sync.channels.torch_transport import own_address
 from asyncrl.sync.layout.layout import layout_key
 from asyncrl.sync.plan.plan import Plan, Plans, SourcePlan

@@ -19,9 +19,9 @@ from asyncrl.errors import RefusedError
 from asyncrl.rpc.keys import ClientKeys
 from asyncrl.rpc.message import Fields
 from asyncrl.rpc.server import RpcRequest, RpcServer
-from asyncrl.sync.channels.channels import EndPlace, Kind, choose, open_channel, place_of
+from asyncrl.sync.channels.channel import Channel, Meeting
+from asyncrl.sync.channels.choose import EndPlace, Kind, choose, open_channel, place_of
 from asyncrl.sync.channels.torch_transport import SOURCE, host_store
-from asyncrl.sync.channels.transport import Channel, Meeting
 from asyncrl.sync.stream.sender import Sender, TransferCounts, VersionSource
 
 CLOSE_S = 1.0

@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 import torch
 
+from asyncrl.sync.channels.channel import Channel, SharingChannel, Transfer
 from asyncrl.sync.channels.shared_memory import shared_memory
-from asyncrl.sync.channels.transport import Channel, SharingChannel, Transfer
 from asyncrl.sync.plan.plan import Bucket, SourcePlan
 from asyncrl.sync.tensors.shards import Shards, flat_bytes
 

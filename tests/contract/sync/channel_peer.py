@@ -9,9 +9,9 @@ import sys
 
 import torch
 
-from asyncrl.sync.channels.channels import open_channel
+from asyncrl.sync.channels.channel import Meeting
+from asyncrl.sync.channels.choose import open_channel
 from asyncrl.sync.channels.torch_transport import TARGET, join_store
-from asyncrl.sync.channels.transport import Meeting
 
 
 def main(kind: str, port: str, name: str) -> None:

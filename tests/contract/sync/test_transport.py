@@ -22,11 +22,11 @@ from local_channel import local_channels
 
 import asyncrl.sync.channels.shared_memory as memory
 from asyncrl.errors import DeadlineError, RefusedError, WeightSyncError
-from asyncrl.sync.channels.channels import EndPlace, choose, open_channel, place_of
+from asyncrl.sync.channels.channel import Channel, Meeting
+from asyncrl.sync.channels.choose import EndPlace, choose, open_channel, place_of
 from asyncrl.sync.channels.shared_memory import located, mapped, shared_memory
 from asyncrl.sync.channels.shm_transport import MOST_PARTS, ShmChannel
 from asyncrl.sync.channels.torch_transport import SOURCE, TARGET, host_store, join_store, own_address
-from asyncrl.sync.channels.transport import Channel, Meeting
 
 Pair = tuple[Channel, Channel]
 NAMES = ("learner rank 0", "generator-0")

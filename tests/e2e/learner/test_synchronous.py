@@ -21,7 +21,7 @@ from asyncrl.launch.local import train
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.training.version_step import version_step
 from asyncrl.models import load_tokenizer
-from asyncrl.tasks.source import train_stream
+from asyncrl.tasks.source import training_tasks
 from asyncrl.types import Group
 
 VERSIONS = 3
@@ -40,7 +40,7 @@ def micro_batches(groups: Sequence[Group], max_tokens: int) -> list[list[Group]]
 async def plain_loop(config: Config) -> dict[str, torch.Tensor]:
     """Generate a batch task by task, train on it, copy the weights, again. No queue, no streams, no processes."""
     backend = FsdpBackend(config)
-    training, tasks = version_step(backend, config), train_stream(config)
+    training, tasks = version_step(backend, config), training_tasks(config)
     tokenizer = load_tokenizer(config.model)
     engine = load_transformers_engine(config, tokenizer)
     rollouts = Rollouts(engine, tokenizer, Scorer.from_config(config.reward), config)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncrl.sync.channels.transport import ChannelEnd, Transfer, named
+from asyncrl.sync.channels.channel import ChannelEnd, Transfer, named
 
 
 class _Pipe:

@@ -7,7 +7,7 @@ import pytest
 from asyncrl.config.docs import key_comments, render
 from asyncrl.config.load import load_config, save_config
 from asyncrl.errors import ConfigError
-from asyncrl.tasks.source import train_stream
+from asyncrl.tasks.source import training_tasks
 
 BASE = """\
 model: {path: some/model}
@@ -80,7 +80,7 @@ def test_what_an_entry_cannot_be(base: Path, word: str, says: str) -> None:
 def test_a_run_without_tasks_is_told_so(base: Path) -> None:
     base.write_text("\n".join(BASE.splitlines()[:2]))
     with pytest.raises(ConfigError, match=r"^tasks\.source = None: names no tasks"):
-        train_stream(load_config(base))
+        training_tasks(load_config(base))
 
 
 def test_keys_of_the_sections_above_have_comments_too() -> None:

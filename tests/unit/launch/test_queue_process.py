@@ -49,7 +49,7 @@ class Tasks:
 @pytest.fixture
 def tasks(monkeypatch: pytest.MonkeyPatch) -> Tasks:
     tasks = Tasks()
-    monkeypatch.setattr(queue_process, "train_stream", lambda config: tasks)
+    monkeypatch.setattr(queue_process, "training_tasks", lambda config: tasks)
     return tasks
 
 

@@ -47,7 +47,7 @@ class Disk:
     def save(self, folder: Path) -> None:
         self._write(folder, self.live)
 
-    def stage(self) -> Callable[[Path], None]:
+    def copy_state(self) -> Callable[[Path], None]:
         copy = self.live
         return lambda folder: self._write(folder, copy)
 
@@ -222,13 +222,13 @@ def every_version(folder: Path, **settings: Any) -> Config:
 
 def slowed(case: Case, until: Callable[[], None]) -> None:
     """Writes of the backend call `until` first."""
-    stage = case.backend.stage
+    copy_state = case.backend.copy_state
 
     def slow() -> Callable[[Path], None]:
-        write = stage()
+        write = copy_state()
         return lambda folder: (until(), write(folder))[1]  # type: ignore[func-returns-value]
 
-    case.backend.stage = slow  # type: ignore[method-assign]
+    case.backend.copy_state = slow  # type: ignore[method-assign]
 
 
 def test_the_next_version_trains_while_the_disk_is_busy(tmp_path: Path) -> None:

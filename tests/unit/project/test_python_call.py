@@ -22,7 +22,7 @@ from asyncrl.errors import AsyncRLError, ConfigError, TaskError
 from asyncrl.launch import local
 from asyncrl.launch.folder.kept import keep_config
 from asyncrl.launch.preflight import check_present
-from asyncrl.tasks.source import train_stream
+from asyncrl.tasks.source import training_tasks
 
 ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(3)]
 FILE = """\
@@ -346,7 +346,9 @@ def test_a_path_that_is_too_long_is_refused() -> None:
 def test_a_row_that_is_wrong_is_named_as_the_caller_gave_it(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.launch.preflight.preflight", lambda config: train_stream(config).task_at(0))
+    monkeypatch.setattr(
+        "asyncrl.launch.preflight.preflight", lambda config: training_tasks(config).task_at(0)
+    )
     with pytest.raises(
         TaskError, match=r"^row 1 of tasks: has no 'prompt'.*tasks.prompt_key=promt"
     ) as caught:

@@ -10,14 +10,14 @@ from asyncrl.config.sections.tasks import TasksConfig
 from asyncrl.errors import ConfigError
 from asyncrl.queue.wire.wire import task_from_wire, task_to_wire
 from asyncrl.tasks.reasoning_gym import heldout, reward, tasks
-from asyncrl.tasks.source import train_stream
+from asyncrl.tasks.source import training_tasks
 from asyncrl.tasks.stream import TaskStream
 from asyncrl.types import Scored, Task
 
 
 def stream(*, system: str | None = None, **options: object) -> TaskStream:
     source = "asyncrl.tasks.reasoning_gym:tasks"
-    return train_stream(Config(tasks=TasksConfig(source=source, options=options, system=system)))
+    return training_tasks(Config(tasks=TasksConfig(source=source, options=options, system=system)))
 
 
 def answered(task: Task, answer: str) -> Scored:

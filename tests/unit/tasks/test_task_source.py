@@ -8,7 +8,7 @@ import pytest
 from asyncrl.config.schema import Config, RunConfig
 from asyncrl.config.sections.tasks import SourceConfig, TasksConfig
 from asyncrl.errors import ConfigError, SourceEndedError, TaskError
-from asyncrl.tasks.source import TaskStream, train_stream
+from asyncrl.tasks.source import TaskStream, training_tasks
 from asyncrl.tasks.source import load_source as load
 
 SOURCES = """
@@ -251,7 +251,7 @@ def mixture(sources: str, **weights: float) -> TasksConfig:
 
 
 def test_a_mixture_gives_each_source_its_share_and_its_epochs(sources: str) -> None:
-    stream = train_stream(Config(tasks=mixture(sources, few=1, many=3)))
+    stream = training_tasks(Config(tasks=mixture(sources, few=1, many=3)))
     tasks = [stream.task_at(ordinal) for ordinal in range(40)]
     assert [task.ordinal for task in tasks] == list(range(40))
     few = [task.prompt for task in tasks if task.data["mixture"] == "few"]
@@ -263,16 +263,16 @@ def test_a_mixture_gives_each_source_its_share_and_its_epochs(sources: str) -> N
 
 def test_a_mixture_depends_on_ordinal_and_seed_only(sources: str) -> None:
     tasks = mixture(sources, a=2, b=1, c=0.7)
-    forward, backward = train_stream(Config(tasks=tasks)), train_stream(Config(tasks=tasks))
+    forward, backward = training_tasks(Config(tasks=tasks)), training_tasks(Config(tasks=tasks))
     there = [forward.task_at(ordinal) for ordinal in range(60)]
     assert there == [backward.task_at(ordinal) for ordinal in reversed(range(60))][::-1]
-    other = train_stream(Config(tasks=tasks, run=RunConfig(seed=1)))
+    other = training_tasks(Config(tasks=tasks, run=RunConfig(seed=1)))
     assert there != [other.task_at(ordinal) for ordinal in range(60)]
 
 
 def test_a_mixture_ends_with_the_first_source_that_ends(sources: str) -> None:
     entries = {"long": {"source": f"{sources}:letters"}, "short": {"source": f"{sources}:three"}}
-    stream = train_stream(Config(tasks=TasksConfig(mixture=entries, shuffle=False)))
+    stream = training_tasks(Config(tasks=TasksConfig(mixture=entries, shuffle=False)))
     with pytest.raises(SourceEndedError):
         [stream.task_at(ordinal) for ordinal in range(8)]
 
@@ -280,4 +280,4 @@ def test_a_mixture_ends_with_the_first_source_that_ends(sources: str) -> None:
 def test_a_source_of_a_mixture_that_fails_is_named(sources: str) -> None:
     entries = {"a": {"source": f"{sources}:letters", "options": {"number": 1}}}
     with pytest.raises(ConfigError, match=r"^tasks\.mixture\.a\.options"):
-        train_stream(Config(tasks=TasksConfig(mixture=entries)))
+        training_tasks(Config(tasks=TasksConfig(mixture=entries)))

@@ -18,7 +18,7 @@ from asyncrl.generator.engines.engine import SampleRequest
 from asyncrl.generator.engines.receiver import WeightReader
 from asyncrl.generator.engines.scripted_engine import ScriptedEngine
 from asyncrl.generator.weights import WeightFollower
-from asyncrl.sync.channels.transport import Transfer
+from asyncrl.sync.channels.channel import Transfer
 from asyncrl.sync.layout.layout import layout_bytes, whole_layout
 from asyncrl.sync.tensors.shards import Shards, TensorBuffer
 from asyncrl.types import Sampling

@@ -276,7 +276,7 @@ def test_a_part_that_several_ranks_hold_counts_on_the_first_of_them() -> None:
 def test_what_is_staged_stays_as_it_was_while_training_goes_on(tmp_path: Path) -> None:
     config = config_in(tmp_path)
     backend, _ = trained(config, 0, 1)
-    staged, write = copied_weights(backend), backend.stage()
+    staged, write = copied_weights(backend), backend.copy_state()
     train(backend, config, 1, 1)
     write(tmp_path / "saved")
     fresh = FsdpBackend(config)

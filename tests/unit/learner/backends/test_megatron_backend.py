@@ -110,7 +110,7 @@ def rank_main(folder: Path) -> None:
         seen["gathered"] = backend.gather(torch.tensor([backend.data_rank]))
         backend.export_hf(folder / f"{world} {name} exported")
         if name.startswith("data"):
-            write = backend.stage()
+            write = backend.copy_state()
             train(backend, range(5, 6))  # what is written was copied before
             write(folder / f"{world} {name} saved")
         else:

@@ -12,8 +12,8 @@ from stream_cases import LARGE, LARGE_CONFIG, Generator, Learner, closing_all
 from waiting import Clock
 
 from asyncrl.errors import DeadlineError, WeightSyncError
-from asyncrl.sync.channels.channels import Kind, open_channel
-from asyncrl.sync.channels.transport import Channel, Meeting
+from asyncrl.sync.channels.channel import Channel, Meeting
+from asyncrl.sync.channels.choose import Kind, open_channel
 from asyncrl.sync.layout.layout import layout_bytes
 from asyncrl.sync.plan.plan import SourcePlan
 from asyncrl.sync.plan.tree import Links, Member

@@ -1,4 +1,4 @@
-"""How many samples an engine is given: by hand, and whatever it says."""
+"""The number of samples of an engine: by hand, and as a property."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.generator.admission import Admission
+from asyncrl.generator.sample_limit import SampleLimit
 
 
 @pytest.mark.parametrize(
@@ -22,30 +22,30 @@ from asyncrl.generator.admission import Admission
     ],
 )
 def test_slots_and_a_lead_are_filled(slots: int, group: int, under_way: int, room: int) -> None:
-    assert Admission(slots, group).room(under_way) == room
+    assert SampleLimit(slots, group).groups_wanted(under_way) == room
 
 
 def test_a_preemption_cuts_what_was_under_way_and_calm_brings_groups_back() -> None:
-    admission = Admission(64, 4)
-    assert admission.limit == 80
-    admission.observe(40, kv_usage=1.0, preemptions=2)
-    assert (admission.limit, admission.room(30), admission.room(27)) == (30, 0, 0)
-    admission.observe(30, kv_usage=0.95, preemptions=2)  # nobody lost anything, and no memory to spare
-    assert admission.limit == 30
-    for limit in (34, 38):
-        admission.observe(30, kv_usage=0.8, preemptions=2)
-        assert admission.limit == limit
-    admission.observe(38, kv_usage=0.99, preemptions=3)
-    assert admission.limit == 28.5
+    limit = SampleLimit(64, 4)
+    assert limit.samples == 80
+    limit.observe(40, kv_usage=1.0, preemptions=2)
+    assert (limit.samples, limit.groups_wanted(30), limit.groups_wanted(27)) == (30, 0, 0)
+    limit.observe(30, kv_usage=0.95, preemptions=2)  # nobody lost anything, and no memory to spare
+    assert limit.samples == 30
+    for samples in (34, 38):
+        limit.observe(30, kv_usage=0.8, preemptions=2)
+        assert limit.samples == samples
+    limit.observe(38, kv_usage=0.99, preemptions=3)
+    assert limit.samples == 28.5
 
 
 def test_an_engine_that_is_started_again_counts_its_preemptions_from_0() -> None:
-    admission = Admission(64, 4)
-    admission.observe(80, 1.0, 5)
-    admission.observe(60, 0.5, 0)
-    assert admission.limit == 64
-    admission.observe(64, 0.5, 1)
-    assert admission.limit == 48
+    limit = SampleLimit(64, 4)
+    limit.observe(80, 1.0, 5)
+    limit.observe(60, 0.5, 0)
+    assert limit.samples == 64
+    limit.observe(64, 0.5, 1)
+    assert limit.samples == 48
 
 
 @given(
@@ -56,22 +56,22 @@ def test_an_engine_that_is_started_again_counts_its_preemptions_from_0() -> None
 def test_one_group_always_has_room_and_the_lead_is_never_passed(
     slots: int, group: int, looks: list[tuple[int, float, int]]
 ) -> None:
-    admission, preemptions = Admission(slots, group), 0
-    most = admission.limit
+    limit, preemptions = SampleLimit(slots, group), 0
+    most = limit.samples
     for under_way, usage, more in looks:
         preemptions += more
-        admission.observe(under_way, usage, preemptions)
-        assert group <= admission.limit <= most
-        assert admission.room(0) >= 1
+        limit.observe(under_way, usage, preemptions)
+        assert group <= limit.samples <= most
+        assert limit.groups_wanted(0) >= 1
 
 
 def test_memory_for_half_of_the_slots_is_found_and_kept_to() -> None:
     """An engine that pre-empts above 50 samples: the limit saws below it instead of growing to 160."""
-    admission, preemptions, limits = Admission(128, 4), 0, []
+    limit, preemptions, limits = SampleLimit(128, 4), 0, []
     for _ in range(200):
-        under_way = int(admission.limit)
+        under_way = int(limit.samples)
         preemptions += max(0, under_way - 50)
-        admission.observe(under_way, min(1.0, under_way / 50), preemptions)
-        limits.append(admission.limit)
+        limit.observe(under_way, min(1.0, under_way / 50), preemptions)
+        limits.append(limit.samples)
     assert max(limits[20:]) <= 54
     assert min(limits[20:]) >= 0.7 * 50

@@ -29,17 +29,17 @@ LOOK_S = 0.05
 by then the engine has them."""
 
 
-class Admission:
-    """slots: samples that the engine decodes at once · group: samples of one lease · limit: samples to be under way"""
+class SampleLimit:
+    """slots: samples that the engine decodes at once · group: samples of one lease · samples: to be under way"""
 
     def __init__(self, slots: int, group: int) -> None:
         self.group = group
         self._most = float(slots + max(group, math.ceil(LEAD * slots)))
-        self.limit = self._most
+        self.samples = self._most
         self._preemptions = 0.0
 
     @staticmethod
-    def from_config(config: Config) -> Admission:
+    def from_config(config: Config) -> SampleLimit:
         """Raises ConfigError if the slots hold no group."""
         slots, samples = config.generator.slots, config.batch.group_size + config.greedy_rollout
         greedy = " and a greedy rollout" if config.greedy_rollout else ""
@@ -50,7 +50,7 @@ class Admission:
             f"must hold one group of batch.group_size={config.batch.group_size}{greedy}",
             f"set generator.slots={samples} or more",
         )
-        return Admission(slots, samples)
+        return SampleLimit(slots, samples)
 
     def under_way(self, ages_s: Sequence[float], in_engine: float) -> int:
         """Samples that the engine has not finished.
@@ -63,11 +63,11 @@ class Admission:
     def observe(self, under_way: int, kv_usage: float, preemptions: float) -> None:
         """Adapt the limit, at a steady pace. preemptions: since the engine's start."""
         if preemptions > self._preemptions:
-            self.limit = max(float(self.group), CUT * min(self.limit, under_way))
+            self.samples = max(float(self.group), CUT * min(self.samples, under_way))
         elif kv_usage < CALM:
-            self.limit = min(self._most, self.limit + self.group)
+            self.samples = min(self._most, self.samples + self.group)
         self._preemptions = preemptions
 
-    def room(self, under_way: int) -> int:
+    def groups_wanted(self, under_way: int) -> int:
         """Groups to request while so many samples are decoded or wait for it."""
-        return max(0, math.floor((self.limit - under_way) / self.group))
+        return max(0, math.floor((self.samples - under_way) / self.group))

@@ -17,10 +17,10 @@ from typing import Any, Literal, cast
 import torch
 
 from asyncrl.errors import RefusedError
+from asyncrl.sync.channels.channel import Channel, Meeting
 from asyncrl.sync.channels.shared_memory import AVAILABLE, gpu_name, visible_gpus
 from asyncrl.sync.channels.shm_transport import make_shm_channel
 from asyncrl.sync.channels.torch_transport import make_torch_channel
-from asyncrl.sync.channels.transport import Channel, Meeting
 
 Kind = Literal["gloo", "nccl", "shm"]
 
