@@ -31,6 +31,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, NoReturn
 
+import disk_calls
+
 from asyncrl.launch import supervise
 from asyncrl.system.signals import die_with_parent
 
@@ -219,6 +221,8 @@ def become(
         sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115
         supervise.subprocess = IN_FORKED  # type: ignore[assignment]
         sys.path[:0] = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
+        if disk_calls.VARIABLE in env:
+            disk_calls.install_for(words, env[disk_calls.VARIABLE])
         _run(list(words))
         code = 0
     except SystemExit as ended:

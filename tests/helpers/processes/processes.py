@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -35,7 +35,7 @@ Process = subprocess.Popen[str]
 
 
 @contextmanager
-def started(*words: str, executed: bool = False) -> Iterator[Process]:
+def started(*words: str, executed: bool = False, env: Mapping[str, str] | None = None) -> Iterator[Process]:
     """`python -m …`, or `python FILE.py …`; killed with all its children on the way out, if it still runs.
 
     It is forked from a process that has imported torch and asyncrl, unless it is to be `executed`.
@@ -47,7 +47,7 @@ def started(*words: str, executed: bool = False) -> Iterator[Process]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=ENV,
+        env={**ENV, **(env or {})},
         start_new_session=True,
         preexec_fn=die_with_parent,
     )
