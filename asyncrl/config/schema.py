@@ -24,7 +24,7 @@ from asyncrl.config.sections.models import (
     RewardModelConfig,
     TeacherConfig,
 )
-from asyncrl.config.sections.queue import QueueConfig, SyncConfig
+from asyncrl.config.sections.queue import QueueConfig, SyncConfig, is_loopback, listening_rule
 from asyncrl.config.sections.rules import (
     Amount,
     Count,
@@ -172,6 +172,8 @@ class Config(Section):
 
     def rules(self, at: str) -> Iterator[Rule]:
         """The rules among sections."""
+        host = self.sync.host
+        yield listening_rule("sync.host", host is None or is_loopback(host), self.queue.keys)
         yield from _size_rules(self)
         yield from _length_rules(self)
         yield from _evaluation_rules(self)

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 
 import zmq
 
+from asyncrl.config.sections.queue import is_loopback
+from asyncrl.config.sections.rules import require
 from asyncrl.errors import RefusedError, WireError
 from asyncrl.rpc.keys import ClientKeys
 from asyncrl.rpc.message import ERROR, MAX_BYTES, OK, Fields, decode, encode
@@ -61,7 +63,7 @@ class RpcServer:
     `malformed` counts messages that could not be read, `refused` peers without the right keys.
 
     An error of `handle` becomes the reply: RefusedError with its reason, WireError (and a missing or mistyped field) as
-    "malformed", any other as "failed".
+    "malformed", any other as "failed". Without keys it listens on loopback only: ConfigError for another host.
 
     Args:
         host: address of this machine at which peers reach it
@@ -77,6 +79,14 @@ class RpcServer:
         keys: ClientKeys | None = None,
         on_wake: Callable[[], None] = lambda: None,
     ) -> None:
+        address = socket.gethostbyname(host)
+        require(
+            keys is not None or is_loopback(address),
+            "queue.keys",
+            None,
+            f"{name} would listen at {host}, which other machines can reach",
+            "make keys with `asyncrl keys DIR`, and set queue.keys=DIR",
+        )
         self.malformed = self.refused = 0
         self._handle, self._on_wake = handle, on_wake
         self._context = zmq.Context()
@@ -84,7 +94,7 @@ class RpcServer:
         self._router.setsockopt(zmq.LINGER, LINGER_MS)
         self._router.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
         self._guard = HandshakeGuard(self._router, keys)
-        port = self._router.bind_to_random_port(f"tcp://{socket.gethostbyname(host)}")
+        port = self._router.bind_to_random_port(f"tcp://{address}")
         self.endpoint = f"tcp://{host}:{port}"
         self._wakeup = Wakeup()
         self._closing = False

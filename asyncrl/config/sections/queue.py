@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Literal
 
 from asyncrl.config.sections.rules import (
@@ -20,6 +21,10 @@ from asyncrl.config.sections.rules import (
 )
 
 
+EVERY_ADDRESS = ("", "*", "0.0.0.0", "::")
+"""Hosts that stand for all addresses of a machine."""
+
+
 def _stays_here(address: str) -> bool:
     """Whether only processes of this machine can reach a ZeroMQ address.
 
@@ -27,8 +32,30 @@ def _stays_here(address: str) -> bool:
     [True, True, True, False, False]
     """
     scheme, _, rest = address.partition("://")
-    host = rest.rpartition(":")[0].strip("[]")
-    return scheme in ("ipc", "inproc") or host in ("localhost", "::1") or host.startswith("127.")
+    return scheme in ("ipc", "inproc") or is_loopback(rest.rpartition(":")[0].strip("[]"))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this machine can reach a host, by its name or address alone.
+
+    >>> [is_loopback(host) for host in ("127.0.0.2", "::1", "localhost", "0.0.0.0", "127.org", "node", "")]
+    [True, True, True, False, False, False, False]
+    """
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:  # a name
+        return False
+
+
+def listening_rule(key_name: str, host_is_safe: bool, keys: str | None) -> Rule:
+    """A socket that other machines can reach needs the run's keys."""
+    return Rule(
+        keys is not None or host_is_safe,
+        key_name,
+        "can be reached from other machines, and queue.keys is not set",
+        "make keys with `asyncrl keys DIR`, copy DIR without server.key to the machines of the run that have no "
+        "queue, and set queue.keys=DIR",
+    )
 
 
 @dataclass(frozen=True)
@@ -78,13 +105,8 @@ class QueueConfig(Section):
             "does not say how it is reached",
             f"set queue.address=tcp://{self.address.rpartition('://')[2] or '127.0.0.1:*'}",
         )
-        yield Rule(
-            self.keys is not None or "://" not in self.address or _stays_here(self.address),
-            "address",
-            "can be reached from other machines, and queue.keys is not set",
-            "make keys with `asyncrl keys DIR`, copy DIR without server.key to the machines of the run that have no "
-            "queue, and set queue.keys=DIR",
-        )
+        safe = "://" not in self.address or _stays_here(self.address)
+        yield listening_rule("address", safe, self.keys)
         yield Rule(
             self.wait_share is None or 0 < self.wait_share < 1,
             "wait_share",
@@ -178,6 +200,12 @@ class SyncConfig(Section):
         return self.backend in ("file", "redis")
 
     def rules(self, at: str) -> Iterator[Rule]:
+        yield Rule(
+            self.host not in EVERY_ADDRESS,
+            "host",
+            "is no address of one machine, and generators connect to it",
+            "set it to the address at which generators reach the learner's machine, or leave it out",
+        )
         yield Rule(
             self.silence_s >= self.deadline_s,
             "silence_s",

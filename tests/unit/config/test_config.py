@@ -262,6 +262,20 @@ def test_an_address_must_say_how_it_is_reached(base: Path, address: str) -> None
     )
 
 
+@pytest.mark.parametrize("key", ["queue.address=tcp://10.0.0.1:5555", "sync.host=10.0.0.1", "sync.host=node"])
+def test_a_socket_that_other_machines_reach_needs_keys(base: Path, key: str) -> None:
+    error = error_of(base, key)
+    assert error.key == key.partition("=")[0]
+    assert error.rule == "can be reached from other machines, and queue.keys is not set"
+    load_config(base, [key, "queue.keys=/keys"])
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "'::'", "'*'", "''"])
+def test_generators_cannot_connect_to_every_address(base: Path, host: str) -> None:
+    assert error_of(base, f"sync.host={host}", "queue.keys=/keys").key == "sync.host"
+    load_config(base, ["sync.host=127.0.0.1"])
+
+
 def test_null_empties_a_mapping_and_more_is_merged_in(base: Path) -> None:
     base.write_text(BASE.replace("reward:\n", "reward:\n  weights: {style: 0.5}\n"))
     assert load_config(base).reward.weights == {"style": 0.5}

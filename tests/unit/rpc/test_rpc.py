@@ -9,12 +9,17 @@ from contextlib import ExitStack
 import pytest
 import zmq
 
-from asyncrl.errors import DeadlineError, RefusedError, WeightSyncError
+from asyncrl.errors import ConfigError, DeadlineError, RefusedError, WeightSyncError
 from asyncrl.rpc.client import RpcClient
 from asyncrl.rpc.message import Fields
 from asyncrl.rpc.server import RpcRequest, RpcServer
 
 WAIT_S = 20.0
+
+
+def test_without_keys_a_server_listens_on_loopback_alone() -> None:
+    with pytest.raises(ConfigError, match="pool would listen at 0.0.0.0, which other machines can reach"):
+        RpcServer("0.0.0.0", "pool", lambda request: None)
 
 
 class Counter:
