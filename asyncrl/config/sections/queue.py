@@ -20,7 +20,6 @@ from asyncrl.config.sections.rules import (
     redis_url_rule,
 )
 
-
 EVERY_ADDRESS = ("", "*", "0.0.0.0", "::")
 """Hosts that stand for all addresses of a machine."""
 

@@ -18,7 +18,7 @@ WAIT_S = 20.0
 
 
 def test_without_keys_a_server_listens_on_loopback_alone() -> None:
-    with pytest.raises(ConfigError, match="pool would listen at 0.0.0.0, which other machines can reach"):
+    with pytest.raises(ConfigError, match=r"pool would listen at 0\.0\.0\.0, which other machines can reach"):
         RpcServer("0.0.0.0", "pool", lambda request: None)
 
 
