@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, RunClosedError
 from asyncrl.launch.folder.run_folder import find_run, read_address, read_summary
 from asyncrl.launch.views.dashboard import cell
-from asyncrl.launch.views.output import without_control
+from asyncrl.launch.views.output import one_line
 from asyncrl.queue.client.client import QueueClient
 from asyncrl.queue.protocol.replies import Peek
 from asyncrl.rpc.keys import client_keys
@@ -106,15 +107,14 @@ def print_status(status: Mapping[str, Any], address: str) -> None:
     console = Console()
     over = f", closed: {status['closed']}" if status["closed"] is not None else ""
     title = f"run {status['run']} at {address}{over}"
-    table = Table(
-        "", *(Column(cell(name)) for name in status["streams"]), title=cell(title), title_justify="left"
-    )
+    names = [Column(cell(one_line(name))) for name in status["streams"]]
+    table = Table("", *names, title=cell(one_line(title)), title_justify="left")
     columns = [dict(_rows(stream)) for stream in status["streams"].values()]
     for label in dict.fromkeys(label for column in columns for label in column):
         table.add_row(cell(label), *(cell(column.get(label, "")) for column in columns))
     console.print(table)
     console.print(f"clients: {status['clients']}, requests that wait: {status['parked']}", highlight=False)
-    console.print(f"refused: {without_control(_counted(status['refused']))}", highlight=False, markup=False)
+    console.print(f"refused: {_counted(status['refused'])}", highlight=False, markup=False)
 
 
 def _rows(stream: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -124,10 +124,10 @@ def _rows(stream: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "tasks pending", str(stream["pending"]) + (", draining" if stream["draining"] else "")
     oldest = f", the oldest for {stream['oldest_lease_s']:.1f} s" if stream["leased"] else ""
     yield "tasks leased", f"{stream['leased']}{oldest}"
-    yield "leased by", _counted({name.rsplit("/", 1)[0]: n for name, n in stream["leases_by_worker"].items()})
+    yield "leased by", _counted(_by_name(stream["leases_by_worker"]))
     yield "groups ready", f"{stream['ready']} of {settings.get('depth', '?')}"
     for name, stage in stream["stages"].items():
-        yield f"stage {name}", f"{stage['waiting']} wait, {stage['leased']} leased"
+        yield f"stage {one_line(name)}", f"{stage['waiting']} wait, {stage['leased']} leased"
     yield "claimed", str(stream["claimed"])
     yield "trained", str(stream["trained"])
     yield "dropped", _counted(stream["dropped_by_reason"])
@@ -140,6 +140,10 @@ def _rows(stream: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def task_lines(peek: Peek, ordinal: int, decode: Decode | None) -> Iterator[str]:
     """Lines about one task. decode: from token ids to text, if a tokenizer is known."""
+    yield from map(one_line, _task_lines(peek, ordinal, decode))
+
+
+def _task_lines(peek: Peek, ordinal: int, decode: Decode | None) -> Iterator[str]:
     by = "" if peek.worker is None else f" by {peek.worker} for {peek.since_s:.1f} s"
     yield f"task {ordinal}: {peek.state}{by}"
     if peek.problem is not None:
@@ -187,8 +191,19 @@ def _versions(versions: Array) -> str:
     return f"version {made[0]}" if made.size == 1 else f"versions {made[0]} to {made[-1]}"
 
 
+def _by_name(counts: Mapping[str, int]) -> Counter[str]:
+    """
+    >>> _by_name({"generator-0/1": 2, "generator-0/2": 1})
+    Counter({'generator-0': 3})
+    """
+    names: Counter[str] = Counter()
+    for session, count in counts.items():
+        names[session.rsplit("/", 1)[0]] += count
+    return names
+
+
 def _counted(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {count}" for name, count in sorted(counts.items())) or "none"
+    return ", ".join(f"{one_line(name)} {count}" for name, count in sorted(counts.items())) or "none"
 
 
 def _mb(size: int) -> str:

@@ -7,6 +7,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from asyncrl.config.schema import Config
@@ -112,8 +113,8 @@ class QueueClient:
         await self._value(rq.FinishRequest(reason=reason))
 
     async def drain(self, stream: str) -> int:
-        """Lease no more tasks: pending ones are DROPPED(drained), leased ones are finished, then the stream
-        is exhausted. Returns how many were pending."""
+        """End the stream early: pending tasks are DROPPED(drained), leased ones are finished, then the stream is
+        exhausted. Returns how many were dropped."""
         return await self._value(rq.DrainRequest(stream=stream))
 
     async def status(self) -> dict[str, Any]:
@@ -237,20 +238,33 @@ class QueueClient:
         'unknown_stage'.
         """
         request = rq.StageLeaseRequest(stream=stream, stage=stage, most=most, wait_s=wait_s)
-        answer = await self._connection.request(request, undo=_give_back(stream))
+        undo = _give_back(stream)
+        answer = await self._connection.request(request, undo=undo)
         granted = answer.value
         read = groups_of([n for _, _, n, _ in granted], [parts for *_, parts in granted], answer.frames)
+        keys = [(ordinal, epoch) for ordinal, epoch, *_ in granted]
+        held = self._leases.setdefault(stream, set())
+        held.update(keys)  # before anything is waited for: they are renewed from now on
         leases: list[StageLease] = []
-        for (ordinal, epoch, *_), one in zip(granted, read, strict=True):
-            if isinstance(one, WireError):
-                drop = rq.StageDropRequest(
-                    stream=stream, stage=stage, ordinal=ordinal, epoch=epoch, reason=CORRUPT
-                )
-                await self._value(drop)
-            else:
-                leases.append(StageLease(stage, one[0], epoch, one[1]))
-        self._hold(stream, leases)
+        try:
+            for key, one in zip(keys, read, strict=True):
+                if isinstance(one, WireError):
+                    await self._drop_corrupt(stream, stage, key)
+                else:
+                    leases.append(StageLease(stage, one[0], key[1], one[1]))
+        except BaseException:  # the caller gets none of them
+            held.difference_update(keys)
+            self._connection.give_back(undo, granted)
+            raise
         return leases
+
+    async def _drop_corrupt(self, stream: str, stage: str, key: tuple[int, int]) -> None:
+        """A group that cannot be read."""
+        ordinal, epoch = key
+        drop = rq.StageDropRequest(stream=stream, stage=stage, ordinal=ordinal, epoch=epoch, reason=CORRUPT)
+        with suppress(RefusedError):  # its lease was over already
+            await self._value(drop)
+        self._leases[stream].discard(key)
 
     async def stage_commit(
         self, stream: str, lease: StageLease, columns: Mapping[str, Array], version: Version = NO_VERSION

@@ -100,6 +100,12 @@ class Connection:
         finally:
             del self._waiting[number]
 
+    def give_back(self, undo: Undo, granted: Any) -> None:
+        """Give a grant back without waiting. It does nothing once the connection is closed, which gives back all."""
+        if self._loop is not None:
+            self._session.undo(undo, granted, self._loop.time())
+            self._flush()
+
     # ------------------------------------------------------------------ the link's side
 
     def received(self, frames: Sequence[Any]) -> None:
@@ -140,19 +146,14 @@ class Connection:
     def _settle(self, outcomes: Sequence[Outcome]) -> None:
         for outcome in outcomes:
             answer = self._waiting.get(outcome.number)
-            if answer is None or answer.done():
-                self._give_back(outcome)
+            if answer is None or answer.done():  # the caller was cancelled, but has not resumed yet
+                if outcome.undo is not None and isinstance(outcome.result, ReplyValue):
+                    self.give_back(outcome.undo, outcome.result.value)
             elif isinstance(outcome.result, Exception):
                 answer.set_exception(outcome.result)
             else:
                 answer.set_result(outcome.result)
         self._flush()
-
-    def _give_back(self, outcome: Outcome) -> None:
-        """Give back the grant of a caller that was cancelled, but has not resumed yet."""
-        if outcome.undo is not None and isinstance(outcome.result, ReplyValue):
-            assert self._loop is not None
-            self._session.undo(outcome.undo, outcome.result.value, self._loop.time())
 
     def _flush(self) -> None:
         """Send at the end of this turn of the loop: the requests of all its tasks in one message."""

@@ -55,7 +55,7 @@ class Recovered(NamedTuple):
 
 
 class Drained(NamedTuple):
-    """Pending tasks end as DROPPED(drained), no task is leased any more; leased ones are finished."""
+    """Pending tasks end as DROPPED(drained). Leased ones are finished; one whose worker is lost is leased again."""
 
 
 class Finished(NamedTuple):

@@ -76,7 +76,7 @@ def commit(ledger: Ledger, request: rq.CommitRequest) -> bool:
         )
     ordinal = request.ordinal
     task = ledger.state.tasks.records.get(ordinal)
-    if task is None or task.epoch != request.epoch:
+    if task is None or task.state is State.PENDING or task.epoch != request.epoch:
         raise fenced(ordinal)
     if task.state is not State.LEASED:
         if task.digest != request.digest:

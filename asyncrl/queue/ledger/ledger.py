@@ -122,12 +122,13 @@ class Ledger:
             self.apply(ev.Recovered(now, now + settings.lease_s, tuple(sorted(lost))))
 
     def drain(self) -> int:
-        """Lease no more: pending tasks are DROPPED(drained), leased ones are finished, then the stream is exhausted.
-        Returns how many were pending. Idempotent."""
+        """Begin no more: pending tasks are DROPPED(drained), leased ones are finished, by another worker where the
+        first one is lost; then the stream is exhausted. Returns how many were dropped. Idempotent."""
         self.require_open()
+        if self.state.draining:
+            return 0
         pending = len(self.state.tasks.pending)
-        if not self.state.draining:
-            self.apply(ev.Drained())
+        self.apply(ev.Drained())
         return pending
 
     def finish(self, reason: str) -> None:

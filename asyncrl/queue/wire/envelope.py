@@ -35,8 +35,8 @@ MAX_REQUESTS = 64
 SHARED_BYTES = 1 << 20
 """More than that in one message would only delay the first of them. Half of it: 5 to 15 % fewer groups a second."""
 
-MAX_SESSION = 256
-"""Characters of a session's name."""
+MAX_NAME = 256
+"""Characters of the name of a run or session."""
 
 FIELDS = {"newest": int, "waiting": list, "run": str, "session": str, "requests": list}
 REQUEST = [int, str, bytes, int]
@@ -84,8 +84,11 @@ def unpack_call(frames: Sequence[Any]) -> ClientMessage:
         or (waiting and not 0 < min(waiting) <= max(waiting) <= newest)
     ):
         raise WireError(f"envelope: waiting must be some of the numbers up to newest = {newest}")
-    if len(message["session"]) > MAX_SESSION:
-        raise WireError(f"envelope: a session of {len(message['session'])} characters")
+    for name in ("run", "session"):
+        if len(message[name]) > MAX_NAME or not message[name].isprintable():
+            raise WireError(
+                f"envelope: {name} = {message[name]!r:.100} must be up to {MAX_NAME} printable characters"
+            )
     return ClientMessage(
         newest, waiting, message["run"], message["session"], _requests(message["requests"], frames)
     )

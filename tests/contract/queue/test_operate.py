@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,6 +73,32 @@ def test_status_by_folder_name_and_address(folder: Path, capsys: pytest.CaptureF
         for row in ("tasks pending", "leased by", "generator-0 1", "groups ready", "1 of 4", "length bias"):
             assert row in said
         assert "refused: none" in said
+
+
+def test_names_are_shown_as_they_are_and_stay_within_their_line(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Markup of rich is text in a name. Reasons and parts of rewards may hold anything."""
+    address, keys = (folder / "address").read_text().strip(), client_keys("keys")
+    queue = QueueClient(address, run="mine", who="gen[/x]", deadline_s=WAIT_S, keys=keys)
+    client = BlockingClient(queue)
+    client.connect()
+    two, three = client.wait(queue.lease("train", held=0, lineage=0, most=2, wait_s=WAIT_S))
+    client.wait(queue.drop("train", two, "[/b]\x1b[31m\ntrained 9"))
+    assert cli.main(["queue", "status", "mine"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any("leased by" in line and "gen[/x] 1, generator-0 1" in line for line in lines)
+    assert any("dropped" in line and "[/b][31m trained 9 1" in line for line in lines)
+    assert cli.main(["queue", "inspect", "mine", "3"]) == 0
+    assert "task 3: leased by gen[/x] for " in capsys.readouterr().out
+    client.wait(queue.commit("train", three, renamed_parts(group(three.task), "exact\n\x9b2J")))
+    assert cli.main(["queue", "inspect", "mine", "3"]) == 0
+    assert "rollout 0: reward 1, exact 2J 1 ·" in capsys.readouterr().out
+    client.close()
+
+
+def renamed_parts(group: Group, name: str) -> Group:
+    return dataclasses.replace(group, reward_parts={name: group.reward_parts["exact"]})
 
 
 def test_status_as_json_has_everything(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import numpy as np
+import pytest
 from queue_cases import LEASE_S, WAIT_S, AnyQueue, B, claim, group, lease, ordinals, parked, refusal, tasks
 
+from asyncrl.errors import DeadlineError
 from asyncrl.queue.client.client import QueueClient
 from asyncrl.queue.protocol.replies import StageLease
+from asyncrl.queue.protocol.requests import StageDropRequest
 from asyncrl.queue.protocol.settings import StageSettings, StreamSettings
 from asyncrl.types import NO_VERSION
 
@@ -94,6 +98,58 @@ async def test_a_column_of_a_wrong_length_is_found_by_whoever_gets_it_and_the_gr
     await worker.stage_commit("train", scored, {"rewards": np.zeros(3, np.float32)})
     assert await staged(worker, "critic") == []
     assert (await learner.status())["streams"]["train"]["dropped_by_reason"] == {"corrupt": 1}
+
+
+async def one_broken_one_whole(queue: AnyQueue) -> QueueClient:
+    """The groups 0, which cannot be read, and 1 wait for the critic. Returns a client to take them."""
+    learner, worker = await queue.client("learner"), await queue.client("worker")
+    await learner.open("train", STAGED)
+    await learner.submit("train", tasks(0, 2))
+    for one in await lease(worker, 2):
+        await worker.commit("train", one, group(one.task, 0), columns=())
+    for values, scored in zip((3, 2), await staged(worker, "reward"), strict=True):
+        await worker.stage_commit("train", scored, {"rewards": np.zeros(values, np.float32)})
+    return await queue.client("critic")
+
+
+async def test_leases_are_renewed_while_a_broken_group_beside_them_is_dropped(
+    queue: AnyQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drop takes longer than a lease, and the client's heartbeat goes on."""
+    critic = await one_broken_one_whole(queue)
+    send = critic._value
+
+    async def slow(request: Any) -> Any:
+        if isinstance(request, StageDropRequest):
+            for now in (LEASE_S - 1, LEASE_S + 1):
+                queue.clock.now = now
+                await critic.renew()
+        return await send(request)
+
+    monkeypatch.setattr(critic, "_value", slow)
+    (whole,) = await staged(critic, "critic")
+    await critic.stage_commit("train", whole, {"values": np.zeros(12, np.float32)})
+    assert (await critic.status())["streams"]["train"]["dropped_by_reason"] == {"corrupt": 1}
+
+
+async def test_leases_that_nobody_gets_are_given_back(
+    queue: AnyQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broken group cannot be dropped in time: the caller gets an error, and another client both groups."""
+    critic = await one_broken_one_whole(queue)
+    send = critic._value
+
+    async def late(request: Any) -> Any:
+        if isinstance(request, StageDropRequest):
+            raise DeadlineError("critic", "the queue", "an answer to 'stage_drop'", 1.0)
+        return await send(request)
+
+    monkeypatch.setattr(critic, "_value", late)
+    with pytest.raises(DeadlineError):
+        await staged(critic, "critic")
+    assert critic._leases["train"] == set()
+    assert ordinals(await staged(await queue.client("other"), "critic")) == [1]
+    assert (await critic.status())["streams"]["train"]["dropped_by_reason"] == {"corrupt": 1}
 
 
 async def test_finished_turns_go_to_whoever_leases_the_task_next(queue: AnyQueue) -> None:

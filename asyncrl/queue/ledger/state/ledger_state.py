@@ -101,10 +101,14 @@ class LedgerState:
 
     # ------------------------------------------------------------------ from state to state
 
-    def to_pending(self, ordinal: int) -> None:
+    def to_pending(self, ordinal: int, wanted: bool = False) -> None:
+        """The lease of a task is over. wanted: the task is leased again though the stream drains."""
         task = self.tasks.records[ordinal]
         self.end_task_lease(ordinal, task)
         task.state, task.epoch = State.PENDING, -1
+        if wanted:
+            heapq.heappush(self.tasks.pending, ordinal)
+            return
         if self.draining:
             self.bias.lost()
         self.push_pending(ordinal)

@@ -491,6 +491,39 @@ def test_a_drain_lets_nothing_begin() -> None:
     assert ledger.counts(0.0)["dropped_by_reason"] == {"drained": 47}
 
 
+def test_a_task_whose_worker_dies_is_finished_though_the_stream_drains() -> None:
+    """Two tasks are leased when the drain begins. One worker never renews: another one finishes its task."""
+    ledger = opened(groups=2, staleness=1)
+    first, second = lease(ledger, held=0, most=2)
+    assert ledger.drain() == 48
+    commit(ledger, first)
+    assert ledger.expire(1e9) == [second.ordinal]
+    assert ledger.drain() == 0
+    (again,) = lease(ledger, held=0, most=9)
+    assert again.ordinal == second.ordinal
+    with refused("fenced"):
+        commit(ledger, second)
+    commit(ledger, again)
+    assert train(ledger, 0) == (0, 1)
+    counts = ledger.counts(0.0)
+    assert counts["dropped_by_reason"] == {"drained": 48}
+    assert counts["bias"]["no_length"] == 0
+    with refused("exhausted"):
+        claim(ledger, 1)
+
+
+@pytest.mark.parametrize("epoch", [-1, 0])
+def test_a_task_that_nobody_has_leased_cannot_be_committed(epoch: int) -> None:
+    """Neither before its first lease nor after one that is over, with whatever digest."""
+    ledger = opened(groups=2, staleness=1)
+    for _ in range(2):
+        for digest in (0, 1):
+            with refused("fenced"):
+                ledger.commit(0, epoch, 1, 10, 0, digest)
+        ledger.give_back((grant.ordinal, grant.epoch) for grant in lease(ledger, held=0, most=1))
+    assert ledger.counts(0.0)["ready"] == 0
+
+
 def test_a_used_stream_is_occupied_and_a_rewind_fences_the_learner_before() -> None:
     ledger = opened(groups=1)
     settings = ledger.state.settings
