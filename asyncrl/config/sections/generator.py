@@ -112,6 +112,9 @@ class GeneratorConfig(Section):
         "samples in flight when new weights come: go on with the KV cache of the old ones, have it made again "
         "by the new ones, or are finished first by the old ones",
     )
+    drain_deadline_s: Seconds = key(
+        600.0, "kv=drain: samples that still run so long after new weights came go on as with kv=recompute"
+    )
     vllm: VllmConfig = field(default_factory=VllmConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     heartbeat_s: Seconds = key(2.0, "between two renewals of all leases of a worker")

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -135,7 +136,9 @@ def scripted(folder: Path) -> House:
     return House(engine, {"weight": torch.zeros(4)})
 
 
-def transformers(folder: Path, fixed_shape: bool = False, kv: KvAtFlip = "keep") -> House:
+def transformers(
+    folder: Path, fixed_shape: bool = False, kv: KvAtFlip = "keep", drain_s: float = 600.0
+) -> House:
     reference = tiny_qwen2()
     engine = TransformersEngine(
         tiny_qwen2(),
@@ -145,6 +148,7 @@ def transformers(folder: Path, fixed_shape: bool = False, kv: KvAtFlip = "keep")
         version=0,
         fixed_shape=fixed_shape,
         kv=kv,
+        drain_s=drain_s,
     )
     return House(engine, weights_of(reference), reference)
 
@@ -171,13 +175,15 @@ def server_config(path: Path, **generator: object) -> Config:
 class HostedSglang(HttpEngine):
     """The engine, and with it the server that it asks."""
 
-    def __init__(self, folder: Path, kv: KvAtFlip, *, spans: bool = True, version: int = 0) -> None:
+    def __init__(
+        self, folder: Path, kv: KvAtFlip, *, spans: bool = True, version: int = 0, **generator: Any
+    ) -> None:
         model, port = tiny_qwen2(), free_port()
         model.save_pretrained(folder)
         inner = TransformersEngine(model, slots=SLOTS, max_length=MAX_LENGTH, end_ids=(END,), version=0)
         self.stand_in = SglangStandIn(inner, port, spans=spans)
         ours = ServerConfig([f"http://127.0.0.1:{port}"], folder=str(folder / "versions"), deadline_s=5.0)
-        config = server_config(folder, engine="sglang", kv=kv, server=ours)
+        config = server_config(folder, engine="sglang", kv=kv, server=ours, **generator)
         super().__init__(load_server(config, "generator-0", [END]), config.generator, version)
 
     async def start(self) -> None:
@@ -225,9 +231,10 @@ class HostedVllm(HttpEngine):
         self.kill()
 
 
-def sglang(folder: Path, kv: KvAtFlip) -> House:
+def sglang(folder: Path, kv: KvAtFlip, drain_s: float = 600.0) -> House:
     reference = tiny_qwen2()
-    return House(HostedSglang(folder, kv, spans=kv == "keep"), weights_of(reference), reference)
+    engine = HostedSglang(folder, kv, spans=kv == "keep", drain_deadline_s=drain_s)
+    return House(engine, weights_of(reference), reference)
 
 
 def vllm_server(folder: Path) -> House:

@@ -18,18 +18,27 @@ from engine_cases import (
 
 from asyncrl.config.sections.generator import KvAtFlip
 
-Maker = Callable[[Path, KvAtFlip], House]
+Maker = Callable[[Path, KvAtFlip, float], House]
 
 MAKERS: dict[str, Maker] = {
-    "transformers": lambda folder, kv: transformers(folder, kv=kv),
-    "transformers at fixed shape": lambda folder, kv: transformers(folder, fixed_shape=True, kv=kv),
+    "transformers": lambda folder, kv, drain_s: transformers(folder, kv=kv, drain_s=drain_s),
+    "transformers at fixed shape": lambda folder, kv, drain_s: transformers(
+        folder, fixed_shape=True, kv=kv, drain_s=drain_s
+    ),
     "sglang": sglang,
 }
 
 
+@pytest.fixture
+def drain_s() -> float:
+    return 600.0
+
+
 @pytest.fixture(params=MAKERS.values(), ids=MAKERS.keys())
-async def house(request: pytest.FixtureRequest, kv: KvAtFlip, tmp_path: Path) -> AsyncIterator[House]:
-    house: House = request.param(tmp_path, kv)
+async def house(
+    request: pytest.FixtureRequest, kv: KvAtFlip, drain_s: float, tmp_path: Path
+) -> AsyncIterator[House]:
+    house: House = request.param(tmp_path, kv, drain_s)
     await house.engine.start()
     yield house
     await house.engine.close()
@@ -45,3 +54,12 @@ async def test_samples_in_flight_at_an_update(house: House, kv: KvAtFlip) -> Non
 async def test_what_has_not_begun_when_a_drain_begins_is_of_the_new_weights(house: House) -> None:
     assert house.model is not None
     await waiting_at_a_drain(house.engine, house.model, nudged(house.weights))
+
+
+@pytest.mark.parametrize(("kv", "drain_s"), [("drain", 0.001)])
+async def test_samples_that_still_run_at_the_end_of_a_drain_go_on_as_with_recompute(
+    house: House, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert house.model is not None
+    await in_flight_at_an_update(house.engine, house.model, nudged(house.weights), "recompute")
+    assert "4 samples still run 0 s after version 1 came" in caplog.text

@@ -6,7 +6,7 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -111,6 +111,19 @@ async def test_what_waits_at_a_drain(house: House) -> None:
         pytest.skip("only kv: drain has requests wait")
     weights = nudged(weights_of(house.model), 5)
     await waiting_at_a_drain(house.engine, house.model, weights, CLOSE["atol"])
+    with_weights(house.model, weights)
+
+
+async def test_samples_that_still_run_at_the_end_of_a_drain_go_on_as_with_recompute(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if house.case.kv != "drain":
+        pytest.skip("only kv: drain waits")
+    config = house.engine._config
+    short = replace(config, generator=replace(config.generator, drain_deadline_s=0.001))
+    monkeypatch.setattr(house.engine, "_config", short)
+    weights = nudged(weights_of(house.model), 7)
+    await in_flight_at_an_update(house.engine, house.model, weights, "recompute", CLOSE["atol"])
     with_weights(house.model, weights)
 
 

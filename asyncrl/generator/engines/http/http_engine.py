@@ -6,7 +6,8 @@
 
     generator.kv   keep: the server stops between two tokens, and goes on with the new weights
                    recompute: the server returns its tokens so far, and gets a request that continues them
-                   drain: no request is sent until all samples have ended
+                   drain: no request is sent until all samples have ended, or generator.drain_deadline_s is over;
+                   those that still run then go on as with recompute
 
 `served_weights.py` has the gate, the flips, and the labels by which weights that are not ours are noticed.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import heapq
+import logging
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field
 from itertools import count
@@ -38,6 +40,8 @@ from asyncrl.generator.engines.http.server import (
 from asyncrl.generator.engines.receiver import WeightReader, WeightReceiver
 from asyncrl.telemetry.spans import Spans
 from asyncrl.types import NO_VERSION, Finish, Turn, Version
+
+log = logging.getLogger(__name__)
 
 ABORT_AGAIN_S = 0.05
 """An abort that comes before the server knows the request is lost: repeated until the request has ended."""
@@ -126,8 +130,17 @@ class HttpEngine:
         self._check_running()
 
         async def drained() -> None:
-            while self._requests:
-                await asyncio.wait(self._requests)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._config.drain_deadline_s):
+                    while self._requests:
+                        await asyncio.wait(self._requests)
+                    return
+            log.warning(
+                "%d samples still run %.0f s after version %d came: they go on with it, as with generator.kv=recompute",
+                len(self._requests),
+                self._config.drain_deadline_s,
+                version,
+            )
 
         return await self._weights.flip(version, install, drained)
 

@@ -58,7 +58,7 @@ class ServedWeights:
             self.gate.set()
 
     async def flip(self, version: Version, install: Install, drained: Callable[[], Awaitable[None]]) -> float:
-        """See `server.Flip`. drained: waits for the samples in flight."""
+        """See `server.Flip`. drained: waits for the samples in flight, up to a deadline."""
         self._flipping = True
         self.flips += 1
         self._changed()

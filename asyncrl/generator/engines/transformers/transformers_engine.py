@@ -11,8 +11,8 @@
 
     generator.kv   keep: samples in flight keep their keys and values
                    recompute: the new weights make them again, while everybody waits
-                   drain: no sample begins any more, the flip comes when all have ended. This wait needs no deadline:
-                   each of them has a last column, and waits for nothing but this thread
+                   drain: no sample begins any more, the flip comes when all have ended, or after
+                   generator.drain_deadline_s; those that still run then go on as with recompute
 
 The thread waits for the event loop only when it has nothing to do: however busy the loop is, the next step begins.
 Only `_run` uses the thread, one call at a time, and only these calls touch the batch: it needs no lock.
@@ -21,11 +21,13 @@ Only `_run` uses the thread, one call at a time, and only these calls touch the 
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -45,6 +47,17 @@ from asyncrl.types import NO_VERSION, Sampling, Turn, Version
 
 Result = TypeVar("Result")
 
+log = logging.getLogger(__name__)
+
+
+class _Flip(NamedTuple):
+    """A flip that waits, since `since`."""
+
+    staged: Mapping[str, Tensor]
+    version: Version
+    done: asyncio.Future[float]
+    since: float
+
 
 class TransformersEngine:
     """See `Engine`. Makes a causal LM's tokens with continuous batching (`SlotBatch`).
@@ -62,8 +75,9 @@ class TransformersEngine:
         version: Version = NO_VERSION,
         fixed_shape: bool = False,
         kv: KvAtFlip = "keep",
+        drain_s: float = math.inf,
     ) -> None:
-        self._kv = kv
+        self._kv, self._drain_s = kv, drain_s
         self.targets = checkpoint_tensors(model)
         check_attention(model, max_length)
         self._batch = SlotBatch(
@@ -77,7 +91,7 @@ class TransformersEngine:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._inbox: deque[Callable[[], None]] = deque()
         self._requested = self._added = 0  # samples; the loop changes the first, the thread the other
-        self._flips: list[tuple[Mapping[str, Tensor], Version, asyncio.Future[float]]] = []
+        self._flips: deque[_Flip] = deque()
         self._results: dict[str, asyncio.Future[list[Turn]]] = {}
         self._wake = asyncio.Event()
         self._spans = Spans()
@@ -115,7 +129,7 @@ class TransformersEngine:
         self._check_running()
         check_complete(self.targets, staged, version)
         done: asyncio.Future[float] = self._loop.create_future()
-        self._flips.append((staged, version, done))
+        self._flips.append(_Flip(staged, version, done, time.monotonic()))
         self._wake.set()
         return await done
 
@@ -160,18 +174,30 @@ class TransformersEngine:
 
     @property
     def _may_flip(self) -> bool:
-        return bool(self._flips) and not (self._kv == "drain" and self._batch.running)
+        if not self._flips:
+            return False
+        drains = self._kv == "drain" and self._batch.running > 0
+        return not drains or time.monotonic() - self._flips[0].since >= self._drain_s
 
     async def _flip_next(self) -> None:
-        staged, version, done = self._flips.pop(0)
-        start, recompute = time.perf_counter(), self._kv == "recompute"
-        arguments = staged, self.targets, version, recompute
+        """The flip stays in the list until it is settled: if the engine ends meanwhile, `_end` settles it."""
+        flip = self._flips[0]
+        start, recompute = time.perf_counter(), self._kv != "keep"
+        if self._kv == "drain" and self._batch.running:
+            log.warning(
+                "%d samples still run %.0f s after version %d came: they go on with it, as with generator.kv=recompute",
+                self._batch.running,
+                time.monotonic() - flip.since,
+                flip.version,
+            )
+        arguments = flip.staged, self.targets, flip.version, recompute
         try:
             await self._loop.run_in_executor(self._thread, self._batch.flip, *arguments)
         except (RuntimeError, KeyError) as error:
-            _settle(done, error)
+            _settle(flip.done, error)
         else:
-            _settle(done, time.perf_counter() - start)
+            _settle(flip.done, time.perf_counter() - start)
+        self._flips.popleft()
 
     # ---- in the thread
 
@@ -216,8 +242,8 @@ class TransformersEngine:
     def _end(self, error: Exception) -> None:
         for result in self._results.values():
             _settle(result, error)
-        for _, _, done in self._flips:
-            _settle(done, error)
+        for flip in self._flips:
+            _settle(flip.done, error)
         self._results.clear()
         self._flips.clear()
 
@@ -282,4 +308,5 @@ def load_transformers_engine(config: Config, tokenizer: PreTrainedTokenizerBase)
         end_ids=end_ids_of(model.generation_config, model.config, tokenizer),
         fixed_shape=config.fixed_shape,
         kv=config.generator.kv,
+        drain_s=config.generator.drain_deadline_s,
     )

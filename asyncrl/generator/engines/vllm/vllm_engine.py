@@ -9,6 +9,7 @@ Between pause and resume no step runs, so each token's version is the label of t
 from __future__ import annotations
 
 import asyncio
+import logging
 import multiprocessing
 import time
 from collections.abc import Sequence
@@ -26,6 +27,8 @@ from asyncrl.generator.engines.vllm.vllm_start import check_vllm, start_vllm
 from asyncrl.generator.engines.vllm.vllm_weights import VllmReceiver, values_of
 from asyncrl.telemetry.spans import Spans
 from asyncrl.types import NO_VERSION, Finish, Turn, Version
+
+log = logging.getLogger(__name__)
 
 CLOSE_S = 2.0
 """Longest wait for vLLM's processes to end by themselves."""
@@ -215,11 +218,11 @@ class VllmEngine:
     async def _flip(self, version: Version) -> float:
         core, kv = self._llm.engine_core, self._config.generator.kv
         begun = time.perf_counter()
-        # Waiting samples find the prompts of their siblings in the cache, unless that is cleared.
-        mode = "wait" if kv == "drain" else "keep"
-        await self._or_died(core.pause_scheduler_async(mode=mode, clear_cache=kv != "keep"))
-        if kv == "drain":  # samples went on until now
-            begun = time.perf_counter()
+        if kv == "drain" and await self._drained(version):
+            begun = time.perf_counter()  # samples went on until now
+        else:
+            # Waiting samples find the prompts of their siblings in the cache, unless that is cleared.
+            await self._or_died(core.pause_scheduler_async(mode="keep", clear_cache=kv != "keep"))
         await self.call("asyncrl_flip", version)
         self._version = version
         self._flipped += 1
@@ -228,6 +231,28 @@ class VllmEngine:
         await self._or_died(core.set_weight_version_async(str(version)))
         await self._or_died(core.resume_scheduler_async())
         return time.perf_counter() - begun
+
+    async def _drained(self, version: Version) -> bool:
+        """Pause once no sample runs. Returns False if some still run after generator.drain_deadline_s."""
+        deadline_s = self._config.generator.drain_deadline_s
+        pause = self._llm.engine_core.pause_scheduler_async(mode="wait", clear_cache=True)
+        drained = asyncio.ensure_future(self._or_died(pause))
+        try:
+            await asyncio.wait({drained}, timeout=deadline_s)
+            if drained.done():
+                await drained
+                return True
+            log.warning(
+                "%s: %d samples still run %.0f s after version %d came: they go on with it, as with "
+                "generator.kv=recompute",
+                self._name,
+                self._counters.running,
+                deadline_s,
+                version,
+            )
+            return False
+        finally:
+            drained.cancel()
 
     def _check_running(self) -> None:
         if self._closed:

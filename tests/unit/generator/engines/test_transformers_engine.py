@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import dataclasses
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,9 +22,10 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+from waiting import eventually
 
 from asyncrl.counter_rng import stream_key, uniform_at
-from asyncrl.errors import ConfigError, WeightSyncError
+from asyncrl.errors import ConfigError, RunClosedError, WeightSyncError
 from asyncrl.generator.engines.engine import SampleRequest
 from asyncrl.generator.engines.transformers.kv_cache import ATTENTION
 from asyncrl.generator.engines.transformers.rows import sample_tokens
@@ -395,6 +397,36 @@ async def test_one_request_id_twice_is_refused() -> None:
     with pytest.raises(ValueError, match="in flight already"):
         await engine.sample(one)
     assert len(await first) == 3
+    await engine.close()
+
+
+@pytest.mark.parametrize("ended", [ValueError, "close"])
+async def test_a_flip_is_settled_however_the_engine_ends(ended: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails at the flip in an unexpected way, or is closed in the middle of it. A second flip waits behind."""
+    model = build(CONFIGS["qwen2"])
+    engine = TransformersEngine(model, slots=4, max_length=64, end_ids=[END], version=0)
+    staged = {name: tensor.clone() for name, tensor in engine.targets.items()}
+    begun, may_end = threading.Event(), threading.Event()
+
+    def flip(*_: Any) -> None:
+        begun.set()
+        assert may_end.wait(30)
+        if ended != "close":
+            raise ended("unexpected")
+
+    monkeypatch.setattr(engine._batch, "flip", flip)
+    await engine.start()
+    flips = [asyncio.ensure_future(engine.flip(staged, version)) for version in (1, 2)]
+    await eventually(begun.is_set)
+    if ended == "close":
+        closing = asyncio.ensure_future(engine.close())
+        await asyncio.sleep(0)
+        may_end.set()
+        await closing
+    may_end.set()
+    async with asyncio.timeout(30):
+        errors = await asyncio.gather(*flips, return_exceptions=True)
+    assert [type(error) for error in errors] == [RunClosedError if ended == "close" else ended] * 2
     await engine.close()
 
 
