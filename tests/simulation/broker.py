@@ -5,9 +5,10 @@ messages ─▸ inbox ─▸ read … decided ─▸ shelved ─▸ written (─
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from asyncrl.queue.broker.dispatcher import Dispatcher
+from asyncrl.queue.broker.dispatcher import Dispatcher, OutgoingReply
 from asyncrl.queue.broker.recovery import Recovery
 from asyncrl.queue.storage.store import PayloadKey, PayloadStore
 
@@ -153,13 +154,23 @@ class BrokerHost:
             letters += self._desk.tick(self._now())
             self._reach("decided")
             self._recovery.flush()
-            for letter in letters:
-                self._world.network.send(letter.identity, letter.frames)
-                self._reach("sent")
-            if letters:
-                self._check()
+            while self._send(letters):
+                letters = self._desk.tick(self._now())
+                self._recovery.flush()
         except Crash:
             self._die()
+
+    def _send(self, letters: Sequence[OutgoingReply]) -> bool:
+        """Returns whether leases came back, of clients that are gone."""
+        assert self._desk is not None
+        returned = False
+        for letter in letters:
+            if not self._world.network.send(letter.identity, letter.frames):
+                returned |= self._desk.unreachable(letter.identity, [letter])
+            self._reach("sent")
+        if letters:
+            self._check()
+        return returned
 
     def _reach(self, point: str) -> None:
         if point == self._crash_at:

@@ -49,11 +49,13 @@ class Network:
         drawn = self.rng.expovariate(1 / self.latency_s) * (20 if self.rng.random() < 0.03 else 1)
         return min(drawn, LONGEST * self.latency_s)
 
-    def send(self, identity: bytes, frames: Sequence[Any]) -> None:
-        """From the broker. Nobody is told of what finds no connection."""
+    def send(self, identity: bytes, frames: Sequence[Any]) -> bool:
+        """From the broker. Returns False if it finds no connection."""
         link = self.links.get(identity)
-        if link is not None and link.connection is not None:
-            link.connection.to_client.send([bytes(frame) for frame in frames])
+        if link is None or link.connection is None:
+            return False
+        link.connection.to_client.send([bytes(frame) for frame in frames])
+        return True
 
     def break_all(self) -> None:
         """The broker is gone."""

@@ -24,7 +24,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.queue.broker.dispatcher import Dispatcher, OutgoingReply
 from asyncrl.queue.broker.queue_state import QueueState
 from asyncrl.queue.wire import wire
-from asyncrl.queue.wire.envelope import MAX_REQUESTS, Message, pack_replies
+from asyncrl.queue.wire.envelope import MAX_REQUESTS, pack_replies
 from asyncrl.rpc import sockets
 from asyncrl.rpc.keys import ServerKeys
 from asyncrl.rpc.sockets import HandshakeGuard, Wakeup
@@ -105,7 +105,11 @@ class Broker:
                 # First those who waited: what was answered at once is mostly a receipt.
                 replies = self.dispatcher.tick(self._clock()) + replies
                 self._before_send()
-                self._send(replies)
+                while self._send(
+                    replies
+                ):  # leases of clients that are gone came back: who else waits for them?
+                    replies = self.dispatcher.tick(self._clock())
+                    self._before_send()
         finally:
             self.close()
 
@@ -121,16 +125,21 @@ class Broker:
             replies += self.dispatcher.receive(identity.bytes, frames, self._clock())
         return replies
 
-    def _send(self, outgoing: Sequence[OutgoingReply]) -> None:
-        by_client: dict[bytes, list[Message]] = {}
+    def _send(self, outgoing: Sequence[OutgoingReply]) -> bool:
+        """Returns whether leases came back, of clients that are gone."""
+        by_client: dict[bytes, list[OutgoingReply]] = {}
         for each in outgoing:
-            by_client.setdefault(each.identity, []).append(each.reply)
+            by_client.setdefault(each.identity, []).append(each)
+        returned = False
         for identity, replies in by_client.items():
-            for message in pack_replies(replies):
-                self._send_to(identity, message)
+            messages = pack_replies([each.reply for each in replies])
+            if not all(self._send_to(identity, message) for message in messages):
+                returned |= self.dispatcher.unreachable(identity, replies)
+        return returned
 
-    def _send_to(self, identity: bytes, message: Sequence[Any]) -> None:
-        """Lost if the client has gone, or does not read; it sends its request again."""
+    def _send_to(self, identity: bytes, message: Sequence[Any]) -> bool:
+        """Returns False if the client is not connected. A message to one that does not read is lost; it sends its
+        request again."""
         try:
             sockets.send(self._socket, [identity, *message])
         except zmq.Again:
@@ -138,6 +147,8 @@ class Broker:
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
+            return False
+        return True
 
     # ------------------------------------------------------------------ sockets
 

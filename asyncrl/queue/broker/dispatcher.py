@@ -11,7 +11,8 @@
 
     parked request        unparked by
     feeder     room       a lease that takes a pending task
-    generator  lease      submit, trained (admission moves), give_back or an expired lease, claim (room)
+    generator  lease      submit, trained (admission moves), give_back or an expired lease, claim (room),
+                          a grant to a client that is not connected any more
     stage      lease      commit, or the columns of earlier stages; give_back or an expired lease
     learner    claim      commit, or the last column;  trained, for a rank that is a step ahead
     anyone     lookup     post
@@ -32,7 +33,15 @@ from asyncrl.errors import AsyncRLError, RefusedError, WireError
 from asyncrl.queue.broker.handlers import handle, refusal
 from asyncrl.queue.broker.long_poll import LongPoll, Waiter
 from asyncrl.queue.broker.queue_state import QueueState, Reply, SessionRequest
-from asyncrl.queue.protocol.requests import GoodbyeRequest, StatusRequest, unpack_request
+from asyncrl.queue.ledger import generator_commands
+from asyncrl.queue.protocol.requests import (
+    GoodbyeRequest,
+    LeaseRequest,
+    Request,
+    StageLeaseRequest,
+    StatusRequest,
+    unpack_request,
+)
 from asyncrl.queue.wire.envelope import (
     MAX_REQUESTS,
     UNKNOWN,
@@ -66,10 +75,11 @@ Handle = Callable[[QueueState, SessionRequest, float, bool], "Reply | None"]
 
 
 class OutgoingReply(NamedTuple):
-    """A reply for one client, as envelope.py packs it."""
+    """A reply for one client, as envelope.py packs it. number: of the request."""
 
     identity: bytes
     reply: Message
+    number: int = UNKNOWN
 
     @property
     def frames(self) -> Message:
@@ -78,11 +88,19 @@ class OutgoingReply(NamedTuple):
         return message
 
 
+class Grants(NamedTuple):
+    """leases: (ordinal, epoch) of each"""
+
+    stream: str
+    leases: Sequence[tuple[int, int]]
+
+
 @dataclass(slots=True)
 class ClientState:
     """The broker's memory of a client: which requests it waits for, and the replies it may not have read.
 
-    name: of the client, the same for all its sessions
+    name    of the client, the same for all its sessions
+    grants  the leases in these replies, by request
     """
 
     name: str = ""
@@ -90,6 +108,7 @@ class ClientState:
     waiting: set[int] = field(default_factory=set)
     unread: dict[int, Message] = field(default_factory=dict)
     unread_bytes: int = 0
+    grants: dict[int, Grants] = field(default_factory=dict)
     seen_at: float = 0.0
 
     def update(self, newest: int, waiting: Iterable[int]) -> set[int]:
@@ -104,13 +123,20 @@ class ClientState:
         self.waiting = known - over | {i for i in stated - known if i > self.newest}
         self.newest = max(self.newest, newest)
         for request_id in over:
-            self.unread_bytes -= sum(map(len, self.unread.pop(request_id, ())))
+            self.drop(request_id)
         return over
 
-    def keep(self, request_id: int, message: Message) -> None:
+    def keep(self, request_id: int, message: Message, grants: Grants | None = None) -> None:
         """Keep a reply until the client does not wait for it any more."""
         self.unread[request_id] = message
         self.unread_bytes += sum(map(len, message))
+        if grants is not None:
+            self.grants[request_id] = grants
+
+    def drop(self, request_id: int) -> None:
+        """Forget a reply, if there is one."""
+        self.unread_bytes -= sum(map(len, self.unread.pop(request_id, ())))
+        self.grants.pop(request_id, None)
 
     @property
     def busy(self) -> bool:
@@ -166,6 +192,26 @@ class Dispatcher:
         self._forget_silent(now)
         return replies
 
+    def unreachable(self, identity: bytes, replies: Iterable[OutgoingReply]) -> bool:
+        """The client's connection is gone, and these replies could not be sent. Returns whether leases came back.
+
+        The leases in them are given back, and nothing waits for the client any more: it sends its requests again if it
+        comes back.
+        """
+        client, returned = self._clients.get(identity), False
+        if client is None:
+            return False
+        for number in client.waiting:
+            self._waiting.remove((identity, number))
+        for number in [reply.number for reply in replies if reply.number in client.grants]:
+            grants = client.grants[number]
+            client.drop(number)
+            generator_commands.give_back(
+                self.queue.streams[grants.stream].ledger, grants.leases, "unreachable"
+            )
+            returned = True
+        return returned
+
     # ------------------------------------------------------------------ one request
 
     def _receive_request(
@@ -176,7 +222,7 @@ class Dispatcher:
         if wire.number not in client.waiting or key in self._waiting:
             return []
         if wire.number in client.unread:
-            return [OutgoingReply(identity, client.unread[wire.number])]
+            return [OutgoingReply(identity, client.unread[wire.number], wire.number)]
         if client.busy:
             self.queue.refused["busy"] += 1
             return [OutgoingReply(identity, _packed(wire.number, _BUSY))]
@@ -227,8 +273,8 @@ class Dispatcher:
         if isinstance(incoming.request, GoodbyeRequest):
             self._forget(identity)
         elif identity in self._clients:
-            self._clients[identity].keep(number, message)
-        return OutgoingReply(identity, message)
+            self._clients[identity].keep(number, message, _grants(incoming.request, reply))
+        return OutgoingReply(identity, message, number)
 
     def _bug(self, incoming: SessionRequest, error: Exception) -> Reply:
         log.error("request '%s' of %s", incoming.request.verb, incoming.session, exc_info=error)
@@ -276,6 +322,13 @@ class Dispatcher:
         client = self._clients.pop(identity, None)
         for number in client.waiting if client else ():
             self._waiting.remove((identity, number))
+
+
+def _grants(request: Request, reply: Reply) -> Grants | None:
+    """The leases in a reply, which is a list of [ordinal, epoch, …]."""
+    if isinstance(request, LeaseRequest | StageLeaseRequest) and reply.value:
+        return Grants(request.stream, [(ordinal, epoch) for ordinal, epoch, *_ in reply.value])
+    return None
 
 
 def _packed(number: int, reply: Reply) -> Message:

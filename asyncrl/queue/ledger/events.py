@@ -97,7 +97,7 @@ class Renewed(NamedTuple):
 
 
 class Requeued(NamedTuple):
-    """LEASED back to PENDING. why: 'expired', 'given_back', 'stale'."""
+    """LEASED back to PENDING. why: 'expired', 'unreachable' (the worker never saw its lease), 'given_back', 'stale'."""
 
     ordinal: int
     why: str
@@ -144,7 +144,7 @@ class StageLeased(NamedTuple):
 
 
 class StageReturned(NamedTuple):
-    """The group waits for the stage again. why: 'expired', 'given_back'."""
+    """The group waits for the stage again. why: 'expired', 'unreachable', 'given_back'."""
 
     stage: str
     ordinal: int

@@ -156,12 +156,12 @@ def expire(ledger: Ledger, now: float) -> list[int]:
     return [each.ordinal for each in expired]
 
 
-def give_back(ledger: Ledger, leases: Iterable[tuple[int, int]]) -> None:
-    """Return leases at once, as if they had expired; leases that are over are ignored."""
+def give_back(ledger: Ledger, leases: Iterable[tuple[int, int]], why: str = "given_back") -> None:
+    """Return leases at once; leases that are over are ignored."""
     for ordinal, epoch in leases:
         standing = ledger.state.leases.get(ordinal, epoch)
         if standing is not None:
-            _return(ledger, standing, "given_back")
+            _return(ledger, standing, why)
 
 
 # ---------------------------------------------------------------------- checks

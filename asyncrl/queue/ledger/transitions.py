@@ -93,7 +93,7 @@ def _renewed(state: LedgerState, e: ev.Renewed) -> None:
 def _requeued(state: LedgerState, e: ev.Requeued) -> None:
     if e.why == "stale":
         state.forget_progress(e.ordinal)
-    state.to_pending(e.ordinal, wanted=e.why == "expired")
+    state.to_pending(e.ordinal, wanted=e.why in ("expired", "unreachable"))
     state.tasks.move_head()
 
 
