@@ -101,9 +101,9 @@ class Broker:
                     return
                 if failed := self._guard.handle(ready):
                     self.queue.refused["handshake"] += failed
-                replies = self._take() if self._socket in ready else []
+                replies, behind = self._take() if self._socket in ready else ([], False)
                 # First those who waited: what was answered at once is mostly a receipt.
-                replies = self.dispatcher.tick(self._clock()) + replies
+                replies = self.dispatcher.tick(self._clock(), behind) + replies
                 self._before_send()
                 while self._send(
                     replies
@@ -115,15 +115,16 @@ class Broker:
 
     # ------------------------------------------------------------------ the loop's steps
 
-    def _take(self) -> list[OutgoingReply]:
+    def _take(self) -> tuple[list[OutgoingReply], bool]:
+        """A burst of messages. Returns the replies, and whether messages may be left."""
         replies: list[OutgoingReply] = []
         for _ in range(BURST):
             message = sockets.receive(self._socket)
             if not message:
-                break
+                return replies, False
             identity, *frames = message
             replies += self.dispatcher.receive(identity.bytes, frames, self._clock())
-        return replies
+        return replies, True
 
     def _send(self, outgoing: Sequence[OutgoingReply]) -> bool:
         """Returns whether leases came back, of clients that are gone."""

@@ -24,6 +24,7 @@ No request waits longer than its wait_s. Payload frames are passed on unread.
 from __future__ import annotations
 
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -61,6 +62,10 @@ MAX_CLIENTS = 4096
 SILENT_S = 120.0
 """The broker forgets a client and its unread replies after so long a silence. A client that comes back repeats its
 requests as it would to a restarted broker."""
+
+BEHIND_S = 10.0
+"""While messages are left unread, no lease expires, for at most so long: a client that floods the broker does not keep
+the leases of others standing. The socket reads its clients in turns, so that each has had many by then."""
 
 MAX_UNREAD_BYTES = 1 << 28
 """Bytes of a client's unread replies above which it is 'busy'."""
@@ -152,6 +157,7 @@ class Dispatcher:
         self._clients: OrderedDict[bytes, ClientState] = OrderedDict()
         self._waiting = LongPoll()
         self._tried: dict[str, int] = {}  # wait key -> its changes when its queues were last tried
+        self._level_at = math.inf  # when no message was left unread, in the time of leases
 
     @property
     def parked(self) -> int:
@@ -163,6 +169,7 @@ class Dispatcher:
             message = unpack_call(frames)
         except WireError as error:
             return [OutgoingReply(identity, _packed(UNKNOWN, refusal(self.queue, error)))]
+        self.queue.clock.advance(now)
         client = self._client(identity, now)
         client.name = message.session.rsplit("/", 1)[0]
         for over in client.update(message.newest, message.waiting):
@@ -173,9 +180,15 @@ class Dispatcher:
             for reply in self._receive_request(identity, client, message, request, now)
         ]
 
-    def tick(self, now: float) -> list[OutgoingReply]:
-        """The replies that time and earlier messages have made possible. To be called after every burst of messages."""
-        self.queue.expire(now)
+    def tick(self, now: float, behind: bool = False) -> list[OutgoingReply]:
+        """The replies that time and earlier messages have made possible. To be called after every burst of messages.
+
+        behind: messages are left unread, maybe renewals of leases.
+        """
+        time = self.queue.clock.advance(now)
+        self._level_at = min(self._level_at, time) if behind else time
+        if not behind or time - self._level_at > BEHIND_S:
+            self.queue.expire(time)
         replies: list[OutgoingReply] = []
 
         def answer(waiter: Waiter, late: bool = False) -> bool:
@@ -253,7 +266,7 @@ class Dispatcher:
     def _reply(self, incoming: SessionRequest, now: float, late: bool = False) -> Reply | None:
         """The reply of the handler. A bug that one request uncovers must not take the others' queue away."""
         try:
-            reply = self._handle(self.queue, incoming, now, late)
+            reply = self._handle(self.queue, incoming, self.queue.clock.time, late)
         except (AsyncRLError, OSError):
             raise  # the journal cannot be written: no reply may be sent any more
         except Exception as error:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from asyncrl.errors import RefusedError
+from asyncrl.queue.broker.clock import LeaseClock
 from asyncrl.queue.broker.stream import Stream
 from asyncrl.queue.ledger import generator_commands
 from asyncrl.queue.protocol.requests import Request
@@ -34,6 +35,7 @@ class Context(NamedTuple):
     """The circumstances under which a handler gets a request.
 
     session  the sender as 'name/unique'; leases belong to it
+    now      the time of leases (clock.py)
     late     the request has waited as long as it may: the handler must reply
     """
 
@@ -61,6 +63,7 @@ class QueueState:
 
     registry  the values posted under keys · workers: packed stats of each worker
     posts     counts the changes that requests outside of streams may wait for
+    clock     the time of leases
     """
 
     run: str
@@ -73,6 +76,7 @@ class QueueState:
     workers: dict[str, bytes] = field(default_factory=dict)
     refused: Counter[str] = field(default_factory=Counter)
     posts: int = 0
+    clock: LeaseClock = field(default_factory=LeaseClock)
 
     def stream(self, name: str) -> Stream:
         """A stream exists from the first request that names it."""

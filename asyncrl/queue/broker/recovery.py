@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from asyncrl.config.schema import QueueConfig
+from asyncrl.queue.broker.clock import LeaseClock
 from asyncrl.queue.broker.queue_state import QueueState
 from asyncrl.queue.ledger.events import Renewed
 from asyncrl.queue.storage.file_journal import FileJournal
@@ -68,6 +69,7 @@ class Recovery:
         self.recovered = bool(self.queue.streams)
         if not isinstance(journal, NoJournal):
             self.queue.note = self._note
+        self.queue.clock = LeaseClock.at(now)
         self._recover(now)
         self.flush()
 

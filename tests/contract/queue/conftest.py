@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from disk_faults import Disk
 from queue_cases import AnyQueue, ProcessQueue, SocketQueue
 
 from asyncrl.config.schema import QueueConfig
+from asyncrl.queue.broker import clock
 from asyncrl.queue.broker.recovery import open_recovery
 
 
@@ -24,7 +26,11 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
 
 
 @pytest.fixture(params=["memory", "file", "redis", "local"])
-async def queue(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[AnyQueue]:
+async def queue(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[AnyQueue]:
+    """Its clock is turned by hand: a jump is time that passes, not a pause of the broker."""
+    monkeypatch.setattr(clock, "STEP_S", math.inf)
     queue: AnyQueue
     if request.param == "local":
         queue = ProcessQueue()

@@ -28,6 +28,7 @@ from asyncrl.generator.rollouts import Rollouts
 from asyncrl.generator.scoring.rewards import Scorer
 from asyncrl.generator.weights import WeightFollower
 from asyncrl.generator.worker import Worker
+from asyncrl.queue.broker.clock import STEP_S
 from asyncrl.queue.protocol.settings import StreamSettings
 from asyncrl.types import NO_VERSION, Group, Task, Turn
 
@@ -160,8 +161,8 @@ async def test_finished_turns_go_on_at_another_worker(how: str) -> None:
         async with party(queue, "first", version=0) as first:
             await first.until_all_turns_are_kept(1)
             await getattr(first, how)()
-        for passed in (worker_module.LEASE_S + 1, LEASE_S):  # its parked request ends before its leases do
-            clock.now += passed
+        for _ in range(int(worker_module.LEASE_S + LEASE_S) + 2):  # its parked request ends before its leases do
+            clock.now += STEP_S
             await learner.status()
         async with party(queue, "second", version=1) as second:
             second.engine.gate.set()

@@ -1,0 +1,116 @@
+"""A broker that stands still, or is behind with its messages, does not take its own silence for that of the workers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+import zmq
+from dispatcher_cases import TRAIN, lease_args, opened_desk, reply_of, submit
+from raw_request import envelope
+
+from asyncrl.queue.broker import broker as broker_module
+from asyncrl.queue.broker.broker import BURST, Broker
+from asyncrl.queue.broker.clock import STEP_S
+from asyncrl.queue.broker.dispatcher import BEHIND_S, Dispatcher
+from asyncrl.queue.broker.queue_state import QueueState
+
+LEASE_S = 6.0
+GENERATORS = 1000
+
+
+def desk_of(generators: int) -> Dispatcher:
+    """Its stream has a task for each, all of which may be leased at once."""
+    desk = Dispatcher(QueueState("run"))
+    settings = replace(TRAIN, groups_per_version=generators, depth=2 * generators, lease_s=LEASE_S)
+    desk.receive(b"setup", [envelope("open", stream="train", settings=asdict(settings))], 0.0)
+    submit(desk, 0, generators)
+    return desk
+
+
+def lease_one(desk: Dispatcher, who: bytes, now: float) -> tuple[int, int]:
+    ((ordinal, epoch, *_),) = reply_of(desk.receive(who, [envelope("lease", **lease_args())], now))["value"]
+    return ordinal, epoch
+
+
+def renew(desk: Dispatcher, who: bytes, lease: tuple[int, int], now: float, number: int = 2) -> Any:
+    """What the worker has lost."""
+    call = envelope("renew", number, leases={"train": [lease]}, stats=b"\x80")
+    return reply_of(desk.receive(who, [call], now))["value"]["lost"]
+
+
+def test_no_live_lease_is_lost_by_a_stall_of_the_broker() -> None:
+    """1.2 leases long. The renewals of that time lie in the sockets, and a burst reads only some before the tick."""
+    desk = desk_of(GENERATORS)
+    leases = {b"g%d" % i: lease_one(desk, b"g%d" % i, 0.0) for i in range(GENERATORS)}
+    desk.tick(0.0)
+    now = 1.2 * LEASE_S
+    lost = []
+    for at, (who, lease) in enumerate(leases.items()):
+        lost += renew(desk, who, lease, now)
+        if at % BURST == BURST - 1:
+            desk.tick(now)
+    assert lost == []
+    assert desk.queue.streams["train"].ledger.counts(now)["leased"] == GENERATORS
+
+
+def test_a_worker_that_is_silent_while_the_broker_serves_loses_its_leases_after_the_stall() -> None:
+    desk = desk_of(2)
+    ledger = desk.queue.streams["train"].ledger
+    lease_one(desk, b"dead", 0.0)
+    alive = lease_one(desk, b"alive", 0.0)
+    now = 100.0  # one pause, which counts for STEP_S
+    for number in range(2, 2 + int((LEASE_S - STEP_S) / 0.5)):
+        desk.tick(now)
+        assert ledger.counts(now)["leased"] == 2
+        assert renew(desk, b"alive", alive, now, number) == []
+        now += 0.5
+    desk.tick(now)
+    desk.tick(now + 0.01)
+    assert sorted(ledger.state.tasks.leased) == [alive[0]]
+
+
+def test_a_replay_of_the_journal_that_takes_long_costs_no_lease() -> None:
+    """Leases begin anew before the broker serves: at the time that was taken before the replay."""
+    desk = opened_desk(tasks=1, lease_s=LEASE_S)
+    lease = lease_one(desk, b"w", 0.0)
+    queue = desk.queue
+    queue.streams["train"].ledger.recover(1000.0)
+    queue.clock = type(queue.clock).at(1000.0)
+    again = Dispatcher(queue)
+    again.tick(1000.0 + 2 * LEASE_S)
+    assert renew(again, b"w", lease, 1000.0 + 2 * LEASE_S) == []
+
+
+def test_nothing_expires_while_messages_are_left_unread_for_a_while() -> None:
+    """A client that floods the broker does not keep a dead worker's lease standing for ever."""
+    desk = desk_of(1)
+    ledger = desk.queue.streams["train"].ledger
+    lease_one(desk, b"dead", 0.0)
+    for second in range(int(BEHIND_S) + 1):
+        desk.tick(float(second), behind=True)
+        assert ledger.state.tasks.leased
+    desk.tick(BEHIND_S + 1, behind=True)
+    assert not ledger.state.tasks.leased
+
+
+def test_a_look_at_sockets_that_are_empty_ends_what_is_over() -> None:
+    desk = desk_of(1)
+    ledger = desk.queue.streams["train"].ledger
+    lease_one(desk, b"dead", 0.0)
+    for second in range(int(LEASE_S) + 2):
+        desk.tick(float(second), behind=True)
+    assert ledger.state.tasks.leased
+    desk.tick(LEASE_S + 2)
+    assert not ledger.state.tasks.leased
+
+
+def test_a_full_burst_may_leave_messages_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    messages = [[zmq.Frame(b"client"), b"garbage"] for _ in range(BURST + 1)]
+    monkeypatch.setattr(broker_module.sockets, "receive", lambda _: messages.pop() if messages else [])
+    broker = Broker("tcp://127.0.0.1:*", "run")
+    try:
+        assert [broker._take()[1] for _ in range(3)] == [True, False, False]
+    finally:
+        broker.close()
