@@ -18,9 +18,14 @@ from pathlib import Path
 
 from asyncrl.config.config_consistency import AGREED, posted
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.models import REWARDS
 from asyncrl.learner import checkpoint
+from asyncrl.learner.algorithms.registry import needs
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.checkpoint import Checkpoints, Meta
+from asyncrl.learner.checks.group_check import GroupCheck
+from asyncrl.learner.models.networks import blueprint, vocabulary_size
+from asyncrl.learner.models.roles import POLICY
 from asyncrl.learner.publication import MakePublisher, Publication
 from asyncrl.learner.remote.remote_model import RemoteModel
 from asyncrl.learner.reporting.evaluation import Evaluations, EvaluationSchedule
@@ -86,14 +91,23 @@ def open_trainer(
     _open_remote_models(config, remote_models, learner_epoch, folder, version, status)
     publication = Publication(config, backend, make_publisher(lineage), training.gate, lineage, spans)
     publication.post_endpoint(client)
+    abandoned = _abandoned_versions(backend, records, version) if config.run.resume else range(0)
     if training.gate is not None and meta is not None:
-        training.gate.abandoned = _abandoned_versions(backend, records, version)
+        training.gate.abandoned = abandoned
     publication.publish(version)
     publication.note_probes(version)
     evaluations = _open_records(config, client, opened, records, version, heldout)
     idle = functools.partial(_idle, remote_models, evaluations)
     stream = TrainStream(
-        client, backend, config, spans, learner_epoch=learner_epoch, stop=stop, idle=idle, status=status
+        client,
+        backend,
+        config,
+        spans,
+        check=group_check(config, published=max(abandoned, default=0)),
+        learner_epoch=learner_epoch,
+        stop=stop,
+        idle=idle,
+        status=status,
     )
     empty_eval = opened.empty_eval if opened else None
     saved = version if meta else None
@@ -149,6 +163,23 @@ def _open_streams(
     # Evaluations under way do not outlive the learner: a checkpoint rewinds to a stream without any.
     empty_eval = client.snapshot(EVAL, learner_epoch=evals.learner_epoch)
     return OpenedStreams(train.learner_epoch, evals.learner_epoch, train.lineage, empty_eval)
+
+
+def group_check(config: Config, published: Version = 0) -> GroupCheck:
+    """The check of claimed groups. Reads the config.json of the models that the learner holds; raises ConfigError as
+    `load_model_config`. published: the newest version that an earlier learner of the run may have published."""
+    added = {name for stage in requirements.stages(config) for name in stage.adds}
+    held = (POLICY, *sorted(requirements.colocated(config)))
+    return GroupCheck(
+        rollouts=config.batch.group_size,
+        longest=config.generator.max_length,
+        vocabulary=min(vocabulary_size(blueprint(name, config), config) for name in held),
+        columns=frozenset(added - {REWARDS}),
+        greedy="greedy" in needs(config.algorithm),
+        truncated=config.algorithm.truncated == "weigh" or not config.generator.makes_real_tokens,
+        skip=config.learner.on_bad_batch == "skip",
+        published=published,
+    )
 
 
 def train_settings(config: Config, data_world: int, even_tokens: float | None = None) -> StreamSettings:

@@ -7,7 +7,8 @@
 
 The trainer waits for the slower of compute and claim. The ranks exchange whether they have their claim and whether a
 stop was requested, and take the claim once every rank has it. If the queue has restarted the step meanwhile (groups of
-it were lost, or one cannot be read), all ranks begin it anew.
+it were lost, or one cannot be read), all ranks begin it anew. So they do without groups in which a rank finds a fault
+(`checks/group_check.py`).
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from asyncrl.config.schema import Config
-from asyncrl.errors import AsyncRLError, DeadlineError, RefusedError, StoppedError, TrainingError
+from asyncrl.errors import AsyncRLError, DeadlineError, RefusedError, StoppedError
 from asyncrl.learner.backends.backend import Backend
+from asyncrl.learner.checks.finite_check import NOT_FINITE
+from asyncrl.learner.checks.group_check import CORRUPT, Fault, GroupCheck
 from asyncrl.learner.training import requirements
 from asyncrl.queue.client.client import BlockingClient
 from asyncrl.queue.protocol.replies import Claim, Trained
@@ -34,9 +37,6 @@ log = logging.getLogger(__name__)
 
 PARK_S = 0.5
 """Longest wait of one request: how soon a requested stop is noticed while nothing arrives."""
-
-NOT_FINITE = "not_finite"
-"""Why groups are dropped."""
 
 STOPPED = StoppedError.ended
 """Why the loop was left: a stop was requested."""
@@ -59,6 +59,19 @@ class StepRestarted(Exception):  # noqa: N818
     """The queue has restarted the step: the groups that were claimed for it no longer count."""
 
 
+class GroupsRefused(Exception):  # noqa: N818
+    """Claimed groups of the step have faults and were dropped: the step must begin anew. Raised on all ranks at once.
+
+    faults: of all ranks, by ordinal
+    """
+
+    def __init__(self, faults: Sequence[Fault]) -> None:
+        self.faults = faults
+        super().__init__(
+            f"{len(faults)} groups cannot be trained on; task {faults[0].ordinal}: {faults[0].text}"
+        )
+
+
 class NoGroups(DeadlineError):  # noqa: N818
     """No group came for `deadline_s`: raised on all ranks at once, between two versions of the weights."""
 
@@ -66,7 +79,8 @@ class NoGroups(DeadlineError):  # noqa: N818
 class TrainStream:
     """Claims of this rank, and the reports of rank 0; on other ranks those do nothing.
 
-    idle  called between waits
+    check  of every group that is claimed
+    idle   called between waits
     """
 
     def __init__(
@@ -76,11 +90,13 @@ class TrainStream:
         config: Config,
         spans: Spans,
         *,
+        check: GroupCheck,
         learner_epoch: int,
         stop: threading.Event,
         idle: Callable[[], None],
         status: ProcessStatus,
     ) -> None:
+        self._check = check
         self._client, self._backend, self._spans, self._status = client, backend, spans, status
         self._learner_epoch, self._stop, self._idle = learner_epoch, stop, idle
         self._max_tokens = requirements.claim_tokens(config)
@@ -95,6 +111,7 @@ class TrainStream:
         Raises:
             LeaveLoop: A stop was requested, or the task source has ended.
             StepRestarted: The step must begin anew.
+            GroupsRefused: The same, without groups that have faults.
             NoGroups: None came for `deadline_s`. All ranks raise the same.
         """
         index, last = 0, False
@@ -122,14 +139,17 @@ class TrainStream:
 
     def leave_out(self, step: int, ordinals: Sequence[int]) -> None:
         """Collective: restart a step without these groups, which are not finite. Others replace them."""
+        self._restart_without(step, self._attempt, ordinals, NOT_FINITE)
+
+    def _restart_without(self, step: int, attempt: int, ordinals: Sequence[int], reason: str) -> None:
         if self._backend.rank == 0:
             self._client.abandon(
                 TRAIN,
                 learner_epoch=self._learner_epoch,
                 step=step,
-                attempt=self._attempt,
+                attempt=attempt,
                 dropped=ordinals,
-                reason=NOT_FINITE,
+                reason=reason,
             )
         self._backend.exchange(None)  # no rank claims before the queue has restarted the step
 
@@ -185,11 +205,13 @@ class TrainStream:
         while True:
             late = claim is None and time.monotonic() - since > self._deadline_s
             claimed = None if claim is None else claim.attempt
-            every = self._backend.exchange([claimed, self._stop.is_set(), refusal, late])
-            attempts, stop, refusals, too_late = zip(*every, strict=True)
+            faults = self._faults(claim, step)
+            every = self._backend.exchange([claimed, self._stop.is_set(), refusal, late, faults])
+            attempts, stop, refusals, too_late, found = zip(*every, strict=True)
             if "abandoned" in refusals or len(set(attempts) - {None}) > 1:
                 raise StepRestarted
             if claim is not None and None not in attempts:
+                self._refuse(step, claim.attempt, {Fault(*fault) for theirs in found for fault in theirs})
                 return claim
             if "exhausted" in refusals:
                 log.info("the task source has ended")
@@ -204,6 +226,29 @@ class TrainStream:
             if claim is None:
                 claim, refusal = _result(self._request(step, index, attempt))
 
+    def _faults(self, claim: Claim | None, step: int) -> list[Fault]:
+        """Of this rank's groups."""
+        if claim is None:
+            return []
+        faults = []
+        for group, worker in zip(claim.groups, claim.workers, strict=True):
+            if fault := self._check.fault(group, step):
+                faults.append(fault._replace(text=f"{fault.text} (made by {worker or 'an unknown worker'})"))
+        return faults
+
+    def _refuse(self, step: int, attempt: int, faults: Collection[Fault]) -> None:
+        """Collective: drop the groups with faults, if there are any, and raise GroupsRefused."""
+        if not faults:
+            return
+        ordered = sorted(faults)
+        if self._backend.rank == 0:
+            for fault in ordered:
+                log.error("the group of task %d is dropped as %s: %s", *fault)
+        reason = CORRUPT if any(fault.reason == CORRUPT for fault in faults) else NOT_FINITE
+        ordinals = sorted({fault.ordinal for fault in ordered if fault.reason == reason})
+        self._restart_without(step, attempt, ordinals, reason)
+        raise GroupsRefused([fault for fault in ordered if fault.reason == reason])
+
     def _task_counts(self) -> str:
         """The queue's counts of the stream's tasks, for the error after a long wait."""
         try:
@@ -211,15 +256,6 @@ class TrainStream:
             return _counts_text(status["streams"][TRAIN]) + _calls_under_way(status["workers"])
         except AsyncRLError as error:
             return f"the queue does not say why ({error})"
-
-
-def check_group_size(group: Group, size: int) -> None:
-    """Raises TrainingError for a group with another number of rollouts than `batch.group_size`."""
-    if len(group.lengths) != size:
-        raise TrainingError(
-            f"task {group.task.ordinal} has {len(group.lengths)} rollouts, and batch.group_size={size}: it was made "
-            "under another configuration than the learner's"
-        )
 
 
 def _counts_text(counts: Mapping[str, Any]) -> str:

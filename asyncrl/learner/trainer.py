@@ -29,7 +29,7 @@ from asyncrl.config.schema import Config, LearnerConfig
 from asyncrl.errors import StoppedError, TrainingError
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.checkpoint import Checkpoints
-from asyncrl.learner.checks.finite_check import NonFiniteGroups
+from asyncrl.learner.checks.finite_check import NOT_FINITE, NonFiniteGroups
 from asyncrl.learner.publication import Publication
 from asyncrl.learner.remote.remote_model import RemoteModel
 from asyncrl.learner.reporting.evaluation import EvaluationSchedule
@@ -37,11 +37,11 @@ from asyncrl.learner.reporting.report import RunRecords
 from asyncrl.learner.reporting.rollout_log import GROUPS
 from asyncrl.learner.train_stream import (
     STOPPED,
+    GroupsRefused,
     LeaveLoop,
     NoGroups,
     StepRestarted,
     TrainStream,
-    check_group_size,
 )
 from asyncrl.learner.training import requirements
 from asyncrl.learner.training.version_step import VersionReport, VersionStep
@@ -57,6 +57,9 @@ MAX_BAD_STEPS = 3
 
 MAX_BAD_BATCHES = 3
 """Restarts of a version that end the run even under `on_bad_batch: skip`: its model is broken then, not its groups."""
+
+MAX_REFUSED = 100
+"""Claims of one version whose groups have faults, after which the run ends: all generators make such groups then."""
 
 
 @dataclass
@@ -115,6 +118,10 @@ class Trainer:
             self.version_step.abandon()
             self.failures.leave_out(bad, self.version)
             return ""
+        except GroupsRefused as refused:
+            self.version_step.abandon()
+            self.failures.note_refused(refused, self.version)
+            return ""
         except LeaveLoop as leave:
             self.version_step.abandon()
             return leave.reason
@@ -138,8 +145,6 @@ class Trainer:
         """Hand the step's groups to the version step as they arrive. Returns some of them, for the rollout log."""
         some: list[Group] = []
         for groups in self.stream.step(self.version):
-            for group in groups:
-                check_group_size(group, self.config.batch.group_size)
             self.version_step.add(groups, self.version)
             some += groups[: GROUPS - len(some)]
         if requirements.whole_batch(self.config) and (reason := self._agreed_reason_to_leave()):
@@ -213,7 +218,17 @@ class FailurePolicy:
 
     def __init__(self, config: LearnerConfig, stream: TrainStream) -> None:
         self._config, self._stream = config, stream
-        self._bad_steps = self._bad_batches = self._left_out = 0
+        self._bad_steps = self._bad_batches = self._refused = self._left_out = 0
+
+    def note_refused(self, refused: GroupsRefused, version: Version) -> None:
+        """Groups with faults were dropped, and the version begins anew. Raises TrainingError if that never ends."""
+        self._refused += 1
+        if self._refused >= MAX_REFUSED:
+            raise TrainingError(
+                f"for version {version} {refused}. This is claim number {self._refused} in a row with such groups: "
+                "the generators or pools run with another model, code or configuration than the learner"
+            )
+        self._left_out += len({fault.ordinal for fault in refused.faults if fault.reason == NOT_FINITE})
 
     def leave_out(self, bad: NonFiniteGroups, version: Version) -> None:
         """Restart the version without its bad groups; nothing has moved. Raises TrainingError under `on_bad_batch:
@@ -247,5 +262,5 @@ class FailurePolicy:
     def version_trained(self) -> int:
         """End a row of failures. Returns how many groups were left out since the last version."""
         left_out = self._left_out
-        self._bad_steps = self._bad_batches = self._left_out = 0
+        self._bad_steps = self._bad_batches = self._refused = self._left_out = 0
         return left_out

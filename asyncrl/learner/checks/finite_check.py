@@ -12,11 +12,15 @@ Axes:  N tokens · R rollouts
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from asyncrl.learner.data.batch import MicroBatch
+
+NOT_FINITE: Final = "not_finite"
+"""Why groups are dropped."""
 
 SHOWN = 5
 """Ordinals named in a message."""

@@ -33,7 +33,7 @@ from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.models import load_model_config
 from asyncrl.probes import prompts
-from asyncrl.types import Group, Version
+from asyncrl.types import Version
 
 log = logging.getLogger(__name__)
 
@@ -86,22 +86,12 @@ class LogprobGate:
         self._most, self._most_mean = gate.bounds(config.model.dtype)
         self._stops, self._engine = gate.on_mismatch == "stop", generator.own_engine or generator.engine
         self._kept_over_flips = generator.kv == "keep" or generator.own_engine is not None
-        self._truncated_allowed = config.algorithm.truncated == "weigh"
         # A truncated support makes recorded log-probs larger, by −log of its mass.
         self._least = 0.0
         if generator.top_p < 1:
             self._least = math.log(generator.top_p)
         if generator.top_k > 0 or generator.min_p > 0:
             self._least = -math.inf
-
-    def admit(self, groups: Iterable[Group]) -> None:
-        """Raises BehaviourMismatchError for tokens sampled from a support that may not be trained on."""
-        for group in groups:
-            if group.sampling.truncated and not self._truncated_allowed:
-                raise BehaviourMismatchError(
-                    f"task {group.task.ordinal} was answered with {group.sampling}: its support was cut, and "
-                    "algorithm.truncated=refuse; the generators run with another configuration than the learner"
-                )
 
     def gap(self, batch: MicroBatch, logp_N: Tensor, version: Version) -> LogprobGap:
         """The gap of the tokens that `version` made. logp_N: their log-probs under that version."""

@@ -194,6 +194,12 @@ def load_network(name: str, config: Config, empty: bool = False) -> LanguageMode
     return plan.make(causal_lm)
 
 
+def vocabulary_size(plan: Blueprint, config: Config) -> int:
+    """The rows of a model's token table, with padding."""
+    model = dataclasses.replace(config.model, path=plan.path)
+    return int(load_model_config(model, key=plan.key).get_text_config().vocab_size)
+
+
 def check_vocabularies(names: Iterable[str], config: Config) -> None:
     """Raises ConfigError for a network whose token ids differ from the policy's.
 
@@ -231,7 +237,7 @@ class Vocabulary(NamedTuple):
     @staticmethod
     def of(plan: Blueprint, config: Config) -> Vocabulary:
         model = dataclasses.replace(config.model, path=plan.path)
-        size = load_model_config(model, key=plan.key).get_text_config().vocab_size
+        size = vocabulary_size(plan, config)
         try:
             return Vocabulary(size, load_tokenizer(model).get_vocab())
         except ConfigError:

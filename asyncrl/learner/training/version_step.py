@@ -79,8 +79,6 @@ class VersionStep(ABC):
 
     def add(self, groups: Sequence[Group], version: Version) -> None:
         """Take one claim's groups, to train the policy of `version`. Raises NonFiniteGroups as `step` does."""
-        if self.gate is not None:
-            self.gate.admit(groups)
         for group in groups:
             self._columns |= group.columns.keys() & COLUMNS.keys()
             self._parts |= set(group.reward_parts)

@@ -16,7 +16,6 @@ from asyncrl.queue.broker import queue_state
 from asyncrl.queue.broker.queue_state import Context, QueueState, Reply, SessionRequest, check_small
 from asyncrl.queue.broker.stream import (
     COLUMN,
-    GROUP,
     NOT_COMPARED,
     PROGRESS,
     Stream,
@@ -209,7 +208,7 @@ def commit(queue: QueueState, request: rq.CommitRequest, context: Context) -> Re
         raise WireError(f"commit of ordinal {request.ordinal}: no payload")
     stream = queue.stream(request.stream)
     if generator_commands.commit(stream.ledger, request):
-        stream.put(request.ordinal, GROUP, context.frames, request.digest)
+        stream.put_group(request.ordinal, context.frames, request.digest, context.session)
     return Reply()
 
 

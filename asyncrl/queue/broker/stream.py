@@ -31,12 +31,14 @@ class Content(NamedTuple):
     """The group of an ordinal as it goes out: its frames, then those of each column part.
 
     columns: (stage, version of the policy that they depend on, how many frames) in the order of the frames.
+    worker: that committed the group; empty where that was at an earlier broker
     """
 
     ordinal: int
     group: Frames
     columns: Sequence[tuple[str, Version, int]]
     added: Sequence[Any]
+    worker: str = ""
 
     @property
     def frames(self) -> list[Any]:
@@ -50,6 +52,7 @@ class Stream:
         self.ledger = Ledger(self._follow)
         self.changes = 0  # events so far
         self.tasks: dict[int, bytes] = {}
+        self._committed_by: dict[int, str] = {}
         self._name, self._store, self._note = name, store, note
 
     # ------------------------------------------------------------------ in
@@ -66,6 +69,11 @@ class Stream:
         if new:
             self.tasks.update(new)
             self._note(TasksKept(self._name, tuple(new.items())))
+
+    def put_group(self, ordinal: int, frames: Frames, stamp: int, worker: str) -> None:
+        """Keep a group that the ledger has taken from this worker."""
+        self._committed_by[ordinal] = worker
+        self.put(ordinal, GROUP, frames, stamp)
 
     def put(self, ordinal: int, part: str, frames: Frames, stamp: int) -> None:
         """Keep a result that the ledger has taken."""
@@ -88,7 +96,8 @@ class Stream:
             frames = self._store.get(self._name, ordinal, COLUMN + stage)
             columns.append((stage, column.version, len(frames)))
             added += frames
-        return Content(ordinal, self._store.get(self._name, ordinal, GROUP), columns, added)
+        worker = self._committed_by.get(ordinal, "")
+        return Content(ordinal, self._store.get(self._name, ordinal, GROUP), columns, added, worker)
 
     # ------------------------------------------------------------------ keeping
 
@@ -126,6 +135,7 @@ class Stream:
     def _forget_tasks(self) -> None:
         for ordinal in self.ledger.state.usage.gone:
             self.tasks.pop(ordinal, None)
+            self._committed_by.pop(ordinal, None)
 
 
 def _made(ordinal: int, task: TaskRecord) -> Iterator[tuple[int, str, int]]:
@@ -140,6 +150,7 @@ def groups_reply(contents: Sequence[Content], value: dict[str, Any]) -> tuple[di
         "ordinals": [content.ordinal for content in contents],
         "groups": [len(content.group) for content in contents],
         "columns": [content.columns for content in contents],
+        "workers": [content.worker for content in contents],
     }
     return {**counts, **value}, flat_frames(contents)
 

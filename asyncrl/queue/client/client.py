@@ -346,7 +346,7 @@ class QueueClient:
             at = {"learner_epoch": learner_epoch, "step": step, "attempt": value["attempt"]}
             await self.abandon(stream, **at, dropped=list(got.corrupt), reason=CORRUPT)
             raise RefusedError("abandoned", f"step {step} begins anew without {got.corrupt}")
-        return Claim(got.groups, value["last"], value["so_far"], value["attempt"], got.stamps)
+        return Claim(got.groups, value["last"], value["so_far"], value["attempt"], got.stamps, got.workers)
 
     async def trained(
         self, stream: str, *, learner_epoch: int, step: int, waited: float | None = None

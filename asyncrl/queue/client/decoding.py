@@ -21,28 +21,38 @@ Frames = Sequence[wire.Buffer]
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """The groups of a reply. corrupt: the errors of those that cannot be read, by ordinal."""
+    """The groups of a reply. corrupt: the errors of those that cannot be read, by ordinal.
+
+    workers: that made the groups; empty where the broker does not know
+    """
 
     ordinals: list[int]
     groups: list[Group]
     stamps: list[Stamps]
     corrupt: dict[int, WireError]
+    workers: list[str]
 
 
 def received(value: Mapping[str, Any], frames: Frames) -> Received:
     """The groups in the reply to 'claim', 'collect' or 'peek'."""
-    result = Received([], [], [], {})
+    result = Received([], [], [], {}, [])
     read = groups_of(value["groups"], value["columns"], frames)
-    for ordinal, one in zip(value["ordinals"], read, strict=True):
+    for ordinal, worker, one in zip(value["ordinals"], value["workers"], read, strict=True):
         if not isinstance(one, WireError) and one[0].task.ordinal != ordinal:
             one = WireError(f"its task has ordinal {one[0].task.ordinal}")
         if isinstance(one, WireError):
-            log.error("the group of ordinal %d cannot be read: %s", ordinal, one)
+            log.error(
+                "the group of ordinal %d by %s cannot be read: %s",
+                ordinal,
+                worker or "an unknown worker",
+                one,
+            )
             result.corrupt[ordinal] = one
             continue
         result.ordinals.append(ordinal)
         result.groups.append(one[0])
         result.stamps.append(one[1])
+        result.workers.append(worker)
     return result
 
 

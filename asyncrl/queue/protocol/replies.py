@@ -68,7 +68,8 @@ class Opened:
 class Claim:
     """This rank's groups of one claim. last: the step is complete. ordinals_all: the step's groups so far.
 
-    attempt: goes with the step's further claims · stamps: of each group's columns
+    attempt: goes with the step's further claims · stamps: of each group's columns · workers: that made the groups;
+    empty where that was before the broker started
     """
 
     groups: list[Group]
@@ -76,6 +77,7 @@ class Claim:
     ordinals_all: int
     attempt: int = 0
     stamps: Sequence[Stamps] = ()
+    workers: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)

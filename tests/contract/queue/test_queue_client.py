@@ -58,6 +58,7 @@ async def test_a_task_goes_round(queue: AnyQueue) -> None:
     claimed = await claim(learner, opened, step=0)
     assert (ordinals(claimed.groups), claimed.last, claimed.ordinals_all) == ([0, 1, 2, 3], True, B)
     assert claimed.groups[3].token_ids.tolist() == [3] * 12
+    assert {worker.split("/")[0] for worker in claimed.workers} == {"worker"}
     assert claimed.groups[3].task == tasks(3, 1)[0]
     trained = await learner.trained("train", learner_epoch=1, step=0)
     assert trained.version == 1

@@ -67,7 +67,8 @@ class FakeQueue:
         if ordinal >= self.dry_from:
             return None
         group = self.make(ordinal)
-        return Claim([group], index == self.batch - 1, index + 1, attempt=len(self.of("abandon")))
+        last, attempt = index == self.batch - 1, len(self.of("abandon"))
+        return Claim([group], last, index + 1, attempt, workers=["worker g0"])
 
     def trained(self, stream: str, *, learner_epoch: int, step: int, waited: float | None = None) -> Trained:
         assert waited is not None

@@ -211,14 +211,6 @@ def test_a_cut_support_is_trained_on_only_where_tokens_are_weighed_by_it(tmp_pat
             Config(generator=GeneratorConfig(**bad))  # type: ignore[arg-type]
 
 
-def test_groups_of_a_generator_with_another_configuration_are_refused(tmp_path: Path) -> None:
-    cut = dataclasses.replace(group_of(rollout([1, 2], 1)), sampling=Sampling(top_k=3))
-    with pytest.raises(BehaviourMismatchError, match=r"task 0 was answered with .*top_k=3"):
-        LogprobGate(config_of(tmp_path)).admit([cut])
-    config = dataclasses.replace(config_of(tmp_path), algorithm=AlgorithmConfig(truncated="weigh"))
-    LogprobGate(config).admit([cut])
-
-
 # ---- planted
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+from learner_cases import random_group
 
 from asyncrl.config.schema import Config, LearnerConfig
 from asyncrl.errors import RefusedError
-from asyncrl.learner.train_stream import LeaveLoop, NoGroups, TrainStream, _counts_text
+from asyncrl.learner.checks.group_check import Fault, GroupCheck
+from asyncrl.learner.train_stream import GroupsRefused, LeaveLoop, NoGroups, TrainStream, _counts_text
 from asyncrl.queue.protocol.replies import Claim
 from asyncrl.telemetry.spans import Spans
 from asyncrl.telemetry.status import ProcessStatus
@@ -25,7 +27,7 @@ class Dry:
     def __init__(self, dropped: Mapping[str, int] | None) -> None:
         self._dropped = dropped
 
-    def claim(self, stream: str, **_: Any) -> None:
+    def claim(self, stream: str, **_: Any) -> Claim | None:
         return None
 
     def status(self) -> dict[str, Any]:
@@ -62,6 +64,7 @@ def test_a_wait_in_vain_tells_where_the_tasks_are(dropped: Mapping[str, int] | N
         dry,  # type: ignore[arg-type]
         Config(learner=LearnerConfig(groups_deadline_s=1e-6)),
         Spans(),
+        check=GroupCheck(rollouts=4, longest=32, vocabulary=33),
         learner_epoch=0,
         stop=threading.Event(),
         idle=lambda: None,
@@ -88,6 +91,7 @@ def test_a_wait_in_vain_names_the_rewards_whose_calls_do_not_end() -> None:
         dry,  # type: ignore[arg-type]
         Config(learner=LearnerConfig(groups_deadline_s=1e-6)),
         Spans(),
+        check=GroupCheck(rollouts=4, longest=32, vocabulary=33),
         learner_epoch=0,
         stop=threading.Event(),
         idle=lambda: None,
@@ -99,7 +103,7 @@ def test_a_wait_in_vain_names_the_rewards_whose_calls_do_not_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "end"), [([None, False, "", True], NoGroups), ([None, True, "", False], LeaveLoop)]
+    ("other", "end"), [([None, False, "", True, []], NoGroups), ([None, True, "", False, []], LeaveLoop)]
 )
 def test_all_ranks_give_up_together(other: list[Any], end: type[Exception]) -> None:
     """Rank 1 has its group. Rank 0 waits for its own in vain, or was asked to stop: both must leave the version, or the
@@ -120,6 +124,7 @@ def test_all_ranks_give_up_together(other: list[Any], end: type[Exception]) -> N
         full,  # type: ignore[arg-type]
         Config(learner=LearnerConfig(groups_deadline_s=600.0)),
         Spans(),
+        check=GroupCheck(rollouts=4, longest=32, vocabulary=33),
         learner_epoch=0,
         stop=threading.Event(),
         idle=lambda: None,
@@ -128,6 +133,45 @@ def test_all_ranks_give_up_together(other: list[Any], end: type[Exception]) -> N
     with pytest.raises(end):
         next(stream.step(3))
     stream.close()
+
+
+def test_a_corrupt_group_of_another_rank_restarts_the_step_here_too() -> None:
+    """Rank 0 has a group of its own, which is good. It drops the one of rank 1, which cannot."""
+
+    class Full(Dry):
+        rank = data_rank = 0
+        dropped: tuple[Any, ...] = ()
+
+        def claim(self, stream: str, **_: Any) -> Claim:
+            return Claim([random_group(4)], last=True, ordinals_all=2, attempt=3, workers=["g0"])
+
+        def abandon(self, stream: str, *, attempt: int, dropped: Sequence[int], reason: str, **_: Any) -> int:
+            self.dropped = (attempt, list(dropped), reason)
+            return attempt + 1
+
+        def exchange(self, mine: Any) -> list[Any]:
+            return [
+                mine,
+                mine and [3, False, "", False, [[5, "corrupt", "a text"], [6, "not_finite", "another"]]],
+            ]
+
+    full = Full({})
+    stream = TrainStream(
+        full,  # type: ignore[arg-type]
+        full,  # type: ignore[arg-type]
+        Config(),
+        Spans(),
+        check=GroupCheck(rollouts=4, longest=32, vocabulary=33),
+        learner_epoch=0,
+        stop=threading.Event(),
+        idle=lambda: None,
+        status=ProcessStatus(),
+    )
+    with pytest.raises(GroupsRefused, match="1 groups cannot be trained on; task 5: a text") as refused:
+        next(stream.step(3))
+    stream.close()
+    assert refused.value.faults == [Fault(5, "corrupt", "a text")]
+    assert full.dropped == (3, [5], "corrupt")
 
 
 def test_a_wait_in_vain_tells_which_pool_has_groups() -> None:

@@ -24,9 +24,11 @@ from asyncrl.config.sections.learner import OptimizerConfig
 from asyncrl.config.sections.tasks import EvaluationConfig
 from asyncrl.errors import DeadlineError, RefusedError, StoppedError, TrainingError
 from asyncrl.learner import checkpoint
+from asyncrl.learner.checks.group_check import GroupCheck
 from asyncrl.learner.reporting import report
 from asyncrl.learner.reporting.utilization import even_tokens
 from asyncrl.learner.train_stream import StepRestarted, TrainStream
+from asyncrl.learner.trainer import MAX_REFUSED
 from asyncrl.queue.protocol.settings import Frontier
 from asyncrl.queue.wire import wire
 from asyncrl.telemetry.spans import Spans
@@ -243,7 +245,9 @@ def test_a_step_that_the_queue_takes_apart_begins_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [[None, False, "abandoned", False], [1, False, "", False]], ids=["refused", "another attempt"]
+    "other",
+    [[None, False, "abandoned", False, []], [1, False, "", False, []]],
+    ids=["refused", "another attempt"],
 )
 def test_all_ranks_begin_a_step_anew_together(other: list[Any]) -> None:
     """This rank has its claim, of attempt 0."""
@@ -252,7 +256,7 @@ def test_all_ranks_begin_a_step_anew_together(other: list[Any]) -> None:
         rank = data_rank = 0
 
         def exchange(self, mine: Any) -> list[Any]:
-            assert mine == [0, False, "", False]
+            assert mine == [0, False, "", False, []]
             return [mine, other]
 
     backend: Any = TwoRanks()
@@ -261,6 +265,7 @@ def test_all_ranks_begin_a_step_anew_together(other: list[Any]) -> None:
         backend,
         Config(),
         Spans(),
+        check=GroupCheck(rollouts=4, longest=32, vocabulary=33),
         learner_epoch=1,
         stop=threading.Event(),
         idle=lambda: None,
@@ -347,10 +352,57 @@ def test_a_bad_group_stops_the_run_by_name(tmp_path: Path) -> None:
     assert case.queue.of("abandon") == []
 
 
-def test_a_group_of_another_size_is_refused(tmp_path: Path) -> None:
-    case = Case(small_config(tmp_path), FakeQueue(make=lambda o: random_group(o, size=3 if o == 1 else 4)))
-    with pytest.raises(TrainingError, match=r"task 1 has 3 rollouts, and batch\.group_size=4"):
+def test_a_group_with_a_fault_is_dropped_by_name_and_leaves_no_trace(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also under `on_bad_batch: stop`: such a group says nothing about the model."""
+
+    def config(name: str) -> Config:
+        return small_config(tmp_path, run=RunConfig(name=name, dir=str(tmp_path), versions=3))
+
+    refusing = Case(
+        config("refusing"), FakeQueue(make=lambda o: random_group(o, size=3 if o in (1, 2) else 4))
+    )
+    refusing.trainer.run()
+    assert refusing.queue.of("abandon") == [(0, [1], "corrupt"), (0, [2], "corrupt")]
+    assert refusing.queue.of("trained") == [0, 1, 2]
+    without = Case(config("without"), FakeQueue(dropped=[1, 2]))
+    without.trainer.run()
+    assert torch.equal(refusing.publisher.published[3], without.publisher.published[3])
+    said = [record.getMessage() for record in caplog.records if "is dropped as" in record.getMessage()]
+    assert said[0] == (
+        "the group of task 1 is dropped as corrupt: it has 3 rollouts, and batch.group_size=4 (made by worker g0)"
+    )
+
+
+def test_generators_that_make_such_groups_alone_end_the_run(tmp_path: Path) -> None:
+    case = Case(small_config(tmp_path), FakeQueue(make=lambda o: random_group(o, version=9)))
+    with pytest.raises(
+        TrainingError, match=r"task \d+: a token has the version 9, the newest is 0 .* with another model"
+    ):
         case.trainer.run()
+    assert len(case.queue.of("abandon")) == MAX_REFUSED
+    assert case.queue.of("trained") == []
+
+
+def test_versions_of_a_learner_that_died_are_known(tmp_path: Path) -> None:
+    """The queue still has groups that they made."""
+    config = small_config(tmp_path, run=RunConfig(name="it", dir=str(tmp_path), versions=2, resume=True))
+    (tmp_path / "it").mkdir()
+    (tmp_path / "it" / report.ROWS).write_text('{"version": 4, "step_s": 1}\n', encoding="utf-8")
+    case = Case(config, FakeQueue(make=lambda o: random_group(o, version=6 if o == 1 else 5)))
+    case.trainer.run()
+    assert case.queue.of("abandon") == [(0, [1], "corrupt")]
+
+
+def test_any_number_of_groups_that_came_with_a_bad_value_may_be_skipped(tmp_path: Path) -> None:
+    """The model is not at fault, as it may be where its own outputs are bad."""
+    learner = LearnerConfig(micro_batch_tokens=64, on_bad_batch="skip", optimizer=OptimizerConfig(lr=1e-2))
+    case = Case(small_config(tmp_path, learner=learner), FakeQueue(make=lambda o: poisoned(o, range(9))))
+    case.trainer.run()
+    assert case.queue.of("abandon") == [(0, [o], "not_finite") for o in range(9)]
+    assert case.queue.of("trained") == [0, 1, 2]
+    assert [row["groups/not_finite"] for row in case.rows if "groups/not_finite" in row] == [9, 0, 0]
 
 
 @pytest.mark.parametrize("mini_batches", [1, 2], ids=["streaming", "whole batch"])

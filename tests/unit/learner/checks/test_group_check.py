@@ -1,0 +1,237 @@
+"""Groups that no correct worker makes: each fault by hand, and any mixture of them in front of a real learner."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from learner_cases import random_group, small_config
+from trainer_cases import Case, FakeQueue
+
+from asyncrl.config.schema import Config, LearnerConfig, RewardConfig, RunConfig
+from asyncrl.config.sections.algorithm import AlgorithmConfig, ShapingConfig
+from asyncrl.config.sections.learner import OptimizerConfig
+from asyncrl.learner.checks.group_check import Fault, GroupCheck
+from asyncrl.types import Group, Sampling
+
+CHECK = GroupCheck(rollouts=4, longest=32, vocabulary=33, truncated=False)
+Change = Callable[[Group], Group]
+
+
+def at(name: str, where: int, value: Any) -> Change:
+    """Change one value of a column of the group. where: -1 for its last token, a policy token."""
+
+    def change(group: Group) -> Group:
+        if name in group.columns:
+            column = group.columns[name].copy()
+            column[where] = value
+            return dataclasses.replace(group, columns={**group.columns, name: column})
+        column = getattr(group, name).copy()
+        column[where] = value
+        return dataclasses.replace(group, **{name: column})
+
+    return change
+
+
+def with_(**fields: Any) -> Change:
+    return lambda group: dataclasses.replace(group, **fields)
+
+
+def column(name: str, dtype: str, value: Any, missing: int = 0) -> Change:
+    """Add a column of one value, by so many values too short."""
+    return lambda group: dataclasses.replace(
+        group, columns={**group.columns, name: np.full(group.tokens - missing, value, dtype)}
+    )
+
+
+def part(value: float) -> Change:
+    return lambda group: dataclasses.replace(
+        group, reward_parts={"p": np.full(len(group.lengths), value, np.float32)}
+    )
+
+
+def without_last_rollout(group: Group) -> Group:
+    return dataclasses.replace(group, lengths=group.lengths[:-1], rewards=group.rewards[:-1])
+
+
+CORRUPT: dict[str, tuple[Change, str]] = {
+    "fewer rollouts": (without_last_rollout, "it has 3 rollouts, and batch.group_size=4"),
+    "an empty rollout": (at("lengths", 0, 0), "a rollout has 0 tokens"),
+    "a long rollout": (at("lengths", 0, 33), "a rollout has 33 tokens, and generator.max_length=32"),
+    "a short column": (
+        lambda group: dataclasses.replace(group, logprobs=group.logprobs[1:]),
+        "logprobs has the shape",
+    ),
+    "a short column of a pool": (column("step", "int32", 0, missing=1), "column 'step' has the shape"),
+    "few rewards": (lambda group: dataclasses.replace(group, rewards=group.rewards[1:]), "rewards has the shape"),
+    "greedy": (with_(sampling=Sampling(temperature=0.0)), "it was sampled at temperature 0"),
+    "cold": (with_(sampling=Sampling(temperature=1e-30)), "it was sampled at temperature 1e-30"),
+    "no temperature": (with_(sampling=Sampling(temperature=np.nan)), "it was sampled at temperature nan"),
+    "a cut support": (with_(sampling=Sampling(top_k=3)), "its support was cut, and algorithm.truncated=refuse"),
+    "a token too many": (at("token_ids", 0, 33), "token 33 is none of the 33"),
+    "a negative token": (at("token_ids", -1, -1), "token -1 is none of the 33"),
+    "a mask of 2": (at("loss_mask", -1, 2), "its loss mask is neither 0 nor 1"),
+    "a mask on the first token": (at("loss_mask", 0, 1), "first token has a loss mask, but nothing predicts it"),
+    "a token of no version": (at("versions", -1, -1), "a policy token has the version -1"),
+    "a version to come": (at("versions", -1, 10**9), "a token has the version 1000000000, the newest is 5"),
+    "a version before all": (at("versions", 0, -2), "a token has the version -2"),
+    "an impossible log-prob": (at("logprobs", -1, -81.0), "a policy token has the log-prob -81"),
+    "a log-prob above 0": (at("logprobs", -1, 2.0), "a policy token has the log-prob 2"),
+    "a huge reward": (at("rewards", 0, -2e12), "rewards has a value above 1e+12"),
+    "a huge part": (part(3e38), "reward part 'p' has a value above 1e+12"),
+    "a huge reward of the greedy rollout": (with_(greedy_reward=1e300), "the reward of its greedy rollout is 1e+300"),
+    "a column of nobody": (column("values", "float32", 0), "it has a column 'values', which no pool of this run adds"),
+    "a column of another type": (column("step", "float32", 0), "column 'step' is of float32"),
+    "a step before all": (column("step", "int32", -2), "a token belongs to step -2"),
+    "a huge reward of a step": (column("step_rewards", "float32", 1e13), "'step_rewards' has a value above 1e+12"),
+}  # fmt: skip
+
+NOT_FINITE: dict[str, tuple[Change, str]] = {
+    "log-prob": (at("logprobs", -1, np.nan), "a value of logprobs"),
+    "reward": (at("rewards", 0, np.inf), "a value of rewards"),
+    "part": (part(np.nan), "a value of reward part 'p'"),
+    "step's reward": (column("step_rewards", "float32", -np.inf), "a value of step_rewards"),
+}
+
+
+@pytest.mark.parametrize("name", CORRUPT)
+def test_a_corrupt_group_is_named(name: str) -> None:
+    change, text = CORRUPT[name]
+    assert CHECK.fault(random_group(7), 5) is None
+    fault = CHECK.fault(change(random_group(7)), 5)
+    assert fault is not None
+    assert (fault.ordinal, fault.reason) == (7, "corrupt")
+    assert text in fault.text
+
+
+@pytest.mark.parametrize("name", NOT_FINITE)
+def test_a_value_that_is_not_finite_is_a_fault_where_such_groups_are_skipped(name: str) -> None:
+    change, text = NOT_FINITE[name]
+    group = change(random_group(7))
+    assert CHECK.fault(group, 5) is None
+    skipping = dataclasses.replace(CHECK, skip=True)
+    assert skipping.fault(random_group(7), 5) is None
+    assert skipping.fault(group, 5) == Fault(7, "not_finite", f"{text} is not finite")
+
+
+def test_no_value_beyond_the_loss_mask_counts() -> None:
+    skipping = dataclasses.replace(CHECK, skip=True)
+    assert skipping.fault(at("logprobs", 0, np.nan)(random_group(7)), 5) is None
+    assert skipping.fault(at("logprobs", 0, -1e30)(random_group(7)), 5) is None
+
+
+def test_pools_and_the_algorithm_make_requirements_of_their_own() -> None:
+    check = dataclasses.replace(CHECK, columns=frozenset({"values"}), greedy=True, published=8)
+    whole = column("values", "float32", 0.5)(with_(greedy_reward=1.0)(random_group(7, version=8)))
+    assert check.fault(whole, 0) is None
+    for change, text in (
+        (with_(columns={}), "it lacks the column 'values'"),
+        (column("values", "int64", 1), "column 'values' is of int64"),
+        (with_(greedy_reward=None), "it lacks the reward of a greedy rollout"),
+        (at("versions", -1, 9), "the newest is 8"),
+    ):
+        fault = check.fault(change(whole), 0)
+        assert fault is not None
+        assert text in fault.text
+
+
+# ---- in front of a real learner
+
+numbers = st.one_of(st.floats(width=32), st.sampled_from([0.0, 1e-30, 1e12, -80.0, 88.0]))
+integers = st.one_of(st.integers(-(2**31), 2**31 - 1), st.integers(-3, 40))
+FIELDS = {
+    "token_ids": integers,
+    "loss_mask": st.integers(-128, 127),
+    "logprobs": numbers,
+    "versions": integers,
+    "rewards": numbers,
+}
+
+
+@st.composite
+def changes(draw: st.DrawFn) -> Change:
+    """A change of a group that keeps the sizes which the wire compares."""
+    kind = draw(st.sampled_from([*FIELDS, "column", "part", "sampling", "lengths", "task"]))
+    if kind in FIELDS:
+        where = draw(st.integers(-4, 3))
+        return at(kind, where, draw(FIELDS[kind]))
+    if kind == "column":
+        name = draw(st.sampled_from(["step", "anchor", "step_rewards"]))
+        value = draw(numbers if name == "step_rewards" else integers)
+        return column(name, {"step": "int32", "anchor": "int64", "step_rewards": "float32"}[name], value)
+    if kind == "part":
+        return part(draw(numbers))
+    if kind == "sampling":
+        temperature, top_p, top_k = draw(numbers), draw(numbers), draw(integers)
+        return with_(sampling=Sampling(temperature=temperature, top_p=top_p, top_k=top_k))
+    if kind == "lengths":
+        return moved_to_the_first_rollout
+    text = draw(st.one_of(st.text(max_size=3), st.just([{"role": "user", "content": "\ud800"}])))
+    return lambda group: dataclasses.replace(group, task=dataclasses.replace(group.task, prompt=text))
+
+
+def moved_to_the_first_rollout(group: Group) -> Group:
+    lengths = np.zeros_like(group.lengths)
+    lengths[0] = group.tokens
+    return dataclasses.replace(group, lengths=lengths)
+
+
+def learns_from_what_is_left(config: Config, several: list[list[Change]]) -> None:
+    """The first groups are changed. The learner trains a version, whatever they are, and nothing is counted twice."""
+
+    def make(ordinal: int) -> Group:
+        group = dataclasses.replace(random_group(ordinal), greedy_reward=0.5)
+        if config.algorithm.advantage == "gigpo":
+            for name, dtype in (("step", "int32"), ("anchor", "int64"), ("step_rewards", "float32")):
+                group = column(name, dtype, 0)(group)
+        for change in several[ordinal] if ordinal < len(several) else []:
+            group = change(group)
+        return group
+
+    case = Case(config, FakeQueue(make=make))
+    case.trainer.run()
+    assert case.queue.of("trained") == [0]
+    dropped = [ordinal for _, ordinals, _ in case.queue.of("abandon") for ordinal in ordinals]
+    assert len(set(dropped)) == len(dropped)
+    assert {*dropped} <= {*range(len(several))}
+    assert np.isfinite(case.publisher.published[1].numpy()).all()
+
+
+def fuzz(advantage: str, several: list[list[Change]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        learner = LearnerConfig(
+            micro_batch_tokens=64,
+            on_bad_batch="skip",
+            on_bad_step="skip",
+            optimizer=OptimizerConfig(lr=1e-2),
+            groups_deadline_s=5.0,
+        )
+        run = RunConfig(name="it", dir=folder, versions=1)
+        algorithm = AlgorithmConfig(advantage=advantage, shaping=ShapingConfig(kl_coef=0.1))  # type: ignore[arg-type]
+        reward = RewardConfig(weights={"p": 1.0})
+        config = small_config(Path(folder), run=run, learner=learner, algorithm=algorithm, reward=reward)
+        learns_from_what_is_left(config, several)
+
+
+some = st.lists(st.lists(changes(), min_size=1, max_size=2), min_size=1, max_size=4)
+
+
+@settings(max_examples=5, deadline=None)
+@given(several=some)
+def test_no_group_ends_the_learner(several: list[list[Change]]) -> None:
+    fuzz("grpo", several)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("advantage", ["grpo", "gigpo", "remax", "gae"])
+@settings(max_examples=20, deadline=None)
+@given(several=some)
+def test_no_group_ends_a_learner_of_any_kind(advantage: str, several: list[list[Change]]) -> None:
+    fuzz(advantage, several)
