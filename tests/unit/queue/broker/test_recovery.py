@@ -260,8 +260,8 @@ class Twice:
         self.queue, self.stream, self.ops = queue, stream, set[str]()
 
     def __call__(self, op: str, again: Any = ..., frames: Frames = (), **args: Any) -> Any:
-        """The first answer. again: the second one, if it is another. Counts may differ where payloads were lost, and the
-        names of workers are."""
+        """The first answer. again: the second one, if it is another. Counts may differ where payloads were lost.
+        A broker knows the workers of its own time alone."""
         self.ops.add(op)
         first = self.queue.ask(op, "w", frames, **args)
         self.queue.die()
