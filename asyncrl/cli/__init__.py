@@ -100,7 +100,7 @@ def _exit_code(arguments: Arguments) -> int:
     try:
         return COMMANDS[arguments.command].run(arguments)
     except RunClosedError as closed:
-        print(f"asyncrl {arguments.command}: {closed or 'the run is over'}", file=sys.stderr)
+        _print_last(f"asyncrl {arguments.command}: {closed or 'the run is over'}")
         return 0
     except AsyncRLError as error:
         each = error.each if isinstance(error, ConfigError) else (error,)
@@ -112,7 +112,7 @@ def _exit_code(arguments: Arguments) -> int:
         _report(arguments, f"cannot write: {error}")
         return DISK_EXIT_CODE
     except KeyboardInterrupt:
-        print(f"asyncrl {arguments.command}: interrupted", file=sys.stderr)
+        _print_last(f"asyncrl {arguments.command}: interrupted")
         return INTERRUPTED
 
 
@@ -120,10 +120,16 @@ def _report(arguments: Arguments, *errors: str) -> None:
     """Print why the command ends, on stderr, and give it to torchrun: it prints it as the root cause below its own
     traceback, where a reader looks first."""
     message = "\n".join(f"asyncrl {arguments.command}: {without_control(error)}" for error in errors)
-    print(message, file=sys.stderr)
+    _print_last(message)
     if (file := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:
         with suppress(OSError):
             Path(file).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
+
+
+def _print_last(message: str) -> None:
+    """On stderr. The log of a process may lie on a disk that is full: then the exit code alone tells why it ends."""
+    with suppress(OSError):
+        print(message, file=sys.stderr)
 
 
 def parse_words(words: Sequence[str]) -> Arguments:

@@ -30,7 +30,14 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.schema import Config
-from asyncrl.errors import ConfigError, DeadlineError, PoolLostError, ProcessDiedError, StoppedError
+from asyncrl.errors import (
+    ConfigError,
+    DeadlineError,
+    JournalError,
+    PoolLostError,
+    ProcessDiedError,
+    StoppedError,
+)
 from asyncrl.launch.folder.run_folder import OF_VERSION_0, claimed_run_folder, read_summary
 from asyncrl.launch.processes import LEARNER, QUEUE, Processes
 from asyncrl.launch.queue_process import LAST_HEARTBEATS
@@ -47,6 +54,7 @@ from asyncrl.launch.views.output import lasting_output
 from asyncrl.launch.views.process_reports import ProcessReports, remove_reports
 
 REFRESH_S = 1.0
+NO_ROOM = "the disk is full, or a folder cannot be written; its log may lack the message for the same reason"
 LOADED, SIGN = "its report that it has loaded", "a sign of life"
 
 SLOW_END_S = 20.0
@@ -267,6 +275,8 @@ class LocalRun:
 
     def _died(self, event: ChildEnded) -> ProcessDiedError:
         cause, lines = self.supervisor.why_it_ended(event.name)
+        if not cause and event.code == JournalError.exit_code:
+            cause = NO_ROOM
         because = f": {cause}" if cause else ""
         if loading := [name for name in self.reports.loading() if name != event.name]:
             lines = [*lines, f"not loaded yet at that time: {', '.join(loading)}"]

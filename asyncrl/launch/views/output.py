@@ -60,7 +60,8 @@ def drop_output(stream: TextIO) -> None:
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Inside, stdout and stderr are `LastingOutput`: a run does not end because nobody reads what it shows."""
+    """Inside, stdout and stderr are `LastingOutput`: a run does not end because nobody reads what it shows. Output that
+    is left at the end and finds no room is dropped: the result of the command stands."""
     before = sys.stdout, sys.stderr
     lasting = [cast(TextIO, LastingOutput(stream)) for stream in before]
     sys.stdout, sys.stderr = lasting
@@ -68,7 +69,10 @@ def lasting_output() -> Iterator[None]:
         yield
     finally:
         for stream in lasting:
-            stream.flush()
+            try:
+                stream.flush()
+            except OSError:
+                drop_output(stream)
         sys.stdout, sys.stderr = before
 
 

@@ -14,6 +14,7 @@ import errno
 import io
 import json
 import os
+import re
 import signal
 import threading
 import traceback
@@ -35,12 +36,14 @@ class Watch:
     """folder: what is watched · notes: a folder beside it, for what happened
 
     party  the asyncrl command whose calls count, e.g. learner, where the run has several processes
+    place  a regular expression: only calls count whose line (`calls`) matches it from its beginning
     fault  at call `at`, counted from 0; empty: none
     """
 
     folder: str
     notes: str
     party: str = ""
+    place: str = ""
     fault: str = ""
     at: int = -1
 
@@ -77,7 +80,7 @@ class DiskCalls:
         self._watch, self._counts = watch, counts
         self._folder = os.path.realpath(watch.folder)
         self._lock = threading.Lock()
-        self._count = 0
+        self._place, self._count, self._process = re.compile(watch.place), 0, os.getpid()
         self._exists, self._write, self._open = os.path.exists, os.write, os.open
         self._notes = os.open(Path(watch.notes, "calls"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
@@ -166,10 +169,13 @@ class DiskCalls:
         return call()
 
     def _strikes(self, name: str, path: str) -> bool:
-        """Note the call. Whether the fault happens now."""
+        """Note the call, unless it is of a child that was forked from this process. Whether the fault happens now."""
+        line = f"{name} {path}"
+        if os.getpid() != self._process or not self._place.match(line):
+            return False
         with self._lock:
             number, self._count = self._count, self._count + 1
-            self._write(self._notes, f"{name} {path}\n".encode())
+            self._write(self._notes, f"{line}\n".encode())
             if number != self._watch.at or self._exists(self._watch.struck):
                 return False
             os.close(self._open(self._watch.struck, os.O_CREAT | os.O_EXCL | os.O_WRONLY))

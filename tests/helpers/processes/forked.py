@@ -27,6 +27,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, NoReturn
@@ -218,11 +219,11 @@ def become(
         os.environ.update(env)
         os.chdir(cwd)
         _rename([sys.executable, *words])
+        if disk_calls.VARIABLE in env:
+            disk_calls.install_for(words, env[disk_calls.VARIABLE])
         sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115
         supervise.subprocess = IN_FORKED  # type: ignore[assignment]
         sys.path[:0] = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
-        if disk_calls.VARIABLE in env:
-            disk_calls.install_for(words, env[disk_calls.VARIABLE])
         _run(list(words))
         code = 0
     except SystemExit as ended:
@@ -231,12 +232,14 @@ def become(
             print(code, file=sys.stderr)
             code = 1
     except BaseException:
-        traceback.print_exc()
+        with suppress(OSError):
+            traceback.print_exc()
     finally:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with suppress(OSError):  # a log on a disk that is full
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(code or 0)
 
 

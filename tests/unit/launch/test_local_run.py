@@ -172,6 +172,15 @@ def test_a_generator_with_a_bad_config_is_not_started_again(
     assert "started again" not in capsys.readouterr().err
 
 
+def test_a_process_that_could_not_write_its_log_is_named_with_the_cause_of_its_exit_code(
+    config: Config, scripts: dict[str, str]
+) -> None:
+    scripts["learner"] = "exit 9"
+    with pytest.raises(ProcessDiedError, match=r"learner ended \(exit code 9\) .*: the disk is full") as died:
+        local.train(config)
+    assert died.value.exit_code == 9
+
+
 def with_pool(config: Config, processes: int = 1) -> Config:
     place = PlaceConfig(where="pool", processes=processes, devices="6,7", threads=3)
     return dataclasses.replace(config, placement=PlacementConfig(reference=place))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -158,6 +159,31 @@ def test_errors_become_exit_codes(
 
     monkeypatch.setitem(cli.COMMANDS, "train", cli.Command(fail, "", "", ""))
     assert cli.main(["train", config]) == code
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), 9),
+        (DeadlineError("a", "b", "c", 1.0), 4),
+        (RunClosedError("over"), 0),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_a_log_that_cannot_be_written_changes_no_exit_code(
+    config: str, error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log of a process lies on the disk that is full."""
+
+    def fail(arguments: cli.Arguments) -> int:
+        raise error
+
+    monkeypatch.setitem(cli.COMMANDS, "train", cli.Command(fail, "", "", ""))
+    with open("/dev/full", "w", buffering=1) as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        monkeypatch.setattr(sys, "stderr", full)
+        assert cli.main(["train", config]) == code
+        monkeypatch.undo()
 
 
 def test_torchrun_gets_the_message_of_a_rank_as_its_root_cause(
