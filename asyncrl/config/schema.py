@@ -41,6 +41,9 @@ from asyncrl.config.sections.tasks import EvaluationConfig, RewardConfig, TasksC
 
 SINKS = ("tensorboard", "wandb")
 
+LOST_HEARTBEATS, LEAST_LEASE_S = 3, 6.0
+"""A worker that misses so many heartbeats loses its leases, but no sooner: a busy machine delays heartbeats too."""
+
 
 @dataclass(frozen=True)
 class RunConfig(Section):
@@ -214,6 +217,13 @@ class Config(Section):
         return (self.queue.max_staleness + 1) * self.batch.groups
 
     @property
+    def lease_s(self) -> float:
+        """Silence of a worker after which its leases end, resolved."""
+        if self.queue.lease_s is not None:
+            return self.queue.lease_s
+        return max(LOST_HEARTBEATS * self.generator.heartbeat_s, LEAST_LEASE_S)
+
+    @property
     def greedy_rollout(self) -> bool:
         """Whether generators add one greedy rollout to each group, whose reward the others are compared with. They load
         no `own_advantage`; one that needs the greedy rollout has `advantage: remax` beside it."""
@@ -281,7 +291,7 @@ def _size_rules(config: Config) -> Iterator[Rule]:
 
 def _length_rules(config: Config) -> Iterator[Rule]:
     """Tokens within sequences, and seconds within leases."""
-    generator, queue, algorithm = config.generator, config.queue, config.algorithm
+    generator, algorithm = config.generator, config.algorithm
     yield Rule(
         algorithm.shaping.overlong_buffer <= generator.max_tokens,
         "algorithm.shaping.overlong_buffer",
@@ -301,10 +311,10 @@ def _length_rules(config: Config) -> Iterator[Rule]:
         "set generator.max_length higher, or leave agent.max_tokens out",
     )
     yield Rule(
-        generator.heartbeat_s < queue.lease_s,
+        generator.heartbeat_s < config.lease_s,
         "generator.heartbeat_s",
-        f"renews leases later than they end, by queue.lease_s={queue.lease_s}",
-        f"set generator.heartbeat_s={queue.lease_s / 10:g} or less",
+        f"renews leases later than they end, by queue.lease_s={config.lease_s:g}",
+        f"set generator.heartbeat_s={config.lease_s / LOST_HEARTBEATS:g} or less, or leave queue.lease_s out",
     )
 
 

@@ -191,7 +191,7 @@ def train_settings(config: Config, data_world: int, even_tokens: float | None = 
         window=config.window,
         depth=config.depth,
         max_bytes=config.queue.max_bytes,
-        lease_s=config.queue.lease_s,
+        lease_s=config.lease_s,
         learners=data_world,
         columns=tuple(name for stage in stages for name in stage.adds),
         stages=stages,
@@ -209,7 +209,7 @@ def eval_settings(config: Config) -> StreamSettings:
         window=None,
         depth=EVAL_DEPTH,
         max_bytes=config.queue.max_bytes,
-        lease_s=config.queue.lease_s,
+        lease_s=config.lease_s,
         columns=tuple(name for stage in stages for name in stage.adds),
         stages=stages,
     )

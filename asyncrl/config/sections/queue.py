@@ -88,7 +88,10 @@ class QueueConfig(Section):
     )
     fsync: bool = key(False, "survive a power failure too, not only the end of the process (store: file)")
     redis_url: str | None = key(None, "redis://, rediss:// (TLS) or unix://, with user:password@ as needed")
-    lease_s: Seconds = key(30.0, "a lease not renewed for this long goes back to pending")
+    lease_s: Seconds | None = key(
+        None,
+        "a lease not renewed for this long goes back to pending; none: 3 * generator.heartbeat_s, but 6 at least",
+    )
     deadline_s: Seconds = key(60.0, "of every request to the queue")
     keys: str | None = key(
         None,

@@ -105,10 +105,9 @@ class Broker:
                 # First those who waited: what was answered at once is mostly a receipt.
                 replies = self.dispatcher.tick(self._clock(), behind) + replies
                 self._before_send()
-                while self._send(
-                    replies
-                ):  # leases of clients that are gone came back: who else waits for them?
-                    replies = self.dispatcher.tick(self._clock())
+                while self._send(replies):
+                    # Leases of clients that are gone came back: who else waits for them?
+                    replies = self.dispatcher.tick(self._clock(), behind)
                     self._before_send()
         finally:
             self.close()

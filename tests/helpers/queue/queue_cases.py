@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
@@ -47,9 +47,14 @@ def serving(broker: Broker) -> Iterator[Broker]:
 class SocketQueue:
     """A running broker and the clients that a test has asked for."""
 
-    def __init__(self, run: str = "run", recovery: Recovery | None = None) -> None:
+    def __init__(
+        self,
+        run: str = "run",
+        recovery: Recovery | None = None,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
         self.clock = Clock()
-        broker = Broker("tcp://127.0.0.1:*", run, clock=self.clock)
+        broker = Broker("tcp://127.0.0.1:*", run, clock=clock or self.clock)
         self._end = ExitStack()
         if recovery is not None:
             broker.take_up(recovery.queue, recovery.flush)

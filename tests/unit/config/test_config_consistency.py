@@ -46,9 +46,9 @@ def with_(section: str, **values: object) -> Config:
     [
         CONFIG,
         with_("run", dir="/elsewhere", versions=7, resume=True),
-        with_("generator", slots=512, threads=3, devices="1", count=9, heartbeat_s=9.0, engine="vllm"),
+        with_("generator", slots=512, threads=3, devices="1", count=9, engine="vllm"),
         with_("queue", address="tcp://127.0.0.1:5", max_bytes=1),
-        with_("sync", host="10.0.0.7", deadline_s=9.0),
+        with_("sync", host="127.0.0.7", deadline_s=9.0),
         with_("reward", workers=64),
         with_("reward", weights={"a": 1.0, "b": 2.0}),
     ],
@@ -61,6 +61,7 @@ def test_what_may_differ_from_machine_to_machine_is_not_compared(config: Config)
     ("config", "key", "learners", "ours"),
     [
         (with_("batch", group_size=2), "batch.group_size", "8", "2"),
+        (with_("generator", heartbeat_s=9.0), "generator.heartbeat_s", "2.0", "9.0"),
         (with_("generator", temperature=0.5), "generator.temperature", "1.0", "0.5"),
         (with_("reward", function="b.py:none"), "reward.function", '"a.py:right"', '"b.py:none"'),
         (with_("reward", weights={"a": 1.0}), "reward.weights", '{"a": 1.0, "b": 2.0}', '{"a": 1.0}'),
@@ -88,6 +89,7 @@ OTHERWISE = {
     "run.seed": 1,
     "model.path": "b",
     "model.dtype": "bfloat16",
+    "generator.heartbeat_s": 9.0,
     "generator.max_length": 777,
     "generator.max_tokens": 7,
     "generator.temperature": 0.5,

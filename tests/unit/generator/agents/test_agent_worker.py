@@ -161,7 +161,9 @@ async def test_finished_turns_go_on_at_another_worker(how: str) -> None:
         async with party(queue, "first", version=0) as first:
             await first.until_all_turns_are_kept(1)
             await getattr(first, how)()
-        for _ in range(int(worker_module.LEASE_S + LEASE_S) + 2):  # its parked request ends before its leases do
+        for _ in range(
+            int(worker_module.LEASE_S + LEASE_S) + 2
+        ):  # its parked request ends before its leases do
             clock.now += STEP_S
             await learner.status()
         async with party(queue, "second", version=1) as second:
