@@ -22,7 +22,7 @@ from asyncrl.learner.startup import open_trainer
 from asyncrl.learner.training import requirements
 from asyncrl.queue.client.client import BlockingClient, QueueClient
 from asyncrl.rpc.keys import ClientKeys, client_keys
-from asyncrl.sync.channels.torch_transport import own_host
+from asyncrl.sync.channels.addresses import own_host
 from asyncrl.sync.factory import open_publisher
 from asyncrl.sync.stream.publisher import RankPublisher
 from asyncrl.sync.tensors.shards import Shards

@@ -21,7 +21,7 @@ from asyncrl.pool.training_server import TrainingServer
 from asyncrl.pool.worker import PoolWork, PoolWorker
 from asyncrl.queue.client.client import QueueClient
 from asyncrl.rpc.keys import ClientKeys, client_keys
-from asyncrl.sync.channels.torch_transport import own_host
+from asyncrl.sync.channels.addresses import own_host
 from asyncrl.tasks.source import held_out
 from asyncrl.telemetry.status import ProcessStatus
 

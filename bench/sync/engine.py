@@ -55,6 +55,9 @@ class SlowChannel:
     def recv_parts(self, into: Sequence[torch.Tensor]) -> Transfer:
         return SlowTransfer(self.channel.recv_parts(into), sum(part.nbytes for part in into), self.receive)
 
+    def fileno(self) -> int:
+        return self.channel.fileno()
+
     def close(self) -> None:
         self.channel.close()
 
@@ -99,7 +102,7 @@ def model_of(millions: int) -> PreTrainedModel:
 
 async def run(talk: Talk, said: dict[str, Any]) -> None:
     if said["link_bytes_per_s"]:
-        opened = link.open_channel
+        opened = link.enter
 
         def receive(transfer: Transfer, nbytes: int, seconds: float) -> None:
             transfer.wait(seconds)
@@ -108,7 +111,7 @@ async def run(talk: Talk, said: dict[str, Any]) -> None:
         def open_slow(*of: Any, **more: Any) -> SlowChannel:
             return SlowChannel(cast(SharingChannel, opened(*of, **more)), receive)
 
-        link.open_channel = cast(Any, open_slow)
+        link.enter = cast(Any, open_slow)
     engine = TransformersEngine(
         model_of(said["millions"]), slots=SLOTS, max_length=LENGTH, end_ids=(), version=0, fixed_shape=False
     )

@@ -9,8 +9,8 @@ from bench.bars import Bar, Measured, number, row, verdict_table
 SYSTEMS = {
     "asyncrl_tp1": "asyncrl, to one rank, fastest channel there is",
     "asyncrl_tp2": "asyncrl, to two ranks, each its half",
-    "asyncrl_tp1_gloo": "asyncrl over gloo, to one rank",
-    "asyncrl_tp2_gloo": "asyncrl over gloo, to two ranks",
+    "asyncrl_tp1_tcp": "asyncrl over TCP, to one rank",
+    "asyncrl_tp2_tcp": "asyncrl over TCP, to two ranks",
     "gloo_per_tensor": "gloo broadcast of each tensor, to two ranks",
     "gloo_per_tensor_1": "the same, to one rank",
     "gloo_packed": "gloo broadcast of 64 MB buckets, to one rank",
@@ -22,9 +22,9 @@ SYSTEMS = {
 BARS = (
     Bar("wire_bytes_ratio", 1.005, most=True),
     Bar("gb_per_s.asyncrl_tp1", 0.8, over="gb_per_s.raw_gloo"),
-    Bar("gb_per_s.asyncrl_tp1_gloo", 0.8, over="gb_per_s.raw_gloo"),
+    Bar("gb_per_s.asyncrl_tp1_tcp", 0.8, over="gb_per_s.raw_gloo"),
     Bar("gb_per_s.asyncrl_tp2", 2, over="gb_per_s.gloo_per_tensor"),
-    Bar("gb_per_s.asyncrl_tp2_gloo", 2, over="gb_per_s.gloo_per_tensor"),
+    Bar("gb_per_s.asyncrl_tp2_tcp", 2, over="gb_per_s.gloo_per_tensor"),
     Bar("generator_pause_ms", 3, over="generator_pause_floor_ms", most=True),
     Bar("generator_pause_slow_link_ms", 3, over="generator_pause_slow_link_floor_ms", most=True),
     Bar("learner_pause_ms", 3, over="learner_floor_ms", most=True),

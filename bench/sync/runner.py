@@ -14,7 +14,7 @@ from bench.process import Process
 from bench.sync.gloo import RAW_BYTES
 from bench.sync.model import LEARNERS, total_bytes
 
-BACKENDS = ("auto", "gloo")
+BACKENDS = ("auto", "tcp")
 LARGE = 200
 """Millions of parameters: above that the processes of one backend are what fits into 24 GB."""
 BUCKET = SyncConfig().bucket_bytes

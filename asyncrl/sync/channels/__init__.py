@@ -1,1 +1,1 @@
-"""Channels that carry buckets between two processes: shared memory, gloo, NCCL."""
+"""Channels that carry buckets between two processes: shared memory, TCP, NCCL."""

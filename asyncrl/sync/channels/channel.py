@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
-import torch.distributed as dist
 
 from asyncrl.errors import DeadlineError, WeightSyncError
+
+SOURCE, TARGET = 0, 1
+"""The ends of a channel: the learner rank or relay, the generator."""
 
 
 class Transfer(Protocol):
@@ -37,6 +39,9 @@ class Channel(Protocol):
     def recv(self, into: torch.Tensor) -> Transfer:
         """Begin to fill [bytes] uint8, contiguous. Raises WeightSyncError when the channel is broken."""
 
+    def fileno(self) -> int:
+        """Of the connection to the other end, which hangs up when that end is gone."""
+
     def close(self) -> None:
         """Free it; transfers at both ends then fail. May be called again, and from another thread."""
 
@@ -55,19 +60,17 @@ class SharingChannel(Channel, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """The place where the two ends of a channel meet, as one of them sees it.
+    """A channel that is to be made, as one of its ends sees it.
 
-    store: reached by both · name: of the channel, the same at both ends · member: SOURCE or TARGET · who, whom: this
-    end and the other, for errors · own_host: address of this machine · device: of the tensors here · deadline_s: the
-    longest wait for the other end · transfer_s: the longest time that a transfer may take; None: deadline_s
+    name: of the channel, for errors · member: SOURCE or TARGET · who, whom: this end and the other, for errors ·
+    device: of the tensors here · deadline_s: the longest wait for the other end · transfer_s: the longest time that a
+    transfer may take; None: deadline_s
     """
 
-    store: dist.Store
     name: str
     member: int
     who: str
     whom: str
-    own_host: str
     device: torch.device
     deadline_s: float
     transfer_s: float | None = None

@@ -1,7 +1,7 @@
 """Which kind of channel joins two processes, and opening it.
 
-    sync.backend    auto: shm if both ends can map each other's memory, else nccl between GPUs, else gloo
-                    shm · nccl · gloo: that one, or a refusal with the reason
+    sync.backend    auto: shm if both ends can map each other's memory, else nccl between GPUs, else tcp
+                    shm · nccl · tcp: that one, or a refusal with the reason
 
 The generator's `attach` has its `EndPlace`; the reply of the learner rank has the kind that it chose.
 """
@@ -9,6 +9,7 @@ The generator's `attach` has its `EndPlace`; the reply of the learner rank has t
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +19,13 @@ import torch
 
 from asyncrl.errors import RefusedError
 from asyncrl.sync.channels.channel import Channel, Meeting
+from asyncrl.sync.channels.door import Door, connected
+from asyncrl.sync.channels.nccl_transport import make_nccl_channel
 from asyncrl.sync.channels.shared_memory import AVAILABLE, gpu_name, visible_gpus
-from asyncrl.sync.channels.shm_transport import make_shm_channel
-from asyncrl.sync.channels.torch_transport import make_torch_channel
+from asyncrl.sync.channels.shm_transport import ShmChannel
+from asyncrl.sync.channels.tcp_transport import TcpChannel
 
-Kind = Literal["gloo", "nccl", "shm"]
+Kind = Literal["tcp", "nccl", "shm"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,7 @@ def choose(wanted: str, here: EndPlace, there: EndPlace) -> Kind:
     """The kind of channel. wanted: sync.backend. Raises RefusedError("backend") for one that cannot join the two."""
     on_gpus = bool(here.gpu) and bool(there.gpu)
     if wanted == "auto":
-        return "shm" if here.shares_memory_with(there) else "nccl" if on_gpus else "gloo"
+        return "shm" if here.shares_memory_with(there) else "nccl" if on_gpus else "tcp"
     if wanted == "shm" and not here.shares_memory_with(there):
         raise RefusedError("backend", "sync.backend is shm, and the two cannot map each other's memory")
     if wanted == "nccl" and not on_gpus:
@@ -72,9 +75,27 @@ def choose(wanted: str, here: EndPlace, there: EndPlace) -> Kind:
     return cast(Kind, wanted)
 
 
-def open_channel(kind: Kind, meeting: Meeting) -> Channel:
-    """Meet the other end. Raises DeadlineError if it does not come, WeightSyncError for any other failure."""
-    return make_shm_channel(meeting) if kind == "shm" else make_torch_channel(kind, meeting)
+def open_door(kind: Kind, host: str) -> Door:
+    """Where the other end of a channel enters. host: address of this machine. Raises OSError."""
+    return Door(None if kind == "shm" else host)
+
+
+def admit(kind: Kind, door: Door, meeting: Meeting) -> Channel:
+    """Wait for the other end. Raises DeadlineError if it does not come, WeightSyncError for any other failure."""
+    return _made(kind, door.admit(meeting), meeting)
+
+
+def enter(kind: Kind, offer: Mapping[str, Any], meeting: Meeting) -> Channel:
+    """Enter by the offer of a door. Raises as `admit`."""
+    return _made(kind, connected("unix" if kind == "shm" else "tcp", offer, meeting), meeting)
+
+
+def _made(kind: Kind, joined: socket.socket, meeting: Meeting) -> Channel:
+    if kind == "nccl":
+        return make_nccl_channel(joined, meeting)
+    if kind == "tcp":
+        return TcpChannel(joined, meeting.who, meeting.whom)
+    return ShmChannel(joined, meeting.who, meeting.whom, meeting.device)
 
 
 def _host() -> str:

@@ -17,7 +17,6 @@ sends a packet. This has not run on a GPU yet.
 from __future__ import annotations
 
 import os
-import secrets
 import select
 import socket
 import struct
@@ -27,14 +26,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from asyncrl.errors import DeadlineError, WeightSyncError
-from asyncrl.sync.channels.channel import ChannelEnd, Meeting, Transfer, named
+from asyncrl.errors import WeightSyncError
+from asyncrl.sync.channels.channel import ChannelEnd, Transfer, named
 from asyncrl.sync.channels.shared_memory import (
     SharedSegment,
     cuda_handle,
@@ -44,7 +41,6 @@ from asyncrl.sync.channels.shared_memory import (
     shared_views,
     wait_for_device,
 )
-from asyncrl.sync.channels.torch_transport import SOURCE
 from asyncrl.sync.plan.plan import aligned
 
 PACKET = struct.Struct("<BQQQQ")
@@ -57,59 +53,6 @@ MOST_PARTS = 1024
 """Bytes of a packet, and tensors in one."""
 
 LEAST_SLOT = 4096
-CREDENTIALS = struct.Struct("3i")
-"""SO_PEERCRED: process, user, group."""
-
-
-def make_shm_channel(meeting: Meeting) -> ShmChannel:
-    """Meet the other member, of the same host and user.
-
-    Raises:
-        DeadlineError: it did not come
-        WeightSyncError: any other failure
-    """
-    deadline, who, whom = time.monotonic() + meeting.deadline_s, meeting.who, meeting.whom
-    try:
-        join = _accepted if meeting.member == SOURCE else _connected
-        joined = join(meeting.store, f"{meeting.name}/socket", deadline)
-    except (OSError, RuntimeError) as error:
-        if time.monotonic() >= deadline:
-            raise DeadlineError(who, whom, f"weight channel {meeting.name}", meeting.deadline_s) from error
-        raise WeightSyncError(f"{who}: no shared-memory channel {meeting.name} to {whom}: {error}") from error
-    return ShmChannel(joined, who, whom, meeting.device)
-
-
-def _accepted(store: dist.Store, key: str, deadline: float) -> socket.socket:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        address = f"asyncrl-{secrets.token_hex(16)}"
-        listener.bind(f"\0{address}")  # Linux's abstract names: gone with the socket
-        listener.listen(1)
-        store.set(key, address)
-        while True:
-            listener.settimeout(max(0.001, deadline - time.monotonic()))
-            joined, _ = listener.accept()
-            if _user(joined) == os.getuid():
-                return joined
-            joined.close()
-
-
-def _connected(store: dist.Store, key: str, deadline: float) -> socket.socket:
-    left = max(0.001, deadline - time.monotonic())
-    store.wait([key], timedelta(seconds=left))
-    joined = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        joined.connect(f"\0{store.get(key).decode()}")
-        if _user(joined) != os.getuid():
-            raise OSError("the other end belongs to another user")
-    except OSError:
-        joined.close()
-        raise
-    return joined
-
-
-def _user(joined: socket.socket) -> int:
-    packed = joined.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-    return int(CREDENTIALS.unpack(packed)[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +110,9 @@ class ShmChannel(ChannelEnd):
             self._expected.extend(packets)
             self._begun["recv"] += len(packets)
             return _ShmTransfer(self, "recv", self._begun["recv"], named("recv", *into))
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
 
     def close(self) -> None:
         self.ends()

@@ -17,9 +17,8 @@ import torch
 from asyncrl.errors import AsyncRLError, DeadlineError, RefusedError, WeightSyncError, WireError
 from asyncrl.rpc.client import RpcClient, RpcReply
 from asyncrl.rpc.keys import ClientKeys
-from asyncrl.sync.channels.channel import Channel, Meeting
-from asyncrl.sync.channels.choose import open_channel, place_of
-from asyncrl.sync.channels.torch_transport import TARGET, join_store, own_address
+from asyncrl.sync.channels.channel import TARGET, Channel, Meeting
+from asyncrl.sync.channels.choose import enter, place_of
 from asyncrl.sync.delta.delta_stream import announced, receive_deltas
 from asyncrl.sync.layout.layout import ParamLayout, from_wire
 from asyncrl.sync.plan.plan import SourcePlan, source_to_wire
@@ -132,12 +131,9 @@ class PublisherLink:
         deadline = time.monotonic() + meet_s
         wanted = {"plan": source_to_wire(source), "place": place_of(staging.device).to_wire()}
         offer = self._call("attach", "a channel", meet_s, **wanted)
-        store = join_store(offer["host"], offer["port"], max(0.001, deadline - time.monotonic()))
-        own_host, left_s = own_address(offer["host"], offer["port"]), max(0.001, deadline - time.monotonic())
-        meeting = Meeting(
-            store, offer["channel"], TARGET, self.who, self.whom, own_host, staging.device, left_s, transfer_s
-        )
-        channel = open_channel(offer["backend"], meeting)
+        left_s = max(0.001, deadline - time.monotonic())
+        meeting = Meeting(offer["channel"], TARGET, self.who, self.whom, staging.device, left_s, transfer_s)
+        channel = enter(offer["backend"], offer["door"], meeting)
         buffers = Buffers(source, staging, channel.device)
         self._session = _Session(offer["session"], channel, source, staging, buffers, transfer_s)
 

@@ -22,8 +22,8 @@ from asyncrl.errors import RefusedError
 from asyncrl.rpc.keys import ClientKeys
 from asyncrl.rpc.message import Fields
 from asyncrl.rpc.server import RpcRequest
+from asyncrl.sync.channels.addresses import LOOPBACK
 from asyncrl.sync.channels.choose import place_of
-from asyncrl.sync.channels.torch_transport import LOOPBACK
 from asyncrl.sync.delta.delta_chain import DeltaChain
 from asyncrl.sync.delta.delta_stream import Deltas
 from asyncrl.sync.layout.layout import to_wire

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import logging
 import queue
+import select
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -24,7 +26,10 @@ import torch
 
 from asyncrl.errors import DeadlineError, WeightSyncError
 from asyncrl.rpc.message import Fields
-from asyncrl.sync.channels.channel import Channel
+from asyncrl.rpc.sockets import Wakeup
+from asyncrl.sync.channels.channel import Channel, Meeting
+from asyncrl.sync.channels.choose import Kind, admit
+from asyncrl.sync.channels.door import Door
 from asyncrl.sync.delta.delta_stream import Deltas, announce, deltas_bytes, send_deltas
 from asyncrl.sync.plan.plan import SourcePlan
 from asyncrl.sync.stream.snapshot import Pin, SnapshotEvictedError
@@ -34,6 +39,9 @@ from asyncrl.sync.tensors.shards import Shards
 from asyncrl.types import Version
 
 log = logging.getLogger(__name__)
+
+HUNG_UP = getattr(select, "POLLRDHUP", select.POLLHUP)
+"""The other end of a connection is gone."""
 
 FAST_BYTES_S, LATENCY_S = 1e9, 0.05
 """A link that takes longer for a full stream is slow. Deltas are made at about that speed by one core."""
@@ -99,27 +107,30 @@ class _Job:
 
 
 class Sender:
-    """Sends to the subscriber `who` its part, `plan`, of versions. name: of the publisher or relay, for errors."""
+    """Sends to one subscriber its part, `plan`, of versions.
+
+    door: where the subscriber enters its channel, of this kind · meeting: the channel
+    """
 
     def __init__(
         self,
-        name: str,
-        who: str,
         plan: SourcePlan,
         source: VersionSource,
-        open_channel: Callable[[], Channel],
-        deadline_s: float,
+        kind: Kind,
+        door: Door,
+        meeting: Meeting,
         counts: TransferCounts,
     ) -> None:
-        self.who = who
+        self.who = meeting.whom
         self.pin: Pin | None = None  # set by the server: the version that this subscriber holds
-        self._name, self._plan, self._source, self._open_channel = name, plan, source, open_channel
-        self._deadline_s, self._counts = deadline_s, counts
+        self._plan, self._source, self._kind, self._door = plan, source, kind, door
+        self._meeting, self._counts = meeting, counts
         self._slow = False  # by the last full stream
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards `ended`: no job may slip in after the last look at the queue
         self.ended = False
-        self._thread = threading.Thread(target=self._run, name=f"weights to {who}", daemon=True)
+        self._woken = Wakeup()
+        self._thread = threading.Thread(target=self._run, name=f"weights to {self.who}", daemon=True)
         self._thread.start()
 
     def submit(self, pin: Pin, base: Version | None) -> Future[Fields] | None:
@@ -132,11 +143,14 @@ class Sender:
             if self.ended:
                 return None
             self._jobs.put(job)
+            self._woken.set()
         return job.result
 
     def close(self) -> None:
         """End after the jobs already there. Does not wait."""
+        self._door.close()
         self._jobs.put(None)
+        self._woken.set()
 
     def join(self, seconds: float) -> bool:
         """Whether its thread has ended, after at most `seconds`."""
@@ -148,9 +162,9 @@ class Sender:
         failure = f"the channel to {self.who} is closed"
         hasher = ThreadPoolExecutor(1, thread_name_prefix=f"hash for {self.who}")
         try:
-            channel = self._open_channel()
+            channel = admit(self._kind, self._door, self._meeting)
             buffers: Buffers | None = None
-            while (job := self._jobs.get()) is not None:
+            while (job := self._next_job(channel)) is not None:
                 if buffers is None:
                     buffers = Buffers(self._plan, self._source.shards(job.pin), channel.device)
                 self._transfer(job, channel, buffers, hasher)
@@ -165,12 +179,28 @@ class Sender:
             hasher.shutdown(wait=False)
             if channel is not None:
                 channel.close()
+            self._woken.close()
+
+    def _next_job(self, channel: Channel) -> _Job | None:
+        """None: this sender is closed, or the subscriber is gone. A wait without a deadline: it ends with either."""
+        poll = select.poll()
+        poll.register(self._woken, select.POLLIN)
+        poll.register(channel.fileno(), HUNG_UP)
+        while True:
+            with suppress(queue.Empty):
+                return self._jobs.get_nowait()
+            ready = [fd for fd, _ in poll.poll()]
+            if self._woken.fileno() in ready:
+                self._woken.clear()
+            elif ready:
+                log.info("weights to %s: it is gone", self.who)
+                return None
 
     def _transfer(self, job: _Job, channel: Channel, buffers: Buffers, hasher: Executor) -> None:
         """Sets the job's result in any case; raises errors that must end this sender."""
-        deadline = time.monotonic() + self._deadline_s
+        deadline = time.monotonic() + self._meeting.deadline_s
         pin, plan, source = job.pin, self._plan, self._source
-        fields: Fields = {"status": "failed", "detail": f"{self._name} failed"}
+        fields: Fields = {"status": "failed", "detail": f"{self._meeting.who} failed"}
 
         def seconds_left() -> float:
             return deadline - time.monotonic()

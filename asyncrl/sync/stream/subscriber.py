@@ -26,8 +26,8 @@ from urllib.parse import urlsplit
 from asyncrl.config.schema import SyncConfig
 from asyncrl.errors import AsyncRLError, RefusedError, WeightSyncError
 from asyncrl.rpc.keys import ClientKeys
+from asyncrl.sync.channels.addresses import own_address
 from asyncrl.sync.channels.choose import place_of
-from asyncrl.sync.channels.torch_transport import own_address
 from asyncrl.sync.layout.layout import layout_key
 from asyncrl.sync.plan.plan import Plan, Plans, SourcePlan
 from asyncrl.sync.stream.link import GRACE_S, Hello, Parent, PublisherLink

@@ -12,16 +12,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-import torch.distributed as dist
-
 from asyncrl.config.schema import SyncConfig
 from asyncrl.errors import RefusedError
 from asyncrl.rpc.keys import ClientKeys
 from asyncrl.rpc.message import Fields
 from asyncrl.rpc.server import RpcRequest, RpcServer
-from asyncrl.sync.channels.channel import Channel, Meeting
-from asyncrl.sync.channels.choose import EndPlace, Kind, choose, open_channel, place_of
-from asyncrl.sync.channels.torch_transport import SOURCE, host_store
+from asyncrl.sync.channels.channel import SOURCE, Meeting
+from asyncrl.sync.channels.choose import EndPlace, choose, open_door, place_of
 from asyncrl.sync.stream.sender import Sender, TransferCounts, VersionSource
 
 CLOSE_S = 1.0
@@ -62,7 +59,6 @@ class VersionServer:
         self._retired: list[Sender] = []
         self._sessions = 0
         self._counts = TransferCounts()
-        self._store: dist.TCPStore | None = None
         self._handlers: dict[str, Handler] = {
             "attach": self._attach,
             "pin": self._pin,
@@ -121,26 +117,13 @@ class VersionServer:
                 self._end(session)
         if len(self._senders) >= MAX_SESSIONS:
             raise RefusedError("full", f"{self.name} serves {MAX_SESSIONS} subscribers already")
-        if self._store is None:
-            self._store = host_store(self._host, self._config.deadline_s)
+        door = open_door(kind, self._host)
         self._sessions += 1
         name = f"{who}/{self._sessions}"
-        self._senders[self._sessions] = Sender(
-            self.name,
-            who,
-            plan,
-            self._source,
-            lambda: self._open_channel(kind, name, who),
-            self._config.deadline_s,
-            self._counts,
-        )
-        return {
-            "session": self._sessions,
-            "channel": name,
-            "host": self._host,
-            "port": self._store.port,
-            "backend": kind,
-        }
+        device, deadline_s = self._source.device, self._config.deadline_s
+        meeting = Meeting(name, SOURCE, self.name, who, device, deadline_s)
+        self._senders[self._sessions] = Sender(plan, self._source, kind, door, meeting, self._counts)
+        return {"session": self._sessions, "channel": name, "backend": kind, "door": door.offer}
 
     def _pin(self, request: RpcRequest) -> Fields | None:
         self._release_of(self._sender(request))
@@ -194,10 +177,3 @@ class VersionServer:
             self._release_of(sender)
             sender.close()
             self._retired = [old for old in self._retired if not old.join(0)] + [sender]
-
-    def _open_channel(self, kind: Kind, name: str, who: str) -> Channel:
-        assert self._store is not None
-        device, deadline_s = self._source.device, self._config.deadline_s
-        return open_channel(
-            kind, Meeting(self._store, name, SOURCE, self.name, who, self._host, device, deadline_s)
-        )

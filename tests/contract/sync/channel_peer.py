@@ -1,4 +1,4 @@
-"""The generator's end of one channel, in a process of its own: `channel_peer.py KIND PORT NAME`.
+"""The generator's end of one channel, in a process of its own: `channel_peer.py KIND OFFER`.
 
 It says "ready", then obeys one word per line: `recv N` and `send N` (N bytes of i mod 251), each answered with "done".
 """
@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import sys
 
+import msgpack
 import torch
 
-from asyncrl.sync.channels.channel import Meeting
-from asyncrl.sync.channels.choose import open_channel
-from asyncrl.sync.channels.torch_transport import TARGET, join_store
+from asyncrl.sync.channels.channel import TARGET, Meeting
+from asyncrl.sync.channels.choose import enter
 
 
-def main(kind: str, port: str, name: str) -> None:
+def main(kind: str, offer: str) -> None:
     device = torch.device("cuda" if kind in ("nccl", "cuda-ipc") else "cpu")
-    store = join_store("127.0.0.1", int(port), 20.0)
-    channel = open_channel(
+    channel = enter(
         "shm" if kind == "cuda-ipc" else kind,  # type: ignore[arg-type]
-        Meeting(store, name, TARGET, "generator-0", "learner rank 0", "127.0.0.1", device, 20.0),
+        msgpack.unpackb(bytes.fromhex(offer)),
+        Meeting("epoch-1", TARGET, "generator-0", "learner rank 0", device, 20.0),
     )
     print("ready", flush=True)
     for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""One suite over every `Channel`: the golden one in process, torch's over gloo and NCCL, shared memory."""
+"""One suite over every `Channel`: the golden one in process, TCP, NCCL, shared memory."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgpack
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from local_channel import local_channels
 
 import asyncrl.sync.channels.shared_memory as memory
 from asyncrl.errors import DeadlineError, RefusedError, WeightSyncError
-from asyncrl.sync.channels.channel import Channel, Meeting
-from asyncrl.sync.channels.choose import EndPlace, choose, open_channel, place_of
+from asyncrl.sync.channels.addresses import own_address
+from asyncrl.sync.channels.channel import SOURCE, TARGET, Channel, Meeting
+from asyncrl.sync.channels.choose import EndPlace, Kind, admit, choose, enter, open_door, place_of
 from asyncrl.sync.channels.shared_memory import located, mapped, shared_memory
 from asyncrl.sync.channels.shm_transport import MOST_PARTS, ShmChannel
-from asyncrl.sync.channels.torch_transport import SOURCE, TARGET, host_store, join_store, own_address
 
 Pair = tuple[Channel, Channel]
 NAMES = ("learner rank 0", "generator-0")
@@ -36,27 +36,23 @@ GPUS = torch.cuda.device_count()
 
 
 def meeting(
-    store: dist.Store, name: str, member: int, device: str = "cpu", deadline_s: float = DEADLINE_S
+    member: int, device: str = "cpu", deadline_s: float = DEADLINE_S, name: str = "epoch-1"
 ) -> Meeting:
     own, other = NAMES[member], NAMES[1 - member]
-    return Meeting(store, name, member, own, other, "127.0.0.1", torch.device(device), deadline_s)
+    return Meeting(name, member, own, other, torch.device(device), deadline_s)
 
 
-def joined(kind: str, devices: tuple[str, str] = ("cpu", "cpu")) -> Pair:
-    store = host_store("127.0.0.1", DEADLINE_S)
-
-    def member(number: int) -> Channel:
-        own_store = join_store("127.0.0.1", store.port, DEADLINE_S)
-        return open_channel(kind, meeting(own_store, "epoch-1", number, devices[number]))  # type: ignore[arg-type]
-
-    with ThreadPoolExecutor(2) as threads:
-        source, target = threads.map(member, (SOURCE, TARGET))
-    return source, target
+def joined(kind: Kind, devices: tuple[str, str] = ("cpu", "cpu")) -> Pair:
+    door = open_door(kind, "127.0.0.1")
+    with ThreadPoolExecutor(1) as threads:
+        source = threads.submit(admit, kind, door, meeting(SOURCE, devices[SOURCE]))
+        target = enter(kind, door.offer, meeting(TARGET, devices[TARGET]))
+        return source.result(DEADLINE_S), target
 
 
 MAKERS: dict[str, Callable[[], Pair]] = {
     "local": lambda: local_channels(*NAMES),
-    "gloo": lambda: joined("gloo"),
+    "tcp": lambda: joined("tcp"),
     "shm": lambda: joined("shm"),
     "nccl": lambda: joined("nccl", ("cuda:0", "cuda:1")),
 }
@@ -152,7 +148,7 @@ def test_a_closed_end_is_noticed_by_the_other(channels: Pair) -> None:
 
 
 def test_closing_wakes_a_thread_that_waits(channels: Pair, threads: ThreadPoolExecutor) -> None:
-    source, target = channels
+    _, target = channels
     begun = threading.Event()
 
     def wait() -> None:
@@ -163,33 +159,32 @@ def test_closing_wakes_a_thread_that_waits(channels: Pair, threads: ThreadPoolEx
     waiting = threads.submit(wait)
     assert begun.wait(DEADLINE_S)
     target.close()
-    source.close()  # gloo waits for its peer
     with pytest.raises(WeightSyncError, match="generator-0"):
         waiting.result(DEADLINE_S)
 
 
 # ------------------------------------------------------------------ a peer in a process of its own
 
-PROCESSES = kinds(["gloo", "shm", "nccl", "cuda-ipc"], {"nccl": 2, "cuda-ipc": 1})
+PROCESSES = kinds(["tcp", "shm", "nccl", "cuda-ipc"], {"nccl": 2, "cuda-ipc": 1})
 
 
 @contextmanager
 def peer(kind: str) -> Iterator[tuple[Channel, subprocess.Popen[str]]]:
     """(the learner's end, the process with the generator's)."""
-    store = host_store("127.0.0.1", DEADLINE_S)
+    door = open_door("shm" if kind in ("shm", "cuda-ipc") else "tcp", "127.0.0.1")
     words = [
         sys.executable,
         str(Path(__file__).with_name("channel_peer.py")),
         kind,
-        str(store.port),
-        "epoch-1",
+        msgpack.packb(door.offer).hex(),
     ]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             device = "cuda" if kind in ("nccl", "cuda-ipc") else "cpu"
-            channel = open_channel(
+            channel = admit(
                 "shm" if kind == "cuda-ipc" else kind,  # type: ignore[arg-type]
-                meeting(store, "epoch-1", SOURCE, device),
+                door,
+                meeting(SOURCE, device),
             )
             assert said(process) == "ready"
             yield channel, process
@@ -239,16 +234,20 @@ def test_a_killed_process_ends_what_waits_for_it(kind: str, verb: str) -> None:
             channel.send(data)
 
 
-def test_a_member_that_never_comes_ends_at_the_deadline() -> None:
-    store = host_store("127.0.0.1", 5.0)
-    for kind in ("gloo", "shm"):
-        for member in (SOURCE, TARGET):
-            expected = f"{NAMES[member]} waited 0.2 s for {NAMES[1 - member]}"
-            with pytest.raises(DeadlineError, match=expected):
-                open_channel(
-                    kind,  # type: ignore[arg-type]
-                    meeting(store, f"never-{kind}-{member}", member, deadline_s=0.2),
-                )
+@pytest.mark.parametrize("kind", ["tcp", "shm"])
+def test_an_end_that_never_comes_is_named_at_the_deadline(kind: Kind) -> None:
+    admitting, entering = open_door(kind, "127.0.0.1"), open_door(kind, "127.0.0.1")
+    with pytest.raises(
+        DeadlineError, match=r"learner rank 0 waited 0.2 s for generator-0: weight channel never"
+    ):
+        admit(kind, admitting, meeting(SOURCE, deadline_s=0.2, name="never"))
+    with pytest.raises(WeightSyncError, match="generator-0: no weight channel never to learner rank 0"):
+        enter(kind, admitting.offer, meeting(TARGET, name="never"))
+    with pytest.raises(
+        DeadlineError, match=r"generator-0 waited 0.2 s for learner rank 0: weight channel never"
+    ):
+        enter(kind, entering.offer, meeting(TARGET, deadline_s=0.2, name="never"))
+    entering.close()
 
 
 def test_own_address_towards_this_machine_is_loopback() -> None:
@@ -345,7 +344,7 @@ def test_only_sealed_memory_is_mapped(tmp_path: Path) -> None:
 
 
 def test_another_size_than_expected_is_refused(threads: ThreadPoolExecutor) -> None:
-    for make in (MAKERS["local"], MAKERS["shm"]):
+    for make in (MAKERS["local"], MAKERS["shm"], MAKERS["tcp"]):
         source, target = make()
         source.send(eight(source))
         with pytest.raises(WeightSyncError, match="8 bytes came where 9 were expected"):
@@ -377,9 +376,9 @@ FAR_GPU = EndPlace("b", "gpu-2", ("gpu-2",))
     ("here", "there", "kind"),
     [
         (HERE, HERE, "shm"),
-        (HERE, ELSEWHERE, "gloo"),
-        (EndPlace(""), EndPlace(""), "gloo"),
-        (HERE, GPU_0, "gloo"),
+        (HERE, ELSEWHERE, "tcp"),
+        (EndPlace(""), EndPlace(""), "tcp"),
+        (HERE, GPU_0, "tcp"),
         (GPU_0, GPU_0, "shm"),
         (GPU_0, GPU_1, "nccl"),
         (BOTH_0, GPU_1, "shm"),

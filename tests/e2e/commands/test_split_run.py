@@ -26,7 +26,7 @@ from asyncrl.config.load import load_config
 from asyncrl.evaluate import evaluate
 from asyncrl.queue.client.client import BlockingClient, QueueClient
 from asyncrl.rpc.keys import client_keys, make_keys
-from asyncrl.sync.channels.torch_transport import LOOPBACK, own_address
+from asyncrl.sync.channels.addresses import LOOPBACK, own_address
 
 
 def test_generators_come_and_go_while_two_learner_ranks_train(config_file: Path) -> None:

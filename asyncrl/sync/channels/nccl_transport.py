@@ -1,0 +1,171 @@
+"""Channels over NCCL: raw process groups of two, outside any default group.
+
+The learner rank is member 0, the generator member 1. They exchange NCCL's id over the connection at which they have met
+(`door`). Each session of a generator has a group of its own, which ends with it: a generator that fails touches no
+other.
+
+Two NCCL communicators in flight on one device must be launched in the same order everywhere, or they can
+deadlock. A learner that sends to several generators from one GPU must launch its sends in one fixed order; this module
+does not enforce it.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import msgpack
+import torch
+import torch.distributed as dist
+
+from asyncrl.errors import WeightSyncError
+from asyncrl.sync.channels.channel import ChannelEnd, Meeting, Transfer, named
+
+FRAME = struct.Struct("<I")
+"""Bytes of an entry; a key and its value follow, in msgpack."""
+
+MOST_ENTRIES, LONGEST_ENTRY = 64, 1 << 16
+
+
+class PairStore(dist.Store):
+    """A store of two processes: each end sends what it sets to the other. Bounded; it ends with their connection.
+
+    seconds: the longest wait for an entry of the other end
+    """
+
+    def __init__(self, joined: socket.socket, seconds: float) -> None:
+        super().__init__()
+        self._socket, self._seconds = joined, seconds
+        self._entries: dict[str, bytes] = {}
+        self._came = bytearray()
+        self._lock = threading.RLock()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        entry: bytes = msgpack.packb([key, data])
+        with self._lock:
+            self._keep(key, data, len(entry))
+            self._socket.settimeout(self._seconds)
+            self._socket.sendall(FRAME.pack(len(entry)) + entry)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._entries[key]
+
+    def check(self, keys: Sequence[str]) -> bool:
+        with self._lock:
+            try:
+                while self._receive(0.0):
+                    pass
+            except BlockingIOError:
+                pass
+            return all(key in self._entries for key in keys)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        seconds = self._seconds if timeout is None else timeout.total_seconds()
+        deadline = time.monotonic() + seconds
+        with self._lock:
+            while not all(key in self._entries for key in keys):
+                self._receive(max(0.001, deadline - time.monotonic()))
+
+    def num_keys(self) -> int:
+        return len(self._entries)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._seconds = timeout.total_seconds()
+
+    def _receive(self, seconds: float) -> bool:
+        """Take what has come, or comes first. Raises TimeoutError or BlockingIOError where nothing does."""
+        self._socket.settimeout(seconds)
+        came = self._socket.recv(LONGEST_ENTRY)
+        if not came:
+            raise ConnectionError("the other end has closed the connection")
+        self._came += came
+        while len(self._came) >= FRAME.size:
+            (size,) = FRAME.unpack_from(self._came)
+            if size > LONGEST_ENTRY:
+                raise ConnectionError(f"the other end sent an entry of {size} bytes; at most {LONGEST_ENTRY}")
+            if len(self._came) < FRAME.size + size:
+                break
+            key, value = msgpack.unpackb(self._came[FRAME.size : FRAME.size + size])
+            del self._came[: FRAME.size + size]
+            self._keep(str(key), bytes(value), size)
+        return True
+
+    def _keep(self, key: str, value: bytes, size: int) -> None:
+        if size > LONGEST_ENTRY or len(self._entries) == MOST_ENTRIES:
+            raise ConnectionError(f"at most {MOST_ENTRIES} entries of {LONGEST_ENTRY} bytes")
+        self._entries[key] = value
+
+
+def make_nccl_channel(joined: socket.socket, meeting: Meeting) -> NcclChannel:
+    """A group over a connection. NCCL meets in the first transfer, and ends one that takes longer than
+    `meeting.transfer_s`. Raises WeightSyncError where there is no NCCL."""
+    seconds = meeting.transfer_s or meeting.deadline_s
+    try:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=seconds)
+        group = dist.ProcessGroupNCCL(PairStore(joined, seconds), meeting.member, 2, options)
+        return NcclChannel(group, joined, meeting)
+    except (AttributeError, RuntimeError, OSError) as error:
+        joined.close()
+        raise WeightSyncError(
+            f"{meeting.who}: no NCCL channel {meeting.name} to {meeting.whom}: {error}"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _NcclTransfer:
+    channel: NcclChannel
+    work: Any  # torch's Work
+    what: str
+
+    def wait(self, seconds: float) -> None:
+        begun = time.monotonic()
+        try:
+            self.work.wait(timedelta(seconds=max(seconds, 0.001)))
+        except RuntimeError as error:
+            if time.monotonic() - begun >= seconds:
+                raise self.channel.late(self.what, seconds) from error
+            raise self.channel.breaks(error) from error
+
+
+class NcclChannel(ChannelEnd):
+    """A `Channel` over a raw process group of two."""
+
+    def __init__(self, group: Any, joined: socket.socket, meeting: Meeting) -> None:
+        super().__init__(meeting.who, meeting.whom, meeting.device)
+        self._group: Any = group
+        self._socket, self._peer = joined, 1 - meeting.member
+        self._sent = self._received = 0
+
+    def send(self, data: torch.Tensor) -> Transfer:
+        self._sent += 1
+        return self._begin("send", data, self._sent)
+
+    def recv(self, into: torch.Tensor) -> Transfer:
+        self._received += 1
+        return self._begin("recv", into, self._received)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        self.ends()
+        # The group's destructor closes its connections once the last transfer lets go of it.
+        self._group = None
+        self._socket.close()
+
+    def _begin(self, verb: Literal["send", "recv"], data: torch.Tensor, tag: int) -> Transfer:
+        self.check()
+        try:
+            work = getattr(self._group, verb)([data], self._peer, tag)
+        except (RuntimeError, OSError) as error:
+            raise self.breaks(error) from error
+        return _NcclTransfer(self, work, named(verb, data))
