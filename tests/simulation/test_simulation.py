@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.queue.wire import envelope
+
 from .mutations import MUTATIONS
 from .run import SeedError, simulate_all
 from .scenario import FAULTS
 
 ROOT = Path(__file__).parents[2]
-QUICK, ALL, AT_ONCE = 300, 10_000, 250
+FEW, QUICK, ALL, AT_ONCE = 50, 300, 10_000, 250
 SOON = 1000
 """A broken rule is found within so many seeds; most are within ten."""
 
@@ -35,6 +37,12 @@ def test_some_runs_under_faults() -> None:
     seen = simulate_all(range(QUICK))
     assert set(FAULTS) <= set(seen)
     assert seen["seeds"] == QUICK
+
+
+def test_runs_whose_replies_have_room_for_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leases are granted one by one, and claims come in parts, which faults get between."""
+    monkeypatch.setattr(envelope, "REPLY_FRAMES", 1)
+    assert simulate_all(range(FEW))["seeds"] == FEW
 
 
 @pytest.mark.slow

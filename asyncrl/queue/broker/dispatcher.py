@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from asyncrl.errors import AsyncRLError, RefusedError, WireError
-from asyncrl.queue.broker.handlers import handle, refusal
+from asyncrl.queue.broker.handlers import LARGE, handle, refusal
 from asyncrl.queue.broker.long_poll import LongPoll, Waiter
 from asyncrl.queue.broker.queue_state import QueueState, Reply, SessionRequest
 from asyncrl.queue.ledger import generator_commands
@@ -43,6 +43,7 @@ from asyncrl.queue.protocol.requests import (
     StatusRequest,
     unpack_request,
 )
+from asyncrl.queue.wire import wire
 from asyncrl.queue.wire.envelope import (
     MAX_REQUESTS,
     UNKNOWN,
@@ -69,6 +70,9 @@ the leases of others standing. The socket reads its clients in turns, so that ea
 
 MAX_UNREAD_BYTES = 1 << 28
 """Bytes of a client's unread replies above which it is 'busy'."""
+
+HEAD_BYTES = 64
+"""More than a message has around a single reply."""
 
 MAX_DETAIL = 500
 """Characters of an error's text."""
@@ -283,11 +287,21 @@ class Dispatcher:
             message = _packed(number, reply)
         except (TypeError, ValueError, OverflowError) as error:
             message = _packed(number, self._bug(incoming, error))
+        if len(message) > wire.MAX_FRAMES or len(message[0]) > wire.MAX_ENVELOPE_BYTES - HEAD_BYTES:
+            message = _packed(number, self._too_large(incoming, message))
         if isinstance(incoming.request, GoodbyeRequest):
             self._forget(identity)
         elif identity in self._clients:
             self._clients[identity].keep(number, message, _grants(incoming.request, reply))
         return OutgoingReply(identity, message, number)
+
+    def _too_large(self, incoming: SessionRequest, message: Message) -> Reply:
+        """An error that the client can read, in place of a reply that it would not."""
+        what = f"the reply to '{incoming.request.verb}'"
+        detail = (
+            f"{what} has {len(message[0])} bytes and {len(message) - 1} frames, more than a message may have"
+        )
+        return refusal(self.queue, RefusedError(LARGE, detail))
 
     def _bug(self, incoming: SessionRequest, error: Exception) -> Reply:
         log.error("request '%s' of %s", incoming.request.verb, incoming.session, exc_info=error)

@@ -29,6 +29,16 @@ from asyncrl.queue.protocol import requests as rq
 from asyncrl.queue.protocol.settings import Frontier
 from asyncrl.queue.storage.records import Closed, Posted
 from asyncrl.queue.wire import wire
+from asyncrl.queue.wire.envelope import REPLY_FRAMES, ReplyRoom
+
+COLUMN_FRAMES = 2
+"""Frames of the columns of one stage (wire/columns.py)."""
+
+GRANT_BYTES = 64
+"""More than a granted task takes in a reply besides its own bytes."""
+
+LARGE = "large"
+"""The reason of what no reply has room for."""
 
 Handler = Callable[[QueueState, Any, Context], "Reply | None"]
 
@@ -185,10 +195,18 @@ def lease(queue: QueueState, request: rq.LeaseRequest, context: Context) -> Repl
     stream = queue.stream(request.stream)
     if stream.ledger.state.settings is None:
         return Reply([]) if context.late else None
-    grants = generator_commands.lease(stream.ledger, request, context.session, context.now)
+    room, progress = ReplyRoom(), []
+
+    def fits(ordinal: int) -> bool:
+        frames = stream.progress_of(ordinal)
+        if not room.take(len(frames), len(stream.tasks[ordinal]) + sum(map(len, frames)) + GRANT_BYTES):
+            return False
+        progress.append(frames)
+        return True
+
+    grants = generator_commands.lease(stream.ledger, request, context.session, context.now, fits)
     if not grants and not context.late:
         return None
-    progress = [stream.progress_of(grant.ordinal) for grant in grants]
     value = [
         [grant.ordinal, grant.epoch, stream.tasks[grant.ordinal], len(frames)]
         for grant, frames in zip(grants, progress, strict=True)
@@ -207,6 +225,15 @@ def commit(queue: QueueState, request: rq.CommitRequest, context: Context) -> Re
     if not context.frames:
         raise WireError(f"commit of ordinal {request.ordinal}: no payload")
     stream = queue.stream(request.stream)
+    most = REPLY_FRAMES - COLUMN_FRAMES * len(stream.ledger.state.stages.by_name)
+    if len(context.frames) > most:
+        drop = rq.DropRequest(
+            stream=request.stream, ordinal=request.ordinal, epoch=request.epoch, reason=LARGE
+        )
+        generator_commands.drop(stream.ledger, drop)
+        raise RefusedError(
+            LARGE, f"a group of {len(context.frames)} frames; a reply has room for {most}, columns aside"
+        )
     if generator_commands.commit(stream.ledger, request):
         stream.put_group(request.ordinal, context.frames, request.digest, context.session)
     return Reply()
@@ -219,10 +246,18 @@ def stage_lease(queue: QueueState, request: rq.StageLeaseRequest, context: Conte
     stream = queue.stream(request.stream)
     if stream.ledger.state.settings is None:
         return Reply([]) if context.late else None
-    grants = generator_commands.stage_lease(stream.ledger, request, context.session, context.now)
+    room, contents = ReplyRoom(), []
+
+    def fits(ordinal: int) -> bool:
+        content = stream.content(ordinal)
+        if not room.take(len(content.frames), stream.ledger.state.tasks.records[ordinal].nbytes):
+            return False
+        contents.append(content)
+        return True
+
+    grants = generator_commands.stage_lease(stream.ledger, request, context.session, context.now, fits)
     if not grants and not context.late:
         return None
-    contents = stream.contents([grant.ordinal for grant in grants])
     value = [
         [grant.ordinal, grant.epoch, len(content.group), content.columns]
         for grant, content in zip(grants, contents, strict=True)
@@ -231,6 +266,8 @@ def stage_lease(queue: QueueState, request: rq.StageLeaseRequest, context: Conte
 
 
 def stage_commit(queue: QueueState, request: rq.StageCommitRequest, context: Context) -> Reply:
+    if len(context.frames) > COLUMN_FRAMES:
+        raise WireError(f"stage_commit of ordinal {request.ordinal}: columns of {len(context.frames)} frames")
     stream = queue.stream(request.stream)
     if generator_commands.stage_commit(stream.ledger, request):
         stream.put(request.ordinal, COLUMN + request.stage, context.frames, request.digest)
@@ -265,8 +302,13 @@ def claim(queue: QueueState, request: rq.ClaimRequest, context: Context) -> Repl
     claimed = learner_commands.claim(stream.ledger, request)
     if claimed is None:
         return Reply() if context.late else None
-    value = {"last": claimed.last, "so_far": claimed.so_far, "attempt": claimed.attempt}
-    return Reply(*groups_reply(stream.contents(claimed.ordinals), value))
+    value = {
+        "last": claimed.last,
+        "so_far": claimed.so_far,
+        "attempt": claimed.attempt,
+        "share": len(claimed.ordinals),
+    }
+    return Reply(*groups_reply(stream.contents(claimed.ordinals[request.received :]), value))
 
 
 def trained(queue: QueueState, request: rq.TrainedRequest, context: Context) -> Reply:

@@ -7,9 +7,10 @@ more use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from asyncrl.errors import RefusedError
 from asyncrl.queue.ledger import events as ev
 from asyncrl.queue.ledger.events import Event
 from asyncrl.queue.ledger.ledger import Ledger
@@ -18,6 +19,7 @@ from asyncrl.queue.ledger.transitions import apply
 from asyncrl.queue.protocol import requests as rq
 from asyncrl.queue.storage.records import Happened, Record, TasksKept
 from asyncrl.queue.storage.store import Frames, PayloadStore
+from asyncrl.queue.wire.envelope import REPLY_BYTES, ReplyRoom
 from asyncrl.types import Version
 
 PROGRESS, GROUP = "progress", "group"
@@ -61,6 +63,9 @@ class Stream:
         tasks = request.tasks
         if not tasks:
             return
+        largest = max(len(packed) for _, packed in tasks)
+        if largest > REPLY_BYTES:
+            raise RefusedError("large", f"a task of {largest} bytes; a reply has room for {REPLY_BYTES}")
         self.ledger.submit(tasks[0][0], len(tasks), request.min_version)
         records = self.ledger.state.tasks.records
         new = {
@@ -85,11 +90,17 @@ class Stream:
         """The part of a task that earlier leases finished."""
         return self._store.get(self._name, ordinal, PROGRESS)
 
-    def contents(self, ordinals: Sequence[int]) -> list[Content]:
-        """The bytes of groups that are ready or claimed."""
-        return [self._content(ordinal) for ordinal in ordinals]
+    def contents(self, ordinals: Iterable[int]) -> list[Content]:
+        """The bytes of groups that are ready or claimed: of as many of the first ones as one reply has room for."""
+        room, contents = ReplyRoom(), []
+        for ordinal in ordinals:
+            content = self.content(ordinal)
+            if not room.take(len(content.frames), self.ledger.state.tasks.records[ordinal].nbytes):
+                break
+            contents.append(content)
+        return contents
 
-    def _content(self, ordinal: int) -> Content:
+    def content(self, ordinal: int) -> Content:
         columns: list[tuple[str, Version, int]] = []
         added: list[Any] = []
         for stage, column in self.ledger.state.tasks.records[ordinal].added.items():

@@ -10,10 +10,12 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import msgspec
+
 from asyncrl.config.schema import Config
 from asyncrl.errors import DeadlineError, RefusedError, RunClosedError, WireError
 from asyncrl.queue.client.connection import Connection
-from asyncrl.queue.client.decoding import granted_leases, groups_of, received
+from asyncrl.queue.client.decoding import Received, granted_leases, groups_of, received
 from asyncrl.queue.client.link import Link, SocketLink
 from asyncrl.queue.client.session import Undo
 from asyncrl.queue.ledger.state.tasks import CORRUPT
@@ -342,11 +344,21 @@ class QueueClient:
         if answer.value is None:
             return None
         value, got = answer.value, received(answer.value, answer.frames)
+        while got.count < value["share"]:
+            got.add(await self._next_part(request, value["attempt"], got.count))
         if got.corrupt:
             at = {"learner_epoch": learner_epoch, "step": step, "attempt": value["attempt"]}
             await self.abandon(stream, **at, dropped=list(got.corrupt), reason=CORRUPT)
             raise RefusedError("abandoned", f"step {step} begins anew without {got.corrupt}")
         return Claim(got.groups, value["last"], value["so_far"], value["attempt"], got.stamps, got.workers)
+
+    async def _next_part(self, request: rq.ClaimRequest, attempt: int, count: int) -> Received:
+        """Further groups of a claim whose first `count` groups are here."""
+        request = msgspec.structs.replace(request, attempt=attempt, received=count, wait_s=0.0)
+        answer = await self._connection.request(request)
+        if not answer.value or not answer.value["ordinals"]:
+            raise RefusedError("abandoned", f"step {request.step} is not the one in training any more")
+        return received(answer.value, answer.frames)
 
     async def trained(
         self, stream: str, *, learner_epoch: int, step: int, waited: float | None = None

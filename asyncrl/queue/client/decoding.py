@@ -32,6 +32,17 @@ class Received:
     corrupt: dict[int, WireError]
     workers: list[str]
 
+    @property
+    def count(self) -> int:
+        return len(self.ordinals) + len(self.corrupt)
+
+    def add(self, other: Received) -> None:
+        """The groups of a further reply."""
+        self.ordinals.extend(other.ordinals)
+        self.groups.extend(other.groups)
+        self.stamps.extend(other.stamps)
+        self.corrupt.update(other.corrupt)
+
 
 def received(value: Mapping[str, Any], frames: Frames) -> Received:
     """The groups in the reply to 'claim', 'collect' or 'peek'."""

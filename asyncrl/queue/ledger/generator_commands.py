@@ -5,7 +5,7 @@ A lease is for a task, or for one stage of a ready group; both end, expire and a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -21,6 +21,9 @@ from asyncrl.types import NO_VERSION
 MAX_PROGRESS = 64 << 20
 """Bytes that are kept of an unfinished task."""
 
+Fits = Callable[[int], bool]
+"""Whether the reply has room for one more ordinal, which it has to take then."""
+
 _COMMITTED = attrgetter(*ev.Committed._fields)
 
 
@@ -34,15 +37,17 @@ class Grant(NamedTuple):
 # ---------------------------------------------------------------------- tasks
 
 
-def lease(ledger: Ledger, request: rq.LeaseRequest, worker: str, now: float) -> list[Grant]:
-    """Lease up to `most` of the lowest pending tasks that a worker holding version `held` may start now."""
+def lease(
+    ledger: Ledger, request: rq.LeaseRequest, worker: str, now: float, fits: Fits = lambda ordinal: True
+) -> list[Grant]:
+    """Lease up to `most` of the lowest pending tasks that a worker holding version `held` may start now. All fit."""
     settings, state = ledger.require_open(), ledger.state
     if request.lineage != state.lineage:
         raise RefusedError(
             "lineage", f"the stream is at lineage {state.lineage}, the worker at {request.lineage}"
         )
     grants: list[Grant] = []
-    while len(grants) < request.most and leasable(state, request.held):
+    while len(grants) < request.most and leasable(state, request.held) and fits(state.tasks.pending[0]):
         ordinal, grant = state.tasks.pending[0], state.leases.grants + 1
         ledger.apply(ev.Leased(ordinal, worker, grant, request.held, now, now + settings.lease_s))
         grants.append(Grant(ordinal, state.tasks.records[ordinal].epoch))
@@ -104,12 +109,14 @@ def drop(ledger: Ledger, request: rq.DropRequest | rq.StageDropRequest) -> None:
 # ---------------------------------------------------------------------- stages
 
 
-def stage_lease(ledger: Ledger, request: rq.StageLeaseRequest, worker: str, now: float) -> list[Grant]:
-    """Lease up to `most` of the lowest ready groups that wait for the stage."""
+def stage_lease(
+    ledger: Ledger, request: rq.StageLeaseRequest, worker: str, now: float, fits: Fits = lambda ordinal: True
+) -> list[Grant]:
+    """Lease up to `most` of the lowest ready groups that wait for the stage, and that fit."""
     settings, state, stage = ledger.require_open(), ledger.state, request.stage
     require_stage(ledger, stage)
     grants: list[Grant] = []
-    while len(grants) < request.most and (waiting := state.stages.waiting[stage]):
+    while len(grants) < request.most and (waiting := state.stages.waiting[stage]) and fits(waiting[0]):
         ordinal, grant = waiting[0], state.leases.grants + 1
         ledger.apply(ev.StageLeased(stage, ordinal, worker, grant, now, now + settings.lease_s))
         grants.append(Grant(ordinal, state.tasks.records[ordinal].staging[stage]))

@@ -246,6 +246,7 @@ class ClaimRequest(StepRequest, frozen=True, kw_only=True):
     whole    True: the longest run of ready groups in ordinal order within `max_tokens` a rank, once no further group
              fits or can come; False: the groups that are ready now
     attempt  as in the replies to the step's earlier claims
+    received groups of the share that earlier replies have brought: one reply may not have room for all
     """
 
     verb = "claim"
@@ -254,6 +255,7 @@ class ClaimRequest(StepRequest, frozen=True, kw_only=True):
     max_tokens: int
     whole: bool
     attempt: int | None = None
+    received: Annotated[int, Meta(ge=0)] = 0
 
 
 class TrainedRequest(StepRequest, frozen=True, kw_only=True):

@@ -32,6 +32,11 @@ takes it for a reply."""
 MAX_REQUESTS = 64
 """Requests that one client may wait for at once."""
 
+REPLY_FRAMES = wire.MAX_FRAMES - 1
+REPLY_BYTES = wire.MAX_ENVELOPE_BYTES - (1 << 16)
+"""Limits on one reply: frames behind the envelope; bytes of tasks and payloads, of which a single group may have more.
+The rest of an envelope is for numbers and names."""
+
 SHARED_BYTES = 1 << 20
 """More than that in one message would only delay the first of them. Half of it: 5 to 15 % fewer groups a second."""
 
@@ -61,6 +66,26 @@ class ClientMessage(NamedTuple):
     run: str
     session: str
     requests: Sequence[WireRequest] = ()
+
+
+class ReplyRoom:
+    """The room that is left in a reply of several tasks or groups.
+
+    >>> room = ReplyRoom()
+    >>> room.take(1000, 9), room.take(23, 9), room.take(1, 9)
+    (True, True, False)
+    """
+
+    def __init__(self) -> None:
+        self._empty, self._frames, self._bytes = True, REPLY_FRAMES, REPLY_BYTES
+
+    def take(self, frames: int, nbytes: int) -> bool:
+        """Whether one more fits, which then has its room. The first one fits in any case."""
+        if not self._empty and (frames > self._frames or nbytes > self._bytes):
+            return False
+        self._empty = False
+        self._frames, self._bytes = self._frames - frames, self._bytes - nbytes
+        return True
 
 
 def pack_calls(call: ClientMessage) -> list[Message]:

@@ -6,6 +6,7 @@ Only the leases' clock is turned by hand.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 import zmq
@@ -40,6 +41,7 @@ from asyncrl.queue.feeder import feed
 from asyncrl.queue.protocol.replies import Claim, Lease, Opened
 from asyncrl.queue.protocol.requests import CommitRequest
 from asyncrl.queue.protocol.settings import StreamSettings
+from asyncrl.queue.wire import envelope
 from asyncrl.queue.wire.payload import encode_group
 from asyncrl.types import Task
 
@@ -280,6 +282,26 @@ async def test_a_rejected_step_is_made_of_other_groups(queue: AnyQueue) -> None:
     assert ordinals((await claim(learner, opened, 0)).groups) == [4, 5, 6, 7]
     depth = (await learner.trained("train", learner_epoch=1, step=0)).depth
     assert (depth["trained"], depth["dropped_by_reason"], depth["bytes"]) == (B, {"loss": B}, 0)
+
+
+async def test_a_client_puts_the_parts_of_a_claim_together(
+    queue: AnyQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three groups fit into a reply. One of the second part cannot be read: the step begins anew without it."""
+    monkeypatch.setattr(envelope, "REPLY_FRAMES", 3)
+    learner, worker = await queue.client("learner"), await queue.client("worker")
+    opened = await learner.open("train", dataclasses.replace(TRAIN, groups_per_version=7, depth=14))
+    await learner.submit("train", tasks(0, 14))
+    leases = [one for _ in range(14) for one in await lease(worker, 1)]
+    for one in leases:
+        if one.task.ordinal == 4:
+            await commit_damaged(worker, one)
+        else:
+            await worker.commit("train", one, group(one.task, 0))
+    assert await refusal(claim(learner, opened, 0)) == "abandoned"
+    claimed = await claim(learner, opened, 0)
+    assert ordinals(claimed.groups) == [0, 1, 2, 3, 5, 6, 7]
+    assert (claimed.ordinals_all, claimed.last, len(claimed.stamps)) == (7, True, 7)
 
 
 async def test_evaluation_waits_for_its_version_and_takes_any_order(queue: AnyQueue) -> None:
