@@ -14,7 +14,7 @@ from typing import Any
 
 from asyncrl.errors import AsyncRLError, RefusedError, RunClosedError
 from asyncrl.generator.agents.agent import EnvironmentFailedError
-from asyncrl.generator.engines.engine import PromptTooLongError, RequestFailedError
+from asyncrl.generator.engines.engine import PromptTooLongError, RequestFailedError, SampleLostError
 from asyncrl.generator.scoring.calls import RewardError
 from asyncrl.queue.client.client import QueueClient
 from asyncrl.queue.protocol.replies import Lease
@@ -32,10 +32,14 @@ LOGGED = 8
 GIVE_BACK_S = 5.0
 """Longest wait at the end: leases not given back expire by themselves."""
 
+RETURNS = 2
+"""How often one worker gives a task back whose samples its engine loses; then it drops the task."""
+
 DROP_REASONS: Mapping[type[Exception], str] = {
     PromptTooLongError: "too_long",
     RewardError: "reward",
     RequestFailedError: "engine",
+    SampleLostError: "engine",
     EnvironmentFailedError: "environment",
 }
 """Failures that concern one task alone."""
@@ -71,7 +75,7 @@ class LeasedTask:
 class WorkerLeases:
     """The leases of one generator, by their key, and how they ended.
 
-    counts     groups/<stream>, dropped/<reason>, refused/<reason> and lost, so far
+    counts     groups/<stream>, dropped/<reason>, refused/<reason>, returned and lost, so far
     freed      set when there may be room for another lease
     news       set when a lease ends
     """
@@ -81,6 +85,8 @@ class WorkerLeases:
         self.freed, self.news = asyncio.Event(), asyncio.Event()
         self._who, self._client, self._status = who, client, status
         self._under_way: dict[Key, LeasedTask] = {}
+        self._returns: Counter[tuple[str, int]] = Counter()
+        """Of each task, by stream and ordinal."""
 
     def __len__(self) -> int:
         return len(self._under_way)
@@ -131,6 +137,20 @@ class WorkerLeases:
                     "%s drops %s, its drop %d of reason %s: %s", self._who, which, count, reason, failure
                 )
         await self._end(one, self._client.drop(one.stream, one.lease, reason))
+
+    async def return_one(self, one: LeasedTask, failure: SampleLostError) -> None:
+        """Give the task back, for another generator, or drop it if that was done RETURNS times."""
+        task = one.stream, one.task.ordinal
+        if self._returns[task] >= RETURNS:
+            await self.drop(one, drop_reason(failure), failure)
+            return
+        self._returns[task] += 1
+        self.counts["returned"] += 1
+        self._status.failure = str(failure)
+        log.warning(
+            "%s gives task %d of stream %s back: %s", self._who, one.task.ordinal, one.stream, failure
+        )
+        await self._end(one, self._client.give_back(one.stream, [one.lease]))
 
     async def renew(self, stats: dict[str, Any]) -> None:
         """Renew all leases, and report `stats`. Raises RunClosedError at the end of the run."""

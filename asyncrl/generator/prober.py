@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from asyncrl.generator.engines.engine import RequestFailedError, Sampler, SampleRequest
+from asyncrl.generator.engines.engine import RequestFailedError, SampleLostError, Sampler, SampleRequest
 from asyncrl.generator.weights import WeightFollower
 from asyncrl.types import NO_VERSION, Array, Sampling
 
@@ -44,7 +44,7 @@ class Prober:
             )
             try:
                 turns = [turn for (turn,) in await asyncio.gather(*map(self._engine.sample, requests))]
-            except RequestFailedError as error:
+            except (RequestFailedError, SampleLostError) as error:
                 log.warning("version %d goes without a probe: %s", held, error)
                 continue
             # A token of a later version has a report of its own.

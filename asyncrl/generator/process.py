@@ -102,7 +102,8 @@ def load_engine(
         return VllmEngine(config, name, load_end_ids(config.model, tokenizer), load_weights)
     if config.generator.behind_http:
         server = load_server(config, name, load_end_ids(config.model, tokenizer))
-        return HttpEngine(server, config.generator)
+        vocabulary = load_model_config(config.model).get_text_config().vocab_size
+        return HttpEngine(server, config.generator, vocabulary=vocabulary)
     model = load_causal_lm(config.model, config.run.seed)
     return ScriptedEngine(
         hashed_script(model.config.get_text_config().vocab_size, config.generator.max_tokens),

@@ -51,7 +51,7 @@ class WorkerTelemetry:
 
     def under_way(self) -> int:
         """Samples of training leases that the engine has not finished."""
-        stats = self._engine_stats()
+        stats = self.engine_stats()
         return self._limit.under_way(self._leases.sampling_s(), stats["running"] + stats["waiting"])
 
     def collect(self) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class WorkerTelemetry:
         reward/… of the reward function · seconds {span of the engine: seconds} · counts of `WorkerLeases`
         """
         return {
-            **self._engine_stats(),
+            **self.engine_stats(),
             **self._follower.stats(),
             **self._rollouts.stats(),
             **self._leases.counts,
@@ -74,7 +74,7 @@ class WorkerTelemetry:
             **({"probes": self._prober.reports()} if self._prober is not None else {}),
         }
 
-    def _engine_stats(self) -> dict[str, float]:
+    def engine_stats(self) -> dict[str, float]:
         """The engine's stats of now; its seconds are added to the totals."""
         stats = self._engine.stats()
         for name in [name for name in stats if name.startswith(SECONDS)]:

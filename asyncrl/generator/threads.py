@@ -6,7 +6,8 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -14,17 +15,40 @@ Result = TypeVar("Result")
 
 
 class OneThread:
-    """Calls in one thread, in their order."""
+    """Calls in one thread, in their order. A call that hangs does not keep the process from its end."""
 
     def __init__(self, name: str) -> None:
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._closed = False
 
     async def __call__(self, function: Callable[..., Result], *args: Any) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
+        """Raises the function's error, as `as_failure` changes it. If cancelled before its turn, it is not called."""
+        if self._closed:
+            raise RuntimeError(f"the thread {self._thread.name!r} was closed")
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[Result] = loop.create_future()
 
-    def close(self) -> None:
-        """Does not wait for the call under way."""
-        self._executor.shutdown(wait=False)
+        def call() -> None:
+            if not result.cancelled():
+                _call(partial(function, *args), loop, result)
+
+        self._calls.put(call)
+        if self._thread.ident is None:
+            self._thread.start()
+        return await result
+
+    def close(self, wait_s: float = 0.0) -> bool:
+        """No call begins any more. Returns whether the call under way has ended within `wait_s`."""
+        self._closed = True
+        self._calls.put(None)
+        if self._thread.ident is not None:
+            self._thread.join(wait_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
 
 
 def as_failure(raised: BaseException) -> Exception:
@@ -47,6 +71,20 @@ async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     loop = asyncio.get_running_loop()
     result: asyncio.Future[Any] = loop.create_future()
 
+    def run() -> None:
+        # The name shows in dumps of a process that hangs.
+        threading.current_thread().name = getattr(function, "__name__", "call")
+        _call(partial(function, *args, **kwargs), loop, result)
+
+    _begin(run)
+    return await result
+
+
+def _call(
+    function: Callable[[], Result], loop: asyncio.AbstractEventLoop, result: asyncio.Future[Result]
+) -> None:
+    """Call the function in this thread, and settle the result in its loop, unless the caller has given up."""
+
     def settle(value: Any, error: BaseException | None) -> None:
         if result.done():
             return
@@ -55,20 +93,14 @@ async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         else:
             result.set_exception(error)
 
-    def run() -> None:
-        value: Any = None
-        error: BaseException | None = None
-        # The name shows in dumps of a process that hangs.
-        threading.current_thread().name = getattr(function, "__name__", "call")
-        try:
-            value = function(*args, **kwargs)
-        except BaseException as raised:
-            error = as_failure(raised)
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, value, error)
-
-    _begin(run)
-    return await result
+    value: Any = None
+    error: BaseException | None = None
+    try:
+        value = function()
+    except BaseException as raised:
+        error = as_failure(raised)
+    with suppress(RuntimeError):  # the loop is closed: nobody waits
+        loop.call_soon_threadsafe(settle, value, error)
 
 
 _idle: list[SimpleQueue[Callable[[], None]]] = []

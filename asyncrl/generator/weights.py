@@ -89,6 +89,11 @@ class WeightFollower:
         finally:
             await self._receiver.close()
 
+    @property
+    def flipping(self) -> bool:
+        """Whether a flip is under way that is not verified yet."""
+        return self._flipping
+
     @asynccontextmanager
     async def pinned(self) -> AsyncIterator[Version]:
         """Within this block the engine's version does not change."""

@@ -22,13 +22,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.models import REWARDS
 from asyncrl.errors import AsyncRLError, RefusedError, RunClosedError, first_failure
-from asyncrl.generator.engines.engine import Engine
+from asyncrl.generator.engines.engine import Engine, SampleLostError
+from asyncrl.generator.engines.watch import EngineWatch
 from asyncrl.generator.leases import DROP_REASONS, LeasedTask, WorkerLeases, drop_reason
 from asyncrl.generator.prober import Prober
 from asyncrl.generator.rollouts import Rollouts
@@ -44,6 +46,9 @@ log = logging.getLogger(__name__)
 
 LEASE_S = 10.0
 """How long a lease request may wait at the queue before it is repeated."""
+
+LOOK_AT_ENGINE_S = 1.0
+"""Between two looks at the engine's progress."""
 
 WEIGHTS, TASK = "the learner's weights", "a task from the queue"
 """Waits of a worker, as its status shows them."""
@@ -76,6 +81,7 @@ class Worker:
         self._follower, self._rollouts, self._prober = follower, rollouts, prober
         self._held_out, self._status = held_out or {}, status or ProcessStatus()
         self._limit = SampleLimit.from_config(config)
+        self._watch = EngineWatch(name, engine, config.generator.progress_deadline_s)
         self._leases = WorkerLeases(name, client, self._status)
         self.telemetry = WorkerTelemetry(engine, follower, rollouts, prober, self._leases, self._limit)
         self._loops: asyncio.TaskGroup
@@ -87,6 +93,7 @@ class Worker:
                 self._loops.create_task(self.telemetry.send_heartbeats(self._config.generator.heartbeat_s))
                 self._loops.create_task(self.telemetry.send_news())
                 self._loops.create_task(self._follower.run())
+                self._loops.create_task(self._watch_engine())
                 self._loops.create_task(self._intake(TRAIN))
                 if self._prober is not None:
                     self._loops.create_task(self._prober.run())
@@ -98,6 +105,13 @@ class Worker:
             raise first_failure(failures) from None
         finally:
             await self._leases.give_back()
+
+    async def _watch_engine(self) -> None:
+        """Raises DeadlineError if the engine makes no progress."""
+        deadline_s = self._config.generator.progress_deadline_s
+        while True:
+            await asyncio.sleep(min(LOOK_AT_ENGINE_S, deadline_s / 4))
+            self._watch.look(time.monotonic(), self.telemetry.engine_stats(), self._follower.flipping)
 
     async def _intake(self, stream: StreamName) -> None:
         while True:
@@ -144,6 +158,9 @@ class Worker:
         try:
             group = await (self._evaluate(one) if one.stream == EVAL else self._generate(one))
             await self._follower.settled()
+        except SampleLostError as error:
+            await self._leases.return_one(one, error)
+            return
         except tuple(DROP_REASONS) as error:
             await self._leases.drop(one, drop_reason(error), error)
             return

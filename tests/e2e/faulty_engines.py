@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Mapping
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -51,6 +54,26 @@ class Hotter(Wrapped):
     async def sample(self, request: SampleRequest) -> list[Turn]:
         sampling = dataclasses.replace(request.sampling, temperature=1.3 * request.sampling.temperature)
         return await self.engine.sample(dataclasses.replace(request, sampling=sampling))
+
+
+class Hanging(Wrapped):
+    """Its 30th step never ends, once in a run."""
+
+    def __init__(self, engine: TransformersEngine, mark: Path) -> None:
+        super().__init__(engine)
+        step, steps = engine._batch.step, count(1)
+
+        def hanging_step(admit: bool = True) -> Any:
+            if next(steps) == 30 and not mark.exists():
+                mark.touch()
+                threading.Event().wait()
+            return step(admit)
+
+        engine._batch.step = hanging_step  # type: ignore[method-assign]
+
+
+def hanging(config: Config, tokenizer: PreTrainedTokenizerBase, name: str) -> Hanging:
+    return Hanging(load_transformers_engine(config, tokenizer), Path(config.run.dir) / "hangs")
 
 
 def heavier(config: Config, tokenizer: PreTrainedTokenizerBase, name: str) -> Heavier:

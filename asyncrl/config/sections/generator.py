@@ -112,6 +112,9 @@ class GeneratorConfig(Section):
         "samples in flight when new weights come: go on with the KV cache of the old ones, have it made again "
         "by the new ones, or are finished first by the old ones",
     )
+    progress_deadline_s: Seconds = key(
+        300.0, "an engine that has samples, and makes no token for so long, ends its generator"
+    )
     drain_deadline_s: Seconds = key(
         600.0, "kv=drain: samples that still run so long after new weights came go on as with kv=recompute"
     )

@@ -118,7 +118,8 @@ class Engine(Sampler, Protocol):
     def stats(self) -> dict[str, float]:
         """tokens (output tokens so far), running (samples being decoded), waiting (samples with no slot yet),
         and seconds/<span> since the last call; some engines add kv_usage (share of the KV cache in use) and
-        preemptions (samples that lost their KV and were computed again, so far)."""
+        preemptions (samples that lost their KV and were computed again, so far), and uncounted (most tokens of one
+        sample that `tokens` may lack until they all are made)."""
         ...
 
     async def close(self) -> None:
@@ -144,6 +145,10 @@ class RequestFailedError(Exception):
     """The engine failed at one request. The task is dropped with reason 'engine'."""
 
 
+class SampleLostError(Exception):
+    """The engine owes a sample for too long, or its connection broke. The task is given back to the queue."""
+
+
 class RetryingSampler:
     """An engine's `sample` under `generator.on_failure`.
 
@@ -151,7 +156,8 @@ class RetryingSampler:
     drop    RequestFailedError: the task ends as DROPPED(engine), the others go on
     stop    the error itself: the generator ends
 
-    Many failures in a row are the engine's fault, not a request's: they end the generator too.
+    A lost sample is not repeated here: another generator may make it. Many failures in a row are the engine's fault,
+    not a request's: they end the generator too.
     """
 
     def __init__(self, engine: Sampler, on_failure: Literal["retry", "drop", "stop"]) -> None:
@@ -170,6 +176,9 @@ class RetryingSampler:
                 turns = await self._engine.sample(replace(request, request_id=again))
             except (PromptTooLongError, *NOT_THE_REQUEST):
                 raise
+            except SampleLostError as error:
+                self._count_failure(error)
+                raise
             except Exception as error:
                 if self._policy == "stop":
                     raise
@@ -180,9 +189,13 @@ class RetryingSampler:
             else:
                 self._in_a_row = 0
                 return turns
+        self._count_failure(why)
+        raise RequestFailedError(f"request {request.request_id}: {why!r}") from why
+
+    def _count_failure(self, why: Exception) -> None:
+        """Raises EngineFailedError if this was one too many in a row."""
         self._in_a_row += 1
         if self._in_a_row >= IN_A_ROW:
             raise EngineFailedError(
                 f"the engine failed at {self._in_a_row} requests in a row, last with {why!r}"
-            )
-        raise RequestFailedError(f"request {request.request_id}: {why!r}") from why
+            ) from why

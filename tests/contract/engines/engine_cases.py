@@ -184,7 +184,7 @@ class HostedSglang(HttpEngine):
         self.stand_in = SglangStandIn(inner, port, spans=spans)
         ours = ServerConfig([f"http://127.0.0.1:{port}"], folder=str(folder / "versions"), deadline_s=5.0)
         config = server_config(folder, engine="sglang", kv=kv, server=ours, **generator)
-        super().__init__(load_server(config, "generator-0", [END]), config.generator, version)
+        super().__init__(load_server(config, "generator-0", [END]), config.generator, version, VOCABULARY)
 
     async def start(self) -> None:
         await self.stand_in.start()

@@ -13,6 +13,7 @@ import torch
 from aiohttp import web
 from engine_cases import (
     SYNC,
+    VOCABULARY,
     HostedSglang,
     learner,
     nudged,
@@ -27,6 +28,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config.sections.generator import KvAtFlip
 from asyncrl.errors import ConfigError, ProcessDiedError, WeightSyncError
+from asyncrl.generator.engines.engine import SampleLostError
 from asyncrl.generator.engines.http import http_link
 from asyncrl.generator.engines.http.http_engine import PrioritySemaphore
 from asyncrl.generator.engines.http.http_link import ServerRefusedError, metric_sums
@@ -197,12 +199,95 @@ async def test_failures_of_the_server_are_tried_again_and_refusals_are_not(tmp_p
         (turn,) = await engine.sample(request("a"))
         assert len(turn.output_ids) == 5
         failures += [web.HTTPServiceUnavailable] * 9
-        with pytest.raises(RuntimeError, match="failed at a sample 3 times"):
+        with pytest.raises(SampleLostError, match="failed at a sample of b 3 times"):
             await engine.sample(request("b"))
         failures[:] = [web.HTTPBadRequest]
         with pytest.raises(ServerRefusedError, match="400"):
             await engine.sample(request("c"))
         assert len(await engine.sample(request("d", n=3))) == 3
+
+
+async def not_json(request: web.Request, label: str) -> web.StreamResponse:
+    return web.Response(body=b"\xff\x00{[")
+
+
+async def half_an_answer(request: web.Request, label: str) -> web.StreamResponse:
+    answer = web.StreamResponse(headers={"Content-Length": "1000"})
+    await answer.prepare(request)
+    await answer.write(b'{"meta_info": {"output_token_logprobs": [[-1.0, 5')
+    assert request.transport is not None
+    request.transport.close()
+    return answer
+
+
+def answers(tokens: Any) -> Any:
+    async def generate(request: web.Request, label: str) -> web.StreamResponse:
+        meta = {"output_token_logprobs": tokens, "weight_version": label, "finish_reason": {"type": "stop"}}
+        return web.json_response({"meta_info": meta})
+
+    return generate
+
+
+BAD_ANSWERS = {
+    "no json": not_json,
+    "half an answer": half_an_answer,
+    "a number": lambda request, label: answer_json(7),
+    "no metadata": lambda request, label: answer_json({"text": "fine"}),
+    "tokens that are none": answers([5, 6]),
+    "a word for a token": answers([[-1.0, "five", None]]),
+    "a token beyond the vocabulary": answers([[-1.0, VOCABULARY, None]]),
+    "a negative token": answers([[-1.0, -1, None]]),
+    "a log-prob above 0": answers([[1.0, 5, None]]),
+    "a log-prob that is no number": answers([[float("nan"), 5, None]]),
+    "more tokens than requested": answers([[-1.0, 5, None]] * 6),
+}
+
+
+async def answer_json(answer: Any) -> web.Response:
+    return web.json_response(answer)
+
+
+@pytest.mark.parametrize("bad", BAD_ANSWERS.values(), ids=BAD_ANSWERS.keys())
+async def test_an_answer_that_is_none_loses_the_sample_by_name_and_the_next_goes_well(
+    tmp_path: Path, bad: Any
+) -> None:
+    engine = HostedSglang(tmp_path, "recompute", spans=False)
+    plain, broken = engine.stand_in._generate, False
+
+    async def generate(request: web.Request) -> Any:
+        return await (bad(request, engine.stand_in.label) if broken else plain(request))
+
+    engine.stand_in._generate = generate  # type: ignore[method-assign]
+    await engine.start()
+    try:
+        broken = True
+        with pytest.raises(SampleLostError, match="the server failed at a sample of a 3 times: ") as error:
+            await engine.sample(request("a"))
+        assert "weights" not in str(error.value)
+        broken = False
+        assert len(await engine.sample(request("b", n=2))) == 2
+        assert engine.stats()["running"] == 0
+    finally:
+        await engine.close()
+
+
+async def test_a_request_that_the_server_forgets_is_lost_while_the_others_go_on(tmp_path: Path) -> None:
+    async with started(tmp_path, progress_deadline_s=0.2) as engine:
+        plain = engine.stand_in.engine.sample
+
+        async def sample(asked: Any) -> Any:
+            if asked.request_id.startswith("forgotten"):
+                return await asyncio.get_running_loop().create_future()
+            return await plain(asked)
+
+        engine.stand_in.engine.sample = sample  # type: ignore[method-assign]
+        forgotten = asyncio.ensure_future(engine.sample(request("forgotten")))
+        async with asyncio.timeout(60):
+            while not forgotten.done():
+                assert len(await engine.sample(request("b", n=4, max_tokens=40))) == 4
+        with pytest.raises(SampleLostError, match=r"has not answered forgotten/0/\d+\. after 0\.2 s"):
+            await forgotten
+        assert engine.stats()["running"] == 0
 
 
 async def test_a_server_that_is_gone_ends_the_generator_after_its_deadline(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from processes import finished, rows, started
+from processes import counts_of, finished, rows, started, succeeded, versions
 
-from asyncrl.errors import AsyncRLError, BehaviourMismatchError, WeightSyncError
+from asyncrl.errors import AsyncRLError, BehaviourMismatchError, DeadlineError, WeightSyncError
 
 pytestmark = pytest.mark.slow
 
@@ -30,6 +30,17 @@ def test_the_hash_finds_a_weight_that_is_not_the_learners(config_file: Path) -> 
     assert "the engine's parameters do not hash to" in printed
     # Nothing of those weights was trained on: groups are committed after the flip is verified.
     assert all(row["version"] <= 4 for row in rows(config_file.parent / "it"))
+
+
+def test_an_engine_that_hangs_ends_its_generator_by_name_and_the_next_one_goes_on(config_file: Path) -> None:
+    """A step of the model never ends: the process does, although the thread in that step does not."""
+    run = config_file.parent / "it"
+    words = ("generator.progress_deadline_s=3", "run.versions=3", f"generator.own_engine={ENGINES}:hanging")
+    with started("asyncrl", "train", str(config_file), *words) as launcher:
+        printed = succeeded(launcher)
+    assert f"generator-0 ended (exit code {DeadlineError.exit_code}) and is started again, 1 of 3" in printed
+    assert versions(run) == [1, 2, 3]
+    assert counts_of(run) == (3, 12, 0)
 
 
 def test_the_log_probs_find_it_where_nothing_is_hashed(config_file: Path) -> None:

@@ -19,7 +19,7 @@ from asyncrl.config.sections.models import PlacementConfig, RewardsPlaceConfig
 from asyncrl.config.sections.tasks import MAIN
 from asyncrl.errors import ConfigError, DeadlineError, RewardFailedError, TaskError, WeightSyncError
 from asyncrl.generator import weights
-from asyncrl.generator.engines.engine import RequestFailedError, SampleRequest
+from asyncrl.generator.engines.engine import RequestFailedError, SampleLostError, SampleRequest
 from asyncrl.generator.engines.receiver import Learner, LocalReceiver, LostWeightsError
 from asyncrl.generator.scoring.calls import FIRST
 from asyncrl.generator.worker import Worker
@@ -159,6 +159,43 @@ async def test_a_request_that_fails_for_good_is_dropped_alone(monkeypatch: pytes
         await h.queue.submit("train", *tasks(3))
         await h.queue.until(lambda: len(h.queue.committed) + len(h.queue.dropped) == 3)
         assert h.queue.dropped == {1: "engine"}
+
+
+async def test_a_task_whose_sample_is_lost_goes_back_to_the_queue_and_the_third_time_is_dropped(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with house() as h:
+        plain = h.engine.sample
+
+        async def sample(request: SampleRequest) -> list[Turn]:
+            if request.ordinal == 1:
+                raise SampleLostError("the server forgot it")
+            return await plain(request)
+
+        monkeypatch.setattr(h.engine, "sample", sample)
+        await h.learner.publish(0)
+        await h.queue.submit("train", *tasks(3))
+        for returned in (1, 2):
+            await h.queue.until(lambda: h.queue.stats.get("returned") == returned)  # noqa: B023
+            assert h.queue.returned == [1] * returned
+            assert h.queue.dropped == {}
+            await h.queue.submit("train", tasks(2)[1])
+        await h.queue.until(lambda: h.queue.dropped == {1: "engine"})
+        assert {ordinal for _, ordinal in h.queue.committed} == {0, 2}
+        assert "worker gives task 1 of stream train back: the server forgot it" in caplog.text
+
+
+async def test_an_engine_that_makes_no_token_ends_the_worker_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    impatient = replace(CONFIG, generator=replace(CONFIG.generator, progress_deadline_s=0.1))
+    async with house(config=impatient) as h:
+        monkeypatch.setattr(h.engine, "_step", lambda: None)
+        await h.learner.publish(0)
+        await h.queue.submit("train", *tasks(1))
+        with pytest.raises(
+            DeadlineError, match=r"worker waited .* its engine \(ScriptedEngine\): a token of version 0"
+        ):
+            await ended(h)
+        assert h.queue.returned == [0]
 
 
 async def test_a_flip_asks_again_with_the_newer_version() -> None:

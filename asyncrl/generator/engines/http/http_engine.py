@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import heapq
 import logging
+import time
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field
 from itertools import count
@@ -26,8 +27,9 @@ from typing import Any
 from asyncrl.config.schema import GeneratorConfig
 from asyncrl.counter_rng import stream_key
 from asyncrl.errors import RunClosedError
-from asyncrl.generator.engines.engine import SampleRequest, check_fits, span_seconds
+from asyncrl.generator.engines.engine import SampleLostError, SampleRequest, check_fits, span_seconds
 from asyncrl.generator.engines.http.http_link import ServerRefusedError, UnreachableError
+from asyncrl.generator.engines.http.lost_requests import PATIENCE, LostRequests
 from asyncrl.generator.engines.http.served_weights import ServedWeights, version_in
 from asyncrl.generator.engines.http.server import (
     Install,
@@ -76,15 +78,22 @@ class _Sample:
 
 
 class HttpEngine:
-    """See `Engine`. version: what the server starts with; for tests."""
+    """See `Engine`. version: what the server starts with; for tests · vocabulary: tokens that an answer may have"""
 
-    def __init__(self, server: Server, config: GeneratorConfig, version: Version = NO_VERSION) -> None:
-        self._server, self._config = server, config
+    def __init__(
+        self,
+        server: Server,
+        config: GeneratorConfig,
+        version: Version = NO_VERSION,
+        vocabulary: int = 1 << 31,
+    ) -> None:
+        self._server, self._config, self._vocabulary = server, config, vocabulary
         self._changed = asyncio.Event()
         self._weights = ServedWeights(
             server, config.kv, version, changed=self._changed.set, lost=self._cancel_requests
         )
-        self._meter = LoadMeter(server)
+        self._meter = LoadMeter(server, self._look_for_lost)
+        self._lost = LostRequests[asyncio.Task[ServerChunk]](config.progress_deadline_s)
         self._semaphore = PrioritySemaphore(config.slots)
         self._tasks: set[asyncio.Task[Any]] = set()  # all that must end with the engine
         self._requests: set[asyncio.Task[ServerChunk]] = set()
@@ -157,6 +166,7 @@ class HttpEngine:
             "waiting": float(queued + self._semaphore.waiting),
             "kv_usage": load.kv_usage,
             "preemptions": load.preemptions,
+            "uncounted": 0.0 if load.at_once else float(self._lost.longest),
             **span_seconds(self._spans),
         }
 
@@ -186,7 +196,7 @@ class HttpEngine:
             if not sample.missing:
                 return sample.turn("length")
             if flips == self._weights.flips:
-                raise RuntimeError(f"the server gave {sample.request.request_id} up by itself")
+                raise SampleLostError(f"the server gave {sample.request.request_id} up by itself")
 
     async def _usable_chunk(self, sample: _Sample) -> ServerChunk | None:
         """None: the weights were not ours; the gate is closed until they are."""
@@ -194,16 +204,17 @@ class HttpEngine:
         for _ in range(TRIES):
             try:
                 chunk = await self._generate(sample)
-            except UnreachableError as error:
+                check_whole(chunk, sample.missing, self._vocabulary)
+            except (UnreachableError, ValueError) as error:
                 failure = str(error)
             else:
-                check_whole(chunk)
                 if all(self._weights.is_flipped(label) for label, _, _ in chunk.labels):
                     return chunk
                 failure = f"it was said by weights {[label for label, _, _ in chunk.labels]}"
             if not await self._weights.still_ours():
                 return None
-        raise RuntimeError(f"the server failed at a sample {TRIES} times: {failure}")
+        who = sample.request.request_id
+        raise SampleLostError(f"the server failed at a sample of {who} {TRIES} times: {failure}")
 
     async def _generate(self, sample: _Sample) -> ServerChunk:
         """Request the rest of a sample. If cancelled, aborts the request, whose tokens are still counted."""
@@ -220,11 +231,18 @@ class HttpEngine:
         )
         answer = self._background(self._server.generate(of_server))
         self._requests.add(answer)
+        self._lost.begin(answer, time.monotonic(), sample.missing)
         self._changed.set()
         answer.add_done_callback(self._answered)
         try:
             return await asyncio.shield(answer)
         except asyncio.CancelledError:
+            if self._lost.take_lost(answer):
+                self._background(self._abort_lost(name))
+                raise SampleLostError(
+                    f"the server has not answered {name} after {self._config.progress_deadline_s:g} s, though it has "
+                    f"made {PATIENCE:g} times as many tokens of each other sample as {name} may have"
+                ) from None
             if answer.cancelled() and not _is_cancelled():
                 raise UnreachableError("its weights were lost meanwhile") from None
             if not self._closed:
@@ -237,8 +255,18 @@ class HttpEngine:
                 await self._server.abort(name)
                 await asyncio.wait({answer}, timeout=ABORT_AGAIN_S)
 
+    async def _abort_lost(self, name: str) -> None:
+        with contextlib.suppress(UnreachableError, ServerRefusedError):
+            await self._server.abort(name)
+
+    def _look_for_lost(self) -> None:
+        lost = self._lost.look(time.monotonic(), self._meter.tokens, self._meter.load.waiting > 0)
+        for answer in lost:
+            answer.cancel()
+
     def _answered(self, answer: asyncio.Task[ServerChunk]) -> None:
         self._requests.discard(answer)
+        self._lost.end(answer)
         self._changed.set()
         if not answer.cancelled() and answer.exception() is None:
             self._meter.finished_tokens += len(answer.result().token_ids)

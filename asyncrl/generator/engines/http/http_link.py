@@ -13,25 +13,30 @@ import json
 import os
 import re
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncrl.errors import ConfigError, ProcessDiedError
 
 if TYPE_CHECKING:
     import aiohttp
 
+T = TypeVar("T")
+
 CONNECT_S = 10.0
 
 PAUSES_S = (0.1, 2.0)
 """Between two tries of a repeated request: the first, doubled up to the last."""
+
+LARGEST = 256 << 20
+"""Most bytes of an answer."""
 
 TEXT = 500
 """Most characters of a server's text in an error."""
 
 
 class UnreachableError(Exception):
-    """The server did not answer, or failed. Worth another try."""
+    """The server did not answer, failed, or answered something else. Worth another try."""
 
 
 class ServerRefusedError(Exception):
@@ -106,9 +111,18 @@ class HttpLink:
                 asyncio.timeout(deadline_s),
                 self._session.request(method, self.url + path, json=body, params=params) as answer,
             ):
-                return _checked(f"{method} {path}", answer.status, await answer.text())
+                return _checked(f"{method} {path}", answer.status, await _text(answer))
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise UnreachableError(f"{method} {path}: {error!r}") from error
+
+
+async def _text(answer: aiohttp.ClientResponse) -> str:
+    body = bytearray()
+    async for piece in answer.content.iter_chunked(1 << 16):
+        body += piece
+        if len(body) > LARGEST:
+            raise UnreachableError(f"an answer of more than {LARGEST} bytes")
+    return body.decode("utf-8", "replace")
 
 
 def _checked(what: str, status: int, text: str) -> Any:
@@ -120,6 +134,19 @@ def _checked(what: str, status: int, text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
+
+
+def parsed(answer: Any, read: Callable[[Any], T]) -> T:
+    """What `read` makes of an answer. Raises UnreachableError for one that it cannot read.
+
+    >>> parsed({"a": 1}, lambda answer: answer["b"])
+    Traceback (most recent call last):
+    asyncrl.generator.engines.http.http_link.UnreachableError: an answer of another form, KeyError('b'): {'a': 1}
+    """
+    try:
+        return read(answer)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise UnreachableError(f"an answer of another form, {error!r}: {str(answer)[:TEXT]}") from error
 
 
 def url_of(urls: list[str], name: str) -> str:

@@ -95,7 +95,7 @@ class ServedWeights:
         expected = self.label
         try:
             label = await self._server.label()
-        except ServerRefusedError as error:
+        except (ServerRefusedError, UnreachableError) as error:
             label = str(error)
         if not self._flipping and label != expected == self.label:
             self._lose(f"it has weights {label!r}, not {expected!r}: it restarted, or somebody updated it")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -54,14 +55,23 @@ class ServerChunk:
     finish: Finish
 
 
-def check_whole(chunk: ServerChunk) -> None:
-    """Raises ValueError unless each token has one log-prob and one label.
+NO_LOGPROB = 0.01
+"""Above all log-probs, rounding included."""
 
-    >>> check_whole(ServerChunk([5, 6], [-1.0, -2.0], [("a", 0, 1), ("b", 1, 2)], "stop"))
-    >>> check_whole(ServerChunk([5, 6], [-1.0, -2.0], [("a", 0, 1)], "stop"))
+
+def check_whole(chunk: ServerChunk, most_tokens: int, vocabulary: int) -> None:
+    """Raises ValueError unless the tokens are some of the vocabulary, and each has one log-prob and one label.
+
+    >>> check_whole(ServerChunk([5, 6], [-1.0, -2.0], [("a", 0, 1), ("b", 1, 2)], "stop"), 2, 7)
+    >>> check_whole(ServerChunk([5, 6], [-1.0, -2.0], [("a", 0, 1)], "stop"), 2, 7)
     Traceback (most recent call last):
     ValueError: an answer of 2 tokens with 2 log-probs and labels for [(0, 1)]
+    >>> check_whole(ServerChunk([5, 7], [-1.0, -2.0], [("a", 0, 2)], "stop"), 2, 7)
+    Traceback (most recent call last):
+    ValueError: an answer with tokens outside of the vocabulary of 7, or with log-probs that are none
     """
+    if len(chunk.token_ids) > most_tokens:
+        raise ValueError(f"an answer of {len(chunk.token_ids)} tokens, {most_tokens} were requested")
     ends = [0, *(end for _, _, end in chunk.labels)]
     spans = [(start, end) for _, start, end in chunk.labels]
     joined = all(start == before <= end for before, (start, end) in zip(ends, spans, strict=False))
@@ -69,13 +79,20 @@ def check_whole(chunk: ServerChunk) -> None:
         raise ValueError(
             f"an answer of {len(chunk.token_ids)} tokens with {len(chunk.logprobs)} log-probs and labels for {spans}"
         )
+    ids_are_known = all(type(token) is int and 0 <= token < vocabulary for token in chunk.token_ids)
+    if not ids_are_known or not all(-math.inf < logprob < NO_LOGPROB for logprob in chunk.logprobs):
+        raise ValueError(
+            f"an answer with tokens outside of the vocabulary of {vocabulary}, or with log-probs that are none"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class ServerLoad:
-    """tokens: made so far · waiting: requests with no slot yet · kv_usage: share · preemptions so far."""
+    """tokens: made so far · at_once: they are counted when they are made, not when their request ends
+    waiting: requests with no slot yet · kv_usage: share · preemptions so far."""
 
     tokens: float = 0.0
+    at_once: bool = False
     waiting: float = 0.0
     kv_usage: float = 0.0
     preemptions: float = 0.0
@@ -127,10 +144,13 @@ LOAD_S = 0.1
 
 
 class LoadMeter:
-    """The server's load, polled while it has requests, and the tokens that it has made for this engine."""
+    """The server's load, polled while it has requests, and the tokens that it has made for this engine.
 
-    def __init__(self, server: Server) -> None:
-        self.load = ServerLoad()
+    looked  called after each look
+    """
+
+    def __init__(self, server: Server, looked: Callable[[], None]) -> None:
+        self.load, self.looked = ServerLoad(), looked
         self.finished_tokens = 0
         """Tokens of requests that have ended, for servers that report none."""
         self._server = server
@@ -152,6 +172,7 @@ class LoadMeter:
             if not requests:
                 continue
             load = await self._request()
+            self.looked()
             if load.tokens < self.load.tokens:
                 self._before += self.load.tokens
             self.load = load

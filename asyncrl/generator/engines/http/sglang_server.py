@@ -34,6 +34,7 @@ from asyncrl.generator.engines.http.http_link import (
     ServerRefusedError,
     UnreachableError,
     metric_sums,
+    parsed,
 )
 from asyncrl.generator.engines.http.server import CheckWeights, Flip, ServerChunk, ServerLoad, ServerRequest
 from asyncrl.generator.engines.receiver import Learner, WeightReader, WeightReceiver, WeightStream
@@ -97,7 +98,7 @@ class SglangServer:
             # A pause in place keeps what is cached of the old weights, which must not be used for the new ones.
             **({"extra_key": request.salt} if self._keep else {}),
         }
-        return _chunk(await self._link.post_once("/generate", body))
+        return parsed(await self._link.post_once("/generate", body), _chunk)
 
     async def abort(self, name: str) -> None:
         await self._link.post_once("/abort_request", {"rid": name}, self._deadline_s)
@@ -109,7 +110,7 @@ class SglangServer:
             if error.status != 404:
                 raise
             info = await self._link.get("/get_model_info")  # its older name
-        return str(info.get("weight_version"))
+        return parsed(info, lambda info: str(info.get("weight_version")))
 
     async def set_label(self, label: str) -> None:
         await self._link.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
@@ -137,16 +138,16 @@ class SglangServer:
             answer = await self._link.post_once("/update_weights_from_disk", body, self._deadline_s)
         except ServerRefusedError as error:
             raise WeightSyncError(f"{self._link.who}: the server at {self._link.url}: {error}") from error
-        if not answer["success"]:
+        if not parsed(answer, lambda answer: bool(answer["success"])):
             raise WeightSyncError(
-                f"{self._link.who}: the server at {self._link.url} could not load {path}: {answer['message']}"
+                f"{self._link.who}: the server at {self._link.url} could not load {path}: {answer.get('message')}"
             )
 
     async def _meta_of_a_token(self) -> dict[str, Any]:
         """The metadata that the server returns with one token."""
         body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}, "return_logprob": True}
         answer = await self._link.post_once("/generate", {**body, "stream": False}, self._deadline_s)
-        return dict(answer["meta_info"])
+        return parsed(answer, lambda answer: dict(answer["meta_info"]))
 
 
 def _chunk(answer: dict[str, Any]) -> ServerChunk:

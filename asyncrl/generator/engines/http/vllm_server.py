@@ -13,6 +13,7 @@ vLLM 0.32: `vllm/entrypoints/scale_out/token_in_token_out`, `vllm/entrypoints/rl
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from asyncrl.config.schema import Config
@@ -22,6 +23,7 @@ from asyncrl.generator.engines.http.http_link import (
     ServerRefusedError,
     UnreachableError,
     metric_sums,
+    parsed,
 )
 from asyncrl.generator.engines.http.server import CheckWeights, Flip, ServerChunk, ServerLoad, ServerRequest
 from asyncrl.generator.engines.receiver import WeightReader, WeightReceiver
@@ -54,10 +56,12 @@ class VllmServer:
             await self.label()  # waits for a server that is just starting
             await self.resume()
             reports = await self._rpc("asyncrl_close")
-            served = (await self._link.get("/v1/models"))["data"][0]["max_model_len"]
-            certain = await self.generate(CERTAIN)
-        except (ServerRefusedError, UnreachableError) as error:
-            raise self._unusable(f"does not do what is asked: {error}") from error
+            models = await self._link.get("/v1/models")
+            served = parsed(models, lambda models: int(models["data"][0]["max_model_len"]))
+            async with asyncio.timeout(self._deadline_s):
+                certain = await self.generate(CERTAIN)
+        except (ServerRefusedError, UnreachableError, TimeoutError) as error:
+            raise self._unusable(f"does not do what is asked: {error!r}") from error
         if not all(isinstance(report, dict) for report in reports):
             raise self._unusable(f"has another worker extension: {reports}")
         if abs(certain.logprobs[0]) > 1e-3:
@@ -93,14 +97,14 @@ class VllmServer:
             },
             "cache_salt": request.salt,
         }
-        return _chunk((await self._link.post_once("/inference/v1/generate", body))["choices"][0])
+        return parsed(await self._link.post_once("/inference/v1/generate", body), _chunk)
 
     async def abort(self, name: str) -> None:
         body = {"request_ids": [PREFIX + name]}
         await self._link.post_once("/inference/v1/abort_requests", body, self._deadline_s)
 
     async def label(self) -> str:
-        return str((await self._link.get("/weight_info"))["weight_version"])
+        return parsed(await self._link.get("/weight_info"), lambda info: str(info["weight_version"]))
 
     async def set_label(self, label: str) -> None:
         await self._link.post("/update_weight_version", {"new_version": label})
@@ -116,6 +120,7 @@ class VllmServer:
         sums = metric_sums(str(await self._link.get_once("/metrics")))
         return ServerLoad(
             tokens=sums.get("vllm:generation_tokens_total", 0.0),
+            at_once="vllm:generation_tokens_total" in sums,
             waiting=sums.get("vllm:num_requests_waiting", 0.0),
             kv_usage=sums.get("vllm:kv_cache_usage_perc", 0.0),
             preemptions=sums.get("vllm:num_preemptions_total", 0.0),
@@ -142,13 +147,14 @@ class VllmServer:
     async def _rpc(self, method: str, *args: Any) -> list[Any]:
         body = {"method": method, "args": list(args)}
         answer = await self._link.post_once("/collective_rpc", body, self._deadline_s)
-        return list(answer["results"])
+        return parsed(answer, lambda answer: list(answer["results"]))
 
     def _unusable(self, why: str) -> ConfigError:
         return ConfigError("generator.server.urls", self._link.url, f"the server there {why}", START)
 
 
-def _chunk(choice: dict[str, Any]) -> ServerChunk:
+def _chunk(answer: dict[str, Any]) -> ServerChunk:
+    (choice,) = answer["choices"]
     tokens = choice["token_ids"] or []
     logprobs = choice["logprobs"]["content"] if tokens else []
     spans = choice["weight_versions"] or ()

@@ -26,7 +26,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -41,6 +40,7 @@ from asyncrl.generator.engines.engine import SampleRequest, check_complete, span
 from asyncrl.generator.engines.receiver import LocalReceiver, WeightReader, WeightReceiver
 from asyncrl.generator.engines.transformers.kv_cache import ATTENTION, UnsupportedAttentionError
 from asyncrl.generator.engines.transformers.slots import SlotBatch
+from asyncrl.generator.threads import OneThread
 from asyncrl.models import checkpoint_tensors, load_causal_lm, load_model_config
 from asyncrl.telemetry.spans import Spans
 from asyncrl.types import NO_VERSION, Sampling, Turn, Version
@@ -48,6 +48,10 @@ from asyncrl.types import NO_VERSION, Sampling, Turn, Version
 Result = TypeVar("Result")
 
 log = logging.getLogger(__name__)
+
+
+CLOSE_S = 5.0
+"""Longest wait at the end for the step under way."""
 
 
 class _Flip(NamedTuple):
@@ -88,7 +92,7 @@ class TransformersEngine:
             version=version,
             fixed_shape=fixed_shape,
         )
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._thread = OneThread("engine")
         self._inbox: deque[Callable[[], None]] = deque()
         self._requested = self._added = 0  # samples; the loop changes the first, the thread the other
         self._flips: deque[_Flip] = deque()
@@ -151,7 +155,8 @@ class TransformersEngine:
             self._runner.cancel()
             await asyncio.gather(self._runner, return_exceptions=True)
         self._end(RunClosedError("the engine was closed"))
-        self._thread.shutdown()
+        if not self._thread.close(CLOSE_S):
+            log.warning("a step of the model hangs: its thread ends with the process")
 
     async def _run(self) -> None:
         try:
@@ -161,7 +166,7 @@ class TransformersEngine:
                         await self._flip_next()
                 elif self._inbox or not self._batch.idle:
                     with self._spans("compute"):
-                        await self._loop.run_in_executor(self._thread, self._steps)
+                        await self._thread(self._steps)
                 else:
                     self._wake.clear()
                     with self._spans("wait/tasks"):
@@ -192,7 +197,7 @@ class TransformersEngine:
             )
         arguments = flip.staged, self.targets, flip.version, recompute
         try:
-            await self._loop.run_in_executor(self._thread, self._batch.flip, *arguments)
+            await self._thread(self._batch.flip, *arguments)
         except (RuntimeError, KeyError) as error:
             _settle(flip.done, error)
         else:

@@ -72,7 +72,7 @@ class SpeakingEngine(Speaker):
         return 0.0
 
     def stats(self) -> dict[str, float]:
-        return {"running": 0.0, "waiting": 0.0}
+        return {"tokens": 0.0, "running": 0.0, "waiting": 0.0}
 
 
 @dataclass

@@ -15,6 +15,7 @@ from asyncrl.generator.engines.engine import (
     PromptTooLongError,
     RequestFailedError,
     RetryingSampler,
+    SampleLostError,
     SampleRequest,
 )
 from asyncrl.types import Sampling, Turn
@@ -65,6 +66,17 @@ async def test_what_no_second_try_can_mend_is_not_tried_again(error: Exception) 
     with pytest.raises(type(error)):
         await RetryingSampler(engine, "retry").sample(ASKED)
     assert engine.asked == ["r"]
+
+
+async def test_a_lost_sample_is_not_asked_for_again_and_many_in_a_row_end_the_generator() -> None:
+    engine = Moody(lambda call: SampleLostError("no answer"))
+    sampler = RetryingSampler(engine, "retry")
+    for _ in range(IN_A_ROW - 1):
+        with pytest.raises(SampleLostError, match="no answer"):
+            await sampler.sample(ASKED)
+    assert engine.asked == ["r"] * (IN_A_ROW - 1)
+    with pytest.raises(EngineFailedError, match="8 requests in a row, last with SampleLostError"):
+        await sampler.sample(ASKED)
 
 
 async def test_an_engine_that_only_fails_ends_the_generator_and_one_success_starts_the_count_anew() -> None:

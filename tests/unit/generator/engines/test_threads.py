@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 
 import pytest
 
-from asyncrl.generator.threads import in_thread
+from asyncrl.generator.threads import OneThread, in_thread
 
 
 async def test_a_thread_that_is_done_is_used_again_and_is_never_the_loops() -> None:
@@ -38,3 +40,40 @@ async def test_what_a_call_raises_reaches_its_caller_and_the_next_call_goes_well
     with pytest.raises(BaseException, match="no"):
         await in_thread(fails)
     assert await in_thread(len, "abc") == 3
+
+
+async def test_calls_of_one_thread_come_in_their_order_and_those_given_up_are_left_out() -> None:
+    thread, may_go_on, order = OneThread("t"), threading.Event(), list[int]()
+    first = asyncio.ensure_future(thread(may_go_on.wait, 30))
+    others = [asyncio.ensure_future(thread(order.append, number)) for number in range(3)]
+    await asyncio.sleep(0)
+    others[1].cancel()
+    await asyncio.sleep(0)
+    may_go_on.set()
+    assert await first
+    await asyncio.gather(*others, return_exceptions=True)
+    assert order == [0, 2]
+    with pytest.raises(KeyError, match="no"):
+        await thread({}.__getitem__, "no")
+    assert thread.close(30)
+
+
+def test_a_call_that_hangs_in_one_thread_does_not_keep_the_process() -> None:
+    program = """
+import asyncio, threading
+from asyncrl.generator.threads import OneThread
+
+async def main():
+    thread, begun = OneThread("hangs"), threading.Event()
+    def hang():
+        begun.set()
+        threading.Event().wait()
+    call = asyncio.ensure_future(thread(hang))
+    while not begun.is_set():
+        await asyncio.sleep(0)
+    print(thread.close(0.01))
+
+asyncio.run(main())
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, "False\n"), ended.stderr
