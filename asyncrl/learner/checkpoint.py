@@ -32,7 +32,7 @@ from asyncrl.errors import ConfigError, DeadlineError
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.remote.remote_model import RemoteModel
 from asyncrl.learner.train_stream import TrainStream
-from asyncrl.system.disk import sync_folder
+from asyncrl.system.disk import make_folder, sync_folder, writing
 from asyncrl.telemetry.spans import Spans
 from asyncrl.types import Version
 
@@ -201,7 +201,8 @@ class Checkpoints:
         if self._backend.rank == 0:
             for left in self._folder.glob(".v*"):  # by a process that was killed
                 shutil.rmtree(left, ignore_errors=True)
-            folder.mkdir(parents=True)
+            make_folder(self._folder, fsync=self._fsync)
+            folder.mkdir()
         self._backend.exchange(None)
         remote = [model.save(folder) for model in self._remote_models]
         beside = self._settings.asynchronous
@@ -259,7 +260,7 @@ class Checkpoints:
         for written in remote:
             written()
         if self._backend.rank == 0:
-            with (folder / META).open("wb") as file:
+            with writing(folder / META), (folder / META).open("wb") as file:
                 file.write(msgpack.packb(asdict(meta)))
                 if self._fsync:
                     file.flush()
@@ -276,7 +277,11 @@ class Checkpoints:
             self._rename(self._partial(version), final)
             shutil.rmtree(replaced, ignore_errors=True)
             for old in sorted(_all(self._run_folder), key=_version)[: -self._settings.keep]:
-                shutil.rmtree(old, ignore_errors=True)
+                pruned = old.with_name(
+                    f".{old.name}.pruned"
+                )  # whole or not there, also for whoever dies here
+                os.replace(old, pruned)
+                shutil.rmtree(pruned, ignore_errors=True)
         return version
 
     def _rename(self, partial: Path, final: Path) -> None:

@@ -43,6 +43,16 @@ def replace_text(path: Path, text: str, mode: int = 0o666) -> None:
             raise
 
 
+def make_folder(folder: Path, *, fsync: bool = False) -> None:
+    """Make a folder and those above it, unless they are there. fsync: their names outlive a power failure, also those
+    that another process has just made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    inside = folder.resolve()
+    while fsync and not os.path.ismount(inside) and os.access(inside.parent, os.R_OK):
+        inside = inside.parent
+        sync_folder(inside)
+
+
 def sync_folder(folder: Path) -> None:
     """The names in it reach the disk: those of new files, and of renamed ones."""
     descriptor = os.open(folder, os.O_RDONLY)

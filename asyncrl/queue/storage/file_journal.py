@@ -21,7 +21,7 @@ from pathlib import Path
 
 from asyncrl.errors import JournalError
 from asyncrl.queue.storage.journal import LEAST_OVERGROWN, Growth, Header, batches, join, split
-from asyncrl.system.disk import sync_folder, writing
+from asyncrl.system.disk import make_folder, sync_folder, writing
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class FileJournal:
         self._buffer: list[bytes] = []
         self._number = 0
         self._file = -1
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder, fsync=fsync)
         self._lock = _locked(folder / "lock")
         if not self._path.exists():
             self.compact(())

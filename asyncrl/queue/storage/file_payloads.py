@@ -21,7 +21,7 @@ from pathlib import Path
 import msgpack
 
 from asyncrl.queue.storage.store import Frames, PayloadKey
-from asyncrl.system.disk import sync_folder, writing
+from asyncrl.system.disk import make_folder, sync_folder, writing
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class FilePayloads:
         self._unsynced_names = False  # a segment was made since the folder was synced
         self._current: PayloadSegment | None = None
         self.nbytes = 0
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder, fsync=fsync)
         paths = sorted(folder.glob("segment-*")) if lasting else []
         self._next = 1 + max((int(path.name.removeprefix("segment-")) for path in paths), default=0)
         for path in paths:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from asyncrl.errors import WeightSyncError, WireError
-from asyncrl.system.disk import sync_folder
+from asyncrl.system.disk import make_folder, sync_folder
 
 KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
 """No parent folder, no hidden file."""
@@ -77,7 +77,8 @@ class FolderBlobs:
 
     def put(self, key: str, parts: Iterable[Bytes]) -> None:
         path = self._path(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.parent.exists():
+            make_folder(path.parent, fsync=self._fsync)
         unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # `list` does not see it
         try:
             with unfinished.open("wb") as file:

@@ -189,9 +189,10 @@ class DiskCalls:
             if name in NEED_ROOM:
                 raise _no_room(name, path)
             return call()
-        if self._watch.fault == TORN:
-            (half or call)()
-        return os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            return (half or call)() if self._watch.fault == TORN else None
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _no_room(name: str, path: str) -> OSError:

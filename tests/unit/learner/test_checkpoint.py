@@ -179,15 +179,16 @@ def test_a_torn_one_alone_and_one_of_a_newer_format_are_refused_by_name(tmp_path
 def test_what_the_queue_hears_of_is_on_the_disk(
     tmp_path: Path, fsync: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In this order: meta, the folders inside, the partial folder, its new name."""
+    """In this order: the way to the folder, meta, the folders inside, the partial folder, its new name."""
     synced: list[str] = []
+    monkeypatch.setattr(os.path, "ismount", lambda path: path == tmp_path)
     monkeypatch.setattr(os, "fsync", lambda of: synced.append(Path(os.readlink(f"/proc/self/fd/{of}")).name))
     disk = Disk()
     disk.free.set()
     checkpoints = checkpoints_of(tmp_path, disk, fsync=fsync)
     checkpoints.begin(meta(3))
     checkpoints.finish()
-    whole = ["meta.msgpack", "learner", ".v000003.partial", "checkpoints"]
+    whole = [tmp_path.name, "meta.msgpack", "learner", ".v000003.partial", "checkpoints"]
     assert synced == (whole if fsync else [])
 
 

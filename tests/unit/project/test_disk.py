@@ -1,4 +1,4 @@
-"""What an error of writing says."""
+"""What an error of writing says, and the names that a power failure leaves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.system.disk import writing
+from asyncrl.system.disk import make_folder, writing
 
 
 @pytest.mark.parametrize("exists", [True, False])
@@ -26,3 +26,19 @@ def test_an_error_that_names_a_file_stays_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as caught, writing(tmp_path):
         (tmp_path / "gone" / "file").open()
     assert caught.value.filename == str(tmp_path / "gone" / "file")
+
+
+@pytest.mark.parametrize("fsync", [True, False])
+def test_the_names_of_a_new_folder_and_of_those_above_it_reach_the_disk(
+    tmp_path: Path, fsync: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of those that were there: another process may have made them a moment ago. What lies above the folder where
+    the disk is mounted is on another disk."""
+    synced: list[Path] = []
+    monkeypatch.setattr(os, "fsync", lambda of: synced.append(Path(os.readlink(f"/proc/self/fd/{of}"))))
+    monkeypatch.setattr(os.path, "ismount", lambda path: path == tmp_path)
+    (tmp_path / "runs").mkdir()
+    for _ in range(2):
+        make_folder(tmp_path / "runs" / "it" / "queue", fsync=fsync)
+    assert (tmp_path / "runs" / "it" / "queue").is_dir()
+    assert synced == 2 * [tmp_path / "runs" / "it", tmp_path / "runs", tmp_path] * fsync
