@@ -28,6 +28,8 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.rules import require
+from asyncrl.learner import ranks
+from asyncrl.learner.backends.checkpoint_reader import CheckpointReader, read_metadata
 from asyncrl.learner.models.roles import POLICY
 from asyncrl.sync.layout.layout import ITEM_BYTES, Box, Layout, ParamLayout
 from asyncrl.sync.tensors.shards import BoxTensors
@@ -120,9 +122,16 @@ def load(folder: Path, models: Mapping[str, ModelState]) -> None:
 
 def load_state(folder: Path, state: dict[str, Any]) -> None:
     """Collective: fill the tensors of a flat state in place. Any world size may have saved it. Other models of the
-    folder are not read. Raises ConfigError if it lacks one of the state's models."""
+    folder are not read. Raises ConfigError if it lacks one of the state's models, or as `read_metadata`."""
     require_models(folder, _models(state))
-    dcp.load(state, checkpoint_id=str(folder), no_dist=_alone())
+    failure: Exception | None = None
+    try:
+        # Each rank plans alone what it reads: torch would exchange pickles for that.
+        dcp.load(state, storage_reader=CheckpointReader(folder), no_dist=True)
+    except Exception as error:
+        failure = error
+    if any(ranks.exchange(failure is not None)):
+        raise failure or OSError(errno.EIO, "another rank could not read its part", str(folder))
 
 
 def require_models(folder: Path, names: Set[str]) -> None:
@@ -162,7 +171,7 @@ def _models(names: Iterable[str]) -> set[str]:
 
 
 def _names_in(folder: Path) -> Set[str]:
-    return dcp.FileSystemReader(folder).read_metadata().state_dict_metadata.keys()
+    return read_metadata(folder).state_dict_metadata.keys()
 
 
 def whole_bytes(layout: Layout) -> dict[str, int]:
