@@ -26,6 +26,7 @@ from asyncrl.errors import AsyncRLError, DeadlineError, RefusedError, StoppedErr
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.checks.finite_check import NOT_FINITE
 from asyncrl.learner.checks.group_check import CORRUPT, Fault, GroupCheck
+from asyncrl.learner.patience import Patience
 from asyncrl.learner.training import requirements
 from asyncrl.queue.client.client import BlockingClient
 from asyncrl.queue.protocol.replies import Claim, Trained
@@ -73,7 +74,10 @@ class GroupsRefused(Exception):  # noqa: N818
 
 
 class NoGroups(DeadlineError):  # noqa: N818
-    """No group came for `deadline_s`: raised on all ranks at once, between two versions of the weights."""
+    """No group came, and generators made no progress for `deadline_s`.
+
+    Raised on all ranks at once, between two versions of the weights.
+    """
 
 
 class TrainStream:
@@ -112,7 +116,7 @@ class TrainStream:
             LeaveLoop: A stop was requested, or the task source has ended.
             StepRestarted: The step must begin anew.
             GroupsRefused: The same, without groups that have faults.
-            NoGroups: None came for `deadline_s`. All ranks raise the same.
+            NoGroups: None came, and generators made no progress for `deadline_s`. All ranks raise the same.
         """
         index, last = 0, False
         attempt: int | None = None
@@ -200,10 +204,10 @@ class TrainStream:
 
     def _agreed(self, request: Future[Claim | None], step: int, index: int, attempt: int | None) -> Claim:
         """The claim, once every rank has its own. A repeated request gets the same claim."""
-        since = time.monotonic()
+        patience = Patience(self._deadline_s, self._client.status, time.monotonic())
         claim, refusal = _result(request)
         while True:
-            late = claim is None and time.monotonic() - since > self._deadline_s
+            late = claim is None and patience.is_over(time.monotonic())
             claimed = None if claim is None else claim.attempt
             faults = self._faults(claim, step)
             every = self._backend.exchange([claimed, self._stop.is_set(), refusal, late, faults])
@@ -221,7 +225,8 @@ class TrainStream:
             if any(too_late):
                 who = f"learner rank {self._backend.rank}"
                 what = f"a group for version {step + 1} (claim {index})"
-                raise NoGroups(who, "the generators", what, self._deadline_s, self._task_counts())
+                waited_s = time.monotonic() - patience.began
+                raise NoGroups(who, "the generators", what, waited_s, self._task_counts())
             self._idle()
             if claim is None:
                 claim, refusal = _result(self._request(step, index, attempt))

@@ -134,7 +134,9 @@ class LearnerConfig(Section):
         None, "CPU threads of one process; none: cores shared out over the run's processes"
     )
     devices: str | None = key(None, "CUDA_VISIBLE_DEVICES of the learner pool; none: as the shell has it")
-    groups_deadline_s: Seconds = key(600.0, "longest wait for the next group before the run is called stuck")
+    groups_deadline_s: Seconds = key(
+        600.0, "longest wait for the next group, or for progress of generators, before the run is called stuck"
+    )
 
     def rules(self, at: str) -> Iterator[Rule]:
         yield from device_rules(at, self.devices)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from learner_cases import random_group
 
 from asyncrl.config.schema import Config, LearnerConfig
 from asyncrl.errors import RefusedError
+from asyncrl.learner import train_stream
 from asyncrl.learner.checks.group_check import Fault, GroupCheck
 from asyncrl.learner.train_stream import GroupsRefused, LeaveLoop, NoGroups, TrainStream, _counts_text
 from asyncrl.queue.protocol.replies import Claim
@@ -180,3 +182,33 @@ def test_a_wait_in_vain_tells_which_pool_has_groups() -> None:
     assert _counts_text({**places, "stages": stages}).endswith(
         "; groups that wait for a pool: 4 reference, 0 rewards"
     )
+
+
+def test_a_group_that_takes_900_seconds_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deadline is 600 s; the generators make tokens all the time."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(train_stream, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    class Slow(Dry):
+        def claim(self, stream: str, **request: Any) -> Claim | None:
+            clock.now += request["wait_s"]
+            return Claim([], last=True, ordinals_all=0) if clock.now > 900.0 else None
+
+        def status(self) -> dict[str, Any]:
+            return {**super().status(), "workers": {"generator-0": {"tokens": clock.now}}}
+
+    slow = Slow({})
+    stream = TrainStream(
+        slow,  # type: ignore[arg-type]
+        slow,  # type: ignore[arg-type]
+        Config(),
+        Spans(),
+        learner_epoch=0,
+        check=GroupCheck(rollouts=4, longest=32, vocabulary=33),
+        stop=threading.Event(),
+        idle=lambda: None,
+        status=ProcessStatus(),
+    )
+    assert list(stream.step(3)) == [[]]
+    stream.close()
+    assert clock.now > 900.0
