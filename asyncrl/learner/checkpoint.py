@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 FOLDER, STATE, META = "checkpoints", "learner", "meta.msgpack"
 FORMAT = 2
 """Format 1 had no controls."""
-NAME = re.compile(r"v\d{6,}")
+NAME, REPLACED = re.compile(r"v\d{6,}"), re.compile(r"\.v\d{6,}\.replaced")
 
 NOTHING, WRITING, WRITTEN, FAILED = "", "writing", "written", "failed"
 """States of a rank's part of the checkpoint under way."""
@@ -200,7 +200,10 @@ class Checkpoints:
         folder = self._partial(meta.version)
         if self._backend.rank == 0:
             for left in self._folder.glob(".v*"):  # by a process that was killed
-                shutil.rmtree(left, ignore_errors=True)
+                if left in _all(self._run_folder):
+                    os.replace(left, self._folder / f"v{_version(left):06d}")
+                else:
+                    shutil.rmtree(left, ignore_errors=True)
             make_folder(self._folder, fsync=self._fsync)
             folder.mkdir()
         self._backend.exchange(None)
@@ -277,9 +280,8 @@ class Checkpoints:
             self._rename(self._partial(version), final)
             shutil.rmtree(replaced, ignore_errors=True)
             for old in sorted(_all(self._run_folder), key=_version)[: -self._settings.keep]:
-                pruned = old.with_name(
-                    f".{old.name}.pruned"
-                )  # whole or not there, also for whoever dies here
+                pruned = old.with_name(f".{old.name}.pruned")
+                # Whole or not there, also if this process dies here.
                 os.replace(old, pruned)
                 shutil.rmtree(pruned, ignore_errors=True)
         return version
@@ -330,8 +332,13 @@ def _start(work: Callable[[], None], in_thread: bool) -> Future[None]:
 
 
 def _all(run_folder: Path) -> list[Path]:
-    return [path for path in (run_folder / FOLDER).glob("v*") if NAME.fullmatch(path.name)]
+    """The checkpoints of a run, one of each version: also one that was being replaced when its process was killed."""
+    folder = run_folder / FOLDER
+    whole = [path for path in folder.glob("v*") if NAME.fullmatch(path.name)]
+    versions = {_version(path) for path in whole}
+    replaced = [path for path in folder.glob(".v*") if REPLACED.fullmatch(path.name) and is_one(path)]
+    return whole + [path for path in replaced if _version(path) not in versions]
 
 
 def _version(checkpoint: Path) -> Version:
-    return int(checkpoint.name[1:])
+    return int(re.sub(r"\D", "", checkpoint.name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -201,6 +202,51 @@ def test_leftovers_of_a_killed_process_go_and_the_oldest_are_pruned(tmp_path: Pa
     checkpoints.begin(meta(3))
     checkpoints.finish()
     assert saved(tmp_path) == ["notes", "v000002", "v000003"]
+
+
+class KilledError(BaseException):
+    """The process ends here."""
+
+
+@pytest.mark.parametrize("place", range(8))
+def test_a_kill_between_two_changes_of_the_folder_leaves_a_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    """Version 3 is there already and is made again, with keep=1: at no place is there none. The next run ends with
+    version 4 alone."""
+    disk = Disk(live=1)
+    disk.free.set()
+    checkpoints = checkpoints_of(tmp_path, disk, keep=1, asynchronous=False)
+    checkpoints.begin(meta(3))
+    checkpoints.finish()
+    calls = []
+
+    def dying(change: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(*args: Any, **options: Any) -> Any:
+            calls.append(change)
+            if len(calls) > place:
+                raise KilledError
+            return change(*args, **options)
+
+        return changed
+
+    disk.live = 2
+    with monkeypatch.context() as patch:
+        for module, name in ((os, "replace"), (os, "unlink"), (os, "rmdir")):
+            patch.setattr(module, name, dying(getattr(module, name)))
+        with contextlib.suppress(KilledError):
+            checkpoints.begin(meta(3))
+            checkpoints.finish()
+    found = to_resume(tmp_path)
+    assert found is not None
+    assert found[1].version == 3
+    assert (found[0] / "learner" / "value").read_text() in "12"
+    disk.live = 3
+    after = checkpoints_of(tmp_path, disk, keep=1, asynchronous=False)
+    after.begin(meta(4))
+    assert to_resume(tmp_path) is not None
+    after.finish()
+    assert saved(tmp_path) == ["v000004"]
 
 
 def test_another_rank_than_the_first_renames_nothing(tmp_path: Path) -> None:
