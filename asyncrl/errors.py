@@ -15,6 +15,7 @@
     ├── JournalError        the queue's journal is damaged, in use or taken over      exit code 9
     ├── StoppedError        stopped by a signal, and saved; it can be resumed         exit code 10
     ├── PoolLostError       a model that learns on a pool is not what it was there      exit code 11
+    ├── RankLostError       a rank of several gave no sign of life                    exit code 12
     └── TrainingError       a loss or gradient that must not be trained on            exit code 7
         └── BehaviourMismatchError    an engine's log-probs are not the learner's     exit code 7
 
@@ -35,8 +36,11 @@ T = TypeVar("T")
 SHOWN = 200
 """Characters of a value in a message; the rest is left out."""
 
-SAY_WHY = range(2, 12)
+SAY_WHY = range(2, 13)
 """Exit codes of errors that are raised on purpose."""
+
+INTERRUPTED = 130
+"""Exit code of a process that Ctrl-C has ended in order."""
 
 
 class AsyncRLError(Exception):
@@ -203,6 +207,13 @@ class PoolLostError(AsyncRLError):
     next process of the pool with it."""
 
     exit_code = 11
+
+
+class RankLostError(AsyncRLError):
+    """A rank of a learner, or of a process of a pool, hangs and was killed, and the others have ended with it. The text
+    names it. The next start goes on from the newest checkpoint."""
+
+    exit_code = 12
 
 
 class TrainingError(AsyncRLError):

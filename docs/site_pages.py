@@ -150,8 +150,8 @@ def commands(text: str) -> Iterator[list[str]]:
     """The words after `asyncrl` of each line that runs it, without its comment."""
     text = text.replace("\\\n", " ")  # a line that goes on
     fenced = "\n".join(re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
-    indented = re.findall(r"^ {4}((?:asyncrl|torchrun) .*)$", text, re.MULTILINE)
-    for line in [*indented, *re.findall(r"^(?:asyncrl|torchrun) .*$", fenced, re.MULTILINE)]:
+    indented = re.findall(r"^ {4}(asyncrl .*)$", text, re.MULTILINE)
+    for line in [*indented, *re.findall(r"^asyncrl .*$", fenced, re.MULTILINE)]:
         words = shlex.split(line, comments=True)
         if "asyncrl" in words:
             yield words[words.index("asyncrl") + 1 :]

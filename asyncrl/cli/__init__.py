@@ -21,8 +21,9 @@ from pathlib import Path
 
 from asyncrl.cli import explain, models, queue, run, workers
 from asyncrl.cli.command import Arguments, Command, option
-from asyncrl.errors import AsyncRLError, ConfigError, RunClosedError
+from asyncrl.errors import INTERRUPTED, AsyncRLError, ConfigError, RunClosedError
 from asyncrl.launch.views.output import drop_output, lasting_output, without_control
+from asyncrl.system.rank_process import begin_signs_of_life, end_by, end_rank, meeting, rank_and_world
 
 ABOUT = """\
 Train language models with reinforcement learning while generation never stops.
@@ -39,7 +40,7 @@ On several machines each process is started by hand, with the same configuration
 
   asyncrl keys KEYS     # once, on the queue's machine; the others get a folder KEYS with client.key alone
   asyncrl queue CONFIG queue.keys=KEYS queue.address=tcp://10.0.0.1:5555
-  torchrun --nproc-per-node 8 -m asyncrl learner CONFIG queue.keys=KEYS queue.address=tcp://10.0.0.1:5555
+  asyncrl learner CONFIG queue.keys=KEYS queue.address=tcp://10.0.0.1:5555 learner.processes=8
   asyncrl generator CONFIG queue.keys=KEYS queue.address=tcp://10.0.0.1:5555 --name generator-0
   asyncrl pool CONFIG MODEL queue.keys=KEYS queue.address=tcp://10.0.0.1:5555   # for what `placement` has on a pool
 
@@ -53,19 +54,19 @@ exit codes:
   2    bad input: the command line, the configuration, the tasks
   4    a wait ran out; the message names who waited for whom
   5    a process of the run died; the message has the end of its log. One that ended with another of these
-       codes ends `asyncrl train` with the same (ranks under torchrun: with 5)
+       codes ends `asyncrl train` with the same
   6    weights did not arrive whole, or arrived wrong
   7    a loss or gradient that must not be trained on
   8    the queue refused this process, e.g. one of another run
   9    the disk is full, or a folder cannot be written
   10   stopped by SIGTERM or SIGHUP (its terminal was closed) and saved: run.resume=true goes on
   11   a pool that trains a model is gone: start the learner again, from its newest checkpoint
+  12   a rank of several hung and was killed: start the process again, the learner from its newest checkpoint
   130  interrupted with Ctrl-C: a generator or pool has returned its leases, a learner has written a checkpoint
 """
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
 DISK_EXIT_CODE = 9
-INTERRUPTED = 130
 
 OUTLIVE_READERS = ("demo", "train", "queue", "generator", "pool", "learner")
 """Commands that go on when nobody reads their output any more."""
@@ -80,10 +81,11 @@ def main(words: Sequence[str] | None = None) -> int:
         from asyncrl.system.signals import die_with_parent
 
         die_with_parent()
+    begin_signs_of_life()
     arguments = parse_words(sys.argv[1:] if words is None else words)
     if arguments.command in OUTLIVE_READERS:
         with lasting_output():
-            return _exit_code(arguments)
+            return _end(_exit_code(arguments))
     try:
         code = _exit_code(arguments)
         sys.stdout.flush()
@@ -91,6 +93,15 @@ def main(words: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         drop_output(sys.stdout)
         return NO_READER_EXIT_CODE
+
+
+def _end(code: int) -> int:
+    """The exit code of this process, unless it must end otherwise: as one of several ranks, or as a rank of its own."""
+    if code < 0:
+        end_by(-code)
+    if rank_and_world()[1] > 1 and meeting() != ("", ""):
+        end_rank(code)
+    return code
 
 
 def _exit_code(arguments: Arguments) -> int:
@@ -133,7 +144,11 @@ def _print_last(message: str) -> None:
 
 
 def parse_words(words: Sequence[str]) -> Arguments:
-    """key=value words may stand anywhere after CONFIG. Exits with 2 on words that mean nothing."""
+    """key=value words may stand anywhere after CONFIG. Exits with 2 on words that mean nothing.
+
+    The result has all words as `words`, too.
+    """
+    given = [*words]
     parser = build_parser()
     if " ".join(words[:2]) in COMMANDS:  # 'queue status'
         words = [" ".join(words[:2]), *words[2:]]
@@ -148,6 +163,7 @@ def parse_words(words: Sequence[str]) -> Arguments:
         parser.error("the following arguments are required: CONFIG")
     if rest:
         arguments.overrides = [*arguments.overrides, *overrides]
+    arguments.words = given
     return arguments
 
 

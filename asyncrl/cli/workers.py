@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import sys
 from collections.abc import Coroutine
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.cli.command import Arguments, Command, loading, option, split_run_config
+from asyncrl.errors import ConfigError
+from asyncrl.system.rank_process import end_rank, rank_and_world
 from asyncrl.system.signals import stop_signals
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
+    from asyncrl.launch.ranks import RankShare
 
 
 def _generator(arguments: Arguments) -> int:
@@ -34,7 +38,14 @@ def _generator(arguments: Arguments) -> int:
 
 def _pool(arguments: Arguments) -> int:
     config = split_run_config(arguments)
+    from asyncrl.launch.ranks import RankShare
+
+    place = config.placement.places.get(arguments.model)
     name = _process_name(arguments, arguments.model)
+    share = RankShare(name, place.ranks if place else 1, arguments.nodes, arguments.node)
+    if _starts_ranks(share, f"placement.{arguments.model}.ranks"):
+        named = [] if arguments.name else ["--name", name]
+        return _ranks(arguments, config, share, *named)
     loading(arguments, f"torch and what the pool of the {arguments.model} needs")
     from asyncrl.launch.views.process_view import PoolView, shown
     from asyncrl.pool.process import run_pool
@@ -43,17 +54,19 @@ def _pool(arguments: Arguments) -> int:
     status = ProcessStatus()
     with shown(name, PoolView(status), status, config):
         asyncio.run(_until_sigterm(run_pool(config, arguments.model, name=name, status=status)))
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        from asyncrl.learner.backends.fsdp.fsdp import end_rank
-
+    if rank_and_world()[1] > 1:
         end_rank()
     return 0
 
 
 def _learner(arguments: Arguments) -> int:
     from asyncrl.launch.folder.run_folder import claimed_by_learner
+    from asyncrl.launch.ranks import RankShare
 
     config = split_run_config(arguments)
+    share = RankShare("learner", config.learner.processes, arguments.nodes, arguments.node)
+    if _starts_ranks(share, "learner.processes"):
+        return _ranks(arguments, config, share)
     by_hand = "ASYNCRL_LAUNCHED" not in os.environ and os.environ.get("RANK", "0") == "0"
     with claimed_by_learner(config, arguments.config) if by_hand else nullcontext():
         return _learn(arguments, config)
@@ -76,10 +89,26 @@ def _learn(arguments: Arguments, config: Config) -> int:
     return 0
 
 
+def _starts_ranks(share: RankShare, key: str) -> bool:
+    """Whether this process is to start ranks, and is none itself. Raises ConfigError for --node and --nodes."""
+    share.check(key)
+    return share.world > 1 and "RANK" not in os.environ
+
+
+def _ranks(arguments: Arguments, config: Config, share: RankShare, *words: str) -> int:
+    from asyncrl.launch.ranks import run_ranks
+
+    command = [sys.executable, "-m", "asyncrl", *arguments.words, *words]
+    return run_ranks(command, share, config.launch.rank_deadline_s)
+
+
 def _process_name(arguments: Arguments, kind: str) -> str:
     """`--name`, or one that no other process has. Some engines name a folder after it."""
     from asyncrl.config.sections.rules import check_name
 
+    if arguments.name is None and getattr(arguments, "nodes", 1) > 1:
+        rule, remedy = "the ranks of several machines meet under it", "give each machine the same --name"
+        raise ConfigError("--name", "", rule, remedy)
     default = f"{kind}-{socket.gethostname()}-{os.getpid()}"
     name = default if arguments.name is None else arguments.name
     check_name("--name", name)
@@ -104,6 +133,11 @@ async def _until_sigterm(work: Coroutine[Any, Any, None]) -> None:
             raise
 
 
+NODES = (
+    option("--nodes", type=int, default=1, help="machines that have the ranks in equal parts"),
+    option("--node", type=int, default=0, help="the number of this machine among them, from 0"),
+)
+
 COMMANDS: dict[str, Command] = {
     "generator": Command(
         _generator,
@@ -121,14 +155,16 @@ COMMANDS: dict[str, Command] = {
         "`placement` has on a pool. Any number may join and leave while the run goes on; of a model that learns "
         "there is one process.",
         "asyncrl pool configs/recipes/demo.yaml reference queue.address=tcp://127.0.0.1:5555",
-        (option("--name", help="unique among the run's processes"),),
+        (option("--name", help="unique among the run's processes"), *NODES),
         operand="model",
     ),
     "learner": Command(
         _learner,
         "the learner of a run",
-        "Train on groups as they arrive and publish each version of the policy. For several ranks start "
-        "it with torchrun. SIGTERM makes it write a checkpoint and end the run.",
-        "torchrun --nproc-per-node 2 -m asyncrl learner CONFIG queue.address=tcp://127.0.0.1:5555",
+        "Train on groups as they arrive and publish each version of the policy. It starts learner.processes ranks; "
+        "on several machines give each the same configuration, --nodes and its own --node. SIGTERM makes it write a "
+        "checkpoint and end the run.",
+        "asyncrl learner configs/recipes/demo.yaml queue.address=tcp://127.0.0.1:5555 learner.processes=2",
+        NODES,
     ),
 }

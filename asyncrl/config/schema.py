@@ -113,7 +113,7 @@ class TelemetryConfig(Section):
 
 @dataclass(frozen=True)
 class LaunchConfig(Section):
-    """Only for `asyncrl train`, which starts the other processes."""
+    """Only for processes that start others: `asyncrl train`, and a learner or pool of several ranks."""
 
     generator_restarts: Amount = key(
         3, "how often a generator that dies is started again, all of them together"
@@ -129,6 +129,9 @@ class LaunchConfig(Section):
     load_deadline_s: Seconds = key(3600.0, "until the learner has loaded its models")
     stop_deadline_s: Seconds = key(
         30.0, "for a clean end after Ctrl-C or the last version: longer than one version trains"
+    )
+    rank_deadline_s: Seconds = key(
+        60.0, "longest silence of a rank of several, e.g. stopped by SIGSTOP, before it is killed"
     )
     quiet: bool = key(False, "no live table")
 

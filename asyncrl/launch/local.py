@@ -36,6 +36,7 @@ from asyncrl.errors import (
     JournalError,
     PoolLostError,
     ProcessDiedError,
+    RankLostError,
     StoppedError,
 )
 from asyncrl.launch.folder.run_folder import OF_VERSION_0, claimed_run_folder, read_summary
@@ -56,6 +57,9 @@ from asyncrl.launch.views.process_reports import ProcessReports, remove_reports
 REFRESH_S = 1.0
 NO_ROOM = "the disk is full, or a folder cannot be written; its log may lack the message for the same reason"
 LOADED, SIGN = "its report that it has loaded", "a sign of life"
+
+GOES_ON = (PoolLostError.exit_code, RankLostError.exit_code)
+"""Codes of a learner that goes on from its newest checkpoint."""
 
 SLOW_END_S = 20.0
 """Seconds that a queue may take to end, once the workers of a closed run no longer need it."""
@@ -136,7 +140,7 @@ class LocalRun:
             if event == ChildEnded(QUEUE, 0):
                 self._closed = True
             elif event.name == LEARNER and self._stopped():
-                return  # of several ranks torchrun reports no more than that they did not end with 0
+                return
             elif self._may_be_over(event):
                 self._left[event.name] = event, time.monotonic()
             else:
@@ -203,8 +207,8 @@ class LocalRun:
 
     def _restart_learner(self, event: ChildEnded) -> None:
         """The steps since the newest checkpoint are made again. One that gave a reason would end again, unless it was
-        for a pool that it trains with: that is started again too."""
-        if _gave_reason(event) and event.code != PoolLostError.exit_code:
+        for a pool that it trains with, which is started again too, or for a rank that hung."""
+        if _gave_reason(event) and event.code not in GOES_ON:
             raise self._died(event)
         most = self.config.launch.learner_restarts
         self._count_restart(event, LEARNER, most, " from the newest checkpoint")

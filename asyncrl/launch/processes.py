@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from pathlib import Path
@@ -42,7 +41,7 @@ class Processes:
     def start_learner(self, *words: str) -> None:
         learner = self._config.learner
         command = process_command(self._folder, "learner", f"queue.address={self.address}", *words)
-        self._start(LEARNER, command, learner.devices, learner.threads, learner.processes)
+        self._start(LEARNER, command, learner.devices, learner.threads)
 
     def start_worker(self, name: str) -> None:
         """A generator, or a process of a pool."""
@@ -52,7 +51,7 @@ class Processes:
             place = self._config.placement.places[model]
             devices = share_of_devices(place.devices, index, place.processes)
             command = process_command(self._folder, "pool", model, *words)
-            self._start(name, command, devices, place.threads, place.ranks)
+            self._start(name, command, devices, place.threads)
             return
         generator = self._config.generator
         devices = share_of_devices(generator.devices, self.generators.index(name), generator.count)
@@ -64,11 +63,9 @@ class Processes:
         command: list[str],
         devices: str | None = None,
         threads: int | None = None,
-        ranks: int = 1,
         *,
         announces: bool = False,
     ) -> None:
-        command = by_torchrun(command, ranks, self._config.launch.stop_deadline_s)
         env = process_env(threads or shared_threads(self._config), devices)
         self._reports.started(name)
         self._supervisor.start(name, command, env, announces=announces)
@@ -77,16 +74,6 @@ class Processes:
 def process_command(folder: Path, process: str, *words: str) -> list[str]:
     """The command of one process of the run: python -m asyncrl PROCESS <folder>/config.yaml …"""
     return [sys.executable, "-m", "asyncrl", process, str(folder / "config.yaml"), *words]
-
-
-def by_torchrun(command: list[str], ranks: int, stop_deadline_s: float) -> list[str]:
-    """The command of a process of so many ranks."""
-    if ranks == 1:
-        return command
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    # After SIGTERM torchrun would kill its ranks sooner than the launcher does.
-    patience = ["--shutdown-timeout", str(math.ceil(stop_deadline_s))]
-    return [command[0], "-m", *torchrun, *patience, *command[1:]]
 
 
 def process_env(threads: int, devices: str | None = None) -> dict[str, str]:

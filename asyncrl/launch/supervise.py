@@ -19,7 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -62,8 +62,10 @@ LAST_LINE_S = 5.0
 class Supervisor:
     """Starts children and reports their events. Used from the main thread only."""
 
-    def __init__(self, logs: Path) -> None:
-        logs.mkdir(parents=True, exist_ok=True)
+    def __init__(self, logs: Path | None = None) -> None:
+        """logs: the folder of the logs, for children that are started without `streams`."""
+        if logs is not None:
+            logs.mkdir(parents=True, exist_ok=True)
         self._logs = logs
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._events: queue.SimpleQueue[ChildEvent] = queue.SimpleQueue()
@@ -75,26 +77,31 @@ class Supervisor:
         env: Mapping[str, str] | None = None,
         *,
         announces: bool = False,
+        streams: tuple[int, int] | None = None,
+        passed: Sequence[int] = (),
     ) -> None:
-        """Start a child; its output is appended to logs/<name>.log.
+        """Start a child; its output is appended to logs/<name>.log, unless `streams` are its stdout and stderr.
 
         With `announces` `--announce FD` is appended to its command, and the line that it writes there arrives as a
-        `ChildMessage`.
+        `ChildMessage`. passed: descriptors that it gets besides.
         """
         reading, writing = os.pipe() if announces else (-1, -1)
         words = [*command, "--announce", str(writing)] if announces else list(command)
-        with self.log(name).open("ab") as log:
-            child = subprocess.Popen(
+        with ExitStack() as closing:
+            if streams is None:
+                log = closing.enter_context(self.log(name).open("ab"))
+                streams = log.fileno(), log.fileno()
+            self._children[name] = subprocess.Popen(
                 words,
                 env={**os.environ, **(env or {})},
                 stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
+                stdout=streams[0],
+                stderr=streams[1],
                 start_new_session=True,
-                pass_fds=[writing] if announces else [],
+                pass_fds=[*passed, *([writing] if announces else [])],
                 preexec_fn=die_with(os.getpid()),
             )
-        self._children[name] = child
+        child = self._children[name]
         reader: threading.Thread | None = None
         if announces:
             os.close(writing)
@@ -115,7 +122,11 @@ class Supervisor:
         """The exit code of a child, as in `ChildEnded`; None while it runs, or if it was never started."""
         return self._children[name].poll() if name in self._children else None
 
+    def pid(self, name: str) -> int:
+        return self._children[name].pid
+
     def log(self, name: str) -> Path:
+        assert self._logs is not None
         return self._logs / f"{name}.log"
 
     def why_it_ended(self, name: str) -> tuple[str, list[str]]:
@@ -225,8 +236,11 @@ TRACEBACK = "Traceback (most recent call last):"
 BY_TORCHRUN = "torch.distributed.elastic"
 """Tracebacks of torchrun itself, which are not the cause."""
 
-RANK = re.compile(r"^\[(?:rank|default)\d+\]: ?")
-"""Torchrun's mark of the rank that wrote a line."""
+RANK = re.compile(r"^\[(?:rank|default)(?P<rank>\d+)\]: ?")
+"""The mark of the rank that wrote a line, by torch, torchrun or ranks.py; the first rank's lines may have none."""
+
+ENDED_FIRST = re.compile(r": rank (\d+) ended first ")
+"""What ranks.py writes of the rank that made the others end."""
 
 LAST_MESSAGE = re.compile(r"^asyncrl [a-z ]+: (?P<cause>\S.*)$")
 """The last line of a command of asyncrl that ends on an error that is raised on purpose."""
@@ -241,13 +255,21 @@ def why_it_ended(text: str, most: int) -> tuple[str, list[str]]:
     >>> why_it_ended("slow\\nTraceback (most recent call last):\\n  File\\nValueError: no\\n", 25)
     ('ValueError: no', ['Traceback (most recent call last):', '  File', 'ValueError: no', 'slow'])
     """
-    tracebacks, others = _parted([RANK.sub("", line) for line in text.splitlines()])
+    tracebacks, others = _parted([RANK.sub("", line) for line in _of_the_cause(text.splitlines())])
     own = [one for one in tracebacks if not any(BY_TORCHRUN in line for line in one)]
     messages = [found["cause"] for line in others if (found := LAST_MESSAGE.match(line))]
     last = own[-1] if own else []
     cause = messages[-1] if messages else (last[-1].strip() if last else "")
     plain = [line for line in others if not LAST_MESSAGE.match(line)]
     return cause, [*last, *_without_repeats(plain)[-most:]]
+
+
+def _of_the_cause(lines: Sequence[str]) -> Sequence[str]:
+    """The lines of the rank that ended first, if there is one: what the others write then is its consequence."""
+    first = [found[1] for line in lines if (found := ENDED_FIRST.search(line))]
+    if not first:
+        return lines
+    return [line for line in lines if (mark["rank"] if (mark := RANK.match(line)) else "0") == first[-1]]
 
 
 def _parted(lines: Sequence[str]) -> tuple[list[list[str]], list[str]]:

@@ -1,4 +1,4 @@
-"""The learner's process: one rank, by torchrun's RANK and WORLD_SIZE, or the only one."""
+"""The learner's process: one rank, by RANK and WORLD_SIZE, or the only one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sections.rules import require
 from asyncrl.errors import StoppedError
 from asyncrl.learner.backends.backend import Backend
-from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend, end_rank
+from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.startup import open_trainer
 from asyncrl.learner.training import requirements
 from asyncrl.queue.client.client import BlockingClient, QueueClient
@@ -26,6 +26,7 @@ from asyncrl.sync.channels.addresses import own_host
 from asyncrl.sync.factory import open_publisher
 from asyncrl.sync.stream.publisher import RankPublisher
 from asyncrl.sync.tensors.shards import Shards
+from asyncrl.system.rank_process import end_rank
 from asyncrl.system.signals import stop_signals
 from asyncrl.telemetry.status import ProcessStatus
 

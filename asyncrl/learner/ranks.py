@@ -6,21 +6,38 @@ run code of a stranger on the network of the ranks; torch.distributed.checkpoint
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import msgpack
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from asyncrl.config.schema import Config
+from asyncrl.errors import ConfigError
+from asyncrl.learner.queue_store import QueueRegistry, meet
+from asyncrl.sync.channels.addresses import LOOPBACK, own_host
+from asyncrl.system.rank_process import FOLDER, meeting, rank_and_world
+
+log = logging.getLogger(__name__)
+
 COLLECTIVE_DEADLINE = timedelta(minutes=10)
+
+TORCHRUN_RISK = (
+    "the ranks were started by torchrun: its store listens on all interfaces without a password, and torchrun "
+    "unpickles what it finds there, so whoever reaches the port can run code here; without torchrun `asyncrl learner` "
+    "and `asyncrl pool` start their ranks themselves (learner.processes, placement.*.ranks; docs/security.md)"
+)
 
 
 def own_device() -> torch.device:
-    """This rank's GPU, which torchrun's LOCAL_RANK names; the CPU where there is none."""
+    """This rank's GPU, which LOCAL_RANK names; the CPU where there is none."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -28,20 +45,49 @@ def own_device() -> torch.device:
     return device
 
 
-def rank_and_world() -> tuple[int, int]:
-    """(this process, the number of processes) as torchrun sets them; (0, 1) if it does not."""
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+def join_process_group(device: torch.device, config: Config, alone: bool = False) -> None:
+    """Join the process group of all ranks, where the variables of this process have them meet.
 
-
-def join_process_group(device: torch.device, alone: bool = False) -> None:
-    """Join the process group of all ranks. Small values always travel on the CPU. alone: a group of this process."""
+    Small values always travel on the CPU. alone: a group of this process.
+    """
     if dist.is_initialized():
         return
+    rank, world = rank_and_world()
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    kind, place = meeting()
     if alone:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    elif kind:
+        store = _store(kind, place, config)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world, timeout=COLLECTIVE_DEADLINE
+        )
     else:
+        if rank == 0:
+            log.warning(TORCHRUN_RISK)
         dist.init_process_group(backend, timeout=COLLECTIVE_DEADLINE)
+
+
+def _store(kind: str, place: str, config: Config) -> dist.Store:
+    """The store in which the ranks of one machine, or of several, exchange their addresses."""
+    rank, world = rank_and_world()
+    if kind == FOLDER:
+        bind_gloo(LOOPBACK)
+        return dist.FileStore(str(Path(place, "store")), world)
+    bind_gloo(config.sync.host or own_host(config.queue.address))
+    registry = QueueRegistry(config, f"{place} rank {rank}'s meeting")
+    return meet(registry, place, rank, world, COLLECTIVE_DEADLINE.total_seconds())
+
+
+def bind_gloo(address: str) -> None:
+    """Make gloo listen on the interface of this address alone. GLOO_SOCKET_IFNAME, where it is set, names another."""
+    for name, found in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == address for one in found):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            return
+    if "GLOO_SOCKET_IFNAME" not in os.environ:
+        rule = "no interface of this machine has this address, so that gloo cannot listen there"
+        raise ConfigError("sync.host", address, rule, "set GLOO_SOCKET_IFNAME to the interface's name")
 
 
 def exchange(value: Any) -> list[Any]:

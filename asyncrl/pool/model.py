@@ -34,10 +34,10 @@ from asyncrl.learner.ranks import (
     broadcast,
     join_process_group,
     own_device,
-    rank_and_world,
 )
 from asyncrl.pool.worker import LeftOut, PoolWork
 from asyncrl.queue.wire.payload import decode_group, encode_group
+from asyncrl.system.rank_process import rank_and_world
 from asyncrl.types import Array, Group
 
 PREDICT, HEARTBEAT, CLOSE = "predict", "heartbeat", "close"
@@ -55,7 +55,7 @@ Job = Callable[[Any], Any]
 
 
 class PoolModel:
-    """One of `roles.MODELS`, on RANK and WORLD_SIZE as torchrun sets them; on one process if they are not set.
+    """One of `roles.MODELS`, by RANK and WORLD_SIZE; the only one if they are not set.
 
     The model is sharded over the ranks, and so are the rollouts of each group; a group gets passes of its own, of at
     most learner.micro_batch_tokens. Raises ConfigError for a model that cannot be loaded or has another vocabulary than
@@ -71,7 +71,7 @@ class PoolModel:
         self._closed = threading.Event()
         self._jobs: dict[str, Job] = {PREDICT: self._predict, HEARTBEAT: lambda _: None}
         if self.world > 1:
-            join_process_group(self._device)
+            join_process_group(self._device, config)
             if self.rank == 0:
                 threading.Thread(target=self._send_heartbeats, name="pool heartbeats", daemon=True).start()
         self._model = self._load_initial()

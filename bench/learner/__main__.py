@@ -9,9 +9,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import TCPStore
-
 from asyncrl.learner.reporting.utilization import TrainingFlops
+from asyncrl.system.rank_process import FOLDER, MEETING
 from bench.bars import Measured, figures
 from bench.learner.model import SIZES, TINY, config_of, write_model
 from bench.learner.report import table
@@ -100,14 +99,13 @@ class Trial:
         return process
 
     def _start_ranks(self) -> list[Process]:
-        """Two that share the groups out. The place where they meet is kept here, as torchrun keeps it."""
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        """Two that share the groups out."""
+        meeting = self._folder / "meeting"
+        meeting.mkdir(exist_ok=True)
+        (meeting / "store").unlink(missing_ok=True)
         place = {
             "WORLD_SIZE": str(RANKS),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": "0",
+            MEETING: f"{FOLDER}:{meeting}",
         }
         ranks = []
         for rank in range(RANKS):

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl import cli
+from asyncrl.launch import ranks
 from asyncrl.learner import checkpoint, process
 from asyncrl.learner.backends import storage
 from asyncrl.learner.training import version_step
@@ -84,7 +85,13 @@ def stop_at(moment: str, version: int, stand: Callable[[], None]) -> None:
     saver.begin, saver._commit, way.add, storage.save = slow_begin, slow_commit, slow_add, slow_save  # type: ignore[method-assign]
 
 
+def start_ranks_of_this_kind() -> None:
+    run_ranks = ranks.run_ranks
+    ranks.run_ranks = lambda _, *words: run_ranks([sys.executable, *sys.argv], *words)
+
+
 if __name__ == "__main__":
+    start_ranks_of_this_kind()
     notes = Path(sys.argv[1])
     note_hashes(notes)
     stop_at(sys.argv[2], int(sys.argv[3]), lambda: stand_still(notes))

@@ -90,7 +90,9 @@ class LogprobGateConfig(Section):
 
 @dataclass(frozen=True)
 class LearnerConfig(Section):
-    processes: Processes = key(1, "ranks that `asyncrl train` starts (torchrun does it in a split run)")
+    processes: Processes = key(
+        1, "ranks of all machines together, started by `asyncrl train` or `asyncrl learner`"
+    )
     backend: Literal["fsdp", "megatron"] = key(
         "fsdp", "megatron: Megatron-core, on GPUs; see docs/megatron.md"
     )

@@ -115,9 +115,7 @@ class PlaceConfig(Section):
     processes: Processes = key(
         1, "that `asyncrl train` starts; each holds the whole model (one that learns: 1)"
     )
-    ranks: Processes = key(
-        1, "of one process, over which its model is sharded (torchrun does it in a split run)"
-    )
+    ranks: Processes = key(1, "of one process, over which its model is sharded; on all machines together")
     devices: str | None = key(
         None, "CUDA_VISIBLE_DEVICES of the pool, dealt out to them; none: as the shell has it"
     )

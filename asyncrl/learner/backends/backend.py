@@ -29,6 +29,7 @@ from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.models.roles import POLICY, Loss
 from asyncrl.sync.layout.layout import Layout
 from asyncrl.sync.tensors.shards import BoxTensors
+from asyncrl.system.rank_process import rank_and_world
 
 
 class Model(Protocol):
@@ -89,7 +90,7 @@ class StoredModel(Policy, Protocol):
 
 
 class Backend(ABC):
-    """One rank's part of all models, on RANK and WORLD_SIZE as torchrun sets them; on one process if they are not set.
+    """One rank's part of all models, by RANK and WORLD_SIZE; the only one if they are not set.
 
     rank, world            this process among all processes of the learner
     data_rank, data_world  its group among the groups of processes that have rows of their own (`mesh.py`)
@@ -101,7 +102,7 @@ class Backend(ABC):
 
     def __init__(self, config: Config, data_rank: int, data_leaders: Sequence[int]) -> None:
         """data_leaders: the leader of each data rank, in order."""
-        self.rank, self.world = ranks.rank_and_world()
+        self.rank, self.world = rank_and_world()
         self.data_rank, self.data_world = data_rank, len(data_leaders)
         self.is_data_leader = self.rank in data_leaders
         self._config, self._data_leaders = config, data_leaders

@@ -69,7 +69,7 @@ def axis_sizes(parallel: ParallelConfig, world: int, model: ModelShape | None = 
             f"{key} {getattr(parallel, key)}" for key in ("pipeline", "replicate", "context", "tensor")
         ),
         f"takes multiples of {parallel.processes} processes, and the learner has {world}",
-        f"set learner.processes={parallel.processes} or a multiple (torchrun: --nproc-per-node), or smaller axes",
+        f"set learner.processes={parallel.processes} or a multiple, or smaller axes",
     )
     sizes = {
         PIPELINE: parallel.pipeline,

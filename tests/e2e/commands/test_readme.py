@@ -57,15 +57,14 @@ def test_the_three_terminals_train(folder: Path) -> None:
     """The queue first: its port was free a moment ago, and README has a fixed one."""
     Path("my.yaml").write_text(block("yaml"))
     Path("my_reward.py").write_text(block("python").split("if __name__")[0].replace("import asyncrl\n", ""))
-    lines = re.findall(r"^ {4}((?:asyncrl|torchrun) .*CONFIG queue\.address=.*)$", text_of("README.md"), re.M)
-    assert [line.split()[0] for line in lines] == ["asyncrl", "asyncrl", "asyncrl", "torchrun"]
+    lines = re.findall(r"^ {4}(asyncrl .*CONFIG queue\.address=.*)$", text_of("README.md"), re.M)
+    assert [line.split()[1] for line in lines] == ["queue", "generator", "learner", "learner"]
     del lines[2]  # the learner as one process, where the last line has two ranks
     port, processes = free_port(), []
     with ExitStack() as stack:
         for line in lines:
             words = shlex.split(line.replace("CONFIG", "my.yaml").replace("5555", str(port)), comments=True)
-            module = ["torch.distributed.run"] if words[0] == "torchrun" else ["asyncrl"]
-            processes.append(stack.enter_context(started(*module, *words[1:], *WORDS)))
+            processes.append(stack.enter_context(started(*words, *WORDS)))
             if len(processes) == 1:
                 queue_address(Path("runs/small"), processes[0])
         for process in reversed(processes):

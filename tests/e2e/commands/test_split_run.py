@@ -1,4 +1,4 @@
-"""A run taken apart: queue, learner under torchrun and generators, each started by hand, in any order."""
+"""A run taken apart: queue, learner of two ranks and generators, each started by hand, in any order."""
 
 from __future__ import annotations
 
@@ -39,18 +39,10 @@ def test_generators_come_and_go_while_two_learner_ranks_train(config_file: Path)
         with started("asyncrl", "generator", config, address, "--name", "stranger") as stranger:
             code, printed = finished(stranger)
             assert (code, "did not accept a client without keys" in printed) == (2, True), printed
-        torchrun = [
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            "-m",
-            "asyncrl",
-            "learner",
-        ]
+        learner_words = ("asyncrl", "learner", config, keys, address, "run.versions=8", "learner.processes=2")
         with (
             started("asyncrl", "generator", config, keys, address, "--name", "early") as early,
-            started(*torchrun, config, keys, address, "run.versions=8") as learner,
+            started(*learner_words) as learner,
         ):
             until_trained(run, 2, queue, early, learner)
             early.send_signal(signal.SIGKILL)

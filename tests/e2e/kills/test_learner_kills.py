@@ -46,10 +46,9 @@ class Run:
 
     @contextmanager
     def learner(self, address: str, moment: str, version: int, resume: bool) -> Iterator[Process]:
-        torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(self._ranks)]
         words = [SCRIPT, str(self.notes), moment, str(version), "learner", self._config, address]
-        words += [*self._words, f"run.resume={str(resume).lower()}"]
-        with started(*([*torchrun, *words] if self._ranks > 1 else words)) as learner:
+        words += [*self._words, f"run.resume={str(resume).lower()}", f"learner.processes={self._ranks}"]
+        with started(*words) as learner:
             yield learner
 
     def live(self, moments: Sequence[tuple[str, int]]) -> None:

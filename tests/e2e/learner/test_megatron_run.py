@@ -28,8 +28,8 @@ WORDS = ("queue.max_staleness=0", LENGTH)
 TWO_RANKS = ("learner.backend=megatron", "learner.processes=2", "run.versions=2")
 
 
-def run_of(config_file: Path, *words: str) -> Path:
-    ran("asyncrl", "train", str(config_file), *WORDS, *words)
+def run_of(config_file: Path, *words: str, executed: bool = False) -> Path:
+    ran("asyncrl", "train", str(config_file), *WORDS, *words, executed=executed)
     return config_file.parent / "it"
 
 
@@ -41,7 +41,7 @@ def test_one_loop_trains_either_backend(config_file: Path, axis: str) -> None:
     path = os.pathsep.join([str(HOOK), *filter(None, [processes.ENV.get("PYTHONPATH")])])
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(processes.ENV, "PYTHONPATH", path)
-        run = run_of(config_file, *TWO_RANKS, f"learner.parallel.{axis}=2")
+        run = run_of(config_file, *TWO_RANKS, f"learner.parallel.{axis}=2", executed=True)
     assert counts_of(run) == (2, 8, 0)
     assert evaluate(load_config(str(config_file)), str(run / "final"))["tasks"] == 20
     run_of(config_file, "run.resume=true", "run.versions=3")

@@ -1,15 +1,17 @@
-"""Real ranks for tests: processes that meet over gloo on this machine, as torchrun would start them. They are forked
-from a process that has imported torch (`forked`), so that a world of four costs what its ranks compute."""
+"""Real ranks for tests: processes that meet over gloo on this machine, as `asyncrl learner` would start them. They are
+forked from a process that has imported torch (`forked`), so that a world of four costs what its ranks compute."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import forked
-from torch.distributed import TCPStore
+
+from asyncrl.system.rank_process import FOLDER, MEETING
 
 STUCK_S, SLACK_S = 40, 10
 """After STUCK_S for each of them, since they share the cores of this machine, a rank writes down where it stands, and
@@ -18,7 +20,7 @@ ends; SLACK_S later all of them are killed."""
 
 def run_ranks(target: str, folder: Path, world: int = 2, stuck_s: float | None = None) -> None:
     """Call `target`, 'module:function' of this folder, with `folder` in each of `world` processes. It should end with
-    `fsdp.end_rank()`. Fails with the end of every rank's log unless all of them end well within stuck_s."""
+    `end_rank()`. Fails with the end of every rank's log unless all of them end well within stuck_s."""
     module, function = target.split(":")
     stuck_s = stuck_s or STUCK_S * world
     code = (
@@ -28,14 +30,10 @@ def run_ranks(target: str, folder: Path, world: int = 2, stuck_s: float | None =
         f"import {module}\n"
         f"{module}.{function}(pathlib.Path(sys.argv[1]))\n"
     )
-    # The meeting point is kept here, as torchrun keeps it: a port that were only looked up could be gone by then.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meeting = tempfile.mkdtemp(dir=folder)
     shared = os.environ | {
         "WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
+        MEETING: f"{FOLDER}:{meeting}",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(sys.path),
     }

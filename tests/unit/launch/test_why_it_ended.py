@@ -57,6 +57,21 @@ def test_a_rank_is_told_by_what_it_said_not_by_torchrun() -> None:
     assert not any("ChildFailedError" in line for line in lines)
 
 
+def test_a_bug_of_a_rank_is_told_by_the_rank_that_ended_first() -> None:
+    log = (
+        '[rank1]: Traceback (most recent call last):\n[rank1]:   File "/l.py", line 1, in f\n'
+        "Traceback (most recent call last):\n"
+        "[rank1]: ValueError: of the rank\n"
+        '  File "/torch.py", line 1, in g\nRuntimeError: Connection closed by peer\n'
+        "2026-01-01 00:00:00,1 ERROR asyncrl.launch.ranks: rank 1 ended first (exit code 1); the others end with it\n"
+    )
+    cause, lines = why_it_ended(log, 25)
+    assert cause == "ValueError: of the rank"
+    assert lines == ["Traceback (most recent call last):", '  File "/l.py", line 1, in f', cause]
+    of_rank_0, _ = why_it_ended(log.replace("rank 1 ended first", "rank 0 ended first"), 25)
+    assert of_rank_0 == "RuntimeError: Connection closed by peer"
+
+
 def test_a_log_without_a_cause_has_its_last_lines() -> None:
     assert why_it_ended("\n".join(f"line {letter}" for letter in "abcd"), 2) == ("", ["line c", "line d"])
     assert why_it_ended("", 25) == ("", [])

@@ -13,10 +13,11 @@ from learner_cases import random_group, small_config, tiny_model
 from rank_processes import run_ranks
 
 from asyncrl.config.schema import Config, LearnerConfig
-from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend, end_rank
+from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.pool import model as pool_model
 from asyncrl.pool.model import InferenceModel
+from asyncrl.system.rank_process import end_rank
 from asyncrl.types import Group
 
 SIZES = (12, 1, 4)

@@ -13,12 +13,12 @@ from asyncrl.config.schema import Config, LearnerConfig, RewardModelConfig
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.config.sections.learner import OptimizerConfig
 from asyncrl.config.sections.models import PlaceConfig, PlacementConfig
-from asyncrl.learner.backends.fsdp.fsdp import end_rank
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.remote import remote_protocol
 from asyncrl.learner.training.passes import PassResult
 from asyncrl.pool import model as pool_model
 from asyncrl.pool.trained_model import TrainedModel
+from asyncrl.system.rank_process import end_rank
 
 BATCHES = 3
 """More than ranks: in its last pass one of them has nobody's tokens."""

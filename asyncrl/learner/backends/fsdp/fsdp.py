@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
-import os
-import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +23,7 @@ from asyncrl.learner.models.networks import LanguageModel, blueprint, check_voca
 from asyncrl.learner.models.roles import POLICY
 from asyncrl.learner.parallel.mesh import Mesh, ModelShape, axis_sizes
 from asyncrl.models import load_model_config
+from asyncrl.system.rank_process import rank_and_world
 
 REFERENCE = "reference"
 
@@ -43,11 +41,11 @@ class FsdpBackend(Backend):
         or does not go with the policy. device: None for the rank's own."""
         check_vocabularies(models, config)
         names = (POLICY, *sorted(models))  # the same order on every rank
-        rank, world = ranks.rank_and_world()
+        rank, world = rank_and_world()
         sizes = [axis_sizes(config.learner.parallel, world, _shape(name, config)) for name in names]
         device = device or ranks.own_device()
         if world > 1:
-            ranks.join_process_group(device)
+            ranks.join_process_group(device, config)
         mesh = Mesh(sizes[0], rank, device.type, config.learner.parallel.expert)
         super().__init__(config, mesh.data_rank, mesh.data_leaders)
         over_base = config.model.lora.rank > 0 and config.reference.path is None
@@ -101,18 +99,6 @@ class FsdpBackend(Backend):
 
     def _constants(self) -> Mapping[str, Tensor]:
         return self.policy.constants()
-
-
-def end_rank(code: int = 0) -> NoReturn:
-    """End the process of one rank of several, after a success, without unwinding it.
-
-    torch's caches of sharded operations keep the process group alive beyond `destroy_process_group`. Its threads then
-    sometimes abort the interpreter while it exits, and a successful run would be reported as a crash.
-    """
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def _shape(name: str, config: Config) -> ModelShape:

@@ -46,6 +46,7 @@ from asyncrl.learner.models.roles import POLICY
 from asyncrl.models import checkpoint_tensors, load_causal_lm, load_model_config
 from asyncrl.sync.layout.layout import Box
 from asyncrl.sync.layout.megatron import Gpt, MegatronPlace, parts_of
+from asyncrl.system.rank_process import rank_and_world
 
 Read = Callable[[str, Sequence[int], Box], Tensor]
 """(name in the checkpoint, shape of the whole, box) → that part of it."""
@@ -62,11 +63,12 @@ class MegatronBackend(Backend):
         cannot be loaded, or does not fit the policy or `learner.parallel`."""
         check_vocabularies(models, config)
         logging.getLogger("megatron").setLevel(logging.WARNING)  # else it lists every parameter
-        rank, world = ranks.rank_and_world()
+        rank, world = rank_and_world()
         self._grid = make_grid(config.learner.parallel, rank, world)
         super().__init__(config, self._grid.data_rank, self._grid.data_leaders)
         self._device = _device(config)
-        ranks.join_process_group(self._device, alone=world == 1)  # Megatron needs one even for one process
+        # Megatron needs a group even for one process.
+        ranks.join_process_group(self._device, config, alone=world == 1)
         self._initialise()
         self._models = {}
         for name in (POLICY, *sorted(models)):  # the same order on every rank

@@ -81,7 +81,7 @@ def make_grid(parallel: ParallelConfig, rank: int, world: int) -> Grid:
         "learner.parallel",
         f"pipeline {parallel.pipeline} · tensor {parallel.tensor}",
         f"takes multiples of {width} processes, and the learner has {world}",
-        f"set learner.processes={width} or a multiple (torchrun: --nproc-per-node), or smaller axes",
+        f"set learner.processes={width} or a multiple, or smaller axes",
     )
     interleaved = parallel.pipeline > 1 and parallel.pipeline_schedule == "interleaved"
     found = Grid(

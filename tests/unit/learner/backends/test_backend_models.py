@@ -18,10 +18,11 @@ from torch import Tensor
 from asyncrl.config.schema import Config, CriticConfig, LearnerConfig, ReferenceConfig
 from asyncrl.config.sections.learner import OptimizerConfig
 from asyncrl.errors import ConfigError
-from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend, end_rank
+from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.backends.fsdp.sharded import ShardedModel
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.models.roles import MODELS
+from asyncrl.system.rank_process import end_rank
 
 BESIDE = ("critic", "reference", "reward_model")
 LR = 1e-2

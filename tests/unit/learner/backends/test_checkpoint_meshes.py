@@ -19,10 +19,11 @@ from trainer_cases import checkpoints_of, newest
 
 from asyncrl.config.schema import Config, CriticConfig, LearnerConfig
 from asyncrl.config.sections.learner import OptimizerConfig, ParallelConfig
-from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend, end_rank
+from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.checkpoint import STATE, Meta, read_meta
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.export import export
+from asyncrl.system.rank_process import end_rank
 
 ALONE = ParallelConfig()
 META = Meta(2, train=b"frontier", eval=None, controls={"kl_coef": 0.5})

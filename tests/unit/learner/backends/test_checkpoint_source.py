@@ -26,12 +26,13 @@ from asyncrl.config.sections.learner import ParallelConfig
 from asyncrl.config.sections.models import LoraConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.backends.checkpoint_source import INDEX, SINGLE, Slices, origin_of
-from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend, end_rank
+from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.models.lora import DOWN, UP
 from asyncrl.learner.models.networks import load_network, named_parameters
 from asyncrl.learner.models.roles import POLICY
 from asyncrl.models import checkpoint_tensors, load_causal_lm
 from asyncrl.sync.layout.layout import Box
+from asyncrl.system.rank_process import end_rank
 
 EXPERTS, STAGES, TENSORS = (ParallelConfig(**{axis: 2}) for axis in ("expert", "pipeline", "tensor"))
 

@@ -21,13 +21,14 @@ from transformers import AutoModelForCausalLM
 from asyncrl.config.schema import Config, LearnerConfig
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.config.sections.learner import OptimizerConfig
-from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend, end_rank
+from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.backends.fsdp.masters import _counts_here
 from asyncrl.learner.checks.logprob_check import probe_batch
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.training.version_step import VersionReport, version_step
 from asyncrl.probes import prompts
 from asyncrl.sync.layout.layout import Box, from_wire, to_wire
+from asyncrl.system.rank_process import end_rank
 from asyncrl.types import Group, Sampling, Task
 
 

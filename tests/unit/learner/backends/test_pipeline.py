@@ -20,7 +20,7 @@ from asyncrl.config.schema import Config, LearnerConfig, ModelConfig
 from asyncrl.config.sections.algorithm import AlgorithmConfig, KlLossConfig
 from asyncrl.config.sections.learner import OptimizerConfig, ParallelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend, end_rank
+from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.backends.fsdp.pipeline import turns_of
 from asyncrl.learner.backends.fsdp.stages import cut_stage, layers_of, load_stages
 from asyncrl.learner.checks.logprob_check import probe_batch
@@ -33,6 +33,7 @@ from asyncrl.learner.training import requirements
 from asyncrl.learner.training.version_step import version_step
 from asyncrl.probes import prompts
 from asyncrl.sync.layout.layout import Box, from_wire, to_wire
+from asyncrl.system.rank_process import end_rank
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -13,9 +13,10 @@ from rank_processes import run_ranks
 from asyncrl.config.schema import Config, LearnerConfig
 from asyncrl.config.sections.algorithm import AlgorithmConfig, CorrectionConfig, KlLossConfig
 from asyncrl.config.sections.learner import OptimizerConfig
-from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend, end_rank
+from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.training import requirements
 from asyncrl.learner.training.version_step import version_step
+from asyncrl.system.rank_process import end_rank
 
 ALGORITHMS = {
     "streaming": AlgorithmConfig(kl_loss=KlLossConfig(coef=0.1)),

@@ -22,11 +22,12 @@ from asyncrl.config.schema import Config, LearnerConfig, ModelConfig, ReferenceC
 from asyncrl.config.sections.learner import OptimizerConfig, ParallelConfig
 from asyncrl.config.sections.models import LoraConfig
 from asyncrl.errors import ConfigError
-from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend, end_rank
+from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.models.lora import ADAPTER
 from asyncrl.models import load_causal_lm
 from asyncrl.sync.layout.layout import to_wire
+from asyncrl.system.rank_process import end_rank
 
 TARGETS = ("q_proj", "down_proj")
 BATCH = MicroBatch.of([random_group(100)])

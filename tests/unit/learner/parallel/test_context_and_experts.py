@@ -13,7 +13,8 @@ from spread_cases import MIXTURES, Case, Outcome, config_of, make_models, put_to
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config.sections.learner import ParallelConfig
-from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend, end_rank
+from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
+from asyncrl.system.rank_process import end_rank
 
 RUNS = {
     "two": {

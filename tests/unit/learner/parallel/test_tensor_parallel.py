@@ -29,10 +29,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from asyncrl.config.sections.learner import ParallelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend, end_rank
+from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.models.logprobs import VocabularyPart, next_logprobs, token_logprobs
 from asyncrl.learner.parallel.tensor_parallel import parallelize, vocabulary_part
+from asyncrl.system.rank_process import end_rank
 
 pytestmark = pytest.mark.timeout(300)  # the first test of each world waits for all its ranks have to do
 

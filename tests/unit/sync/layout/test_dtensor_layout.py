@@ -17,7 +17,9 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from asyncrl.config.schema import Config
 from asyncrl.learner.backends.dtensor_layout import layout_of_dtensors, placed
+from asyncrl.learner.ranks import join_process_group
 from asyncrl.sync.layout.layout import Box, from_wire, to_wire
 from asyncrl.sync.layout.names import Fused, Names
 from asyncrl.sync.layout.sharding import Local
@@ -63,7 +65,7 @@ def cut(network: Network, mesh: DeviceMesh, way: str) -> None:
 
 
 def rank_main(folder: Path) -> None:
-    dist.init_process_group("gloo")
+    join_process_group(torch.device("cpu"), Config())
     says = {}
     for way, shape, axes in (
         ("fsdp", (4,), ("dp",)),
