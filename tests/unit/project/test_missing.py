@@ -60,10 +60,10 @@ def test_only_ci_fails_and_only_for_what_is_missing(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_probe_of_the_product_decides_on_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(missing, "namespaces_problem", lambda: "not permitted")
+    monkeypatch.setattr(missing, "sandbox_problem", lambda kind="auto": "not permitted")
     with pytest.raises(pytest.skip.Exception, match=missing.NAMESPACES):
-        missing.skip_without_namespaces()
+        missing.skip_without_sandbox()
     (line,) = missing.lines([missing.NAMESPACES])
     assert "the sandbox's probe: not permitted" in line
-    monkeypatch.setattr(missing, "namespaces_problem", lambda: None)
-    missing.skip_without_namespaces()
+    monkeypatch.setattr(missing, "sandbox_problem", lambda kind="auto": None)
+    missing.skip_without_sandbox()

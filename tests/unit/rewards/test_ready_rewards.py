@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from missing import skip_without_namespaces
+from missing import skip_without_sandbox
 
 from asyncrl.config.schema import RewardConfig
 from asyncrl.errors import ConfigError
 from asyncrl.generator.scoring.rewards import RewardError, Scorer
 from asyncrl.rewards import ExactMatch, MathVerify, RegexMatch, UnitTests, matching
 from asyncrl.rewards.matching import IGNORABLE, normalised
+from asyncrl.rewards.sandbox import SandboxError
 from asyncrl.rewards.unit_tests import program_of, same_output
 from asyncrl.types import Rollout, Task
 
@@ -162,9 +164,31 @@ DOUBLE = "Sure:\n```python\ndef double(x):\n    return 2 * x\n```\nDone."
 TESTS = ["assert double(2) == 4", "assert double('a') == 'aa'", "assert double(1) == 3"]
 
 
+MINE = """
+from asyncrl.rewards.sandbox import ProgramRun, SandboxError
+
+class Mine:
+    def __init__(self, limits):
+        self.limits, self.broken = limits, False
+
+    def run(self, program, inputs=("",), tests=None):
+        self.broken = self.broken or program == "break for good"
+        if self.broken or program == "break":
+            raise SandboxError("broken")
+        if tests is None:
+            return [ProgramRun("exit", 0, "42\\n", None)]
+        good = program != "bad" and (str(self.limits.total_s) in tests.texts[0] or "f(2)" in tests.texts[0])
+        return [ProgramRun("exit", 0, "", [good, False][: len(tests.texts)])]
+
+class Broken(Mine):
+    def run(self, *_, **__):
+        raise SandboxError("no service")
+"""
+
+
 @pytest.fixture(scope="module")
 def unit_tests() -> UnitTests:
-    skip_without_namespaces()
+    skip_without_sandbox()
     return UnitTests(wall_s=30.0)
 
 
@@ -184,7 +208,7 @@ def test_cases_of_stdin_and_stdout(unit_tests: UnitTests) -> None:
     assert unit_tests(task, "print(2 + int(input()))") == 0.0
     assert unit_tests(task, "print(2 * int(input())); raise SystemExit(1)") == 0.0
     assert (
-        unit_tests(Task(0, "?", {"cases": cases, "tests": ["assert False"]}), "print(2 * int(input()))")
+        unit_tests(Task(0, "?", {"cases": cases, "tests": ["assert double(1)"]}), "print(2 * int(input()))")
         == 0.0
     )
 
@@ -205,12 +229,47 @@ def test_a_task_without_tests_is_a_failure(unit_tests: UnitTests) -> None:
 
 
 def test_a_machine_without_sandbox_is_told_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.rewards.sandbox.Sandbox.probe", lambda self: "unshare: not permitted")
+    monkeypatch.setattr("asyncrl.rewards.sandbox.choice.problem_of", lambda sandbox: "not permitted")
     config = RewardConfig(function="asyncrl.rewards:UnitTests", options={"memory_mb": 256})
     with pytest.raises(
-        ConfigError, match=r"reward.options.isolation = 'namespaces': .* unshare: not permitted"
+        ConfigError,
+        match=r"reward.options.sandbox = 'auto': .* bubblewrap: not permitted; namespaces: not permitted. Remedy",
     ):
         Scorer.from_config(config)
+
+
+def test_a_sandbox_of_the_user_is_named_like_a_function(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    function = UnitTests(sandbox=f"{tmp_path / 'mine.py'}:Mine", total_s=99.0)
+    assert function(Task(0, "?", {"tests": ["assert f(99.0)"]}), "good") == 1.0
+    assert function(Task(0, "?", {"tests": ["assert f(99.0)"]}), "bad") == 0.0
+    with pytest.raises(ConfigError, match=r"^sandbox = 'nsjail': is none of auto, bubblewrap, namespaces"):
+        UnitTests(sandbox="nsjail")
+    with pytest.raises(
+        ConfigError, match=r"^sandbox = '.*:Broken': is not to be had on this machine: no service"
+    ):
+        UnitTests(sandbox=f"{tmp_path / 'mine.py'}:Broken")
+
+
+def test_a_program_that_breaks_its_sandbox_gets_0_and_a_sandbox_that_fails_for_all_is_a_failure(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    function = UnitTests(sandbox=f"{tmp_path / 'mine.py'}:Mine")
+    for data in ({"tests": ["assert f(30.0)"]}, {"cases": [{"input": "", "output": "1"}]}):
+        assert function(Task(0, "?", data), "break") == 0.0
+    assert "an answer broke its sandbox, and gets 0: broken" in caplog.text
+    assert function(Task(0, "?", {"tests": ["assert f(30.0)"]}), "good") == 1.0
+    with pytest.raises(SandboxError, match="the sandbox no longer works: broken"):
+        function(Task(0, "?", {"tests": ["assert f(30.0)"]}), "break for good")
+
+
+def test_tests_that_cannot_be_judged_fail_the_task(unit_tests: UnitTests) -> None:
+    with pytest.raises(
+        ValueError, match=r"^task.data\['tests'\] cannot be judged: they use half, which is not"
+    ):
+        unit_tests(Task(0, "?", {"tests": "assert half(double(2)) == 2", "entry_point": "double"}), DOUBLE)
+    assert unit_tests(Task(0, "?", {"tests": TESTS[:1], "entry_point": "double"}), DOUBLE) == 1.0
 
 
 def test_the_program_is_the_last_block_of_an_answer() -> None:
