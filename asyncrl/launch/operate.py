@@ -113,7 +113,8 @@ def print_status(status: Mapping[str, Any], address: str) -> None:
     for label in dict.fromkeys(label for column in columns for label in column):
         table.add_row(cell(label), *(cell(column.get(label, "")) for column in columns))
     console.print(table)
-    console.print(f"clients: {status['clients']}, requests that wait: {status['parked']}", highlight=False)
+    parked = f"{status['parked']} ({_mb(status['parked_bytes'])})"
+    console.print(f"clients: {status['clients']}, requests that wait: {parked}", highlight=False)
     console.print(f"refused: {_counted(status['refused'])}", highlight=False, markup=False)
 
 

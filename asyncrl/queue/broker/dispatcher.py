@@ -71,6 +71,9 @@ the leases of others standing. The socket reads its clients in turns, so that ea
 MAX_UNREAD_BYTES = 1 << 28
 """Bytes of a client's unread replies above which it is 'busy'."""
 
+ENTRY_BYTES = 160
+"""Memory of one entry of a list in a request that waits, besides its own bytes."""
+
 HEAD_BYTES = 64
 """More than a message has around a single reply."""
 
@@ -167,6 +170,10 @@ class Dispatcher:
     def parked(self) -> int:
         return len(self._waiting)
 
+    @property
+    def parked_bytes(self) -> int:
+        return self._waiting.nbytes
+
     def receive(self, identity: bytes, frames: Sequence[Any], now: float) -> list[OutgoingReply]:
         """One message. frames: anything with the buffer protocol and a length."""
         try:
@@ -250,11 +257,12 @@ class Dispatcher:
             client.keep(wire.number, reply)
             return [OutgoingReply(identity, reply)]
         incoming = SessionRequest(message.run, message.session, request, tuple(wire.frames))
-        return self._reply_or_park(*key, incoming, now)
+        return self._reply_or_park(*key, incoming, now, len(wire.args))
 
     def _reply_or_park(
-        self, identity: bytes, number: int, incoming: SessionRequest, now: float
+        self, identity: bytes, number: int, incoming: SessionRequest, now: float, packed: int
     ) -> list[OutgoingReply]:
+        """packed: bytes of the request"""
         wait_key = self._wait_key(incoming)
         if not self._waiting.has(wait_key, incoming.request.verb):
             reply = self._reply(incoming, now)
@@ -264,7 +272,13 @@ class Dispatcher:
         else:
             # Nobody overtakes earlier requests, but the next tick must try this one too.
             self._tried.pop(wait_key, None)
-        self._waiting.add(Waiter(identity, number, incoming, wait_key, now + incoming.request.wait_s))
+        nbytes = packed + ENTRY_BYTES * (incoming.request.entries + 1)
+        try:
+            self._waiting.add(
+                Waiter(identity, number, incoming, wait_key, now + incoming.request.wait_s, nbytes)
+            )
+        except RefusedError as error:
+            return [self._outgoing(identity, number, incoming, refusal(self.queue, error))]
         return []
 
     def _reply(self, incoming: SessionRequest, now: float, late: bool = False) -> Reply | None:
@@ -277,6 +291,7 @@ class Dispatcher:
             return self._bug(incoming, error)
         if isinstance(incoming.request, StatusRequest) and reply is not None and reply.error is None:
             seen = {"clients": len(self._clients), "silent_s": self._silent_s(now), "parked": self.parked}
+            seen["parked_bytes"] = self.parked_bytes
             return Reply({**reply.value, **seen})
         return reply
 

@@ -12,7 +12,6 @@ from dataclasses import asdict
 from typing import Any
 
 from asyncrl.errors import RefusedError, RunClosedError, WireError
-from asyncrl.queue.broker import queue_state
 from asyncrl.queue.broker.queue_state import Context, QueueState, Reply, SessionRequest, check_small
 from asyncrl.queue.broker.stream import (
     COLUMN,
@@ -83,13 +82,8 @@ def goodbye(queue: QueueState, request: rq.GoodbyeRequest, context: Context) -> 
 
 
 def post(queue: QueueState, request: rq.PostRequest, context: Context) -> Reply:
-    key, value = request.key, request.value
-    if key not in queue.registry and len(queue.registry) >= queue_state.MAX_KEYS:
-        raise RefusedError("full", f"the registry holds {queue_state.MAX_KEYS} keys already")
-    check_small("value", value)
-    queue.registry[key] = value
-    queue.note(Posted(key, value))
-    queue.posts += 1
+    queue.post(request.key, request.value)
+    queue.note(Posted(request.key, request.value))
     return Reply()
 
 
@@ -106,8 +100,8 @@ def renew(queue: QueueState, request: rq.RenewRequest, context: Context) -> Repl
         over = leases if stream is None else generator_commands.renew(stream.ledger, leases, context.now)
         lost += [(name, ordinal, epoch) for ordinal, epoch in over]
     check_small("stats", request.stats)
-    if context.name in queue.workers or len(queue.workers) < queue_state.MAX_KEYS:
-        queue.workers[context.name] = request.stats
+    if not queue.keep_stats(context.name, request.stats):
+        queue.refused["full"] += 1
     return Reply({"lost": lost, "closed": queue.closed is not None})
 
 

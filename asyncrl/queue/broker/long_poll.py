@@ -18,7 +18,14 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
+from asyncrl.errors import RefusedError
 from asyncrl.queue.broker.queue_state import SessionRequest
+
+CLIENT_BYTES, ALL_BYTES = 3 << 25, 1 << 28
+"""Limits on the memory of requests that wait, of one client and in all: tasks may wait for a stream to be opened."""
+
+SMALL_BYTES = 1 << 13
+"""A smaller request waits in any case; a client has no more than 64 of them."""
 
 RequestKey = tuple[bytes, int]
 """A request at the broker: the identity of its client, and the client's number for it."""
@@ -26,13 +33,17 @@ RequestKey = tuple[bytes, int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Waiter:
-    """A request that waits until `until`. same: equal for requests that are answerable under the same conditions."""
+    """A request that waits until `until`.
+
+    nbytes: of memory · same: equal for requests that are answerable under the same conditions
+    """
 
     identity: bytes
     number: int
     request: SessionRequest
     wait_key: str
     until: float
+    nbytes: int = 0
     same: Hashable = field(init=False)
 
     def __post_init__(self) -> None:
@@ -48,8 +59,11 @@ class LongPoll:
         self._waiters: dict[RequestKey, Waiter] = {}
         self._queues: dict[str, OrderedDict[Hashable, WaitQueue]] = {}
         self._waiting: Counter[tuple[str, str]] = Counter()  # (wait key, verb) -> how many wait
-        self._deadlines: list[tuple[float, int, Waiter]] = []  # heap; holds some that have left
         self._arrivals = itertools.count()
+        self._arrived: dict[RequestKey, int] = {}
+        self._deadlines: list[tuple[float, int, RequestKey]] = []  # heap; has some that do not wait any more
+        self._bytes: Counter[bytes] = Counter()  # by client
+        self.nbytes = 0
 
     def __len__(self) -> int:
         return len(self._waiters)
@@ -65,17 +79,26 @@ class LongPoll:
         return self._waiting[wait_key, verb] > 0
 
     def add(self, waiter: Waiter) -> None:
-        self._waiters[waiter.key] = waiter
+        """RefusedError 'full': the requests that wait take too much memory. Small ones always have room."""
+        self._check_room(waiter)
+        self._bytes[waiter.identity] += waiter.nbytes
+        self.nbytes += waiter.nbytes
+        self._waiters[waiter.key], self._arrived[waiter.key] = waiter, next(self._arrivals)
         queues = self._queues.setdefault(waiter.wait_key, OrderedDict())
         queues.setdefault(waiter.same, WaitQueue()).add(waiter)
         self._waiting[waiter.wait_key, waiter.request.request.verb] += 1
-        heapq.heappush(self._deadlines, (waiter.until, next(self._arrivals), waiter))
+        heapq.heappush(self._deadlines, (waiter.until, self._arrived[waiter.key], waiter.key))
 
     def remove(self, key: RequestKey) -> None:
         """Idempotent."""
         waiter = self._waiters.pop(key, None)
         if waiter is None:
             return
+        del self._arrived[key]
+        self.nbytes -= waiter.nbytes
+        self._bytes[waiter.identity] -= waiter.nbytes
+        if not self._bytes[waiter.identity]:
+            del self._bytes[waiter.identity]
         queues = self._queues[waiter.wait_key]
         if not queues[waiter.same].remove(waiter):
             del queues[waiter.same]
@@ -83,7 +106,7 @@ class LongPoll:
             del self._queues[waiter.wait_key]
         self._waiting[waiter.wait_key, waiter.request.request.verb] -= 1
         if len(self._deadlines) > 2 * len(self._waiters) + 64:
-            self._deadlines = [entry for entry in self._deadlines if self._waits(entry[2])]
+            self._deadlines = [entry for entry in self._deadlines if self._waits(entry)]
             heapq.heapify(self._deadlines)
 
     def offer(self, wait_key: str, answer: Callable[[Waiter], bool]) -> int:
@@ -111,13 +134,24 @@ class LongPoll:
         """Those whose wait is over, once; they still wait, for their last reply."""
         late: list[Waiter] = []
         while self._deadlines and self._deadlines[0][0] <= now:
-            waiter = heapq.heappop(self._deadlines)[2]
-            if self._waits(waiter):
-                late.append(waiter)
+            entry = heapq.heappop(self._deadlines)
+            if self._waits(entry):
+                late.append(self._waiters[entry[2]])
         return late
 
-    def _waits(self, waiter: Waiter) -> bool:
-        return self._waiters.get(waiter.key) is waiter
+    def _waits(self, entry: tuple[float, int, RequestKey]) -> bool:
+        return self._arrived.get(entry[2]) == entry[1]
+
+    def _check_room(self, waiter: Waiter) -> None:
+        if waiter.nbytes <= SMALL_BYTES:
+            return
+        for whose, held, most in (
+            ("this client", self._bytes[waiter.identity], CLIENT_BYTES),
+            ("all clients", self.nbytes, ALL_BYTES),
+        ):
+            if held + waiter.nbytes > most:
+                rule = f"requests of {whose} that wait take {held} bytes; {most} are allowed"
+                raise RefusedError("full", f"no room for a request of {waiter.nbytes} bytes: {rule}")
 
 
 class WaitQueue:

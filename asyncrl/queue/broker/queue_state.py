@@ -19,7 +19,10 @@ from asyncrl.queue.storage.store import Frames, PayloadStore
 MAX_STREAMS = 16
 MAX_KEYS = 4096
 MAX_VALUE = 1 << 20
-"""Limits on what clients can make the broker keep: streams, keys and workers, bytes of a value."""
+REGISTRY_BYTES = 1 << 26
+STATS_BYTES = 1 << 25
+"""Limits on what clients can make the broker keep: streams, keys and workers, bytes of a value; bytes of all keys and
+values, and of the stats of all workers."""
 
 
 class SessionRequest(NamedTuple):
@@ -74,6 +77,7 @@ class QueueState:
     streams: dict[str, Stream] = field(default_factory=dict)
     registry: dict[str, bytes] = field(default_factory=dict)
     workers: dict[str, bytes] = field(default_factory=dict)
+    stats_bytes: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     posts: int = 0
     clock: LeaseClock = field(default_factory=LeaseClock)
@@ -92,6 +96,27 @@ class QueueState:
     def expire(self, now: float) -> None:
         for stream in self.streams.values():
             generator_commands.expire(stream.ledger, now)
+
+    def post(self, key: str, value: bytes) -> None:
+        """Keep an entry of the registry. RefusedError 'full'."""
+        if key not in self.registry and len(self.registry) >= MAX_KEYS:
+            raise RefusedError("full", f"the registry holds {MAX_KEYS} keys already")
+        check_small("value", value)
+        others = sum(len(k) + len(v) for k, v in self.registry.items() if k != key)
+        if others + len(key) + len(value) > REGISTRY_BYTES:
+            raise RefusedError(
+                "full", f"the registry holds {others} bytes of other keys; {REGISTRY_BYTES} are allowed"
+            )
+        self.registry[key] = value
+        self.posts += 1
+
+    def keep_stats(self, worker: str, stats: bytes) -> bool:
+        """Keep the stats of a worker in place of its earlier ones. Returns False if there is no room for them."""
+        total = self.stats_bytes + len(stats) - len(self.workers.get(worker, b""))
+        if total > STATS_BYTES or (worker not in self.workers and len(self.workers) >= MAX_KEYS):
+            return False
+        self.workers[worker], self.stats_bytes = stats, total
+        return True
 
 
 def check_small(key: str, value: bytes) -> None:

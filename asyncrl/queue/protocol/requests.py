@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from asyncrl.errors import RefusedError, WireError
-from asyncrl.queue.protocol.settings import MAX_COUNT, Names, StreamSettings, check_names
+from asyncrl.queue.protocol.settings import MAX_COUNT, MAX_NAMES, Names, StreamSettings, check_names
 from asyncrl.types import Version
 
 MAX_TEXT = 4096
@@ -27,7 +27,7 @@ MAX_ITEMS = 1 << 17
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 WaitSeconds = Annotated[float, Meta(ge=0.0, le=MAX_WAIT_S)]
 Ordinals = Annotated[tuple[int, ...], Meta(max_length=MAX_ITEMS)]
-LeaseKeys = Annotated[tuple[tuple[int, int], ...], Meta(max_length=MAX_ITEMS)]
+LeaseKeys = Annotated[tuple[tuple[int, int], ...], Meta(max_length=MAX_ITEMS // 2)]
 """(ordinal, epoch) of each lease."""
 
 
@@ -41,6 +41,11 @@ class Request(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Whether the sender need not know the run."""
 
     wait_s: WaitSeconds = 0.0
+
+    @property
+    def entries(self) -> int:
+        """Entries of its lists, if it may have many and may wait."""
+        return 0
 
 
 class StreamRequest(Request, frozen=True, kw_only=True):
@@ -83,7 +88,7 @@ class RenewRequest(Request, frozen=True, kw_only=True):
     """leases: by stream. stats: packed telemetry of the worker."""
 
     verb = "renew"
-    leases: Annotated[dict[str, LeaseKeys], Meta(max_length=MAX_ITEMS)]
+    leases: Annotated[dict[str, LeaseKeys], Meta(max_length=MAX_NAMES)]
     stats: bytes
 
 
@@ -129,6 +134,10 @@ class SubmitRequest(StreamRequest, frozen=True, kw_only=True):
     verb = "submit"
     tasks: Annotated[tuple[tuple[int, bytes], ...], Meta(max_length=MAX_ITEMS)]
     min_version: Version
+
+    @property
+    def entries(self) -> int:
+        return len(self.tasks)
 
     def __post_init__(self) -> None:
         first = self.tasks[0][0] if self.tasks else 0
@@ -289,6 +298,10 @@ class CollectRequest(LearnerRequest, frozen=True, kw_only=True):
     got: Ordinals = ()
     corrupt: Ordinals = ()
 
+    @property
+    def entries(self) -> int:
+        return len(self.got) + len(self.corrupt)
+
 
 class SnapshotRequest(LearnerRequest, frozen=True, kw_only=True):
     verb = "snapshot"
@@ -306,7 +319,12 @@ VERBS = _verbs(Request)
 DECODERS: dict[str, msgspec.msgpack.Decoder[Any]] = {
     verb: msgspec.msgpack.Decoder(cls) for verb, cls in VERBS.items()
 }
+
+
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError, MemoryError)
+
+NAMED_BYTES = 1 << 14
+"""A larger request is not unpacked without its schema, to name the value that is wrong."""
 
 
 def pack_request(request: Request) -> bytes:
@@ -330,6 +348,8 @@ def unpack_request(verb: str, packed: bytes, frames: Sequence[Any] = ()) -> Requ
     if isinstance(request, PayloadRequest) and request.nbytes != sum(map(len, frames)):
         received = sum(map(len, frames))
         raise WireError(f"{verb}: {received} payload bytes, {request.nbytes} announced")
+    if frames and not isinstance(request, PayloadRequest):
+        raise WireError(f"{verb}: {len(frames)} payload frames, it has none")
     return request
 
 
@@ -340,6 +360,8 @@ def _value_at_fault(packed: bytes, rule: str) -> str:
     ", which is 'x'"
     """
     key = re.search(r"at `\$\.(\w+)", rule)
+    if len(packed) > NAMED_BYTES:
+        return ""
     try:
         return f", which is {msgspec.msgpack.decode(packed)[key[1]]!r:.100}" if key else ""
     except (*UNREADABLE, KeyError, TypeError):

@@ -61,7 +61,7 @@ def decode_columns(frames: Sequence[wire.Buffer]) -> dict[str, Array]:
     columns: dict[str, Array] = {}
     offset = 0
     try:
-        for name, dtype, count in msgpack.unpackb(spec):
+        for name, dtype, count in wire.unpack_value(spec):
             if dtype not in DTYPES or type(name) is not str or type(count) is not int or count < 0:
                 raise WireError(f"column {name!r} of {count!r} values of type {dtype!r}")
             columns[name] = np.frombuffer(data, np.dtype(dtype), count, offset)

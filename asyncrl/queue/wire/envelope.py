@@ -17,9 +17,13 @@ not is handled once, however often it comes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+from msgspec import Meta, Struct
 
 from asyncrl.errors import WireError
+from asyncrl.queue.protocol.requests import UNREADABLE
 from asyncrl.queue.wire import wire
 
 Message = list[Any]
@@ -43,10 +47,25 @@ SHARED_BYTES = 1 << 20
 MAX_NAME = 256
 """Characters of the name of a run or session."""
 
-FIELDS = {"newest": int, "waiting": list, "run": str, "session": str, "requests": list}
-REQUEST = [int, str, bytes, int]
 REPLY = 4
-"""Fields of a client's message, of a request in it, and how many a reply has."""
+"""Fields of a reply."""
+
+Name = Annotated[str, Meta(max_length=MAX_NAME)]
+
+
+class Call(Struct):
+    """The envelope of a client's message. The annotation of a field is its check."""
+
+    newest: int
+    waiting: Annotated[list[int], Meta(max_length=4 * MAX_REQUESTS)]
+    run: Name
+    session: Name
+    requests: Annotated[
+        list[tuple[int, str, bytes, Annotated[int, Meta(ge=0)]]], Meta(max_length=4 * MAX_REQUESTS)
+    ]
+
+
+_calls = msgspec.msgpack.Decoder(Call)
 
 
 class WireRequest(NamedTuple):
@@ -97,26 +116,18 @@ def pack_calls(call: ClientMessage) -> list[Message]:
 
 def unpack_call(frames: Sequence[Any]) -> ClientMessage:
     """The message in the frames behind the identity. WireError unless every field is of its kind."""
-    message = _head(frames)
-    for name, kind in FIELDS.items():
-        if type(message.get(name)) is not kind:
-            raise WireError(f"envelope: {name} = {message.get(name)!r:.100} must be {kind.__name__}")
-    newest, waiting = message["newest"], message["waiting"]
-    numbers = {*map(type, waiting)} <= {int}
-    if (
-        len(waiting) > 4 * MAX_REQUESTS
-        or not numbers
-        or (waiting and not 0 < min(waiting) <= max(waiting) <= newest)
-    ):
-        raise WireError(f"envelope: waiting must be some of the numbers up to newest = {newest}")
-    for name in ("run", "session"):
-        if len(message[name]) > MAX_NAME or not message[name].isprintable():
-            raise WireError(
-                f"envelope: {name} = {message[name]!r:.100} must be up to {MAX_NAME} printable characters"
-            )
-    return ClientMessage(
-        newest, waiting, message["run"], message["session"], _requests(message["requests"], frames)
-    )
+    try:
+        call = _calls.decode(_envelope(frames))
+    except UNREADABLE as error:
+        raise WireError(f"envelope: {error}") from error
+    waiting = call.waiting
+    if waiting and not 0 < min(waiting) <= max(waiting) <= call.newest:
+        raise WireError(f"envelope: waiting must be some of the numbers up to newest = {call.newest}")
+    if not (call.run.isprintable() and call.session.isprintable()):
+        raise WireError(
+            f"envelope: the names {call.run!r:.100} and {call.session!r:.100} must be printable characters"
+        )
+    return ClientMessage(call.newest, waiting, call.run, call.session, _requests(call.requests, frames))
 
 
 def pack_reply(number: int, value: Any, error: Sequence[str] | None, frames: Sequence[Any]) -> Message:
@@ -132,7 +143,7 @@ def pack_replies(parts: Sequence[Message]) -> list[Message]:
 
 def unpack_replies(frames: Sequence[Any]) -> list[tuple[int, Any, Any, Sequence[Any]]]:
     """[(number, value, error, frames)]. WireError for anything else."""
-    packed = _head(frames).get("replies")
+    packed = wire.unpack_map(_envelope(frames)).get("replies")
     if not isinstance(packed, list) or {*map(type, packed)} - {bytes}:
         raise WireError("a message of the queue without replies")
     replies, at = [], 1
@@ -168,18 +179,15 @@ def _packed_replies(parts: Sequence[Message]) -> Message:
     return [head, *(frame for part in parts for frame in part[1:])]
 
 
-def _head(frames: Sequence[Any]) -> dict[str, Any]:
+def _envelope(frames: Sequence[Any]) -> memoryview:
     if not 0 < len(frames) <= wire.MAX_FRAMES:
         raise WireError(f"a message of {len(frames)} frames; 1 to {wire.MAX_FRAMES} are allowed")
-    return wire.unpack(frames[0])
+    return wire.opened(frames[0])
 
 
-def _requests(entries: list[Any], frames: Sequence[Any]) -> list[WireRequest]:
+def _requests(entries: Iterable[tuple[int, str, bytes, int]], frames: Sequence[Any]) -> list[WireRequest]:
     requests, at = [], 1
-    for entry in entries:
-        if not isinstance(entry, list) or [*map(type, entry)] != REQUEST or entry[3] < 0:
-            raise WireError(f"envelope: {entry!r:.100} must be [number, op, arguments, frames]")
-        number, op, args, count = entry
+    for number, op, args, count in entries:
         requests.append(WireRequest(number, op, args, tuple(frames[at : at + count])))
         at += count
     if at != len(frames):

@@ -113,7 +113,10 @@ def decode_group(frames: Sequence[Buffer]) -> Group:
         return _group(header, columns)
     except WireError:
         raise
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
+    except (
+        *(KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError),
+        RecursionError,  # of the text of a value that is to be named
+    ) as error:
         raise WireError(f"group header: {type(error).__name__}: {error}") from error
 
 

@@ -24,8 +24,17 @@ ENVELOPE_MAGIC = b"ARLQ" + bytes([VERSION])
 MAX_FRAME_BYTES = 1 << 30
 MAX_ENVELOPE_BYTES = 1 << 26
 MAX_FRAMES = 1024
-MAX_ITEMS = 1 << 17
-"""Limits on one message: bytes of a frame and of the envelope, frames, entries of one list or map of the envelope."""
+"""Limits on one message: bytes of a frame and of the envelope, frames."""
+
+MAX_VALUES, MAX_DEPTH = 1 << 19, 64
+"""Limits on packed values: values in all, lists and maps in each other. A byte may become 90 bytes of memory."""
+
+UNCHECKED_BYTES = 1 << 14
+"""Fewer bytes of packed values are unpacked without a look at their number."""
+
+TAILS = (0, 0, 0, 0, -1, -2, -4, -11, -12, -14, 4, 8, 1, 2, 4, 8, 1, 2, 4, 8, 2, 3, 5, 9, 17, -1, -2, -4)
+"""Bytes that follow the first byte of a value, from 0xc0 to 0xdb. Below 0: first a length of so many bytes; 10 more: a
+type, too."""
 
 BAD_MSGPACK = (ValueError, TypeError, msgpack.UnpackException, RecursionError, OverflowError, MemoryError)
 
@@ -47,11 +56,16 @@ def pack(message: Mapping[str, Any]) -> bytes:
 
 def unpack(frame: Buffer) -> dict[str, Any]:
     """The message of an envelope frame. WireError names the fault."""
+    return unpack_map(opened(frame))
+
+
+def opened(frame: Buffer) -> memoryview:
+    """The packed map of an envelope frame."""
     view = memoryview(frame)
     check_magic(view, ENVELOPE_MAGIC)
     if len(view) > MAX_ENVELOPE_BYTES:
         raise WireError(f"an envelope of {len(view)} bytes; {MAX_ENVELOPE_BYTES} are allowed")
-    return unpack_map(view[len(ENVELOPE_MAGIC) :], MAX_ITEMS)
+    return view[len(ENVELOPE_MAGIC) :]
 
 
 def pack_value(value: Any) -> bytes:
@@ -60,22 +74,61 @@ def pack_value(value: Any) -> bytes:
     return packed
 
 
-def unpack_value(packed: Buffer, most: int = MAX_ITEMS) -> Any:
-    """`pack_value`'s. WireError for what is no msgpack.
-
-    most: entries of one list or map, for which room is made before they are seen; -1: as many as bytes.
-    """
+def unpack_value(packed: Buffer) -> Any:
+    """`pack_value`'s. WireError for what is no msgpack, or has too many values."""
+    if len(packed) > UNCHECKED_BYTES:
+        _check_values(memoryview(packed))
     try:
-        return msgpack.unpackb(packed, raw=False, strict_map_key=False, max_array_len=most, max_map_len=most)
+        return msgpack.unpackb(packed, raw=False, strict_map_key=False)
     except BAD_MSGPACK as error:
         raise WireError(f"not msgpack: {type(error).__name__}: {str(error)[:200]}") from error
 
 
-def unpack_map(packed: Buffer, most: int = -1) -> dict[str, Any]:
-    message = unpack_value(packed, most)
+def unpack_map(packed: Buffer) -> dict[str, Any]:
+    message = unpack_value(packed)
     if not isinstance(message, dict):
         raise WireError(f"expected a map, got {type(message).__name__}")
     return message
+
+
+def _check_values(packed: memoryview) -> None:
+    """WireError for more than MAX_VALUES values, or more than MAX_DEPTH lists and maps in each other.
+
+    What is no msgpack passes.
+    """
+    at, end, values = 0, len(packed), 0
+    missing = [1]  # values that each open list or map still needs, the innermost last
+    while missing and at < end:
+        if not missing[-1]:
+            missing.pop()
+            continue
+        missing[-1] -= 1
+        values += 1
+        first = packed[at]
+        at += 1
+        entries = 0
+        if 0x80 <= first < 0xA0:
+            entries = (first & 15) * (1 if first & 16 else 2)
+        elif 0xA0 <= first < 0xC0:
+            at += first & 31
+        elif 0xDC <= first < 0xE0:
+            size = 4 if first & 1 else 2
+            entries = int.from_bytes(packed[at : at + size], "big") * (1 if first < 0xDE else 2)
+            at += size
+        elif 0xC0 <= first < 0xDC:
+            at += _tail(packed, at, TAILS[first - 0xC0])
+        if entries:
+            missing.append(entries)
+        if values + entries > MAX_VALUES or len(missing) > MAX_DEPTH + 1:
+            raise WireError(f"more than {MAX_VALUES} values, or more than {MAX_DEPTH} lists in each other")
+
+
+def _tail(packed: memoryview, at: int, tail: int) -> int:
+    """Bytes of a value behind its first one."""
+    if tail >= 0:
+        return tail
+    size, typed = (-tail - 10, 1) if tail < -10 else (-tail, 0)
+    return size + typed + int.from_bytes(packed[at : at + size], "big")
 
 
 def check_magic(view: memoryview, magic: bytes) -> None:
@@ -93,7 +146,7 @@ def task_to_wire(task: Task) -> bytes:
 
 
 def task_from_wire(packed: Buffer) -> Task:
-    wire = unpack_value(packed, -1)
+    wire = unpack_value(packed)
     if not isinstance(wire, list) or len(wire) != 3:
         raise WireError("a task is [ordinal, prompt, data]")
     ordinal, prompt, data = wire

@@ -37,6 +37,35 @@ def test_noise_is_a_wire_error(noise: bytes) -> None:
         wire.task_from_wire(msgpack.packb({"not": noise}))
 
 
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 64) - 1)
+    | st.floats()
+    | st.text(max_size=40)
+    | st.binary(max_size=40)
+    | st.sampled_from(["x" * 300, "x" * 70_000, b"x" * 300, b"x" * 70_000])
+    | st.builds(msgpack.ExtType, st.integers(0, 99), st.binary(max_size=20) | st.just(bytes(300))),
+    lambda inner: st.lists(inner, max_size=20) | st.dictionaries(st.text(max_size=3), inner, max_size=20),
+)
+
+
+def count(value: Any) -> int:
+    inner = [each for pair in value.items() for each in pair] if isinstance(value, dict) else value
+    return 1 + (sum(map(count, inner)) if isinstance(inner, list) else 0)
+
+
+@given(VALUES)
+def test_values_are_counted_before_they_are_unpacked(value: Any) -> None:
+    packed = memoryview(msgpack.packb(value))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "MAX_VALUES", count(value))
+        wire._check_values(packed)
+        patch.setattr(wire, "MAX_VALUES", count(value) - 1)
+        with pytest.raises(WireError, match="more than"):
+            wire._check_values(packed)
+
+
 @pytest.mark.parametrize(
     "task", [Task(0, "x"), Task(7, [{"role": "user", "content": "2+2=é"}], {"n": [1.5]})]
 )
