@@ -202,6 +202,11 @@ class PublisherLink:
         if self._session is not None:
             self._request("unpin", session=self._session.number)
 
+    def alive(self) -> None:
+        """Keep the session, if there is one, while nothing is taken. Best effort; does not wait."""
+        if self._session is not None:
+            self._request("alive", session=self._session.number)
+
     def drop(self) -> None:
         """Close the channel and the session."""
         if self._session is None:

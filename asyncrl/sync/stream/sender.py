@@ -123,6 +123,7 @@ class Sender:
     ) -> None:
         self.who = meeting.whom
         self.pin: Pin | None = None  # set by the server: the version that this subscriber holds
+        self.heard_at = time.monotonic()  # set by the server: the last request of this session
         self._plan, self._source, self._kind, self._door = plan, source, kind, door
         self._meeting, self._counts = meeting, counts
         self._slow = False  # by the last full stream

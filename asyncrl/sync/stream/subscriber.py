@@ -207,7 +207,12 @@ class Subscriber:
         self._links[0].join(host, layout, self._bytes, endpoint)
 
     def _as_member(self, request: Callable[[], T]) -> T:
-        """A request to rank 0; once more after joining again, if this one was fenced meanwhile."""
+        """A request to rank 0; once more after joining again, if this one was fenced meanwhile.
+
+        All sources get a sign of life: between two versions they hear nothing else.
+        """
+        for source in (*self._sources, *(() if self._parent is None else self._parent[1:])):
+            source.link.alive()
         try:
             return request()
         except RefusedError as error:

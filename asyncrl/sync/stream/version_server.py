@@ -9,6 +9,7 @@ answers all other requests.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 
@@ -26,6 +27,8 @@ CLOSE_S = 1.0
 
 MAX_SESSIONS = 1024
 """Each has a thread and a channel of its own."""
+
+log = logging.getLogger(__name__)
 
 Handler = Callable[[RpcRequest], Fields | None]
 
@@ -64,10 +67,12 @@ class VersionServer:
             "pin": self._pin,
             "send": self._send,
             "unpin": self._unpin,
+            "alive": self._alive,
             "bye": self._bye,
             **handlers,
         }
-        self.server = RpcServer(host, name, self._handle, keys, on_wake)
+        self._on_wake = on_wake
+        self.server = RpcServer(host, name, self._handle, keys, self._wake)
         self.endpoint = self.server.endpoint
 
     def stats(self) -> dict[str, float]:
@@ -93,6 +98,18 @@ class VersionServer:
         deadline = time.monotonic() + CLOSE_S
         for sender in self._retired:
             sender.join(deadline - time.monotonic())
+
+    def _wake(self) -> None:
+        """End the sessions of subscribers that are gone, or silent for sync.silence_s. In the RPC thread."""
+        silent_since = time.monotonic() - self._config.silence_s
+        for session, sender in list(self._senders.items()):
+            if sender.heard_at < silent_since and not sender.ended:
+                log.warning(
+                    "%s: %s is silent for more than %.0f s", self.name, sender.who, self._config.silence_s
+                )
+            if sender.heard_at < silent_since or sender.ended:
+                self._end(session)
+        self._on_wake()
 
     # Requests, in the RPC thread.
 
@@ -156,6 +173,11 @@ class VersionServer:
         self._release_of(self._sender(request))
         return {}
 
+    def _alive(self, request: RpcRequest) -> Fields:
+        """Of a subscriber that needs nothing from here now."""
+        self._sender(request)
+        return {}
+
     def _bye(self, request: RpcRequest) -> Fields:
         self._end(int(request.fields["session"]))
         return {}
@@ -164,6 +186,7 @@ class VersionServer:
         sender = self._senders.get(request.fields["session"])
         if sender is None or sender.ended:
             raise RefusedError("session", f"{request.fields.get('who')} must attach to {self.name} again")
+        sender.heard_at = time.monotonic()
         return sender
 
     def _release_of(self, sender: Sender) -> None:

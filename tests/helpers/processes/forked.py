@@ -26,6 +26,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -76,6 +77,7 @@ class ForkedProcess:
         self.args, self.returncode, self.stdout = list(args), None, None
         self._lock, self._printed = threading.Lock(), ""
         self._report, report = os.pipe()
+        weakref.finalize(self, os.close, self._report)
         out, ours = _descriptor(stdout, 1), None
         if stdout == subprocess.PIPE:
             ours, out = os.pipe()

@@ -66,6 +66,7 @@ KINDS = [
     "pin",
     "send",
     "unpin",
+    "alive",
     "bye",
     "join",
     "route",
