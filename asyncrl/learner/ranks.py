@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 COLLECTIVE_DEADLINE = timedelta(minutes=10)
 
+_kept: list[dist.Store] = []
+
 TORCHRUN_RISK = (
     "the ranks were started by torchrun: its store listens on all interfaces without a password, and torchrun "
     "unpickles what it finds there, so whoever reaches the port can run code here; without torchrun `asyncrl learner` "
@@ -76,7 +78,9 @@ def _store(kind: str, place: str, config: Config) -> dist.Store:
         return dist.FileStore(str(Path(place, "store")), world)
     bind_gloo(config.sync.host or own_host(config.queue.address))
     registry = QueueRegistry(config, f"{place} rank {rank}'s meeting")
-    return meet(registry, place, rank, world, COLLECTIVE_DEADLINE.total_seconds())
+    # torch keeps the part in C++ alone, which needs the Python object when groups are made later.
+    _kept.append(meet(registry, place, rank, world, COLLECTIVE_DEADLINE.total_seconds()))
+    return _kept[-1]
 
 
 def bind_gloo(address: str) -> None:

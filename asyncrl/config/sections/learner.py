@@ -137,7 +137,8 @@ class LearnerConfig(Section):
     )
     devices: str | None = key(None, "CUDA_VISIBLE_DEVICES of the learner pool; none: as the shell has it")
     groups_deadline_s: Seconds = key(
-        600.0, "longest wait for the next group, or for progress of generators, before the run is called stuck"
+        600.0,
+        "longest wait for the next group, or for progress of generators, before the run is called stuck",
     )
 
     def rules(self, at: str) -> Iterator[Rule]:

@@ -25,6 +25,8 @@ from processes import (
 )
 from torch.distributed import TCPStore
 
+from asyncrl.rpc.keys import make_keys
+
 LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
 
 
@@ -118,3 +120,40 @@ def test_a_rank_that_is_lost_takes_the_learner_back_to_its_checkpoint(
     assert "rank 1 ended first" in (run / "logs" / "learner.log").read_text()
     assert versions(run) == list(range(1, 9))
     assert counts_of(run) == (8, 32, 0)
+
+
+def test_ranks_of_two_machines_meet_through_the_queue(config_file: Path) -> None:
+    """Here both on one machine, and started again on the queue that has their entries of before."""
+    run, config = config_file.parent / "it", str(config_file)
+    make_keys(config_file.parent / "keys")
+    keys = f"queue.keys={config_file.parent / 'keys'}"
+    with started("asyncrl", "queue", config, keys) as queue:
+        address = queue_address(run, queue)
+        own = (
+            "asyncrl",
+            "learner",
+            config,
+            keys,
+            address,
+            "learner.processes=2",
+            "checkpoint.every=2",
+            "--nodes",
+            "2",
+        )
+        with started("asyncrl", "generator", config, keys, address, "--name", "one") as generator:
+            with (
+                started(*own, FOR_EVER, "--node", "1") as second,
+                started(*own, FOR_EVER, "--node", "0") as first,
+            ):
+                until_trained(run, 3, queue, generator, first, second)
+                first.kill()
+                code, printed = finished(second)
+                assert code != 0, printed
+            again = ("run.resume=true", "run.versions=6")
+            with (
+                started(*own, *again, "--node", "1") as second,
+                started(*own, *again, "--node", "0") as first,
+            ):
+                for learner in (first, second):
+                    succeeded(learner)
+    assert versions(run)[-1] == 6

@@ -1,0 +1,96 @@
+"""Ranks that meet through a registry: each as a thread, the registry a dictionary."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from asyncrl.errors import DeadlineError
+from asyncrl.learner.queue_store import QueueStore, meet
+
+LONG_S = 60.0
+
+
+class Entries(dict[str, Any]):
+    """A registry of the queue."""
+
+    def post(self, key: str, value: Any) -> None:
+        self[key] = value
+
+    def lookup(self, key: str, wait_s: float) -> Any:
+        try:
+            return self[key]
+        except KeyError:
+            raise DeadlineError("a test", "the queue", key, wait_s) from None
+
+
+def met(entries: Entries, world: int) -> list[QueueStore]:
+    """The stores of one start."""
+    with ThreadPoolExecutor(world) as threads:
+        calls = [threads.submit(meet, entries, "learner", rank, world, LONG_S) for rank in range(world)]
+        return [call.result() for call in calls]
+
+
+def test_what_one_rank_sets_the_others_get() -> None:
+    stores = met(Entries(), 3)
+    stores[1].set("0/address", b"\x00\xff")
+    stores[2].set("word", "text")
+    assert [store.get("0/address") for store in stores] == [b"\x00\xff"] * 3
+    assert stores[0].get("word") == b"text"
+    assert stores[0].check(["0/address", "word"])
+    assert not stores[0].check(["0/address", "nothing"])
+
+
+def test_entries_of_an_earlier_start_are_never_used_and_the_registry_does_not_grow() -> None:
+    entries = Entries()
+    for store in (earlier := met(entries, 3)):
+        store.set("address", b"of before")
+    size = len(entries)
+    stores = met(entries, 3)
+    assert len(entries) == size
+    assert not stores[0].check(["address"])
+    with pytest.raises(DeadlineError, match="'address'"):
+        stores[0].wait(["address"], timedelta(seconds=0.01))
+    stores[2].set("address", b"of now")
+    assert [store.get("address") for store in stores] == [b"of now"] * 3
+    assert not earlier[0].check(["address"])
+    assert len(entries) == size
+
+
+def test_who_does_not_come_is_named() -> None:
+    """Also where an earlier start has left entries of all ranks."""
+    for entries in (Entries(), left_by_an_earlier_start()):
+        with pytest.raises(DeadlineError, match=r"learner rank 1 waited .* for rank 0"):
+            meet(entries, "learner", 1, 3, 0.01)
+        with ThreadPoolExecutor(2) as threads:
+            first = threads.submit(meet, entries, "learner", 0, 3, 1.0)
+            second = threads.submit(meet, entries, "learner", 1, 3, LONG_S)
+            with pytest.raises(DeadlineError, match=r"learner rank 0 waited .* for rank 2"):
+                first.result()
+            second.result()  # it has met rank 0
+
+
+def left_by_an_earlier_start() -> Entries:
+    entries = Entries()
+    met(entries, 3)
+    return entries
+
+
+def test_a_key_that_was_deleted_is_not_there() -> None:
+    first, second = met(Entries(), 2)
+    first.set("id", "1")
+    assert second.delete_key("id")
+    assert not first.check(["id"])
+    assert not first.delete_key("id")
+
+
+def test_a_value_is_replaced_where_it_is_the_expected_one() -> None:
+    first, second = met(Entries(), 2)
+    assert first.compare_set("owner", "", "a") == b"a"
+    assert second.compare_set("owner", "", "b") == b"a"
+    assert second.compare_set("owner", "a", "b") == b"b"
+    assert first.add("count", 2) == 2
+    assert second.add("count", 3) == 5
