@@ -142,10 +142,11 @@ class QueueConfig(Section):
 
 @dataclass(frozen=True)
 class SyncConfig(Section):
-    backend: Literal["auto", "shm", "nccl", "tcp", "file", "redis"] = key(
+    backend: Literal["auto", "shm", "nccl", "tcp", "gloo", "file", "redis"] = key(
         "auto",
         "how weights travel; auto: shm where both ends can map each other's memory, else nccl between GPUs, "
-        "else tcp; file and redis: the learner stores versions there, and generators read them",
+        "else tcp; gloo: as nccl, between CPUs; file and redis: the learner stores versions there, and generators "
+        "read them",
     )
     folder: str | None = key(
         None, "backend file: where versions are stored; every process of the run must see it"

@@ -72,7 +72,7 @@ class WeightReader:
 
     def staging(self, layout: Layout, live: torch.device) -> TensorBuffer:
         """Memory for one version: on the host where sync.backend requires it, otherwise on the device `live`."""
-        on_host = self.sync.backend == "tcp" or self.sync.stored
+        on_host = self.sync.backend in ("tcp", "gloo") or self.sync.stored
         return TensorBuffer(layout, torch.device("cpu") if on_host else live)
 
 

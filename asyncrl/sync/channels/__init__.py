@@ -1,1 +1,1 @@
-"""Channels that carry buckets between two processes: shared memory, TCP, NCCL."""
+"""Channels that carry buckets between two processes: shared memory, TCP, gloo, NCCL."""

@@ -1,7 +1,7 @@
 """Which kind of channel joins two processes, and opening it.
 
     sync.backend    auto: shm if both ends can map each other's memory, else nccl between GPUs, else tcp
-                    shm · nccl · tcp: that one, or a refusal with the reason
+                    shm · nccl · tcp · gloo: that one, or a refusal with the reason
 
 The generator's `attach` has its `EndPlace`; the reply of the learner rank has the kind that it chose.
 """
@@ -20,12 +20,12 @@ import torch
 from asyncrl.errors import RefusedError
 from asyncrl.sync.channels.channel import Channel, Meeting
 from asyncrl.sync.channels.door import Door, connected
-from asyncrl.sync.channels.nccl_transport import make_nccl_channel
 from asyncrl.sync.channels.shared_memory import AVAILABLE, gpu_name, visible_gpus
 from asyncrl.sync.channels.shm_transport import ShmChannel
 from asyncrl.sync.channels.tcp_transport import TcpChannel
+from asyncrl.sync.channels.torch_transport import make_torch_channel
 
-Kind = Literal["tcp", "nccl", "shm"]
+Kind = Literal["tcp", "gloo", "nccl", "shm"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,8 @@ def enter(kind: Kind, offer: Mapping[str, Any], meeting: Meeting) -> Channel:
 
 
 def _made(kind: Kind, joined: socket.socket, meeting: Meeting) -> Channel:
-    if kind == "nccl":
-        return make_nccl_channel(joined, meeting)
+    if kind in ("gloo", "nccl"):
+        return make_torch_channel(kind, joined, meeting)
     if kind == "tcp":
         return TcpChannel(joined, meeting.who, meeting.whom)
     return ShmChannel(joined, meeting.who, meeting.whom, meeting.device)

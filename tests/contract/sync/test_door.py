@@ -19,7 +19,7 @@ from asyncrl.errors import DeadlineError, WeightSyncError
 from asyncrl.sync.channels.channel import SOURCE, TARGET, Channel, Meeting
 from asyncrl.sync.channels.choose import Kind, admit, enter, open_door
 from asyncrl.sync.channels.door import MOST_CALLERS, SECRET_BYTES, Door
-from asyncrl.sync.channels.nccl_transport import LONGEST_ENTRY, MOST_ENTRIES, PairStore
+from asyncrl.sync.channels.torch_transport import LONGEST_ENTRY, MOST_ENTRIES, PairStore
 from asyncrl.sync.stream.sender import HUNG_UP
 
 WAIT_S = 20.0

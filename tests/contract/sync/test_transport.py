@@ -1,4 +1,4 @@
-"""One suite over every `Channel`: the golden one in process, TCP, NCCL, shared memory."""
+"""One suite over every `Channel`: the golden one in process, TCP, gloo, NCCL, shared memory."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from asyncrl.sync.channels.channel import SOURCE, TARGET, Channel, Meeting
 from asyncrl.sync.channels.choose import EndPlace, Kind, admit, choose, enter, open_door, place_of
 from asyncrl.sync.channels.shared_memory import located, mapped, shared_memory
 from asyncrl.sync.channels.shm_transport import MOST_PARTS, ShmChannel
+from asyncrl.sync.channels.torch_transport import TorchChannel
 
 Pair = tuple[Channel, Channel]
 NAMES = ("learner rank 0", "generator-0")
@@ -53,6 +54,7 @@ def joined(kind: Kind, devices: tuple[str, str] = ("cpu", "cpu")) -> Pair:
 MAKERS: dict[str, Callable[[], Pair]] = {
     "local": lambda: local_channels(*NAMES),
     "tcp": lambda: joined("tcp"),
+    "gloo": lambda: joined("gloo"),
     "shm": lambda: joined("shm"),
     "nccl": lambda: joined("nccl", ("cuda:0", "cuda:1")),
 }
@@ -148,7 +150,7 @@ def test_a_closed_end_is_noticed_by_the_other(channels: Pair) -> None:
 
 
 def test_closing_wakes_a_thread_that_waits(channels: Pair, threads: ThreadPoolExecutor) -> None:
-    _, target = channels
+    source, target = channels
     begun = threading.Event()
 
     def wait() -> None:
@@ -159,13 +161,15 @@ def test_closing_wakes_a_thread_that_waits(channels: Pair, threads: ThreadPoolEx
     waiting = threads.submit(wait)
     assert begun.wait(DEADLINE_S)
     target.close()
+    if isinstance(target, TorchChannel):  # whose wait ends with the other end
+        source.close()
     with pytest.raises(WeightSyncError, match="generator-0"):
         waiting.result(DEADLINE_S)
 
 
 # ------------------------------------------------------------------ a peer in a process of its own
 
-PROCESSES = kinds(["tcp", "shm", "nccl", "cuda-ipc"], {"nccl": 2, "cuda-ipc": 1})
+PROCESSES = kinds(["tcp", "gloo", "shm", "nccl", "cuda-ipc"], {"nccl": 2, "cuda-ipc": 1})
 
 
 @contextmanager
@@ -234,7 +238,7 @@ def test_a_killed_process_ends_what_waits_for_it(kind: str, verb: str) -> None:
             channel.send(data)
 
 
-@pytest.mark.parametrize("kind", ["tcp", "shm"])
+@pytest.mark.parametrize("kind", ["tcp", "gloo", "shm"])
 def test_an_end_that_never_comes_is_named_at_the_deadline(kind: Kind) -> None:
     admitting, entering = open_door(kind, "127.0.0.1"), open_door(kind, "127.0.0.1")
     with pytest.raises(

@@ -113,9 +113,7 @@ async def test_decoding_goes_on_while_a_version_crosses_a_slow_link(
         transfer.wait(seconds)
         arrived.append((engine.steps, nbytes))
 
-    monkeypatch.setattr(
-        link_module, "enter", lambda *of, **more: SlowChannel(opened(*of, **more), receive)
-    )
+    monkeypatch.setattr(link_module, "enter", lambda *of, **more: SlowChannel(opened(*of, **more), receive))
     receiver = engine.receiver(WeightReader("run", "g", config))
     follower = WeightFollower("g", receiver, OneLearner(learner.endpoints))
     learner.publish(0)

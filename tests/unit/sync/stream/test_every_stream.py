@@ -51,7 +51,7 @@ def golden(layouts: Sequence[Layout], live: Sequence[Tensors], layout: Layout, s
 
 
 class Channels:
-    """sync.backend auto, shm, tcp or nccl."""
+    """sync.backend auto, shm, tcp, gloo or nccl."""
 
     def __init__(self, layouts: Sequence[Layout], live: Sequence[Tensors], config: SyncConfig) -> None:
         self._config = config
@@ -105,7 +105,7 @@ Make = Callable[[Sequence[Layout], Sequence[Tensors], float], Any]
 @pytest.fixture(
     scope="module",
     params=[
-        *("auto", "shm", "tcp", "file", "redis"),
+        *("auto", "shm", "tcp", "gloo", "file", "redis"),
         pytest.param("nccl", marks=pytest.mark.skipif(GPUS < 2, reason="nccl needs 2 GPUs")),
     ],
 )

@@ -1,8 +1,11 @@
-"""Channels over NCCL: raw process groups of two, outside any default group.
+"""Channels over torch.distributed: raw process groups of two, gloo or NCCL, outside any default group.
 
-The learner rank is member 0, the generator member 1. They exchange NCCL's id over the connection at which they have met
-(`door`). Each session of a generator has a group of its own, which ends with it: a generator that fails touches no
-other.
+The learner rank is member 0, the generator member 1. They exchange the addresses of gloo, or NCCL's id, over the
+connection at which they have met (`door`). Each session of a generator has a group of its own, which ends with it: a
+generator that fails touches no other.
+
+gloo and NCCL then open sockets of their own, which no secret protects: a private network is needed. `auto` chooses
+NCCL between GPUs, and never gloo, which runs the same code on CPUs.
 
 Two NCCL communicators in flight on one device must be launched in the same order everywhere, or they can
 deadlock. A learner that sends to several generators from one GPU must launch its sends in one fixed order; this module
@@ -24,7 +27,7 @@ import msgpack
 import torch
 import torch.distributed as dist
 
-from asyncrl.errors import WeightSyncError
+from asyncrl.errors import DeadlineError, WeightSyncError
 from asyncrl.sync.channels.channel import ChannelEnd, Meeting, Transfer, named
 
 FRAME = struct.Struct("<I")
@@ -104,25 +107,43 @@ class PairStore(dist.Store):
         self._entries[key] = value
 
 
-def make_nccl_channel(joined: socket.socket, meeting: Meeting) -> NcclChannel:
-    """A group over a connection. NCCL meets in the first transfer, and ends one that takes longer than
-    `meeting.transfer_s`. Raises WeightSyncError where there is no NCCL."""
-    seconds = meeting.transfer_s or meeting.deadline_s
+def make_torch_channel(
+    backend: Literal["gloo", "nccl"], joined: socket.socket, meeting: Meeting
+) -> TorchChannel:
+    """A group over a connection; gloo waits for the other member.
+
+    NCCL meets in the first transfer, and ends one that takes longer than `meeting.transfer_s`.
+
+    Raises:
+        DeadlineError: the other member did not come
+        WeightSyncError: any other failure, e.g. no such backend here
+    """
+    begun, who, whom = time.monotonic(), meeting.who, meeting.whom
     try:
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=seconds)
-        group = dist.ProcessGroupNCCL(PairStore(joined, seconds), meeting.member, 2, options)
-        return NcclChannel(group, joined, meeting)
+        return TorchChannel(_group(backend, joined, meeting), joined, backend, meeting)
     except (AttributeError, RuntimeError, OSError) as error:
         joined.close()
-        raise WeightSyncError(
-            f"{meeting.who}: no NCCL channel {meeting.name} to {meeting.whom}: {error}"
-        ) from error
+        if time.monotonic() - begun >= meeting.deadline_s:
+            raise DeadlineError(who, whom, f"weight channel {meeting.name}", meeting.deadline_s) from error
+        raise WeightSyncError(f"{who}: no {backend} channel {meeting.name} to {whom}: {error}") from error
+
+
+def _group(backend: Literal["gloo", "nccl"], joined: socket.socket, meeting: Meeting) -> Any:
+    seconds = meeting.transfer_s or meeting.deadline_s
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=seconds)
+        return dist.ProcessGroupNCCL(PairStore(joined, seconds), meeting.member, 2, options)
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timedelta(seconds=meeting.deadline_s)
+    own_address = joined.getsockname()[0]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address)]
+    return dist.ProcessGroupGloo(PairStore(joined, meeting.deadline_s), meeting.member, 2, options)
 
 
 @dataclass(frozen=True, slots=True)
-class _NcclTransfer:
-    channel: NcclChannel
+class _TorchTransfer:
+    channel: TorchChannel
     work: Any  # torch's Work
     what: str
 
@@ -136,11 +157,12 @@ class _NcclTransfer:
             raise self.channel.breaks(error) from error
 
 
-class NcclChannel(ChannelEnd):
+class TorchChannel(ChannelEnd):
     """A `Channel` over a raw process group of two."""
 
-    def __init__(self, group: Any, joined: socket.socket, meeting: Meeting) -> None:
-        super().__init__(meeting.who, meeting.whom, meeting.device)
+    def __init__(self, group: Any, joined: socket.socket, backend: str, meeting: Meeting) -> None:
+        device = torch.device("cpu") if backend == "gloo" else meeting.device
+        super().__init__(meeting.who, meeting.whom, device)
         self._group: Any = group
         self._socket, self._peer = joined, 1 - meeting.member
         self._sent = self._received = 0
@@ -168,4 +190,4 @@ class NcclChannel(ChannelEnd):
             work = getattr(self._group, verb)([data], self._peer, tag)
         except (RuntimeError, OSError) as error:
             raise self.breaks(error) from error
-        return _NcclTransfer(self, work, named(verb, data))
+        return _TorchTransfer(self, work, named(verb, data))
