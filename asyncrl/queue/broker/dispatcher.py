@@ -27,10 +27,10 @@ import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from asyncrl.errors import AsyncRLError, RefusedError, WireError
+from asyncrl.queue.broker.client_state import ClientState, Grants, UnreadValues
 from asyncrl.queue.broker.handlers import LARGE, handle, refusal
 from asyncrl.queue.broker.long_poll import LongPoll, Waiter
 from asyncrl.queue.broker.queue_state import QueueState, Reply, SessionRequest
@@ -45,7 +45,6 @@ from asyncrl.queue.protocol.requests import (
 )
 from asyncrl.queue.wire import wire
 from asyncrl.queue.wire.envelope import (
-    MAX_REQUESTS,
     UNKNOWN,
     ClientMessage,
     Message,
@@ -67,9 +66,6 @@ requests as it would to a restarted broker."""
 BEHIND_S = 10.0
 """While messages are left unread, no lease expires, for at most so long: a client that floods the broker does not keep
 the leases of others standing. The socket reads its clients in turns, so that each has had many by then."""
-
-MAX_UNREAD_BYTES = 1 << 28
-"""Bytes of a client's unread replies above which it is 'busy'."""
 
 ENTRY_BYTES = 160
 """Memory of one entry of a list in a request that waits, besides its own bytes."""
@@ -100,68 +96,13 @@ class OutgoingReply(NamedTuple):
         return message
 
 
-class Grants(NamedTuple):
-    """leases: (ordinal, epoch) of each"""
-
-    stream: str
-    leases: Sequence[tuple[int, int]]
-
-
-@dataclass(slots=True)
-class ClientState:
-    """The broker's memory of a client: which requests it waits for, and the replies it may not have read.
-
-    name    of the client, the same for all its sessions
-    grants  the leases in these replies, by request
-    """
-
-    name: str = ""
-    newest: int = 0
-    waiting: set[int] = field(default_factory=set)
-    unread: dict[int, Message] = field(default_factory=dict)
-    unread_bytes: int = 0
-    grants: dict[int, Grants] = field(default_factory=dict)
-    seen_at: float = 0.0
-
-    def update(self, newest: int, waiting: Iterable[int]) -> set[int]:
-        """Take in the statement of a message. Returns the requests that are over since.
-
-        >>> client = ClientState()
-        >>> client.update(2, [1, 2]), client.update(3, [2, 3]), client.update(2, [1, 2]), client.waiting
-        (set(), {1}, set(), {2, 3})
-        """
-        stated, known = set(waiting), self.waiting
-        over = {i for i in known - stated if i <= newest}
-        self.waiting = known - over | {i for i in stated - known if i > self.newest}
-        self.newest = max(self.newest, newest)
-        for request_id in over:
-            self.drop(request_id)
-        return over
-
-    def keep(self, request_id: int, message: Message, grants: Grants | None = None) -> None:
-        """Keep a reply until the client does not wait for it any more."""
-        self.unread[request_id] = message
-        self.unread_bytes += sum(map(len, message))
-        if grants is not None:
-            self.grants[request_id] = grants
-
-    def drop(self, request_id: int) -> None:
-        """Forget a reply, if there is one."""
-        self.unread_bytes -= sum(map(len, self.unread.pop(request_id, ())))
-        self.grants.pop(request_id, None)
-
-    @property
-    def busy(self) -> bool:
-        """Whether the client has to read before its next request is handled."""
-        return len(self.waiting) > MAX_REQUESTS or self.unread_bytes >= MAX_UNREAD_BYTES
-
-
 class Dispatcher:
     """handle: replies to one request, or returns None if it has to wait."""
 
     def __init__(self, queue: QueueState, handle: Handle = handle) -> None:
         self.queue, self._handle = queue, handle
         self._clients: OrderedDict[bytes, ClientState] = OrderedDict()
+        self._values = UnreadValues()
         self._waiting = LongPoll()
         self._tried: dict[str, int] = {}  # wait key -> its changes when its queues were last tried
         self._level_at = math.inf  # when no message was left unread, in the time of leases
@@ -169,6 +110,11 @@ class Dispatcher:
     @property
     def parked(self) -> int:
         return len(self._waiting)
+
+    @property
+    def unread_bytes(self) -> int:
+        """Of the values in all replies that may not have been read."""
+        return self._values.nbytes
 
     @property
     def parked_bytes(self) -> int:
@@ -246,6 +192,9 @@ class Dispatcher:
         if wire.number not in client.waiting or key in self._waiting:
             return []
         if wire.number in client.unread:
+            if not client.may_have_again(wire.number, now):
+                self.queue.refused["unread"] += 1
+                return []
             return [OutgoingReply(identity, client.unread[wire.number], wire.number)]
         if client.busy:
             self.queue.refused["busy"] += 1
@@ -291,7 +240,7 @@ class Dispatcher:
             return self._bug(incoming, error)
         if isinstance(incoming.request, StatusRequest) and reply is not None and reply.error is None:
             seen = {"clients": len(self._clients), "silent_s": self._silent_s(now), "parked": self.parked}
-            seen["parked_bytes"] = self.parked_bytes
+            seen |= {"parked_bytes": self.parked_bytes, "unread_bytes": self.unread_bytes}
             return Reply({**reply.value, **seen})
         return reply
 
@@ -342,7 +291,9 @@ class Dispatcher:
     # ------------------------------------------------------------------ clients
 
     def _client(self, identity: bytes, now: float) -> ClientState:
-        client = self._clients.setdefault(identity, ClientState())
+        client = self._clients.get(identity)
+        if client is None:
+            client = self._clients[identity] = ClientState(values=self._values)
         client.seen_at = now
         self._clients.move_to_end(identity)
         if len(self._clients) > MAX_CLIENTS:
@@ -362,8 +313,11 @@ class Dispatcher:
 
     def _forget(self, identity: bytes) -> None:
         client = self._clients.pop(identity, None)
-        for number in client.waiting if client else ():
+        if client is None:
+            return
+        for number in client.waiting:
             self._waiting.remove((identity, number))
+        client.drop_all()
 
 
 def _grants(request: Request, reply: Reply) -> Grants | None:

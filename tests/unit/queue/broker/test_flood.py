@@ -13,7 +13,7 @@ import pytest
 from dispatcher_cases import FOREVER, TRAIN, opened_desk, reply_of
 from raw_request import envelope
 
-from asyncrl.queue.broker import long_poll, queue_state
+from asyncrl.queue.broker import client_state, long_poll, queue_state
 from asyncrl.queue.broker.dispatcher import Dispatcher
 from asyncrl.queue.broker.queue_state import QueueState
 from asyncrl.queue.wire import wire
@@ -213,3 +213,46 @@ def test_bytes_of_the_stats_of_workers_are_bounded(monkeypatch: pytest.MonkeyPat
         assert reply_of(desk.receive(b"w", [renew], 0.0))["value"]["lost"] == []
     assert [len(stats) for stats in desk.queue.workers.values()] == [1000]
     assert desk.queue.refused["full"] == 1
+
+
+# ---------------------------------------------------------------------- replies that nobody reads
+
+
+def looked_up(desk: Dispatcher, who: bytes, number: int, now: float = 0.0, read: bool = False) -> Any:
+    """The error of the reply, or the length of the value. read: all earlier replies."""
+    waiting = [number] if read else [*range(1, number + 1)]
+    replies = desk.receive(who, [envelope("lookup", number, waiting=waiting, key="large")], now)
+    if not replies:
+        return None
+    reply = reply_of(replies)
+    return reply["error"][1] if reply["error"] else len(reply["value"]["value"])
+
+
+def test_bytes_of_replies_that_nobody_reads_are_bounded_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four clients of ten replies would be over the limit. One that reads is served all the same."""
+    monkeypatch.setattr(client_state, "ALL_BYTES", 30_000)
+    monkeypatch.setattr(client_state, "SMALL_BYTES", 2_000)
+    desk = opened_desk()
+    desk.receive(b"w", [envelope("post", key="large", value=bytes(1000))], 0.0)
+    results = [looked_up(desk, who, number) for number in range(1, 11) for who in (b"a", b"b", b"c", b"d")]
+    assert results.count(1000) + results.count("busy") == 40
+    assert 26 <= results.count(1000) <= 30
+    assert desk.unread_bytes < 31_100
+    assert desk.queue.refused["busy"] == results.count("busy")
+    assert [looked_up(desk, b"reader", number, read=True) for number in range(1, 20)] == [1000] * 19
+    for who in (b"a", b"b", b"c", b"d"):
+        assert looked_up(desk, who, 20, read=True) == 1000
+    desk.tick(1e6)  # all are silent for long
+    assert desk.unread_bytes == 0
+
+
+def test_a_reply_is_not_sent_again_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a client that repeats its request faster than it reads."""
+    monkeypatch.setattr(client_state, "CLIENT_BYTES", 10_000)
+    desk = opened_desk()
+    desk.receive(b"w", [envelope("post", key="large", value=bytes(1000))], 0.0)
+    results = [looked_up(desk, b"a", 1) for _ in range(100)]
+    assert (results.count(1000), results.count(None)) == (10, 90)
+    assert looked_up(desk, b"a", 1, now=client_state.AGAIN_S / 2) is None
+    assert looked_up(desk, b"a", 1, now=client_state.AGAIN_S) == 1000
+    assert desk.queue.refused["unread"] == 91

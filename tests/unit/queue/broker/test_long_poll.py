@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from raw_request import session_request
 
-from asyncrl.queue.broker.dispatcher import MAX_UNREAD_BYTES, ClientState
+from asyncrl.queue.broker.client_state import CLIENT_BYTES, ClientState
 from asyncrl.queue.broker.long_poll import LongPoll, Waiter
 from asyncrl.queue.wire.envelope import MAX_REQUESTS
 
@@ -125,7 +125,7 @@ def test_a_client_is_busy_when_it_does_not_read() -> None:
     caller.update(MAX_REQUESTS + 1, range(1, MAX_REQUESTS + 2))
     assert caller.busy
     caller.update(MAX_REQUESTS + 1, [1])
-    caller.keep(1, [b"", memoryview(bytes(MAX_UNREAD_BYTES))])
+    caller.keep(1, [b"", memoryview(bytes(CLIENT_BYTES))])
     assert caller.busy
     caller.update(MAX_REQUESTS + 1, [])
     assert (caller.busy, caller.unread, caller.unread_bytes) == (False, {}, 0)
