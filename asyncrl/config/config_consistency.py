@@ -72,6 +72,7 @@ OF_THE_LEARNER = (
         "queue.wait_share",
         "queue.max_bytes",
         "queue.lease_s",
+        "queue.hedge_s",
     ),
     *("run.versions", "run.target_accuracy", "algorithm.", "checkpoint."),
     *("sync.keep", "sync.snapshots", "sync.fanout", "sync.delta", "sync.delta_share"),

@@ -197,6 +197,7 @@ def train_settings(config: Config, data_world: int, even_tokens: float | None = 
         stages=stages,
         wait_share=config.queue.wait_share,
         even_tokens=even_tokens,
+        hedge_s=config.queue.hedge_s,
     )
 
 

@@ -33,6 +33,7 @@ class History(Observer):
         self._lineage = 0
         self._forks: list[Policy] = []
         self._epochs: dict[int, int] = {}
+        self._hedged: dict[int, int] = {}  # ordinal -> epoch of the earlier of two leases
         self._progress: dict[int, int] = {}  # ordinal -> bytes of what is finished of it
         self._handed_on: dict[tuple[int, int], int] = {}  # (ordinal, epoch) -> the same, when it was leased
 
@@ -48,10 +49,25 @@ class History(Observer):
                 self._epochs[ordinal] = (self._lineage << LINEAGE_BITS) + grant
                 if ordinal in self._progress:
                     self._handed_on[ordinal, self._epochs[ordinal]] = self._progress[ordinal]
+            case ev.Hedged(ordinal=ordinal, grant=grant):
+                epoch = (self._lineage << LINEAGE_BITS) + grant
+                assert ordinal not in self.ends
+                assert ordinal not in self._hedged
+                self._hedged[ordinal], self._epochs[ordinal] = self._epochs[ordinal], epoch
+                if ordinal in self._progress:
+                    self._handed_on[ordinal, epoch] = self._progress[ordinal]
+            case ev.HedgeEnded(ordinal=ordinal, epoch=epoch):
+                earlier = self._hedged.pop(ordinal)
+                assert epoch in (earlier, self._epochs[ordinal])
+                if epoch == self._epochs[ordinal]:
+                    self._epochs[ordinal] = earlier
+            case ev.Requeued(ordinal=ordinal) | ev.Dropped(ordinal=ordinal):
+                self._hedged.pop(ordinal, None)
             case ev.Progressed(ordinal=ordinal, nbytes=nbytes):
                 self._progress[ordinal] = nbytes
             case ev.Committed(ordinal=ordinal, start_version=version):
                 assert ordinal not in self.ends
+                self._hedged.pop(ordinal, None)
                 self._progress.pop(ordinal, None)
                 said = [(self._lineage, version)]
                 self.content[ordinal] = self.made.get((ordinal, self._epochs[ordinal]), said)
@@ -60,7 +76,7 @@ class History(Observer):
                 for ordinal in lost:
                     self._progress.pop(ordinal, None)
             case ev.Forked(lineage=lineage):
-                self._lineage = lineage
+                self._lineage, self._hedged = lineage, {}
             case ev.SteppedBack(lineage=lineage, frontier=frontier):
                 self._fork(lineage, frontier.version)
             case ev.Rewound(lineage=lineage):
@@ -75,6 +91,7 @@ class History(Observer):
         assert lineage > self._lineage
         self._lineage = lineage
         self._forks.append((lineage, version))
+        self._hedged = {}  # all leases are over
         self._progress = {}  # it may be too old now, and done again
 
     def _reset(self, event: ev.Rewound) -> None:

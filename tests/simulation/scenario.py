@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from asyncrl.queue.protocol.settings import StageSettings, StreamSettings
 
 LEASE_S = 10.0
+HEDGE_S = 2.0
+"""Less than some generations take."""
 
 SCORER = StageSettings("scorer", adds=("score",))
 CRITIC = StageSettings("critic", needs=("score",), adds=("values",))
@@ -111,6 +113,7 @@ def _stream(rng: random.Random) -> StreamSettings:
         columns=added if rng.random() < 0.8 else (),
         stages=stages,
         wait_share=rng.choice((None, None, 0.1)),
+        hedge_s=rng.choice((None, HEDGE_S)),
     )
 
 

@@ -92,6 +92,11 @@ class QueueConfig(Section):
         None,
         "a lease not renewed for this long goes back to pending; none: 3 * generator.heartbeat_s, but 6 at least",
     )
+    hedge_s: Seconds | None = key(
+        300.0,
+        "a task that the learner may wait for, leased for longer than this, is leased to a second worker too, and the "
+        "first group counts; none: never",
+    )
     deadline_s: Seconds = key(60.0, "of every request to the queue")
     keys: str | None = key(
         None,

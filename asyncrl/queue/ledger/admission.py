@@ -5,7 +5,7 @@
     room        `depth` groups leased or ready; `max_bytes` of payload, with what leased groups are expected to weigh
 
 A task that the learner may be waiting for is leased even if there is no room. Otherwise learner and generators could
-deadlock.
+deadlock. Where such a task is leased for long and nothing else may start, it is leased to a second worker too.
 """
 
 from __future__ import annotations
@@ -24,6 +24,23 @@ def leasable(state: LedgerState, held: Version) -> bool:
     if tasks.records[ordinal].min_version > held or (limit is not None and rank >= limit):
         return False
     return not _beyond_lead(state, rank) and (_waited_for(state, rank) or _has_room(state))
+
+
+def hedgeable(state: LedgerState, held: Version, worker: str, now: float) -> int | None:
+    """The lowest leased task, if the learner may wait for it and another worker has had it for `hedge_s`.
+
+    None: no such task, or a worker that holds version `held` may not make it. Two leases of a task are the most.
+    """
+    settings, tasks, leases = state.settings, state.tasks, state.leases
+    assert settings is not None
+    if settings.hedge_s is None or not tasks.leased or not leases.older_than(settings.hedge_s, now):
+        return None
+    ordinal = min(tasks.leased)
+    task, rank, limit = tasks.records[ordinal], tasks.ranks.rank(ordinal), admitted_below(state, held)
+    lease = leases.by_epoch[task.epoch]
+    admitted = task.min_version <= held and (limit is None or rank < limit)
+    old = lease.worker != worker and now - lease.at > settings.hedge_s
+    return ordinal if old and admitted and ordinal not in leases.hedged and _waited_for(state, rank) else None
 
 
 def admitted_below(state: LedgerState, held: Version) -> int | None:

@@ -89,6 +89,25 @@ class Leased(NamedTuple):
     deadline: float
 
 
+class Hedged(NamedTuple):
+    """A task that is leased already is leased to a second worker too. `grant` as in `Leased`."""
+
+    ordinal: int
+    worker: str
+    grant: int
+    held: Version
+    at: float
+    deadline: float
+
+
+class HedgeEnded(NamedTuple):
+    """One of a task's two leases is over, the other stands. why: as of `Requeued`, or 'lost': the other commits."""
+
+    ordinal: int
+    epoch: int
+    why: str
+
+
 class Renewed(NamedTuple):
     """Leases of tasks and stages alike were extended."""
 
@@ -226,6 +245,8 @@ Event = (
     | Submitted
     | Exhausted
     | Leased
+    | Hedged
+    | HedgeEnded
     | Renewed
     | Requeued
     | Progressed

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from asyncrl.errors import RefusedError
 from asyncrl.queue.ledger import events as ev
-from asyncrl.queue.ledger.admission import leasable
+from asyncrl.queue.ledger.admission import hedgeable, leasable
 from asyncrl.queue.ledger.ledger import MAX_REASON, Ledger
 from asyncrl.queue.ledger.state.leases import TASK, LeaseRecord
 from asyncrl.queue.ledger.state.tasks import State
@@ -40,7 +40,10 @@ class Grant(NamedTuple):
 def lease(
     ledger: Ledger, request: rq.LeaseRequest, worker: str, now: float, fits: Fits = lambda ordinal: True
 ) -> list[Grant]:
-    """Lease up to `most` of the lowest pending tasks that a worker holding version `held` may start now. All fit."""
+    """Lease up to `most` of the lowest pending tasks that a worker holding version `held` may start now. All fit.
+
+    If there is none, maybe a task that another worker has had for long: the first of the two groups counts.
+    """
     settings, state = ledger.require_open(), ledger.state
     if request.lineage != state.lineage:
         raise RefusedError(
@@ -51,6 +54,12 @@ def lease(
         ordinal, grant = state.tasks.pending[0], state.leases.grants + 1
         ledger.apply(ev.Leased(ordinal, worker, grant, request.held, now, now + settings.lease_s))
         grants.append(Grant(ordinal, state.tasks.records[ordinal].epoch))
+    if not grants:
+        hedged = hedgeable(state, request.held, worker, now)
+        if hedged is not None and fits(hedged):
+            grant, deadline = state.leases.grants + 1, now + settings.lease_s
+            ledger.apply(ev.Hedged(hedged, worker, grant, request.held, now, deadline))
+            grants.append(Grant(hedged, state.tasks.records[hedged].epoch))
     return grants
 
 
@@ -81,6 +90,8 @@ def commit(ledger: Ledger, request: rq.CommitRequest) -> bool:
         )
     ordinal = request.ordinal
     task = ledger.state.tasks.records.get(ordinal)
+    if task is not None and ledger.state.leases.hedged.get(ordinal) == request.epoch:
+        ledger.apply(ev.HedgeEnded(ordinal, task.epoch, "lost"))
     if task is None or task.state is State.PENDING or task.epoch != request.epoch:
         raise fenced(ordinal)
     if task.state is not State.LEASED:
@@ -175,10 +186,12 @@ def give_back(ledger: Ledger, leases: Iterable[tuple[int, int]], why: str = "giv
 
 
 def _return(ledger: Ledger, lease: LeaseRecord, why: str) -> None:
-    if lease.stage == TASK:
-        ledger.apply(ev.Requeued(lease.ordinal, why))
-    else:
+    if lease.stage != TASK:
         ledger.apply(ev.StageReturned(lease.stage, lease.ordinal, why))
+    elif lease.ordinal in ledger.state.leases.hedged:
+        ledger.apply(ev.HedgeEnded(lease.ordinal, lease.epoch, why))
+    else:
+        ledger.apply(ev.Requeued(lease.ordinal, why))
 
 
 def require_lease(ledger: Ledger, ordinal: int, epoch: int, stage: str) -> None:

@@ -86,6 +86,19 @@ def _leased(state: LedgerState, e: ev.Leased) -> None:
     tasks.leased.add(e.ordinal)
 
 
+def _hedged(state: LedgerState, e: ev.Hedged) -> None:
+    task = state.tasks.records[e.ordinal]
+    state.leases.hedged[e.ordinal] = task.epoch
+    task.epoch, task.held = state.grant(e, TASK), min(task.held, e.held)
+
+
+def _hedge_ended(state: LedgerState, e: ev.HedgeEnded) -> None:
+    task, earlier = state.tasks.records[e.ordinal], state.leases.hedged.pop(e.ordinal)
+    state.leases.end(e.epoch)
+    if e.epoch == task.epoch:
+        task.epoch = earlier
+
+
 def _renewed(state: LedgerState, e: ev.Renewed) -> None:
     state.leases.renew(e.epochs, e.deadline)
 
@@ -234,6 +247,8 @@ EFFECTS: dict[type, Callable[[LedgerState, Any], None]] = {
     ev.Submitted: _submitted,
     ev.Exhausted: _exhausted,
     ev.Leased: _leased,
+    ev.Hedged: _hedged,
+    ev.HedgeEnded: _hedge_ended,
     ev.Renewed: _renewed,
     ev.Requeued: _requeued,
     ev.Progressed: _progressed,

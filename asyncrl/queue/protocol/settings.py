@@ -60,6 +60,8 @@ class StreamSettings:
                         that takes; None: as much as the bound and the depth allow
     even_tokens         length of a rollout at which attention costs the learner as much as all else; None: groups
                         cost what they have of tokens
+    hedge_s             a task that the learner may wait for, leased for longer, is leased to a second worker too where
+                        nothing else may be leased; None: never
     retain              keep trained steps until a checkpoint holds them, to hand them out again after a rewind
     """
 
@@ -75,6 +77,7 @@ class StreamSettings:
     wait_share: float | None = None
     retain: bool = True
     even_tokens: float | None = None
+    hedge_s: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("groups_per_version", "depth", "max_bytes", "lease_s", "learners"):
@@ -84,6 +87,8 @@ class StreamSettings:
             raise ValueError(f"window = {self.window} must be at least 1")
         if self.even_tokens is not None and not self.even_tokens > 0:
             raise ValueError(f"even_tokens = {self.even_tokens!r} must be above 0")
+        if self.hedge_s is not None and not self.hedge_s > 0:
+            raise ValueError(f"hedge_s = {self.hedge_s!r} must be above 0")
         if self.wait_share is not None and not 0 < self.wait_share < 1:
             raise ValueError(f"wait_share = {self.wait_share!r} must be between 0 and 1")
         self._check_stages()

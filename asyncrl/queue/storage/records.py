@@ -99,5 +99,14 @@ _DECODERS = {
     for cls in (*get_args(Event), TasksKept, Posted, Closed, StreamState)
 }
 
-SCHEMA = ";".join(sorted(f"{cls.__name__}({','.join(_names(cls))})" for cls in {*_held_by(Record)}))
+LATER = frozenset({"Hedged", "HedgeEnded", "Leases.hedged", "StreamSettings.hedge_s"})
+"""Events, and fields with a default, that older journals do without: these are read all the same."""
+
+SCHEMA = ";".join(
+    sorted(
+        f"{cls.__name__}({','.join(name for name in _names(cls) if f'{cls.__name__}.{name}' not in LATER)})"
+        for cls in {*_held_by(Record)}
+        if cls.__name__ not in LATER
+    )
+)
 """Names of the classes and their fields: what both sides of a journal must agree on."""

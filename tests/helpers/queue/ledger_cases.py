@@ -160,7 +160,7 @@ def comparable(state: LedgerState) -> dict[str, Any]:
     """All that counts, in a form that compares: two states that took the same events are equal."""
     parts = asdict(state)
     parts["tasks"]["pending"].sort()
-    parts["grants"] = parts["leases"]["grants"]
+    parts["grants"], parts["hedged"] = parts["leases"]["grants"], parts["leases"]["hedged"]
     parts["leases"] = sorted(parts["leases"]["by_epoch"].values(), key=lambda lease: lease["epoch"])
     del parts["usage"]["unmade"], parts["usage"]["gone"]
     return parts
@@ -193,6 +193,8 @@ class Run(Observer):
                 if not self.ledger.state.tasks.records[ordinal].progress:
                     self.reused.pop(ordinal, None)
                 self.check_room(ordinal)
+            case ev.Hedged(ordinal=ordinal, held=held):
+                self.under[ordinal] = min(self.under[ordinal], held)
             case ev.StepTrained():
                 # Steps whose bytes were lost are not kept: nobody goes back to before them.
                 floor = self.ledger.state.steps.retained.floor
@@ -408,6 +410,7 @@ def streams(draw: st.DrawFn) -> StreamSettings:
         columns=columns,
         stages=STAGES,
         wait_share=draw(st.sampled_from([None, 0.05])),
+        hedge_s=draw(st.sampled_from([None, 0.5 * LEASE_S])),
     )
 
 

@@ -27,11 +27,13 @@ class Leases:
     """The standing leases by epoch, which is unique over all leases of a run.
 
     earliest: no lease ends before · grants: how many there were so far
+    hedged: ordinal -> epoch of the earlier lease of a task that has two; the later one has the task's epoch
     """
 
     by_epoch: dict[int, LeaseRecord] = field(default_factory=dict)
     earliest: float = math.inf
     grants: int = 0
+    hedged: dict[int, int] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[LeaseRecord]:
         return iter(self.by_epoch.values())
@@ -57,6 +59,17 @@ class Leases:
 
     def end(self, epoch: int) -> None:
         del self.by_epoch[epoch]
+
+    def end_all(self, ordinal: int, epoch: int) -> None:
+        """Of a task, whose later lease has this epoch."""
+        self.end(epoch)
+        if (earlier := self.hedged.pop(ordinal, None)) is not None:
+            self.end(earlier)
+
+    def older_than(self, seconds: float, now: float) -> bool:
+        """Whether any lease may be: they stand in the order in which they were granted."""
+        oldest = next(iter(self.by_epoch.values()), None)
+        return oldest is not None and now - oldest.at > seconds
 
     def expired(self, now: float) -> list[LeaseRecord]:
         """The leases past their deadline, by ordinal. Scans all leases only if the earliest deadline has passed."""

@@ -74,7 +74,7 @@ class LedgerState:
 
     # ------------------------------------------------------------------ leases
 
-    def grant(self, e: ev.Leased | ev.StageLeased, stage: str) -> int:
+    def grant(self, e: ev.Leased | ev.Hedged | ev.StageLeased, stage: str) -> int:
         """One more lease; returns its fencing epoch."""
         # The lineage in the high bits: a lease of an abandoned lineage can never pass for a current one.
         epoch = (self.lineage << 40) + e.grant
@@ -83,7 +83,7 @@ class LedgerState:
         return epoch
 
     def end_task_lease(self, ordinal: int, task: TaskRecord) -> None:
-        self.leases.end(task.epoch)
+        self.leases.end_all(ordinal, task.epoch)
         self.tasks.leased.remove(ordinal)
 
     def end_stage_lease(self, ordinal: int, stage: str) -> None:

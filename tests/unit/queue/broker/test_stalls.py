@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import zmq
-from dispatcher_cases import TRAIN, lease_args, opened_desk, reply_of, submit
+from dispatcher_cases import TRAIN, Network, lease_args, opened_desk, reply_of, submit
 from raw_request import envelope
 
 from asyncrl.queue.broker import broker as broker_module
@@ -114,3 +114,21 @@ def test_a_full_burst_may_leave_messages_behind(monkeypatch: pytest.MonkeyPatch)
         assert [broker._take()[1] for _ in range(3)] == [True, False, False]
     finally:
         broker.close()
+
+
+def test_a_request_that_waits_gets_the_task_of_a_slow_worker_at_its_end_at_the_latest() -> None:
+    """Nothing changes but the time, so nobody tries it before."""
+    desk = Dispatcher(QueueState("run"))
+    stream = replace(TRAIN, groups_per_version=1, max_staleness=0, lease_s=1e6, hedge_s=5.0)
+    desk.receive(b"setup", [envelope("open", stream="train", settings=asdict(stream))], 0.0)
+    submit(desk, 0, 3)
+    net = Network(desk)
+    first = net.ask("slow", "lease", lease_args())
+    net.deliver()
+    second = net.ask("idle", "lease", lease_args(), wait_s=10.0)
+    net.deliver()
+    while second not in net.results:
+        net.deliver(0.5)
+    assert net.now == 10.0
+    ((ordinal, epoch, *_),), ((again, later, *_),) = net.value(first), net.value(second)
+    assert (again, later > epoch) == (ordinal, True)
