@@ -28,7 +28,7 @@ from asyncrl.config.sections.rules import require
 from asyncrl.errors import RefusedError, WireError
 from asyncrl.rpc.keys import ClientKeys
 from asyncrl.rpc.message import ERROR, MAX_BYTES, OK, Fields, decode, encode
-from asyncrl.rpc.sockets import HandshakeGuard, Wakeup
+from asyncrl.rpc.sockets import HandshakeGuard, Wakeup, allow_open_files
 
 LONGEST_WAIT_S = 3600.0
 """Longest time that a request may be parked."""
@@ -87,6 +87,7 @@ class RpcServer:
             f"{name} would listen at {host}, which other machines can reach",
             "make keys with `asyncrl keys DIR`, and set queue.keys=DIR",
         )
+        allow_open_files()
         self.malformed = self.refused = 0
         self._handle, self._on_wake = handle, on_wake
         self._context = zmq.Context()

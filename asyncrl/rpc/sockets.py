@@ -6,6 +6,7 @@ time: those make an enum of the flags of each frame.
 
 from __future__ import annotations
 
+import resource
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +20,8 @@ from asyncrl.rpc.keys import ClientKeys, ServerKeys
 NOW = int(zmq.NOBLOCK)
 MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 EVENTS, READABLE = int(zmq.EVENTS), int(zmq.POLLIN)
+
+OPEN_FILES = 1 << 16
 
 LARGEST_KEPT = (32 << 20) - (64 << 10)
 """Bytes of the largest block that glibc can be brought to keep for reuse (M_MMAP_THRESHOLD of mallopt(3))."""
@@ -41,6 +44,14 @@ def keep_freed_memory() -> None:
     nothing.
     """
     bytes(LARGEST_KEPT)
+
+
+def allow_open_files() -> None:
+    """Raise the limit of this process: every peer of a server is an open file, and many shells allow 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def send(socket: zmq.Socket, frames: Sequence[Any]) -> None:

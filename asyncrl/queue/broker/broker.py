@@ -12,7 +12,6 @@ than `UNREAD` messages, and one that sends faster than it is served is not read:
 
 from __future__ import annotations
 
-import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -44,7 +43,6 @@ every call of ZeroMQ: Python's own 5 ms are as long as a busy feeder's tasks tak
 
 BACKLOG = 1024
 HEARTBEAT_MS = 10_000
-OPEN_FILES = 1 << 16
 
 
 class Broker:
@@ -63,7 +61,7 @@ class Broker:
     ) -> None:
         self.take_up(QueueState(run), lambda: None)
         self._clock = clock
-        _allow_open_files(OPEN_FILES)
+        sockets.allow_open_files()
         sockets.keep_freed_memory()
         sys.setswitchinterval(HANDOVER_S)
         self._context = zmq.Context()
@@ -178,11 +176,3 @@ class Broker:
         self._guard.close()
         self._socket.close()
         self._context.term()
-
-
-def _allow_open_files(most: int) -> None:
-    """Every client is an open file, and many shells allow 1024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = most if hard == resource.RLIM_INFINITY else min(most, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
