@@ -165,7 +165,7 @@ def open_recovery(config: QueueConfig, run: str, folder: Path, *, now: float, an
             backend = FilePayloads(folder / "payloads", fsync=config.fsync)
     elif config.store == "redis":
         assert config.redis_url is not None
-        place = RedisRun(config.redis_url, run)
+        place = RedisRun(config.redis_url, run, room=config.max_bytes if config.durable == "payload" else 0)
         journal = RedisJournal(place, SCHEMA, SCHEMA_BEFORE)
         if config.durable == "payload":
             backend = RedisPayloads(place)

@@ -1,18 +1,23 @@
 """Payloads in Redis. A payload is a hash of its frames under a name that is used once; the index has its key.
 
-    asyncrl:{run}:payload:<epoch>-<n>     "0" frame · "1" frame · …
+    asyncrl:{run}:payload:<epoch>-<n>     "frames" their number · "0" frame · "1" frame · …
     asyncrl:{run}:index                   key of the payload -> [name, stamp, frames, bytes]
 
-Large frames are costly to pass through a script (half the speed and less), so they are written without the guard, to
-expire by themselves; the guarded script that puts them into the index makes them stay. Payloads of a broker
-that was taken over are in no index.
+Large frames are costly to pass through a script (half the speed and less), so they are written without the guard, into
+a hash that was made to expire by itself; the guarded script that puts them into the index makes them stay. Payloads
+of a broker that was taken over are in no index.
+
+    a flush whose answer is lost    is sent again under new names; the script deletes those of before, whether or not
+                                    they came to stay. No name is written twice, so that nothing in the index expires
+    a takeover                      every payload of the index stays, and one that is not there leaves the index
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import msgpack
 from redis.client import Pipeline
@@ -28,6 +33,24 @@ EXPIRES_S = 600
 BATCH = 64
 BATCH_BYTES = 64 << 20
 """Payloads, and their bytes, in one pipeline; the server and this side hold all of it at once."""
+
+RESERVE = """
+for i, key in ipairs(KEYS) do
+  redis.call('hset', key, 'frames', ARGV[1 + i])
+  redis.call('expire', key, ARGV[1])
+end
+"""
+"""KEYS: payloads to come. ARGV: their life, and their numbers of frames. Not guarded: the frames follow in any case."""
+
+ADOPT = """
+local there = {}
+for i = 2, #KEYS do
+  there[i - 1] = redis.call('exists', KEYS[i])
+  redis.call('persist', KEYS[i])
+end
+return there
+"""
+"""KEYS: payloads. Makes them stay, and answers which of them are there."""
 
 KEEP = """
 local puts = tonumber(ARGV[2])
@@ -57,24 +80,26 @@ class RedisPayloads:
 
     def __init__(self, run: RedisRun) -> None:
         self._run, self._index = run, run.key("index")
-        self._keep = run.script(KEEP)
+        self._keep, self._adopt = run.script(KEEP), run.script(ADOPT)
+        self._reserve: Any = run.client.register_script(RESERVE)
         self._entries: dict[PayloadKey, PayloadEntry] = {}
         self._unwritten: dict[PayloadKey, Frames] = {}
-        self._unerased: dict[
-            PayloadKey, list[str]
-        ] = {}  # names of payloads in the index, or before, under this key
+        # Names of payloads in the index, or before, under this key.
+        self._unerased: dict[PayloadKey, list[str]] = {}
         self._named = 0
+        self._tried: list[str] = []  # names of the flush under way, of which nobody knows how far they came
         self.nbytes = 0
         found = run.call(lambda: dict(run.client.hgetall(self._index)))
         for field, packed in found.items():
             self._note(PayloadKey(*msgpack.unpackb(field)), PayloadEntry(*msgpack.unpackb(packed)))
+        keys = list(self._entries)
+        for at in range(0, len(keys), BATCH):
+            self._adopt_some(keys[at : at + BATCH])
 
     def write(self, key: PayloadKey, frames: Frames, stamp: int) -> None:
         self.erase(key)
-        self._named += 1
-        name = f"{self._run.epoch}-{self._named}"
         self._unwritten[key] = frames
-        self._note(key, PayloadEntry(name, stamp, len(frames), sum(len(frame) for frame in frames)))
+        self._note(key, PayloadEntry("", stamp, len(frames), sum(len(frame) for frame in frames)))
 
     def read(self, key: PayloadKey) -> Frames:
         entry = self._entries.get(key)
@@ -106,6 +131,14 @@ class RedisPayloads:
     def close(self) -> None:
         self.flush()
 
+    def _adopt_some(self, keys: list[PayloadKey]) -> None:
+        """Of a broker before this one."""
+        there = self._adopt([self._payload(self._entries[key].name) for key in keys], [])
+        for key, found in zip(keys, there, strict=True):
+            if not found:
+                log.error("Redis at %s has lost the payload of %s", self._run.where, key)
+                self.erase(key)
+
     def _flush_some(self) -> None:
         """Payloads, then the script that makes them count, in one round trip."""
         written = self._next_unwritten()
@@ -117,21 +150,31 @@ class RedisPayloads:
         }
 
         def fill(pipeline: Pipeline) -> None:
-            for key, frames in written.items():
-                name = self._payload(self._entries[key].name)
-                pipeline.hset(name, mapping={str(i): memoryview(frame) for i, frame in enumerate(frames)})
-                pipeline.expire(name, EXPIRES_S)
+            before = list(self._tried)
+            for key in written:
+                self._rename(key)
             keys = [self._payload(self._entries[key].name) for key in written]
-            gone = [self._payload(name) for names in erased.values() for name in names]
+            if keys:
+                self._reserve(keys, [EXPIRES_S, *map(len, written.values())], pipeline)
+            for name, frames in zip(keys, written.values(), strict=True):
+                pipeline.hset(name, mapping={str(i): memoryview(frame) for i, frame in enumerate(frames)})
+            gone = [self._payload(name) for names in (*erased.values(), before) for name in names]
             entries = [part for key in written for part in self._indexed(key)]
             dropped = [_field(key) for key in erased if key not in self._entries]
             self._keep([self._index, *keys, *gone], [len(keys), *entries, *dropped], pipeline)
 
         self._run.pipeline(fill)
+        self._tried = []
         for key in written:
             del self._unwritten[key]
         for key in erased:
             del self._unerased[key]
+
+    def _rename(self, key: PayloadKey) -> None:
+        """To a name that nobody has used."""
+        self._named += 1
+        self._tried.append(f"{self._run.epoch}-{self._named}")
+        self._entries[key] = replace(self._entries[key], name=self._tried[-1])
 
     def _next_unwritten(self) -> dict[PayloadKey, Frames]:
         taken: dict[PayloadKey, Frames] = {}

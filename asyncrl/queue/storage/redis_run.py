@@ -37,14 +37,16 @@ if epoch ~= ARGV[1] then return redis.error_reply('TAKEN ' .. epoch) end
 class RedisRun:
     """A connection that has taken the run over.
 
-    ConfigError (key queue.redis_url) for a bad URL or a server that may evict keys, DeadlineError if there is no
-    server.
+    room: bytes that the run may keep there
+
+    ConfigError (key queue.redis_url) for a bad URL, a server that may evict keys or one whose limit is below `room`,
+    DeadlineError if there is no server.
     """
 
-    def __init__(self, url: str, run: str, *, deadline_s: float = DEADLINE_S) -> None:
+    def __init__(self, url: str, run: str, *, room: int = 0, deadline_s: float = DEADLINE_S) -> None:
         self.run, self.where, self._deadline_s = run, masked_url(url), deadline_s
         self.client = open_redis(url, KEY)
-        self._refuse_eviction()
+        self._check_memory(room)
         self.epoch: int = self.call(lambda: self.client.incr(self.key("broker")))
 
     def key(self, *words: str) -> str:
@@ -88,14 +90,22 @@ class RedisRun:
         """Idempotent."""
         self.client.close()
 
-    def _refuse_eviction(self) -> None:
-        policy = self.call(lambda: self.client.info("memory")).get("maxmemory_policy", "noeviction")
+    def _check_memory(self, room: int) -> None:
+        memory = self.call(lambda: self.client.info("memory"))
+        policy, most = memory.get("maxmemory_policy", "noeviction"), memory.get("maxmemory", 0)
         if policy != "noeviction":
             raise ConfigError(
                 KEY,
                 self.where,
                 f"this server may throw keys away (maxmemory-policy {policy})",
                 "CONFIG SET maxmemory-policy noeviction, or use another server",
+            )
+        if 0 < most < room:
+            raise ConfigError(
+                KEY,
+                self.where,
+                f"this server takes {most} bytes at most (maxmemory), and queue.max_bytes is {room}",
+                f"CONFIG SET maxmemory 0, or set queue.max_bytes below {most}",
             )
 
     def _named(self, error: redis.ResponseError) -> JournalError | ConfigError:

@@ -19,7 +19,9 @@ from processes import free_port
 from redis_server import RedisServer
 from waiting import eventually
 
+from asyncrl.config.schema import QueueConfig
 from asyncrl.errors import ConfigError, DeadlineError, JournalError
+from asyncrl.queue.broker.recovery import open_recovery
 from asyncrl.queue.storage.file_journal import FileJournal
 from asyncrl.queue.storage.journal import Journal
 from asyncrl.queue.storage.redis_journal import RedisJournal
@@ -410,6 +412,22 @@ def test_a_server_that_may_evict_keys_is_refused(redis_server: RedisServer) -> N
             RedisRun(redis_server.url, "it")
     finally:
         redis_server.client.config_set("maxmemory-policy", "noeviction")
+
+
+def test_a_server_with_less_room_than_the_queue_may_need_is_refused(redis_server: RedisServer) -> None:
+    """Only where it holds payloads: the journal is small."""
+    kept = QueueConfig(store="redis", durable="payload", redis_url=redis_server.url, max_bytes=1 << 27)
+    redis_server.client.config_set("maxmemory", (1 << 27) - 1)
+    try:
+        with pytest.raises(
+            ConfigError, match=r"takes 134217727 bytes at most \(maxmemory\), and queue.max_bytes is"
+        ):
+            open_recovery(kept, "it", Path("nowhere"), now=0.0)
+        RedisRun(redis_server.url, "it")
+        redis_server.client.config_set("maxmemory", 1 << 27)
+        open_recovery(kept, "it", Path("nowhere"), now=0.0).close()
+    finally:
+        redis_server.client.config_set("maxmemory", 0)
 
 
 def test_a_password_works_and_is_never_shown(own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:

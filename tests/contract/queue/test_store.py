@@ -397,6 +397,25 @@ def test_a_payload_that_redis_has_lost_comes_back_empty(
     assert "has lost the payload of" in caplog.text
 
 
+def test_a_broker_that_takes_over_makes_the_payloads_stay_and_leaves_out_lost_ones(
+    redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their groups are made again, as if they had never been there."""
+    old = RedisPayloads(RedisRun(redis_server.url, "it"))
+    keys = [PayloadKey("train", ordinal, "group") for ordinal in range(100)]
+    for key in keys:
+        old.write(key, FRAMES, 1)
+    old.flush()
+    redis_server.client.delete("asyncrl:{it}:payload:1-100")
+    redis_server.client.expire("asyncrl:{it}:payload:1-1", 600)
+    new = RedisPayloads(RedisRun(redis_server.url, "it"))
+    assert new.stamps() == dict.fromkeys(keys[:-1], 1)
+    assert redis_server.client.ttl("asyncrl:{it}:payload:1-1") == -1
+    assert caplog.text.count("has lost the payload of") == 1
+    new.flush()
+    assert redis_server.client.hlen("asyncrl:{it}:index") == 99
+
+
 def test_a_flush_whose_answer_was_lost_is_sent_again(own_redis: RedisServer) -> None:
     shelf = RedisPayloads(RedisRun(own_redis.url, "it"))
     shelf.write(PayloadKey("train", 1, "group"), FRAMES, 1)

@@ -48,7 +48,7 @@ class WatchedRun:
     """A run in a folder of its own, with a fault at the `at`-th call of a party at this place (see `Watch`)."""
 
     def __init__(
-        self, home: Path, model: Path, party: str, place: str = "", fault: str = "", at: int = 0
+        self, home: Path, model: Path, party: str, place: str = "", fault: str = "", at: int = -1
     ) -> None:
         (home / "notes").mkdir(parents=True)
         (home / "code.py").write_text(CODE, encoding="utf-8")
