@@ -28,6 +28,7 @@ from asyncrl.config.sections.queue import QueueConfig, SyncConfig, is_loopback, 
 from asyncrl.config.sections.rules import (
     Amount,
     Count,
+    NotNegative,
     Positive,
     Rule,
     Seconds,
@@ -116,14 +117,25 @@ class LaunchConfig(Section):
     """Only for processes that start others: `asyncrl train`, and a learner or pool of several ranks."""
 
     generator_restarts: Amount = key(
-        3, "how often a generator that dies is started again, all of them together"
+        3,
+        "how often each generator that dies is started again within restart_window_s; one that dies more often is "
+        "left out until that time has passed, and the run ends once all are",
     )
-    queue_restarts: Amount = key(3, "how often a queue that dies is started again, from its journal")
+    queue_restarts: Amount = key(
+        3, "how often a queue that dies is started again within restart_window_s, from its journal"
+    )
     pool_restarts: Amount = key(
-        3, "how often a process of a pool that dies is started again, all of them together"
+        3,
+        "how often processes of pools that die are started again within restart_window_s, all of them together",
     )
     learner_restarts: Amount = key(
-        3, "how often a learner that dies is started again, from the newest checkpoint"
+        3,
+        "how often a learner that dies is started again within restart_window_s, from the newest checkpoint",
+    )
+    restart_window_s: Seconds = key(3600.0, "the time in which restarts are counted")
+    restart_pause_s: NotNegative = key(
+        1.0,
+        "before the second restart of a process within restart_window_s; doubled before each further one, up to 30 s",
     )
     start_deadline_s: Seconds = key(120.0, "until the queue listens")
     load_deadline_s: Seconds = key(3600.0, "until the learner has loaded its models")

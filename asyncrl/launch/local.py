@@ -4,13 +4,14 @@
                                                    │
          waits for whichever comes first: ◂────────┘
            learner ends well       the others leave by themselves, the queue is stopped, the summary returned
-           a generator dies        it is started again, `launch.generator_restarts` times; also one that ends before
-                                   the run is closed
-           a pool's process dies   so is it, `launch.pool_restarts` times
-           the queue dies          so is it, at the same address and from its journal, `launch.queue_restarts` times
-           the learner dies        so is it, from the newest checkpoint, `launch.learner_restarts` times
+           a generator dies        it is started again; also one that ends before the run is closed
+           a pool's process dies   so is it
+           the queue dies          so is it, at the same address and from its journal
+           the learner dies        so is it, from the newest checkpoint
            a pool that learns dies the learner too: both go on from the newest checkpoint
-           one dies too often      everything is killed, ProcessDiedError
+           one dies more often than launch.*_restarts within launch.restart_window_s:
+                                   a generator is left out until that time has passed, while others live;
+                                   else everything is killed, ProcessDiedError
            the learner hangs   loads for launch.load_deadline_s, or is silent for learner.groups_deadline_s:
                                everything is killed, DeadlineError
            Ctrl-C, SIGTERM, SIGHUP the learner ends its step and writes a checkpoint, then all are stopped
@@ -22,10 +23,12 @@ Processes share nothing with the launcher but config.yaml, the queue's address a
 
 from __future__ import annotations
 
+import math
 import signal
 import time
-from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,7 @@ from asyncrl.errors import (
 from asyncrl.launch.folder.run_folder import OF_VERSION_0, claimed_run_folder, read_summary
 from asyncrl.launch.processes import LEARNER, QUEUE, Processes
 from asyncrl.launch.queue_process import LAST_HEARTBEATS
+from asyncrl.launch.restarts import Restarts
 from asyncrl.launch.supervise import (
     ChildEnded,
     ChildMessage,
@@ -93,10 +97,15 @@ class LocalRun:
     dashboard: Dashboard
     reports: ProcessReports
     changed: bool
-    _restarts: Counter[str] = field(default_factory=Counter)
+    # Generators that have died too often, and are not started again yet.
+    _left_out: set[str] = field(default_factory=set)
     # Processes that ended as they may once the run is closed, and when.
     _left: dict[str, tuple[ChildEnded, float]] = field(default_factory=dict)
     _closed: bool = False  # the queue has left, as it does once the learner has closed the run
+
+    def __post_init__(self) -> None:
+        launch = self.config.launch
+        self._restarts = Restarts(launch.restart_window_s, launch.restart_pause_s)
 
     def run(self) -> dict[str, Any]:
         self.processes.address = address = self._start_queue()
@@ -126,8 +135,9 @@ class LocalRun:
     def _watch(self) -> None:
         """Until the learner has ended well."""
         while True:
-            event = self.supervisor.next_event(REFRESH_S)
+            event = self.supervisor.next_event(self._restarts.until_next(time.monotonic(), REFRESH_S))
             self._refresh()
+            self._left_out.difference_update(self._restarts.start_due(time.monotonic()))
             self._restart_who_left_early()
             self._check_learner()
             if isinstance(event, Interrupted):
@@ -139,6 +149,7 @@ class LocalRun:
                 return
             if event == ChildEnded(QUEUE, 0):
                 self._closed = True
+                self._restarts.clear()
             elif event.name == LEARNER and self._stopped():
                 return
             elif self._may_be_over(event):
@@ -202,8 +213,8 @@ class LocalRun:
         """Its clients repeat their requests until it answers. One that gave a reason would end again."""
         if _gave_reason(event) or self.config.queue.store == "memory":
             raise self._died(event)
-        self._count_restart(event, QUEUE, self.config.launch.queue_restarts, " from its journal")
-        self.processes.start_queue(f"queue.address={self.processes.address}")
+        start = partial(self.processes.start_queue, f"queue.address={self.processes.address}")
+        self._start_again(event, QUEUE, self.config.launch.queue_restarts, start, " from its journal")
 
     def _restart_learner(self, event: ChildEnded) -> None:
         """The steps since the newest checkpoint are made again. One that gave a reason would end again, unless it was
@@ -211,28 +222,41 @@ class LocalRun:
         if _gave_reason(event) and event.code not in GOES_ON:
             raise self._died(event)
         most = self.config.launch.learner_restarts
-        self._count_restart(event, LEARNER, most, " from the newest checkpoint")
-        self.processes.start_learner("run.resume=true")
+        start = partial(self.processes.start_learner, "run.resume=true")
+        self._start_again(event, LEARNER, most, start, " from the newest checkpoint")
 
     def _restart_worker(self, event: ChildEnded) -> None:
         """Generators and pools hold nothing that cannot be made again: what they leased goes back to the queue."""
         if event.code == ConfigError.exit_code:
             raise self._died(event)
+        start = partial(self.processes.start_worker, event.name)
         if event.name in self.processes.pools:
-            self._count_restart(event, "pools", self.config.launch.pool_restarts)
+            self._start_again(event, "pools", self.config.launch.pool_restarts, start)
         else:
-            self._count_restart(event, "generators", self.config.launch.generator_restarts)
-        self.processes.start_worker(event.name)
+            self._start_again(event, event.name, self.config.launch.generator_restarts, start)
 
-    def _count_restart(self, event: ChildEnded, kind: str, most: int, whence: str = "") -> None:
-        """ProcessDiedError if there were as many as there may be of this kind."""
-        if self._restarts[kind] >= most:
-            raise self._died(event)
-        self._restarts[kind] += 1
-        self.dashboard.print_line(
-            f"{event.name} ended ({describe_exit(event.code)}) and is started again{whence}, "
-            f"{self._restarts[kind]} of {most} restarts; its log: {self.supervisor.log(event.name)}"
-        )
+    def _start_again(
+        self, event: ChildEnded, kind: str, most: int, start: Callable[[], None], whence: str = ""
+    ) -> None:
+        """At once or after a pause. A generator that dies too often is left out while others live; for all others there
+        is ProcessDiedError then."""
+        window, now = f"{self.config.launch.restart_window_s:g} s", time.monotonic()
+        restart = self._restarts.plan(event.name, kind, most, now)
+        log = f"its log: {self.supervisor.log(event.name)}"
+        ended = f"{event.name} ended ({describe_exit(event.code)})"
+        if restart.over:
+            self._left_out.add(event.name)
+            generators = {*self.processes.generators}
+            if event.name not in generators or generators <= self._left_out:
+                raise self._died(event)
+            again = "" if math.isinf(restart.at) else f" for {restart.at - now:.0f} s"
+            why = f"it died after {most} restarts within {window}"
+            self.dashboard.print_line(f"{ended} and is left out{again}: {why}; the others go on; {log}")
+        else:
+            pause = f" after a pause of {restart.at - now:g} s" if restart.at > now else ""
+            count = f"{restart.number} of {most} restarts within {window}{pause}"
+            self.dashboard.print_line(f"{ended} and is started again{whence}, {count}; {log}")
+        self._restarts.put(event.name, restart.at, start)
 
     def _wind_down(self) -> None:
         """The run is closed: generators and pools notice it at their next heartbeat. Those that are left when the queue
@@ -269,9 +293,8 @@ class LocalRun:
                 return KeyboardInterrupt() if by_hand else late
         self.supervisor.stop_all(deadline_s)
         code = self.supervisor.code(LEARNER) or 0
-        if (
-            not by_hand and code > 1 and code != StoppedError.exit_code
-        ):  # it gave a reason why it could not save
+        gave_reason = code > 1 and code != StoppedError.exit_code and not self._restarts.waits(LEARNER)
+        if not by_hand and gave_reason:  # why it could not save
             return self._died(ChildEnded(LEARNER, code))
         stopped = stopped_error(self.folder)
         self.dashboard.print_line(str(stopped))

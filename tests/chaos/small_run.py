@@ -30,7 +30,7 @@ generator: {{engine: scripted, count: 2, slots: 16, max_tokens: 4, max_length: 1
 queue: {{max_staleness: 2, lease_s: 3}}
 learner: {{threads: 1, micro_batch_tokens: 128, groups_deadline_s: 60}}
 checkpoint: {{every: 5}}
-launch: {{quiet: true, generator_restarts: 100, queue_restarts: 100, learner_restarts: 100}}
+launch: {{quiet: true, generator_restarts: 100, queue_restarts: 100, learner_restarts: 100, restart_pause_s: 0}}
 """
 
 

@@ -46,6 +46,7 @@ def config(tmp_path: Path) -> Config:
             queue_restarts=2,
             learner_restarts=2,
             pool_restarts=2,
+            restart_pause_s=0.0,
             stop_deadline_s=20.0,
             quiet=True,
         ),
@@ -159,6 +160,43 @@ def test_a_generator_that_keeps_dying_ends_the_run(config: Config, scripts: dict
     with pytest.raises(ProcessDiedError, match=r"(?s)generator-\d ended \(exit code 1\).*no luck") as died:
         local.train(config)
     assert died.value.exit_code == 5
+
+
+@pytest.mark.parametrize("most", [0, 2])
+def test_a_generator_that_keeps_dying_is_left_out_while_another_one_lives(
+    config: Config, scripts: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], most: int
+) -> None:
+    """The learner ends once the launcher has left it out."""
+    (tmp_path / "it").mkdir()
+    os.mkfifo(tmp_path / "it" / "pipe")
+    scripts["generator"] = (
+        "cd $(dirname $1); [ $4 = generator-0 ] || exec sleep 600; echo >> lives; "
+        f"[ $(wc -l < lives) = {most + 1} ] && echo > pipe; exit 1"
+    )
+    scripts["learner"] = f"cd $(dirname $1); read line < pipe; sleep 0.5; {DONE}"
+    launch = dataclasses.replace(config.launch, generator_restarts=most, stop_deadline_s=0.2)
+    assert local.train(dataclasses.replace(config, launch=launch)) == {"versions": 3}
+    said = capsys.readouterr().err
+    assert said.count("generator-0 ended (exit code 1) and is started again") == most
+    assert "generator-0 ended (exit code 1) and is left out" in said
+    assert f"it died after {most} restarts within 3600 s; the others go on" in said
+
+
+def test_a_generator_that_was_left_out_comes_back_once_the_window_has_passed(
+    config: Config, scripts: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "it").mkdir()
+    os.mkfifo(tmp_path / "it" / "pipe")
+    scripts["generator"] = (
+        "cd $(dirname $1); [ $4 = generator-0 ] || exec sleep 600; echo >> lives; "
+        "[ $(wc -l < lives) = 3 ] && { echo > pipe; exec sleep 600; }; exit 1"
+    )
+    scripts["learner"] = f"cd $(dirname $1); read line < pipe; {DONE}"
+    launch = dataclasses.replace(
+        config.launch, generator_restarts=1, restart_window_s=1.0, stop_deadline_s=0.2
+    )
+    assert local.train(dataclasses.replace(config, launch=launch)) == {"versions": 3}
+    assert "is left out for 1 s" in capsys.readouterr().err
 
 
 def test_a_generator_with_a_bad_config_is_not_started_again(
