@@ -47,14 +47,19 @@ if not bars_wanted():
 
 STACKED = [(MergeModulelist, 0)]
 STACKED_ROWS = [(MergeModulelist, 0), (Concatenate, 1)]
-"""transformers' operations on the experts of a checkpoint: stack them; the second concatenates gate and up by rows
-too."""
+"""transformers' operations on the experts of a checkpoint: stack them; the second also joins gate and up by rows."""
 
 LITERAL = re.compile(r"\^?([\w.]+)(\(\?!.*\))?")
 """A transformers pattern that matches one literal part of a name, with an optional negative lookahead."""
 
 CAUSAL_LMS = AutoModelForCausalLM._model_mapping
 """The model class of each configuration class of language models."""
+
+LAYERS = {"full_attention", "sliding_attention"}
+"""Values of `layer_types` in config.json whose layers look at other tokens by attention alone."""
+
+MIXES_TOKENS = re.compile("Conv1d|ShortConv|Mamba|Delta|LinearAtt|Lightning|Rglru|Rwkv|Indexer|Compressor")
+"""Parts of the names of module classes that look at other tokens by convolutions, recurrent states or an index."""
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 
@@ -359,11 +364,20 @@ def _has_parts(config: PretrainedConfig) -> bool:
 
 
 def _checked(model: ModelConfig, loaded: PreTrainedModel, attention: str, key: str) -> PreTrainedModel:
-    """In eval mode. Raises ConfigError for a model that does not use the registry's attention, and for one for images
-    whose checkpoint names cannot be computed."""
-    in_use = loaded.config._attn_implementation
+    """In eval mode. Raises ConfigError for a model that does not use the registry's attention, or looks at other tokens
+    in another way too, and for one for images whose checkpoint names cannot be computed."""
+    in_use, plain = loaded.config._attn_implementation, attention in ("eager", "sdpa")
+    other = [] if plain else _other_layers(loaded)
     require(
-        in_use == attention and (attention in ("eager", "sdpa") or loaded._supports_attention_backend),
+        not other,
+        key,
+        model.path,
+        f"{type(loaded).__name__} looks at other tokens not by attention alone ({', '.join(other)}): rollouts that "
+        "are packed into one sequence would see each other",
+        "use a family of docs/models.md",
+    )
+    require(
+        in_use == attention and (plain or loaded._supports_attention_backend),
         key,
         model.path,
         f"{type(loaded).__name__} does not take its attention from transformers' registry (uses {in_use!r})",
@@ -378,3 +392,10 @@ def _checked(model: ModelConfig, loaded: PreTrainedModel, attention: str, key: s
         "use a text model, Qwen2.5-VL or Qwen3-VL",
     )
     return loaded.eval()
+
+
+def _other_layers(loaded: PreTrainedModel) -> list[str]:
+    """The kinds of layers, and the module classes, that look at other tokens not by attention alone."""
+    kinds = set(getattr(loaded.config.get_text_config(), "layer_types", None) or ()) - LAYERS
+    classes = {type(module).__name__ for module in text_body(loaded).modules()}
+    return sorted(kinds | {name for name in classes if MIXES_TOKENS.search(name)})

@@ -279,12 +279,7 @@ def spread_over_tensor(network: LanguageModel | Critic, mesh: DeviceMesh, sequen
 def _seen_before(
     network: LanguageModel | Critic, batch: MicroBatch, documents: Documents, before_SD: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(at_T, hidden_TD): the tokens under the loss mask whose state before them is on this rank, and these states.
-    Raises as `check_tokens`."""
-    config = network.body.config
-    check_tokens(
-        batch, config.get_text_config().vocab_size, config.name_or_path or type(network.body).__name__
-    )
+    """(at_T, hidden_TD): the tokens under the loss mask whose state before them is on this rank, and these states."""
     at_T = torch.nonzero(batch.loss_mask_N)[:, 0]
     before_T = documents.place_N[at_T - 1]
     here_T = before_T >= 0
@@ -292,7 +287,8 @@ def _seen_before(
 
 
 def check_tokens(batch: MicroBatch, rows: int, name: str) -> None:
-    """Raises TrainingError for a token beyond the model's table: a policy with a larger one can sample its padding."""
+    """Raises TrainingError for a token beyond the model's table: a policy with a larger one can sample its padding.
+    To be called before the batch goes to a GPU, for which this process would wait."""
     largest = int(batch.token_ids_N.max())
     if largest >= rows:
         raise TrainingError(

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from engine_cases import log_probs, request
 from learner_cases import copied_weights
-from model_families import FAMILIES, Family, constants, names_in, rollouts, save_family
+from model_families import DELTA, EXPERTS, FAMILIES, Family, constants, names_in, rollouts, save_family
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
@@ -38,6 +38,30 @@ REFUSED = {
     "granite": (Family("granite", {"logits_scaling": 8.0}), "its head has logits_scaling=8.0"),
     "phi": (Family("phi"), "its head has a bias"),
     "gpt-oss": (Family("gpt_oss", {"num_local_experts": 4, "head_dim": 8}), "its attention has 's_aux'"),
+    "convolutions": (
+        Family("lfm2", {"layer_types": ["conv", "full_attention"]}),
+        r"not by attention alone \(Conv1d, Lfm2ShortConv, conv\)",
+    ),
+    "linear attention": (
+        Family("minimax", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+        r"not by attention alone \(MiniMaxLightningAttention, linear_attention\)",
+    ),
+    "a delta rule": (
+        Family("qwen3_next", {**EXPERTS, **DELTA, "layer_types": ["linear_attention", "full_attention"]}),
+        r"not by attention alone \(Conv1d, Qwen3NextGatedDeltaNet, linear_attention\)",
+    ),
+    "a state space": (
+        Family("jamba", {"num_experts": 2, "num_experts_per_tok": 1, "mamba_d_state": 4, "mamba_dt_rank": 4}),
+        r"not by attention alone \(.*JambaMambaMixer",
+    ),
+    "a recurrent block": (
+        Family("recurrent_gemma", {"lru_width": 32, "head_dim": 8}),
+        r"not by attention alone \(.*RecurrentGemmaRglru",
+    ),
+    "chunks": (
+        Family("llama4_text", {"head_dim": 8, "layer_types": ["chunked_attention", "full_attention"]}),
+        r"not by attention alone \(chunked_attention\)",
+    ),
     "mpt": (Family("mpt"), "does not take its attention from transformers' registry"),
 }
 

@@ -34,6 +34,13 @@ COMMON = {
     "pad_token_id": 0,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "shared_expert_intermediate_size": 16,
+}
 LATENT = {
     "q_lora_rank": 8,
     "kv_lora_rank": 8,

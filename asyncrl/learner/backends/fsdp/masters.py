@@ -57,6 +57,7 @@ class Masters:
         self._grad_clip = config.grad_clip if config else 0.0
         self._parked = ParkedState(self.optimizer, offload) if self.optimizer and offload else None
         self.tied: TiedEmbedding | None = None
+        self._norm: float | None = None  # of the accumulated gradients of all ranks, once it is known
         self.merged = Merged(parameters, self.tensors, adapter_scale) if adapter_scale is not None else None
 
     @property
@@ -66,6 +67,7 @@ class Masters:
 
     def begin_accumulation(self) -> None:
         """To be called before more gradient is added."""
+        self._norm = None
         if self.tied is not None:
             self.tied.begin()
 
@@ -80,7 +82,13 @@ class Masters:
 
     @torch.no_grad()
     def gradient_norm(self, scale: float) -> float:
-        """Collective: see `Model`. Each element counts on one of the ranks that hold it."""
+        """Collective: see `Model`. Each element counts on one of the ranks that hold it. The ranks add up once for all
+        calls until more gradient is added."""
+        if self._norm is None:
+            self._norm = self._total_norm()
+        return scale * self._norm
+
+    def _total_norm(self) -> float:
         repeated = None
         if self.tied is not None:
             self.tied.join()
@@ -93,7 +101,7 @@ class Masters:
             square = norm.double().square()
             dist.all_reduce(square)
             norm = square.sqrt()
-        return scale * float(norm)
+        return float(norm)
 
     @torch.no_grad()
     def step(self, scale: float, lr: float) -> float:
@@ -113,6 +121,7 @@ class Masters:
         return norm
 
     def forget_gradients(self) -> None:
+        self._norm = None
         for tensor in (*self.parameters.values(), *self.tensors.values()):
             tensor.grad = None
 

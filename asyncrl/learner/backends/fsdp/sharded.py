@@ -35,6 +35,7 @@ from asyncrl.learner.models.networks import (
     Critic,
     LanguageModel,
     blueprint,
+    check_tokens,
     load_network,
     name_at_start,
     named_constants,
@@ -125,6 +126,7 @@ class ShardedModel:
     def accumulate(self, batches: Sequence[MicroBatch], loss: Loss) -> None:
         if self._masters.optimizer is None:
             raise TypeError("a frozen model is not trained: it has no gradient")
+        self._check(batches)
         self._masters.begin_accumulation()
         if self._pipeline is not None:
             self._pipeline.accumulate(batches, loss)
@@ -144,12 +146,20 @@ class ShardedModel:
     @torch.no_grad()
     def _first_output(self, batch: MicroBatch, **options: Any) -> Tensor:
         """Collective: float32 on the CPU of every rank."""
+        self._check([batch])
         if self._pipeline is not None:
             return self._pipeline.predict(batch, **options)
         here = batch.to(self._device)
         first, *_ = self.network(here, self._documents(here), **options)
         reshard(self.network)
         return cast(Tensor, first).float().cpu()
+
+    def _check(self, batches: Sequence[MicroBatch]) -> None:
+        """Raises TrainingError as `check_tokens`."""
+        config = self.network.body.config
+        name = config.name_or_path or type(self.network.body).__name__
+        for batch in batches:
+            check_tokens(batch, config.get_text_config().vocab_size, name)
 
     def _documents(self, batch: MicroBatch) -> Documents:
         return Documents(batch.lengths_R, self._device, self._context, self.network.token_multiple)

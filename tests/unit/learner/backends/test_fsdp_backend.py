@@ -220,6 +220,27 @@ def test_the_gradient_that_adam_takes_is_clipped(tmp_path: Path, share: float) -
     assert taken == pytest.approx(min(norm, optimizer.grad_clip), rel=1e-4)
 
 
+def test_the_norm_of_a_step_is_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks add it up each time that it is computed. More gradient makes another one."""
+    backend, computed = FsdpBackend(config_in(tmp_path)), []
+    total_norm = torch.nn.utils.get_total_norm
+
+    def counted(tensors: Any) -> torch.Tensor:
+        computed.append(total_norm(tensors))
+        return computed[-1]
+
+    monkeypatch.setattr(torch.nn.utils, "get_total_norm", counted)
+    accumulate(backend)
+    once = backend.policy.gradient_norm(0.5)
+    assert backend.policy.gradient_norm(1.0) == 2 * once
+    accumulate(backend)
+    twice = backend.policy.gradient_norm(1.0)
+    assert twice == pytest.approx(4 * once)
+    assert backend.policy.optimizer_step(1.0, lr=0.0) == twice
+    assert len(computed) == 2
+    assert backend.policy.gradient_norm(1.0) == 0
+
+
 def test_a_step_is_adamw_with_the_settings_of_the_optimizer(tmp_path: Path) -> None:
     """Two steps of one parameter by hand, with no setting at its default."""
     base = config_in(tmp_path)
@@ -244,7 +265,8 @@ def test_a_gradient_that_another_stage_counts_too_is_left_out_of_the_norm(tmp_pa
     """As on the last stage of a pipeline, whose head is the token table of the first."""
     backend = FsdpBackend(config_in(tmp_path))
     accumulate(backend)
-    whole, policy = backend.policy.gradient_norm(1.0), backend.policy
+    policy = backend.policy
+    whole = float(torch.nn.utils.get_total_norm(policy._masters._gradients()))
     repeated = policy._masters.tensors["model.embed_tokens.weight"].grad
 
     class LastStage:

@@ -16,6 +16,7 @@ from transformers import AutoModel, GPT2Config, GPT2LMHeadModel
 
 from asyncrl.config.schema import Config, CriticConfig, ModelConfig, ReferenceConfig, TeacherConfig
 from asyncrl.errors import ConfigError, TrainingError
+from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.backends.fsdp.sharded import decoder_layers
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.models.attention import Documents
@@ -180,8 +181,11 @@ def test_a_smaller_table_must_hold_every_token_of_the_tokenizer(tmp_path: Path) 
 @pytest.mark.parametrize("name", ["critic", "reference"])
 def test_a_token_beyond_a_table_is_refused_by_name(tmp_path: Path, name: str) -> None:
     """A policy with more padding can sample it."""
-    network = load_network(name, config_in(tmp_path))
+    model = FsdpBackend(config_in(tmp_path), [name]).models[name]
     batch = MicroBatch.of([random_group(0)])
     beyond = dataclasses.replace(batch, token_ids_N=batch.token_ids_N.index_fill(0, torch.tensor([4]), 33))
     with pytest.raises(TrainingError, match="token 33 is beyond the 33 of"):
-        network(beyond, Documents(batch.lengths_R))
+        model.predict(beyond)
+    if name == "critic":
+        with pytest.raises(TrainingError, match="token 33 is beyond the 33 of"):
+            model.accumulate([batch, beyond], lambda batch, values_N: values_N.sum())
