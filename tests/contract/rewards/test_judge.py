@@ -70,10 +70,10 @@ f = lambda x: Equal(1)
 """,
     "replaces Python's own functions": """
 import builtins
-for name in ("abs", "all", "set", "sorted", "len", "isinstance", "AssertionError"):
-    setattr(builtins, name, lambda *_: True)
-abs = all = set = sorted = len = lambda *_: True
-f = lambda x: None
+builtins.AssertionError = builtins.NameError = ValueError
+all = set = sorted = lambda *_: True
+abs = lambda _: 0
+f = lambda x: 0
 """,
     "replaces modules": """
 import sys, types
@@ -129,6 +129,12 @@ import os, json
 def f(x):
     for raw in (json.dumps(["value", 1, []]).encode(), b"[" * 100000, b"\\xff" * 9):
         os.write(4, len(raw).to_bytes(4, "big") + raw)
+""",
+    "ends the loops of its judge": """
+import json, os
+def f(x):
+    raw = json.dumps(["raise", ["StopIteration"], ""]).encode()
+    while True: os.write(4, len(raw).to_bytes(4, "big") + raw)
 """,
     "leaves a module for the judge": """
 import os
@@ -257,12 +263,23 @@ def fill(*, into): into["a"] = {1}
 def test_functions_of_the_tests_can_be_passed(one_sandbox: Sandbox) -> None:
     program = "def apply(g, xs): return [g(x) for x in xs]\ndef compose(g, h): return lambda x: g(h(x))"
     tests = [
+        "import operator, decimal\nassert compose(operator.neg, decimal.Decimal)('1.5') == decimal.Decimal('-1.5')",
         "assert apply(lambda x: x + 1, [1, 2]) == [2, 3]",
         "assert compose(abs, lambda x: x - 3)(1) == 2",
         "def bad(x): raise ValueError(x)\napply(bad, [1])",
         "assert apply(len, ['ab']) == [2]",
     ]
-    assert judged(one_sandbox, program, *tests) == [True, True, False, True]
+    assert judged(one_sandbox, program, *tests) == [True, True, True, False, True]
+
+
+def test_functions_of_modules_run_at_the_programs(one_sandbox: Sandbox) -> None:
+    program = """
+def f(g):
+    judge = "__import__('sys').modules['inside.judge']"
+    return g(f"setattr({judge}.execute_test, '__code__', (lambda *_: True).__code__)")
+"""
+    tests = ["assert f(eval) is None", "assert f(exec) is None", "assert f(len) == 1"]
+    assert judged(one_sandbox, program, *tests) == [True, True, False]
 
 
 def test_exceptions_of_the_program_are_raised_in_the_tests(one_sandbox: Sandbox) -> None:
@@ -331,15 +348,12 @@ def test_a_program_that_does_not_end_well_passes_nothing(one_sandbox: Sandbox) -
         (["assert abs(poly(f(1))) < 1"], ["f"], "they use poly, which is not the entry point f"),
         (["class P: pass\nassert f(P()) == 1"], [], "they pass 'P' to the program"),
         (["class P: pass\ntry: f(P())\nexcept BaseException: pass"], [], "they pass 'P' to the program"),
-        (["import no_such_module\nassert f(1) == 1", "no_such_module"], [], None),
+        (["from solution import f\nassert f(1) == 1"], [], "they import solution, which is not installed"),
     ],
 )
 def test_tests_that_cannot_be_judged_are_refused_by_name(
-    one_sandbox: Sandbox, texts: list[str], entry: list[str], why: str | None
+    one_sandbox: Sandbox, texts: list[str], entry: list[str], why: str
 ) -> None:
-    if why is None:
-        assert judged(one_sandbox, "def f(x): return 1", *texts, entry=entry) == [False, False]
-        return
     with pytest.raises(TestsError, match=why):
         judged(one_sandbox, "def f(x): return 1\npoly = f", *texts, entry=entry)
 

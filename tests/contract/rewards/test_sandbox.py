@@ -317,6 +317,7 @@ print("done")
 def test_a_program_that_interrupts_all_that_it_can_reach_ends_itself_alone(kind: str) -> None:
     program = """
 import os, signal
+os.kill(1, signal.SIGINT)
 os.kill(-1, signal.SIGINT)
 os.killpg(0, signal.SIGINT)
 """

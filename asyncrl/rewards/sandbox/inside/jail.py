@@ -122,7 +122,7 @@ def limit(limits: dict[str, Any], cpu_s: int) -> None:
         (resource.RLIMIT_FSIZE, limits["file_mb"] * megabyte, limits["file_mb"] * megabyte),
         (resource.RLIMIT_NPROC, limits["processes"], limits["processes"]),
         (resource.RLIMIT_NOFILE, 128, 128),
-        (resource.RLIMIT_CORE, 0, 0),
+        (resource.RLIMIT_CORE, 1, 1),  # no dump into a file, nor, as with 0, to a program of the system
     ):
         resource.setrlimit(kind, (soft, hard))
 

@@ -169,6 +169,11 @@ class Link:
             if reference[0] == "o" and epoch != self._template.epoch:
                 raise self._failed(None)  # an object of a process that is gone
             return list(reference)
+        if (found := importable(value)) is not None:
+            return [
+                "m",
+                found,
+            ]  # it runs at the program's: called from there, `eval` would run in this process
         if callable(value) and not isinstance(value, type):
             self._callbacks.append(value)
             return ["k", len(self._callbacks) - 1]
@@ -279,6 +284,14 @@ def execute_test(text: str, world: dict[str, Any]) -> bool:
     except BaseException:
         return False
     return True
+
+
+def importable(value: Any) -> list[str] | None:
+    """Module and name of a function or class that is not of the tests."""
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
+    if module in (None, "__main__") or getattr(sys.modules.get(str(module)), name, None) is not value:
+        return None
+    return [str(module), name]
 
 
 def _change(arguments: Any, now: Any) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import importlib.util
 import symtable
 import sys
 from collections.abc import Iterator, Sequence
@@ -42,6 +43,7 @@ def names_of(texts: Sequence[str], entry: Sequence[str]) -> Names:
     Names(program=('sum',), modules={})
     """
     free = _free(texts)
+    _check_imports(texts)
     called, others = _uses(texts)
     modules = {
         name: ALIASES.get(name, name)
@@ -66,6 +68,20 @@ def names_of(texts: Sequence[str], entry: Sequence[str]) -> Names:
             "name it in the field of the entry point"
         )
     return Names(tuple(sorted(unknown)), modules)
+
+
+def _check_imports(texts: Sequence[str]) -> None:
+    """Raises TestsRefused for an import at the top of a text that no program can make succeed."""
+    for text in texts:
+        for node in ast.parse(text).body:
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for module in modules:
+                root = module.partition(".")[0]
+                if root != "__future__" and (not root or importlib.util.find_spec(root) is None):
+                    raise TestsRefused(
+                        f"they import {module or '.'}, which is not installed; names of the program need no import"
+                    )
 
 
 def _free(texts: Sequence[str]) -> set[str]:

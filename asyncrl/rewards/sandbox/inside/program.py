@@ -10,6 +10,7 @@ that it returns. The judge trusts none of them.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 import sys
@@ -142,6 +143,8 @@ class Served:
     def _resolved(self, tag: str, part: Any) -> Any:
         if tag == "n":
             return self._world[part]
+        if tag == "m":
+            return getattr(importlib.import_module(part[0]), part[1])
         return self._objects[part] if tag == "o" else Callback(self, part)
 
     def called_back(self, number: int, arguments: tuple[Any, ...], keywords: World) -> Any:
