@@ -160,7 +160,7 @@ def connected(kind: Literal["unix", "tcp"], offer: Mapping[str, Any], meeting: M
     """
     deadline, address = time.monotonic() + meeting.deadline_s, offer["address"]
     with _errors_of(meeting):
-        joined = _unix_connection(address) if kind == "unix" else _tcp_connection(address, deadline)
+        joined = _unix_connection(address, deadline) if kind == "unix" else _tcp_connection(address, deadline)
         try:
             joined.settimeout(_seconds(deadline))
             joined.sendall(offer["hello"])
@@ -183,9 +183,10 @@ def _tcp_connection(address: Sequence[Any], deadline: float) -> socket.socket:
     return socket.create_connection((host, port), _seconds(deadline))
 
 
-def _unix_connection(name: str) -> socket.socket:
+def _unix_connection(name: str, deadline: float) -> socket.socket:
     joined = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
+        joined.settimeout(_seconds(deadline))
         joined.connect(f"\0{name}")
         if _user(joined) != os.getuid():
             raise OSError("the other end belongs to another user")

@@ -102,7 +102,7 @@ class PublisherLink:
         """The parent to take the next version from; None: the learner's ranks. failed: the parent that did not deliver
         the last one. Raises RefusedError("member"): this one must join again.
         """
-        parent = self._call("route", "a route", GRACE_S, failed=failed)["parent"]
+        parent = self._call("route", "a route for the next version", GRACE_S, failed=failed)["parent"]
         return None if parent is None else Parent(*parent)
 
     def held(self, version: Version) -> None:

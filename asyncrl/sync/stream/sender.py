@@ -211,7 +211,8 @@ class Sender:
             if shards.device.type == "cuda":
                 torch.cuda.set_device(shards.device)
             hashing = hasher.submit(source.share, pin, plan, seconds_left())
-            deltas = source.deltas(pin, job.base, plan, self._slow, seconds_left())
+            # Half of the time: if the changes are not made by then, the rest must do for the whole version.
+            deltas = source.deltas(pin, job.base, plan, self._slow, seconds_left() / 2)
             if deltas is not None and deltas_bytes(deltas) >= plan.bytes:
                 deltas = None
             announce(deltas, channel, seconds_left)
@@ -219,7 +220,7 @@ class Sender:
                 sent = self._send_full(pin, shards, channel, buffers, seconds_left)
             else:
                 sent = self._send_deltas(pin, deltas, channel, seconds_left)
-            share = hashing.result()
+            share = self._hashed(hashing, pin, seconds_left())
             source.moved(pin)  # only a version that was whole to the very end is acknowledged
             fields = {"status": "sent", "share": share, "bytes": sent}
             self._counts.add("transfers")
@@ -229,10 +230,19 @@ class Sender:
             raise
         except (DeadlineError, WeightSyncError) as error:
             fields = {"status": "failed", "detail": str(error)}
-            raise
+            raise WeightSyncError(f"version {pin.version}: {error}") from error
         finally:
             source.release(pin)
             job.result.set_result(fields)
+
+    def _hashed(
+        self, hashing: Future[ChecksumShare | None], pin: Pin, seconds: float
+    ) -> ChecksumShare | None:
+        try:
+            return hashing.result(max(0.0, seconds))
+        except TimeoutError:
+            what = f"the hash of version {pin.version} for {self.who}"
+            raise DeadlineError(self._meeting.who, "its own thread", what, self._meeting.deadline_s) from None
 
     def _send_full(
         self, pin: Pin, shards: Shards, channel: Channel, buffers: Buffers, seconds_left: Callable[[], float]

@@ -123,7 +123,8 @@ class Subscriber:
         )
 
     def stage(self, version: Version) -> StagedWeights:
-        """Stage exactly this version, within sync.deadline_s.
+        """Stage exactly this version. Each of its waits, for channels, for the version and for all of its bytes, ends
+        after sync.deadline_s.
 
         Raises:
             SnapshotEvictedError: it is gone; take the newest

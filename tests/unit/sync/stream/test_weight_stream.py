@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import msgpack
 import pytest
@@ -19,7 +21,9 @@ import asyncrl.sync.stream.link as link_module
 from asyncrl.config.schema import SyncConfig
 from asyncrl.errors import DeadlineError, RefusedError, WeightSyncError
 from asyncrl.rpc.server import RpcServer
+from asyncrl.sync.channels.channel import Channel
 from asyncrl.sync.layout.layout import Box, ParamLayout
+from asyncrl.sync.stream.publisher import SnapshotSource
 from asyncrl.sync.tensors.shards import Shards
 
 closing = pytest.fixture(closing_all)
@@ -256,6 +260,53 @@ def test_a_publisher_that_does_not_answer_is_named(
         generator.fetch(0, 5.0)
     with pytest.raises(DeadlineError, match=f"generator-0 waited .* publisher at {learner.endpoints[0]}"):
         generator.fetch(0, 0.1)
+
+
+def test_a_hash_that_does_not_come_is_named_with_its_version(
+    closing: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, over = replace(CONFIG, deadline_s=0.5), threading.Event()
+    monkeypatch.setattr(SnapshotSource, "share", lambda *of: over.wait(60.0))
+    learner = closing(Learner(SMALL, 1, config))
+    generator = closing(Generator("g", learner, learner.whole, CONFIG))
+    learner.publish(7)
+    with pytest.raises(
+        WeightSyncError,
+        match=r"version 7 was not sent by .*learner rank 0 waited 0\.5 s for its own thread: the hash of version 7",
+    ):
+        generator.subscriber.stage(7)
+    over.set()
+
+
+def test_a_wait_for_changes_leaves_half_of_the_time_for_the_whole_version(
+    closing: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = []
+    monkeypatch.setattr(SnapshotSource, "deltas", lambda *of: waits.append(of[-1]))
+    learner = closing(Learner(SMALL, 1, CONFIG))
+    generator = closing(Generator("g", learner, learner.whole, CONFIG))
+    learner.publish(0)
+    generator.check(generator.fetch(-1, 20.0), 0)
+    assert 0 < waits[0] <= CONFIG.deadline_s / 2
+
+
+def test_a_break_is_named_with_its_version_at_both_ends(
+    closing: Callable, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(source: object, shards: object, channel: Channel, *more: object) -> None:
+        channel.close()
+        raise WeightSyncError("cut off")
+
+    monkeypatch.setattr(link_module, "receive_buckets", broken)
+    learner = closing(Learner(LARGE, 1, LARGE_CONFIG))
+    generator = closing(Generator("g", learner, learner.whole, LARGE_CONFIG))
+    learner.publish(3)
+    with (
+        caplog.at_level(logging.WARNING),
+        pytest.raises(WeightSyncError, match=r"version 3 .*learner rank 0"),
+    ):
+        generator.subscriber.stage(3)
+    assert "weights to g: version 3: learner rank 0: the channel to g broke" in caplog.text
 
 
 @pytest.mark.parametrize(
