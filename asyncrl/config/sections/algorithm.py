@@ -14,6 +14,12 @@ GROUP_ADVANTAGES = (
 )
 """Advantages that compare the rollouts of a task: those that need 'group' in `learner/algorithms/registry.py`."""
 
+FLAT_WITHOUT_SPREAD = (
+    *("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "gpg", "gdpo", "pass_at_k"),
+    "prime",  # its paper filters by the outcome
+)
+"""Advantages that learn nothing from a task whose rollouts all have the same reward: those that `filter` goes with."""
+
 OWN_WEIGHTS = ("decoupled_ppo", "aipo", "dppo_tv", "dppo_kl")
 """Losses that weigh a token against μ themselves."""
 
@@ -231,7 +237,9 @@ class AlgorithmConfig(Section):
     kl_loss: KlLossConfig = field(default_factory=KlLossConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     filter: Literal["none", "no_spread"] = key(
-        "none", "DAPO: drop groups whose rewards are all equal, and go on asking"
+        "none",
+        "DAPO: drop groups whose rewards are all equal, and go on asking; refused where such groups teach something: "
+        "under gae, remax and others, or with KL or entropy terms",
     )
 
     def rules(self, at: str) -> Iterator[Rule]:
@@ -247,6 +255,7 @@ class AlgorithmConfig(Section):
             "looks at rewards, and advantage 'distill' learns from a teacher whatever they are",
             "set algorithm.filter=none",
         )
+        yield from self._filter_rules()
         yield Rule(
             self.dual_clip is None or self.dual_clip > 1,
             "dual_clip",
@@ -270,6 +279,31 @@ class AlgorithmConfig(Section):
             "pass_k",
             "the best of one is the reward itself",
             "set algorithm.pass_k=2 or more, or algorithm.advantage=rloo",
+        )
+
+    def _filter_rules(self) -> Iterator[Rule]:
+        """Refuse a filter of groups that have a gradient although their rewards are all equal."""
+        if self.filter == "none":
+            return
+        yield Rule(
+            self.built_in_advantage in (None, *FLAT_WITHOUT_SPREAD),
+            "filter",
+            f"drops groups whose rewards are all equal, from which advantage '{self.advantage}' learns as well",
+            "set algorithm.filter=none, or an advantage that compares rewards within a group, such as grpo",
+        )
+        terms = {
+            "loss=sppo": self.built_in_loss == "sppo",
+            "kl_loss.coef": self.kl_loss.coef > 0,
+            "shaping.kl_coef": self.shaping.kl_coef > 0,
+            "entropy_bonus": self.entropy_bonus != 0,
+            "lm_coef": self.lm_coef > 0,
+        }
+        found = [f"algorithm.{term}" for term, counts in terms.items() if counts]
+        yield Rule(
+            not found,
+            "filter",
+            f"drops groups whose rewards are all equal, from which {' and '.join(found)} learns as well",
+            "set algorithm.filter=none, or leave that term out",
         )
 
     @property

@@ -80,7 +80,8 @@ def test_one_pool_gives_rewards_and_another_log_probs_of_what_passes_the_filter(
     right = "{function: 'asyncrl.tasks.addition:reward'}"
     functions = f"{{right: {right}, length: {{function: '{own_functions.__file__}:length'}}}}"
     words = [
-        *KL,
+        "algorithm.advantage=prime",
+        "placement.reference.where=pool",
         "reward.function=null",
         f"reward.functions={functions}",
         "placement.rewards.where=pool",

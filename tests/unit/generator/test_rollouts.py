@@ -244,5 +244,5 @@ def test_a_filter_that_would_drop_everything_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^algorithm.filter = 'no_spread': would drop every group"):
         Config(
             batch=BatchConfig(group_size=1),
-            algorithm=AlgorithmConfig(advantage="remax", filter="no_spread"),
+            algorithm=AlgorithmConfig(advantage="gae", own_advantage="my:own", filter="no_spread"),
         )

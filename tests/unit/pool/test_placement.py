@@ -110,13 +110,13 @@ def test_a_model_that_learns_adds_its_column_from_a_pool_of_one_process() -> Non
 
 def test_models_do_not_work_on_groups_that_a_pool_may_filter() -> None:
     places = dataclasses.replace(rewards_on_pool("liked"), reference=POOL)
-    filtered = dataclasses.replace(KL, filter="no_spread")
+    filtered = dataclasses.replace(PRIME, filter="no_spread")
     config = config_with(algorithm=filtered, reward=TWO, placement=places)
     assert requirements.stages(config) == (
         StageSettings("reference", needs=("rewards",), adds=("reference",)),
         StageSettings("rewards", adds=("rewards",)),
     )
-    at_once = requirements.stages(dataclasses.replace(config, algorithm=KL))
+    at_once = requirements.stages(dataclasses.replace(config, algorithm=PRIME))
     assert [stage.needs for stage in at_once] == [(), ()]
 
 

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+from learner_cases import rewards_batch
 
 from asyncrl.config.schema import BatchConfig, Config, GeneratorConfig
-from asyncrl.config.sections.algorithm import GROUP_ADVANTAGES, AlgorithmConfig, ShapingConfig
+from asyncrl.config.sections.algorithm import (
+    FLAT_WITHOUT_SPREAD,
+    GROUP_ADVANTAGES,
+    AlgorithmConfig,
+    KlLossConfig,
+    ShapingConfig,
+)
 from asyncrl.errors import ConfigError
+from asyncrl.learner.algorithms.advantages import advantages
+from asyncrl.learner.algorithms.registry import ADVANTAGES, AlgorithmContext
 
 
 @pytest.mark.parametrize("literal", GROUP_ADVANTAGES)
@@ -61,3 +71,44 @@ def test_a_refusal_names_its_key(key: str, make: Callable[[], object]) -> None:
         make()
     assert refusal.value.key == key
     assert refusal.value.remedy.startswith("set ")
+
+
+LEARN_FROM_FLAT = sorted(ADVANTAGES.keys() - {*FLAT_WITHOUT_SPREAD})
+
+
+@pytest.mark.parametrize("literal", LEARN_FROM_FLAT)
+def test_the_filter_is_refused_where_groups_without_spread_teach_something(literal: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^algorithm\.filter = 'no_spread': .*Remedy: set algorithm\.filter=none"
+    ):
+        Config(algorithm=AlgorithmConfig(advantage=literal, filter="no_spread"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("term", "algorithm"),
+    [
+        ("loss=sppo", {"loss": "sppo"}),
+        ("kl_loss.coef", {"kl_loss": KlLossConfig(coef=0.1)}),
+        ("shaping.kl_coef", {"shaping": ShapingConfig(kl_coef=0.1)}),
+        ("entropy_bonus", {"entropy_bonus": -0.1}),
+        ("lm_coef", {"lm_coef": 0.1}),
+    ],
+)
+def test_the_filter_is_refused_beside_terms_that_look_at_no_reward(
+    term: str, algorithm: dict[str, Any]
+) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"^algorithm\.filter = .*from which algorithm\.{term} learns as well"
+    ):
+        Config(algorithm=AlgorithmConfig(filter="no_spread", **algorithm))
+
+
+@pytest.mark.parametrize(
+    "literal", sorted({*FLAT_WITHOUT_SPREAD} - {"prime", "reinforce_pp_baseline", "gdpo"})
+)
+def test_the_advantages_that_the_filter_goes_with_are_0_without_spread(literal: str) -> None:
+    batch = rewards_batch([1.0, 1.0, 1.0], [0.0, 1.0, 0.5])
+    algorithm = AlgorithmConfig(advantage=literal, filter="no_spread", pass_k=2)  # type: ignore[arg-type]
+    found_N = advantages(batch, algorithm, AlgorithmContext())
+    assert found_N[batch.group_R[batch.seq_N] == 0].tolist() == [0.0] * 6
+    assert found_N.any()
