@@ -19,12 +19,13 @@ from asyncrl.config.sections.tasks import MAIN, EvaluationSet
 from asyncrl.generator.agents.agent import Agent, EnvironmentFailedError
 from asyncrl.generator.agents.trajectory import Send, TaskProgress
 from asyncrl.generator.engines.engine import PromptTooLongError, RequestFailedError, Sampler, SampleRequest
+from asyncrl.generator.long_answers import LongAnswers, name_of
 from asyncrl.generator.scoring.calls import all_of
 from asyncrl.generator.scoring.rewards import RewardError, Scorer
 from asyncrl.generator.scoring.scores import Score
 from asyncrl.generator.scoring.steps import step_columns, token_ends
 from asyncrl.models import encode_prompt
-from asyncrl.types import ANSWER, UNSCORED, Array, Group, Rollout, Sampling, Task
+from asyncrl.types import ANSWER, UNSCORED, Array, Group, Rollout, Sampling, Task, Turn
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +64,8 @@ class Rollouts:
             name: (_sampling(chosen, config), chosen.samples)
             for name, chosen in {MAIN: config.evaluation, **config.evaluation.named_sets}.items()
         }
+        generator = config.generator
+        self._long_answers = LongAnswers(engine, generator.progress_tokens, generator.max_length)
         self._max_prompt_tokens = config.tasks.max_prompt_tokens
 
     async def sample(
@@ -70,7 +73,7 @@ class Rollouts:
     ) -> Samples:
         """batch.group_size rollouts, and a greedy one if `config.greedy_rollout`.
 
-        kept: finished turns of an earlier lease · keep: called with those of this one, if rollouts have several. Raises
+        kept: what earlier leases made · keep: called with finished turns, and with pieces of long answers. Raises
         PromptTooLongError, EnvironmentFailedError or RequestFailedError if the task is to be dropped.
         """
         self._check_prompt(task)
@@ -79,10 +82,8 @@ class Rollouts:
             samplings = [self.training] * self._group_size + [greedy] * self._with_greedy
             played = await self._play(task, request_id, samplings, kept, keep if self._keeps else None)
         else:
-            requests = [self._sample_turn(task, request_id, self.training, self._group_size)]
-            if self._with_greedy:
-                requests.append(self._sample_turn(task, f"{request_id}/greedy", greedy))
-            played = [one for several in await all_of(requests) for one in several]
+            samplings_of_turns = [(self.training, self._group_size), (greedy, int(self._with_greedy))]
+            played = await self._answers(task, request_id, samplings_of_turns, kept, keep)
         return Samples(played, played.pop() if self._with_greedy else None)
 
     async def score(self, task: Task, samples: Samples) -> Group:
@@ -145,7 +146,34 @@ class Rollouts:
         """n rollouts of one turn."""
         prompt_ids = encode_prompt(self._tokenizer, task)
         turns = await self._engine.sample(SampleRequest(request_id, prompt_ids, sampling, task.ordinal, n))
-        return [Played(Rollout.from_turn(turn), self._text(turn.output_ids)) for turn in turns]
+        return [self._of_one_turn(turn) for turn in turns]
+
+    async def _answers(
+        self,
+        task: Task,
+        request_id: str,
+        samplings: Sequence[tuple[Sampling, int]],
+        kept: Sequence[bytes],
+        keep: Send | None,
+    ) -> list[Played]:
+        """Rollouts of one turn: so many of each sampling."""
+        wanted = [(sampling, count) for sampling, count in samplings if count]
+        if keep is None or not self._long_answers.every:
+            several = await all_of(
+                self._sample_turn(task, name_of(request_id, sampling), sampling, count)
+                for sampling, count in wanted
+            )
+            return [one for each in several for one in each]
+        progress = TaskProgress(sum(count for _, count in wanted), kept, keep)
+        prompt_ids = encode_prompt(self._tokenizer, task)
+        try:
+            turns = await self._long_answers.sample(task, request_id, prompt_ids, wanted, progress)
+        finally:
+            progress.close()
+        return [self._of_one_turn(turn) for turn in turns]
+
+    def _of_one_turn(self, turn: Turn) -> Played:
+        return Played(Rollout.from_turn(turn), self._text(turn.output_ids))
 
     async def _play(
         self,
@@ -161,7 +189,16 @@ class Rollouts:
         progress = TaskProgress(count, kept, keep)
         try:
             made = await all_of(
-                play(task, request_id, sampling, sample=i, of=count, trajectory=one, changed=progress.changed)
+                play(
+                    task,
+                    request_id,
+                    sampling,
+                    sample=i,
+                    of=count,
+                    trajectory=one,
+                    changed=progress.changed,
+                    grown=None if keep is None else progress.grown,
+                )
                 for i, (sampling, one) in enumerate(zip(samplings, progress.trajectories, strict=True))
             )
         finally:

@@ -112,6 +112,11 @@ class GeneratorConfig(Section):
         "samples in flight when new weights come: go on with the KV cache of the old ones, have it made again "
         "by the new ones, or are finished first by the old ones",
     )
+    progress_tokens: Amount = key(
+        2048,
+        "each time an answer has so many more tokens, it goes to the queue, and whoever gets its task next goes on "
+        "from there; 0: never",
+    )
     progress_deadline_s: Seconds = key(
         300.0, "an engine that has samples, and makes no token for so long, ends its generator"
     )

@@ -37,10 +37,10 @@ from asyncrl.generator.agents.env import Action, Environment, Observation, ToolE
 from asyncrl.generator.agents.tool_formats import calls_in
 from asyncrl.generator.agents.tools import Tool, Toolbox, load_tools
 from asyncrl.generator.agents.trajectory import NO_IDS, ContextEntry, PolicyEntry, Trajectory, TrajectoryEnd
-from asyncrl.generator.engines.engine import PromptTooLongError, Sampler, SampleRequest
+from asyncrl.generator.engines.engine import Pieces, PromptTooLongError, Sampler, SampleRequest
 from asyncrl.generator.scoring.scores import STEPS
 from asyncrl.generator.scoring.steps import LARGEST, real, state_hash
-from asyncrl.types import Array, Sampling, Task
+from asyncrl.types import Array, Sampling, Task, Turn
 
 Result = TypeVar("Result")
 
@@ -70,7 +70,10 @@ class EnvironmentFailedError(Exception):
 
 
 class Agent:
-    """Plays the rollouts of one process. environment: makes one for each rollout."""
+    """Plays the rollouts of one process.
+
+    environment: makes one for each rollout · piece_tokens: of a turn, after which `play` calls `grown`; 0: never
+    """
 
     def __init__(
         self,
@@ -79,10 +82,12 @@ class Agent:
         environment: Callable[[], Environment],
         config: AgentConfig,
         max_length: int,
+        piece_tokens: int = 0,
     ) -> None:
         self._engine, self._make_environment, self._config = engine, environment, config
         self._chat = Chat(tokenizer)
         self._max_length = min(config.max_tokens or max_length, max_length)
+        self._piece_tokens = piece_tokens
         self._counts: Counter[str] = Counter()
 
     @staticmethod
@@ -92,7 +97,8 @@ class Agent:
             return None
         check_agent(tokenizer, config.agent)
         environments = _environments(config.agent)
-        return Agent(engine, tokenizer, environments, config.agent, config.generator.max_length)
+        piece_tokens = config.generator.progress_tokens if config.agent.keep else 0
+        return Agent(engine, tokenizer, environments, config.agent, config.generator.max_length, piece_tokens)
 
     async def play(
         self,
@@ -104,11 +110,13 @@ class Agent:
         of: int = 1,
         trajectory: Trajectory | None = None,
         changed: Callable[[], None] = lambda: None,
+        grown: Callable[[int], None] | None = None,
     ) -> Trajectory:
         """Play one rollout to its end: `trajectory`, or a new one. It has index `sample` among the `of` of the task.
 
-        changed: called after each turn and each answer. Raises PromptTooLongError where there is no room for a first
-        turn, and EnvironmentFailedError.
+        changed: called after each turn and each answer · grown: called with `piece_tokens` after so many tokens of a
+        turn, of which the trajectory then has a piece; None: without pieces. Raises PromptTooLongError where there is
+        no room for a first turn, and EnvironmentFailedError.
         """
         trajectory = trajectory or Trajectory()
         if trajectory.ended:
@@ -119,7 +127,7 @@ class Agent:
             await self._begin(environment, task, trajectory)
             while not trajectory.ended:
                 if not trajectory.unanswered:
-                    await self._sample_turn(trajectory, requests)
+                    await self._sample_turn(trajectory, requests, grown)
                     changed()
                 await self._observe(environment, task, trajectory)
                 changed()
@@ -170,10 +178,23 @@ class Agent:
             )
         return opening
 
-    async def _sample_turn(self, trajectory: Trajectory, requests: _RequestMaker) -> None:
+    async def _sample_turn(
+        self, trajectory: Trajectory, requests: _RequestMaker, grown: Callable[[int], None] | None
+    ) -> None:
         """Add one turn, in as many requests as interruptions make necessary."""
         while (left := self._room(trajectory, requests.sampling)) > 0:
-            (turn,) = await self._engine.sample(requests.request(trajectory.ids, left))
+            before = len(trajectory.entries)
+
+            def keep(_: int, turn: Turn, before: int = before) -> None:
+                trajectory.keep_first(before)
+                trajectory.add(PolicyEntry(turn.output_ids, turn.logprobs, turn.versions, turn.finish))
+                if grown is not None and turn.finish == "abort":
+                    grown(self._piece_tokens)
+
+            wanted = Pieces(self._piece_tokens, keep) if grown is not None and self._piece_tokens else None
+            request = requests.request(trajectory.ids, left)
+            (turn,) = await self._engine.sample(replace(request, pieces=wanted))
+            trajectory.keep_first(before)
             trajectory.add(PolicyEntry(turn.output_ids, turn.logprobs, turn.versions, turn.finish))
             if turn.finish != "abort":
                 return

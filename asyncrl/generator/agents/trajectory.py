@@ -6,6 +6,7 @@
 
     Context Policy Context Policy End           two turns
     Context Policy(abort) Policy End            one turn, interrupted once
+    Context Policy(abort)                       a turn that is not over (`long_answers.py`)
 
 `packed` is the whole trajectory as bytes, from which another process continues. The queue keeps those of a task:
 
@@ -93,6 +94,13 @@ class Trajectory:
         self.entries: list[TrajectoryEntry] = []
         self.packed = bytearray()
         self.length = self.turns = 0
+
+    def keep_first(self, count: int) -> None:
+        """Remove all entries behind the first `count`."""
+        kept = self.entries[:count]
+        self.clear()
+        for entry in kept:
+            self.add(entry)
 
     def add(self, entry: TrajectoryEntry) -> None:
         self.entries.append(entry)
@@ -247,11 +255,13 @@ class TaskProgress:
 
     kept  frames that came with the lease; unreadable ones are replaced by new trajectories
     send  None sends nothing
+    sent  tokens of the trajectories in the last message
     """
 
     def __init__(self, count: int, kept: Sequence[bytes] = (), send: Send | None = None) -> None:
         self.trajectories = _unpack(kept, count)
         self._send, self._newer = send, False
+        self.sent = self._tokens
         self._sending: asyncio.Task[None] | None = None
 
     def changed(self) -> None:
@@ -260,8 +270,19 @@ class TaskProgress:
         if self._send is not None and self._sending is None:
             self._sending = asyncio.create_task(self._send_all(self._send))
 
+    def grown(self, every: int) -> None:
+        """As `changed`, once as many tokens are new as all turns under way have in `every` steps of the engine."""
+        under_way = sum(trajectory.interrupted for trajectory in self.trajectories)
+        if self._tokens - self.sent >= every * max(1, under_way):
+            self.changed()
+
+    @property
+    def _tokens(self) -> int:
+        return sum(trajectory.length for trajectory in self.trajectories)
+
     def close(self) -> None:
-        """Cancel the message under way."""
+        """Cancel the message under way, and send none after it."""
+        self._send = None
         if self._sending is not None:
             self._sending.cancel()
 
@@ -273,7 +294,7 @@ class TaskProgress:
         """A failure (a lost lease, a queue that is gone) ends the sending; the worker's other calls report it."""
         try:
             while self._newer:
-                self._newer = False
+                self._newer, self.sent = False, self._tokens
                 await send(self.frames())
         except AsyncRLError as error:
             self._send = None

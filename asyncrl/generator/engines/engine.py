@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -37,13 +37,29 @@ class PromptTooLongError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
+class Pieces:
+    """What is wanted of unfinished samples.
+
+    every  tokens of one sample between two pieces, about
+    take   take(i, turn): sample i of the request so far, from its first token. finish is "abort"; or that of a
+           sample which has ended before its siblings. A request that is begun anew gives shorter pieces again
+    """
+
+    every: int
+    take: Callable[[int, Turn], None]
+
+
+@dataclass(frozen=True, slots=True)
 class SampleRequest:
     """n samples of one prompt.
 
     request_id  unique among the requests in flight
     prompt_ids  [P] int64
-    ordinal     with `sampling.seed`, the sample's index 0..n-1 and the token's position it fixes every draw
+    ordinal     with `sampling.seed`, the sample's index first..first+n-1 and the token's position it fixes every draw
     place       at fixed shape, the row (modulo slots) of the first sample; by default ordinal * n
+    first       index of the first sample: above 0 if others of the same prompt are requested apart
+    made        tokens at the end of prompt_ids that belong to the answer already: the first of them has position 0
+    pieces      None: only whole samples are wanted
     """
 
     request_id: str
@@ -52,6 +68,9 @@ class SampleRequest:
     ordinal: int
     n: int = 1
     place: int | None = None
+    first: int = 0
+    made: int = 0
+    pieces: Pieces | None = None
 
     def turn(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from asyncrl.counter_rng import stream_key
 from asyncrl.errors import RunClosedError
-from asyncrl.generator.engines.engine import SampleRequest, check_complete, check_fits, span_seconds
+from asyncrl.generator.engines.engine import Pieces, SampleRequest, check_complete, check_fits, span_seconds
 from asyncrl.generator.engines.receiver import LocalReceiver, WeightReader, WeightReceiver
 from asyncrl.telemetry.spans import Spans
 from asyncrl.types import NO_VERSION, Finish, Turn, Version
@@ -55,6 +55,14 @@ class _InFlight:
     @property
     def unfinished(self) -> int:
         return sum(len(script) > len(self.versions) for script in self.scripts)
+
+    def give_pieces(self, pieces: Pieces) -> None:
+        made = len(self.versions)
+        for sample, script in enumerate(self.scripts):
+            if made == len(script):
+                pieces.take(sample, self.turn(script))
+            elif made < len(script) and made % pieces.every == 0:
+                pieces.take(sample, replace(self.turn(script), finish="abort"))
 
     def turn(self, script: list[int]) -> Turn:
         made = script[: min(len(self.versions), self.request.sampling.max_tokens)]
@@ -93,7 +101,8 @@ class ScriptedEngine:
     async def sample(self, request: SampleRequest) -> list[Turn]:
         check_fits(request, self._slots, self._max_length)
         result: asyncio.Future[list[Turn]] = asyncio.get_running_loop().create_future()
-        scripts = [list(self._script(request.ordinal, sample)) for sample in range(request.n)]
+        samples = range(request.first, request.first + request.n)
+        scripts = [list(self._script(request.ordinal, sample))[request.made :] for sample in samples]
         self._in_flight[request.request_id] = _InFlight(request, scripts, result)
         self._wake.set()
         try:
@@ -148,3 +157,5 @@ class ScriptedEngine:
             if len(flight.versions) >= flight.longest:
                 flight.result.set_result([flight.turn(script) for script in flight.scripts])
                 self._in_flight.pop(request_id, None)
+            elif flight.request.pieces is not None:
+                flight.give_pieces(flight.request.pieces)

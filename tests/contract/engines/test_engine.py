@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,8 +32,11 @@ from missing import needs_vllm
 from waiting import eventually
 
 from asyncrl.errors import RunClosedError, WeightSyncError
-from asyncrl.generator.engines.engine import Engine, PromptTooLongError
+from asyncrl.generator.engines.engine import Engine, Pieces, PromptTooLongError
 from asyncrl.generator.engines.receiver import WeightReader
+from asyncrl.generator.engines.scripted_engine import ScriptedEngine
+from asyncrl.generator.engines.transformers.transformers_engine import TransformersEngine
+from asyncrl.types import Turn
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -96,6 +100,39 @@ async def test_of_waiting_requests_the_lowest_ordinal_goes_first(house: House, e
     await until_tokens(engine, 2 * SLOTS)
     await asyncio.gather(first, *(sample(ordinal) for ordinal in (3, 1, 2)))
     assert order == [1, 2, 3]
+
+
+async def test_pieces_of_a_sample_are_what_it_consists_of(house: House, engine: Engine) -> None:
+    """About every 10 tokens, as they are in the whole sample."""
+    seen: dict[int, list[Turn]] = {0: [], 1: []}
+    pieces = Pieces(10, lambda sample, turn: seen[sample].append(turn))
+    turns = await engine.sample(replace(request("a", n=2, max_tokens=35), pieces=pieces))
+    assert [turn.finish for turn in turns] == ["length"] * 2
+    for sample, turn in enumerate(turns):
+        unfinished = [piece for piece in seen[sample] if piece.finish == "abort"]
+        assert [len(piece.output_ids) for piece in unfinished] == [10, 20, 30]
+        for piece in seen[sample]:
+            size = len(piece.output_ids)
+            assert piece.output_ids.tolist() == turn.output_ids[:size].tolist()
+            assert piece.logprobs.tolist() == turn.logprobs[:size].tolist()
+            assert piece.versions.tolist() == turn.versions[:size].tolist()
+        if house.model is not None:
+            expected = log_probs(with_weights(house.model, house.weights), turn)
+            np.testing.assert_allclose(turn.logprobs, expected, atol=2e-5)
+
+
+async def test_a_sample_goes_on_from_tokens_that_were_made_before(house: House, engine: Engine) -> None:
+    """The last of three. Engines with counter-based draws make the tokens that the whole sample has there."""
+    *_, whole = await engine.sample(request("a", n=3, max_tokens=30))
+    plain = request("b", max_tokens=30 - 12)
+    ids = np.concatenate([plain.prompt_ids, whole.output_ids[:12]])
+    (rest,) = await engine.sample(replace(plain, prompt_ids=ids, first=2, made=12))
+    assert (len(rest.output_ids), rest.finish) == (18, "length")
+    if isinstance(engine, TransformersEngine | ScriptedEngine):
+        assert rest.output_ids.tolist() == whole.output_ids[12:].tolist()
+    if house.model is not None:
+        expected = log_probs(with_weights(house.model, house.weights), rest)
+        np.testing.assert_allclose(rest.logprobs, expected, atol=2e-5)
 
 
 async def test_the_same_request_gives_the_same_tokens_again(engine: Engine) -> None:

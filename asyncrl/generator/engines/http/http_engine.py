@@ -67,6 +67,16 @@ class _Sample:
     def missing(self) -> int:
         return self.most_tokens - len(self.token_ids)
 
+    @property
+    def next_tokens(self) -> int:
+        """The most tokens of the next chunk: a piece ends where its request ends."""
+        pieces = self.request.pieces
+        return self.missing if pieces is None else min(self.missing, pieces.every)
+
+    def give_piece(self) -> None:
+        if self.request.pieces is not None:
+            self.request.pieces.take(self.index, self.turn("abort"))
+
     def add(self, chunk: ServerChunk) -> None:
         self.token_ids += chunk.token_ids
         self.logprobs += chunk.logprobs
@@ -181,16 +191,22 @@ class HttpEngine:
 
     async def _make(self, sample: _Sample) -> Turn:
         async with self._semaphore.slot(sample.request.ordinal):
-            return await self._finish(sample)
+            turn = await self._finish(sample)
+        if sample.request.pieces is not None and sample.request.n > 1:
+            sample.request.pieces.take(sample.index, turn)
+        return turn
 
     async def _finish(self, sample: _Sample) -> Turn:
         while True:
             await self._weights.gate.wait()
-            flips = self._weights.flips
+            flips, wanted = self._weights.flips, sample.next_tokens
             chunk = await self._usable_chunk(sample)
             if chunk is None:
                 continue
             sample.add(chunk)
+            if chunk.finish == "length" and sample.missing and len(chunk.token_ids) == wanted:
+                sample.give_piece()
+                continue
             if chunk.finish != "abort":
                 return sample.turn(chunk.finish)
             if not sample.missing:
@@ -204,7 +220,7 @@ class HttpEngine:
         for _ in range(TRIES):
             try:
                 chunk = await self._generate(sample)
-                check_whole(chunk, sample.missing, self._vocabulary)
+                check_whole(chunk, sample.next_tokens, self._vocabulary)
             except (UnreachableError, ValueError) as error:
                 failure = str(error)
             else:
@@ -219,19 +235,20 @@ class HttpEngine:
     async def _generate(self, sample: _Sample) -> ServerChunk:
         """Request the rest of a sample. If cancelled, aborts the request, whose tokens are still counted."""
         request, made = sample.request, len(sample.token_ids)
-        key = int(stream_key(request.sampling.seed, request.ordinal, sample.index, made))
+        index = request.first + sample.index
+        key = int(stream_key(request.sampling.seed, request.ordinal, index, request.made + made))
         name = f"{request.request_id}/{sample.index}/{next(self._names)}."
         of_server = ServerRequest(
             name,
             [*request.prompt_ids.tolist(), *sample.token_ids],
             request.sampling,
-            sample.missing,
+            sample.next_tokens,
             key % (1 << SEED_BITS),
             self._weights.label,
         )
         answer = self._background(self._server.generate(of_server))
         self._requests.add(answer)
-        self._lost.begin(answer, time.monotonic(), sample.missing)
+        self._lost.begin(answer, time.monotonic(), sample.next_tokens)
         self._changed.set()
         answer.add_done_callback(self._answered)
         try:

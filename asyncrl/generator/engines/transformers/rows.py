@@ -60,7 +60,9 @@ class BatchRows:
 
     cached_R   tokens in the cache: the column of the next token to feed
     known_R    prompt and output tokens so far: the column of the next token to draw
-    prompt_R   prompt tokens
+    prompt_R   prompt tokens, with those of the answer that the request brings
+    origin_R   the column of the answer's first token: from it positions count
+    every_R    tokens between two pieces of the sample; 0: no pieces
     limit_R    the number of columns at which the sample ends
     """
 
@@ -68,6 +70,7 @@ class BatchRows:
         self.used = 0
         self.used_R = np.zeros(rows, bool)
         self.cached_R, self.known_R, self.prompt_R, self.limit_R = np.zeros((4, rows), np.int64)
+        self.origin_R, self.every_R = np.zeros((2, rows), np.int64)
         self.temperature_R = np.ones(rows)
         self.support = Support(np.ones(rows), np.zeros(rows, np.int64), np.zeros(rows))
         self.key_R = np.zeros(rows, np.uint64)
@@ -87,34 +90,41 @@ class BatchRows:
         self.used += len(rows)
         self.cached_R[rows] = cached
         self.known_R[rows] = self.prompt_R[rows] = prompt
+        self.origin_R[rows] = prompt - request.made
+        self.every_R[rows] = 0 if request.pieces is None else request.pieces.every
         self.limit_R[rows] = min(prompt + sampling.max_tokens, self.token_RC.shape[1])
         self.temperature_R[rows] = sampling.temperature
         self.support.top_p_R[rows] = sampling.top_p
         self.support.top_k_R[rows] = sampling.top_k
         self.support.min_p_R[rows] = sampling.min_p
-        self.key_R[rows] = stream_key(request.sampling.seed, request.ordinal, sample_A)
+        self.key_R[rows] = stream_key(request.sampling.seed, request.ordinal, request.first + sample_A)
         self.token_RC[rows, :prompt] = request.prompt_ids
 
     def release(self, rows: Array, finish: Sequence[Finish]) -> list[BatchedRequest]:
         """Free rows, and give their turns to their requests. Returns the requests, each once."""
         left: dict[int, BatchedRequest] = {}
         for row, reason in zip(rows, finish, strict=True):
-            batched, sample = self._owner_of(row)
-            made = slice(self.prompt_R[row], self.known_R[row])
-            batched.turns[sample] = batched.request.turn(
-                self.token_RC[row, made], self.logp_RC[row, made], self.version_RC[row, made], reason
-            )
+            batched, sample = self.owner(row)
+            batched.turns[sample] = self.turn(row, reason)
             left[id(batched)] = batched
             self._owner[row] = None
         self.used_R[rows] = False
         self.used -= len(rows)
         return list(left.values())
 
+    def turn(self, row: int, finish: Finish) -> Turn:
+        """What is made of this row's sample, as a copy."""
+        made = slice(self.prompt_R[row], self.known_R[row])
+        request = self.owner(row)[0].request
+        return request.turn(
+            self.token_RC[row, made], self.logp_RC[row, made], self.version_RC[row, made], finish
+        )
+
     def move(self, source: Array, destination: Array) -> None:
         """Move rows in use to free ones."""
         for of_row in (
-            self.cached_R, self.known_R, self.prompt_R, self.limit_R, self.temperature_R, self.key_R,
-            *self.support, self.token_RC, self.logp_RC, self.version_RC,
+            self.cached_R, self.known_R, self.prompt_R, self.limit_R, self.origin_R, self.every_R,
+            self.temperature_R, self.key_R, *self.support, self.token_RC, self.logp_RC, self.version_RC,
         ):  # fmt: skip
             of_row[destination] = of_row[source]
         for free, row in zip(destination, source, strict=True):
@@ -123,9 +133,10 @@ class BatchRows:
 
     def requests(self) -> dict[int, BatchedRequest]:
         """The request of each row in use."""
-        return {row: self._owner_of(row)[0] for row in np.flatnonzero(self.used_R).tolist()}
+        return {row: self.owner(row)[0] for row in np.flatnonzero(self.used_R).tolist()}
 
-    def _owner_of(self, row: int) -> tuple[BatchedRequest, int]:
+    def owner(self, row: int) -> tuple[BatchedRequest, int]:
+        """The request of a row in use, and which of its samples this is."""
         owner = self._owner[row]
         assert owner is not None, "a row in use has an owner"
         return owner

@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 
 from asyncrl.counter_rng import uniform_at
 from asyncrl.errors import WeightSyncError
-from asyncrl.generator.engines.engine import SampleRequest, check_fits
+from asyncrl.generator.engines.engine import Pieces, SampleRequest, check_fits
 from asyncrl.generator.engines.transformers.kv_cache import Decode, KVCache, Prefill, attending
 from asyncrl.generator.engines.transformers.rows import BatchedRequest, BatchRows, Support, sample_tokens
 from asyncrl.types import Array, Finish, Turn, Version
@@ -67,6 +67,7 @@ class SlotBatch:
         self._row_indices = torch.arange(slots, device=self._device)
         self._waiting: list[BatchedRequest] = []  # by ordinal
         self._rows = BatchRows(slots, max_length)
+        self._pieces: list[tuple[Pieces, int, Turn]] = []
 
     @property
     def running(self) -> int:
@@ -86,6 +87,11 @@ class SlotBatch:
     @property
     def idle(self) -> bool:
         return not self._rows.used and not self._waiting
+
+    def take_pieces(self) -> list[tuple[Pieces, int, Turn]]:
+        """The pieces of the last step, each with its sample, and who wants it."""
+        pieces, self._pieces = self._pieces, []
+        return pieces
 
     def add(self, request: SampleRequest) -> None:
         """Queue a request. Raises as `check_fits` does."""
@@ -253,7 +259,7 @@ class SlotBatch:
             return []
         rows = self._rows
         column_A = rows.known_R[row_A]
-        uniform_A = uniform_at(rows.key_R[row_A], column_A - rows.prompt_R[row_A])
+        uniform_A = uniform_at(rows.key_R[row_A], column_A - rows.origin_R[row_A])
         support = Support(*(of_R[row_A] for of_R in rows.support))
         try:
             token_A, logp_A = sample_tokens(logits_AV, rows.temperature_R[row_A], uniform_A, support)
@@ -266,11 +272,27 @@ class SlotBatch:
         self.tokens_made += len(row_A)
         stopped_A = (token_A[:, None] == self._end_ids).any(1)
         done_A = stopped_A | (column_A + 1 >= rows.limit_R[row_A])
+        self._cut_pieces(row_A[~done_A])
         if not done_A.any():
             return []
         finish: list[Finish] = ["stop" if stopped else "length" for stopped in stopped_A[done_A]]
+        ended = [rows.owner(row) for row in row_A[done_A]]
         left = self._release(row_A[done_A], finish)
+        for batched, sample in ended:
+            if batched.request.pieces is not None and not batched.finished:
+                self._pieces.append((batched.request.pieces, sample, batched.turns[sample]))
         return [(batched.request.request_id, batched.in_order()) for batched in left if batched.finished]
+
+    def _cut_pieces(self, row_A: Array) -> None:
+        """Of the samples in these rows that have so many new tokens as their request says."""
+        every_A = self._rows.every_R[row_A]
+        if not every_A.any():
+            return
+        made_A = self._rows.known_R[row_A] - self._rows.prompt_R[row_A]
+        for row in row_A[(every_A > 0) & (made_A % np.maximum(every_A, 1) == 0)]:
+            batched, sample = self._rows.owner(row)
+            if batched.request.pieces is not None:
+                self._pieces.append((batched.request.pieces, sample, self._rows.turn(row, "abort")))
 
     def _release(self, row_A: Array, finish: Sequence[Finish]) -> list[BatchedRequest]:
         """Free rows, and move the last rows into the holes, so that the rows in use are 0..used-1 again."""

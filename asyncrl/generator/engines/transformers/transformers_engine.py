@@ -212,7 +212,10 @@ class TransformersEngine:
                 self._inbox.popleft()()
             if self._batch.idle:
                 return
-            for request_id, turns in self._batch.step(admit=not self._flips):
+            finished = self._batch.step(admit=not self._flips)
+            for pieces, sample, turn in self._batch.take_pieces():
+                self._loop.call_soon_threadsafe(pieces.take, sample, turn)
+            for request_id, turns in finished:
                 self._report(request_id, turns)
 
     def _add(self, request: SampleRequest, result: asyncio.Future[list[Turn]]) -> None:

@@ -13,6 +13,7 @@ import logging
 import multiprocessing
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -161,12 +162,40 @@ class VllmEngine:
     # ---- sampling
 
     async def _generate(self, request: SampleRequest) -> list[Turn]:
+        """vLLM reports the versions of tokens at the end of a request alone, so a piece ends where its request ends."""
+        pieces, most = request.pieces, self._most_tokens(request)
+        if pieces is None or pieces.every >= most:
+            return await self._whole(request, most)
+        begun = await self._whole(request, pieces.every)
+        return await asyncio.gather(*(self._rest(request, *of) for of in enumerate(begun)))
+
+    async def _rest(self, request: SampleRequest, index: int, turn: Turn) -> Turn:
+        """The whole sample, in pieces, of which `turn` is the first."""
+        assert request.pieces is not None
+        most = self._most_tokens(request)
+        while turn.finish == "length" and (left := most - len(turn.output_ids)) > 0:
+            request.pieces.take(index, replace(turn, finish="abort"))
+            ids = np.concatenate([request.prompt_ids, turn.output_ids])
+            made = request.made + len(turn.output_ids)
+            name, first = f"{request.request_id}/{index}/{made}", request.first + index
+            goes_on = replace(request, request_id=name, prompt_ids=ids, n=1, first=first, made=made)
+            (more,) = await self._whole(goes_on, min(left, request.pieces.every))
+            turn = request.turn(
+                np.concatenate([turn.output_ids, more.output_ids]),
+                np.concatenate([turn.logprobs, more.logprobs]),
+                np.concatenate([turn.versions, more.versions]),
+                more.finish,
+            )
+        request.pieces.take(index, turn)
+        return turn
+
+    async def _whole(self, request: SampleRequest, most_tokens: int) -> list[Turn]:
         from vllm.inputs import tokens_input
 
         prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=f"{self._version}.{self._flipped}")
         outputs = self._llm.generate(
             prompt,
-            self._parameters(request),
+            self._parameters(request, most_tokens),
             request.request_id,
             priority=request.ordinal if self._by_priority else 0,
         )
@@ -174,20 +203,27 @@ class VllmEngine:
         turns = [self._turn(request, of) for of in sorted(last.outputs, key=lambda of: of.index)]
         return turns * request.n if len(turns) < request.n else turns
 
-    def _parameters(self, request: SampleRequest) -> Any:
-        """vLLM gives sample i the seed + i, and each sample its own random generator."""
+    def _most_tokens(self, request: SampleRequest) -> int:
+        return min(request.sampling.max_tokens, self._config.generator.max_length - len(request.prompt_ids))
+
+    def _parameters(self, request: SampleRequest, most_tokens: int) -> Any:
+        """vLLM gives sample i the seed + i, and each sample its own random generator. One that goes on from tokens gets
+        numbers that none of the others has."""
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         sampling = request.sampling
         greedy = sampling.temperature == 0
-        key = int(stream_key(sampling.seed, request.ordinal)) % (1 << SEED_BITS)
+        apart = (request.first, request.made) if request.made else ()
+        key = int(stream_key(sampling.seed, request.ordinal, *apart)) % (1 << SEED_BITS)
+        if not apart:
+            key = (key + request.first) % (1 << SEED_BITS)
         return SamplingParams(
             n=1 if greedy else request.n,  # n greedy samples are one, n times
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             min_p=sampling.min_p,
-            max_tokens=min(sampling.max_tokens, self._config.generator.max_length - len(request.prompt_ids)),
+            max_tokens=most_tokens,
             seed=None if greedy else key,
             logprobs=0,  # of the sampled token alone
             flat_logprobs=True,

@@ -20,8 +20,8 @@ from asyncrl.generator.agents.agent import Agent, EnvironmentFailedError
 from asyncrl.generator.agents.chat import Message
 from asyncrl.generator.agents.env import Action, Environment, Observation, ToolEnvironment
 from asyncrl.generator.agents.trajectory import ContextEntry, PolicyEntry, Trajectory, TrajectoryEnd
-from asyncrl.generator.engines.engine import PromptTooLongError
-from asyncrl.types import NO_VERSION, Task
+from asyncrl.generator.engines.engine import PromptTooLongError, SampleRequest
+from asyncrl.types import NO_VERSION, Task, Turn
 
 PACKED = Trajectory()
 PACKED.add(ContextEntry(np.arange(3), 5))
@@ -213,6 +213,40 @@ async def test_a_rollout_goes_on_from_its_finished_turns(notes: int) -> None:
     versions = whole.rollout({}).versions
     assert set(versions[versions != NO_VERSION]) == ({0, 10} if notes < 3 else {0, 1})
     assert made.stats().get("agent/resumed", 0) == (notes < 4)
+
+
+class Piecing(Speaker):
+    """Gives pieces of 7 and 14 tokens of each turn before it ends."""
+
+    async def sample(self, request: SampleRequest) -> list[Turn]:
+        (turn,) = await super().sample(request)
+        for size in (7, 14) if request.pieces is not None else ():
+            columns = turn.output_ids[:size], turn.logprobs[:size], turn.versions[:size]
+            request.pieces.take(0, request.turn(*columns, "abort"))
+        return [turn]
+
+
+async def test_a_turn_that_is_not_over_is_kept_in_pieces() -> None:
+    growing, packed = Trajectory(), list[bytes]()
+    made = agent(Piecing(calculating))
+    made._piece_tokens = 7
+    await play(made, growing, grown=lambda every: packed.append(bytes(growing.packed)))
+    undisturbed = await play(agent(Speaker(calculating)))
+    assert growing.packed == undisturbed.packed
+    assert len(packed) == 4
+    for left, first, turns in zip(packed, (193, 186, 193, 186), (2, 2, 1, 1), strict=True):
+        speaker = Speaker(calculating, version=10)
+        whole = await play(agent(speaker), Trajectory.unpack(left))
+        assert whole.ids.tolist() == undisturbed.ids.tolist()
+        assert [request.sampling.max_tokens for request in speaker.asked] == [first, 200][:turns]
+
+
+async def test_nobody_is_asked_for_pieces_that_nobody_keeps() -> None:
+    speaker = Piecing(calculating)
+    made = agent(speaker)
+    made._piece_tokens = 7
+    await play(made)
+    assert [request.pieces for request in speaker.asked] == [None, None]
 
 
 @pytest.mark.parametrize("drift", [False, True])
