@@ -42,6 +42,7 @@ from asyncrl.errors import (
     RankLostError,
     StoppedError,
 )
+from asyncrl.launch.folder.kept import queue_begins_anew
 from asyncrl.launch.folder.run_folder import OF_VERSION_0, claimed_run_folder, read_summary
 from asyncrl.launch.processes import LEARNER, QUEUE, Processes
 from asyncrl.launch.queue_process import LAST_HEARTBEATS
@@ -127,6 +128,7 @@ class LocalRun:
         seconds = self.config.launch.start_deadline_s
         event = wait_line(self.supervisor, QUEUE, "the address it listens at", seconds)
         if isinstance(event, ChildMessage):
+            queue_begins_anew(self.folder)
             return event.line
         if isinstance(event, ChildEnded):
             raise self._died(event)

@@ -43,6 +43,13 @@ def replace_text(path: Path, text: str, mode: int = 0o666) -> None:
             raise
 
 
+def remove_partials(folder: Path) -> None:
+    """Remove what processes that were killed in `replace_text` have left here. No other may be writing here."""
+    for partial in folder.glob(".*.partial"):
+        if partial.is_file():
+            partial.unlink()
+
+
 def make_folder(folder: Path, *, fsync: bool = False) -> None:
     """Make a folder and those above it, unless they are there. fsync: their names outlive a power failure, also those
     that another process has just made."""

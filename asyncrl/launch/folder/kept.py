@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +24,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.system.disk import replace_text
 
 FILE = "config.yaml"
+ANEW = "queue_anew"
+"""There from a change of the rules until the queue has begun anew."""
 
 OF_THE_START = ("run.resume", "run.resume_changed", "queue.address")
 """Keys that decide how a run is started, not what it computes."""
@@ -39,8 +40,9 @@ Change = tuple[str, str, str]
 def keep_config(config: Config, folder: Path) -> bool:
     """Write config.yaml. Where a run goes on with another one, print the differences on stderr and keep the old one.
 
-    Returns whether groups that the run has not trained yet were made by other rules, or by another asyncrl. Raises
-    ConfigError, and leaves everything as it was, for changes of SAME_TASKS without run.resume_changed.
+    Returns whether groups that the run has not trained yet were made by other rules, or by another asyncrl: then again
+    until `queue_begins_anew`, whoever is killed in between. Raises ConfigError, and leaves everything as it was, for
+    changes of SAME_TASKS without run.resume_changed.
     """
     path = folder / FILE
     folder.mkdir(parents=True, exist_ok=True)
@@ -52,12 +54,21 @@ def keep_config(config: Config, folder: Path) -> bool:
         version = max((one.name for one in folder.glob("checkpoints/v*")), default="v0")
         before = path.with_suffix(f".{version}.yaml")
         if not before.exists():  # nothing is left of what was trained with one between
-            os.replace(path, before)
+            replace_text(before, path.read_text(encoding="utf-8"), mode=path.stat().st_mode & 0o777)
         for key, was, now in changes:
             print(f"{folder} goes on from {version} with {key}: {now}, not {was}", file=sys.stderr)
         print(f"{before} is the configuration up to there", file=sys.stderr, flush=True)
+    if goes_on and (not same_package or any(is_agreed(key) for key, *_ in changes)):
+        (folder / ANEW).touch()
+    elif not config.run.resume:
+        queue_begins_anew(folder)
     save_config(config, path)
-    return goes_on and (not same_package or any(is_agreed(key) for key, *_ in changes))
+    return (folder / ANEW).exists()
+
+
+def queue_begins_anew(folder: Path) -> None:
+    """The queue has forgotten the groups that were made by other rules."""
+    (folder / ANEW).unlink(missing_ok=True)
 
 
 def _changes(path: Path, config: Config) -> list[Change]:

@@ -21,8 +21,9 @@ from asyncrl.config.docs import WRITTEN_BY
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.folder.kept import FILE, keep_code, keep_config
-from asyncrl.system.disk import replace_text
+from asyncrl.launch.folder.inputs import FOLDER as INPUTS
+from asyncrl.launch.folder.kept import FILE, keep_code, keep_config, queue_begins_anew
+from asyncrl.system.disk import remove_partials, replace_text
 from asyncrl.telemetry.sinks import read_rows
 
 RUNS = Path("runs")
@@ -54,6 +55,8 @@ def claimed_run_folder(config: Config) -> Iterator[tuple[Path, bool]]:
         if not config.run.resume:
             refuse_a_past_run(folder, config)
             shutil.rmtree(folder / "logs", ignore_errors=True)
+        for written in (folder, folder / "logs", folder / INPUTS):
+            remove_partials(written)
         changed = keep_config(config, folder)
         keep_code(config, folder)
         for stale in ("address", "summary.json"):
@@ -92,6 +95,7 @@ def claimed_by_learner(config: Config, file: str | Path) -> Iterator[None]:
             refuse_a_past_run(folder, config)
         if Path(file).resolve() != (folder / FILE).resolve():
             keep_config(config, folder)
+            queue_begins_anew(folder)  # `asyncrl queue --anew` is the user's to call
             keep_code(config, folder)
         yield
 

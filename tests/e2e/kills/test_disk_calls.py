@@ -73,6 +73,8 @@ class WatchedRun:
         """How the launcher may end."""
         if self.watch.fault == FULL:
             return {0, 9}
+        if self.watch.party == "queue":
+            return {0, 5}  # before it has an address it is not started again
         return {-9} if self.watch.party == "train" and self.watch.fault else {0}
 
     def _assert_readable(self) -> None:
