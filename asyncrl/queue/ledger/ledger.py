@@ -191,6 +191,7 @@ class Ledger:
             "reserved_bytes": state.reserved,
             "retained_bytes": state.usage.retained,
             "retained_steps": len(state.steps.retained.steps),
+            "hedged": len(state.leases.hedged),
             "oldest_lease_s": max((now - lease.at for lease in leases), default=0.0),
             "leases_by_worker": dict(Counter(lease.worker for lease in leases)),
             "stages": {
