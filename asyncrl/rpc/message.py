@@ -5,6 +5,7 @@ A reply has the number of its request, and the kind "ok" or "error". An error ha
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,12 @@ PROTOCOL = 2
 
 MAX_BYTES = 256 << 20
 """Largest message; a layout or a plan of a large model is a few megabytes."""
+
+MAX_LISTS = 1 << 21
+"""Lists and maps of a message; the layout of a large model has some 100,000."""
+
+UNCHECKED_BYTES = 1 << 16
+"""The lists and maps of a smaller message are not counted."""
 
 OK, ERROR = "ok", "error"
 
@@ -33,7 +40,9 @@ def decode(frame: bytes) -> tuple[int, str, Fields]:
         WireError: for anything else.
     """
     try:
-        protocol, number, kind, fields = msgpack.unpackb(frame)
+        protocol, number, kind, fields = _unpacked(frame)
+    except WireError:
+        raise
     except Exception as error:
         raise WireError(f"not an RPC message: {error!r}") from error
     if protocol != PROTOCOL:
@@ -41,3 +50,17 @@ def decode(frame: bytes) -> tuple[int, str, Fields]:
     if not (isinstance(number, int) and isinstance(kind, str) and isinstance(fields, dict)):
         raise WireError("not an RPC message: wrong types")
     return number, kind, fields
+
+
+def _unpacked(frame: bytes) -> Any:
+    """A byte may be an empty list, which takes 90 bytes of memory: they are counted while they are made."""
+    if len(frame) <= UNCHECKED_BYTES:
+        return msgpack.unpackb(frame)
+    counter = itertools.count(1)
+
+    def counted(made: Any) -> Any:
+        if next(counter) > MAX_LISTS:
+            raise WireError(f"not an RPC message: more than {MAX_LISTS} lists and maps")
+        return made
+
+    return msgpack.unpackb(frame, list_hook=counted, object_hook=counted)
