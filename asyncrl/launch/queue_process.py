@@ -11,17 +11,20 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import signal
 import threading
 import time
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from types import FrameType
 
 from asyncrl.config.config_consistency import check_with_learner
 from asyncrl.config.schema import Config
-from asyncrl.errors import AsyncRLError, DeadlineError
-from asyncrl.launch.folder.run_folder import run_folder, write_address
+from asyncrl.errors import AsyncRLError, ConfigError, DeadlineError
+from asyncrl.launch.folder.run_folder import read_address, run_folder, write_address
 from asyncrl.queue.broker.broker import Broker
 from asyncrl.queue.broker.recovery import open_recovery
 from asyncrl.queue.client.client import QueueClient
@@ -32,11 +35,16 @@ from asyncrl.tasks.source import TaskStream, training_tasks
 from asyncrl.telemetry.status import ProcessStatus
 from asyncrl.types import TRAIN
 
+log = logging.getLogger(__name__)
+
 LEARNER = "the learner"
 """The wait of the feeder, as the status of the process shows it."""
 
 LOOK_S = 1.0
 """Between two readings of the queue's figures for the status."""
+
+ANY_PORT = ("*", "0")
+"""Ports of ZeroMQ's addresses that stand for any free one."""
 
 LEARNER_S = 30.0
 """Longest wait of one request for the learner."""
@@ -60,10 +68,10 @@ def run_queue(
         JournalError, DeadlineError, OSError: The journal, Redis or the disk does not keep records any more.
     """
     tasks = training_tasks(config)
-    broker = Broker(config.queue.address, config.run.name, keys=server_keys(config.queue.keys))
+    folder = run_folder(config)
+    broker = _bound(config, folder)
     interrupts = _stop_on_signals(broker)
     address = broker.bound_address
-    folder = run_folder(config)
     recovery = open_recovery(config.queue, config.run.name, folder / "queue", now=time.monotonic(), anew=anew)
     broker.take_up(recovery.queue, recovery.flush)
     write_address(folder, address)
@@ -82,6 +90,25 @@ def run_queue(
     feeder.raise_failure()
     if interrupts:
         raise KeyboardInterrupt
+
+
+def _bound(config: Config, folder: Path) -> Broker:
+    """Where `queue.address` leaves the port open, at that of an earlier queue of this run: its clients know no other.
+
+    If that port is taken, at another one, with a warning. Raises ConfigError for an address that cannot be bound.
+    """
+    open_broker = partial(Broker, run=config.run.name, keys=server_keys(config.queue.keys))
+    host, _, port = config.queue.address.rpartition(":")
+    with suppress(ConfigError):
+        known = read_address(folder)
+        if port in ANY_PORT and (again := known.rpartition(":")[2]).isdigit():
+            try:
+                return open_broker(f"{host}:{again}")
+            except ConfigError as error:
+                log.warning(
+                    "the queue cannot listen at %s again, where its clients know it: %s", known, error
+                )
+    return open_broker(config.queue.address)
 
 
 def _stop_on_signals(broker: Broker) -> list[int]:

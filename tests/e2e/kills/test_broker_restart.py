@@ -12,6 +12,7 @@ from processes import (
     finished,
     kill_after,
     newest_checkpoint,
+    queue_address,
     ran,
     rows,
     started,
@@ -44,6 +45,25 @@ def test_a_killed_queue_goes_on_and_every_task_ends_once(
     assert versions(run) == list(range(1, 21))
     assert counts_of(run) == (20, 80, 0)
     assert summary_of(run)["staleness"]["max"] <= 2
+
+
+@pytest.mark.slow
+def test_a_queue_that_was_started_by_hand_is_found_again_at_its_free_port(config_file: Path) -> None:
+    run, config = config_file.parent / "it", str(config_file)
+    with started("asyncrl", "queue", config) as queue:
+        address = queue_address(run, queue)
+        with (
+            started("asyncrl", "generator", config, address, "--name", "steady") as generator,
+            started("asyncrl", "learner", config, address, "run.versions=8") as learner,
+        ):
+            until_trained(run, 2, queue, generator, learner)
+            queue.kill()
+            queue.wait()
+            with started("asyncrl", "queue", config) as again:
+                for process in (learner, generator, again):
+                    succeeded(process)
+    assert versions(run) == list(range(1, 9))
+    assert counts_of(run) == (8, 32, 0)
 
 
 @pytest.mark.slow

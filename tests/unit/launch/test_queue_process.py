@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from asyncrl.config.config_consistency import AGREED, agreed
 from asyncrl.config.schema import Config, GeneratorConfig, QueueConfig, RunConfig
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.launch import queue_process
+from asyncrl.launch.folder.run_folder import read_address, run_folder
 from asyncrl.launch.queue_process import Feeder, run_queue
 from asyncrl.queue.client import connection
 from asyncrl.queue.client.client import BlockingClient, QueueClient
@@ -128,6 +130,31 @@ def test_a_signal_ends_it_in_order_and_the_next_one_goes_on(config: Config, numb
     until_told(lambda client: client.post("k", "kept"))
     until_told(lambda client: found.append(client.lookup("k", 1.0)))
     assert found == ["kept"]
+
+
+@pytest.mark.usefixtures("tasks", "no_feeder")
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:*", "tcp://localhost:0"])
+def test_one_that_starts_again_listens_where_it_did_before(config: Config, address: str) -> None:
+    """Its clients know no other address, and `*` leaves the port open."""
+    config = dataclasses.replace(config, queue=dataclasses.replace(config.queue, address=address))
+    found: list[str] = []
+    for _ in range(2):
+        serve(config, lambda client: found.append(client.queue._connection.address), signal.SIGTERM)
+    assert found[0] == found[1]
+    assert read_address(run_folder(config)) == found[0]
+
+
+@pytest.mark.usefixtures("tasks", "no_feeder")
+def test_one_whose_port_is_taken_meanwhile_says_that_it_has_another(
+    config: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    found: list[str] = []
+    serve(config, lambda client: found.append(client.queue._connection.address), signal.SIGTERM)
+    port = int(found[0].rpartition(":")[2])
+    with socket.create_server(("127.0.0.1", port)):
+        serve(config, lambda client: found.append(client.queue._connection.address), signal.SIGTERM)
+    assert found[1] != found[0]
+    assert f"cannot listen at {found[0]} again, where its clients know it" in caplog.text
 
 
 @pytest.mark.usefixtures("tasks", "no_feeder")
