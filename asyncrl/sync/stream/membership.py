@@ -15,8 +15,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from asyncrl.errors import RefusedError
 from asyncrl.sync.plan.tree import Links, Member, assign, leave
 from asyncrl.types import NO_VERSION, Version
+
+MOST_MEMBERS = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +63,10 @@ class Membership:
         self._fenced = self._reports = 0
 
     def join(self, joined: Joined) -> None:
-        """A new member, or an old one anew: what it held before is forgotten."""
+        """A new member, or an old one anew: what it held before is forgotten. Raises RefusedError("full")."""
         self.leave(joined.member.who)
+        if len(self._entries) >= MOST_MEMBERS:
+            raise RefusedError("full", f"there are {MOST_MEMBERS} members already")
         self._entries[joined.member.who] = _Entry(joined, self._clock())
         self._order.append(joined.member)
         self._parents = None

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from asyncrl.config.schema import SyncConfig
-from asyncrl.errors import RefusedError
+from asyncrl.errors import RefusedError, WireError
 from asyncrl.rpc.keys import ClientKeys
 from asyncrl.rpc.message import Fields
 from asyncrl.rpc.server import RpcRequest, RpcServer
@@ -27,6 +27,8 @@ CLOSE_S = 1.0
 
 MAX_SESSIONS = 1024
 """Each has a thread and a channel of its own."""
+
+LONGEST_NAME = 256
 
 log = logging.getLogger(__name__)
 
@@ -114,10 +116,12 @@ class VersionServer:
     # Requests, in the RPC thread.
 
     def _handle(self, request: RpcRequest) -> Fields | None:
+        who = request.fields.get("who")
+        if not isinstance(who, str) or len(who) > LONGEST_NAME:
+            raise WireError(f"a subscriber's name is a text of at most {LONGEST_NAME} characters")
         if request.kind not in self._handlers:
             raise RefusedError("unknown", f"{self.name} knows no request {request.kind!r}")
         if (lineage := request.fields["lineage"]) != self.lineage:
-            who = request.fields.get("who", "a subscriber")
             raise RefusedError(
                 "lineage", f"{who} follows lineage {lineage}, {self.name} publishes lineage {self.lineage}"
             )

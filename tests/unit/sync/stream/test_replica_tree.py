@@ -11,7 +11,7 @@ import pytest
 from stream_cases import LARGE, LARGE_CONFIG, Generator, Learner, closing_all
 from waiting import Clock
 
-from asyncrl.errors import DeadlineError, WeightSyncError
+from asyncrl.errors import DeadlineError, RefusedError, WeightSyncError
 from asyncrl.sync.channels.channel import Channel, Meeting
 from asyncrl.sync.channels.choose import Kind, admit
 from asyncrl.sync.channels.door import Door
@@ -119,6 +119,17 @@ def test_joining_again_takes_a_new_place_and_leaves_the_old_one() -> None:
     assert parents(members) == {"c": None, "b": "c", "a": "b"}
     members.leave("a")
     assert parents(members) == {"c": None, "b": "c"}
+
+
+def test_the_members_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.sync.stream.membership.MOST_MEMBERS", 2)
+    members = chain("a", "b")
+    with pytest.raises(RefusedError, match="full"):
+        members.join(member("c"))
+    members.join(member("b"))
+    members.leave("a")
+    members.join(member("c"))
+    assert sorted(members.versions()) == ["b", "c"]
 
 
 # ---- what a relay has

@@ -20,6 +20,7 @@ from stream_cases import CONFIG, LARGE, LARGE_CONFIG, SMALL, Generator, Learner,
 import asyncrl.sync.stream.link as link_module
 from asyncrl.config.schema import SyncConfig
 from asyncrl.errors import DeadlineError, RefusedError, WeightSyncError
+from asyncrl.rpc.message import PROTOCOL
 from asyncrl.rpc.server import RpcServer
 from asyncrl.sync.channels.channel import Channel
 from asyncrl.sync.layout.layout import Box, ParamLayout
@@ -315,10 +316,12 @@ def test_a_break_is_named_with_its_version_at_both_ends(
         b"",
         b"\xc1",
         msgpack.packb([99, 1, "hello", {}]),
-        msgpack.packb([1, 1, "hello", []]),
-        msgpack.packb([1, 1, "newest", {"lineage": 1, "newer_than": "x", "wait_s": 0}]),
+        msgpack.packb([PROTOCOL, 1, "hello", []]),
+        msgpack.packb([PROTOCOL, 1, "hello", {"lineage": 1}]),
+        msgpack.packb([PROTOCOL, 1, "hello", {"lineage": 1, "who": "g" * 257}]),
+        msgpack.packb([PROTOCOL, 1, "newest", {"lineage": 1, "newer_than": "x", "wait_s": 0}]),
         msgpack.packb(
-            [1, 1, "attach", {"lineage": 1, "who": "g", "plan": [[["embed", [0, 0], [99, 8], 0]]]}]
+            [PROTOCOL, 1, "attach", {"lineage": 1, "who": "g", "plan": [[["embed", [0, 0], [99, 8], 0]]]}]
         ),
     ],
 )
