@@ -5,12 +5,14 @@ python math_child.py SECONDS MEGABYTES
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
 import resource
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 
@@ -22,12 +24,25 @@ def main(seconds: int, megabytes: int) -> None:
         logging.disable(logging.WARNING)
         import math_verify
 
+        confine()
         print("ready", file=answers, flush=True)
         for line in sys.stdin:
             signal.alarm(seconds)
             reply = compared(math_verify, **json.loads(line))
             signal.alarm(0)
             print(json.dumps(reply), file=answers, flush=True)
+
+
+def confine() -> None:
+    """On Linux, before any formula: no sockets, no written files, no other calls that `jail.py` forbids."""
+    if sys.platform == "linux":
+        sys.path.insert(
+            0, str(Path(__file__).with_name("sandbox"))
+        )  # without the package, which takes long to import
+        jail = importlib.import_module("inside.jail")
+        del sys.path[0]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+        jail.forbid_calls()
 
 
 def compared(math_verify: Any, gold: str, text: str) -> dict[str, Any]:

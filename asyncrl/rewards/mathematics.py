@@ -25,6 +25,8 @@ from asyncrl.config.sections.rules import require
 from asyncrl.types import Scored, Task
 
 CHILD = Path(__file__).with_name("math_child.py")
+KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT")
+"""Of the environment, which may hold keys that are not for a process with texts of the model."""
 START_S = 60.0
 """Time for the import of sympy on a busy machine."""
 
@@ -92,7 +94,11 @@ class _Child:
             [sys.executable, str(CHILD), str(math.ceil(wall_s) + 1), str(memory_mb)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+            env={
+                **{name: os.environ[name] for name in KEPT if name in os.environ},
+                "PYTHONPATH": path,
+                "PYTHONSAFEPATH": "1",
+            },
             start_new_session=True,  # no Ctrl-C of its parent's terminal
         )
         try:

@@ -135,6 +135,7 @@ class Namespaces(Container):
             "binds": root.binds,
             "devices": DEVICES,
             "own": OWN,
+            "inside": f"{SEEN_AT}/{INSIDE.name}",
             "file_mb": self._limits.file_mb,
             "packages": root.packages,
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,21 @@ def test_normalising_forgets_the_spaces_around(text: str, ignore: set[str]) -> N
 
 # ---- mathematics
 
+PROBING = """
+import os, socket
+
+def parse(text, parsing_timeout):
+    def write():
+        with open(text, "w") as file: file.write("x")
+    tried = []
+    for name, harm in {"socket": socket.socket, "write": write}.items():
+        try: harm(); tried.append(f"{name}: done")
+        except OSError as error: tried.append(f"{name}: {type(error).__name__}")
+    return [", ".join(tried) + f", key: {'SOME_SERVICE_KEY' in os.environ}"]
+
+def verify(wanted, found, timeout_seconds): return True
+"""
+
 
 @pytest.fixture(scope="module")
 def verify() -> Iterator[MathVerify]:
@@ -139,6 +155,21 @@ async def test_a_gold_answer_that_is_none_is_a_failure_not_a_0(verify: MathVerif
     scorer = Scorer(verify, RewardConfig(function="unused:unused", retries=0))
     with pytest.raises(RewardError, match="is no number and no formula"):
         await scorer.score(answer("$$"), "1", ROLLOUT)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the calls are forbidden on Linux alone")
+def test_the_process_that_reads_formulas_has_no_sockets_files_and_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "math_verify.py").write_text(PROBING)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("SOME_SERVICE_KEY", "secret")
+    function = MathVerify(wall_s=30.0)
+    try:
+        found = function(answer("1"), str(tmp_path / "new")).answer
+    finally:
+        function.close()
+    assert found == "socket: PermissionError, write: OSError, key: False"
 
 
 @pytest.mark.slow

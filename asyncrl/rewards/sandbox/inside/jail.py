@@ -146,4 +146,5 @@ def forbid_calls() -> None:
     lines.append((give, 0, 0, allow))
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in lines))
     program = struct.pack("HxxxxxxP", len(lines), ctypes.addressof(code))
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
     prctl(PR_SET_SECCOMP, 2, program)

@@ -15,7 +15,7 @@ import importlib.util
 import symtable
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 ALIASES = {"np": "numpy", "pd": "pandas"}
 
@@ -26,8 +26,7 @@ class TestsRefused(BaseException):
     __test__ = False
 
 
-@dataclass(frozen=True)
-class Names:
+class Names(NamedTuple):
     """program: names of the program; modules: the judge imports them, name → module."""
 
     program: tuple[str, ...]

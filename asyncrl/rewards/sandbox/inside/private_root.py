@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import struct
+import sys
 from typing import Any
 
 from . import supervisor
@@ -25,7 +26,10 @@ CLONE_NEWUSER = 0x10000000
 
 
 def main(root: dict[str, Any]) -> int:
-    """root: {"binds": [[from, to], …], "devices": […], "own": folder, "file_mb", "packages"}. Returns the status."""
+    """root: {"binds": [[from, to], …], "devices": […], "own": folder, "inside": folder, "file_mb", "packages": […]}.
+
+    Returns the exit status.
+    """
     enter_namespaces(NAMESPACES)
     pid = os.fork()
     if pid == 0:
@@ -78,6 +82,7 @@ def _process_1(root: dict[str, Any]) -> int:
     os.setsid()
     os.umask(0o022)
     _enter_root(root)
+    sys.modules[__package__].__path__ = [root["inside"]]  # where this package lies now
     return supervisor.main(root["packages"])
 
 

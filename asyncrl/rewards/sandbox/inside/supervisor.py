@@ -24,9 +24,7 @@ import time
 from typing import Any
 
 from . import frames, jail, program
-from .judge import Judge
 from .system import exit_after, write_all
-from .template import Template
 
 Job = dict[str, Any]
 
@@ -51,6 +49,9 @@ def main(packages: list[str]) -> int:
 
 def _judged(job: Job) -> Job:
     """The result of a program's tests. The template is made before this process knows them."""
+    from .judge import Judge  # with tests alone: they take as long to import as all else
+    from .template import Template
+
     limits = job["limits"]
     template = Template(job["program"], limits, job["tests"])
     tests = frames.received(0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -40,6 +39,8 @@ def exit_after(work: Callable[[], int]) -> NoReturn:
     try:
         status = work()
     except BaseException:
+        import traceback  # seldom needed, and every start of a sandbox would pay for it
+
         traceback.print_exc()
     finally:
         os._exit(status & 0xFF)
