@@ -6,7 +6,7 @@ import asyncio
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -39,6 +39,9 @@ from asyncrl.telemetry.status import ProcessStatus
 from asyncrl.types import NO_VERSION, Array, Group, Task, Version
 
 AnyLease = Lease | StageLease
+
+SUBMIT_BYTES = 1 << 24
+"""Bytes of the tasks of one request, unless a single task has more."""
 
 
 class QueueClient:
@@ -153,10 +156,10 @@ class QueueClient:
 
         No worker that holds less than `min_version` gets them. Parks until the stream is open.
         """
-        packed = tuple((task.ordinal, wire.task_to_wire(task)) for task in tasks)
-        await self._value(
-            rq.SubmitRequest(stream=stream, tasks=packed, min_version=min_version, wait_s=self.deadline_s)
-        )
+        for packed in _shared_out([(task.ordinal, wire.task_to_wire(task)) for task in tasks]):
+            await self._value(
+                rq.SubmitRequest(stream=stream, tasks=packed, min_version=min_version, wait_s=self.deadline_s)
+            )
 
     async def exhaust(self, stream: str, at: int) -> None:
         """There is no task at ordinal `at` or beyond: the run ends with those before. RefusedError 'gap'."""
@@ -457,6 +460,17 @@ def _give_back(stream: str) -> Undo:
         return rq.GiveBackRequest(stream=stream, leases=pairs) if pairs else None
 
     return give_back
+
+
+def _shared_out(packed: Sequence[tuple[int, bytes]]) -> Iterator[tuple[tuple[int, bytes], ...]]:
+    """Tasks for one request each time, in their order; none come in one request, too."""
+    start, nbytes = 0, 0
+    for at, (_, task) in enumerate(packed):
+        if at > start and nbytes + len(task) > SUBMIT_BYTES:
+            yield tuple(packed[start:at])
+            start, nbytes = at, 0
+        nbytes += len(task)
+    yield tuple(packed[start:])
 
 
 def _stats(packed: Mapping[str, bytes]) -> dict[str, dict[str, Any]]:

@@ -36,12 +36,13 @@ from asyncrl.errors import (
     WireError,
 )
 from asyncrl.queue.broker.broker import Broker
+from asyncrl.queue.client import client as client_module
 from asyncrl.queue.client.client import BlockingClient, QueueClient
 from asyncrl.queue.feeder import feed
 from asyncrl.queue.protocol.replies import Claim, Lease, Opened
 from asyncrl.queue.protocol.requests import CommitRequest
 from asyncrl.queue.protocol.settings import StreamSettings
-from asyncrl.queue.wire import envelope
+from asyncrl.queue.wire import envelope, wire
 from asyncrl.queue.wire.payload import encode_group
 from asyncrl.types import Task
 
@@ -357,6 +358,20 @@ async def test_the_feeder_keeps_the_stream_supplied_and_says_when_its_source_end
     assert await refusal(claim(learner, opened, 3)) == "exhausted"
     await learner.finish("exhausted")
     await feeding
+
+
+async def test_tasks_that_are_too_large_for_one_message_come_in_several(
+    queue: AnyQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "MAX_ENVELOPE_BYTES", 30_000)
+    monkeypatch.setattr(client_module, "SUBMIT_BYTES", 20_000)
+    learner, worker = await queue.client("learner"), await queue.client("worker")
+    await learner.open("train", TRAIN)
+    large = [Task(o, "x" * 9000) for o in range(2 * B)]
+    await learner.submit("train", large)
+    await learner.submit("train", [])
+    leased = [one for _ in range(2 * B) for one in await lease(worker, 1)]
+    assert [one.task for one in leased] == large
 
 
 async def test_streams_that_are_rewound_one_after_another_end_in_one_lineage(queue: AnyQueue) -> None:
