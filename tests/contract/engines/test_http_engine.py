@@ -25,14 +25,16 @@ from engine_cases import (
     weights_of,
 )
 from transformers import AutoModelForCausalLM
+from waiting import eventually
 
 from asyncrl.config.sections.generator import KvAtFlip
-from asyncrl.errors import ConfigError, ProcessDiedError, WeightSyncError
+from asyncrl.errors import ConfigError, DeadlineError, ProcessDiedError, RunClosedError, WeightSyncError
 from asyncrl.generator.engines.engine import SampleLostError
 from asyncrl.generator.engines.http import http_link
 from asyncrl.generator.engines.http.http_engine import PrioritySemaphore
 from asyncrl.generator.engines.http.http_link import ServerRefusedError, metric_sums
 from asyncrl.generator.engines.receiver import LostWeightsError, WeightReader
+from asyncrl.generator.engines.watch import EngineWatch
 from asyncrl.types import NO_VERSION
 
 READER = WeightReader("run", "generator-0", SYNC)
@@ -288,6 +290,62 @@ async def test_a_request_that_the_server_forgets_is_lost_while_the_others_go_on(
         with pytest.raises(SampleLostError, match=r"has not answered forgotten/0/\d+\. after 0\.2 s"):
             await forgotten
         assert engine.stats()["running"] == 0
+
+
+async def test_a_server_that_accepts_and_never_answers_is_an_engine_without_progress(tmp_path: Path) -> None:
+    """Its metrics do not answer either. The time that tokens may take which it would report late is granted first."""
+    engine = HostedSglang(tmp_path, "recompute", spans=False)
+    silent, plain = (
+        False,
+        {name: getattr(engine.stand_in, name) for name in ("_generate", "_metrics", "_abort")},
+    )
+
+    def silenced(name: str) -> Any:
+        async def answer(request: web.Request) -> Any:
+            return await (asyncio.get_running_loop().create_future() if silent else plain[name](request))
+
+        return answer
+
+    for name in plain:
+        setattr(engine.stand_in, name, silenced(name))
+    await engine.start()
+    try:
+        silent = True
+        sampling = asyncio.ensure_future(engine.sample(request("a", max_tokens=30)))
+        await eventually(lambda: engine.stats()["running"] == 1)
+        watch = EngineWatch("generator-0", engine, deadline_s=20.0)
+        for now in range(1, 51):
+            watch.look(now, engine.stats(), flipping=False)
+        with pytest.raises(
+            DeadlineError, match=r"generator-0 waited 50\.0 s for its engine \(HostedSglang\): a token of"
+        ):
+            watch.look(51, engine.stats(), flipping=False)
+        assert not sampling.done()
+    finally:
+        await engine.close()
+    with pytest.raises(RunClosedError):
+        await sampling
+
+
+async def test_a_server_that_never_answers_at_the_start_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_link, "PAUSES_S", (10.0, 10.0))
+    silent = asyncio.Event()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await silent.wait()
+        writer.close()
+
+    engine = HostedSglang(tmp_path, "keep")
+    monkeypatch.setattr(engine._server._link, "_deadline_s", 0.2)
+    listener = await asyncio.start_server(accept, "127.0.0.1", engine.stand_in.port)
+    with pytest.raises(ProcessDiedError, match="generator-0 waited 0 s for the server at http"):
+        await engine._server.start()
+    await engine._server.close()
+    silent.set()
+    listener.close()
+    await listener.wait_closed()
 
 
 async def test_a_server_that_is_gone_ends_the_generator_after_its_deadline(

@@ -32,6 +32,8 @@ class LostRequests(Generic[R]):
         self._lost: set[R] = set()
         self._tokens = self._pace = 0.0
         """The server's tokens at the last look; those of one request, on average, since the first."""
+        self._present = 0
+        """Requests that were there at the last look or came since: the new tokens are theirs."""
 
     @property
     def longest(self) -> int:
@@ -40,6 +42,7 @@ class LostRequests(Generic[R]):
 
     def begin(self, request: R, now: float, most_tokens: int) -> None:
         self._owed[request] = _Owed(now, self._pace, most_tokens)
+        self._present += 1
 
     def end(self, request: R) -> None:
         """The request is answered, or given up."""
@@ -54,8 +57,8 @@ class LostRequests(Generic[R]):
     def look(self, now: float, tokens: float, queued: bool) -> list[R]:
         """The requests that are lost from now on. tokens: the server's, so far · queued: requests wait for a slot"""
         made, self._tokens = tokens - self._tokens, tokens
-        if self._owed and not queued:
-            self._pace += made / len(self._owed)
+        if self._present and not queued:
+            self._pace += made / self._present
         lost = [
             request
             for request, (since, pace, most_tokens) in self._owed.items()
@@ -64,4 +67,5 @@ class LostRequests(Generic[R]):
         for request in lost:
             self._lost.add(request)
             self.end(request)
+        self._present = len(self._owed)
         return lost

@@ -104,11 +104,25 @@ def test_what_is_made_while_requests_wait_for_a_slot_does_not_count() -> None:
     assert owed.look(12.0, 1040.0, queued=False) == ["a"]
 
 
+def test_tokens_that_are_counted_when_their_requests_end_are_shared_by_all_that_were_there() -> None:
+    """Eight requests of 10 tokens; seven end between two looks: 70 tokens, below 9 of each."""
+    owed = LostRequests[int](deadline_s=5.0)
+    for request in range(8):
+        owed.begin(request, 0.0, most_tokens=10)
+    assert owed.look(9.0, 0.0, queued=False) == []
+    for request in range(7):
+        owed.end(request)
+    assert owed.look(10.0, 70.0, queued=False) == []
+    assert owed.look(11.0, 70.0 + 31.0, queued=False) == []
+    assert owed.look(12.0, 70.0 + 32.0, queued=False) == [7]
+
+
 def test_a_request_counts_from_its_beginning_and_an_answered_one_not_at_all() -> None:
     owed = LostRequests[str](deadline_s=5.0)
     owed.begin("answered", 0.0, most_tokens=10)
     assert owed.look(1.0, 39.0, queued=False) == []
     owed.begin("late", 1.0, most_tokens=10)
     owed.end("answered")
-    assert owed.look(10.0, 78.0, queued=False) == []
-    assert owed.look(11.0, 79.0, queued=False) == ["late"]
+    assert owed.look(2.0, 41.0, queued=False) == []  # one token of each of the two
+    assert owed.look(10.0, 79.0, queued=False) == []
+    assert owed.look(11.0, 80.0, queued=False) == ["late"]
