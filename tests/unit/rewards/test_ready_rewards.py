@@ -107,7 +107,7 @@ import os, socket
 
 def parse(text, parsing_timeout):
     def write():
-        with open(text, "w") as file: file.write("x")
+        with open(text if "/" in text else os.devnull, "w") as file: file.write("x")
     tried = []
     for name, harm in {"socket": socket.socket, "write": write}.items():
         try: harm(); tried.append(f"{name}: done")
