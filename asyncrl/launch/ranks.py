@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +25,7 @@ from asyncrl.config.sections.rules import require
 from asyncrl.errors import INTERRUPTED, RankLostError, StoppedError
 from asyncrl.launch.supervise import RANK, ChildEnded, Interrupted, Supervisor, describe_exit
 from asyncrl.system.rank_process import FOLDER, MEETING, PULSE_FD, QUEUE
+from asyncrl.system.temporary import temporary_folder
 
 log = logging.getLogger(__name__)
 
@@ -91,11 +90,8 @@ def _meeting(share: RankShare) -> Iterator[str]:
     if share.nodes > 1:
         yield f"{QUEUE}:{share.name}"
         return
-    folder = tempfile.mkdtemp(prefix="asyncrl-ranks-")
-    try:
+    with temporary_folder("asyncrl-ranks-") as folder:
         yield f"{FOLDER}:{folder}"
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 class Ranks:

@@ -143,9 +143,8 @@ class FilePayloads:
 
     def _new_segment(self) -> PayloadSegment:
         if not self._lasting:
-            descriptor, name = tempfile.mkstemp(dir=self._folder)
-            os.unlink(name)
-            return PayloadSegment(None, descriptor)
+            with tempfile.TemporaryFile(dir=self._folder) as unnamed:  # by O_TMPFILE: it never has a name
+                return PayloadSegment(None, os.dup(unnamed.fileno()))
         path = self._folder / f"segment-{self._next:06d}"
         self._next += 1
         self._unsynced_names = True

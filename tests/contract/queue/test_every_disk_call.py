@@ -169,3 +169,42 @@ def test_what_was_answered_is_there_again(reference: Reference, fault: str, ever
         before = reference.states[answered - 1] if answered else reference.empty
         possible = [before, *reference.states[answered : answered + 1]]
         assert found(place) in possible, where
+
+
+def test_payloads_that_spill_leave_no_file_behind(tmp_path: Path) -> None:
+    """Whenever the broker dies."""
+
+    def spill(report: Report) -> None:
+        spilled = FilePayloads(place, lasting=False)
+        for ordinal in range(2):
+            spilled.write(PayloadKey("train", ordinal, "group"), [b"group"], 0)
+
+    for at in itertools.count():
+        place, notes = tmp_path / f"{at}", tmp_path / f"{at}-notes"
+        notes.mkdir()
+        watch = Watch(str(place), str(notes), fault=KILL, at=at)
+        code, _ = watched(spill, watch)
+        assert not place.exists() or not list(place.iterdir()), watch.calls()
+        if code == 0:
+            break
+    assert at > 1
+
+
+@pytest.mark.parametrize("every", [SAMPLE, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_broker_goes_on_from_a_journal_that_was_cut_at_any_byte(
+    reference: Reference, tmp_path: Path, every: int
+) -> None:
+    """As a power failure may leave it. Each task is in one place; groups whose payload is gone are made again."""
+    *_, whole = reference.run("", -1)
+    packed = (whole / "journal").read_bytes()
+    (tmp_path / "empty").mkdir()
+    FileQueue(tmp_path / "empty").recovery.close()
+    for end in range((tmp_path / "empty" / "journal").stat().st_size, len(packed), every):
+        cut = tmp_path / str(end)
+        shutil.copytree(whole, cut)
+        (cut / "journal").write_bytes(packed[:end])
+        for state in found(cut).streams.values():
+            ranks, records = state["tasks"]["ranks"], set(state["tasks"]["records"])
+            ended = {*range(ranks["frontier"]), *ranks["trained"], *ranks["dropped"]}
+            assert not ended & records
+            assert ended | records == set(range(state["tasks"]["next"]))

@@ -1,0 +1,44 @@
+"""Folders for temporary files that go with their process: at once when it ends, at the next start if it was killed.
+
+<temporary folder>/<prefix>…/lock     locked while the process lives; the kernel frees the lock however it ends
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+LOCK = "lock"
+
+
+@contextmanager
+def temporary_folder(prefix: str) -> Iterator[Path]:
+    """A folder that nobody else may read. Those of this user with the same prefix whose process was killed are removed
+    first."""
+    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        with suppress(OSError):  # another process removes it, or it is another user's
+            _remove_if_left(left)
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _remove_if_left(folder: Path) -> None:
+    """OSError if its process lives."""
+    lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        if os.fstat(lock).st_uid == os.getuid():
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder)
+    finally:
+        os.close(lock)
