@@ -157,6 +157,7 @@ class Publisher(RankPublisher):
             handlers={"hello": self._hello, **(at_rank_0 if rank == 0 else {})},
             keys=keys,
             on_wake=self._fence,
+            heard=self._members.seen,
         )
         self.endpoint = self._server.endpoint
         # A thread that is inside torch while the interpreter is taken down aborts the process.

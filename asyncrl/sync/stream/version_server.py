@@ -44,6 +44,7 @@ class VersionServer:
         handlers: the owner's requests by kind, in the RPC thread
         keys: that subscribers must hold too
         on_wake: called after each `server.wake`, in the RPC thread
+        heard: called with the subscriber's name at each request of a session, in the RPC thread
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class VersionServer:
         keys: ClientKeys | None,
         handlers: Mapping[str, Handler],
         on_wake: Callable[[], None] = lambda: None,
+        heard: Callable[[str], object] = lambda who: None,
     ) -> None:
         self.name, self.lineage = name, lineage
         self._source, self._config, self._host = source, config, host
@@ -73,7 +75,7 @@ class VersionServer:
             "bye": self._bye,
             **handlers,
         }
-        self._on_wake = on_wake
+        self._on_wake, self._heard = on_wake, heard
         self.server = RpcServer(host, name, self._handle, keys, self._wake)
         self.endpoint = self.server.endpoint
 
@@ -191,6 +193,7 @@ class VersionServer:
         if sender is None or sender.ended:
             raise RefusedError("session", f"{request.fields.get('who')} must attach to {self.name} again")
         sender.heard_at = time.monotonic()
+        self._heard(sender.who)
         return sender
 
     def _release_of(self, sender: Sender) -> None:

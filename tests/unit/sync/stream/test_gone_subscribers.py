@@ -134,6 +134,19 @@ def test_every_rank_fences_a_subscriber_that_it_does_not_hear(closing: Callable)
         generator.check(generator.fetch(0, WAIT_S), 1)
 
 
+def test_a_member_in_the_middle_of_a_transfer_is_not_silent(closing: Callable) -> None:
+    learner = closing(Learner(SMALL, 1, CONFIG))
+    generator = closing(Generator("g", learner, learner.whole, CONFIG))
+    learner.publish(0)
+    generator.check(generator.fetch(-1, WAIT_S), 0)
+    publisher = learner.publishers[0]
+    publisher._members._entries["g"].heard_at -= CONFIG.silence_s + 1
+    assert generator.subscriber._links[0].pin(0, 0.0), "a request of its session, none of its membership"
+    learner.publish(1)
+    assert generator.subscriber._links[0].newest(0, WAIT_S) == 1
+    assert publisher.stats()["fenced"] == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
 def test_a_hundred_killed_subscribers_leave_nothing(backend: str, closing: Callable) -> None:
