@@ -63,7 +63,8 @@ async def run_generator(
         status.loaded.set()
         await client.connect()
         sampler = RetryingSampler(engine, config.generator.on_failure)
-        rollouts = Rollouts(sampler, tokenizer, scorer, config)
+        vocabulary = load_model_config(config.model).get_text_config().vocab_size
+        rollouts = Rollouts(sampler, tokenizer, scorer, config, vocabulary)
         agree = partial(check_with_learner, client, config, POLL_S)
         receiver = engine.receiver(WeightReader.of(name, config))
         follower = WeightFollower(name, receiver, client, agree, status)

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from asyncrl.config.schema import Config, GeneratorConfig
 from asyncrl.config.sections.tasks import MAIN, EvaluationSet
 from asyncrl.generator.agents.agent import Agent, EnvironmentFailedError
-from asyncrl.generator.agents.trajectory import Send, TaskProgress
+from asyncrl.generator.agents.trajectory import LARGEST_VOCABULARY, Send, TaskProgress
 from asyncrl.generator.engines.engine import PromptTooLongError, RequestFailedError, Sampler, SampleRequest
 from asyncrl.generator.long_answers import LongAnswers, name_of
 from asyncrl.generator.scoring.calls import all_of
@@ -50,12 +50,21 @@ class Samples:
 
 
 class Rollouts:
-    """Makes and scores the rollouts of tasks. training: the sampling of training rollouts"""
+    """Makes and scores the rollouts of tasks. training: the sampling of training rollouts
+
+    vocabulary: of the model; what is kept of a task with other tokens is not used
+    """
 
     def __init__(
-        self, engine: Sampler, tokenizer: PreTrainedTokenizerBase, scorer: Scorer, config: Config
+        self,
+        engine: Sampler,
+        tokenizer: PreTrainedTokenizerBase,
+        scorer: Scorer,
+        config: Config,
+        vocabulary: int = LARGEST_VOCABULARY,
     ) -> None:
         self._engine, self._tokenizer, self._scorer = engine, tokenizer, scorer
+        self._vocabulary = vocabulary
         self._agent = Agent.from_config(engine, tokenizer, config)
         self._keeps, self._weights = config.agent.keep, config.reward.weights
         self._group_size, self._with_greedy = config.batch.group_size, config.greedy_rollout
@@ -164,7 +173,7 @@ class Rollouts:
                 for sampling, count in wanted
             )
             return [one for each in several for one in each]
-        progress = TaskProgress(sum(count for _, count in wanted), kept, keep)
+        progress = TaskProgress(sum(count for _, count in wanted), kept, keep, self._vocabulary)
         prompt_ids = encode_prompt(self._tokenizer, task)
         try:
             turns = await self._long_answers.sample(task, request_id, prompt_ids, wanted, progress)
@@ -186,7 +195,7 @@ class Rollouts:
         """Rollouts of several turns, one for each of `samplings`."""
         assert self._agent is not None
         play, count = self._agent.play, len(samplings)
-        progress = TaskProgress(count, kept, keep)
+        progress = TaskProgress(count, kept, keep, self._vocabulary)
         try:
             made = await all_of(
                 play(

@@ -40,6 +40,11 @@ EndReason = Literal["done", "max_turns", "turn_tokens", "total_tokens"]
 
 NO_IDS = np.empty(0, np.int64)
 
+LARGEST_VOCABULARY = 1 << 31
+
+NO_LOGPROB = 0.01
+"""Above all log-probs, rounding included."""
+
 
 @dataclass(frozen=True, slots=True)
 class ContextEntry:
@@ -150,7 +155,7 @@ class Trajectory:
     @property
     def ids(self) -> Array:
         """[L] int64."""
-        return np.concatenate([e.ids for e in self.entries if not isinstance(e, TrajectoryEnd)])
+        return np.concatenate([NO_IDS, *(e.ids for e in self.entries if not isinstance(e, TrajectoryEnd))])
 
     def rollout(self, weights: Mapping[str, float]) -> Rollout:
         """With the environment's rewards, and each turn as a step. weights: of reward parts, 1 where there is none."""
@@ -231,6 +236,8 @@ def _policy_entry(ids: bytes, logprobs: bytes, versions: bytes, finish: Finish) 
     )
     if not len(entry.ids) == len(entry.logprobs) == len(entry.versions):
         raise ValueError(f"{len(entry.ids)} tokens, {len(entry.logprobs)} log-probs")
+    if not ((entry.logprobs > -np.inf) & (entry.logprobs < NO_LOGPROB)).all() or (entry.versions < 0).any():
+        raise ValueError("log-probs or versions that are none")
     return entry
 
 
@@ -253,13 +260,20 @@ Send = Callable[[Sequence[bytes]], Awaitable[None]]
 class TaskProgress:
     """The `count` trajectories of one task.
 
-    kept  frames that came with the lease; unreadable ones are replaced by new trajectories
+    kept  frames that came with the lease; unreadable ones, and those with tokens outside of the vocabulary, are
+          replaced by new trajectories
     send  None sends nothing
     sent  tokens of the trajectories in the last message
     """
 
-    def __init__(self, count: int, kept: Sequence[bytes] = (), send: Send | None = None) -> None:
-        self.trajectories = _unpack(kept, count)
+    def __init__(
+        self,
+        count: int,
+        kept: Sequence[bytes] = (),
+        send: Send | None = None,
+        vocabulary: int = LARGEST_VOCABULARY,
+    ) -> None:
+        self.trajectories = _unpack(kept, count, vocabulary)
         self._send, self._newer = send, False
         self.sent = self._tokens
         self._sending: asyncio.Task[None] | None = None
@@ -302,13 +316,20 @@ class TaskProgress:
         self._sending = None
 
 
-def _unpack(kept: Sequence[bytes], count: int) -> list[Trajectory]:
+def _unpack(kept: Sequence[bytes], count: int, vocabulary: int) -> list[Trajectory]:
     try:
         if kept:
             header, *packed = kept
             if msgpack.unpackb(header) == {"format": FORMAT, "trajectories": count} and len(packed) == count:
-                return [Trajectory.unpack(one) for one in packed]
+                unpacked = [Trajectory.unpack(one) for one in packed]
+                if not all(_known(one.ids, vocabulary) for one in unpacked):
+                    raise ValueError(f"tokens outside of the vocabulary of {vocabulary}")
+                return unpacked
             raise ValueError("other trajectories than those of this config")
     except (ValueError, msgpack.UnpackException) as error:
         log.warning("what was finished of a task cannot be used: %s", error)
     return [Trajectory() for _ in range(count)]
+
+
+def _known(ids: Array, vocabulary: int) -> bool:
+    return bool(((ids >= 0) & (ids < vocabulary)).all())

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from asyncrl.config.schema import BatchConfig, Config, GeneratorConfig, RewardConfig
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.errors import RefusedError
-from asyncrl.generator.agents.trajectory import PolicyEntry, TaskProgress, Trajectory
+from asyncrl.generator.agents.trajectory import ContextEntry, PolicyEntry, TaskProgress, Trajectory
 from asyncrl.generator.engines.engine import Engine, SampleRequest
 from asyncrl.generator.engines.transformers.kv_cache import ATTENTION
 from asyncrl.generator.engines.transformers.transformers_engine import TransformersEngine
@@ -151,7 +151,7 @@ async def test_an_answer_that_had_ended_is_not_made_again_and_a_full_one_ends() 
     await LongAnswers(engine, EVERY, MAX_LENGTH).sample(TASK, "r", PROMPT, [(SAMPLING, 2)], progress)
     progress.trajectories[1].keep_first(1)
     full = np.arange(100)
-    progress.trajectories[1].add(PolicyEntry(full, full.astype(np.float32), full.astype(np.int32), "abort"))
+    progress.trajectories[1].add(PolicyEntry(full, -full.astype(np.float32), full.astype(np.int32), "abort"))
     again = Pieceworker()
     turns = await sampled(again, progress.frames(), Sent())  # type: ignore[arg-type]
     assert again.asked == []
@@ -165,6 +165,30 @@ async def test_progress_of_another_prompt_or_of_several_turns_begins_anew() -> N
     again = Pieceworker([], [])
     await sampled(again, progress.frames(), Sent())  # type: ignore[arg-type]
     assert [(one.n, one.made) for one in again.asked] == [(2, 0)]
+
+
+@pytest.mark.parametrize(
+    ("ids", "logprobs", "versions"),
+    [
+        ([16], [-1.0], [0]),
+        ([-1], [-1.0], [0]),
+        ([5], [np.nan], [0]),
+        ([5], [-np.inf], [0]),
+        ([5], [1.0], [0]),
+        ([5], [-1.0], [-1]),
+        ([5, 6], [-1.0], [0]),
+    ],
+)
+def test_progress_that_no_engine_makes_is_not_gone_on_with(ids: Any, logprobs: Any, versions: Any) -> None:
+    """It would end the engine of each generator that gets it, one after another."""
+    progress = TaskProgress(1)
+    progress.trajectories[0].add(ContextEntry(PROMPT, 0))
+    made = np.array(ids), np.array(logprobs, np.float32), np.array(versions, np.int32)
+    progress.trajectories[0].add(PolicyEntry(*made, "abort"))
+    assert TaskProgress(1, progress.frames(), vocabulary=16).trajectories[0].entries == []
+    whole = TaskProgress(1)
+    whole.trajectories[0].add(ContextEntry(PROMPT, 0))
+    assert TaskProgress(1, whole.frames(), vocabulary=16).trajectories[0].length == 3
 
 
 @pytest.mark.parametrize("every", [0, EVERY])
