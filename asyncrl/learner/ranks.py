@@ -1,7 +1,7 @@
 """The ranks of one learner: their devices, their process group, and small values that they exchange.
 
 They communicate by gloo on the CPU and by NCCL between GPUs. Values travel in msgpack, never in pickles, which could
-run code of a stranger on the network of the ranks; torch.distributed.checkpoint alone sends pickles among them.
+run code of a stranger on the network of the ranks.
 """
 
 from __future__ import annotations
@@ -94,12 +94,13 @@ def bind_gloo(address: str) -> None:
         raise ConfigError("sync.host", address, rule, "set GLOO_SOCKET_IFNAME to the interface's name")
 
 
-def exchange(value: Any) -> list[Any]:
-    """Collective: a small msgpack-able value from every rank, in rank order, on every rank."""
+def exchange(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Collective: a small msgpack-able value from every rank, in rank order, on every rank. group: joins all ranks, for
+    a thread that exchanges values while another one does."""
     if _alone():
         return [value]
     packed = torch.frombuffer(bytearray(msgpack.packb(value)), dtype=torch.uint8)
-    return [msgpack.unpackb(message.numpy().tobytes()) for message in _gather_bytes(packed)]
+    return [msgpack.unpackb(message.numpy().tobytes()) for message in _gather_bytes(packed, group)]
 
 
 def gather(mine: Tensor, sources: Sequence[int]) -> list[Tensor]:
@@ -126,12 +127,12 @@ def _alone() -> bool:
     return not dist.is_initialized() or dist.get_world_size() == 1
 
 
-def _gather_bytes(mine: Tensor) -> list[Tensor]:
+def _gather_bytes(mine: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
     """uint8 of any length from every rank, in rank order."""
     world = dist.get_world_size()
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
-    dist.all_gather(sizes, torch.tensor([len(mine)]))
+    dist.all_gather(sizes, torch.tensor([len(mine)]), group=group)
     longest = max(int(size) for size in sizes)
     every = [torch.empty(longest, dtype=torch.uint8) for _ in range(world)]
-    dist.all_gather(every, nn.functional.pad(mine, (0, longest - len(mine))))
+    dist.all_gather(every, nn.functional.pad(mine, (0, longest - len(mine))), group=group)
     return [padded[: int(size)] for padded, size in zip(every, sizes, strict=True)]

@@ -9,8 +9,7 @@ import errno
 import json
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,13 +28,14 @@ from transformers import AutoTokenizer, PreTrainedModel
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.rules import require
 from asyncrl.learner import ranks
+from asyncrl.learner.backends import joint_save
 from asyncrl.learner.backends.checkpoint_reader import CheckpointReader, read_metadata
 from asyncrl.learner.models.roles import POLICY
 from asyncrl.sync.layout.layout import ITEM_BYTES, Box, Layout, ParamLayout
 from asyncrl.sync.tensors.shards import BoxTensors
 from asyncrl.system.disk import writing
 
-# See `_alone`.
+# Each rank loads by itself on purpose.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 
 RNG, OPTIMIZER = "rng", "optimizer"
@@ -96,8 +96,8 @@ def save(folder: Path, state: Mapping[str, Any], group: ProcessGroup | None = No
     """Collective: write a flat state (`state_of`, `staged`) as a torch.distributed.checkpoint folder. Raises OSError if
     the disk does not take it. group: joins all ranks; threads that write while training goes on need one of their own.
     """
-    with _writing(folder):
-        dcp.save(dict(state), checkpoint_id=str(folder), process_group=group, no_dist=_alone())
+    with writing(folder):
+        joint_save.save(state, dcp.FileSystemWriter(folder), group)
 
 
 def staged(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -124,11 +124,11 @@ def load_state(folder: Path, state: dict[str, Any]) -> None:
     """Collective: fill the tensors of a flat state in place. Any world size may have saved it. Other models of the
     folder are not read. Raises ConfigError if it lacks one of the state's models, or as `read_metadata`."""
     require_models(folder, _models(state))
-    failure: Exception | None = None
+    failure: BaseException | None = None
     try:
         # Each rank plans alone what it reads: torch would exchange pickles for that.
         dcp.load(state, storage_reader=CheckpointReader(folder), no_dist=True)
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # torch's is no Exception
         failure = error
     if any(ranks.exchange(failure is not None)):
         raise failure or OSError(errno.EIO, "another rank could not read its part", str(folder))
@@ -207,8 +207,8 @@ def write_hf_weights(
         enable_consolidation=True,
     )
     mine = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
-    with _writing(folder):
-        dcp.save(mine, storage_writer=writer, no_dist=_alone())
+    with writing(folder):
+        joint_save.save(mine, writer)
 
 
 def write_hf_configs(folder: Path, causal_lm: PreTrainedModel, config: Config) -> None:
@@ -226,19 +226,6 @@ def write_hf_configs(folder: Path, causal_lm: PreTrainedModel, config: Config) -
         if template is not None:
             tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
         tokenizer.save_pretrained(folder)
-
-
-@contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    """Failures to write as OSError: torch hides them in a BaseException, and a full disk in its archive's own error."""
-    try:
-        with writing(folder):
-            yield
-    except CheckpointException as error:
-        causes = [cause for cause, _ in error.failures.values()]
-        known = next((cause for cause in causes if isinstance(cause, OSError)), None)
-        with writing(folder):
-            raise known or OSError(errno.EIO, str(causes[0])) from error
 
 
 def state_of(models: Mapping[str, ModelState]) -> dict[str, Tensor]:
@@ -294,7 +281,3 @@ def _write_index(folder: Path) -> None:
         total += path.stat().st_size
     index = {"metadata": {"total_size": total}, "weight_map": where}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
-
-
-def _alone() -> bool:
-    return not torch.distributed.is_initialized()

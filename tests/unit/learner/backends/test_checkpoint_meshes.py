@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from learner_cases import random_group, small_config, tiny_model
 from rank_processes import run_ranks
@@ -58,8 +59,18 @@ def after_step(backend: FsdpBackend, number: int) -> dict[str, Any]:
     return {"norms": norms, "said": said}
 
 
+def forbid_pickles() -> None:
+    """From here on this process makes no pickle for another rank."""
+
+    def refused(*_: Any) -> Any:
+        raise AssertionError("a pickle for another rank")
+
+    dist.distributed_c10d._object_to_tensor = refused
+
+
 def save_main(folder: Path) -> None:
-    """One of two ranks: two steps, and a third one while the two are being written."""
+    """One of two ranks: two steps, and a third one while the two are being written. No rank sends a pickle."""
+    forbid_pickles()
     backend = backend_of(folder)
     for number in range(2):
         step(backend, number)
@@ -69,6 +80,7 @@ def save_main(folder: Path) -> None:
     torch.manual_seed(8)
     says = after_step(backend, 2)
     assert saver.finish() == META.version
+    backend.export_hf(folder / "final")
     (folder / f"saved{backend.rank}.json").write_text(json.dumps(says))
     backend.close()
     end_rank()
@@ -85,6 +97,7 @@ def go_on(folder: Path, parallel: ParallelConfig = ALONE) -> dict[str, Any]:
 def load_main(folder: Path) -> None:
     """One of four ranks: as four shards, two copies of two shards, and two shards that share each matrix with another
     rank."""
+    forbid_pickles()
     meshes = (ALONE, ParallelConfig(replicate=2), ParallelConfig(tensor=2))
     says = [go_on(folder, parallel) for parallel in meshes]
     (folder / f"loaded{os.environ['RANK']}.json").write_text(json.dumps(says))
