@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.cli.command import Arguments, Command, loading, option, split_run_config
 from asyncrl.errors import ConfigError
-from asyncrl.system.rank_process import end_rank, rank_and_world
+from asyncrl.system.rank_process import end_rank, is_rank, rank_and_world
 from asyncrl.system.signals import stop_signals
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _learn(arguments: Arguments, config: Config) -> int:
 def _starts_ranks(share: RankShare, key: str) -> bool:
     """Whether this process is to start ranks, and is none itself. Raises ConfigError for --node and --nodes."""
     share.check(key)
-    return share.world > 1 and "RANK" not in os.environ
+    return share.world > 1 and not is_rank()
 
 
 def _ranks(arguments: Arguments, config: Config, share: RankShare, *words: str) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from asyncrl.config.schema import Config
 from asyncrl.launch.supervise import Supervisor
 from asyncrl.launch.views.process_reports import ProcessReports
-from asyncrl.launch.views.process_view import LAUNCHED
+from asyncrl.system.rank_process import LAUNCHED
 
 QUEUE, LEARNER = "queue", "learner"
 

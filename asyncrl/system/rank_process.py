@@ -19,6 +19,9 @@ from collections.abc import Mapping
 from typing import NoReturn
 
 MEETING, PULSE_FD = "ASYNCRL_MEETING", "ASYNCRL_PULSE_FD"
+LAUNCHED = "ASYNCRL_LAUNCHED"
+"""Environment variable of processes that `asyncrl train` has started, and of their ranks."""
+
 FOLDER, QUEUE = "folder", "queue"
 
 PULSE_S = 1.0
@@ -28,6 +31,18 @@ PULSE_S = 1.0
 def rank_and_world(env: Mapping[str, str] = os.environ) -> tuple[int, int]:
     """(this process, the number of processes) as the supervisor or torchrun sets them; (0, 1) if nobody does."""
     return int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1"))
+
+
+def is_rank(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether somebody has started this process as one of several ranks. `asyncrl train` starts none itself: below it
+    RANK alone is of the cluster's job that it runs in.
+
+    >>> is_rank({"RANK": "0"}), is_rank({"RANK": "0", "ASYNCRL_LAUNCHED": "1"}), is_rank({})
+    (True, False, False)
+    >>> is_rank({"RANK": "0", "ASYNCRL_LAUNCHED": "1", "ASYNCRL_MEETING": "folder:/tmp/x"})
+    True
+    """
+    return "RANK" in env and (MEETING in env or LAUNCHED not in env)
 
 
 def meeting() -> tuple[str, str]:

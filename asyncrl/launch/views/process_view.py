@@ -36,11 +36,9 @@ from asyncrl.launch.views.dashboard import (
     duration,
 )
 from asyncrl.launch.views.process_reports import SILENT_S, SUFFIX, beside, reported
+from asyncrl.system.rank_process import LAUNCHED
 from asyncrl.telemetry.status import LATE, UNDER_WAY, ProcessStatus, without_timely_calls
 from asyncrl.types import TRAIN
-
-LAUNCHED = "ASYNCRL_LAUNCHED"
-"""Environment variable of processes that `asyncrl train` has started."""
 
 REFRESH_S = 1.0
 LINE_EVERY_S = 5.0
