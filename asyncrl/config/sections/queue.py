@@ -59,7 +59,9 @@ def listening_rule(key_name: str, host_is_safe: bool, keys: str | None) -> Rule:
 
 @dataclass(frozen=True)
 class QueueConfig(Section):
-    address: str = key("tcp://127.0.0.1:*", "of the broker; * picks a free port, which a queue that starts again keeps")
+    address: str = key(
+        "tcp://127.0.0.1:*", "of the broker; * picks a free port, which a queue that starts again keeps"
+    )
     max_staleness: Amount = key(
         2, "η: versions between the oldest token of a group and the policy it trains; 0 = synchronous"
     )
