@@ -14,9 +14,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cache
 from pathlib import PurePosixPath
 
 from asyncrl.rewards.sandbox.inside import frames
@@ -91,18 +91,8 @@ class Container(ABC):
 class Bubblewrap(Container):
     """With `bwrap`, a program that many distributions and Flatpak use."""
 
-    def __init__(self, limits: Limits) -> None:
-        super().__init__(limits)
-        self._user_namespace: int | None = None
-        self._making = threading.Lock()
-
     def _descriptors(self) -> tuple[int, ...]:
-        if os.geteuid() != 0:
-            return ()
-        with self._making:
-            if self._user_namespace is None:
-                self._user_namespace = _user_namespace()
-        return (self._user_namespace,)
+        return (_user_namespace(),) if os.geteuid() == 0 else ()
 
     def _command(self, root: Root) -> list[str]:
         program = shutil.which("bwrap")
@@ -149,6 +139,7 @@ def _parents(places: Sequence[str]) -> list[str]:
     return sorted(folders - {"/"})
 
 
+@cache
 def _user_namespace() -> int:
     """A descriptor of a new user namespace, in which root and nobody have ids. It lives as long as the descriptor."""
     words = root().command(str(INSIDE.parent), "private_root.hold_user_namespace()")

@@ -325,6 +325,25 @@ def f(x):
     assert run.passed == [True, False, False, False, True, True, False, True, False]
 
 
+def test_the_tests_of_a_program_have_a_deadline_together() -> None:
+    skip_without_sandbox("namespaces")
+    sandbox = KINDS["namespaces"](Limits(wall_s=30.0, total_s=4.0))
+    program = "def f(x):\n    while x: pass\n    return 0"
+    (run,) = sandbox.run(program, tests=Tests(["assert f(0) == 0", *["f(1)"] * 20, "assert f(0) == 0"]))
+    assert run.passed == [True, *[False] * 21]
+
+
+def test_a_program_that_starts_once_and_never_again_fails_the_rest(one_sandbox: Sandbox) -> None:
+    program = """
+import os, pathlib
+first = pathlib.Path("first")
+if first.exists(): os._exit(3)
+first.touch()
+def f(x): return x or os._exit(0)
+"""
+    assert judged(one_sandbox, program, "assert f(1)", "f(0)", *["assert f(1)"] * 3) == [True, *[False] * 4]
+
+
 def test_a_program_that_does_not_end_well_passes_nothing(one_sandbox: Sandbox) -> None:
     tests = Tests(["assert f(1) == 1"])
     for program, code in (

@@ -209,10 +209,14 @@ class Link:
 
 
 class Judge:
-    """The tests of one program, which share a namespace. wall_s: time for each, the program's start included."""
+    """The tests of one program, which share a namespace.
 
-    def __init__(self, template: Template, wall_s: float) -> None:
+    wall_s: time for each of them, and for each start of the program; total_s: for all together.
+    """
+
+    def __init__(self, template: Template, wall_s: float, total_s: float) -> None:
         self._template, self._wall_s = template, wall_s
+        self._end = time.monotonic() + total_s
         self._link = Link(template)
         sys.modules["__main__"] = types.ModuleType("__main__")
         self._world = vars(sys.modules["__main__"])
@@ -242,8 +246,12 @@ class Judge:
 
     def _started(self) -> bool:
         self._link.lost = False
-        self._link.deadline = time.monotonic() + self._wall_s
-        return self._template.start(self._link.deadline)
+        self._link.deadline = self._next_deadline()
+        self._link.lost = not self._template.start(self._link.deadline)
+        return not self._link.lost
+
+    def _next_deadline(self) -> float:
+        return min(time.monotonic() + self._wall_s, self._end)
 
     def _bind(self, name: str) -> None:
         try:
@@ -257,9 +265,12 @@ class Judge:
             self._template.kill()
             if not self._started():
                 return False
-        self._link.deadline = time.monotonic() + self._wall_s
+        self._link.deadline = self._next_deadline()
+        seconds = self._link.deadline - time.monotonic()
+        if seconds <= 0:
+            return False
         signal.signal(signal.SIGALRM, self._late)
-        signal.setitimer(signal.ITIMER_REAL, self._wall_s)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
             return execute_test(text, self._world) and not self._link.lost
         except ProgramLost:

@@ -63,7 +63,7 @@ def _judged(job: Job) -> Job:
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     jail.forbid_calls()
     os.environ["HOME"] = "/"  # the other is the program's folder: no library reads its settings there
-    result = Judge(template, limits["wall_s"]).judged(tests["texts"], tests["entry"])
+    result = Judge(template, limits["wall_s"], limits["total_s"]).judged(tests["texts"], tests["entry"])
     os.dup2(outside, 1)
     return {"out": "", "refused": None, **result}
 
