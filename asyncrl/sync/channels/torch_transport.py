@@ -4,7 +4,8 @@ The learner rank is member 0, the generator member 1. They exchange the addresse
 connection at which they have met (`door`). Each session of a generator has a group of its own, which ends with it: a
 generator that fails touches no other.
 
-gloo and NCCL then open sockets of their own, which no secret protects: a private network is needed. `auto` chooses
+gloo and NCCL then open sockets of their own, which no secret protects: a private network is needed. gloo serves whoever
+calls first, so that its ends prove themselves to each other before they send weights. `auto` chooses
 NCCL between GPUs, and never gloo, which runs the same code on CPUs.
 
 Two NCCL communicators in flight on one device must be launched in the same order everywhere, or they can
@@ -14,6 +15,7 @@ does not enforce it.
 
 from __future__ import annotations
 
+import secrets
 import socket
 import struct
 import threading
@@ -21,6 +23,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from hmac import compare_digest
 from typing import Any, Literal
 
 import msgpack
@@ -32,6 +35,8 @@ from asyncrl.sync.channels.channel import ChannelEnd, Meeting, Transfer, named
 
 FRAME = struct.Struct("<I")
 """Bytes of an entry; a key and its value follow, in msgpack."""
+
+PROOF_BYTES = 32
 
 MOST_ENTRIES, LONGEST_ENTRY = 64, 1 << 16
 
@@ -138,7 +143,28 @@ def _group(backend: Literal["gloo", "nccl"], joined: socket.socket, meeting: Mee
     options._timeout = timedelta(seconds=meeting.deadline_s)
     own_address = joined.getsockname()[0]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address)]
-    return dist.ProcessGroupGloo(PairStore(joined, meeting.deadline_s), meeting.member, 2, options)
+    store = PairStore(joined, meeting.deadline_s)
+    group = dist.ProcessGroupGloo(store, meeting.member, 2, options)
+    _prove(group, store, meeting)
+    return group
+
+
+def _prove(group: Any, store: PairStore, meeting: Meeting) -> None:
+    """Each end sends over the group what the other has told it over the connection: gloo serves whoever calls first.
+    Raises ConnectionError for a stranger, before any weights leave."""
+    own, peer, within = (
+        secrets.token_bytes(PROOF_BYTES),
+        1 - meeting.member,
+        timedelta(seconds=meeting.deadline_s),
+    )
+    store.set(f"proof/{meeting.member}", own)
+    told = torch.frombuffer(bytearray(store.get(f"proof/{peer}")), dtype=torch.uint8)
+    came = torch.zeros(PROOF_BYTES, dtype=torch.uint8)
+    leaving = group.send([told], peer, 0)
+    group.recv([came], peer, 0).wait(within)
+    leaving.wait(within)
+    if not compare_digest(came.numpy().tobytes(), own):
+        raise ConnectionError("another process has taken its place")
 
 
 @dataclass(frozen=True, slots=True)

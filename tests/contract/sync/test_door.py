@@ -231,3 +231,19 @@ def test_a_store_is_bounded(stores: tuple[PairStore, PairStore]) -> None:
     one._socket.sendall(b"\xff\xff\xff\xff")
     with pytest.raises(ConnectionError, match="at most"):
         other.get("one more")
+
+
+def test_a_stranger_in_a_group_of_gloo_is_found_out_before_weights_leave(
+    threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    door, get = open_door("gloo", "127.0.0.1"), PairStore.get
+
+    def other(store: PairStore, key: str) -> bytes:
+        """The stranger does not see the connection."""
+        return b"x" * 32 if key == f"proof/{SOURCE}" else get(store, key)
+
+    monkeypatch.setattr(PairStore, "get", other)
+    admitted = threads.submit(admit, "gloo", door, meeting(SOURCE))
+    enter("gloo", door.offer, meeting(TARGET)).close()
+    with pytest.raises(WeightSyncError, match=r"learner rank 0: .*another process has taken its place"):
+        admitted.result(WAIT_S)
