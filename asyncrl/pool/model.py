@@ -25,9 +25,11 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sections.learner import ParallelConfig
 from asyncrl.generator.threads import in_thread
 from asyncrl.learner.backends.fsdp.sharded import ShardedModel
+from asyncrl.learner.checks.finite_check import NOT_FINITE
+from asyncrl.learner.checks.group_check import GroupCheck
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.data.packing import bins
-from asyncrl.learner.models.networks import check_vocabularies
+from asyncrl.learner.models.networks import blueprint, check_vocabularies, vocabulary_size
 from asyncrl.learner.parallel.mesh import Mesh, axis_sizes
 from asyncrl.learner.ranks import (
     COLLECTIVE_DEADLINE,
@@ -43,7 +45,8 @@ from asyncrl.types import Array, Group
 PREDICT, HEARTBEAT, CLOSE = "predict", "heartbeat", "close"
 """Jobs of every model of a pool; after the last one its ranks no longer follow."""
 
-NOT_FINITE = "not_finite"
+LATEST = (1 << 31) - 1
+"""A pool does not know which versions exist; the learner checks that of a group."""
 
 HEARTBEAT_S = COLLECTIVE_DEADLINE.total_seconds() / 10
 
@@ -65,6 +68,7 @@ class PoolModel:
     def __init__(self, name: str, config: Config) -> None:
         check_vocabularies([name], config)
         self.name, self.config = name, config
+        self._vocabulary = vocabulary_size(blueprint(name, config), config)
         self.rank, self.world = rank_and_world()
         self._device = own_device()
         self._turn = threading.Lock()  # a thread of rank 0 holds it until its job is done
@@ -82,7 +86,14 @@ class PoolModel:
         return ShardedModel(self.name, self.config, self._device, Mesh(sizes, self.rank, self._device.type))
 
     def predict(self, group: Group) -> Tensor:
-        """[N] float32 on the CPU, 0 where the loss mask is 0. On rank 0, while the others `follow`."""
+        """[N] float32 on the CPU, 0 where the loss mask is 0. On rank 0, while the others `follow`.
+
+        Raises LeftOut for a group that no correct worker makes.
+        """
+        longest, count = self.config.generator.max_length, len(group.lengths)
+        check = GroupCheck(rollouts=count, longest=longest, vocabulary=self._vocabulary)
+        if fault := check.fault(dataclasses.replace(group, columns={}), LATEST):
+            raise LeftOut(fault.reason, fault.text)
         values_N: Tensor = self.together(PREDICT, _packed(group))
         return values_N
 

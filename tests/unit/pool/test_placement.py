@@ -27,13 +27,14 @@ from asyncrl.config.sections.learner import OptimizerConfig
 from asyncrl.config.sections.models import PlaceConfig, PlacementConfig, RewardsPlaceConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
+from asyncrl.learner.checks.finite_check import NOT_FINITE
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.reporting.report import GeneratorTotals
 from asyncrl.learner.startup import eval_settings, train_settings
 from asyncrl.learner.training import requirements
 from asyncrl.learner.training.accumulator import trainables
 from asyncrl.learner.training.version_step import version_step
-from asyncrl.pool.model import NOT_FINITE, InferenceModel
+from asyncrl.pool.model import InferenceModel
 from asyncrl.pool.process import run_pool
 from asyncrl.pool.worker import LeftOut
 from asyncrl.queue.protocol.settings import StageSettings
@@ -309,6 +310,15 @@ def test_a_group_with_a_log_prob_that_is_no_number_is_left_out(tmp_path: Path) -
     with pytest.raises(LeftOut, match="not finite") as left_out:
         asyncio.run(model.columns(random_group(0)))
     assert left_out.value.reason == NOT_FINITE
+
+
+def test_a_group_that_no_worker_makes_is_left_out_by_a_model(tmp_path: Path) -> None:
+    """It would end the pool, and whichever pool gets it next."""
+    model, group = InferenceModel("reference", own_reference(tmp_path, KL)), random_group(0)
+    group.token_ids[0] = 33
+    with pytest.raises(LeftOut, match="token 33 is none of the 33") as left_out:
+        asyncio.run(model.columns(group))
+    assert left_out.value.reason == "corrupt"
 
 
 def test_a_model_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
