@@ -92,13 +92,15 @@ class WatchedRun:
         history.read(JournalReader(load_config(self._config)).new_records())
         told = rows(self.folder)
         assert versions(self.folder) == list(range(1, VERSIONS + 1))
+        assert summary_of(self.folder)["groups_trained"] == VERSIONS * GROUPS
+        if self.watch.party == "queue" and not history.counts:
+            return  # killed after the learner had closed the run: the next queue has begun anew
         assert (history.twice, history.unended) == ([], [])
         assert len(history.trained) == VERSIONS * GROUPS
         assert set(history.dropped.values()) <= {"end"}
         for part, power in (("ordinal", 1), ("square", 2)):
             learnt = sum(row[f"reward/part/{part}"] * row["groups"] for row in told)
             assert learnt == pytest.approx(sum(ordinal**power for ordinal in history.trained))
-        assert summary_of(self.folder)["groups_trained"] == VERSIONS * GROUPS
 
 
 @pytest.mark.parametrize(
