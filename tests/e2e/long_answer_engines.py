@@ -24,8 +24,9 @@ from asyncrl.generator.engines.transformers.transformers_engine import (
 from asyncrl.queue.client.client import QueueClient
 from asyncrl.types import Rollout, Task
 
-HELD_AT = 56
-"""Once all answers have so many tokens, the engine of the generator `first` stands still."""
+HELD_AT = 72
+"""Once all answers have so many tokens, the engine of the generator `first` stands still: 48 of each are kept then,
+also if one row of a task is ahead of the other."""
 
 
 def load(config: Config, tokenizer: PreTrainedTokenizerBase, name: str) -> TransformersEngine:
