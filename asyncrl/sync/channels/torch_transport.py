@@ -125,7 +125,9 @@ def make_torch_channel(
     """
     begun, who, whom = time.monotonic(), meeting.who, meeting.whom
     try:
-        return TorchChannel(_group(backend, joined, meeting), joined, backend, meeting)
+        seconds = meeting.transfer_s if backend == "nccl" else None
+        store = PairStore(joined, seconds or meeting.deadline_s)
+        return TorchChannel(_group(backend, store, joined, meeting), store, joined, backend, meeting)
     except (AttributeError, RuntimeError, OSError) as error:
         joined.close()
         if time.monotonic() - begun >= meeting.deadline_s:
@@ -133,17 +135,17 @@ def make_torch_channel(
         raise WeightSyncError(f"{who}: no {backend} channel {meeting.name} to {whom}: {error}") from error
 
 
-def _group(backend: Literal["gloo", "nccl"], joined: socket.socket, meeting: Meeting) -> Any:
-    seconds = meeting.transfer_s or meeting.deadline_s
+def _group(
+    backend: Literal["gloo", "nccl"], store: PairStore, joined: socket.socket, meeting: Meeting
+) -> Any:
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=seconds)
-        return dist.ProcessGroupNCCL(PairStore(joined, seconds), meeting.member, 2, options)
+        options._timeout = timedelta(seconds=meeting.transfer_s or meeting.deadline_s)
+        return dist.ProcessGroupNCCL(store, meeting.member, 2, options)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=meeting.deadline_s)
     own_address = joined.getsockname()[0]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address)]
-    store = PairStore(joined, meeting.deadline_s)
     group = dist.ProcessGroupGloo(store, meeting.member, 2, options)
     _prove(group, store, meeting)
     return group
@@ -186,10 +188,13 @@ class _TorchTransfer:
 class TorchChannel(ChannelEnd):
     """A `Channel` over a raw process group of two."""
 
-    def __init__(self, group: Any, joined: socket.socket, backend: str, meeting: Meeting) -> None:
+    def __init__(
+        self, group: Any, store: PairStore, joined: socket.socket, backend: str, meeting: Meeting
+    ) -> None:
         device = torch.device("cpu") if backend == "gloo" else meeting.device
         super().__init__(meeting.who, meeting.whom, device)
         self._group: Any = group
+        self._store = store  # NCCL calls it in the first transfer, and torch does not keep the Python object
         self._socket, self._peer = joined, 1 - meeting.member
         self._sent = self._received = 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import select
 import socket
 import threading
@@ -231,6 +232,21 @@ def test_a_store_is_bounded(stores: tuple[PairStore, PairStore]) -> None:
     one._socket.sendall(b"\xff\xff\xff\xff")
     with pytest.raises(ConnectionError, match="at most"):
         other.get("one more")
+
+
+def test_the_store_of_a_channel_lives_as_long_as_the_channel(threads: ThreadPoolExecutor) -> None:
+    """torch keeps its part in C++ alone, which fails once the Python object is gone; NCCL calls it in the first
+    transfer."""
+    gc.collect()
+    before = sum(isinstance(one, PairStore) for one in gc.get_objects())
+    door = open_door("gloo", "127.0.0.1")
+    admitted = threads.submit(admit, "gloo", door, meeting(SOURCE))
+    ends = [enter("gloo", door.offer, meeting(TARGET)), admitted.result(WAIT_S)]
+    gc.collect()
+    assert sum(isinstance(one, PairStore) for one in gc.get_objects()) == before + 2
+    for end in ends:
+        end.close()
+    door.close()
 
 
 def test_a_stranger_in_a_group_of_gloo_is_found_out_before_weights_leave(
