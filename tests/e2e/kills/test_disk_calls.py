@@ -93,7 +93,7 @@ class WatchedRun:
         told = rows(self.folder)
         assert versions(self.folder) == list(range(1, VERSIONS + 1))
         assert summary_of(self.folder)["groups_trained"] == VERSIONS * GROUPS
-        if self.watch.party == "queue" and not history.counts:
+        if self.watch.party == "queue" and not history.trained:
             return  # killed after the learner had closed the run: the next queue has begun anew
         assert (history.twice, history.unended) == ([], [])
         assert len(history.trained) == VERSIONS * GROUPS
