@@ -19,7 +19,7 @@ import torch
 
 from asyncrl.errors import RefusedError
 from asyncrl.sync.channels.channel import Channel, Meeting
-from asyncrl.sync.channels.door import Door, connected
+from asyncrl.sync.channels.listener import ChannelListener, connected
 from asyncrl.sync.channels.shared_memory import AVAILABLE, gpu_name, visible_gpus
 from asyncrl.sync.channels.shm_transport import ShmChannel
 from asyncrl.sync.channels.tcp_transport import TcpChannel
@@ -75,18 +75,18 @@ def choose(wanted: str, here: EndPlace, there: EndPlace) -> Kind:
     return cast(Kind, wanted)
 
 
-def open_door(kind: Kind, host: str) -> Door:
+def listen(kind: Kind, host: str) -> ChannelListener:
     """Where the other end of a channel enters. host: address of this machine. Raises OSError."""
-    return Door(None if kind == "shm" else host)
+    return ChannelListener(None if kind == "shm" else host)
 
 
-def admit(kind: Kind, door: Door, meeting: Meeting) -> Channel:
+def accept(kind: Kind, listener: ChannelListener, meeting: Meeting) -> Channel:
     """Wait for the other end. Raises DeadlineError if it does not come, WeightSyncError for any other failure."""
-    return _made(kind, door.admit(meeting), meeting)
+    return _made(kind, listener.accept(meeting), meeting)
 
 
-def enter(kind: Kind, offer: Mapping[str, Any], meeting: Meeting) -> Channel:
-    """Enter by the offer of a door. Raises as `admit`."""
+def connect(kind: Kind, offer: Mapping[str, Any], meeting: Meeting) -> Channel:
+    """Enter by the offer of a listener. Raises as `accept`."""
     return _made(kind, connected("unix" if kind == "shm" else "tcp", offer, meeting), meeting)
 
 

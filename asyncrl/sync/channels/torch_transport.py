@@ -1,8 +1,8 @@
 """Channels over torch.distributed: raw process groups of two, gloo or NCCL, outside any default group.
 
 The learner rank is member 0, the generator member 1. They exchange the addresses of gloo, or NCCL's id, over the
-connection at which they have met (`door`). Each session of a generator has a group of its own, which ends with it: a
-generator that fails touches no other.
+connection at which they have met (`listener.py`). Each session of a generator has a group of its own, which ends with
+it: a generator that fails touches no other.
 
 gloo and NCCL then open sockets of their own, which no secret protects: a private network is needed. gloo serves whoever
 calls first, so that its ends prove themselves to each other before they send weights. `auto` chooses

@@ -18,7 +18,7 @@ from asyncrl.errors import AsyncRLError, DeadlineError, RefusedError, WeightSync
 from asyncrl.rpc.client import RpcClient, RpcReply
 from asyncrl.rpc.keys import ClientKeys
 from asyncrl.sync.channels.channel import TARGET, Channel, Meeting
-from asyncrl.sync.channels.choose import enter, place_of
+from asyncrl.sync.channels.choose import connect, place_of
 from asyncrl.sync.delta.delta_stream import announced, receive_deltas
 from asyncrl.sync.layout.layout import ParamLayout, from_wire
 from asyncrl.sync.plan.plan import SourcePlan, source_to_wire
@@ -133,7 +133,7 @@ class PublisherLink:
         offer = self._call("attach", "a channel", meet_s, **wanted)
         left_s = max(0.001, deadline - time.monotonic())
         meeting = Meeting(offer["channel"], TARGET, self.who, self.whom, staging.device, left_s, transfer_s)
-        channel = enter(offer["backend"], offer["door"], meeting)
+        channel = connect(offer["backend"], offer["listener"], meeting)
         buffers = Buffers(source, staging, channel.device)
         self._session = _Session(offer["session"], channel, source, staging, buffers, transfer_s)
 

@@ -28,8 +28,8 @@ from asyncrl.errors import DeadlineError, WeightSyncError
 from asyncrl.rpc.message import Fields
 from asyncrl.rpc.sockets import Wakeup
 from asyncrl.sync.channels.channel import Channel, Meeting
-from asyncrl.sync.channels.choose import Kind, admit
-from asyncrl.sync.channels.door import Door
+from asyncrl.sync.channels.choose import Kind, accept
+from asyncrl.sync.channels.listener import ChannelListener
 from asyncrl.sync.delta.delta_stream import Deltas, announce, deltas_bytes, send_deltas
 from asyncrl.sync.plan.plan import SourcePlan
 from asyncrl.sync.stream.snapshot import Pin, SnapshotEvictedError
@@ -109,7 +109,7 @@ class _Job:
 class Sender:
     """Sends to one subscriber its part, `plan`, of versions.
 
-    door: where the subscriber enters its channel, of this kind · meeting: the channel
+    listener: where the subscriber enters its channel, of this kind · meeting: the channel
     """
 
     def __init__(
@@ -117,14 +117,14 @@ class Sender:
         plan: SourcePlan,
         source: VersionSource,
         kind: Kind,
-        door: Door,
+        listener: ChannelListener,
         meeting: Meeting,
         counts: TransferCounts,
     ) -> None:
         self.who = meeting.whom
         self.pin: Pin | None = None  # set by the server: the version that this subscriber holds
         self.heard_at = time.monotonic()  # set by the server: the last request of this session
-        self._plan, self._source, self._kind, self._door = plan, source, kind, door
+        self._plan, self._source, self._kind, self._listener = plan, source, kind, listener
         self._meeting, self._counts = meeting, counts
         self._slow = False  # by the last full stream
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -149,7 +149,7 @@ class Sender:
 
     def close(self) -> None:
         """End after the jobs already there. Does not wait."""
-        self._door.close()
+        self._listener.close()
         self._jobs.put(None)
         self._woken.set()
 
@@ -163,7 +163,7 @@ class Sender:
         failure = f"the channel to {self.who} is closed"
         hasher = ThreadPoolExecutor(1, thread_name_prefix=f"hash for {self.who}")
         try:
-            channel = admit(self._kind, self._door, self._meeting)
+            channel = accept(self._kind, self._listener, self._meeting)
             buffers: Buffers | None = None
             while (job := self._next_job(channel)) is not None:
                 if buffers is None:

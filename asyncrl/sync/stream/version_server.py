@@ -19,7 +19,7 @@ from asyncrl.rpc.keys import ClientKeys
 from asyncrl.rpc.message import Fields
 from asyncrl.rpc.server import RpcRequest, RpcServer
 from asyncrl.sync.channels.channel import SOURCE, Meeting
-from asyncrl.sync.channels.choose import EndPlace, choose, open_door, place_of
+from asyncrl.sync.channels.choose import EndPlace, choose, listen, place_of
 from asyncrl.sync.stream.sender import Sender, TransferCounts, VersionSource
 
 CLOSE_S = 1.0
@@ -140,13 +140,13 @@ class VersionServer:
                 self._end(session)
         if len(self._senders) >= MAX_SESSIONS:
             raise RefusedError("full", f"{self.name} serves {MAX_SESSIONS} subscribers already")
-        door = open_door(kind, self._host)
+        listener = listen(kind, self._host)
         self._sessions += 1
         name = f"{who}/{self._sessions}"
         device, deadline_s = self._source.device, self._config.deadline_s
         meeting = Meeting(name, SOURCE, self.name, who, device, deadline_s)
-        self._senders[self._sessions] = Sender(plan, self._source, kind, door, meeting, self._counts)
-        return {"session": self._sessions, "channel": name, "backend": kind, "door": door.offer}
+        self._senders[self._sessions] = Sender(plan, self._source, kind, listener, meeting, self._counts)
+        return {"session": self._sessions, "channel": name, "backend": kind, "listener": listener.offer}
 
     def _pin(self, request: RpcRequest) -> Fields | None:
         self._release_of(self._sender(request))

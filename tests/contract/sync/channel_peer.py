@@ -11,12 +11,12 @@ import msgpack
 import torch
 
 from asyncrl.sync.channels.channel import TARGET, Meeting
-from asyncrl.sync.channels.choose import enter
+from asyncrl.sync.channels.choose import connect
 
 
 def main(kind: str, offer: str) -> None:
     device = torch.device("cuda" if kind in ("nccl", "cuda-ipc") else "cpu")
-    channel = enter(
+    channel = connect(
         "shm" if kind == "cuda-ipc" else kind,  # type: ignore[arg-type]
         msgpack.unpackb(bytes.fromhex(offer)),
         Meeting("epoch-1", TARGET, "generator-0", "learner rank 0", device, 20.0),

@@ -24,7 +24,7 @@ import asyncrl.sync.channels.shared_memory as memory
 from asyncrl.errors import DeadlineError, RefusedError, WeightSyncError
 from asyncrl.sync.channels.addresses import own_address
 from asyncrl.sync.channels.channel import SOURCE, TARGET, Channel, Meeting
-from asyncrl.sync.channels.choose import EndPlace, Kind, admit, choose, enter, open_door, place_of
+from asyncrl.sync.channels.choose import EndPlace, Kind, accept, choose, connect, listen, place_of
 from asyncrl.sync.channels.shared_memory import located, mapped, shared_memory
 from asyncrl.sync.channels.shm_transport import MOST_PARTS, ShmChannel
 from asyncrl.sync.channels.torch_transport import TorchChannel
@@ -44,10 +44,10 @@ def meeting(
 
 
 def joined(kind: Kind, devices: tuple[str, str] = ("cpu", "cpu")) -> Pair:
-    door = open_door(kind, "127.0.0.1")
+    listener = listen(kind, "127.0.0.1")
     with ThreadPoolExecutor(1) as threads:
-        source = threads.submit(admit, kind, door, meeting(SOURCE, devices[SOURCE]))
-        target = enter(kind, door.offer, meeting(TARGET, devices[TARGET]))
+        source = threads.submit(accept, kind, listener, meeting(SOURCE, devices[SOURCE]))
+        target = connect(kind, listener.offer, meeting(TARGET, devices[TARGET]))
         return source.result(DEADLINE_S), target
 
 
@@ -175,19 +175,19 @@ PROCESSES = kinds(["tcp", "gloo", "shm", "nccl", "cuda-ipc"], {"nccl": 2, "cuda-
 @contextmanager
 def peer(kind: str) -> Iterator[tuple[Channel, subprocess.Popen[str]]]:
     """(the learner's end, the process with the generator's)."""
-    door = open_door("shm" if kind in ("shm", "cuda-ipc") else "tcp", "127.0.0.1")
+    listener = listen("shm" if kind in ("shm", "cuda-ipc") else "tcp", "127.0.0.1")
     words = [
         sys.executable,
         str(Path(__file__).with_name("channel_peer.py")),
         kind,
-        msgpack.packb(door.offer).hex(),
+        msgpack.packb(listener.offer).hex(),
     ]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             device = "cuda" if kind in ("nccl", "cuda-ipc") else "cpu"
-            channel = admit(
+            channel = accept(
                 "shm" if kind == "cuda-ipc" else kind,  # type: ignore[arg-type]
-                door,
+                listener,
                 meeting(SOURCE, device),
             )
             assert said(process) == "ready"
@@ -240,17 +240,17 @@ def test_a_killed_process_ends_what_waits_for_it(kind: str, verb: str) -> None:
 
 @pytest.mark.parametrize("kind", ["tcp", "gloo", "shm"])
 def test_an_end_that_never_comes_is_named_at_the_deadline(kind: Kind) -> None:
-    admitting, entering = open_door(kind, "127.0.0.1"), open_door(kind, "127.0.0.1")
+    admitting, entering = listen(kind, "127.0.0.1"), listen(kind, "127.0.0.1")
     with pytest.raises(
         DeadlineError, match=r"learner rank 0 waited 0.2 s for generator-0: weight channel never"
     ):
-        admit(kind, admitting, meeting(SOURCE, deadline_s=0.2, name="never"))
+        accept(kind, admitting, meeting(SOURCE, deadline_s=0.2, name="never"))
     with pytest.raises(WeightSyncError, match="generator-0: no weight channel never to learner rank 0"):
-        enter(kind, admitting.offer, meeting(TARGET, name="never"))
+        connect(kind, admitting.offer, meeting(TARGET, name="never"))
     with pytest.raises(
         DeadlineError, match=r"generator-0 waited 0.2 s for learner rank 0: weight channel never"
     ):
-        enter(kind, entering.offer, meeting(TARGET, deadline_s=0.2, name="never"))
+        connect(kind, entering.offer, meeting(TARGET, deadline_s=0.2, name="never"))
     entering.close()
 
 

@@ -102,7 +102,7 @@ def test_a_subscriber_that_never_enters_its_channel_holds_it_until_it_attaches_a
     assert generator.subscriber.newest(-1, 0.0) is not None
     before = resources()
     with monkeypatch.context() as patch:
-        patch.setattr("asyncrl.sync.stream.link.enter", lambda *offer: 1 / 0)
+        patch.setattr("asyncrl.sync.stream.link.connect", lambda *offer: 1 / 0)
         for _ in range(5):
             with pytest.raises(ZeroDivisionError):
                 generator.subscriber.stage(0)

@@ -13,8 +13,8 @@ from waiting import Clock
 
 from asyncrl.errors import DeadlineError, RefusedError, WeightSyncError
 from asyncrl.sync.channels.channel import Channel, Meeting
-from asyncrl.sync.channels.choose import Kind, admit
-from asyncrl.sync.channels.door import Door
+from asyncrl.sync.channels.choose import Kind, accept
+from asyncrl.sync.channels.listener import ChannelListener
 from asyncrl.sync.layout.layout import layout_bytes
 from asyncrl.sync.plan.plan import SourcePlan
 from asyncrl.sync.plan.tree import Links, Member
@@ -315,12 +315,12 @@ def test_a_parent_that_opens_no_channel_is_passed_by_long_before_the_deadline_of
     monkeypatch.setattr("asyncrl.sync.stream.subscriber.PARENT_S", 0.1)
     over = threading.Event()
 
-    def admitted(kind: Kind, door: Door, meeting: Meeting) -> Channel:
+    def admitted(kind: Kind, listener: ChannelListener, meeting: Meeting) -> Channel:
         if meeting.who.startswith("a,"):
             over.wait(60.0)
-        return admit(kind, door, meeting)
+        return accept(kind, listener, meeting)
 
-    monkeypatch.setattr("asyncrl.sync.stream.sender.admit", admitted)
+    monkeypatch.setattr("asyncrl.sync.stream.sender.accept", admitted)
     learner = closing(Learner(LARGE, 1, CHAIN))
     a = closing(Generator("a", learner, learner.whole, CHAIN))
     b = closing(Generator("b", learner, learner.whole, replace(CHAIN, deadline_s=200.0)))

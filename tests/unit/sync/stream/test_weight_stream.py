@@ -15,6 +15,7 @@ import msgpack
 import pytest
 import torch
 import zmq
+from processes import until
 from stream_cases import CONFIG, LARGE, LARGE_CONFIG, SMALL, Generator, Learner, closing_all
 
 import asyncrl.sync.stream.link as link_module
@@ -307,7 +308,8 @@ def test_a_break_is_named_with_its_version_at_both_ends(
         pytest.raises(WeightSyncError, match=r"version 3 .*learner rank 0"),
     ):
         generator.subscriber.stage(3)
-    assert "weights to g: version 3: learner rank 0: the channel to g broke" in caplog.text
+    noted = "weights to g: version 3: learner rank 0: the channel to g broke"
+    until(lambda: noted in caplog.text, "the learner's warning")
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from asyncrl.errors import DeadlineError, WeightSyncError
 from asyncrl.sync.channels.channel import SOURCE, TARGET, Channel, Meeting
-from asyncrl.sync.channels.choose import Kind, admit, enter, open_door
-from asyncrl.sync.channels.door import MOST_CALLERS, SECRET_BYTES, Door
+from asyncrl.sync.channels.choose import Kind, accept, connect, listen
+from asyncrl.sync.channels.listener import MOST_CALLERS, SECRET_BYTES, ChannelListener
 from asyncrl.sync.channels.torch_transport import LONGEST_ENTRY, MOST_ENTRIES, PairStore
 from asyncrl.sync.stream.sender import HUNG_UP
 
@@ -33,9 +33,9 @@ def meeting(member: int, deadline_s: float = WAIT_S) -> Meeting:
     return Meeting("epoch-1", member, names[member], names[1 - member], CPU, deadline_s)
 
 
-def called(door: Door) -> socket.socket:
+def called(listener: ChannelListener) -> socket.socket:
     """A stranger's connection, without the secret."""
-    address = door.offer["address"]
+    address = listener.offer["address"]
     if isinstance(address, str):
         stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         stranger.connect(f"\0{address}")
@@ -53,11 +53,11 @@ def broken_off(stranger: socket.socket) -> bool:
 
 
 @contextmanager
-def admitting(kind: Kind, threads: ThreadPoolExecutor) -> Iterator[tuple[Door, Future[Channel]]]:
-    door = open_door(kind, "127.0.0.1")
-    admitted = threads.submit(admit, kind, door, meeting(SOURCE))
-    yield door, admitted
-    door.close()
+def admitting(kind: Kind, threads: ThreadPoolExecutor) -> Iterator[tuple[ChannelListener, Future[Channel]]]:
+    listener = listen(kind, "127.0.0.1")
+    admitted = threads.submit(accept, kind, listener, meeting(SOURCE))
+    yield listener, admitted
+    listener.close()
     admitted.result(WAIT_S).close()
 
 
@@ -74,42 +74,42 @@ def carries(source: Channel, target: Channel) -> bool:
 def test_a_stranger_gets_no_byte_and_keeps_nobody_out(
     kind: Kind, words: bytes, threads: ThreadPoolExecutor
 ) -> None:
-    with ExitStack() as stack, admitting(kind, threads) as (door, admitted):
-        strangers = [stack.enter_context(called(door)) for _ in range(10)]
+    with ExitStack() as stack, admitting(kind, threads) as (listener, admitted):
+        strangers = [stack.enter_context(called(listener)) for _ in range(10)]
         for stranger in strangers:
             if words:
                 stranger.sendall(words)
-        target = enter(kind, door.offer, meeting(TARGET))
+        target = connect(kind, listener.offer, meeting(TARGET))
         assert carries(admitted.result(WAIT_S), target)
         assert all(map(broken_off, strangers))
         with pytest.raises(ConnectionRefusedError):
-            called(door)  # one end has come: nobody listens any more
+            called(listener)  # one end has come: nobody listens any more
         target.close()
 
 
 def test_the_oldest_of_too_many_strangers_is_sent_away(threads: ThreadPoolExecutor) -> None:
-    with ExitStack() as stack, admitting("tcp", threads) as (door, admitted):
-        strangers = [stack.enter_context(called(door)) for _ in range(MOST_CALLERS + 1)]
+    with ExitStack() as stack, admitting("tcp", threads) as (listener, admitted):
+        strangers = [stack.enter_context(called(listener)) for _ in range(MOST_CALLERS + 1)]
         assert broken_off(strangers[0])
-        target = enter("tcp", door.offer, meeting(TARGET))
+        target = connect("tcp", listener.offer, meeting(TARGET))
         assert carries(admitted.result(WAIT_S), target)
         target.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_secret_in_two_parts_is_one(kind: Kind, threads: ThreadPoolExecutor) -> None:
-    with admitting(kind, threads) as (door, admitted), called(door) as caller:
-        hello = door.offer["hello"]
+    with admitting(kind, threads) as (listener, admitted), called(listener) as caller:
+        hello = listener.offer["hello"]
         caller.sendall(hello[:5])
         assert not admitted.done()
         caller.sendall(hello[5:])
-        assert caller.recv(SECRET_BYTES) == door.offer["answer"]
+        assert caller.recv(SECRET_BYTES) == listener.offer["answer"]
         admitted.result(WAIT_S)
 
 
 def test_two_doors_have_nothing_in_common() -> None:
-    first, second = open_door("tcp", "127.0.0.1"), open_door("tcp", "127.0.0.1")
-    secrets = {door.offer[name] for door in (first, second) for name in ("hello", "answer")}
+    first, second = listen("tcp", "127.0.0.1"), listen("tcp", "127.0.0.1")
+    secrets = {listener.offer[name] for listener in (first, second) for name in ("hello", "answer")}
     assert len(secrets) == 4
     assert {len(secret) for secret in secrets} == {SECRET_BYTES}
     first.close()
@@ -118,44 +118,44 @@ def test_two_doors_have_nothing_in_common() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_process_where_the_door_was_is_found_out(kind: Kind, threads: ThreadPoolExecutor) -> None:
-    door, other = open_door(kind, "127.0.0.1"), open_door(kind, "127.0.0.1")
-    other._hello = door.offer["hello"]
-    admitted = threads.submit(admit, kind, other, meeting(SOURCE))
+    listener, other = listen(kind, "127.0.0.1"), listen(kind, "127.0.0.1")
+    other._hello = listener.offer["hello"]
+    admitted = threads.submit(accept, kind, other, meeting(SOURCE))
     with pytest.raises(WeightSyncError, match=r"generator-0: no weight channel .*: another process answered"):
-        enter(kind, {**door.offer, "address": other.offer["address"]}, meeting(TARGET))
+        connect(kind, {**listener.offer, "address": other.offer["address"]}, meeting(TARGET))
     admitted.result(WAIT_S).close()
-    door.close()
+    listener.close()
 
 
 def test_one_that_listens_and_is_silent_ends_at_the_deadline() -> None:
-    door = open_door("tcp", "127.0.0.1")
+    listener = listen("tcp", "127.0.0.1")
     with pytest.raises(
         DeadlineError, match=r"generator-0 waited 0.1 s for learner rank 0: weight channel epoch-1"
     ):
-        enter("tcp", door.offer, meeting(TARGET, 0.1))
-    door.close()
+        connect("tcp", listener.offer, meeting(TARGET, 0.1))
+    listener.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_closing_a_door_wakes_the_one_who_waits_there(kind: Kind, threads: ThreadPoolExecutor) -> None:
-    door = open_door(kind, "127.0.0.1")
-    with called(door) as stranger:
-        admitted = threads.submit(admit, kind, door, meeting(SOURCE))
+    listener = listen(kind, "127.0.0.1")
+    with called(listener) as stranger:
+        admitted = threads.submit(accept, kind, listener, meeting(SOURCE))
         stranger.sendall(b"x" * SECRET_BYTES)
         assert broken_off(stranger), "it waits"
-        door.close()
+        listener.close()
         with pytest.raises(WeightSyncError, match="it was closed here"):
             admitted.result(WAIT_S)
     with pytest.raises(WeightSyncError, match="it was closed here"):
-        admit(kind, door, meeting(SOURCE))
+        accept(kind, listener, meeting(SOURCE))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_end_that_is_gone_hangs_up_and_one_that_sent_something_does_not(
     kind: Kind, threads: ThreadPoolExecutor
 ) -> None:
-    with admitting(kind, threads) as (door, admitted):
-        target = enter(kind, door.offer, meeting(TARGET))
+    with admitting(kind, threads) as (listener, admitted):
+        target = connect(kind, listener.offer, meeting(TARGET))
         source, poll = admitted.result(WAIT_S), select.poll()
         poll.register(source.fileno(), HUNG_UP)
         target.send(torch.zeros(8, dtype=torch.uint8))
@@ -252,14 +252,14 @@ def test_the_store_of_a_channel_lives_as_long_as_the_channel(threads: ThreadPool
 def test_a_stranger_in_a_group_of_gloo_is_found_out_before_weights_leave(
     threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    door, get = open_door("gloo", "127.0.0.1"), PairStore.get
+    listener, get = listen("gloo", "127.0.0.1"), PairStore.get
 
     def other(store: PairStore, key: str) -> bytes:
         """The stranger does not see the connection."""
         return b"x" * 32 if key == f"proof/{SOURCE}" else get(store, key)
 
     monkeypatch.setattr(PairStore, "get", other)
-    admitted = threads.submit(admit, "gloo", door, meeting(SOURCE))
-    enter("gloo", door.offer, meeting(TARGET)).close()
+    admitted = threads.submit(accept, "gloo", listener, meeting(SOURCE))
+    connect("gloo", listener.offer, meeting(TARGET)).close()
     with pytest.raises(WeightSyncError, match=r"learner rank 0: .*another process has taken its place"):
         admitted.result(WAIT_S)

@@ -1,13 +1,13 @@
 """Where the two ends of a channel meet: a socket that listens for one caller, and is closed once that one has come.
 
-      source                                                            target
-      Door: listens, two new secrets ── offer, in the reply to `attach` ──▸ connected(offer)
-      admit ◂──────────────────────────── hello, the first secret ───────── connects
-        └───────────────────────────────── answer, the second ────────────▸ checks it
+      source                                                                       target
+      ChannelListener, two new secrets ── offer, in the reply to `attach` ───────▸ connected(offer)
+      accept ◂─────────────────────────── hello, the first secret ──────────────── connects
+        └──────────────────────────────── answer, the second ────────────────────▸ checks it
 
 The offer travels over the control line, which is encrypted and admits only holders of the run's keys. A stranger finds
-the port, but has no secret: he is refused, and so is a process that listens where the door was. At most MOST_CALLERS
-wait to show their secret; a further one takes the place of the oldest.
+the port, but has no secret and is refused. So is a process that listens in the place of the listener. At most
+MOST_CALLERS wait to show their secret; a further one takes the place of the oldest.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 """Seconds of silence, seconds between probes, probes: by these the kernel notices that the other machine is gone."""
 
 
-class Door:
-    """Listens from the start. `close` may come from another thread and wakes `admit`.
+class ChannelListener:
+    """Listens from the start. `close` may come from another thread and wakes `accept`.
 
     host: TCP at that address of this machine; None: a Unix socket without a file, for processes of the same user
     """
@@ -61,12 +61,12 @@ class Door:
         self.offer = {"address": address, "hello": self._hello, "answer": self._answer}
         """For `connected`, at the other end."""
 
-    def admit(self, meeting: Meeting) -> socket.socket:
-        """The connection of the one that knows the secret; closes the door.
+    def accept(self, meeting: Meeting) -> socket.socket:
+        """The connection of the one that knows the secret; closes the listener.
 
         Raises:
             DeadlineError: it did not come
-            WeightSyncError: the door was closed
+            WeightSyncError: the listener was closed
         """
         with _errors_of(meeting):
             with self._lock:
@@ -82,7 +82,7 @@ class Door:
             if not self._admitting:
                 self._listener.close()
                 return
-        with suppress(OSError):  # wakes `admit`, which then closes it
+        with suppress(OSError):  # wakes `accept`, which then closes it
             self._listener.shutdown(socket.SHUT_RDWR)
 
     def _first_admitted(self, deadline: float) -> socket.socket:
@@ -152,11 +152,11 @@ class _Caller:
 
 
 def connected(kind: Literal["unix", "tcp"], offer: Mapping[str, Any], meeting: Meeting) -> socket.socket:
-    """The other end of `Door.admit`. offer: the door's, untouched
+    """The other end of `ChannelListener.accept`. offer: the listener's, untouched
 
     Raises:
         DeadlineError: nobody answered
-        WeightSyncError: there is no such door, or another process answered
+        WeightSyncError: there is no such listener, or another process answered
     """
     deadline, address = time.monotonic() + meeting.deadline_s, offer["address"]
     with _errors_of(meeting):
