@@ -86,7 +86,7 @@ class WorkerLeases:
         self._who, self._client, self._status = who, client, status
         self._under_way: dict[Key, LeasedTask] = {}
         self._returns: Counter[tuple[str, int]] = Counter()
-        """Of each task, by stream and ordinal."""
+        """How often each task was given back, by stream and ordinal."""
 
     def __len__(self) -> int:
         return len(self._under_way)

@@ -240,7 +240,7 @@ RANK = re.compile(r"^\[(?:rank|default)(?P<rank>\d+)\]: ?")
 """The mark of the rank that wrote a line, by torch, torchrun or ranks.py; the first rank's lines may have none."""
 
 ENDED_FIRST = re.compile(r": rank (\d+) ended first ")
-"""What ranks.py writes of the rank that made the others end."""
+"""The line that ranks.py writes about the rank that made the others end."""
 
 LAST_MESSAGE = re.compile(r"^asyncrl [a-z ]+: (?P<cause>\S.*)$")
 """The last line of a command of asyncrl that ends on an error that is raised on purpose."""

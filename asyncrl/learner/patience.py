@@ -1,4 +1,4 @@
-"""How long a learner waits for the next group: its deadline begins anew while generators make progress."""
+"""The learner's wait for the next group: its deadline begins anew while generators make progress."""
 
 from __future__ import annotations
 

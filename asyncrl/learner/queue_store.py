@@ -195,6 +195,6 @@ class QueueStore(dist.Store):
         raise NotImplementedError("the registry of the queue does not count the keys of one start")
 
     def _value(self, key: str) -> bytes | None:
-        """None if no rank of this start has set it."""
+        """The value of a key; None if no rank of this start has set it."""
         found = _found(self._registry, self._prefix + key)
         return bytes(found[1]) if found is not None and found[0] == self._word else None

@@ -232,7 +232,7 @@ class TrainStream:
                 claim, refusal = _result(self._request(step, index, attempt))
 
     def _faults(self, claim: Claim | None, step: int) -> list[Fault]:
-        """Of this rank's groups."""
+        """The faults of this rank's groups."""
         if claim is None:
             return []
         faults = []

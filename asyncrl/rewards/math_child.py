@@ -34,15 +34,15 @@ def main(seconds: int, megabytes: int) -> None:
 
 
 def confine() -> None:
-    """On Linux, before any formula: no sockets, no written files, no other calls that `jail.py` forbids."""
+    """On Linux, before any formula: no sockets, no written files, no other calls that `confinement.py` forbids."""
     if sys.platform == "linux":
         sys.path.insert(
             0, str(Path(__file__).with_name("sandbox"))
         )  # without the package, which takes long to import
-        jail = importlib.import_module("inside.jail")
+        confinement = importlib.import_module("inside.confinement")
         del sys.path[0]
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-        jail.forbid_calls()
+        confinement.forbid_calls()
 
 
 def compared(math_verify: Any, gold: str, text: str) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from asyncrl.types import Scored, Task
 
 CHILD = Path(__file__).with_name("math_child.py")
 KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT")
-"""Of the environment, which may hold keys that are not for a process with texts of the model."""
+"""The variables that a process with texts of the model gets: the environment may hold keys."""
 START_S = 60.0
 """Time for the import of sympy on a busy machine."""
 

@@ -59,7 +59,7 @@ SPOILED = (
     RecursionError,
     MemoryError,
 )
-"""What an unpickler raises for bytes that are no pickle, or one of another kind."""
+"""Errors that an unpickler raises for bytes that are no pickle, or one of another kind."""
 
 
 class CheckpointReader(FileSystemReader):

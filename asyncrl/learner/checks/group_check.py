@@ -1,4 +1,4 @@
-"""What a group must be to be trained on. Groups come from other processes; none may end the learner.
+"""The conditions on a group that is trained on. Groups come from other processes; none may end the learner.
 
 `GroupCheck.fault` is a pure function of the group, the configuration and the version in training: ranks with the same
 group get the same answer.

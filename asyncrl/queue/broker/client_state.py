@@ -31,14 +31,14 @@ class Grants(NamedTuple):
 
 @dataclass(slots=True)
 class UnreadValues:
-    """Of the replies that no client may have read."""
+    """The size of the values in replies that may not have been read."""
 
     nbytes: int = 0
 
 
 @dataclass(slots=True)
 class ClientState:
-    """What is known of one client.
+    """The broker's memory of one client.
 
     name    of the client, the same for all its sessions
     unread  replies that it may not have read, by request · grants: the leases in them

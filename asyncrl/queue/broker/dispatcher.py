@@ -113,7 +113,7 @@ class Dispatcher:
 
     @property
     def unread_bytes(self) -> int:
-        """Of the values in all replies that may not have been read."""
+        """Bytes of the values in all replies that may not have been read."""
         return self._values.nbytes
 
     @property

@@ -132,7 +132,7 @@ class RedisPayloads:
         self.flush()
 
     def _adopt_some(self, keys: list[PayloadKey]) -> None:
-        """Of a broker before this one."""
+        """Keep payloads that an earlier broker wrote."""
         there = self._adopt([self._payload(self._entries[key].name) for key in keys], [])
         for key, found in zip(keys, there, strict=True):
             if not found:

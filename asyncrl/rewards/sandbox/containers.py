@@ -40,7 +40,7 @@ class Container(ABC):
         """The words that start `inside/supervisor.py` in the sandbox."""
 
     def _descriptors(self) -> tuple[int, ...]:
-        """What the command inherits."""
+        """Descriptors that the command inherits."""
         return ()
 
     def run(
@@ -111,7 +111,7 @@ class Bubblewrap(Container):
         return [*words, *root.command(SEEN_AT, f"supervisor.main({list(root.packages)!r})")]
 
     def _ids(self) -> list[str]:
-        """Root keeps two capabilities until `inside/jail.py` has changed to nobody's id."""
+        """Root keeps two capabilities until `inside/confinement.py` has changed to nobody's id."""
         if descriptors := self._descriptors():
             return ["--userns", str(descriptors[0]), "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
         return ["--unshare-user", "--uid", "1000", "--gid", "1000"]

@@ -49,7 +49,7 @@ class Root:
 
 @cache
 def root() -> Root:
-    """Of this interpreter. Raises SandboxError if its libraries cannot be told."""
+    """The root for this interpreter. Raises SandboxError if its libraries cannot be found."""
     compileall.compile_dir(INSIDE, quiet=2)  # nobody inside can write there
     interpreter = os.path.realpath(sys.executable)
     standard = {os.path.realpath(os.path.dirname(os.__file__))}
@@ -71,7 +71,7 @@ def root() -> Root:
 
 
 def _libraries(programs: list[str]) -> Iterator[tuple[str, str]]:
-    """What the dynamic loader needs: whole folders of the system's libraries, single files elsewhere."""
+    """The files that the dynamic loader needs: whole folders of the system's libraries, single files elsewhere."""
     try:
         done = subprocess.run(["ldd", *programs], capture_output=True, text=True, timeout=LDD_S)
     except (OSError, subprocess.TimeoutExpired) as error:

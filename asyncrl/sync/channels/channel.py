@@ -40,7 +40,7 @@ class Channel(Protocol):
         """Begin to fill [bytes] uint8, contiguous. Raises WeightSyncError when the channel is broken."""
 
     def fileno(self) -> int:
-        """Of the connection to the other end, which hangs up when that end is gone."""
+        """The descriptor of the connection to the other end, which hangs up when that end is gone."""
 
     def close(self) -> None:
         """Free it; transfers at both ends then fail. May be called again, and from another thread."""

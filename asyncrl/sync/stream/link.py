@@ -75,7 +75,7 @@ class PublisherLink:
         self._rpc = self._connected()
         self._session: _Session | None = None
         self.received_bytes = 0
-        """Of the last version: what went over the channel."""
+        """Bytes of the last version that went over the channel."""
 
     def hello(self, seconds: float) -> Hello:
         """Raises DeadlineError, RefusedError("lineage")."""

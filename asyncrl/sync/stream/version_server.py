@@ -180,7 +180,7 @@ class VersionServer:
         return {}
 
     def _alive(self, request: RpcRequest) -> Fields:
-        """Of a subscriber that needs nothing from here now."""
+        """A sign of life of a subscriber that needs nothing from here now."""
         self._sender(request)
         return {}
 

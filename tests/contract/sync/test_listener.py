@@ -239,14 +239,14 @@ def test_the_store_of_a_channel_lives_as_long_as_the_channel(threads: ThreadPool
     transfer."""
     gc.collect()
     before = sum(isinstance(one, PairStore) for one in gc.get_objects())
-    door = open_door("gloo", "127.0.0.1")
-    admitted = threads.submit(admit, "gloo", door, meeting(SOURCE))
-    ends = [enter("gloo", door.offer, meeting(TARGET)), admitted.result(WAIT_S)]
+    listener = listen("gloo", "127.0.0.1")
+    admitted = threads.submit(accept, "gloo", listener, meeting(SOURCE))
+    ends = [connect("gloo", listener.offer, meeting(TARGET)), admitted.result(WAIT_S)]
     gc.collect()
     assert sum(isinstance(one, PairStore) for one in gc.get_objects()) == before + 2
     for end in ends:
         end.close()
-    door.close()
+    listener.close()
 
 
 def test_a_stranger_in_a_group_of_gloo_is_found_out_before_weights_leave(

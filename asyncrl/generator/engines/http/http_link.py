@@ -137,7 +137,7 @@ def _checked(what: str, status: int, text: str) -> Any:
 
 
 def parsed(answer: Any, read: Callable[[Any], T]) -> T:
-    """What `read` makes of an answer. Raises UnreachableError for one that it cannot read.
+    """The result of `read` for an answer. Raises UnreachableError for one that it cannot read.
 
     >>> parsed({"a": 1}, lambda answer: answer["b"])
     Traceback (most recent call last):

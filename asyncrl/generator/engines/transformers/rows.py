@@ -113,7 +113,7 @@ class BatchRows:
         return list(left.values())
 
     def turn(self, row: int, finish: Finish) -> Turn:
-        """What is made of this row's sample, as a copy."""
+        """A copy of this row's sample so far."""
         made = slice(self.prompt_R[row], self.known_R[row])
         request = self.owner(row)[0].request
         return request.turn(

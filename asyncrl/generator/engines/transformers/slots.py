@@ -284,7 +284,7 @@ class SlotBatch:
         return [(batched.request.request_id, batched.in_order()) for batched in left if batched.finished]
 
     def _cut_pieces(self, row_A: Array) -> None:
-        """Of the samples in these rows that have so many new tokens as their request says."""
+        """Hand out a piece of each sample in these rows that has as many new tokens as its request wants."""
         every_A = self._rows.every_R[row_A]
         if not every_A.any():
             return

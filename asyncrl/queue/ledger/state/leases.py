@@ -61,7 +61,7 @@ class Leases:
         del self.by_epoch[epoch]
 
     def end_all(self, ordinal: int, epoch: int) -> None:
-        """Of a task, whose later lease has this epoch."""
+        """End both leases of a task, whose later lease has this epoch."""
         self.end(epoch)
         if (earlier := self.hedged.pop(ordinal, None)) is not None:
             self.end(earlier)

@@ -36,7 +36,7 @@ BUILDERS: dict[str, Callable[[list[Any]], Any]] = {"l": list, "t": tuple, "s": s
 
 
 class DataError(ValueError):
-    """What was received is no encoded value."""
+    """The received value is not one that `encode` makes."""
 
 
 def encode(value: Any, refer: Refer, depth: int = 0) -> Any:

@@ -39,7 +39,7 @@ class ProgramLost(BaseException):
 class Proxy:
     """An object of the program. Operators are not forwarded, see above."""
 
-    def __init__(self, link: Link, reference: list[Any], epoch: int) -> None:
+    def __init__(self, link: ProgramLink, reference: list[Any], epoch: int) -> None:
         object.__setattr__(self, "_judged", (link, reference, epoch))
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
@@ -85,7 +85,7 @@ class Proxy:
         return link.request(operation, self, *operands)
 
 
-class Link:
+class ProgramLink:
     """Requests to the program. One thread at a time; a callback may make requests of its own."""
 
     def __init__(self, template: Template) -> None:
@@ -97,7 +97,7 @@ class Link:
         self.refusal: str | None = None
 
     def named(self, name: str) -> Any:
-        """What stands for a name of the program. Raises KeyError if it has none."""
+        """The object that stands for a name of the program. Raises KeyError if it has none."""
         reply = self._exchange(["name", name])
         if reply[0] == "named":
             return Proxy(self, ["n", name], 0)
@@ -217,7 +217,7 @@ class Judge:
     def __init__(self, template: Template, wall_s: float, total_s: float) -> None:
         self._template, self._wall_s = template, wall_s
         self._end = time.monotonic() + total_s
-        self._link = Link(template)
+        self._link = ProgramLink(template)
         sys.modules["__main__"] = types.ModuleType("__main__")
         self._world = vars(sys.modules["__main__"])
 

@@ -26,20 +26,20 @@ class TestsRefused(BaseException):
     __test__ = False
 
 
-class Names(NamedTuple):
+class TestNames(NamedTuple):
     """program: names of the program; modules: the judge imports them, name → module."""
 
     program: tuple[str, ...]
     modules: dict[str, str]
 
 
-def names_of(texts: Sequence[str], entry: Sequence[str]) -> Names:
+def names_of(texts: Sequence[str], entry: Sequence[str]) -> TestNames:
     """Raises TestsRefused, with a remedy, if they are no Python or the program's names cannot be told.
 
     >>> names_of(["import math", "assert math.isclose(area(2), abs(len(x)))"], [])
-    Names(program=('area', 'x'), modules={})
+    TestNames(program=('area', 'x'), modules={})
     >>> names_of(["assert sum(10, 15) == 6"], [])
-    Names(program=('sum',), modules={})
+    TestNames(program=('sum',), modules={})
     """
     free = _free(texts)
     _check_imports(texts)
@@ -66,7 +66,7 @@ def names_of(texts: Sequence[str], entry: Sequence[str]) -> Names:
             "they use no name of the program: call its function, and if that has the name of one of Python's own, "
             "name it in the field of the entry point"
         )
-    return Names(tuple(sorted(unknown)), modules)
+    return TestNames(tuple(sorted(unknown)), modules)
 
 
 def _check_imports(texts: Sequence[str]) -> None:
@@ -84,7 +84,7 @@ def _check_imports(texts: Sequence[str]) -> None:
 
 
 def _free(texts: Sequence[str]) -> set[str]:
-    """Names that are used and neither defined nor imported."""
+    """TestNames that are used and neither defined nor imported."""
     used: set[str] = set()
     bound: set[str] = set()
     for number, text in enumerate(texts, 1):

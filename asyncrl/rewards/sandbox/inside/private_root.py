@@ -15,7 +15,7 @@ import sys
 from typing import Any
 
 from . import supervisor
-from .jail import INSIDE, NAMESPACES
+from .confinement import INSIDE, NAMESPACES
 from .system import PR_SET_DUMPABLE, PR_SET_PDEATHSIG, checked, exit_after, libc, prctl, write_text
 
 NOBODY = 65534
@@ -38,7 +38,7 @@ def main(root: dict[str, Any]) -> int:
 
 
 def enter_namespaces(flags: int) -> None:
-    """Of root, two ids exist inside: its own for the mounts, and nobody's as INSIDE. Of others, their own as INSIDE."""
+    """Root gets two ids inside: its own for the mounts, and nobody's as INSIDE. Another user gets its own as INSIDE."""
     uid, gid = os.geteuid(), os.getegid()
     if uid != 0:
         checked(libc.unshare(flags), "unshare: user, mount, pid, net, ipc and uts namespaces")

@@ -18,7 +18,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from . import data, frames, jail
+from . import confinement, data, frames
 from .system import PR_SET_PDEATHSIG, prctl
 
 World = dict[str, Any]
@@ -35,9 +35,9 @@ def enter(limits: dict[str, Any], cpu_s: int, first_closed: int) -> World:
     os.dup2(os.open("/dev/null", os.O_WRONLY), 2)
     os.closerange(first_closed, 1 << 16)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as in every program
-    jail.limit(limits, cpu_s)
-    jail.drop_capabilities()
-    jail.forbid_calls()
+    confinement.limit(limits, cpu_s)
+    confinement.drop_capabilities()
+    confinement.forbid_calls()
     sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
     sys.argv, sys.modules["__main__"] = ["answer.py"], types.ModuleType("__main__")
     return vars(sys.modules["__main__"])
@@ -117,7 +117,7 @@ class Served:
         return ["value", self._encoded(result), changed if operation == "call" else []]
 
     def _named(self, name: str) -> Any:
-        """Of a name of the program: its value, its classes if it is an exception, or that there is none."""
+        """The reply for a name of the program: its value, its classes if it is an exception, or that there is none."""
         if name not in self._world:
             return ["missing"]
         found = self._world[name]

@@ -5,8 +5,8 @@
     process 1 ── without tests: fork per input ──▸ program.run ── output ──────────┤
               └─ with tests: template.py ──▸ program.serve ◂── requests ── judge.py ┘
 
-Process 1 has no rights and receives no signal from inside (`jail.become_supervisor`). What it starts never holds a pipe
-that leads outside.
+Process 1 has no rights and receives no signal from inside (`confinement.become_supervisor`). The processes that it
+starts never hold a pipe that leads outside.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import sys
 import time
 from typing import Any
 
-from . import frames, jail, program
+from . import confinement, frames, program
 from .system import exit_after, write_all
 
 Job = dict[str, Any]
@@ -34,7 +34,7 @@ F_ADD_SEALS, ALL_SEALS = 1033, 0xF
 def main(packages: list[str]) -> int:
     """packages: folders of installed packages. Returns the exit status of the sandbox."""
     os.umask(0o077)
-    jail.become_supervisor()
+    confinement.become_supervisor()
     sys.path[:] = sys.path[1:] + packages  # this package is for nobody else
     site.setquit()  # `exit` and `quit`, which programs use
     job = frames.received(0)
@@ -61,7 +61,7 @@ def _judged(job: Job) -> Job:
         os.dup2(null, fd)
     memory = limits["memory_mb"] << 20
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    jail.forbid_calls()
+    confinement.forbid_calls()
     os.environ["HOME"] = "/"  # the other is the program's folder: no library reads its settings there
     result = Judge(template, limits["wall_s"], limits["total_s"]).judged(tests["texts"], tests["entry"])
     os.dup2(outside, 1)
