@@ -102,7 +102,7 @@ def model_of(millions: int) -> PreTrainedModel:
 
 async def run(talk: Talk, said: dict[str, Any]) -> None:
     if said["link_bytes_per_s"]:
-        opened = link.enter
+        opened = link.connect
 
         def receive(transfer: Transfer, nbytes: int, seconds: float) -> None:
             transfer.wait(seconds)
@@ -111,7 +111,7 @@ async def run(talk: Talk, said: dict[str, Any]) -> None:
         def open_slow(*of: Any, **more: Any) -> SlowChannel:
             return SlowChannel(cast(SharingChannel, opened(*of, **more)), receive)
 
-        link.enter = cast(Any, open_slow)
+        link.connect = cast(Any, open_slow)
     engine = TransformersEngine(
         model_of(said["millions"]), slots=SLOTS, max_length=LENGTH, end_ids=(), version=0, fixed_shape=False
     )
