@@ -146,7 +146,7 @@ def _print_last(message: str) -> None:
 def parse_words(words: Sequence[str]) -> Arguments:
     """key=value words may stand anywhere after CONFIG. Exits with 2 on words that mean nothing.
 
-    The result has all words as `words`, too.
+    The result has all words as `command_line`, too.
     """
     given = [*words]
     parser = build_parser()
@@ -163,7 +163,7 @@ def parse_words(words: Sequence[str]) -> Arguments:
         parser.error("the following arguments are required: CONFIG")
     if rest:
         arguments.overrides = [*arguments.overrides, *overrides]
-    arguments.words = given
+    arguments.command_line = given
     return arguments
 
 

@@ -98,7 +98,7 @@ def _starts_ranks(share: RankShare, key: str) -> bool:
 def _ranks(arguments: Arguments, config: Config, share: RankShare, *words: str) -> int:
     from asyncrl.launch.ranks import run_ranks
 
-    command = [sys.executable, "-m", "asyncrl", *arguments.words, *words]
+    command = [sys.executable, "-m", "asyncrl", *arguments.command_line, *words]
     return run_ranks(command, share, config.launch.rank_deadline_s)
 
 

@@ -80,24 +80,20 @@ def open_trainer(
     heldout  the number of tasks of each evaluation set, by its name
     """
     spans, run_folder = Spans(), Path(config.run.dir) / config.run.name
-    pools = requirements.models_trained_in_pools(config)
+    pools, records = requirements.models_trained_in_pools(config), RunRecords(run_folder, config)
     remote_models = {name: RemoteModel(name, config, backend, client, keys) for name in pools}
     training = version_step(backend, config, spans, remote_models)
-    records = RunRecords(run_folder, config)
     folder, meta = _restore(config, backend, training, run_folder, status)
     version = meta.version if meta else 0
     opened = _open_streams(config, backend, client, records, meta)
     learner_epoch, lineage = backend.exchange(opened and [opened.train_epoch, opened.lineage])[0]
     _open_remote_models(config, remote_models, learner_epoch, folder, version, status)
-    publication = Publication(config, backend, make_publisher(lineage), training.gate, lineage, spans)
-    publication.post_endpoint(client)
     abandoned = _abandoned_versions(backend, records, version) if config.run.resume else range(0)
     if training.gate is not None and meta is not None:
         training.gate.abandoned = abandoned
-    publication.publish(version)
-    publication.note_probes(version)
+    publication = Publication(config, backend, make_publisher(lineage), training.gate, lineage, spans)
+    _begin_publishing(publication, client, version)
     evaluations = _open_records(config, client, opened, records, version, heldout)
-    idle = functools.partial(_idle, remote_models, evaluations)
     stream = TrainStream(
         client,
         backend,
@@ -106,11 +102,10 @@ def open_trainer(
         check=group_check(config, published=max(abandoned, default=0)),
         learner_epoch=learner_epoch,
         stop=stop,
-        idle=idle,
+        idle=functools.partial(_idle, remote_models, evaluations),
         status=status,
     )
-    empty_eval = opened.empty_eval if opened else None
-    saved = version if meta else None
+    empty_eval, saved = (opened.empty_eval if opened else None), (version if meta else None)
     return Trainer(
         config=config,
         backend=backend,
@@ -128,6 +123,13 @@ def open_trainer(
         spans=spans,
         stop=stop,
     )
+
+
+def _begin_publishing(publication: Publication, client: BlockingClient, version: Version) -> None:
+    """Collective: let subscribers find this rank, and publish the version that it begins with."""
+    publication.post_endpoint(client)
+    publication.publish(version)
+    publication.note_probes(version)
 
 
 def _restore(

@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -71,8 +72,9 @@ class PublisherLink:
         whom: str | None = None,
     ) -> None:
         self.endpoint, self.who, self.whom = endpoint, who, whom or endpoint
-        self._lineage, self._keys = lineage, keys
-        self._rpc = self._connected()
+        self._lineage = lineage
+        self._connect = partial(RpcClient, endpoint, who, "the publisher", WeightSyncError, keys)
+        self._rpc = self._connect()
         self._session: _Session | None = None
         self.received_bytes = 0
         """Bytes of the last version that went over the channel."""
@@ -225,9 +227,6 @@ class PublisherLink:
             raise WeightSyncError(f"{self.who} is not attached to {self.whom}")
         return self._session
 
-    def _connected(self) -> RpcClient:
-        return RpcClient(self.endpoint, self.who, "the publisher", WeightSyncError, self._keys)
-
     def _request(self, kind: str, **fields: Any) -> RpcReply:
         return self._rpc.request(kind, {**fields, "who": self.who, "lineage": self._lineage})
 
@@ -237,7 +236,7 @@ class PublisherLink:
             return self._rpc.wait(reply, what, seconds)
         except WeightSyncError:
             self._rpc.close()
-            self._rpc = self._connected()
+            self._rpc = self._connect()
             raise
 
     def _call(self, kind: str, what: str, seconds: float, **fields: Any) -> dict[str, Any]:

@@ -255,7 +255,7 @@ class HttpEngine:
             return await asyncio.shield(answer)
         except asyncio.CancelledError:
             if self._lost.take_lost(answer):
-                self._background(self._abort_lost(name))
+                self._background(_abort_once(self._server, name))
                 raise SampleLostError(
                     f"the server has not answered {name} after {self._config.progress_deadline_s:g} s, though it has "
                     f"made {PATIENCE:g} times as many tokens of each other sample as {name} may have"
@@ -271,10 +271,6 @@ class HttpEngine:
             while not answer.done():
                 await self._server.abort(name)
                 await asyncio.wait({answer}, timeout=ABORT_AGAIN_S)
-
-    async def _abort_lost(self, name: str) -> None:
-        with contextlib.suppress(UnreachableError, ServerRefusedError):
-            await self._server.abort(name)
 
     def _look_for_lost(self) -> None:
         lost = self._lost.look(time.monotonic(), self._meter.tokens, self._meter.load.waiting > 0)
@@ -313,6 +309,11 @@ class HttpEngine:
             raise RunClosedError("the engine was closed")
         if not self._started:
             raise RuntimeError("the engine was not started")
+
+
+async def _abort_once(server: Server, name: str) -> None:
+    with contextlib.suppress(UnreachableError, ServerRefusedError):
+        await server.abort(name)
 
 
 def _is_cancelled() -> bool:

@@ -18,7 +18,7 @@ import torch
 
 from asyncrl.counter_rng import stream_key
 from asyncrl.generator.engines.engine import SampleRequest
-from asyncrl.types import Array, Finish, Turn
+from asyncrl.types import Array, Finish, Turn, Version
 
 
 @dataclass(slots=True)
@@ -99,6 +99,15 @@ class BatchRows:
         self.support.min_p_R[rows] = sampling.min_p
         self.key_R[rows] = stream_key(request.sampling.seed, request.ordinal, request.first + sample_A)
         self.token_RC[rows, :prompt] = request.prompt_ids
+
+    def sibling(self, batched: BatchedRequest, version: Version) -> int | None:
+        """A row whose keys and values of this request's prompt were made by the weights of `version`."""
+        prompt = len(batched.request.prompt_ids)
+        for row, owner in self.requests().items() if batched.joined else ():
+            begun = owner is batched and self.cached_R[row] >= prompt
+            if begun and self.version_RC[row, prompt] == version:
+                return row
+        return None
 
     def release(self, rows: Array, finish: Sequence[Finish]) -> list[BatchedRequest]:
         """Free rows, and give their turns to their requests. Returns the requests, each once."""

@@ -62,7 +62,7 @@ class SlotBatch:
         self.tokens_made = 0
         self._device = model.device
         self._end_ids = np.array(sorted(set(end_ids)), np.int64)
-        self._cache = KVCache(slots, max_length)
+        self.cache = KVCache(slots, max_length)
         self._column_indices = torch.arange(max_length, device=self._device)
         self._row_indices = torch.arange(slots, device=self._device)
         self._waiting: list[BatchedRequest] = []  # by ordinal
@@ -78,11 +78,6 @@ class SlotBatch:
     def waiting(self) -> int:
         """Samples that have no row yet."""
         return sum(batched.left for batched in self._waiting)
-
-    @property
-    def layers(self) -> int:
-        """Layers that have attended through the cache so far."""
-        return len(self._cache.layers)
 
     @property
     def idle(self) -> bool:
@@ -156,7 +151,7 @@ class SlotBatch:
             batched, used = self._waiting[0], self._rows.used
             prompt = len(batched.request.prompt_ids)
             rows = np.arange(used, min(self.slots, used + batched.left))
-            sibling = self._sibling(batched)
+            sibling = self._rows.sibling(batched, self.version)
             if sibling is None:
                 tokens += prompt
                 if to_run and tokens > PREFILL_TOKENS:
@@ -166,20 +161,11 @@ class SlotBatch:
             else:
                 # All but the prompt's last token, which the row feeds as it feeds any other.
                 source = self._tensor(np.full(len(rows), sibling))
-                self._cache.move_rows(source, self._tensor(rows), prompt - 1)
+                self.cache.move_rows(source, self._tensor(rows), prompt - 1)
                 self._rows.assign(batched, rows, cached=prompt - 1)
             if not batched.left:
                 self._waiting.pop(0)
         return to_run
-
-    def _sibling(self, batched: BatchedRequest) -> int | None:
-        """A row whose keys and values of this request's prompt the current weights have made."""
-        prompt = len(batched.request.prompt_ids)
-        for row, owner in self._rows.requests().items() if batched.joined else ():
-            begun = owner is batched and self._rows.cached_R[row] >= prompt
-            if begun and self._rows.version_RC[row, prompt] == self.version:
-                return row
-        return None
 
     def _admit_fixed(self) -> None:
         """Each request whose own rows are free; others wait for exactly theirs."""
@@ -244,7 +230,7 @@ class SlotBatch:
         self, token_N: Array, position_N: Array, of: Prefill | Decode, keep: Tensor | None
     ) -> Tensor:
         """Logits of the tokens `keep` (all by default) of one packed row."""
-        with attending(self._cache, of):
+        with attending(self.cache, of):
             out = self.model(
                 input_ids=self._tensor(token_N)[None],
                 position_ids=self._tensor(position_N)[None],
@@ -303,7 +289,7 @@ class SlotBatch:
         if holes.size and not self.fixed_shape:
             last = rows.used + np.flatnonzero(kept[rows.used :])
             columns = int(rows.cached_R[last].max())
-            self._cache.move_rows(self._tensor(last), self._tensor(holes), columns)
+            self.cache.move_rows(self._tensor(last), self._tensor(holes), columns)
             rows.move(last, holes)
         return left
 

@@ -274,10 +274,9 @@ def check_attention(model: PreTrainedModel, max_length: int) -> None:
         probe.add(SampleRequest("probe", np.zeros(1, np.int64), Sampling(max_tokens=2), ordinal=0))
         probe.step()
         layers = model.config.get_text_config().num_hidden_layers
-        if probe.layers != layers:
-            raise UnsupportedAttentionError(
-                f"{layers - probe.layers} of {layers} layers without plain attention"
-            )
+        attended = len(probe.cache.layers)
+        if attended != layers:
+            raise UnsupportedAttentionError(f"{layers - attended} of {layers} layers without plain attention")
     except UnsupportedAttentionError as error:
         raise ConfigError(
             "model.path",

@@ -105,7 +105,7 @@ async def test_decoding_goes_on_while_a_version_crosses_a_slow_link(
     live = {"w": torch.zeros(4096, 1024)}
     engine = CountingEngine(live)
     arrived: list[tuple[int, int]] = []
-    opened = link_module.enter
+    opened = link_module.connect
 
     def receive(transfer: Transfer, nbytes: int, seconds: float) -> None:
         """A bucket takes as long as the engine takes for three steps."""
@@ -113,7 +113,7 @@ async def test_decoding_goes_on_while_a_version_crosses_a_slow_link(
         transfer.wait(seconds)
         arrived.append((engine.steps, nbytes))
 
-    monkeypatch.setattr(link_module, "enter", lambda *of, **more: SlowChannel(opened(*of, **more), receive))
+    monkeypatch.setattr(link_module, "connect", lambda *of, **more: SlowChannel(opened(*of, **more), receive))
     receiver = engine.receiver(WeightReader("run", "g", config))
     follower = WeightFollower("g", receiver, OneLearner(learner.endpoints))
     learner.publish(0)

@@ -8,6 +8,7 @@ import os
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -42,7 +43,14 @@ def until(look: Callable[[], bool], what: str) -> None:
 
 
 def freed(before: tuple[list[str], int]) -> None:
-    until(lambda: resources() == before, f"return to {before} from {resources()}")
+    """Wait until there is no thread and no descriptor more than before."""
+    threads, descriptors = before
+
+    def back() -> bool:
+        threads_now, descriptors_now = resources()
+        return not Counter(threads_now) - Counter(threads) and descriptors_now <= descriptors
+
+    until(back, f"return to {before} from {resources()}")
 
 
 def die(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
