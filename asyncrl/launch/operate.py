@@ -22,7 +22,7 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, RunClosedError
 from asyncrl.launch.folder.run_folder import find_run, read_address, read_summary
 from asyncrl.launch.views.dashboard import cell
-from asyncrl.launch.views.output import one_line
+from asyncrl.launch.views.output import within_line
 from asyncrl.queue.client.client import QueueClient
 from asyncrl.queue.protocol.replies import Peek
 from asyncrl.rpc.keys import client_keys
@@ -107,8 +107,8 @@ def print_status(status: Mapping[str, Any], address: str) -> None:
     console = Console()
     over = f", closed: {status['closed']}" if status["closed"] is not None else ""
     title = f"run {status['run']} at {address}{over}"
-    names = [Column(cell(one_line(name))) for name in status["streams"]]
-    table = Table("", *names, title=cell(one_line(title)), title_justify="left")
+    names = [Column(cell(within_line(name))) for name in status["streams"]]
+    table = Table("", *names, title=cell(within_line(title)), title_justify="left")
     columns = [dict(_rows(stream)) for stream in status["streams"].values()]
     for label in dict.fromkeys(label for column in columns for label in column):
         table.add_row(cell(label), *(cell(column.get(label, "")) for column in columns))
@@ -128,7 +128,7 @@ def _rows(stream: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "leased by", _counted(_by_name(stream["leases_by_worker"]))
     yield "groups ready", f"{stream['ready']} of {settings.get('depth', '?')}"
     for name, stage in stream["stages"].items():
-        yield f"stage {one_line(name)}", f"{stage['waiting']} wait, {stage['leased']} leased"
+        yield f"stage {within_line(name)}", f"{stage['waiting']} wait, {stage['leased']} leased"
     yield "claimed", str(stream["claimed"])
     yield "trained", str(stream["trained"])
     yield "dropped", _counted(stream["dropped_by_reason"])
@@ -141,7 +141,7 @@ def _rows(stream: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def task_lines(peek: Peek, ordinal: int, decode: Decode | None) -> Iterator[str]:
     """Lines about one task. decode: from token ids to text, if a tokenizer is known."""
-    yield from map(one_line, _task_lines(peek, ordinal, decode))
+    yield from map(within_line, _task_lines(peek, ordinal, decode))
 
 
 def _task_lines(peek: Peek, ordinal: int, decode: Decode | None) -> Iterator[str]:
@@ -204,7 +204,7 @@ def _by_name(counts: Mapping[str, int]) -> Counter[str]:
 
 
 def _counted(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{one_line(name)} {count}" for name, count in sorted(counts.items())) or "none"
+    return ", ".join(f"{within_line(name)} {count}" for name, count in sorted(counts.items())) or "none"
 
 
 def _mb(size: int) -> str:

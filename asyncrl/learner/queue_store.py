@@ -31,7 +31,7 @@ IDLE_S = 5.0
 """After this long without a call the connection to the queue is closed."""
 
 
-class Registry(Protocol):
+class PostRegistry(Protocol):
     """The part of `BlockingClient` that a store needs."""
 
     def post(self, key: str, value: Any) -> None: ...
@@ -80,7 +80,7 @@ class QueueRegistry:
         return self._client
 
 
-def meet(registry: Registry, name: str, rank: int, world: int, deadline_s: float) -> QueueStore:
+def meet(registry: PostRegistry, name: str, rank: int, world: int, deadline_s: float) -> QueueStore:
     """The store of all ranks of this start. name: of the learner or of the pool's process.
 
     Raises DeadlineError, which names the rank that did not come.
@@ -90,7 +90,7 @@ def meet(registry: Registry, name: str, rank: int, world: int, deadline_s: float
     return QueueStore(registry, name, word, timedelta(seconds=deadline_s))
 
 
-def _gather(registry: Registry, name: str, own: str, world: int, end: float, deadline_s: float) -> str:
+def _gather(registry: PostRegistry, name: str, own: str, world: int, end: float, deadline_s: float) -> str:
     """Rank 0: wait for the others."""
     met: dict[int, str] = {}
     late = [*range(1, world)]
@@ -105,7 +105,7 @@ def _gather(registry: Registry, name: str, own: str, world: int, end: float, dea
     return own
 
 
-def _join(registry: Registry, name: str, own: str, rank: int, end: float, deadline_s: float) -> str:
+def _join(registry: PostRegistry, name: str, own: str, rank: int, end: float, deadline_s: float) -> str:
     registry.post(f"ranks/{name}/join/{rank}", own)
     while True:
         meeting = _found(registry, f"ranks/{name}/meeting")
@@ -123,7 +123,7 @@ def _wait(end: float, who: str, whom: str, deadline_s: float) -> None:
         time.sleep(LOOK_S)
 
 
-def _found(registry: Registry, key: str) -> Any:
+def _found(registry: PostRegistry, key: str) -> Any:
     """The entry; None if there is none."""
     try:
         return registry.lookup(key, 0.0)
@@ -137,7 +137,7 @@ class QueueStore(dist.Store):
     `add` and `compare_set` are not atomic among ranks; torch calls neither while it makes process groups.
     """
 
-    def __init__(self, registry: Registry, name: str, word: str, timeout: timedelta) -> None:
+    def __init__(self, registry: PostRegistry, name: str, word: str, timeout: timedelta) -> None:
         super().__init__()
         self._registry, self._prefix, self._word = registry, f"ranks/{name}/store/", word
         self._timeout = timeout

@@ -76,11 +76,11 @@ def lasting_output() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
-def one_line(text: str) -> str:
+def within_line(text: str) -> str:
     """Text of others, e.g. the name of a process, as a part of a line: it can neither begin a line nor turn the
     direction of writing.
 
-    >>> one_line("gen\\n\\x1b[31m[/x] \\u202egnp 日本")
+    >>> within_line("gen\\n\\x1b[31m[/x] \\u202egnp 日本")
     'gen [31m[/x]  gnp 日本'
     """
     return "".join(c if c.isprintable() else " " for c in without_control(text))

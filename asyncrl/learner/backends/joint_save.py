@@ -30,7 +30,9 @@ from asyncrl.learner.backends.checkpoint_reader import DTYPES
 Wire = list[Any]
 
 
-def save(state: Mapping[str, Any], writer: FileSystemWriter, group: ProcessGroup | None = None) -> None:
+def save_jointly(
+    state: Mapping[str, Any], writer: FileSystemWriter, group: ProcessGroup | None = None
+) -> None:
     """Collective: write the tensors of all ranks' states; those that several ranks hold once. Raises what this rank's
     disk raises, OSError where only another rank could not write."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

@@ -97,7 +97,7 @@ def save(folder: Path, state: Mapping[str, Any], group: ProcessGroup | None = No
     the disk does not take it. group: joins all ranks; threads that write while training goes on need one of their own.
     """
     with writing(folder):
-        joint_save.save(state, dcp.FileSystemWriter(folder), group)
+        joint_save.save_jointly(state, dcp.FileSystemWriter(folder), group)
 
 
 def staged(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -208,7 +208,7 @@ def write_hf_weights(
     )
     mine = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
     with writing(folder):
-        joint_save.save(mine, writer)
+        joint_save.save_jointly(mine, writer)
 
 
 def write_hf_configs(folder: Path, causal_lm: PreTrainedModel, config: Config) -> None:

@@ -53,7 +53,7 @@ REPLY = 4
 Name = Annotated[str, Meta(max_length=MAX_NAME)]
 
 
-class Call(Struct):
+class ClientEnvelope(Struct):
     """The envelope of a client's message. The annotation of a field is its check."""
 
     newest: int
@@ -65,7 +65,7 @@ class Call(Struct):
     ]
 
 
-_calls = msgspec.msgpack.Decoder(Call)
+_calls = msgspec.msgpack.Decoder(ClientEnvelope)
 
 
 class WireRequest(NamedTuple):

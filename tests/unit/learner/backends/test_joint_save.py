@@ -28,7 +28,7 @@ STATE = {
 
 def test_one_rank_writes_what_torch_writes(tmp_path: Path) -> None:
     dcp.save(dict(STATE), checkpoint_id=str(tmp_path / "theirs"), no_dist=True)
-    joint_save.save(STATE, dcp.FileSystemWriter(tmp_path / "ours"))
+    joint_save.save_jointly(STATE, dcp.FileSystemWriter(tmp_path / "ours"))
     theirs, ours = read_metadata(tmp_path / "theirs"), read_metadata(tmp_path / "ours")
     assert ours.state_dict_metadata == theirs.state_dict_metadata
     assert ours.storage_data == theirs.storage_data
@@ -49,7 +49,7 @@ def test_a_failure_of_another_rank_is_an_error_here_too(
 
     monkeypatch.setattr(ranks, "exchange", exchange)
     with pytest.raises(OSError, match="another rank could not write its part"):
-        joint_save.save(STATE, dcp.FileSystemWriter(tmp_path))
+        joint_save.save_jointly(STATE, dcp.FileSystemWriter(tmp_path))
     assert len(calls) == place + 1
 
 
@@ -69,5 +69,5 @@ def test_a_failure_here_is_told_to_the_others_and_raised(
     monkeypatch.setattr(ranks, "exchange", exchange)
     monkeypatch.setattr(dcp.FileSystemWriter, name, full)
     with pytest.raises(OSError, match="No space left"):
-        joint_save.save(STATE, dcp.FileSystemWriter(tmp_path))
+        joint_save.save_jointly(STATE, dcp.FileSystemWriter(tmp_path))
     assert told[-1] is False
