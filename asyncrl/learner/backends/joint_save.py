@@ -7,7 +7,8 @@ rank 0                       └─▸ who writes what ──┘                
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,13 +52,24 @@ def save_jointly(
     def write(items: Sequence[Wire]) -> list[Wire]:
         plans = [SavePlan([])] * rank + [_plan(items)] + [SavePlan([])] * (world - rank - 1)
         mine = planner.finish_plan(writer.prepare_global_plan(plans)[rank])
-        return [_result_to_wire(result) for result in writer.write_data(mine, planner).wait()]
+        with _archive_errors():
+            return [_result_to_wire(result) for result in writer.write_data(mine, planner).wait()]
 
     held = _on_all(plan, group)
     shares = _on_all(lambda: share(held) if rank == 0 else [], group)[0]
     written = _on_all(lambda: write(shares[rank]), group)
     results = [[_result(wire) for wire in theirs] for theirs in written]
     _on_all(lambda: writer.finish(metadata[0], results) if rank == 0 else None, group)
+
+
+@contextmanager
+def _archive_errors() -> Iterator[None]:
+    """A disk that is full as OSError: torch's archive raises a RuntimeError of its own while it handles that."""
+    try:
+        yield
+    except RuntimeError as error:
+        cause = error.__context__
+        raise (cause if isinstance(cause, OSError) else OSError(errno.EIO, str(error))) from error
 
 
 def _on_all(work: Callable[[], Any], group: ProcessGroup | None) -> list[Any]:

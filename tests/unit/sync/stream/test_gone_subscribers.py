@@ -29,6 +29,10 @@ CHAIN = replace(LARGE_CONFIG, fanout=1)
 SUBSCRIBER = str(Path(__file__).with_name("subscriber_process.py"))
 
 
+SNAPSHOTS = 8
+"""Descriptors of shared memory that two publishers may need for further snapshots; fewer than subscribers that die."""
+
+
 def resources() -> tuple[list[str], int]:
     """Names of this process's threads, and the number of its open descriptors."""
     gc.collect()
@@ -43,12 +47,12 @@ def until(look: Callable[[], bool], what: str) -> None:
 
 
 def freed(before: tuple[list[str], int]) -> None:
-    """Wait until there is no thread and no descriptor more than before."""
+    """Wait until there is no thread more than before, and no descriptor but those of the publishers' snapshots."""
     threads, descriptors = before
 
     def back() -> bool:
         threads_now, descriptors_now = resources()
-        return not Counter(threads_now) - Counter(threads) and descriptors_now <= descriptors
+        return not Counter(threads_now) - Counter(threads) and descriptors_now <= descriptors + SNAPSHOTS
 
     until(back, f"return to {before} from {resources()}")
 
