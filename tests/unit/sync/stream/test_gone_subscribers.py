@@ -46,13 +46,13 @@ def until(look: Callable[[], bool], what: str) -> None:
         time.sleep(0.01)
 
 
-def freed(before: tuple[list[str], int]) -> None:
-    """Wait until there is no thread more than before, and no descriptor but those of the publishers' snapshots."""
+def freed(before: tuple[list[str], int], snapshots: int = 0) -> None:
+    """Wait until there is no thread more than before, and no descriptor but those of `snapshots`."""
     threads, descriptors = before
 
     def back() -> bool:
         threads_now, descriptors_now = resources()
-        return not Counter(threads_now) - Counter(threads) and descriptors_now <= descriptors + SNAPSHOTS
+        return not Counter(threads_now) - Counter(threads) and descriptors_now <= descriptors + snapshots
 
     until(back, f"return to {before} from {resources()}")
 
@@ -186,6 +186,6 @@ def test_a_hundred_killed_subscribers_leave_nothing(backend: str, closing: Calla
         learner.publish(round_ + 1)
         until(lambda: not any(publisher.stats()["subscribers"] for publisher in learner.publishers), "end")
     del victims, victim, stack
-    freed(before)
+    freed(before, SNAPSHOTS)
     other = closing(Generator("other", learner, learner.whole, config))
     other.check(other.fetch(-1, WAIT_S), 20)
