@@ -157,12 +157,12 @@ def _check_gpus(config: Config) -> None:
     named = {f"{pool}.devices": devices for pool, devices in pools.items() if devices}
     if not named:
         return
-    import torch
+    from asyncrl.device import accelerator
 
-    count = torch.cuda.device_count()
+    count = accelerator.count()
     for key, devices in named.items():
         numbers = [int(name) for name in devices.split(",") if name.strip().isdecimal()]
-        sees = f"torch sees {count} GPUs here" if torch.version.cuda else "this torch is a build for the CPU"
+        sees = f"torch sees {count} here" if count else "torch sees none here, or is a build for the CPU"
         require(
             count > 0 and max(numbers, default=0) < count,
             key,

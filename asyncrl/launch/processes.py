@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from asyncrl.config.schema import Config
+from asyncrl.device.visible import visible_devices
 from asyncrl.launch.supervise import Supervisor
 from asyncrl.launch.views.process_reports import ProcessReports
 from asyncrl.system.rank_process import LAUNCHED
@@ -88,7 +89,7 @@ def process_env(threads: int, devices: str | None = None) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         LAUNCHED: "1",
     }
-    return env if devices is None else {**env, "CUDA_VISIBLE_DEVICES": devices}
+    return {**env, **visible_devices(devices)}
 
 
 def share_of_devices(devices: str | None, index: int, count: int) -> str | None:

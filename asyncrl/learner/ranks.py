@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from asyncrl.config.schema import Config
+from asyncrl.device import accelerator
 from asyncrl.errors import ConfigError
 from asyncrl.learner.queue_store import QueueRegistry, meet
 from asyncrl.sync.channels.addresses import LOOPBACK, own_host
@@ -40,11 +41,7 @@ TORCHRUN_RISK = (
 
 def own_device() -> torch.device:
     """This rank's GPU, which LOCAL_RANK names; the CPU where there is none."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
-    return device
+    return accelerator.numbered(int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def join_process_group(device: torch.device, config: Config, alone: bool = False) -> None:
@@ -55,7 +52,7 @@ def join_process_group(device: torch.device, config: Config, alone: bool = False
     if dist.is_initialized():
         return
     rank, world = rank_and_world()
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    backend = accelerator.collective_backends(device)
     kind, place = meeting()
     if alone:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

@@ -11,6 +11,7 @@ from torch import nn
 
 from asyncrl.config.schema import ModelConfig
 from asyncrl.config.sections.rules import require
+from asyncrl.device import accelerator
 from asyncrl.models import load_classifier, load_model_config, load_tokenizer
 from asyncrl.types import Task
 
@@ -49,7 +50,7 @@ class Classifier:
         self._most = max_tokens or getattr(config.get_text_config(), "max_position_embeddings", None)
         self._tokenizer = load_tokenizer(self._where, "path")
         self._tokenizer.padding_side = "right"
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._device = accelerator.current()
         self._model: nn.Module | None = None
         self._loading = threading.Lock()
 

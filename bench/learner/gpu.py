@@ -19,14 +19,13 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
+from asyncrl.device import accelerator
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.reporting.utilization import (
     TrainingFlops,
     measured_peak_flops,
-    peak_memory_bytes,
     squares,
-    this_device,
 )
 from asyncrl.learner.training.version_step import version_step
 from asyncrl.models import load_model_config
@@ -55,14 +54,14 @@ DEADLINE_S = 1200.0
 
 def main(json_path: Path | None, table_path: Path | None) -> None:
     """The parent, which needs no GPU of its own."""
-    if not torch.cuda.is_available():
+    if not accelerator.count():
         sys.exit("python -m bench.learner --gpu: torch finds no GPU here")
     found: dict[str, dict[str, float]] = {}
     for name in MODELS:
         found[name] = _measured(name, "asyncrl")
         found[name] |= {f"plain_{key}": value for key, value in _measured(name, "plain").items()}
         print(name, found[name], flush=True)
-    device = torch.cuda.get_device_name()
+    device = accelerator.name(accelerator.current())
     text = gpu_table(found, TOKENS, f"{device}, torch {torch.__version__}.")
     print(text)
     write_results(json_path, {"figures": found, "device": device}, table_path, text)
@@ -80,7 +79,7 @@ def side() -> None:
     """The child: one model, one way."""
     talk = Talk()
     said = talk.hears()
-    folder, device = Path(said["folder"]), this_device()
+    folder, device = Path(said["folder"]), accelerator.current()
     hidden, inner, layers, heads, kv_heads, tied = MODELS[said["model"]]
     write_qwen2(
         folder / "model",
@@ -99,13 +98,13 @@ def side() -> None:
     step = {"asyncrl": asyncrl_step, "plain": plain_step}[said["way"]](config, groups, device)
     for _ in range(WARM):
         step()
-    torch.cuda.synchronize()
-    peak_memory_bytes(device)
+    accelerator.wait_for_device(device)
+    accelerator.peak_memory_bytes(device)
     clock = CLOCKS["wall"]
     begun = clock()
     for _ in range(STEPS):
         step()
-    torch.cuda.synchronize()
+    accelerator.wait_for_device(device)
     seconds = (clock() - begun) / STEPS
     lengths = [int(length) for group in groups for length in group.lengths]
     flops = TrainingFlops.of(config.model).flops(sum(lengths), squares(lengths))
@@ -113,7 +112,7 @@ def side() -> None:
         {
             "mfu": flops / seconds / measured_peak_flops(device, torch.bfloat16),
             "tokens_per_s": sum(lengths) / seconds,
-            "peak_gib": peak_memory_bytes(device) / (1 << 30),
+            "peak_gib": accelerator.peak_memory_bytes(device) / (1 << 30),
         }
     )
 

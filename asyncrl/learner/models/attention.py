@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from asyncrl.device import accelerator
 from asyncrl.errors import ConfigError
 from asyncrl.learner.models.kernels import (
     PLAIN,
@@ -248,7 +249,7 @@ def slice_attention(
 
 def _flash(query: Tensor) -> bool:
     half = query.dtype in (torch.bfloat16, torch.float16)
-    return flash_attn_varlen_func is not None and query.is_cuda and half
+    return flash_attn_varlen_func is not None and query.device.type == accelerator.CUDA and half
 
 
 def _continued(q_nHE: Tensor, k_LKE: Tensor, v_LKF: Tensor, rule: AttentionRule) -> Tensor:

@@ -11,8 +11,6 @@ share/wait/…          shares of the version's time, by the kind of wait
 from __future__ import annotations
 
 import math
-import resource
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config.schema import Config, ModelConfig
+from asyncrl.device import accelerator
 from asyncrl.errors import ConfigError
 from asyncrl.learner.parallel.mesh import ModelShape
 from asyncrl.models import load_model_config
@@ -31,7 +30,7 @@ PASSED, PASSED_SQUARES = "passed/tokens", "passed/squares"
 
 GIB = 1 << 30
 
-SIZES = {"cpu": 768, "cuda": 8192}
+SIZE_ON_CPU, SIZE_ON_ACCELERATOR = 768, 8192
 """Sizes of the square matrices whose product is timed: about 20 ms of one core, 2 ms of an H100."""
 
 ROUNDS = 5
@@ -41,7 +40,7 @@ class Utilization:
     """Utilization of one rank. Its peak is measured here, in 100 ms, unless `learner.peak_tflops` is set."""
 
     def __init__(self, config: Config) -> None:
-        self._device = this_device()
+        self._device = accelerator.current()
         self.training_flops = TrainingFlops.of(config.model)
         tflops = config.learner.peak_tflops
         self.peak_flops = (
@@ -49,8 +48,8 @@ class Utilization:
         )
 
     def memory(self) -> int:
-        """See `peak_memory_bytes`."""
-        return peak_memory_bytes(self._device)
+        """See `accelerator.peak_memory_bytes`."""
+        return accelerator.peak_memory_bytes(self._device)
 
     def values(
         self, metrics: Mapping[str, float], seconds: Mapping[str, float], memory: Sequence[int]
@@ -133,36 +132,15 @@ def even_tokens(model: ModelConfig) -> float:
         return math.inf
 
 
-def this_device() -> torch.device:
-    """The GPU that is current, where there is one."""
-    on_gpu = torch.cuda.is_available()
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-
-
 def measured_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Operations a second of the best of a few products of large square matrices, with the threads of this process."""
-    size = SIZES[device.type]
+    size = SIZE_ON_ACCELERATOR if accelerator.is_accelerator(device) else SIZE_ON_CPU
     left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
     best = float("inf")
     for _ in range(ROUNDS):
-        _finish(device)
+        accelerator.wait_for_device(device)
         begun = time.perf_counter()
         left @ right
-        _finish(device)
+        accelerator.wait_for_device(device)
         best = min(best, time.perf_counter() - begun)
     return 2 * size**3 / best
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """On a GPU the most that was allocated there since the last call; on the CPU the most of the process so far."""
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        return peak
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

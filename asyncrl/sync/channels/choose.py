@@ -17,10 +17,11 @@ from typing import Any, Literal, cast
 
 import torch
 
+from asyncrl.device import accelerator
 from asyncrl.errors import RefusedError
 from asyncrl.sync.channels.channel import Channel, Meeting
 from asyncrl.sync.channels.listener import ChannelListener, connected
-from asyncrl.sync.channels.shared_memory import AVAILABLE, gpu_name, visible_gpus
+from asyncrl.sync.channels.shared_memory import AVAILABLE
 from asyncrl.sync.channels.shm_transport import ShmChannel
 from asyncrl.sync.channels.tcp_transport import TcpChannel
 from asyncrl.sync.channels.torch_transport import make_torch_channel
@@ -57,10 +58,13 @@ class EndPlace:
 
 def place_of(device: torch.device) -> EndPlace:
     """This process, with its tensors on `device`."""
-    if device.type != "cuda":
+    if not accelerator.is_accelerator(device):
         return EndPlace(_host())
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return EndPlace(_host(), gpu_name(index), tuple(visible_gpus()))
+    if not accelerator.shares_memory(
+        device
+    ):  # neither NCCL nor handles: its bytes travel through this host's memory
+        return EndPlace("")
+    return EndPlace(_host(), accelerator.unique_name(device), tuple(accelerator.unique_names()))
 
 
 def choose(wanted: str, here: EndPlace, there: EndPlace) -> Kind:

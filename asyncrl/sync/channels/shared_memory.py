@@ -2,7 +2,7 @@
 
     tensor = shared_memory(bytes)
         any views of it ─▸ described(views) = (segment, [byte of the first in the segment, its strides, byte of the …])
-                              │   segment.fd or cuda_handle(view), and the numbers, over a socket
+                              │   segment.fd or memory_handle(view), and the numbers, over a socket
                               └──▸ views(mapped(…), …) = the same tensors there; both sides know shapes and dtypes
 
 On the CPU a segment is a memfd (Linux). It has no name, so that nothing is left behind however its owners end, and its
@@ -20,9 +20,9 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgpack
 import torch
 
+from asyncrl.device import accelerator
 from asyncrl.errors import WeightSyncError
 
 
@@ -36,8 +36,6 @@ def _available() -> bool:
 
 AVAILABLE = _available()
 """Whether this system has such memory. Elsewhere `shared_memory` gives plain memory, and `shm` channels are refused."""
-
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +52,14 @@ _segments: dict[int, SharedSegment] = {}
 _numbers = itertools.count(1)
 
 
-def shared_memory(size: int, device: torch.device = CPU) -> torch.Tensor:
+def shared_memory(size: int, device: torch.device = accelerator.CPU) -> torch.Tensor:
     """[size] uint8, zeros. It lives as long as any view of it, here or in a process that has mapped it.
 
     Raises OSError when there is not as much memory.
     """
     if size == 0 or not AVAILABLE:
         return torch.zeros(size, dtype=torch.uint8, device=device)
-    if device.type == "cuda":
+    if accelerator.is_accelerator(device):
         fd, memory = -1, torch.zeros(size, dtype=torch.uint8, device=device)
     else:
         fd = _sealed_memfd(size)
@@ -70,12 +68,6 @@ def shared_memory(size: int, device: torch.device = CPU) -> torch.Tensor:
     _segments[segment.number] = segment
     weakref.finalize(memory.untyped_storage(), _forget, segment).atexit = False
     return memory
-
-
-def wait_for_device(device: torch.device) -> None:
-    """Wait until the device has done all work of this thread."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
 
 
 def allocated_bytes() -> int:
@@ -98,7 +90,7 @@ def mapped(size: int, fd: int, handle: bytes) -> torch.Tensor:
     Raises WeightSyncError for a file that is no such segment, or for a GPU that cannot be seen from here.
     """
     if fd < 0:
-        return _mapped_cuda(size, handle)
+        return accelerator.opened(handle, size)
     sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
     if not sealed or os.fstat(fd).st_size < size:
         raise WeightSyncError(f"not a shared segment of {size} bytes")
@@ -170,31 +162,3 @@ def _forget(segment: SharedSegment) -> None:
     _segments.pop(segment.number, None)
     if segment.fd >= 0:
         os.close(segment.fd)
-
-
-def gpu_name(index: int) -> str:
-    """The same in every process, with any CUDA_VISIBLE_DEVICES."""
-    return str(torch.cuda.get_device_properties(index).uuid)
-
-
-def visible_gpus() -> list[str]:
-    """`gpu_name` of each device, by index."""
-    return [gpu_name(index) for index in range(torch.cuda.device_count())]
-
-
-def cuda_handle(data: torch.Tensor) -> bytes:
-    """For `mapped`: opens the allocation that a view lies in, while that lives; b"" on the CPU."""
-    if data.device.type != "cuda":
-        return b""
-    index, *handle = data.untyped_storage()._share_cuda_()
-    return bytes(msgpack.packb([gpu_name(index), *handle]))
-
-
-def _mapped_cuda(size: int, handle: bytes) -> torch.Tensor:
-    name, *rest = msgpack.unpackb(handle)
-    if name not in (names := visible_gpus()):
-        raise WeightSyncError(f"GPU {name} cannot be seen from this process")
-    index = names.index(name)
-    storage = torch.UntypedStorage._new_shared_cuda(index, *rest)
-    memory = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", index))
-    return memory.set_(storage, 0, (size,), (1,))

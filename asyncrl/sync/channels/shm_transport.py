@@ -30,16 +30,15 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from asyncrl.device import accelerator
 from asyncrl.errors import WeightSyncError
 from asyncrl.sync.channels.channel import ChannelEnd, Transfer, named
 from asyncrl.sync.channels.shared_memory import (
     SharedSegment,
-    cuda_handle,
     described,
     mapped,
     shared_memory,
     shared_views,
-    wait_for_device,
 )
 from asyncrl.sync.plan.plan import aligned
 
@@ -97,7 +96,7 @@ class ShmChannel(ChannelEnd):
                 place = described(some) if some[0].device.type == self.device.type else None
                 slot = None if place else self._slot(sum(aligned(part.nbytes) for part in some))
                 shared = some if slot is None else _copied(some, slot)
-                wait_for_device(self.device)
+                accelerator.wait_for_stream(self.device)
                 self._announce(shared, place or described(shared))
                 self._leaving.append((shared if slot is None else [slot], slot is not None))
                 self._begun["send"] += 1
@@ -164,7 +163,7 @@ class ShmChannel(ChannelEnd):
         if segment.number in self._known:
             self._post(packet, [])
         else:
-            self._post(packet + cuda_handle(parts[0]), [segment.fd] if segment.fd >= 0 else [])
+            self._post(packet + accelerator.memory_handle(parts[0]), [segment.fd] if segment.fd >= 0 else [])
             self._known.add(segment.number)
 
     def _post(self, packet: bytes, fds: list[int]) -> None:
@@ -220,7 +219,7 @@ class ShmChannel(ChannelEnd):
         except WeightSyncError as error:
             raise self.breaks(error) from error
         torch._foreach_copy_(list(into), there)
-        wait_for_device(self.device)
+        accelerator.wait_for_stream(self.device)
         self._post(PACKET.pack(TAKEN, 0, 0, 0, 0), [])
         self._done["recv"] += 1
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
-
+from asyncrl.device import accelerator
 from asyncrl.errors import AsyncRLError, DeadlineError, RefusedError, WeightSyncError, WireError
 from asyncrl.rpc.client import RpcClient, RpcReply
 from asyncrl.rpc.keys import ClientKeys
@@ -167,8 +166,7 @@ class PublisherLink:
         session = self._attached
         source, staging, channel, buffers = session.source, session.staging, session.channel, session.buffers
         deadline = time.monotonic() + session.transfer_s
-        if staging.device.type == "cuda":
-            torch.cuda.set_device(staging.device)
+        accelerator.use(staging.device)
         reply = self._request("send", version=version, base=base, session=session.number)
         what = f"version {version}"
 

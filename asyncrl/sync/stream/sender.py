@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 import torch
 
+from asyncrl.device import accelerator
 from asyncrl.errors import DeadlineError, WeightSyncError
 from asyncrl.rpc.message import Fields
 from asyncrl.rpc.sockets import Wakeup
@@ -208,8 +209,7 @@ class Sender:
 
         try:
             shards = source.shards(pin)
-            if shards.device.type == "cuda":
-                torch.cuda.set_device(shards.device)
+            accelerator.use(shards.device)
             hashing = hasher.submit(source.share, pin, plan, seconds_left())
             # Half of the time: if the changes are not made by then, the rest must do for the whole version.
             deltas = source.deltas(pin, job.base, plan, self._slow, seconds_left() / 2)

@@ -36,6 +36,7 @@ import torch
 import xxhash
 from torch.nn.functional import pad
 
+from asyncrl.device import accelerator
 from asyncrl.errors import WeightSyncError
 from asyncrl.sync.layout.layout import Box
 from asyncrl.sync.plan.plan import Piece
@@ -192,7 +193,7 @@ def _row_sums(bytes_RC: torch.Tensor, keys_CK: torch.Tensor) -> torch.Tensor:
 def _product(left_RC: torch.Tensor, right_CK: torch.Tensor) -> torch.Tensor:
     """[R, K] int32 of int8 matrices, exact."""
     rows = len(left_RC)
-    if left_RC.device.type == "cuda":  # wants more than 16 rows, and columns in eights
+    if left_RC.device.type == accelerator.CUDA:  # wants more than 16 rows, and columns in eights
         left_RC, right_CK = _padded(left_RC, right_CK)
     return torch._int_mm(left_RC, right_CK)[:rows]
 

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from asyncrl.device import accelerator
 from asyncrl.errors import WeightSyncError
-from asyncrl.sync.channels.shared_memory import shared_memory, wait_for_device
+from asyncrl.sync.channels.shared_memory import shared_memory
 from asyncrl.sync.layout.layout import Box, Layout, ParamLayout, layout_bytes, whole_layout
 from asyncrl.sync.plan.plan import aligned
 
@@ -119,7 +120,7 @@ class TensorBuffer:
         begun = time.perf_counter()
         if live.tensors:
             torch._foreach_copy_(self.shards.parts, live.parts)
-        wait_for_device(self.memory.device)
+        accelerator.wait_for_stream(self.memory.device)
         return time.perf_counter() - begun
 
     def floor(self, to: torch.device | None = None) -> float:
@@ -133,5 +134,5 @@ class TensorBuffer:
         begun = time.perf_counter()
         there.copy_(high)
         (high if there is low else there).copy_(low)
-        wait_for_device(there.device)
+        accelerator.wait_for_stream(there.device)
         return time.perf_counter() - begun

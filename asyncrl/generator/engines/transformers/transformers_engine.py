@@ -29,12 +29,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from asyncrl.config.schema import Config, ModelConfig
 from asyncrl.config.sections.generator import KvAtFlip
+from asyncrl.device import accelerator
 from asyncrl.errors import ConfigError, RunClosedError
 from asyncrl.generator.engines.engine import SampleRequest, check_complete, span_seconds
 from asyncrl.generator.engines.receiver import LocalReceiver, WeightReader, WeightReceiver
@@ -309,7 +309,7 @@ def load_transformers_engine(config: Config, tokenizer: PreTrainedTokenizerBase)
     """The engine by the config, on the GPU if this process sees one."""
     model = load_causal_lm(config.model, config.run.seed, ATTENTION)
     return TransformersEngine(
-        model.to("cuda" if torch.cuda.is_available() else "cpu"),  # type: ignore[arg-type]
+        model.to(accelerator.current()),  # type: ignore[arg-type]
         slots=config.generator.slots,
         max_length=config.generator.max_length,
         end_ids=end_ids_of(model.generation_config, model.config, tokenizer),

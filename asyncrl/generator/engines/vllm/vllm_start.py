@@ -14,6 +14,7 @@ import torch
 from transformers import PretrainedConfig
 
 from asyncrl.config.schema import Config
+from asyncrl.device import accelerator
 from asyncrl.errors import ConfigError
 from asyncrl.models import has_weights, load_model_config
 
@@ -38,7 +39,7 @@ def start_vllm(config: Config, loggers: list[Callable[..., Any]], load_weights: 
     from vllm.v1.engine.async_llm import AsyncLLM
 
     arguments = engine_arguments(config, load_weights)
-    on_cpu = not torch.cuda.is_available()
+    on_cpu = not accelerator.count()
     if on_cpu:
         import_model(load_model_config(config.model))
     try:
@@ -92,7 +93,7 @@ def prepare_environment(config: Config) -> None:
     settings = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
     settings["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"  # stdout is for the output of a command
     needed = {GENERATOR: str(os.getpid())}
-    if not torch.cuda.is_available():
+    if not accelerator.count():
         settings["TORCHDYNAMO_DISABLE"] = "1"  # compilation would take a minute
         settings["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # the learner runs on the same cores
         one_rank = config.generator.vllm.tensor_parallel == 1
@@ -107,7 +108,7 @@ def prepare_environment(config: Config) -> None:
 def engine_arguments(config: Config, load_weights: bool = False) -> dict[str, Any]:
     """Arguments of vLLM's AsyncEngineArgs. Raises ConfigError for an extra one that the project sets itself."""
     generator, ours = config.generator, config.generator.vllm
-    on_cpu = not torch.cuda.is_available()
+    on_cpu = not accelerator.count()
     fixed = {
         "model": config.model.path,
         "trust_remote_code": config.model.trust_remote_code,

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.schema import ModelConfig
+from asyncrl.device import accelerator
 from asyncrl.errors import AsyncRLError, ConfigError, DeadlineError, WeightSyncError
 from asyncrl.generator.engines.receiver import (
     Learner,
@@ -226,8 +227,7 @@ class RankWeights:
         begun = time.perf_counter()
         torch._foreach_copy_(self._live_views, self._staging.parts)
         self._after_flip()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        accelerator.wait_for_device(self._device)
         self._live, self._checksum = version, staged.checksum
         return time.perf_counter() - begun
 

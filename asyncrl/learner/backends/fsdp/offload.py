@@ -16,6 +16,7 @@ from torch import Tensor
 
 from asyncrl.config.schema import LearnerConfig
 from asyncrl.config.sections.rules import require
+from asyncrl.device import accelerator
 from asyncrl.learner.parallel.mesh import local_part
 
 
@@ -41,7 +42,7 @@ class Offload(NamedTuple):
             )
             return Offload(folder)
         require(
-            device.type == "cuda",
+            accelerator.is_accelerator(device),
             "learner.offload",
             config.offload,
             "moves the optimizer's state from a GPU to host memory, and this learner is on the CPU",
@@ -79,7 +80,9 @@ class ParkedState:
 
     def _room_for(self, tensor: Tensor) -> Tensor:
         if self._folder is None:
-            return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            return torch.empty_like(
+                tensor, device="cpu", pin_memory=accelerator.is_accelerator(tensor.device)
+            )
         return in_a_file(self._folder, tensor)
 
     @torch.no_grad()

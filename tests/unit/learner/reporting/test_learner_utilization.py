@@ -11,6 +11,7 @@ from learner_cases import rollout, small_config, tiny_model
 from transformers import Qwen3MoeConfig
 
 from asyncrl.config.schema import LearnerConfig, ModelConfig
+from asyncrl.device import accelerator
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.reporting.batch_metrics import age_metrics
 from asyncrl.learner.reporting.utilization import (
@@ -19,7 +20,6 @@ from asyncrl.learner.reporting.utilization import (
     TrainingFlops,
     Utilization,
     measured_peak_flops,
-    peak_memory_bytes,
     squares,
 )
 from asyncrl.types import Group, Sampling, Task
@@ -73,8 +73,8 @@ def test_the_health_of_a_version(tmp_path: Path) -> None:
 def test_a_processor_has_a_speed_and_a_peak_of_memory() -> None:
     cpu = torch.device("cpu")
     assert measured_peak_flops(cpu, torch.float32) > 1e8
-    before = peak_memory_bytes(cpu)
-    assert peak_memory_bytes(cpu) >= before > 10 << 20
+    before = accelerator.peak_memory_bytes(cpu)
+    assert accelerator.peak_memory_bytes(cpu) >= before > 10 << 20
 
 
 def test_metrics_are_split_by_the_age_of_tokens() -> None:
