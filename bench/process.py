@@ -70,6 +70,10 @@ class Process:
             raise RuntimeError(f"{self._log.name}:\n{self._log.read_text()[-3000:]}")
         return json.loads(line)
 
+    def ended(self, limit_s: float) -> int:
+        """The status that it ends with by itself. subprocess.TimeoutExpired where it does not."""
+        return self._process.wait(limit_s)
+
     def end(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()

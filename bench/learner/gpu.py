@@ -58,8 +58,8 @@ def main(json_path: Path | None, table_path: Path | None) -> None:
         sys.exit("python -m bench.learner --gpu: torch finds no GPU here")
     found: dict[str, dict[str, float]] = {}
     for name in MODELS:
-        found[name] = _measured(name, "asyncrl")
-        found[name] |= {f"plain_{key}": value for key, value in _measured(name, "plain").items()}
+        found[name] = measured(name, "asyncrl")
+        found[name] |= {f"plain_{key}": value for key, value in measured(name, "plain").items()}
         print(name, found[name], flush=True)
     device = accelerator.name(accelerator.current())
     text = gpu_table(found, TOKENS, f"{device}, torch {torch.__version__}.")
@@ -67,7 +67,7 @@ def main(json_path: Path | None, table_path: Path | None) -> None:
     write_results(json_path, {"figures": found, "device": device}, table_path, text)
 
 
-def _measured(name: str, way: str) -> dict[str, float]:
+def measured(name: str, way: str) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="learner-") as folder:
         said = {"folder": folder, "model": name, "way": way}
         with Process(["bench.learner.gpu"], Path(folder) / "log", said) as process:
