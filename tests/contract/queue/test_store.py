@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from redis_server import RedisServer
 
 from asyncrl.errors import JournalError
+from asyncrl.queue.storage import redis_payloads
 from asyncrl.queue.storage.file_payloads import FilePayloads
 from asyncrl.queue.storage.redis_payloads import RedisPayloads
 from asyncrl.queue.storage.redis_run import RedisRun
@@ -414,6 +416,27 @@ def test_a_broker_that_takes_over_makes_the_payloads_stay_and_leaves_out_lost_on
     assert caplog.text.count("has lost the payload of") == 1
     new.flush()
     assert redis_server.client.hlen("asyncrl:{it}:index") == 99
+
+
+def test_a_payload_stays_until_the_one_that_replaces_it_is_there(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker dies between two parts of a flush."""
+    first, second = (PayloadKey("train", ordinal, "group") for ordinal in range(2))
+    run = RedisRun(redis_server.url, "it")
+    old = RedisPayloads(run)
+    old.write(first, FRAMES, 1)
+    old.flush()
+    monkeypatch.setattr(redis_payloads, "BATCH", 1)
+    old.write(second, FRAMES, 2)
+    old.write(first, FRAMES[:1], 3)
+    pipeline, parts = run.pipeline, itertools.count()
+    monkeypatch.setattr(run, "pipeline", lambda fill: pipeline(fill) if next(parts) == 0 else 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        old.flush()
+    new = RedisPayloads(RedisRun(redis_server.url, "it"))
+    assert new.stamps() == {first: 1, second: 2}
+    assert new.read(first) == list(FRAMES)
 
 
 def test_a_flush_whose_answer_was_lost_is_sent_again(own_redis: RedisServer) -> None:

@@ -8,10 +8,11 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
+import msgpack
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from asyncrl.errors import DeadlineError, WeightSyncError
 from asyncrl.sync.channels.channel import SOURCE, TARGET, Channel, Meeting
 from asyncrl.sync.channels.choose import Kind, accept, connect, listen
 from asyncrl.sync.channels.listener import MOST_CALLERS, SECRET_BYTES, ChannelListener
-from asyncrl.sync.channels.torch_transport import LONGEST_ENTRY, MOST_ENTRIES, PairStore
+from asyncrl.sync.channels.torch_transport import FRAME, LONGEST_ENTRY, MOST_ENTRIES, PairStore
 from asyncrl.sync.stream.sender import HUNG_UP
 
 WAIT_S = 20.0
@@ -136,6 +137,28 @@ def test_one_that_listens_and_is_silent_ends_at_the_deadline() -> None:
     listener.close()
 
 
+def test_one_that_answers_byte_by_byte_ends_at_the_deadline(threads: ThreadPoolExecutor) -> None:
+    over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as entrance:
+        offer = {
+            "address": entrance.getsockname(),
+            "hello": b"h" * SECRET_BYTES,
+            "answer": b"a" * SECRET_BYTES,
+        }
+
+        def dribble() -> None:
+            caller, _ = entrance.accept()
+            with caller, suppress(OSError):
+                while not over.wait(0.05):
+                    caller.sendall(b"a")
+
+        dribbling = threads.submit(dribble)
+        with pytest.raises(DeadlineError, match=r"generator-0 waited 0\.1 s for learner rank 0"):
+            connect("tcp", offer, meeting(TARGET, 0.1))
+        over.set()
+        dribbling.result(WAIT_S)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_closing_a_door_wakes_the_one_who_waits_there(kind: Kind, threads: ThreadPoolExecutor) -> None:
     listener = listen(kind, "127.0.0.1")
@@ -219,6 +242,27 @@ def test_a_wait_for_an_entry_ends_with_its_time_or_the_other_end(
     other._socket.shutdown(socket.SHUT_RDWR)
     with pytest.raises(ConnectionError):
         waiting.result(WAIT_S)
+
+
+def test_bytes_that_make_no_entry_do_not_prolong_a_wait(
+    stores: tuple[PairStore, PairStore], threads: ThreadPoolExecutor
+) -> None:
+    one, other = stores
+    entry = msgpack.packb(["slow", b"x" * 100])
+    one.set_timeout(timedelta(seconds=0.1))
+    over = threading.Event()
+
+    def dribble() -> None:
+        for byte in FRAME.pack(len(entry)) + entry:
+            if over.wait(0.05):
+                return
+            other._socket.sendall(bytes([byte]))
+
+    dribbling = threads.submit(dribble)
+    with pytest.raises(TimeoutError):
+        one.get("slow")
+    over.set()
+    dribbling.result(WAIT_S)
 
 
 def test_a_store_is_bounded(stores: tuple[PairStore, PairStore]) -> None:

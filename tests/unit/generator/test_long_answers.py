@@ -122,9 +122,9 @@ async def test_tokens_keep_the_versions_that_they_were_recorded_with() -> None:
     await sampled(first, (), sent)  # type: ignore[arg-type]
     turns = await sampled(second, sent.messages[-1], Sent())  # type: ignore[arg-type]
     made = sent.lengths()[-1]
-    assert [(one.first, one.made, one.sampling.max_tokens) for one in second.asked] == [
-        (0, made[0], 100 - made[0]),
-        (1, made[1], 100 - made[1]),
+    assert [(one.first, one.made, one.sampling.max_tokens, one.place) for one in second.asked] == [
+        (0, made[0], 100 - made[0], 2 * TASK.ordinal),
+        (1, made[1], 100 - made[1], 2 * TASK.ordinal + 1),
     ]
     for turn, size in zip(turns, made, strict=True):
         assert turn.output_ids.tolist() == list(range(100))

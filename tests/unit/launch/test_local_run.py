@@ -7,6 +7,9 @@ import fcntl
 import os
 import pty
 import sys
+import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -164,39 +167,85 @@ def test_a_generator_that_keeps_dying_ends_the_run(config: Config, scripts: dict
 
 @pytest.mark.parametrize("most", [0, 2])
 def test_a_generator_that_keeps_dying_is_left_out_while_another_one_lives(
-    config: Config, scripts: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], most: int
+    config: Config,
+    scripts: dict[str, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    most: int,
 ) -> None:
     """The learner ends once the launcher has left it out."""
-    (tmp_path / "it").mkdir()
-    os.mkfifo(tmp_path / "it" / "pipe")
-    scripts["generator"] = (
-        "cd $(dirname $1); [ $4 = generator-0 ] || exec sleep 600; echo >> lives; "
-        f"[ $(wc -l < lives) = {most + 1} ] && echo > pipe; exit 1"
-    )
-    scripts["learner"] = f"cd $(dirname $1); read line < pipe; sleep 0.5; {DONE}"
+    scripts["generator"] = "[ $4 = generator-0 ] || exec sleep 600; exit 1"
+    scripts["learner"] = f"until [ -e $(dirname $1)/over ]; do sleep 0.02; done; {DONE}"
+    put, deaths = local.Restarts.put, Counter[str]()
+
+    def count(restarts: local.Restarts, name: str, at: float, start: Callable[[], None]) -> None:
+        put(restarts, name, at, start)
+        deaths[name] += 1
+        if deaths[name] > most:
+            (tmp_path / "it" / "over").touch()
+
+    monkeypatch.setattr(local.Restarts, "put", count)
     launch = dataclasses.replace(config.launch, generator_restarts=most, stop_deadline_s=0.2)
     assert local.train(dataclasses.replace(config, launch=launch)) == {"versions": 3}
     said = capsys.readouterr().err
     assert said.count("generator-0 ended (exit code 1) and is started again") == most
     assert "generator-0 ended (exit code 1) and is left out" in said
     assert f"it died after {most} restarts within 3600 s; the others go on" in said
+    assert deaths == {"generator-0": most + 1}
 
 
-def test_a_generator_that_was_left_out_comes_back_once_the_window_has_passed(
-    config: Config, scripts: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_generator_that_was_left_out_comes_back_and_lives_while_the_next_one_is(
+    config: Config,
+    scripts: dict[str, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Each generator dies in its first two lives, the second one once the first one is back."""
     (tmp_path / "it").mkdir()
-    os.mkfifo(tmp_path / "it" / "pipe")
+    for name in ("back", "over"):
+        os.mkfifo(tmp_path / "it" / name)
     scripts["generator"] = (
-        "cd $(dirname $1); [ $4 = generator-0 ] || exec sleep 600; echo >> lives; "
-        "[ $(wc -l < lives) = 3 ] && { echo > pipe; exec sleep 600; }; exit 1"
+        "cd $(dirname $1); echo >> $4; lives=$(wc -l < $4); "
+        "[ $4$lives = generator-11 ] && read line < back; [ $lives = 3 ] || exit 1; "
+        "if [ $4 = generator-0 ]; then echo > back; else echo > over; fi; exec sleep 600"
     )
-    scripts["learner"] = f"cd $(dirname $1); read line < pipe; {DONE}"
-    launch = dataclasses.replace(
-        config.launch, generator_restarts=1, restart_window_s=1.0, stop_deadline_s=0.2
-    )
+    scripts["learner"] = f"cd $(dirname $1); read line < over; {DONE}"
+    waits: list[float] = []
+    put = local.Restarts.put
+
+    def put_at_once(restarts: local.Restarts, name: str, at: float, start: Callable[[], None]) -> None:
+        waits.append(at - time.monotonic())
+        put(restarts, name, 0.0, start)
+
+    monkeypatch.setattr(local.Restarts, "put", put_at_once)
+    launch = dataclasses.replace(config.launch, generator_restarts=1, stop_deadline_s=0.2)
     assert local.train(dataclasses.replace(config, launch=launch)) == {"versions": 3}
-    assert "is left out for 1 s" in capsys.readouterr().err
+    assert [wait > launch.restart_window_s / 2 for wait in waits] == [False, True, False, True]
+    assert capsys.readouterr().err.count("is left out for 3") == 2
+
+
+def test_nobody_is_started_any_more_once_the_queue_of_a_closed_run_has_left(
+    config: Config, scripts: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A generator that died twice waits for its second restart then."""
+    over = f"until [ -e {tmp_path}/over ]; do sleep 0.02; done"
+    scripts["generator"] = "[ $4 = generator-0 ] || exit 0; exit 1"
+    scripts["queue"] = f"for fd; do :; done; echo tcp://127.0.0.1:1 >/dev/fd/$fd; {over}"
+    scripts["learner"] = f"{over}; {DONE}; kill -KILL $$"
+    put, waiting = local.Restarts.put, []
+
+    def note(restarts: local.Restarts, name: str, at: float, start: Callable[[], None]) -> None:
+        put(restarts, name, at, start)
+        waiting.append(restarts)
+        if len(waiting) == 2:
+            (tmp_path / "over").touch()
+
+    monkeypatch.setattr(local.Restarts, "put", note)
+    patient = dataclasses.replace(config.launch, restart_pause_s=600.0)
+    assert local.train(dataclasses.replace(config, launch=patient)) == {"versions": 3}
+    assert not waiting[1].waits("generator-0")
 
 
 def test_a_generator_with_a_bad_config_is_not_started_again(
@@ -346,7 +395,8 @@ def test_a_learner_that_is_killed_before_it_closes_the_run_is_started_again(
     monkeypatch.setattr(local, "REFRESH_S", 0.01)
     scripts["generator"] = "exec sleep 600"
     scripts["learner"] = f'{DONE}; [ -n "$3" ] || kill -KILL $$'
-    assert local.train(config) == {"versions": 3}
+    impatient = dataclasses.replace(config.launch, stop_deadline_s=0.2)
+    assert local.train(dataclasses.replace(config, launch=impatient)) == {"versions": 3}
     assert capsys.readouterr().err.count("learner ended (killed by SIGKILL) and is started again") == 1
 
 

@@ -100,12 +100,20 @@ def test_a_rank_that_does_not_end_with_the_others_is_killed(monkeypatch: pytest.
 
 
 def test_a_rank_that_ends_because_of_another_ones_death_is_not_the_cause(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its connections break before the kernel reports the death."""
-    os.mkfifo(tmp_path / "pipe")
-    dies = f"cat {tmp_path / 'pipe'}; kill -KILL $$"
-    assert run_ranks(of_ranks(f"echo > {tmp_path / 'pipe'}; exit 1", dies), TWO, LONG_S) == -signal.SIGKILL
+    """Its connections break before the kernel reports the death, which comes once its own end was looked at."""
+    check_ends = ranks.Ranks._check_ends
+
+    def look(these: ranks.Ranks) -> None:
+        check_ends(these)
+        if "rank 0" in these._ends:
+            (tmp_path / "seen").touch()
+
+    monkeypatch.setattr(ranks.Ranks, "_check_ends", look)
+    monkeypatch.setattr(ranks, "SETTLE_S", LONG_S)
+    dies = f"until [ -e {tmp_path / 'seen'} ]; do sleep 0.02; done; kill -KILL $$"
+    assert run_ranks(of_ranks("exit 1", dies), TWO, LONG_S) == -signal.SIGKILL
     assert "rank 1 ended first (killed by SIGKILL)" in caplog.text
 
 

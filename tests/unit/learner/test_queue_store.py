@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from asyncrl.config.schema import Config
 from asyncrl.errors import DeadlineError
-from asyncrl.learner.queue_store import QueueStore, meet
+from asyncrl.learner import queue_store
+from asyncrl.learner.queue_store import QueueRegistry, QueueStore, meet
 
 LONG_S = 60.0
 
@@ -60,23 +66,57 @@ def test_entries_of_an_earlier_start_are_never_used_and_the_registry_does_not_gr
     assert len(entries) == size
 
 
-def test_who_does_not_come_is_named() -> None:
-    """Also where an earlier start has left entries of all ranks."""
-    for entries in (Entries(), left_by_an_earlier_start()):
-        with pytest.raises(DeadlineError, match=r"learner rank 1 waited .* for rank 0"):
-            meet(entries, "learner", 1, 3, 0.01)
-        with ThreadPoolExecutor(2) as threads:
-            first = threads.submit(meet, entries, "learner", 0, 3, 1.0)
-            second = threads.submit(meet, entries, "learner", 1, 3, LONG_S)
-            with pytest.raises(DeadlineError, match=r"learner rank 0 waited .* for rank 2"):
-                first.result()
-            second.result()  # it has met rank 0
+@pytest.mark.parametrize("earlier", [False, True])
+def test_who_does_not_come_is_named(earlier: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where an earlier start has left entries of all ranks. The time is up once rank 0 has met rank 1."""
+
+    class Watched(Entries):
+        over = False
+
+        def lookup(self, key: str, wait_s: float) -> Any:
+            found = super().lookup(key, wait_s)
+            self.over |= key == "ranks/learner/ack/1" and found[0] == self["ranks/learner/meeting"][0]
+            return found
+
+    entries = Watched()
+    if earlier:
+        met(entries, 3)
+        entries.over = False
+    with pytest.raises(DeadlineError, match=r"learner rank 1 waited .* for rank 0"):
+        meet(entries, "learner", 1, 3, 0.01)
+    clock = SimpleNamespace(monotonic=lambda: 2 * LONG_S * entries.over, sleep=lambda _: time.sleep(0.001))
+    monkeypatch.setattr(queue_store, "time", clock)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(meet, entries, "learner", 0, 3, LONG_S)
+        second = threads.submit(meet, entries, "learner", 1, 3, 4 * LONG_S)
+        with pytest.raises(DeadlineError, match=r"learner rank 0 waited .* for rank 2"):
+            first.result()
+        second.result()  # it has met rank 0
 
 
-def left_by_an_earlier_start() -> Entries:
-    entries = Entries()
-    met(entries, 3)
-    return entries
+def test_a_connection_that_is_in_use_is_kept_and_an_idle_one_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clients, timers = [], []
+
+    def client(_: object) -> Mock:
+        clients.append(Mock())
+        return clients[-1]
+
+    def timer(_: float, work: Callable[[], None]) -> Mock:
+        timers.append(Mock(work=work))
+        return timers[-1]
+
+    monkeypatch.setattr(queue_store, "BlockingClient", client)
+    monkeypatch.setattr(queue_store.threading, "Timer", timer)
+    registry = QueueRegistry(Config(), "rank 0")
+    registry.post("a", 1)
+    registry.lookup("a", 0.0)
+    assert [each.cancel.called for each in timers] == [True, False]
+    assert len(clients) == 1
+    assert not clients[0].close.called
+    timers[-1].work()
+    assert clients[0].close.called
+    registry.post("b", 2)
+    clients[1].post.assert_called_once_with("b", 2)
 
 
 def test_a_key_that_was_deleted_is_not_there() -> None:

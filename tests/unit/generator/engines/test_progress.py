@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from waiting import eventually
 
 from asyncrl.errors import DeadlineError
+from asyncrl.generator.engines.http import server
 from asyncrl.generator.engines.http.lost_requests import PATIENCE, LostRequests
+from asyncrl.generator.engines.http.server import LoadMeter, ServerLoad
 from asyncrl.generator.engines.watch import LONGEST_LOOK_S, TOKEN_S, EngineWatch
 from asyncrl.types import NO_VERSION
 
@@ -69,6 +73,26 @@ def test_the_time_in_which_this_process_was_stopped_does_not_count() -> None:
     look(watched, 1000 + 10 - LONGEST_LOOK_S - 1, 5.0)
     with pytest.raises(DeadlineError):
         look(watched, 1000 + 10 - LONGEST_LOOK_S, 5.0)
+
+
+async def test_tokens_of_a_server_that_starts_again_are_added_to_those_of_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It had made 100 tokens for others, then 50, and 20 after its restart."""
+    monkeypatch.setattr(server, "LOAD_S", 0.0)
+    loads = [ServerLoad(tokens) for tokens in (100.0, 150.0, 20.0)]
+
+    async def load() -> ServerLoad:
+        if not loads:
+            await asyncio.Event().wait()
+        return loads.pop(0)
+
+    meter = LoadMeter(SimpleNamespace(load=load), lambda: None)  # type: ignore[arg-type]
+    await meter.start()
+    polling = asyncio.create_task(meter.run(["a request"]))
+    await eventually(lambda: meter.load.tokens == 20.0)
+    polling.cancel()
+    assert meter.tokens == 70.0
 
 
 def test_tokens_that_are_counted_late_get_time() -> None:

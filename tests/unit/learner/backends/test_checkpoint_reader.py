@@ -101,14 +101,36 @@ def test_a_tensor_that_is_declared_to_be_bytes_is_not_unpickled(saved: Path, tmp
     assert not (tmp_path / "ran").exists()
 
 
-def test_files_beside_the_checkpoint_are_not_read(saved: Path) -> None:
+@pytest.mark.parametrize("file", ["../../../etc/passwd", "/etc/passwd", "__0_0.distcp/../../passwd"])
+def test_files_beside_the_checkpoint_are_not_read(saved: Path, file: str) -> None:
     def elsewhere(metadata: Metadata) -> Metadata:
         for place in metadata.storage_data.values():
-            place.relative_path = "../../../etc/passwd"
+            place.relative_path = file
         return metadata
 
     changed(saved, elsewhere)
-    with pytest.raises(ConfigError, match=r"it places a tensor in '\.\./"):
+    with pytest.raises(ConfigError, match=rf"it places a tensor in '{file}'"):
+        storage.models_in(saved)
+
+
+@pytest.mark.parametrize(
+    ("where", "field", "value"),
+    [
+        ("place", "offset", "0"),
+        ("place", "length", 1.0),
+        ("tensor", "size", [2, 3]),
+        ("tensor", "chunks", ()),
+    ],
+)
+def test_a_field_of_another_type_is_refused(saved: Path, where: str, field: str, value: Any) -> None:
+    def mistyped(metadata: Metadata) -> Metadata:
+        records = metadata.storage_data if where == "place" else metadata.state_dict_metadata
+        for record in records.values():
+            setattr(record, field, value)
+        return metadata
+
+    changed(saved, mistyped)
+    with pytest.raises(ConfigError, match=f"it has a {type(value).__name__} in place of a "):
         storage.models_in(saved)
 
 
@@ -127,13 +149,16 @@ def test_metadata_that_is_cut_or_of_another_kind_is_refused(saved: Path) -> None
 
 
 def test_a_pickle_cannot_change_torchs_records(saved: Path) -> None:
-    """BUILD sets attributes of whatever lies on the stack, classes too."""
+    """BUILD sets attributes of whatever lies on the stack, classes too. Nothing of that is there in the next file."""
     module, before = "torch.distributed.checkpoint.metadata", vars(Metadata).copy()
-    attack = b"\x80\x02c" + module.encode() + b"\nMetadata\nN}U\x05stateK\x01s\x86b."
+    attack = b"\x80\x02c" + module.encode() + b"\nMetadata\nN}U\x0c__setstate__K\x01s\x86b."
+    good = (saved / FILE).read_bytes()
     (saved / FILE).write_bytes(attack)
     with pytest.raises(ConfigError):
         storage.models_in(saved)
     assert vars(Metadata).copy() == before
+    (saved / FILE).write_bytes(good)
+    assert storage.models_in(saved)
 
 
 def test_a_backend_loads_what_torch_alone_wrote(tmp_path: Path) -> None:

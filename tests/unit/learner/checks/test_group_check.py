@@ -79,6 +79,10 @@ CORRUPT: dict[str, tuple[Change, str]] = {
     "a negative token": (at("token_ids", -1, -1), "token -1 is none of the 33"),
     "a mask of 2": (at("loss_mask", -1, 2), "its loss mask is neither 0 nor 1"),
     "a mask on the first token": (at("loss_mask", 0, 1), "first token has a loss mask, but nothing predicts it"),
+    "a mask on a later first token": (
+        lambda group: at("loss_mask", int(group.lengths[0]), 1)(group),
+        "first token has a loss mask",
+    ),
     "a token of no version": (at("versions", -1, -1), "a policy token has the version -1"),
     "a version to come": (at("versions", -1, 10**9), "a token has the version 1000000000, the newest is 5"),
     "a version before all": (at("versions", 0, -2), "a token has the version -2"),

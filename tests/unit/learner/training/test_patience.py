@@ -67,6 +67,16 @@ def test_a_generator_that_begins_anew_at_zero_has_made_nothing_since() -> None:
     assert ends_at(lambda now: status(tokens=int(5000 - now)), 2000.0) == DEADLINE_S + STEP_S
 
 
+def test_a_generator_that_begins_anew_does_not_hide_the_tokens_of_another_one() -> None:
+    """All generators together have fewer tokens at each look than at the one before."""
+
+    def seen(now: float) -> dict[str, Any]:
+        workers = {"generator-0": {"tokens": 1e6 - 100 * now}, "generator-1": {"tokens": now}}
+        return {**status(0), "workers": workers}
+
+    assert ends_at(seen, 2000.0) is None
+
+
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=30))
 def test_a_wait_is_over_a_deadline_after_its_last_progress(looks: list[tuple[int, bool]]) -> None:
     """(tokens made since the look before, whether a task was dropped) at each look; then nothing more."""

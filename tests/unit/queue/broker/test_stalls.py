@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import zmq
-from dispatcher_cases import TRAIN, Network, lease_args, opened_desk, reply_of, submit
+from dispatcher_cases import TRAIN, Network, lease_args, reply_of, submit
+from hypothesis import given
+from hypothesis import strategies as st
 from raw_request import envelope
+from recovered_queue import TRAIN as SETTINGS
+from recovered_queue import Queue
 
 from asyncrl.queue.broker import broker as broker_module
 from asyncrl.queue.broker.broker import BURST, Broker
-from asyncrl.queue.broker.clock import STEP_S
+from asyncrl.queue.broker.clock import STEP_S, LeaseClock
 from asyncrl.queue.broker.dispatcher import BEHIND_S, Dispatcher
 from asyncrl.queue.broker.queue_state import QueueState
 
@@ -73,14 +78,22 @@ def test_a_worker_that_is_silent_while_the_broker_serves_loses_its_leases_after_
 
 def test_a_replay_of_the_journal_that_takes_long_costs_no_lease() -> None:
     """Leases begin anew before the broker serves: at the time that was taken before the replay."""
-    desk = opened_desk(tasks=1, lease_s=LEASE_S)
-    lease = lease_one(desk, b"w", 0.0)
-    queue = desk.queue
-    queue.streams["train"].ledger.recover(1000.0)
-    queue.clock = type(queue.clock).at(1000.0)
-    again = Dispatcher(queue)
-    again.tick(1000.0 + 2 * LEASE_S)
-    assert renew(again, b"w", lease, 1000.0 + 2 * LEASE_S) == []
+    queue = Queue(durable=False)
+    queue.open()
+    queue.submit(0, 1)
+    ((ordinal, epoch, *_),) = queue.lease()
+    queue.die()
+    queue.now += 2 * SETTINGS.lease_s
+    Dispatcher(queue.state).tick(queue.now)
+    assert queue.ask("renew", leases={"train": [(ordinal, epoch)]}, stats=b"\x80")["lost"] == []
+
+
+@given(st.lists(st.floats(-1e9, 1e9), min_size=2))
+def test_the_time_of_leases_never_goes_back_and_makes_no_jump(looks: list[float]) -> None:
+    clock = LeaseClock()
+    times = [clock.advance(now) for now in looks]
+    for (before, now), (before_time, time) in zip(pairwise(looks), pairwise(times), strict=True):
+        assert time - before_time == pytest.approx(min(max(now - before, 0.0), STEP_S), abs=1e-6)
 
 
 def test_nothing_expires_while_messages_are_left_unread_for_a_while() -> None:

@@ -146,6 +146,19 @@ def test_every_rank_fences_a_subscriber_that_it_does_not_hear(closing: Callable)
         generator.check(generator.fetch(0, WAIT_S), 1)
 
 
+def test_a_version_that_is_held_twice_is_let_go_once(closing: Callable) -> None:
+    """As after a transfer that broke before it began."""
+    learner = closing(Learner(SMALL, 1, CONFIG))
+    generator = closing(Generator("g", learner, learner.whole, CONFIG))
+    learner.publish(0)
+    generator.check(generator.fetch(-1, WAIT_S), 0)
+    link = generator.subscriber._links[0]
+    assert link.pin(0, 0.0)
+    assert link.pin(0, 0.0)
+    link.unpin()
+    assert learner.publishers[0]._source.wait_idle(5.0)
+
+
 def test_a_member_in_the_middle_of_a_transfer_is_not_silent(closing: Callable) -> None:
     learner = closing(Learner(SMALL, 1, CONFIG))
     generator = closing(Generator("g", learner, learner.whole, CONFIG))
