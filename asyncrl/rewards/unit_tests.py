@@ -12,7 +12,7 @@ from asyncrl.rewards.sandbox import Limits, ProgramRun, SandboxError, Tests, Tes
 from asyncrl.rewards.sandbox.sandbox import problem_of
 from asyncrl.types import Task
 
-FENCE = re.compile(r"^```[ \t]*(?:python|py|python3)?[ \t]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+FENCE = re.compile(r"^```[ \t]*+(?:python3?|py)?+[ \t]*+\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 log = logging.getLogger(__name__)
 

@@ -18,6 +18,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal
 
 ToolFormat = Literal["hermes", "llama3", "json"]
@@ -25,11 +26,17 @@ ToolFormat = Literal["hermes", "llama3", "json"]
 HERMES_OPEN, HERMES_CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 NAMED = re.compile(r'"name"\s*:')
-FENCED = re.compile(r"```(?:json)?\s*\n?(.*?)```", re.DOTALL)
+FENCED = re.compile(r"```(?:json)?+\s*+(.*?)```", re.DOTALL)
+MOST_CALLS = 128
+"""Calls of one turn. Each is answered with a message."""
 BUILT_IN = re.compile(r"[A-Za-z_]\w*\.call\(")
 
 # Models put newlines into JSON strings as they are.
 DECODER = json.JSONDecoder(strict=False)
+BETWEEN = re.compile(r"[ \t\r\n;,]*")
+"""What may stand between two calls."""
+UNREADABLE = (ValueError, RecursionError)
+"""Errors for a text that is no JSON, has too many digits in a number, or is too deep."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +63,10 @@ def calls_in(text: str, tool_format: ToolFormat) -> tuple[AnyCall, ...]:
     >>> calls_in('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "hermes")
     (ToolCall(name='add', arguments={'a': 1}),)
     """
-    return tuple(FORMATS[tool_format](_after_thoughts(text)))
+    calls = tuple(islice(FORMATS[tool_format](_after_thoughts(text)), MOST_CALLS + 1))
+    if len(calls) <= MOST_CALLS:
+        return calls
+    return (*calls[:-1], BadCall(f"A turn has at most {MOST_CALLS} tool calls; the others were not made."))
 
 
 def _hermes(text: str) -> Iterator[AnyCall]:
@@ -100,14 +110,19 @@ def _calls(body: str) -> Iterator[AnyCall]:
     body = body.strip().removeprefix("```json").removeprefix("```").removesuffix("```").strip()
     if not body:
         yield BadCall("The tool call is empty.")
-    while body:
+    at = 0
+    while at < len(body):
         try:
-            value, end = DECODER.raw_decode(body)
+            value, at = DECODER.raw_decode(body, at)
         except json.JSONDecodeError as error:
             yield BadCall(f"The tool call is not valid JSON: {error.msg} at character {error.pos}.")
             return
+        except UNREADABLE:
+            yield BadCall("The tool call is nested too deeply, or has a number of too many digits.")
+            return
         yield from map(_call, value if isinstance(value, list) else [value])
-        body = body[end:].lstrip(" \t\r\n;,")
+        if found := BETWEEN.match(body, at):
+            at = found.end()
 
 
 def _call(value: Any) -> AnyCall:
@@ -117,7 +132,7 @@ def _call(value: Any) -> AnyCall:
     if isinstance(arguments, str):
         try:
             arguments = DECODER.decode(arguments)
-        except json.JSONDecodeError:
+        except UNREADABLE:
             return BadCall(f'The "arguments" of {value["name"]} are a text, not a JSON object.')
     if arguments is None:
         arguments = {}

@@ -84,9 +84,12 @@ class Tool:
     def _check(self, arguments: Mapping[str, Any]) -> None:
         parameters = self.schema["function"]["parameters"]
         validator = ArgumentValidator({**_standard(parameters), "additionalProperties": False})
-        if error := best_match(validator.iter_errors(arguments)):
-            where = error.json_path.removeprefix("$").lstrip(".") or "The arguments"
-            raise ToolError(f"{where}: {error.message}. {self.name} takes {json.dumps(parameters)}.")
+        try:
+            if error := best_match(validator.iter_errors(arguments)):
+                where = error.json_path.removeprefix("$").lstrip(".") or "The arguments"
+                raise ToolError(f"{where}: {error.message}. {self.name} takes {json.dumps(parameters)}.")
+        except RecursionError:
+            raise ToolError(f"The arguments of {self.name} are nested too deeply.") from None
 
 
 class Toolbox:

@@ -213,6 +213,10 @@ async def not_json(request: web.Request, label: str) -> web.StreamResponse:
     return web.Response(body=b"\xff\x00{[")
 
 
+async def brackets(request: web.Request, label: str) -> web.Response:
+    return web.Response(text="[" * 100_000, content_type="application/json")
+
+
 async def half_an_answer(request: web.Request, label: str) -> web.StreamResponse:
     answer = web.StreamResponse(headers={"Content-Length": "1000"})
     await answer.prepare(request)
@@ -240,6 +244,8 @@ BAD_ANSWERS = {
     "a token beyond the vocabulary": answers([[-1.0, VOCABULARY, None]]),
     "a negative token": answers([[-1.0, -1, None]]),
     "a log-prob above 0": answers([[1.0, 5, None]]),
+    "a log-prob beyond all floats": answers([[-(10**400), 5, None]]),
+    "brackets without end": brackets,
     "a log-prob that is no number": answers([[float("nan"), 5, None]]),
     "more tokens than requested": answers([[-1.0, 5, None]] * 6),
 }

@@ -307,6 +307,8 @@ def test_the_program_is_the_last_block_of_an_answer() -> None:
     assert program_of("```python\na\n```\ntext\n```\nb\n```") == "b\n"
     assert program_of("print(1)") == "print(1)"
     assert program_of("```python\nhalf") == "```python\nhalf"
+    assert program_of("``` python3 \na\n```") == "a\n"
+    assert program_of(endless := "```" + " " * (1 << 20)) == endless  # once in hours
     assert same_output("1  \n\n2\n\n", "1\n\n2")
     assert not same_output("1 2", "12")
 

@@ -132,7 +132,7 @@ def _checked(what: str, status: int, text: str) -> Any:
         raise ServerRefusedError(status, f"{what}: status {status}: {text[:TEXT]}")
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

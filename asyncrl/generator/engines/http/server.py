@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -55,8 +54,8 @@ class ServerChunk:
     finish: Finish
 
 
-NO_LOGPROB = 0.01
-"""Above all log-probs, rounding included."""
+LOGPROBS = (-1e6, 0.01)
+"""Below and above all log-probs, rounding included."""
 
 
 def check_whole(chunk: ServerChunk, most_tokens: int, vocabulary: int) -> None:
@@ -80,7 +79,7 @@ def check_whole(chunk: ServerChunk, most_tokens: int, vocabulary: int) -> None:
             f"an answer of {len(chunk.token_ids)} tokens with {len(chunk.logprobs)} log-probs and labels for {spans}"
         )
     ids_are_known = all(type(token) is int and 0 <= token < vocabulary for token in chunk.token_ids)
-    if not ids_are_known or not all(-math.inf < logprob < NO_LOGPROB for logprob in chunk.logprobs):
+    if not ids_are_known or not all(LOGPROBS[0] < logprob < LOGPROBS[1] for logprob in chunk.logprobs):
         raise ValueError(
             f"an answer with tokens outside of the vocabulary of {vocabulary}, or with log-probs that are none"
         )

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.generator.agents.tool_formats import FORMATS, BadCall, ToolCall, ToolFormat, calls_in
+from asyncrl.generator.agents.tool_formats import FORMATS, MOST_CALLS, BadCall, ToolCall, ToolFormat, calls_in
 
 ADD = ToolCall("add", {"a": 1})
 OBJECT = '{"name": "add", "arguments": {"a": 1}}'
@@ -74,12 +74,25 @@ def test_an_answer_holds_no_call(tool_format: ToolFormat, text: str) -> None:
         ("llama3", "<|python_tag|>add.call(1)", "name.call"),
         ("llama3", "<|python_tag|>add.call(a=open('x'))", "name.call"),
         ("json", '{"name": "add", "arguments": {', "not valid JSON"),
+        ("hermes", f'<tool_call>{{"name": "add", "arguments": {"[" * 10_000}', "too deeply"),
+        ("hermes", f'<tool_call>{{"name": "add", "arguments": {{"a": {"1" * 5_000}}}}}', "too many digits"),
+        ("hermes", f'<tool_call>{{"name": "add", "arguments": "{"[" * 10_000}"}}', "are a text"),
     ],
 )
 def test_a_call_that_cannot_be_read_says_why(tool_format: ToolFormat, text: str, problem: str) -> None:
     (call,) = calls_in(text, tool_format)
     assert isinstance(call, BadCall)
     assert re.search(problem, call.problem)
+
+
+def test_endless_answers_take_no_endless_time_and_few_messages() -> None:
+    """Each of these took time in proportion to the square of its length, on the event loop."""
+    spaces = " " * (1 << 20)
+    assert calls_in(f"```{spaces}", "json") == ()
+    assert calls_in(f"```json{spaces}{OBJECT}{spaces}```", "json") == (ADD,)
+    *made, refused = calls_in("<tool_call>" + f"{OBJECT};" * 100_000, "hermes")
+    assert made == [ADD] * MOST_CALLS
+    assert isinstance(refused, BadCall)
 
 
 def test_newlines_in_strings_are_taken_as_they_are() -> None:

@@ -94,6 +94,14 @@ async def test_arguments_that_do_not_fit_are_told_to_the_model(
     assert '"properties"' in str(caught.value)
 
 
+async def test_arguments_that_are_too_deep_are_told_to_the_model() -> None:
+    deep: Any = 1
+    for _ in range(5_000):
+        deep = [deep]
+    with pytest.raises(ToolError, match="The arguments of shop are nested too deeply"):
+        await Toolbox([shop]).call(ToolCall("shop", {"item": deep}))
+
+
 async def test_failures_are_told_to_the_model() -> None:
     box = Toolbox([fails])
     with pytest.raises(ToolError, match="fails raised KeyError: 'nothing there'"):
