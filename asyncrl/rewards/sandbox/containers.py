@@ -25,6 +25,9 @@ from asyncrl.rewards.sandbox.sandbox import Limits, ProgramRun, SandboxError, Te
 
 START_S = 20.0
 """Time beyond `total_s`, for the start of the interpreter on a busy machine."""
+FIRST_TO_END = ("/bin/sh", "-c", 'echo 1000 >/proc/self/oom_score_adj; exec "$@"', "sh")
+"""Where memory runs out the kernel ends these processes before all others (proc(5)): the limits of memory are those of
+each process of a program."""
 LONGEST = 1 << 26
 """Bytes of a job."""
 
@@ -65,7 +68,7 @@ class Container(ABC):
 
     def _process(self, job: bytes) -> bytes:
         process = subprocess.Popen(
-            self._command(root()),
+            [*FIRST_TO_END, *self._command(root())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

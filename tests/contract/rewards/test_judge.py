@@ -377,6 +377,20 @@ def test_tests_that_cannot_be_judged_are_refused_by_name(
         judged(one_sandbox, "def f(x): return 1\npoly = f", *texts, entry=entry)
 
 
+@pytest.mark.parametrize(
+    ("program", "test"),
+    [
+        ("class encode(Exception): pass\ndef decode(x): return x", "assert decode(encode('a')) == 'a'"),
+        ("def f(x): return complex\ndef g(x): return x", "assert g(f(1).real) == 1"),
+        ("def f(x): return dict\ndef g(x): return x", "assert g(f(1).__dict__) == 1"),
+    ],
+)
+def test_no_program_makes_tests_look_as_if_they_could_not_be_judged(
+    one_sandbox: Sandbox, program: str, test: str
+) -> None:
+    assert judged(one_sandbox, program, test) == [False]
+
+
 def test_a_function_with_the_name_of_one_of_pythons(one_sandbox: Sandbox) -> None:
     program = "def sum(a, b): return a + b"
     assert judged(one_sandbox, program, "assert sum(1, 2) == 3") == [True]

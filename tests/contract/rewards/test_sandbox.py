@@ -159,6 +159,18 @@ def test_memory_and_files_are_limited(kind: str) -> None:
     assert run("open('big', 'wb').write(bytes(1 << 24))", kind, limits).code == 1
 
 
+def test_where_memory_runs_out_programs_end_before_the_run(kind: str) -> None:
+    name = uuid4().hex[:12]
+    program = f"import ctypes, signal; ctypes.CDLL(None).prctl(15, b'{name}'); signal.pause()"
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(run, program, kind)
+        while not (found := [one for one in psutil.process_iter(["name"]) if one.info["name"] == name]):
+            assert not running.done()
+        score = Path(f"/proc/{found[0].pid}/oom_score_adj").read_text()
+        found[0].kill()
+        assert (score, running.result().code) == ("1000\n", -9)
+
+
 def test_many_files_together_are_limited(kind: str) -> None:
     program = """
 for n in range(100):
@@ -210,11 +222,12 @@ for made in (
     libc.ptrace(16, 1, 0, 0),
     libc.prlimit(1, resource.RLIMIT_AS, None, None),
     libc.setuid(0),
+    libc.syscall(*{"x86_64": (206,), "aarch64": (0,)}[os.uname().machine], 1, ctypes.byref(ctypes.c_ulong())),
 ):
     print(made, ctypes.get_errno())
 print(libc.syscall(435, 0, 0), ctypes.get_errno())
 """
-    assert run(program, kind).out == 8 * "-1 1\n" + "-1 38\n"
+    assert run(program, kind).out == 9 * "-1 1\n" + "-1 38\n"
 
 
 @pytest.mark.parametrize("family", ["AF_INET", "AF_INET6", "AF_UNIX", "AF_NETLINK"])

@@ -32,6 +32,10 @@ NEVER_RAISED = (StopIteration, StopAsyncIteration)
 """Raised by a call, they would end a loop of the tests early, and with it the comparisons."""
 
 
+MADE_OF_REPLIES = (types.GetSetDescriptorType, types.MemberDescriptorType, types.MappingProxyType)
+"""Attributes of types, which a program may return in place of its objects."""
+
+
 class ProgramLost(BaseException):
     """The program ended, took too long, or sent what is no reply: this test has failed."""
 
@@ -169,11 +173,11 @@ class ProgramLink:
             if reference[0] == "o" and epoch != self._template.epoch:
                 raise self._failed(None)  # an object of a process that is gone
             return list(reference)
+        if isinstance(value, MADE_OF_REPLIES) or isinstance(value, tuple(self._exceptions.values())):
+            raise self._failed(None)  # the tests pass it, but the program is why it is none of plain data
         if (found := importable(value)) is not None:
-            return [
-                "m",
-                found,
-            ]  # it runs at the program's: called from there, `eval` would run in this process
+            # It runs at the program's: called from there, `eval` would run in this process.
+            return ["m", found]
         if callable(value) and not isinstance(value, type):
             self._callbacks.append(value)
             return ["k", len(self._callbacks) - 1]
