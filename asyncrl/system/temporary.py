@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-LOCK = "lock"
+LOCK, UNLOCKED = "lock", "unlocked"
+"""The file's name once it is locked, and before: else a process that starts in between would remove the folder."""
 
 
 @contextmanager
@@ -24,9 +25,10 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
         with suppress(OSError):  # another process removes it, or it is another user's
             _remove_if_left(left)
     folder = Path(tempfile.mkdtemp(prefix=prefix))
-    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    lock = os.open(folder / UNLOCKED, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        (folder / UNLOCKED).rename(folder / LOCK)
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import tempfile
@@ -42,3 +43,18 @@ def test_that_of_a_killed_process_goes_at_the_next_start_and_others_stay(tmp_pat
                 second.name,
             }
     assert {path.name for path in tmp_path.iterdir()} == {"mine-without-a-lock", "other-1"}
+
+
+def test_a_folder_stays_if_another_process_starts_before_it_is_locked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flock = fcntl.flock
+
+    def meanwhile(descriptor: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        with temporary_folder("mine-"):
+            flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", meanwhile)
+    with temporary_folder("mine-") as folder:
+        assert folder.is_dir()

@@ -173,7 +173,7 @@ class ProgramLink:
             if reference[0] == "o" and epoch != self._template.epoch:
                 raise self._failed(None)  # an object of a process that is gone
             return list(reference)
-        if isinstance(value, MADE_OF_REPLIES) or isinstance(value, tuple(self._exceptions.values())):
+        if isinstance(value, (*MADE_OF_REPLIES, *self._exceptions.values())):
             raise self._failed(None)  # the tests pass it, but the program is why it is none of plain data
         if (found := importable(value)) is not None:
             # It runs at the program's: called from there, `eval` would run in this process.
