@@ -19,15 +19,14 @@ The hash is the same for every cut into boxes, and another for any other differe
 from a zero; a swapped pair, a wrong offset, a transposed matrix or a value under another name changes it.
 
 The inner sum is one product of int8 matrices, for which GPUs have instructions, and CPUs too: there it takes about
-four times as long as a copy.
+four times as long as a copy. All other sums are elementwise products and `sum` of int64, which wrap as mod 2^64 does;
+CUDA has no dot of integers.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -50,7 +49,13 @@ CHUNK_BYTES = 1 << 20
 """Bytes of a piece with gaps in memory that are made contiguous at once."""
 
 ROWS_BYTES = 1 << 21
-"""Bytes hashed by rows at once."""
+"""Bytes hashed by rows at once on a CPU: intermediate results stay in the cache."""
+
+DEVICE_BYTES, DEVICE_ROWS = 1 << 26, 1 << 18
+"""Bytes and rows hashed at once on an accelerator: few launches, and 50 MB of intermediate results."""
+
+KEY_BYTES = 1 << 26
+"""Bytes of keys that a hash keeps for further tensors of the same sizes."""
 
 COUNTED = 0xA0761D6478BD642F
 """N: an element adds this besides its value."""
@@ -115,13 +120,12 @@ class Checksum:
 
 def hash_of(by: str, pieces: Iterable[Piece], shards: Shards) -> int:
     """In [0, 2^64). Raises WeightSyncError for pieces that are not held."""
-    hash_piece = _rows_hash if by == ROWS else _piece_hash
-    return sum(hash_piece(piece, shards) for piece in pieces) % MOD
-
-
-def _rows_hash(piece: Piece, shards: Shards) -> int:
-    shape = shards.layout[piece.name].shape
-    return row_digest(shards.view(piece.name, piece.box), piece.box, shape, piece.name)
+    if by == PIECES:
+        return sum(_piece_hash(piece, shards) for piece in pieces) % MOD
+    rows = RowHash(shards.device)
+    for piece in pieces:
+        rows.add(shards.view(piece.name, piece.box), piece.box, shards.layout[piece.name].shape, piece.name)
+    return rows.value()
 
 
 @lru_cache(maxsize=1 << 16)
@@ -147,25 +151,78 @@ def _memory(tensor: torch.Tensor) -> memoryview:
 
 def row_digest(tensor: torch.Tensor, box: Box, shape: tuple[int, ...], name: str) -> int:
     """The share, in [0, 2^64), of `tensor`: the elements in `box` of the parameter `name` of full `shape`."""
-    if not tensor.numel():
-        return 0
-    # A scalar is one row of one column, a vector one row.
-    offsets, sizes, full = (
-        ((0, *box.offsets), (1, *box.shape), (1, *shape)) if shape else ((0, 0), (1, 1), (1, 1))
-    )
-    item = tensor.element_size()
-    row_keys_R = _box_rows(
-        _row_keys(math.prod(full[:-1]), tensor.device), offsets[:-1], sizes[:-1], full[:-1]
-    )
-    keys_CK = _column_keys(full[-1] * item, tensor.device)[offsets[-1] * item :][: sizes[-1] * item]
-    values_RC = tensor.detach().reshape(-1, sizes[-1])
-    step = max(1, ROWS_BYTES // (sizes[-1] * item))
-    total = int(row_keys_R.sum()) * sizes[-1] * COUNTED
-    for start in range(0, len(row_keys_R), step):
-        at = slice(start, start + step)
-        sums_R = _row_sums(values_RC[at].contiguous().view(torch.int8), keys_CK)
-        total += int(sums_R.dot(row_keys_R[at]))
-    return total * _name_key(name, shape, dtype_name(tensor.dtype)) % MOD
+    rows = RowHash(tensor.device)
+    rows.add(tensor, box, shape, name)
+    return rows.value()
+
+
+class RowHash:
+    """The hash by rows of tensors on one device. The sum stays there: `value` alone waits for the device.
+
+    One thread's: the keys are made on the stream that uses them, and freed with the hash.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._fast = device, accelerator.is_accelerator(device)
+        self._sum = torch.zeros((), dtype=torch.int64, device=device)
+        self._lanes_K = _row_keys((0,), (LANES,), (LANES,), device)
+        self._keys: dict[tuple[object, ...], torch.Tensor] = {}
+
+    def add(self, tensor: torch.Tensor, box: Box, shape: tuple[int, ...], name: str) -> None:
+        """Add `tensor`: the elements in `box` of the parameter `name` of full `shape`."""
+        if not tensor.numel():
+            return
+        # A scalar is one row of one column, a vector one row.
+        offsets, sizes, full = (
+            ((0, *box.offsets), (1, *box.shape), (1, *shape)) if shape else ((0, 0), (1, 1), (1, 1))
+        )
+        item = tensor.element_size()
+        row_keys_R = self._kept(_row_keys, offsets[:-1], sizes[:-1], full[:-1])
+        keys_CK = self._kept(_column_keys, offsets[-1] * item, sizes[-1] * item)
+        values_RC = tensor.detach().reshape(-1, sizes[-1])
+        total = row_keys_R.sum() * _signed(sizes[-1] * COUNTED % MOD)
+        step = self._rows_at_once(sizes[-1] * item)
+        for start in range(0, len(row_keys_R), step):
+            at = slice(start, start + step)
+            sums_R = self._row_sums(values_RC[at].contiguous().view(torch.int8), keys_CK)
+            total += (sums_R * row_keys_R[at]).sum()
+        self._sum += total * _signed(_name_key(name, shape, dtype_name(tensor.dtype)))
+
+    def value(self) -> int:
+        """In [0, 2^64). Waits until the device has all of it."""
+        return int(self._sum) % MOD
+
+    def _rows_at_once(self, row_bytes: int) -> int:
+        if not self._fast:
+            return max(1, ROWS_BYTES // row_bytes)
+        return max(32, min(DEVICE_ROWS, DEVICE_BYTES // row_bytes) // 32 * 32)
+
+    def _kept(self, make: Callable[..., torch.Tensor], *numbers: object) -> torch.Tensor:
+        """The keys that `make` makes of these numbers."""
+        key = (make, *numbers)
+        if (found := self._keys.get(key)) is None:
+            found = make(*numbers, self._device)
+            if sum(keys.nbytes for keys in self._keys.values()) + found.nbytes > KEY_BYTES:
+                self._keys.clear()
+            self._keys[key] = found
+        return found
+
+    def _row_sums(self, bytes_RC: torch.Tensor, keys_CK: torch.Tensor) -> torch.Tensor:
+        """[R] int64: H of each row."""
+        rows, columns = bytes_RC.shape
+        sums_R = torch.zeros(rows, dtype=torch.int64, device=self._device)
+        for start in range(0, columns, MOST_COLUMNS):
+            at = slice(start, start + MOST_COLUMNS)
+            left_RC = _padded(bytes_RC[:, at]) if self._fast else bytes_RC[:, at]
+            sums_R += (torch._int_mm(left_RC, keys_CK[at])[:rows] * self._lanes_K).sum(1)
+        return sums_R
+
+
+def _padded(bytes_RC: torch.Tensor) -> torch.Tensor:
+    """In one stretch of memory, with zeros to 32 rows or more and to a multiple of eight columns: `_int_mm` on CUDA
+    demands them."""
+    rows, columns = bytes_RC.shape
+    return pad(bytes_RC, (0, -columns % 8, 0, max(0, 32 - rows))).contiguous()
 
 
 def _name_key(name: str, shape: tuple[int, ...], dtype: str) -> int:
@@ -173,52 +230,38 @@ def _name_key(name: str, shape: tuple[int, ...], dtype: str) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") | 1
 
 
-def _box_rows(
-    keys_R: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...], full: tuple[int, ...]
+def _row_keys(
+    offsets: tuple[int, ...], sizes: tuple[int, ...], full: tuple[int, ...], device: torch.device
 ) -> torch.Tensor:
-    """The keys of the box's rows, in its order."""
-    return keys_R.view(full)[tuple(map(slice, offsets, map(operator.add, offsets, sizes)))].reshape(-1)
+    """[R] int64, odd: the keys of a box's rows, in its order."""
+    numbers = torch.zeros((), dtype=torch.int64, device=device)
+    for offset, size, length in zip(offsets, sizes, full, strict=True):
+        along = torch.arange(offset, offset + size, dtype=torch.int64, device=device)
+        numbers = (numbers * length).unsqueeze(-1) + along
+    return _mixed(numbers.reshape(-1) * _signed(0x9E3779B97F4A7C15) + 1) | 1
 
 
-def _row_sums(bytes_RC: torch.Tensor, keys_CK: torch.Tensor) -> torch.Tensor:
-    """[R] int64: H of each row."""
-    lanes_K = _row_keys(LANES, bytes_RC.device)
-    sums_R = torch.zeros(len(bytes_RC), dtype=torch.int64, device=bytes_RC.device)
-    for start in range(0, bytes_RC.shape[1], MOST_COLUMNS):
-        at = slice(start, start + MOST_COLUMNS)
-        sums_R += (_product(bytes_RC[:, at], keys_CK[at]).to(torch.int64) * lanes_K).sum(1)
-    return sums_R
+def _column_keys(first: int, columns: int, device: torch.device) -> torch.Tensor:
+    """[columns, LANES] int8, none of them 0: one 64-bit number for each column.
 
-
-def _product(left_RC: torch.Tensor, right_CK: torch.Tensor) -> torch.Tensor:
-    """[R, K] int32 of int8 matrices, exact."""
-    rows = len(left_RC)
-    if left_RC.device.type == accelerator.CUDA:  # wants more than 16 rows, and columns in eights
-        left_RC, right_CK = _padded(left_RC, right_CK)
-    return torch._int_mm(left_RC, right_CK)[:rows]
-
-
-def _padded(left_RC: torch.Tensor, right_CK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """With zeros, to 32 rows or more and to a multiple of eight columns."""
-    rows, columns = left_RC.shape
-    more = -columns % 8
-    return pad(left_RC, (0, more, 0, max(0, 32 - rows))), pad(right_CK, (0, 0, 0, more))
+    On an accelerator up to a multiple of eight columns, and each lane whole in memory: from CUDA 13 on cuBLAS has no
+    product of int8 matrices that are both stored by rows.
+    """
+    if not accelerator.is_accelerator(device):
+        return _host_column_keys(first, columns)
+    return _mixed_columns(first, columns + -columns % 8, device).t().contiguous().t()
 
 
 @lru_cache(maxsize=64)
-def _row_keys(rows: int, device: torch.device) -> torch.Tensor:
-    """[rows] int64, odd."""
-    return _mixed(torch.arange(rows, dtype=torch.int64, device=device) * _signed(0x9E3779B97F4A7C15) + 1) | 1
+def _host_column_keys(first: int, columns: int) -> torch.Tensor:
+    """See `_column_keys`."""
+    return _mixed_columns(first, columns, accelerator.CPU)
 
 
-@lru_cache(maxsize=64)
-def _column_keys(columns: int, device: torch.device) -> torch.Tensor:
-    """[columns, LANES] int8, none of them 0: one 64-bit number for each column."""
-    words_C = _mixed(
-        torch.arange(columns, dtype=torch.int64, device=device) * _signed(0xD1342543DE82EF95) + 1
-    )
-    keys_CK = words_C.view(torch.int8).view(columns, LANES)
-    return torch.where(keys_CK == 0, 1, keys_CK)
+def _mixed_columns(first: int, columns: int, device: torch.device) -> torch.Tensor:
+    numbers = torch.arange(first, first + columns, dtype=torch.int64, device=device)
+    keys_CK = _mixed(numbers * _signed(0xD1342543DE82EF95) + 1).view(torch.int8).view(columns, LANES)
+    return keys_CK | (keys_CK == 0)
 
 
 def _mixed(values: torch.Tensor) -> torch.Tensor:

@@ -22,9 +22,7 @@ ENTRY_OF = {
     "_log_softmax": "log_softmax",
     "_log_softmax_backward_data": "log_softmax",
     "_softmax": "softmax",
-    "_to_copy": "to",
     "_unsafe_view": "view",
-    "copy": "clone",
     "embedding_dense_backward": "embedding",
     "gelu_backward": "gelu",
     "native_layer_norm_backward": "native_layer_norm",
@@ -37,6 +35,8 @@ ENTRY_OF = {
     "softplus_backward": "softplus",
     "tanh_backward": "tanh",
     "threshold_backward": "relu",
+    "__lshift__": "bitwise_left_shift",
+    "__rshift__": "bitwise_right_shift",
     "_local_scalar_dense": "item",
     "index": "__getitem__",
     "is_nonzero": "item",
@@ -46,6 +46,9 @@ ENTRY_OF = {
 """Operators that torch's tests know by another name: parts of it, its derivative, or the CPU's kernel for it."""
 
 ALWAYS = {
+    "_to_copy": "Copy.cu moves every dtype",
+    "clone": "Copy.cu moves every dtype",
+    "copy": "Copy.cu moves every dtype",
     "_fused_adamw": "native_functions.yaml lists a CUDA kernel",
     "_fused_adam": "native_functions.yaml lists a CUDA kernel",
     "_foreach_norm": "every float dtype: ForeachReduceOp.cu",
