@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import zmq
@@ -358,6 +360,25 @@ async def test_the_feeder_keeps_the_stream_supplied_and_says_when_its_source_end
     assert await refusal(claim(learner, opened, 3)) == "exhausted"
     await learner.finish("exhausted")
     await feeding
+
+
+async def test_the_feeder_begins_again_where_a_rewound_stream_stands() -> None:
+    """The rewind comes between two requests: ordinals 4 and 5 are not the next ones any more."""
+    rooms, submitted = [(4, 2), (1, 1)], []
+
+    async def room(stream: str, wait_s: float) -> tuple[int, int]:
+        if not rooms:
+            raise RunClosedError("done")
+        return rooms.pop(0)
+
+    async def submit(stream: str, of_room: list[Task]) -> None:
+        if rooms:
+            raise RefusedError("gap")
+        submitted.extend(of_room)
+
+    client: Any = SimpleNamespace(room=room, submit=submit)
+    assert "done" in await feed(client, "train", lambda ordinal: tasks(ordinal, 1)[0])
+    assert submitted == tasks(1, 1)
 
 
 async def test_tasks_that_are_too_large_for_one_message_come_in_several(

@@ -357,6 +357,21 @@ def test_a_program_that_does_not_end_well_passes_nothing(one_sandbox: Sandbox) -
     assert judged(one_sandbox, ended, *tests.texts) == [True]
 
 
+HARMLESS = {
+    "it does not read its settings in the program's folder": "assert os.environ['HOME'] == '/'",
+    "its memory is limited": "try: bytearray(2 << 30)\nexcept MemoryError: pass\nelse: assert False",
+    "it opens no socket": "try: socket.socket()\nexcept PermissionError: pass\nelse: assert False",
+    "the program's processes cannot look into it": "assert ctypes.CDLL(None).prctl(3, 0, 0, 0, 0) == 0",
+}
+
+
+def test_the_process_of_the_tests_has_no_more_rights_than_the_program(one_sandbox: Sandbox) -> None:
+    texts = [f"import ctypes, os, socket\nassert f(1) == 1\n{text}" for text in HARMLESS.values()]
+    passed = judged(one_sandbox, "def f(x): return x", *texts)
+    assert passed is not None
+    assert dict(zip(HARMLESS, passed, strict=True)) == dict.fromkeys(HARMLESS, True)
+
+
 @pytest.mark.parametrize(
     ("texts", "entry", "why"),
     [

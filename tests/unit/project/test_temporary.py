@@ -28,6 +28,14 @@ def killed_inside() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
 
 
+def test_that_of_another_user_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed_inside()
+    other = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: other)
+    with temporary_folder("mine-"):
+        assert len(list(tmp_path.glob("mine-*/file"))) == 1
+
+
 def test_that_of_a_killed_process_goes_at_the_next_start_and_others_stay(tmp_path: Path) -> None:
     (tmp_path / "mine-without-a-lock").mkdir()
     (tmp_path / "other-1").mkdir()

@@ -159,6 +159,24 @@ def test_a_version_that_is_held_twice_is_let_go_once(closing: Callable) -> None:
     assert learner.publishers[0]._source.wait_idle(5.0)
 
 
+def test_a_child_without_a_new_version_is_not_silent_at_its_relay(
+    closing: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.sync.stream.subscriber.PARENT_S", WAIT_S)
+    learner = closing(Learner(LARGE, 1, CHAIN))
+    parent, child = (closing(Generator(who, learner, learner.whole, CHAIN)) for who in ("parent", "child"))
+    for generator in (parent, child):
+        assert generator.subscriber.newest(-1, 0.0) is None
+    learner.publish(0)
+    for generator in (parent, child):
+        generator.check(generator.fetch(-1, WAIT_S), 0)
+    (session,) = parent.relay.server._senders.values()
+    session.heard_at -= CHAIN.silence_s + 1
+    silent_since = session.heard_at
+    child.subscriber.held(0)
+    until(lambda: session.heard_at > silent_since, "sign of life")
+
+
 def test_a_member_in_the_middle_of_a_transfer_is_not_silent(closing: Callable) -> None:
     learner = closing(Learner(SMALL, 1, CONFIG))
     generator = closing(Generator("g", learner, learner.whole, CONFIG))

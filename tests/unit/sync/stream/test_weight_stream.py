@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import msgpack
 import pytest
@@ -26,6 +27,8 @@ from asyncrl.rpc.server import RpcServer
 from asyncrl.sync.channels.channel import Channel
 from asyncrl.sync.layout.layout import Box, ParamLayout
 from asyncrl.sync.stream.publisher import SnapshotSource
+from asyncrl.sync.stream.sender import Sender
+from asyncrl.sync.stream.snapshot import Pin, SnapshotEvictedError
 from asyncrl.sync.tensors.shards import Shards
 
 closing = pytest.fixture(closing_all)
@@ -290,6 +293,50 @@ def test_a_wait_for_changes_leaves_half_of_the_time_for_the_whole_version(
     learner.publish(0)
     generator.check(generator.fetch(-1, 20.0), 0)
     assert 0 < waits[0] <= CONFIG.deadline_s / 2
+
+
+def test_all_buckets_of_a_version_share_one_deadline(
+    closing: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[float] = []
+    receive = link_module.receive_buckets
+
+    def noted(source: Any, staging: Any, channel: Any, buffers: Any, seconds_left: Any, arrived: Any) -> None:
+        left.append(seconds_left())
+        receive(source, staging, channel, buffers, seconds_left, arrived)
+        left.append(seconds_left())
+
+    monkeypatch.setattr(link_module, "receive_buckets", noted)
+    learner = closing(Learner(LARGE, 1, LARGE_CONFIG))
+    generator = closing(Generator("g", learner, learner.whole, LARGE_CONFIG))
+    learner.publish(0)
+    generator.check(generator.fetch(-1, 20.0), 0)
+    assert left[1] < left[0] <= LARGE_CONFIG.deadline_s
+
+
+def test_a_version_that_goes_while_it_is_hashed_is_not_acknowledged(
+    closing: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of its bytes have left by then."""
+    gone, hashed = threading.Event(), Sender._hashed
+
+    def evicted(sender: Sender, *of: Any) -> Any:
+        share = hashed(sender, *of)
+        gone.set()
+        return share
+
+    def moved(source: SnapshotSource, pin: Pin) -> None:
+        if gone.is_set():
+            raise SnapshotEvictedError("a newer one needed the memory")
+
+    monkeypatch.setattr(Sender, "_hashed", evicted)
+    monkeypatch.setattr(SnapshotSource, "moved", moved)
+    learner = closing(Learner(SMALL, 1, CONFIG))
+    generator = closing(Generator("g", learner, learner.whole, CONFIG))
+    learner.publish(0)
+    assert generator.subscriber.newest(-1, 20.0) == 0
+    with pytest.raises(SnapshotEvictedError, match="a newer one needed the memory"):
+        generator.subscriber.stage(0)
 
 
 def test_a_break_is_named_with_its_version_at_both_ends(
