@@ -17,6 +17,7 @@ import errno
 import logging
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -28,6 +29,7 @@ from threading import Thread
 import msgpack
 
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.rules import require
 from asyncrl.errors import ConfigError, DeadlineError
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.remote.remote_model import RemoteModel
@@ -42,6 +44,8 @@ FOLDER, STATE, META = "checkpoints", "learner", "meta.msgpack"
 FORMAT = 2
 """Format 1 had no controls."""
 NAME, REPLACED = re.compile(r"v\d{6,}"), re.compile(r"\.v\d{6,}\.replaced")
+
+SHARE = "let all machines with ranks of the learner, or with a pool that learns, share run.dir"
 
 NOTHING, WRITING, WRITTEN, FAILED = "", "writing", "written", "failed"
 """States of a rank's part of the checkpoint under way."""
@@ -81,6 +85,30 @@ def of_version(run_folder: Path, version: Version | None) -> Path:
 def is_one(folder: Path) -> bool:
     """Whether this is the folder of a checkpoint."""
     return (folder / META).is_file() and (folder / STATE).is_dir()
+
+
+def require_one_folder(run_folder: Path, backend: Backend) -> None:
+    """Collective. Raises ConfigError on every rank unless all of them see one run folder, e.g. from several machines:
+    each writes its part of a checkpoint there."""
+    if backend.world == 1:
+        return
+    # The name is new in each start, and one that the launcher clears away if this process is killed here.
+    mark = run_folder / backend.exchange(f".{secrets.token_hex(8)}.partial")[0]
+    if backend.rank == 0:
+        make_folder(run_folder)
+        mark.touch()
+    backend.exchange(None)
+    every = backend.exchange(mark.exists())
+    if backend.rank == 0:
+        mark.unlink()
+    without = ", ".join(str(rank) for rank, sees in enumerate(every) if not sees)
+    require(
+        not without,
+        "run.dir",
+        str(run_folder.parent),
+        f"learner rank {without} does not see the files of rank 0 there, and each rank writes its part of a checkpoint",
+        SHARE,
+    )
 
 
 def to_resume(run_folder: Path, set_aside: bool = False) -> tuple[Path, Meta] | None:
@@ -263,6 +291,14 @@ class Checkpoints:
         for written in remote:
             written()
         if self._backend.rank == 0:
+            for model in self._remote_models:
+                require(
+                    (folder / model.name).is_dir(),
+                    "run.dir",
+                    str(self._run_folder.parent),
+                    f"the pool of the {model.name} has written its part of {folder.name} elsewhere",
+                    SHARE,
+                )
             with writing(folder / META), (folder / META).open("wb") as file:
                 file.write(msgpack.packb(asdict(meta)))
                 if self._fsync:

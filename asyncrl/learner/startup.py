@@ -135,7 +135,9 @@ def _begin_publishing(publication: Publication, client: BlockingClient, version:
 def _restore(
     config: Config, backend: Backend, training: VersionStep, run_folder: Path, status: ProcessStatus
 ) -> tuple[Path | None, Meta | None]:
-    """Load the newest checkpoint under `run.resume`. Returns its folder and its metadata."""
+    """Load the newest checkpoint under `run.resume`. Returns its folder and its metadata. Raises ConfigError unless all
+    ranks see one run folder."""
+    checkpoint.require_one_folder(run_folder, backend)
     found = checkpoint.to_resume(run_folder, set_aside=backend.rank == 0) if config.run.resume else None
     if found is None:
         return None, None

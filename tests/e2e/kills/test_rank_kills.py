@@ -25,6 +25,7 @@ from processes import (
 )
 from torch.distributed import TCPStore
 
+from asyncrl.errors import ConfigError
 from asyncrl.rpc.keys import make_keys
 
 LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
@@ -157,3 +158,20 @@ def test_ranks_of_two_machines_meet_through_the_queue(config_file: Path) -> None
                 for learner in (first, second):
                     succeeded(learner)
     assert versions(run)[-1] == 6
+
+
+@pytest.mark.slow
+def test_ranks_of_machines_without_a_common_run_folder_are_refused(config_file: Path) -> None:
+    """Each would keep its own part of every checkpoint."""
+    run, config = config_file.parent / "it", str(config_file)
+    with started("asyncrl", "queue", config) as queue:
+        own = ("asyncrl", "learner", config, queue_address(run, queue), "learner.processes=2", "--nodes", "2")
+        elsewhere = f"run.dir={config_file.parent / 'elsewhere'}"
+        with (
+            started(*own, elsewhere, "--node", "1") as second,
+            started(*own, "--node", "0") as first,
+        ):
+            for learner in (first, second):
+                code, printed = finished(learner)
+                assert code == ConfigError.exit_code, printed
+                assert "learner rank 1 does not see the files of rank 0" in printed

@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import msgpack
 import pytest
 from learner_cases import small_config
+from learner_fakes import FakeBackend, Meeting
 from trainer_cases import Case, FakeQueue, checkpoints_of, newest
 
 from asyncrl.config.schema import CheckpointConfig, Config
@@ -26,6 +28,7 @@ from asyncrl.learner.checkpoint import (
     Checkpoints,
     Meta,
     read_meta,
+    require_one_folder,
     to_resume,
 )
 
@@ -342,3 +345,53 @@ def test_a_disk_that_fills_up_ends_the_run_and_leaves_the_older_checkpoint(tmp_p
     with pytest.raises(OSError, match="No space left"):
         case.trainer.run()
     assert saved(case.folder) == ["v000001"]
+
+
+def refusals(*folders: Path) -> list[str]:
+    """The error of each rank, in order, where every rank has its own run folder; empty where there is none."""
+    meeting = Meeting(len(folders))
+
+    def refusal(rank: int) -> str:
+        try:
+            require_one_folder(folders[rank], FakeBackend(rank=rank, meeting=meeting))
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(len(folders)) as pool:
+        return list(pool.map(refusal, range(len(folders))))
+
+
+def test_ranks_that_do_not_share_the_run_folder_are_refused_on_every_machine(tmp_path: Path) -> None:
+    """Each would write its part of a checkpoint elsewhere, and no checkpoint could be read again."""
+    here, there = tmp_path / "here" / "it", tmp_path / "there" / "it"
+    assert refusals(here, here, here) == ["", "", ""]
+    folders = [here, there, here, there]
+    for folder, error in zip(folders, refusals(*folders), strict=True):
+        assert error.startswith(f"run.dir = '{folder.parent}': learner rank 1, 3 ")
+        assert "Remedy: " in error
+    assert list(here.iterdir()) == []
+
+
+def test_a_learner_of_one_rank_writes_nothing_to_find_that_out(tmp_path: Path) -> None:
+    assert refusals(tmp_path / "it") == [""]
+    assert not (tmp_path / "it").exists()
+
+
+class PoolElsewhere:
+    """A model whose pool saves, and does not see this run folder."""
+
+    name = "critic"
+
+    def save(self, folder: Path) -> Callable[[], None]:
+        return lambda: None
+
+
+def test_a_checkpoint_without_the_part_of_a_pool_is_not_kept(tmp_path: Path) -> None:
+    disk = Disk()
+    disk.free.set()
+    checkpoints = checkpoints_of(tmp_path, disk, remote_models=[PoolElsewhere()])
+    checkpoints.begin(meta(3))
+    with pytest.raises(ConfigError, match=r"run\.dir = .*the pool of the critic has written .* elsewhere"):
+        checkpoints.finish()
+    assert saved(tmp_path) == []
