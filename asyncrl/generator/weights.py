@@ -72,6 +72,7 @@ class WeightFollower:
         self._state = asyncio.Condition()
         self._pins = 0
         self._flipping = False
+        self._failure = ""  # the last one since a learner has answered
         self._counts = Counter({"flips": 0, "failures": 0, "lost": 0, "bytes": 0})
         self._pauses_ms: deque[float] = deque(maxlen=RECENT_FLIPS)
         self._fetches_ms: deque[float] = deque(maxlen=RECENT_FLIPS)
@@ -168,6 +169,7 @@ class WeightFollower:
         """Returns None if there is no newer version, or if it was evicted before it had arrived."""
         version = await self._receiver.newest(newer_than, POLL_S)
         self._status.wait_ends(ANSWER)
+        self._failure = ""
         if version is None:
             return None
         try:
@@ -230,5 +232,8 @@ class WeightFollower:
         self._counts["failures"] += 1
         if isinstance(error, DeadlineError):
             self._status.wait_begins(ANSWER)
-        log.warning("%s stays at version %d: %s", self._name, self.held, error)
+        held = "has no weights yet" if self.held == NO_VERSION else f"stays at version {self.held}"
+        if self._failure != (failure := f"{held}: {error}"):  # once, however long the learner is gone
+            log.warning("%s %s", self._name, failure)
+        self._failure = failure
         await asyncio.sleep(RETRY_S)

@@ -244,7 +244,8 @@ class LocalRun:
         is ProcessDiedError then."""
         window, now = f"{self.config.launch.restart_window_s:g} s", time.monotonic()
         restart = self._restarts.plan(event.name, kind, most, now)
-        log = f"its log: {self.supervisor.log(event.name)}"
+        cause = self.supervisor.why_it_ended(event.name)[0] if _gave_reason(event) else ""
+        log = f"its log: {self.supervisor.log(event.name)}" + (f": {cause}" if cause else "")
         ended = f"{event.name} ended ({describe_exit(event.code)})"
         if restart.over:
             self._left_out.add(event.name)

@@ -21,8 +21,9 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, RunClosedError
 from asyncrl.launch.folder.run_folder import find_run, read_address, read_summary
-from asyncrl.launch.views.dashboard import cell
+from asyncrl.launch.views.dashboard import cell, duration
 from asyncrl.launch.views.output import within_line
+from asyncrl.launch.views.process_reports import SILENT_S
 from asyncrl.queue.client.client import QueueClient
 from asyncrl.queue.protocol.replies import Peek
 from asyncrl.rpc.keys import client_keys
@@ -115,6 +116,10 @@ def print_status(status: Mapping[str, Any], address: str) -> None:
     console.print(table)
     parked = f"{status['parked']} ({_mb(status['parked_bytes'])})"
     console.print(f"clients: {status['clients']}, requests that wait: {parked}", highlight=False)
+    for name, seconds in status["silent_s"].items():
+        if seconds >= SILENT_S:
+            line = f"no word from {within_line(name)} for {duration(seconds)}"
+            console.print(line, highlight=False, markup=False)
     console.print(f"refused: {_counted(status['refused'])}", highlight=False, markup=False)
 
 

@@ -177,27 +177,26 @@ class RunView:
     def alert(self) -> object:
         """The last evaluation, whether tasks are dropped while no version comes, who is silent, and each 5 s before the
         first version."""
-        waited = int((self._clock() - self._moved) // STILL_S) if self._first_wait() else None
+        first = self.version < 1 and self._wait()
+        waited = int((self._clock() - self._moved) // STILL_S) if first else None
         silent = tuple(self._reports.silent())
         return self.latest.get("heldout/accuracy"), bool(self._dropped()), silent, waited
 
     def notes(self) -> list[str]:
-        """Tasks dropped while no version comes, else the wait for the first version; and silent processes."""
+        """Tasks dropped while no version comes, else the wait for one; and silent processes."""
         silent = self._reports.silent()
         return [
-            *(self._dropped() or self._first_wait()),
+            *(self._dropped() or self._wait()),
             *([f"no word from {_with_durations(silent)}"] if silent else []),
         ]
 
-    def _first_wait(self) -> list[str]:
-        """Processes load for a while, and a run without a version must not look dead."""
-        waited = self._clock() - self._moved
-        if self.version >= 1 or waited < STILL_S:
+    def _wait(self) -> list[str]:
+        """Processes load for a while, also those that are started again, and the run must not look dead."""
+        waited, loading = self._clock() - self._moved, self._reports.loading()
+        if waited < STILL_S or (self.version >= 1 and not loading):
             return []
-        wait, loading = (
-            f"waiting for the learner and the first groups ({duration(waited)})",
-            self._reports.loading(),
-        )
+        first = f"waiting for the learner and the first groups ({duration(waited)})"
+        wait = f"no new version for {duration(waited)}" if self.version >= 1 else first
         return [f"{wait}; loading: {_with_durations(loading)}" if loading else wait]
 
     def _dropped(self) -> list[str]:

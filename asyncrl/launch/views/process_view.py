@@ -225,7 +225,7 @@ class LearnerView(RunView):
     def alert(self) -> object:
         return super().alert(), self._waits.alert()
 
-    def _first_wait(self) -> list[str]:
+    def _wait(self) -> list[str]:
         """The learner names its waits itself."""
         return []
 

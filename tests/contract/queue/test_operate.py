@@ -73,6 +73,15 @@ def test_status_by_folder_name_and_address(folder: Path, capsys: pytest.CaptureF
         for row in ("tasks pending", "leased by", "generator-0 1", "groups ready", "1 of 4", "length bias"):
             assert row in said
         assert "refused: none" in said
+        assert "no word from" not in said
+
+
+def test_status_names_who_is_silent(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operate, "SILENT_S", 0.0)
+    assert cli.main(["queue", "status", "mine"]) == 0
+    assert "no word from generator-0 for " in capsys.readouterr().out
 
 
 def test_names_are_shown_as_they_are_and_stay_within_their_line(

@@ -583,10 +583,14 @@ async def test_a_learner_that_is_gone_stops_nothing() -> None:
         await h.queue.until(lambda: h.queue.stats["held"] == 1)
 
 
-async def test_a_generator_shows_that_its_learner_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_generator_shows_that_its_learner_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     class OneLearner:
         async def lookup(self, key: str, wait_s: float) -> dict[str, Any]:
             return {"endpoint": "tcp://127.0.0.1:9", "world": 1, "lineage": 0}
+
+    failures: list[int] = []
 
     class Gone(Opening):
         answers = asyncio.Event()
@@ -595,6 +599,7 @@ async def test_a_generator_shows_that_its_learner_does_not_answer(monkeypatch: p
 
         async def newest(self, newer_than: int, wait_s: float) -> int | None:
             if not self.answers.is_set():
+                failures.append(newer_than)
                 raise DeadlineError("worker", "the learner", "an answer to 'newest'", 1.0)
             await asyncio.sleep(0)
             return None
@@ -606,6 +611,10 @@ async def test_a_generator_shows_that_its_learner_does_not_answer(monkeypatch: p
     try:
         (wait,) = await eventually(lambda: status.waits(0.0))
         assert wait.whom == "an answer of the learner"
+        await eventually(lambda: len(failures) >= 3)
+        assert [line.getMessage() for line in caplog.records] == [
+            "worker has no weights yet: worker waited 1.0 s for the learner: an answer to 'newest' did not come"
+        ]
         receiver.answers.set()
         await eventually(lambda: not status.waits(0.0))
     finally:

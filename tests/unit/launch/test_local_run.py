@@ -340,11 +340,15 @@ def test_a_killed_learner_is_started_again_from_its_checkpoint(
 def test_a_learner_that_has_lost_a_pool_or_a_rank_is_started_again(
     config: Config, scripts: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], code: int
 ) -> None:
-    scripts["learner"] = f'cd $(dirname $1); echo "$3" >> words; [ -n "$3" ] || exit {code}; {DONE}'
+    why = "echo asyncrl learner: RankLostError: rank 1 gave no sign of life"
+    scripts["learner"] = (
+        f'cd $(dirname $1); echo "$3" >> words; [ -n "$3" ] || {{ {why}; exit {code}; }}; {DONE}'
+    )
     assert local.train(config) == {"versions": 3}
     assert (tmp_path / "it" / "words").read_text() == "\nrun.resume=true\n"
     said = capsys.readouterr().err
     assert f"learner ended (exit code {code}) and is started again from the newest checkpoint" in said
+    assert "learner.log: RankLostError: rank 1 gave no sign of life\n" in said
 
 
 def test_a_learner_that_keeps_dying_ends_the_run(

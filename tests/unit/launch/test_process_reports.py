@@ -201,3 +201,16 @@ def test_the_launcher_names_who_is_loading_and_who_is_silent(tmp_path: Path) -> 
     clock.now += 75.0
     assert progress.notes() == ["no word from learner 1 min 15 s, generator-0 1 min 15 s"]
     assert progress.alert() != quiet
+
+
+def test_a_process_that_loads_again_is_named_while_no_version_comes(tmp_path: Path) -> None:
+    clock = Clock()
+    reports = ProcessReports(tmp_path / "logs", clock)
+    progress = RunView(Config(), tmp_path, reports, clock)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"time": 1.0, "version": 1}) + "\n")
+    progress.read()
+    clock.now = 20.0
+    assert progress.notes() == []
+    reports.started("learner")
+    clock.now = 30.0
+    assert progress.notes() == ["no new version for 30 s; loading: learner 10 s"]
