@@ -155,11 +155,16 @@ def _check_gpus(config: Config) -> None:
     pools = {"generator": config.generator.devices, "learner": config.learner.devices}
     pools |= {f"placement.{name}": place.devices for name, place in config.placement.pools.items()}
     named = {f"{pool}.devices": devices for pool, devices in pools.items() if devices}
-    if not named:
+    by_nccl = config.sync.backend == "nccl"
+    if not named and not by_nccl:
         return
     from asyncrl.device import accelerator
 
     count = accelerator.count()
+    rule = "sends from GPU to GPU, and torch sees none here"
+    require(
+        count > 0 or not by_nccl, "sync.backend", "nccl", rule, "leave it out: auto takes nccl between GPUs"
+    )
     for key, devices in named.items():
         numbers = [int(name) for name in devices.split(",") if name.strip().isdecimal()]
         sees = f"torch sees {count} here" if count else "torch sees none here, or is a build for the CPU"

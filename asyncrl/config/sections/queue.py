@@ -22,6 +22,9 @@ from asyncrl.config.sections.rules import (
 
 EVERY_ADDRESS = ("", "*", "0.0.0.0", "::")
 """Hosts that stand for all addresses of a machine."""
+HOST_REMEDY = (
+    "set it to the address where generators reach the learner, without scheme and port, or leave it out"
+)
 
 
 def _stays_here(address: str) -> bool:
@@ -214,8 +217,11 @@ class SyncConfig(Section):
             self.host not in EVERY_ADDRESS,
             "host",
             "is no address of one machine, and generators connect to it",
-            "set it to the address at which generators reach the learner's machine, or leave it out",
+            HOST_REMEDY,
         )
+        # An IPv6 address has several colons, a port behind a host has one.
+        plain = self.host is None or ("/" not in self.host and self.host.count(":") != 1)
+        yield Rule(plain, "host", "is no plain host name or address", HOST_REMEDY)
         yield Rule(
             self.silence_s >= self.deadline_s,
             "silence_s",

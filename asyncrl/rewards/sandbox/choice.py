@@ -15,7 +15,8 @@ KINDS: dict[str, Callable[[Limits], Sandbox]] = {"bubblewrap": Bubblewrap, "name
 AUTO = "auto"
 REMEDY = (
     "permit user namespaces (in Docker: --security-opt seccomp=unconfined; on Ubuntu: sysctl "
-    "kernel.apparmor_restrict_unprivileged_userns=0), or name a sandbox of your own, sandbox=file.py:Class"
+    "kernel.apparmor_restrict_unprivileged_userns=0; after 'No space left on device', which is no full disk here: "
+    "a higher sysctl user.max_user_namespaces), or name a sandbox of your own, sandbox=file.py:Class"
 )
 
 log = logging.getLogger(__name__)

@@ -273,6 +273,13 @@ def test_a_socket_that_other_machines_reach_needs_keys(base: Path, key: str) -> 
 @pytest.mark.parametrize("host", ["0.0.0.0", "'::'", "'*'", "''"])
 def test_generators_cannot_connect_to_every_address(base: Path, host: str) -> None:
     assert error_of(base, f"sync.host={host}", "queue.keys=/keys").key == "sync.host"
+
+
+@pytest.mark.parametrize("host", ["tcp://10.0.0.1", "10.0.0.1:5555", "tcp://10.0.0.1:5555"])
+def test_a_host_has_no_scheme_and_no_port(base: Path, host: str) -> None:
+    error = error_of(base, f"sync.host={host}", "queue.keys=/keys")
+    assert (error.key, error.rule) == ("sync.host", "is no plain host name or address")
+    load_config(base, ["sync.host=fe80::1", "queue.keys=/keys"])
     load_config(base, ["sync.host=127.0.0.1"])
 
 

@@ -9,6 +9,7 @@ import pytest
 import asyncrl
 from asyncrl import cli
 from asyncrl.config.load import load_config
+from asyncrl.device import accelerator
 from asyncrl.errors import ConfigError
 from asyncrl.launch import local
 from asyncrl.launch.preflight import preflight
@@ -92,6 +93,15 @@ def test_the_rules_can_be_checked_without_the_files(config: Path, capsys: pytest
     assert "valid" in capsys.readouterr().out
     assert cli.main(["config", str(config), "sync.keep=5"]) == 0
     assert "sync.keep=5 does nothing: sync.backend=auto" in capsys.readouterr().err
+
+
+def test_nccl_without_a_gpu_is_refused(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Generators would wait for their first weights without end."""
+    monkeypatch.setattr(accelerator, "count", lambda: 0)
+    with pytest.raises(ConfigError, match=r"^sync\.backend = 'nccl': .* torch sees none here"):
+        preflight(load_config(config, ["sync.backend=nccl"]))
+    monkeypatch.setattr(accelerator, "count", lambda: 1)
+    preflight(load_config(config, ["sync.backend=nccl"]))
 
 
 def test_a_good_configuration_passes(config: Path) -> None:
