@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,11 +23,43 @@ from asyncrl.config.sections.rules import (
 KvAtFlip = Literal["keep", "recompute", "drain"]
 
 
+SET_BY: Mapping[str, str] = {
+    "model": "model.path",
+    "trust_remote_code": "model.trust_remote_code",
+    "dtype": "generator.vllm.dtype",
+    "max_model_len": "generator.max_length",
+    "max_num_seqs": "generator.slots",
+    "tensor_parallel_size": "generator.vllm.tensor_parallel",
+    "data_parallel_size": "generator.vllm.data_parallel",
+    "gpu_memory_utilization": "generator.vllm.gpu_memory_share",
+    "kv_cache_memory_bytes": "generator.vllm.kv_cache_mb",
+    "enforce_eager": "generator.vllm.enforce_eager",
+}
+"""Arguments of vLLM's AsyncEngineArgs → the keys that set them."""
+
+NOT_FOR_VLLM: Mapping[str, str] = {
+    "logprobs_mode": "log-probs must be those of the distribution that is drawn from",
+    "generation_config": "the defaults of the model's own sampling would change what is drawn",
+    "worker_extension_cls": "new weights come in by asyncrl's own extension",
+    "skip_tokenizer_init": "prompts and answers are token ids",
+    "quantization": "new weights are copied over the parameters, and quantized parameters have another form",
+    "enable_sleep_mode": "a generator has its devices alone, and weights that sleep cannot be updated",
+    "cpu_offload_gb": "an update of weights that lie in the host's memory was never tried",
+    "pipeline_parallel_size": "an update of stages was never tried: vLLM's CPU build fails at the first sample",
+    "enable_expert_parallel": "an update of experts that ranks share out was never tried: vLLM's CPU build fails there",
+}
+"""Arguments that cannot be set, and why."""
+
+
 @dataclass(frozen=True)
 class VllmConfig(Section):
     """Only for generator.engine=vllm; what is not here is set by `extra`."""
 
     tensor_parallel: Processes = key(1, "ranks that one generator's model is split over")
+    data_parallel: Processes = key(
+        1,
+        "replicas of the model in one generator, which vLLM spreads its samples over; each has tensor_parallel ranks",
+    )
     dtype: Literal["float32", "bfloat16", "float16"] | None = key(
         None, "of the model there; none: model.dtype"
     )
@@ -45,6 +77,18 @@ class VllmConfig(Section):
             "is a share of the memory",
             "set generator.vllm.gpu_memory_share=0.9",
         )
+        for name, value in self.extra.items():
+            at_key, why = f"extra.{name}", NOT_FOR_VLLM.get(name)
+            yield Rule(why is None, at_key, f"cannot be set: {why}", "leave it out", value)
+            own = SET_BY.get(name)
+            yield Rule(own is None, at_key, f"is set by {own}", f"leave it out, and set {own}", value)
+            yield Rule(
+                not name.startswith("data_parallel_") or name in SET_BY,
+                at_key,
+                "cannot be set: all replicas of a generator are on its machine, and vLLM balances them",
+                "leave it out; generator.vllm.data_parallel has the number of replicas",
+                value,
+            )
 
 
 @dataclass(frozen=True)

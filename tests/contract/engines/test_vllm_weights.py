@@ -199,7 +199,7 @@ from asyncrl.config.sections.generator import VllmConfig
 from asyncrl.generator.engines.vllm.vllm_engine import VllmEngine
 
 async def main():
-    ours = VllmConfig(tensor_parallel=int(sys.argv[2]))
+    ours = VllmConfig(tensor_parallel=int(sys.argv[2]), data_parallel=int(sys.argv[3]))
     engine = VllmEngine(vllm_config(Path(sys.argv[1]), vllm=ours), "generator-0", ())
     await engine.start()
     print("children", *[child.pid for child in psutil.Process().children(recursive=True)], flush=True)
@@ -209,16 +209,17 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-async def test_a_generator_that_is_killed_leaves_no_process(ranks: int, tmp_path: Path) -> None:
-    from_config(CASES["qwen3 moe, drain"].config, tmp_path)
-    generator = subprocess.Popen(
-        [sys.executable, "-c", ORPHANS, str(tmp_path), str(ranks)], stdout=subprocess.PIPE, text=True
-    )
+@pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (2, 1), (1, 2)])
+async def test_a_generator_that_is_killed_leaves_no_process(
+    ranks: int, replicas: int, tmp_path: Path
+) -> None:
+    from_config(CASES["qwen3, a small cache, recompute"].config, tmp_path)
+    command = [sys.executable, "-c", ORPHANS, str(tmp_path), str(ranks), str(replicas)]
+    generator = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert generator.stdout is not None
     line = next(line for line in generator.stdout if line.startswith("children"))
     children = [psutil.Process(int(pid)) for pid in line.split()[1:]]
-    assert len(children) >= ranks
+    assert len(children) >= ranks * replicas
     generator.kill()
     generator.wait()
     _, alive = psutil.wait_procs(children, timeout=30)

@@ -1,7 +1,7 @@
 """vLLM behind the `Engine` protocol: its AsyncLLM in this process, the model in processes that it starts.
 
-    sample ─▸ generate ─▸ engine core ─▸ ranks        n samples share the prompt's KV
-    flip   ─▸ pause ─▸ every rank copies its staged version ─▸ forget prefixes, label ─▸ resume
+    sample ─▸ generate ─▸ engine core of a replica ─▸ its ranks       n samples of one replica share the prompt's KV
+    flip   ─▸ pause ─▸ every rank of all replicas copies its staged version ─▸ forget prefixes, label ─▸ resume
 
 Between pause and resume no step runs, so each token's version is the label of the step that made it.
 """
@@ -39,11 +39,24 @@ SEED_BITS = 62
 
 
 class _Counters:
-    """Receives vLLM's counters after each step, as its StatLoggerBase."""
+    """Receives vLLM's counters after each step of a replica, as the StatLoggerBase of all of them."""
 
     def __init__(self) -> None:
-        self.tokens = self.preemptions = self.running = self.waiting = 0
-        self.kv_usage = 0.0
+        self.tokens = self.preemptions = 0
+        self._load: dict[int, tuple[int, int, float]] = {}  # by replica
+
+    @property
+    def running(self) -> int:
+        return sum(running for running, _, _ in self._load.values())
+
+    @property
+    def waiting(self) -> int:
+        return sum(waiting for _, waiting, _ in self._load.values())
+
+    @property
+    def kv_usage(self) -> float:
+        """Of the fullest replica."""
+        return max((usage for _, _, usage in self._load.values()), default=0.0)
 
     def __call__(self, vllm_config: Any, engine_index: int = 0) -> _Counters:
         return self
@@ -52,9 +65,8 @@ class _Counters:
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
         if scheduler_stats is not None:
-            self.kv_usage = scheduler_stats.kv_cache_usage
-            self.running = scheduler_stats.num_running_reqs
-            self.waiting = scheduler_stats.num_waiting_reqs
+            now = scheduler_stats
+            self._load[engine_idx] = (now.num_running_reqs, now.num_waiting_reqs, now.kv_cache_usage)
         if iteration_stats is not None:
             self.tokens += iteration_stats.num_generation_tokens
             self.preemptions += iteration_stats.num_preempted_reqs
@@ -118,9 +130,11 @@ class VllmEngine:
         return VllmReceiver(reader, self._config.model, self.call, self.flip)
 
     async def call(self, method: str, *args: Any) -> list[Any]:
-        """The result of `WeightsExtension.<method>` on each rank. Raises the error of one of them."""
+        """The result of `WeightsExtension.<method>` on each rank of each replica. Raises the error of one of them."""
         self._check_running()
-        return values_of(await self._or_died(self._llm.collective_rpc(method, args=args)), self._name)
+        # vLLM's own collective_rpc returns the results of the first replica alone.
+        called = self._llm.engine_core.call_utility_all_async("collective_rpc", method, None, args, None)
+        return values_of([report for of in await self._or_died(called) for report in of], self._name)
 
     async def flip(self, version: Version) -> float:
         """If the caller is cancelled, the flip goes on: vLLM would stay paused."""

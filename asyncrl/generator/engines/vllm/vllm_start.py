@@ -14,6 +14,7 @@ import torch
 from transformers import PretrainedConfig
 
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.rules import require
 from asyncrl.device import accelerator
 from asyncrl.errors import ConfigError
 from asyncrl.models import has_weights, load_model_config
@@ -26,6 +27,9 @@ GENERATOR = "ASYNCRL_GENERATOR"
 BLOCK = 32
 """Tokens of one KV block on a CPU: vLLM's own 128 would leave shorter prompts unshared."""
 
+METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+"""Environment variable with the way in which vLLM starts its processes: spawn or fork."""
+
 
 def start_vllm(config: Config, loggers: list[Callable[..., Any]], load_weights: bool = False) -> Any:
     """Start vLLM's AsyncLLM by the settings of `generator`. Blocks until it is up; on the running event loop.
@@ -35,13 +39,17 @@ def start_vllm(config: Config, loggers: list[Callable[..., Any]], load_weights: 
     """
     check_vllm()
     prepare_environment(config)
+    method = os.environ[METHOD]
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
     arguments = engine_arguments(config, load_weights)
-    on_cpu = not accelerator.count()
-    if on_cpu:
+    if method == "fork":
         import_model(load_model_config(config.model))
+    if config.generator.vllm.data_parallel > 1:
+        from asyncrl.generator.engines.vllm import vllm_coordinator
+
+        vllm_coordinator.end_with_generator()
     try:
         vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
     except (TypeError, ValueError) as error:
@@ -51,8 +59,8 @@ def start_vllm(config: Config, loggers: list[Callable[..., Any]], load_weights: 
             f"vLLM refuses it: {str(error).strip().splitlines()[0]}",
             "correct generator.vllm and its extra arguments",
         ) from error
-    if on_cpu:  # vLLM has just chosen to spawn, which imports everything once more
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    check_replicas(config, vllm_config.model_config.is_moe)
+    os.environ[METHOD] = method  # vLLM sets it to spawn on a CPU
     with _frozen_garbage():
         return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=loggers, disable_log_stats=True)
 
@@ -88,15 +96,34 @@ def check_vllm() -> None:
         )
 
 
+def check_replicas(config: Config, has_experts: bool) -> None:
+    """Raises ConfigError for replicas of a model with experts, whose steps vLLM takes in lockstep."""
+    replicas = config.generator.vllm.data_parallel
+    require(
+        replicas == 1 or not has_experts,
+        "generator.vllm.data_parallel",
+        replicas,
+        "is for models without experts: vLLM's CPU build cannot run replicas that share experts, so an update of them "
+        "was never tried",
+        "set generator.vllm.data_parallel=1, and generator.count to as many generators",
+    )
+
+
 def prepare_environment(config: Config) -> None:
     """Set the variables that vLLM and its workers read on import. The user's values stay, except for required ones."""
     settings = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
     settings["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"  # stdout is for the output of a command
     needed = {GENERATOR: str(os.getpid())}
-    if not accelerator.count():
+    if accelerator.count():
+        needed[METHOD] = (
+            "spawn"  # a driver that this process has started, in a reward function say, cannot be forked
+        )
+    else:
+        settings[METHOD] = "fork"  # a spawned process imports everything once more
         settings["TORCHDYNAMO_DISABLE"] = "1"  # compilation would take a minute
         settings["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # the learner runs on the same cores
-        one_rank = config.generator.vllm.tensor_parallel == 1
+        ours = config.generator.vllm
+        one_rank = ours.tensor_parallel * ours.data_parallel == 1
         needed["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if one_rank else "1"  # the rank within the engine core
     if config.generator.threads is not None:
         needed["OMP_NUM_THREADS"] = str(config.generator.threads)
@@ -106,7 +133,7 @@ def prepare_environment(config: Config) -> None:
 
 
 def engine_arguments(config: Config, load_weights: bool = False) -> dict[str, Any]:
-    """Arguments of vLLM's AsyncEngineArgs. Raises ConfigError for an extra one that the project sets itself."""
+    """Arguments of vLLM's AsyncEngineArgs; `VllmConfig` has refused extra ones that the project sets itself."""
     generator, ours = config.generator, config.generator.vllm
     on_cpu = not accelerator.count()
     fixed = {
@@ -114,8 +141,9 @@ def engine_arguments(config: Config, load_weights: bool = False) -> dict[str, An
         "trust_remote_code": config.model.trust_remote_code,
         "dtype": ours.dtype or config.model.dtype,
         "max_model_len": generator.max_length,
-        "max_num_seqs": generator.slots,
+        "max_num_seqs": math.ceil(generator.slots / ours.data_parallel),
         "tensor_parallel_size": ours.tensor_parallel,
+        "data_parallel_size": ours.data_parallel,
         "gpu_memory_utilization": ours.gpu_memory_share,
         "enforce_eager": ours.enforce_eager or on_cpu,
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
@@ -132,20 +160,17 @@ def engine_arguments(config: Config, load_weights: bool = False) -> dict[str, An
         "seed": config.run.seed,
         **({"block_size": BLOCK} if on_cpu else {}),
     }
-    for name in ours.extra.keys() & fixed.keys():
-        raise ConfigError(
-            f"generator.vllm.extra.{name}", ours.extra[name], "is set by other keys", "leave it out"
-        )
-    return {**fixed, **free, **ours.extra}
+    return {**free, **ours.extra, **fixed}
 
 
 def _kv_bytes(config: Config) -> int:
-    """The KV cache of one rank: as configured, else enough for all slots at full length."""
+    """The KV cache of one rank: as configured, else enough for all slots of a replica at full length."""
     ours = config.generator.vllm
     if ours.kv_cache_mb is not None:
         return ours.kv_cache_mb << 20
     dtype = getattr(torch, ours.dtype or config.model.dtype)
-    tokens = config.generator.slots * (math.ceil(config.generator.max_length / BLOCK) + 1) * BLOCK
+    slots = math.ceil(config.generator.slots / ours.data_parallel)
+    tokens = slots * (math.ceil(config.generator.max_length / BLOCK) + 1) * BLOCK
     return tokens * _kv_numbers(load_model_config(config.model), ours.tensor_parallel) * int(dtype.itemsize)
 
 

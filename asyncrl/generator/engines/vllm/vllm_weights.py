@@ -172,6 +172,23 @@ def values_of(reports: Sequence[Mapping[str, Any]], who: str) -> list[Any]:
     return [report["value"] for report in reports]
 
 
+def rank_in_generator(of: Any, of_server: bool = False) -> int:
+    """The number of a worker among those of all replicas.
+
+    Args:
+        of: vLLM's ParallelConfig
+        of_server: whether the user has started it, not a generator
+
+    Raises:
+        RuntimeError: It is of the second replica of a server. Its reports would not come back; this error does.
+    """
+    if of_server and of.data_parallel_index:
+        raise RuntimeError(
+            "the server returns the results of its first replica alone: start it without replicas"
+        )
+    return int(of.data_parallel_index * of.world_size + of.rank)
+
+
 class RankWeights:
     """The weights of one rank.
 

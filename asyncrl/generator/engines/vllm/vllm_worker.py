@@ -40,7 +40,7 @@ from asyncrl.errors import AsyncRLError, WeightSyncError
 from asyncrl.generator.engines.receiver import Learner, WeightReader
 from asyncrl.generator.engines.vllm.vllm_layout import find_box_views, layout_of_views
 from asyncrl.generator.engines.vllm.vllm_start import GENERATOR
-from asyncrl.generator.engines.vllm.vllm_weights import BROKEN, EVICTED, RankWeights
+from asyncrl.generator.engines.vllm.vllm_weights import BROKEN, EVICTED, RankWeights, rank_in_generator
 from asyncrl.models import checkpoint_shapes
 from asyncrl.sync.stream.snapshot import SnapshotEvictedError
 from asyncrl.types import Version
@@ -150,19 +150,17 @@ def _checkpoint(model: ModelConfig) -> dict[str, Tensor]:
 class WeightsExtension:
     """Methods of every worker, called through `collective_rpc`."""
 
-    rank: int
     model_runner: Any
     vllm_config: Any
     asyncrl_weights: RankWeights | None = None
 
     def asyncrl_prepare(self, dtype: str, reader: dict[str, Any]) -> Report:
         """Its value is the floor of a flip in seconds."""
+        rank = rank_in_generator(self.vllm_config.parallel_config, of_server=not os.environ.get(GENERATOR))
 
         def work() -> float:
             model = self.model_runner.get_model()
-            self.asyncrl_weights = rank_weights(
-                model, self.vllm_config, dtype, _reader_of_rank(reader, self.rank)
-            )
+            self.asyncrl_weights = rank_weights(model, self.vllm_config, dtype, _reader_of_rank(reader, rank))
             return self.asyncrl_weights.floor_s
 
         return _report(work)
@@ -243,8 +241,7 @@ class AsyncRLWeightTransfer(WeightTransferEngine):
     update_info_cls = VersionInfo
 
     def init_transfer_engine(self, init_info: LearnerInfo) -> None:
-        of = self.parallel_config
-        rank = of.data_parallel_index * of.world_size + of.rank
+        rank = rank_in_generator(self.parallel_config)
         reader = WeightReader(
             init_info.run, f"{init_info.who}/{rank}", SyncConfig(**init_info.sync), init_info.keys
         )

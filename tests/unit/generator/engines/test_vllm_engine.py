@@ -1,4 +1,4 @@
-"""Flips of the vLLM engine whose caller, or the engine itself, ends meanwhile. vLLM is a stand-in."""
+"""Flips of the vLLM engine whose caller, or the engine itself, ends meanwhile; replicas. vLLM is a stand-in."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from missing import needs_vllm
 from waiting import eventually
 
 from asyncrl.config.schema import Config, GeneratorConfig, ModelConfig
-from asyncrl.errors import RunClosedError
+from asyncrl.errors import RunClosedError, WeightSyncError
 from asyncrl.generator.engines.vllm import vllm_engine
 from asyncrl.generator.engines.vllm.vllm_engine import VllmEngine
 
@@ -25,7 +25,7 @@ class StandIn:
         self.may_pause = asyncio.Event()
         self.engine_core = AsyncMock()
         self.engine_core.pause_scheduler_async.side_effect = self._pause
-        self.collective_rpc = AsyncMock(return_value=[{"value": 0.0}])
+        self.engine_core.call_utility_all_async.return_value = [[{"value": 0.0}]]
         self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(policy="fcfs"))
         self.output_handler, self.shutdown = Mock(), Mock()
 
@@ -72,3 +72,27 @@ async def test_closing_ends_a_flip_under_way(monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(RunClosedError, match="the engine was closed"):
             await flip
     assert not llm.has_resumed()
+
+
+async def test_a_call_has_the_results_of_all_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own collective_rpc has those of the first: a version would flip before the second replica has it."""
+    engine, llm = await started(monkeypatch)
+    answers = llm.engine_core.call_utility_all_async
+    try:
+        answers.return_value = [[{"value": 1}, {"value": 2}], [{"value": None}, {"value": 4}]]
+        assert await engine.call("asyncrl_staged") == [1, 2, None, 4]
+        answers.return_value = [[{"value": 1}], [{"error": "broken", "detail": "no memory"}]]
+        with pytest.raises(WeightSyncError, match="rank 1: no memory"):
+            await engine.call("asyncrl_staged")
+    finally:
+        await engine.close()
+
+
+def test_figures_are_those_of_all_replicas() -> None:
+    counters = vllm_engine._Counters()
+    for replica, (running, waiting, usage) in enumerate([(3, 0, 0.25), (1, 2, 0.5)]):
+        load = SimpleNamespace(num_running_reqs=running, num_waiting_reqs=waiting, kv_cache_usage=usage)
+        made = SimpleNamespace(num_generation_tokens=10, num_preempted_reqs=1)
+        counters.record(load, made, engine_idx=replica)
+    assert (counters.running, counters.waiting, counters.kv_usage) == (4, 2, 0.5)
+    assert (counters.tokens, counters.preemptions) == (20, 2)
