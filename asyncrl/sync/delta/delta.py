@@ -68,12 +68,12 @@ def most_bytes(raw: int) -> int:
 
 
 def encode_delta(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """The record [bytes] uint8, on the CPU, that makes `old` into `new`: same shape, dtype and device, any strides."""
+    """The record [bytes] uint8 that makes `old` into `new`, on the CPU: same shape and dtype, any strides."""
     return changes_to_bytes(find_changes(old, new))
 
 
 def find_changes(old: torch.Tensor, new: torch.Tensor) -> Changes:
-    """The changes from `old` to `new`."""
+    """The changes from `old` to `new`, on the CPU; see `device_delta.py` for accelerators."""
     if old.shape != new.shape or old.dtype != new.dtype:
         raise ValueError(f"{old.dtype} {tuple(old.shape)} against {new.dtype} {tuple(new.shape)}")
     before, after = bits(old).reshape(-1), bits(new).reshape(-1)
@@ -199,10 +199,7 @@ def _differing(before: torch.Tensor, after: torch.Tensor) -> Iterator[torch.Tens
     """Positions where two vectors differ, chunk by chunk. NumPy finds them twice as fast as torch on a CPU."""
     for start in range(0, max(1, before.numel()), CHUNK):
         a, b = before[start : start + CHUNK], after[start : start + CHUNK]
-        if a.device.type == "cpu":
-            yield torch.from_numpy(np.flatnonzero(a.numpy() != b.numpy())) + start
-        else:
-            yield (a != b).nonzero().view(-1) + start
+        yield torch.from_numpy(np.flatnonzero(a.numpy() != b.numpy())) + start
 
 
 def _gaps(positions: torch.Tensor) -> torch.Tensor:

@@ -16,11 +16,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 
-from asyncrl.sync.delta.delta import HEADER_BYTES, changes_to_bytes, cut, encode_delta, read
+from asyncrl.device import accelerator
+from asyncrl.sync.delta.delta import HEADER_BYTES, changes_to_bytes, cut, read
 from asyncrl.sync.delta.delta_stream import MOST_STEPS, Deltas
+from asyncrl.sync.delta.device_delta import all_changes
 from asyncrl.sync.layout.layout import ITEM_BYTES, Box, Layout
 from asyncrl.sync.plan.plan import Piece, SourcePlan, tiles
 from asyncrl.sync.tensors.shards import Shards
@@ -29,7 +32,10 @@ from asyncrl.types import Version
 log = logging.getLogger(__name__)
 
 TILE_BYTES = 1 << 20
-"""Compared at once: intermediate results stay in the cache."""
+"""Compared at once on a CPU: intermediate results stay in the cache."""
+
+DEVICE_TILE_BYTES, DEVICE_TILES = 1 << 24, 16
+"""Bytes of a tile on an accelerator, and the tiles whose changes are copied from there together."""
 
 Messages = tuple[torch.Tensor, ...]
 
@@ -62,13 +68,16 @@ class DeltaStep:
 def make_step(
     base: Version, version: Version, old: Shards, new: Shards, still_good: Callable[[], bool]
 ) -> DeltaStep | None:
-    """The step; None as soon as `still_good()` is false, which is called after each tile."""
+    """The step; None as soon as `still_good()` is false, which is called after each reading of tiles."""
     found: dict[str, list[Tile]] = {name: [] for name in new.layout}
-    for name, box in tiles(new.layout, TILE_BYTES):
-        record = encode_delta(old.view(name, box), new.view(name, box))
+    fast = accelerator.is_accelerator(new.device)
+    coming = tiles(new.layout, DEVICE_TILE_BYTES if fast else TILE_BYTES)
+    while some := list(islice(coming, DEVICE_TILES if fast else 1)):
+        changes = all_changes([(old.view(name, box), new.view(name, box)) for name, box in some])
         if not still_good():
             return None
-        found[name].append(Tile(box, record))
+        for (name, box), of_tile in zip(some, changes, strict=True):
+            found[name].append(Tile(box, changes_to_bytes(of_tile)))
     return DeltaStep(base, version, found)
 
 

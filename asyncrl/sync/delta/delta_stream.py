@@ -118,7 +118,7 @@ def receive_deltas(
 def _make_step(message: torch.Tensor, bucket: Bucket, staged: Shards) -> None:
     targets = [staged.view(piece.name, piece.box) for piece in bucket.pieces]
     kinds = [(target.numel(), target.element_size()) for target in targets]
-    for target, changes in zip(targets, read(message, kinds), strict=True):
+    for target, changes in zip(targets, read(message.cpu(), kinds), strict=True):
         add(target, changes)
 
 

@@ -24,7 +24,8 @@ import torch
 
 from asyncrl.config.schema import SyncConfig
 from asyncrl.errors import AsyncRLError, WeightSyncError
-from asyncrl.sync.delta.delta import encode_delta
+from asyncrl.sync.delta.delta import changes_to_bytes
+from asyncrl.sync.delta.device_delta import all_changes
 from asyncrl.sync.layout.layout import layout_bytes
 from asyncrl.sync.store.blobs import Blobs, Bytes
 from asyncrl.sync.store.stored import (
@@ -216,7 +217,7 @@ class StoredPublisher(RankPublisher):
             new = self._block(pin, block, digests)
             old = self._snapshots.shards_of(base)
             if old is not None:
-                records.append(encode_delta(old.view(block.name, block.box), new))
+                records.append(changes_to_bytes(*all_changes([(old.view(block.name, block.box), new)])))
             if old is None or self._snapshots.shards_of(base) is not old:
                 return None  # the base was overwritten meanwhile: nothing pins it
         table = delta_table(records)

@@ -22,7 +22,6 @@ ENTRY_OF = {
     "_log_softmax": "log_softmax",
     "_log_softmax_backward_data": "log_softmax",
     "_softmax": "softmax",
-    "_unsafe_view": "view",
     "embedding_dense_backward": "embedding",
     "gelu_backward": "gelu",
     "native_layer_norm_backward": "native_layer_norm",
@@ -47,6 +46,7 @@ ENTRY_OF = {
 
 ALWAYS = {
     "_to_copy": "Copy.cu moves every dtype",
+    "_unsafe_view": "moves nothing",
     "clone": "Copy.cu moves every dtype",
     "copy": "Copy.cu moves every dtype",
     "_fused_adamw": "native_functions.yaml lists a CUDA kernel",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from sharding import full_tensors, local_tensors, same_bits, sharded_models
 import asyncrl.sync.delta.delta_chain as delta_chain
 import asyncrl.sync.delta.delta_stream as delta_stream
 from asyncrl.errors import DeadlineError, WireError
+from asyncrl.sync.delta.delta import Changes
 from asyncrl.sync.delta.delta_chain import DeltaChain, make_step, route
 from asyncrl.sync.delta.delta_stream import (
     Deltas,
@@ -25,6 +26,7 @@ from asyncrl.sync.delta.delta_stream import (
     receive_deltas,
     send_deltas,
 )
+from asyncrl.sync.delta.device_delta import Pair
 from asyncrl.sync.layout.layout import Box, ParamLayout, whole_layout
 from asyncrl.sync.plan.plan import SourcePlan, plan
 from asyncrl.sync.tensors.bucket import Buffers
@@ -218,12 +220,12 @@ def test_a_base_that_is_overwritten_meanwhile_makes_no_step(
     learner.find(None, 0)
     learner.publish(0)
 
-    def overwritten(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    def overwritten(pairs: Sequence[Pair]) -> list[Changes]:
         learner.held.discard(0)
-        return encode(old, new)
+        return find(pairs)
 
-    encode = delta_chain.encode_delta
-    monkeypatch.setattr(delta_chain, "encode_delta", overwritten)
+    find = delta_chain.all_changes
+    monkeypatch.setattr(delta_chain, "all_changes", overwritten)
     learner.publish(1)
     assert learner.find(0, 1) is None
     assert learner.chain.bytes == 0
@@ -237,12 +239,12 @@ def test_who_asks_early_waits_for_the_step_that_is_being_made(
     learner.publish(0)
     go = threading.Event()
 
-    def slowly(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    def slowly(pairs: Sequence[Pair]) -> list[Changes]:
         assert go.wait(10.0)
-        return encode(old, new)
+        return find(pairs)
 
-    encode = delta_chain.encode_delta
-    monkeypatch.setattr(delta_chain, "encode_delta", slowly)
+    find = delta_chain.all_changes
+    monkeypatch.setattr(delta_chain, "all_changes", slowly)
     learner.publish(1)
     assert learner.chain.find(0, 1, whole_plan(), 0.0) is None
     go.set()
@@ -256,7 +258,7 @@ def test_a_step_that_fails_costs_only_itself(
     learner.find(None, 0)
     learner.publish(0)
     with monkeypatch.context() as patch:
-        patch.setattr(delta_chain, "encode_delta", None)
+        patch.setattr(delta_chain, "all_changes", None)
         learner.publish(1)
         assert learner.find(0, 1) is None
     learner.publish(2)

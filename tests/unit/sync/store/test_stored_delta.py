@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,6 +15,8 @@ from stream_cases import by_rows
 import asyncrl.sync.store.stored_publisher as stored_publisher
 from asyncrl.config.schema import SyncConfig
 from asyncrl.errors import WeightSyncError
+from asyncrl.sync.delta.delta import Changes
+from asyncrl.sync.delta.device_delta import Pair
 from asyncrl.sync.layout.layout import Box, Layout, ParamLayout, layout_bytes, whole_layout
 from asyncrl.sync.store.blobs import FolderBlobs
 from asyncrl.sync.store.stored_publisher import FULL_EVERY, Chain, StoredPublisher
@@ -173,13 +175,14 @@ def test_wrong_changes_with_a_right_checksum_are_found_by_the_hash_of_the_versio
     store.publish(0)
     reader.take(0)
 
-    def wrong(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    def wrong(pairs: Sequence[Pair]) -> list[Changes]:
+        ((old, new),) = pairs
         changed = new.clone()
         changed.view(-1).view(torch.uint8)[0] ^= 1
-        return encode(old, changed)
+        return find([(old, changed)])
 
-    encode = stored_publisher.encode_delta
-    monkeypatch.setattr(stored_publisher, "encode_delta", wrong)
+    find = stored_publisher.all_changes
+    monkeypatch.setattr(stored_publisher, "all_changes", wrong)
     store.publish(1)
     with pytest.raises(WeightSyncError, match="is not what learner rank 0 has"):
         reader.stream.stage(1)
