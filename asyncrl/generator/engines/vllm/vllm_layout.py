@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,12 +162,13 @@ def _storage(tensor: Tensor) -> int:
 
 
 def find_box_views(
-    model: nn.Module, checkpoint: Checkpoint, live: Mapping[str, Tensor]
+    model: nn.Module, checkpoint: Checkpoint, live: Mapping[str, Tensor], derived: Collection[str] = ()
 ) -> dict[str, list[BoxView]]:
     """For each checkpoint parameter the boxes of it that this worker holds, each with the live view.
 
-    live: by name, the tensors to write to for parameters of `model` whose memory is not as it was loaded. Raises
-    WeightSyncError, naming the parameter, if copies into such views cannot keep one up to date.
+    live: by name, the tensors to write to for parameters of `model` whose memory is not as it was loaded · derived: the
+    names of those that vLLM computes from others. Raises WeightSyncError, naming the parameter, if copies into such
+    views cannot keep one up to date.
     """
     twins, owners = _twins(model)
     named = {name: live.get(name, parameter.data) for name, parameter in _parameters(model)}
@@ -179,7 +180,8 @@ def find_box_views(
         model.load_weights(_per_expert(checkpoint))  # type: ignore[operator]
     for owner, why in watch.refused.items():
         raise WeightSyncError(f"vLLM's parameter {owner} {why}")
-    _check_memory(twins, owners, named, {copy.owner for copy in watch.copies})
+    loaded = {at: twin for at, twin in twins.items() if owners[at] not in derived}
+    _check_memory(loaded, owners, named, {copy.owner for copy in watch.copies})
     regions: dict[str, list[Region]] = {name: [] for name in checkpoint}
     for copy in watch.copies:
         region = region_of(copy, tuple(checkpoint[copy.name].shape))

@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig
 
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import Config, ModelConfig
 from asyncrl.config.sections.rules import require
 from asyncrl.device import accelerator
 from asyncrl.errors import ConfigError
-from asyncrl.models import has_weights, load_model_config
+from asyncrl.models import body_prefix, checkpoint_names, empty_causal_lm, has_weights, load_model_config
 
 EXTENSION = "asyncrl.generator.engines.vllm.vllm_worker.WeightsExtension"
 
@@ -34,8 +35,8 @@ METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 def start_vllm(config: Config, loggers: list[Callable[..., Any]], load_weights: bool = False) -> Any:
     """Start vLLM's AsyncLLM by the settings of `generator`. Blocks until it is up; on the running event loop.
 
-    load_weights: those of model.path; otherwise they are random until the learner's arrive. Raises ConfigError if vLLM
-    refuses the settings.
+    load_weights: those of model.path; otherwise they are random until the learner's arrive, unless the checkpoint has
+    tensors that the learner does not send (`checkpoint_constants`). Raises ConfigError if vLLM refuses the settings.
     """
     check_vllm()
     prepare_environment(config)
@@ -83,6 +84,17 @@ def import_model(model: PretrainedConfig) -> None:
     for name in model.architectures or ():
         if name in ModelRegistry.models:
             ModelRegistry.register_model(name, ModelRegistry.models.pop(name).load_model_cls())
+
+
+def checkpoint_constants(model: ModelConfig) -> dict[str, Tensor]:
+    """The tensors of a checkpoint that nobody trains, such as DeepSeek-V3's biases of routers, on the meta device. No
+    version of the policy has them."""
+    config = load_model_config(model)
+    if body_prefix(config) is None:  # its code comes with it
+        return {}
+    empty, names = empty_causal_lm(model), checkpoint_names(config)
+    kept = empty.state_dict().keys()
+    return {names.there(name): buffer for name, buffer in empty.named_buffers() if name in kept}
 
 
 def check_vllm() -> None:
@@ -153,8 +165,9 @@ def engine_arguments(config: Config, load_weights: bool = False) -> dict[str, An
     }
     if ours.kv_cache_mb is not None or on_cpu:
         fixed["kv_cache_memory_bytes"] = _kv_bytes(config)
+    loads = has_weights(config.model.path) and (load_weights or bool(checkpoint_constants(config.model)))
     free = {
-        "load_format": "auto" if load_weights and has_weights(config.model.path) else "dummy",
+        "load_format": "auto" if loads else "dummy",
         "enable_prefix_caching": True,
         "scheduling_policy": "priority",  # of requests: their ordinals
         "seed": config.run.seed,
@@ -175,8 +188,11 @@ def _kv_bytes(config: Config) -> int:
 
 
 def _kv_numbers(model: PretrainedConfig, ranks: int) -> int:
-    """Numbers that one rank caches for one token."""
+    """Numbers that one rank caches for one token. With latent attention every rank caches the whole latent vector."""
     text = model.get_text_config()
+    latent = getattr(text, "kv_lora_rank", None)
+    if latent is not None:
+        return int(text.num_hidden_layers) * (int(latent) + int(text.qk_rope_head_dim))
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return 2 * int(text.num_hidden_layers) * math.ceil(heads / ranks) * int(width)

@@ -3,7 +3,8 @@
 Weights must stay where `load_weights` put them, or an update in place does not reach the model's computation:
 
     linear layers on a CPU   kept as plain matrices: no oneDNN handlers, no prepacked copies (`_keep_weights_live`)
-    experts on a CPU         always packed by vLLM: they are flipped in a plain copy and packed again (`PackedExperts`)
+    what vLLM derives        packed experts, MLA's matrices: derived again at each flip (`vllm_derived.py`)
+    constants                DeepSeek-V3's biases of routers, which nobody trains: as vLLM has loaded them
     anything else            refused by name (`vllm_layout.py`)
 
 Two ways in: `WeightsExtension` for this project's engine, `AsyncRLWeightTransfer` for vLLM's own weight updates
@@ -32,21 +33,17 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.model_executor.layers import utils as vllm_linear
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-from vllm.platforms import current_platform
 
 from asyncrl.config.schema import ModelConfig, SyncConfig
 from asyncrl.errors import AsyncRLError, WeightSyncError
 from asyncrl.generator.engines.receiver import Learner, WeightReader
+from asyncrl.generator.engines.vllm.vllm_derived import AbsorbedMatrices, PackedExperts, check_constants
 from asyncrl.generator.engines.vllm.vllm_layout import find_box_views, layout_of_views
-from asyncrl.generator.engines.vllm.vllm_start import GENERATOR
+from asyncrl.generator.engines.vllm.vllm_start import GENERATOR, checkpoint_constants
 from asyncrl.generator.engines.vllm.vllm_weights import BROKEN, EVICTED, RankWeights, rank_in_generator
 from asyncrl.models import checkpoint_shapes
 from asyncrl.sync.stream.snapshot import SnapshotEvictedError
 from asyncrl.types import Version
-
-PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON")
-"""Expert kernels that compute with the weights as they are loaded."""
 
 Report = dict[str, Any]
 """A call's result as plain values: {"value": …}, or {"error": name, "detail": text} when it failed."""
@@ -85,57 +82,25 @@ _keep_weights_live()
 _end_with_generator()
 
 
-class PackedExperts:
-    """Plain copies of experts' weights that vLLM keeps packed. A flip writes to them; then vLLM packs them again."""
-
-    def __init__(self, model: nn.Module, vllm_config: Any) -> None:
-        self._vllm_config = vllm_config
-        self._layers: dict[str, Any] = {}
-        self.plain: dict[str, Tensor] = {}
-        for prefix, module in model.named_modules():
-            if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
-                self._add(prefix, module)
-
-    def _add(self, prefix: str, layer: Any) -> None:
-        if not current_platform.is_cpu():
-            backend = getattr(layer.quant_method, "unquantized_backend", None)
-            if getattr(backend, "name", None) not in PLAIN_EXPERTS:
-                raise WeightSyncError(
-                    f"the experts of {prefix} run on {backend}, which keeps their weights in a form of its own; "
-                    "set generator.vllm.extra.moe_backend=triton"
-                )
-            return
-        self._layers[prefix] = layer
-        loaded, _ = get_layerwise_info(layer).restore_metadata
-        for name in ("w13_weight", "w2_weight"):
-            like = loaded[name]
-            self.plain[f"{prefix}.{name}"] = torch.zeros(like.shape, dtype=like.dtype)
-
-    def pack(self) -> None:
-        """Let vLLM pack them as it did after loading."""
-        for prefix, layer in self._layers.items():
-            for name in ("w13_weight", "w2_weight"):
-                plain = self.plain[f"{prefix}.{name}"]
-                layer._parameters[name] = nn.Parameter(plain, requires_grad=False)
-            layer.quant_method.moe_kernel = None
-            with set_current_vllm_config(self._vllm_config):
-                layer.quant_method.process_weights_after_loading(layer)
-
-
 def rank_weights(model: nn.Module, vllm_config: Any, dtype: str, reader: WeightReader) -> RankWeights:
     """The weights of this worker's model, from a learner whose policy has `dtype`.
 
     Raises WeightSyncError, naming the parameter, if the model cannot be updated in place.
     """
     of = vllm_config.model_config
-    checkpoint = _checkpoint(ModelConfig(of.model, dtype, of.trust_remote_code))  # type: ignore[arg-type]
-    for name, module in model.named_modules():
-        if hasattr(module, "W_UK_T") or hasattr(module, "W_UV"):
-            raise WeightSyncError(f"{name} computes with copies of its weights, made when it was loaded")
-    experts = PackedExperts(model, vllm_config)
+    policy = ModelConfig(of.model, dtype, of.trust_remote_code)  # type: ignore[arg-type]
+    checkpoint, constants = _checkpoint(policy), checkpoint_constants(policy)
+    check_constants(constants, vllm_config.load_config.load_format)
+    experts, matrices = PackedExperts(model, vllm_config), AbsorbedMatrices(model, of.dtype)
     with set_current_vllm_config(vllm_config):
-        views = find_box_views(model, checkpoint, experts.plain)
-    return RankWeights(views, layout_of_views(checkpoint, views), reader, experts.pack)
+        found = find_box_views(model, {**checkpoint, **constants}, experts.plain, matrices.names)
+    views = {name: found[name] for name in checkpoint}
+
+    def derive() -> None:
+        experts.pack()
+        matrices.absorb()
+
+    return RankWeights(views, layout_of_views(checkpoint, views), reader, derive)
 
 
 def _checkpoint(model: ModelConfig) -> dict[str, Tensor]:
