@@ -37,6 +37,10 @@ BURST = 256
 UNREAD = 2 * MAX_REQUESTS
 """Messages in each direction that wait for one peer."""
 
+UNREAD_MS = 60_000
+"""A connection whose peer takes no bytes for so long is cut, and what waits for it is freed. The peer connects again,
+and repeats its requests."""
+
 HANDOVER_S = 5e-4
 """How long another thread of the process keeps the interpreter when the loop wants it back, which it gives away with
 every call of ZeroMQ: Python's own 5 ms are as long as a busy feeder's tasks take."""
@@ -159,6 +163,7 @@ class Broker:
         router.setsockopt(zmq.LINGER, 1000)
         router.setsockopt(zmq.BACKLOG, BACKLOG)
         router.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        router.setsockopt(zmq.TCP_MAXRT, UNREAD_MS)
         return router
 
     def _bind(self, address: str) -> str:

@@ -15,9 +15,10 @@ from asyncrl.queue.wire.envelope import MAX_REQUESTS, Message
 CLIENT_BYTES = 1 << 28
 """Bytes of a client's unread replies above which it is 'busy'. As many are sent again to it within `AGAIN_S`."""
 
-ALL_BYTES, SMALL_BYTES = 1 << 30, 1 << 20
+ALL_BYTES, SMALL_BYTES = 1 << 28, 1 << 16
 """Bytes of the values in all unread replies above which a client with more than the second number of them is 'busy'.
-The payloads behind them count for their client alone: the store has most of them anyway."""
+The payloads behind them count for their client alone: the store has most of them anyway. The socket holds a copy of
+each value that is sent, so that within `AGAIN_S` no more values are sent again to a client than it has not read."""
 
 AGAIN_S = 30.0
 
@@ -43,7 +44,7 @@ class ClientState:
     name    of the client, the same for all its sessions
     unread  replies that it may not have read, by request · grants: the leases in them
     values  those of all clients
-    again   bytes of replies that were sent again since `again_from`
+    again   bytes of replies that were sent again since `again_from` · values_again: of the values in them
     """
 
     name: str = ""
@@ -55,6 +56,7 @@ class ClientState:
     values: UnreadValues = field(default_factory=UnreadValues)
     own_values: int = 0
     again: int = 0
+    values_again: int = 0
     again_from: float = 0.0
     seen_at: float = 0.0
 
@@ -94,11 +96,14 @@ class ClientState:
     def may_have_again(self, request_id: int, now: float) -> bool:
         """Whether an unread reply may be sent once more, which counts it."""
         if now - self.again_from >= AGAIN_S:
-            self.again, self.again_from = 0, now
-        nbytes = sum(map(len, self.unread[request_id]))
+            self.again, self.values_again, self.again_from = 0, 0, now
+        message = self.unread[request_id]
+        nbytes, values = sum(map(len, message)), len(message[0])
         if self.again and self.again + nbytes > CLIENT_BYTES:
             return False
-        self.again += nbytes
+        if self.values_again + values > max(self.own_values, SMALL_BYTES):
+            return False
+        self.again, self.values_again = self.again + nbytes, self.values_again + values
         return True
 
     @property

@@ -5,17 +5,20 @@ from __future__ import annotations
 import random
 import resource
 import socket as sockets
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 import zmq
 from queue_cases import TRAIN, WAIT_S, serving
 from raw_request import envelope
 
+from asyncrl.queue.broker import broker as broker_module
 from asyncrl.queue.broker.broker import Broker
 from asyncrl.queue.client.client import BlockingClient, QueueClient
 from asyncrl.queue.protocol.settings import StreamSettings
@@ -214,3 +217,29 @@ def test_a_thousand_clients_at_once(visitor: Visitor) -> None:
         visitor.learner.submit("many", [Task(o, "x") for o in range(clients)])
         leased = [unpack_replies(peer.recv_multipart())[0][1][0][0] for peer in peers]
         assert sorted(leased) == list(range(clients))
+
+
+@pytest.mark.slow
+def test_a_client_that_takes_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own messages go on, so that heartbeats alone would keep its replies in the broker's memory."""
+    monkeypatch.setattr(broker_module, "UNREAD_MS", 500)
+    with with_learner() as (broker, learner), zmq.Context() as context, context.socket(zmq.DEALER) as silent:
+        port = int(broker.bound_address.rpartition(":")[2])
+
+        def connected() -> int:
+            every = psutil.Process().net_connections("tcp")
+            return sum(one.laddr.port == port and one.status == "ESTABLISHED" for one in every)
+
+        learner.post("large", bytes(1_000_000))
+        for option, value in ((zmq.RCVHWM, 1), (zmq.RCVBUF, 4096), (zmq.LINGER, 0)):
+            silent.setsockopt(option, value)
+        silent.connect(broker.bound_address)
+        numbers, looking = [*range(1, 33)], wire.pack_value({"key": "large", "wait_s": 0.0})
+        head: dict[str, Any] = HEAD | {"newest": 32, "waiting": numbers}
+        silent.send(wire.pack(head | {"requests": [[number, "lookup", looking, 0] for number in numbers]}))
+        assert silent.poll(WAIT_S * 1000)
+        end = time.monotonic() + WAIT_S
+        while connected() > 1:
+            assert time.monotonic() < end
+            silent.send(wire.pack(head | {"requests": []}))
+            assert learner.lookup("large", 0.0) == bytes(1_000_000)

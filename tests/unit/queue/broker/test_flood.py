@@ -256,3 +256,13 @@ def test_a_reply_is_not_sent_again_without_end(monkeypatch: pytest.MonkeyPatch) 
     assert looked_up(desk, b"a", 1, now=client_state.AGAIN_S / 2) is None
     assert looked_up(desk, b"a", 1, now=client_state.AGAIN_S) == 1000
     assert desk.queue.refused["unread"] == 91
+
+
+def test_a_large_value_is_sent_again_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The socket holds a copy of each."""
+    monkeypatch.setattr(client_state, "SMALL_BYTES", 500)
+    desk = opened_desk()
+    desk.receive(b"w", [envelope("post", key="large", value=bytes(1000))], 0.0)
+    assert [looked_up(desk, b"a", 1) for _ in range(4)] == [1000, 1000, None, None]
+    assert looked_up(desk, b"a", 1, now=client_state.AGAIN_S) == 1000
+    assert looked_up(desk, b"a", 2, now=client_state.AGAIN_S, read=True) == 1000
