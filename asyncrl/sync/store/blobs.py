@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -47,6 +48,9 @@ class Blobs(Protocol):
 
     def delete(self, key: str) -> None:
         """A blob that is not there: nothing."""
+
+    def sweep(self, folder: str, kept: str) -> None:
+        """Delete the blobs below `folder` but those below `kept`, and the files that killed writers have left."""
 
     def close(self) -> None: ...
 
@@ -127,6 +131,12 @@ class FolderBlobs:
         path.unlink(missing_ok=True)
         with suppress(OSError):  # other blobs are there
             path.parent.rmdir()
+
+    def sweep(self, folder: str, kept: str) -> None:
+        with suppress(FileNotFoundError):
+            for path in self._path(folder).iterdir():
+                if path != self._path(kept):
+                    shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:
         """Nothing is open between calls."""

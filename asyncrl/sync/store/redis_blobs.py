@@ -76,6 +76,11 @@ class RedisBlobs:
             self._call(lambda: self._client.hdel(self._index, key))
             self._unlink(entry[0], self._count(entry[1]))
 
+    def sweep(self, folder: str, kept: str) -> None:
+        for key in self.list(folder):
+            if not key.startswith(f"{kept}/"):
+                self.delete(key)
+
     def close(self) -> None:
         self._client.close()
 

@@ -154,7 +154,8 @@ class StoredPublisher(RankPublisher):
         while not self._closing:
             try:
                 if not swept:
-                    self._sweep()
+                    # Those of earlier publishers of this rank.
+                    self._blobs.sweep(self.endpoint.partition("/")[0], self.endpoint)
                     swept = True
                 self._store_newest()
             except SnapshotEvictedError:
@@ -286,12 +287,6 @@ class StoredPublisher(RankPublisher):
         for version in (v for v in versions if v < needed):
             for key_of in (manifest_key, tensors_key, delta_key):
                 self._blobs.delete(key_of(self.endpoint, version))
-
-    def _sweep(self) -> None:
-        """Delete the blobs of earlier publishers of this rank."""
-        for key in self._blobs.list(self.endpoint.partition("/")[0]):
-            if not key.startswith(f"{self.endpoint}/"):
-                self._blobs.delete(key)
 
     def _fails(self, error: Exception) -> None:
         with self._changed:

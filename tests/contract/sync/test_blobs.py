@@ -102,6 +102,28 @@ def test_a_folder_has_no_unfinished_files_and_lists_none(tmp_path: Path) -> None
     assert len(os.listdir(tmp_path / "a")) == 2
 
 
+def test_sweeping_leaves_what_is_kept_and_other_folders(blobs: Blobs) -> None:
+    for key in ("a/1/x", "a/1/y", "a/2/x", "a/22/x", "b/1/x"):
+        blobs.put(key, [b"1"])
+    blobs.sweep("a", "a/2")
+    assert (blobs.list("a"), blobs.list("b")) == (["a/2/x"], ["b/1/x"])
+    blobs.sweep("nothing", "nothing/here")
+
+
+def test_files_of_a_killed_writer_go_with_the_next_sweep(tmp_path: Path) -> None:
+    """Also where it was killed at its first blob, so that there is none to delete."""
+    (tmp_path / "a" / "1").mkdir(parents=True)
+    (tmp_path / "a" / "1" / ".0.tensors.00ff").write_bytes(b"as large as all weights")
+    blobs = FolderBlobs(tmp_path)
+    blobs.put("a/2/0.manifest", [b"1"])
+    blobs.sweep("a", "a/2")
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == [
+        "a",
+        "a/2",
+        "a/2/0.manifest",
+    ]
+
+
 def test_a_full_disk_is_an_os_error_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
