@@ -32,6 +32,7 @@ from asyncrl.errors import AsyncRLError, RefusedError, RunClosedError, first_fai
 from asyncrl.generator.engines.engine import Engine, SampleLostError
 from asyncrl.generator.engines.watch import EngineWatch
 from asyncrl.generator.leases import DROP_REASONS, LeasedTask, WorkerLeases, drop_reason
+from asyncrl.generator.loop_watch import LoopWatch
 from asyncrl.generator.prober import Prober
 from asyncrl.generator.rollouts import Rollouts
 from asyncrl.generator.sample_limit import LOOK_S, SampleLimit
@@ -89,22 +90,26 @@ class Worker:
     async def run(self) -> None:
         """Run until the run is closed, or this is cancelled. Raises the failure of any loop."""
         try:
-            async with asyncio.TaskGroup() as self._loops:
-                self._loops.create_task(self.telemetry.send_heartbeats(self._config.generator.heartbeat_s))
-                self._loops.create_task(self.telemetry.send_news())
-                self._loops.create_task(self._follower.run())
-                self._loops.create_task(self._watch_engine())
-                self._loops.create_task(self._intake(TRAIN))
-                if self._prober is not None:
-                    self._loops.create_task(self._prober.run())
-                if self._held_out:
-                    self._loops.create_task(self._intake(EVAL))
+            with LoopWatch(self._name, self._config.generator.progress_deadline_s):
+                await self._run_loops()
         except* RunClosedError:
             log.info("%s: the run is closed", self._name)
         except* AsyncRLError as failures:
             raise first_failure(failures) from None
         finally:
             await self._leases.give_back()
+
+    async def _run_loops(self) -> None:
+        async with asyncio.TaskGroup() as self._loops:
+            self._loops.create_task(self.telemetry.send_heartbeats(self._config.generator.heartbeat_s))
+            self._loops.create_task(self.telemetry.send_news())
+            self._loops.create_task(self._follower.run())
+            self._loops.create_task(self._watch_engine())
+            self._loops.create_task(self._intake(TRAIN))
+            if self._prober is not None:
+                self._loops.create_task(self._prober.run())
+            if self._held_out:
+                self._loops.create_task(self._intake(EVAL))
 
     async def _watch_engine(self) -> None:
         """Raises DeadlineError if the engine makes no progress."""

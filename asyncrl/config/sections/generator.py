@@ -162,7 +162,9 @@ class GeneratorConfig(Section):
         "from there; 0: never",
     )
     progress_deadline_s: Seconds = key(
-        300.0, "an engine that has samples, and makes no token for so long, ends its generator"
+        300.0,
+        "an engine that has samples, and makes no token for so long, ends its generator; so does code that blocks the "
+        "event loop",
     )
     drain_deadline_s: Seconds = key(
         600.0, "kv=drain: samples that still run so long after new weights came go on as with kv=recompute"
