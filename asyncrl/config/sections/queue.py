@@ -155,7 +155,7 @@ class SyncConfig(Section):
     backend: Literal["auto", "shm", "nccl", "tcp", "gloo", "file", "redis"] = key(
         "auto",
         "how weights travel; auto: shm where both ends can map each other's memory, else nccl between GPUs, "
-        "else tcp; gloo: as nccl, between CPUs; file and redis: the learner stores versions there, and generators "
+        "else tcp; gloo: between CPUs; file and redis: the learner stores versions there, and generators "
         "read them",
     )
     folder: str | None = key(

@@ -24,7 +24,7 @@ class Transfer(Protocol):
     def wait(self, seconds: float) -> None:
         """Raises DeadlineError after `seconds`, WeightSyncError for a broken channel; both name both ends.
 
-        `wait` of a send may block until the receiver calls `wait` on the matching receive.
+        It may block until the other end calls `wait` on its transfer too.
         """
 
 
@@ -63,8 +63,7 @@ class Meeting:
     """A channel that is to be made, as one of its ends sees it.
 
     name: of the channel, for errors · member: SOURCE or TARGET · who, whom: this end and the other, for errors ·
-    device: of the tensors here · deadline_s: the longest wait for the other end · transfer_s: the longest time that a
-    transfer may take; None: deadline_s
+    device: of the tensors here · deadline_s: the longest wait for the other end
     """
 
     name: str
@@ -73,7 +72,6 @@ class Meeting:
     whom: str
     device: torch.device
     deadline_s: float
-    transfer_s: float | None = None
 
 
 class ChannelEnd:

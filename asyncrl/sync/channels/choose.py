@@ -20,11 +20,12 @@ import torch
 from asyncrl.device import accelerator
 from asyncrl.errors import RefusedError
 from asyncrl.sync.channels.channel import Channel, Meeting
+from asyncrl.sync.channels.gloo_transport import make_gloo_channel
 from asyncrl.sync.channels.listener import ChannelListener, connected
+from asyncrl.sync.channels.nccl_transport import make_nccl_channel
 from asyncrl.sync.channels.shared_memory import AVAILABLE
 from asyncrl.sync.channels.shm_transport import ShmChannel
 from asyncrl.sync.channels.tcp_transport import TcpChannel
-from asyncrl.sync.channels.torch_transport import make_torch_channel
 
 Kind = Literal["tcp", "gloo", "nccl", "shm"]
 
@@ -95,8 +96,10 @@ def connect(kind: Kind, offer: Mapping[str, Any], meeting: Meeting) -> Channel:
 
 
 def _made(kind: Kind, joined: socket.socket, meeting: Meeting) -> Channel:
-    if kind in ("gloo", "nccl"):
-        return make_torch_channel(kind, joined, meeting)
+    if kind == "nccl":
+        return make_nccl_channel(joined, meeting)
+    if kind == "gloo":
+        return make_gloo_channel(joined, meeting)
     if kind == "tcp":
         return TcpChannel(joined, meeting.who, meeting.whom)
     return ShmChannel(joined, meeting.who, meeting.whom, meeting.device)

@@ -133,7 +133,7 @@ class PublisherLink:
         wanted = {"plan": source_to_wire(source), "place": place_of(staging.device).to_wire()}
         offer = self._call("attach", "a channel", meet_s, **wanted)
         left_s = max(0.001, deadline - time.monotonic())
-        meeting = Meeting(offer["channel"], TARGET, self.who, self.whom, staging.device, left_s, transfer_s)
+        meeting = Meeting(offer["channel"], TARGET, self.who, self.whom, staging.device, left_s)
         channel = connect(offer["backend"], offer["listener"], meeting)
         buffers = Buffers(source, staging, channel.device)
         self._session = _Session(offer["session"], channel, source, staging, buffers, transfer_s)

@@ -21,7 +21,7 @@ from asyncrl.errors import DeadlineError, WeightSyncError
 from asyncrl.sync.channels.channel import SOURCE, TARGET, Channel, Meeting
 from asyncrl.sync.channels.choose import Kind, accept, connect, listen
 from asyncrl.sync.channels.listener import MOST_CALLERS, SECRET_BYTES, ChannelListener
-from asyncrl.sync.channels.torch_transport import FRAME, LONGEST_ENTRY, MOST_ENTRIES, PairStore
+from asyncrl.sync.channels.pair_store import FRAME, LONGEST_ENTRY, MOST_ENTRIES, PairStore
 from asyncrl.sync.stream.sender import HUNG_UP
 
 WAIT_S = 20.0

@@ -1,0 +1,171 @@
+"""NCCL's channels on GPUs that are made up: no order of launches stops them; a peer that dies ends its own alone."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import threading
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from fake_nccl import WAIT_S, Fabric, FakeGroup, Kernel, nccl_channels
+
+from asyncrl.errors import DeadlineError, WeightSyncError
+from asyncrl.sync.channels import nccl_transport
+from asyncrl.sync.channels.channel import SOURCE, Meeting
+from asyncrl.sync.channels.lanes import Lanes
+from asyncrl.sync.channels.nccl_transport import BLOCKING_WAIT, NcclChannel, make_nccl_channel
+
+RANKS, GENERATORS = ("rank 0", "rank 1"), ("A", "B")
+CPU = torch.device("cpu")
+
+
+def data(value: int, size: int = 8) -> torch.Tensor:
+    return torch.full((size,), value, dtype=torch.uint8)
+
+
+def both(pair: tuple[NcclChannel, NcclChannel], value: int, threads: ThreadPoolExecutor) -> None:
+    """One transfer of eight bytes, checked."""
+    into = data(0)
+    leaving = threads.submit(pair[0].send(data(value)).wait, WAIT_S)
+    pair[1].recv(into).wait(WAIT_S)
+    leaving.result(WAIT_S)
+    assert torch.equal(into, data(value))
+
+
+def test_launched_at_will_two_ranks_and_two_generators_wait_in_a_circle() -> None:
+    fabric = Fabric()
+    groups = {(a, b): FakeGroup(fabric, a, b, 0) for a in RANKS for b in GENERATORS}
+    groups |= {(b, a): FakeGroup(fabric, b, a, 1) for a in RANKS for b in GENERATORS}
+    kernels = [
+        *(groups["rank 0", to].send([data(1)], 1, 0) for to in ("A", "B")),
+        *(groups["rank 1", to].send([data(1)], 1, 0) for to in ("B", "A")),
+        *(groups["A", of].recv([data(0)], 0, 0) for of in ("rank 1", "rank 0")),
+        *(groups["B", of].recv([data(0)], 0, 0) for of in ("rank 0", "rank 1")),
+    ]
+    assert sorted(fabric.circles[-1]) == ["A", "B", "rank 0", "rank 1"]
+    assert not any(kernel.done for kernel in kernels)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_in_lanes_every_order_of_every_thread_ends(seed: int) -> None:
+    """A relay too: B passes on to C what comes to it."""
+    fabric, lanes = Fabric(), defaultdict(Lanes)
+    routes = [(a, b) for a in RANKS for b in GENERATORS] + [("B", "C")]
+    pairs = {route: nccl_channels(*route, fabric, lanes) for route in routes}
+    count, calls = 6, []
+    into = {route: [data(0) for _ in range(count)] for route in routes}
+    for route, (source, target) in pairs.items():
+
+        def send(source: NcclChannel = source) -> None:
+            for transfer in [source.send(data(number)) for number in range(count)]:
+                transfer.wait(WAIT_S)
+
+        def receive(target: NcclChannel = target, buffers: list[torch.Tensor] = into[route]) -> None:
+            for transfer in [target.recv(buffer) for buffer in buffers]:
+                transfer.wait(WAIT_S)
+
+        calls += [send, receive]
+    random.Random(seed).shuffle(calls)
+    with ThreadPoolExecutor(len(calls)) as threads:
+        for done in [threads.submit(call) for call in calls]:
+            done.result(WAIT_S)
+    for buffers in into.values():
+        assert [int(buffer[0]) for buffer in buffers] == list(range(count))
+    assert fabric.circles == []
+    for source, target in pairs.values():
+        source.close()
+        target.close()
+
+
+@pytest.mark.parametrize(("who", "lane"), [("rank 0", "departures"), ("A", "arrivals")])
+def test_without_its_lane_neither_end_launches(who: str, lane: str, threads: ThreadPoolExecutor) -> None:
+    fabric, lanes = Fabric(), defaultdict(Lanes)
+    source, target = nccl_channels("rank 0", "A", fabric, lanes)
+    before = len(fabric.launched)
+    with getattr(lanes[who], lane).held(WAIT_S):
+        leaving = threads.submit(source.send(data(1)).wait, 0.2)
+        with pytest.raises(DeadlineError, match=r"A waited 0.2 s for rank 0: recv of 8 bytes"):
+            target.recv(data(0)).wait(0.2)
+        with pytest.raises((DeadlineError, WeightSyncError)):
+            leaving.result(WAIT_S)
+    assert len(fabric.launched) == before
+
+
+@pytest.mark.parametrize("end", ["dies", "stands still"])
+def test_a_peer_that_is_gone_ends_its_own_pair_alone(
+    end: str, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has said that it takes the bytes, and never launches."""
+    monkeypatch.setattr(nccl_transport, "GONE_S", 0.0)
+    monkeypatch.setattr(nccl_transport, "LAUNCHED_S", 0.1 if end == "stands still" else WAIT_S)
+    fabric, lanes = Fabric(), defaultdict(Lanes)
+    gone, stays = (nccl_channels("rank 0", to, fabric, lanes) for to in GENERATORS)
+    gone[1]._socket.send(b"T")
+    leaving = gone[0].send(data(1))
+    waiting = threads.submit(leaving.wait, WAIT_S)
+    if end == "dies":
+        gone[1]._socket.shutdown(socket.SHUT_RDWR)
+    with pytest.raises((WeightSyncError, DeadlineError), match=r"rank 0.*A"):
+        waiting.result(WAIT_S)
+    assert fabric.aborted == ["rank 0"]
+    with pytest.raises(WeightSyncError, match="rank 0: the channel to A broke"):
+        gone[0].send(data(1))
+    both(stays, 7, threads)
+    gone[0].close()
+    assert fabric.aborted == ["rank 0"], "once"
+    stays[0].close()
+    assert fabric.aborted == ["rank 0", "rank 0"]
+
+
+class Deaf(FakeGroup):
+    """A group whose calls do not return until they are aborted."""
+
+    def __init__(self) -> None:
+        super().__init__(Fabric(), "rank 0", "A", 0)
+        self.over = threading.Event()
+
+    def _launch(self, verb: str, direction: int, data: torch.Tensor) -> Kernel:
+        self.over.wait(WAIT_S)
+        raise RuntimeError("aborted")
+
+    def abort(self) -> None:
+        self.over.set()
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_an_nccl_that_never_connects_costs_the_deadline_and_not_the_thread(
+    dies: bool, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, (ours, theirs) = Deaf(), socket.socketpair()
+    monkeypatch.setattr(nccl_transport, "_new_group", lambda store, meeting: group)
+    deadline_s = WAIT_S if dies else 0.3
+    meeting = Meeting("epoch-1", SOURCE, "rank 0", "A", CPU, deadline_s)
+    theirs.send(b"T")
+    making = threads.submit(make_nccl_channel, ours, meeting)
+    if dies:
+        theirs.close()
+    expected: Any = WeightSyncError if dies else DeadlineError
+    with pytest.raises(
+        expected, match=r"rank 0.*weight channel epoch-1|rank 0: no nccl channel epoch-1 to A"
+    ):
+        making.result(WAIT_S)
+    assert group.over.is_set()
+    theirs.close()
+
+
+def test_only_groups_of_pairs_are_made_without_a_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (BLOCKING_WAIT, nccl_transport.NONBLOCKING_TIMEOUT):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(nccl_transport, "_users_own", False)
+    with nccl_transport._without_watchdog(2.5):
+        assert os.environ[BLOCKING_WAIT] == "1"
+        assert os.environ[nccl_transport.NONBLOCKING_TIMEOUT] == "3"
+    assert os.environ[BLOCKING_WAIT] == "0"
+    monkeypatch.setattr(nccl_transport, "_users_own", True)
+    with nccl_transport._without_watchdog(2.5):
+        assert os.environ[BLOCKING_WAIT] == "0"
