@@ -107,6 +107,11 @@ def memory_bytes(device: torch.device) -> tuple[int, int]:
 # ---- memory that processes share
 
 
+def pinned_memory(size: int) -> torch.Tensor:
+    """[size] uint8, zeros: memory of this host that an accelerator copies to by itself. torch takes a power of two."""
+    return torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+
+
 def shares_memory(device: torch.device) -> bool:
     """Whether other processes of this machine can open tensors on it by a handle."""
     return device.type == CUDA

@@ -177,6 +177,11 @@ class SyncConfig(Section):
         "copies of its shards that a learner rank keeps; with 1, half the memory, a transfer that takes "
         "longer than a step is started over, and a generator that always does gets no versions",
     )
+    snapshot_device: Literal["device", "host"] = key(
+        "device",
+        "where a learner rank on a GPU keeps its snapshots; host: in pinned memory, which frees as much of the "
+        "GPU's, and the learner waits for a copy over PCIe",
+    )
     fanout: Amount | None = key(
         None,
         "most generators that one feeds with what it takes (0: the learner feeds all); none: by predicted "

@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.schema import Config, SyncConfig
+from asyncrl.device.streams import SideStream
 from asyncrl.generator.threads import OneThread
 from asyncrl.rpc.keys import client_keys
 from asyncrl.sync.factory import open_subscriber
 from asyncrl.sync.layout.layout import Layout
 from asyncrl.sync.store.stored_subscriber import StoredSubscriber
 from asyncrl.sync.stream.subscriber import StagedWeights, Subscriber
+from asyncrl.sync.tensors.checksum import Checksum
 from asyncrl.sync.tensors.shards import BoxTensors, Shards, TensorBuffer, layout_of
 from asyncrl.types import Version
 
@@ -165,6 +167,7 @@ class LocalReceiver(WeightReceiver):
         }
         self._staging |= {name: parts[0] for name, parts in buffer.shards.tensors.items()}
         self._staged: StagedWeights | None = None
+        self._hashing = SideStream(device)
 
     def _connect(self, learner: Learner) -> WeightStream:
         return self._reader.open(learner, self._live.layout, self._staging)
@@ -180,4 +183,8 @@ class LocalReceiver(WeightReceiver):
         staged = self._staged
         if self._reader.sync.verify and staged is not None and staged.checksum is not None:
             whose = f"after the flip to version {staged.version} the engine's parameters"
-            await self._thread(staged.checksum.check, self._live, whose)
+            await self._thread(self._check, staged.checksum, whose)
+
+    def _check(self, checksum: Checksum, whose: str) -> None:
+        with self._hashing.entered():
+            checksum.check(self._live, whose)

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 import torch
 
 from asyncrl.config.schema import SyncConfig
+from asyncrl.device.streams import SideStream
 from asyncrl.errors import AsyncRLError, WeightSyncError
 from asyncrl.sync.delta.delta import changes_to_bytes
 from asyncrl.sync.delta.device_delta import all_changes
@@ -100,7 +101,9 @@ class StoredPublisher(RankPublisher):
     def __init__(
         self, rank: int, world: int, live: Shards, config: SyncConfig, lineage: int, blobs: Blobs
     ) -> None:
-        super().__init__(rank, world, lineage, config, SnapshotMemory(live, 2))
+        super().__init__(
+            rank, world, lineage, config, SnapshotMemory(live, 2, config.snapshot_device == "host")
+        )
         self.endpoint = f"rank-{rank:05d}/{lineage}-{secrets.token_hex(8)}"
         self._layout, self._blobs = live.layout, blobs
         self._chain = Chain(self._snapshots.bytes)  # the writer's
@@ -150,6 +153,10 @@ class StoredPublisher(RankPublisher):
         return newest is not None and newest > self._stored
 
     def _run(self) -> None:
+        with SideStream(self._snapshots.device).entered():
+            self._store_all()
+
+    def _store_all(self) -> None:
         swept = False
         while not self._closing:
             try:

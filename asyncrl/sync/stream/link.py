@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from asyncrl.device import accelerator
+from asyncrl.device.streams import SideStream
 from asyncrl.errors import AsyncRLError, DeadlineError, RefusedError, WeightSyncError, WireError
 from asyncrl.rpc.client import RpcClient, RpcReply
 from asyncrl.rpc.keys import ClientKeys
@@ -56,6 +57,7 @@ class _Session:
     source: SourcePlan
     staging: Shards
     buffers: Buffers
+    stream: SideStream
     transfer_s: float
 
 
@@ -136,7 +138,8 @@ class PublisherLink:
         meeting = Meeting(offer["channel"], TARGET, self.who, self.whom, staging.device, left_s)
         channel = connect(offer["backend"], offer["listener"], meeting)
         buffers = Buffers(source, staging, channel.device)
-        self._session = _Session(offer["session"], channel, source, staging, buffers, transfer_s)
+        stream = SideStream(staging.device)
+        self._session = _Session(offer["session"], channel, source, staging, buffers, stream, transfer_s)
 
     def pin(self, version: Version, wait_s: float) -> bool:
         """Whether the source now holds the version for this subscriber; False: it is gone.
@@ -163,10 +166,17 @@ class PublisherLink:
             WeightSyncError: the transfer broke, or base and changes do not give the sender's version
             DeadlineError: it took too long
         """
-        session = self._attached
+        with self._attached.stream.entered():
+            share = self._receive(self._attached, version, base, arrived)
+            # Whoever flips, relays or hashes next may do so on any stream.
+            accelerator.wait_for_stream(self._attached.staging.device)
+        return share
+
+    def _receive(
+        self, session: _Session, version: Version, base: Version | None, arrived: Callable[[int], None]
+    ) -> ChecksumShare | None:
         source, staging, channel, buffers = session.source, session.staging, session.channel, session.buffers
         deadline = time.monotonic() + session.transfer_s
-        accelerator.use(staging.device)
         reply = self._request("send", version=version, base=base, session=session.number)
         what = f"version {version}"
 

@@ -18,6 +18,7 @@ import threading
 from typing import Any
 
 from asyncrl.config.schema import SyncConfig
+from asyncrl.device.streams import SideStream
 from asyncrl.errors import RefusedError
 from asyncrl.rpc.keys import ClientKeys
 from asyncrl.rpc.message import Fields
@@ -43,7 +44,8 @@ class SnapshotSource(SnapshotMemory):
     """The snapshots of a rank as a `VersionSource`, with the changes between them."""
 
     def __init__(self, rank: int, live: Shards, config: SyncConfig) -> None:
-        super().__init__(live, config.snapshots)
+        super().__init__(live, config.snapshots, config.snapshot_device == "host")
+        self._hashing = SideStream(live.device)  # used with `_share_lock` held
         self._rank, self._config = rank, config
         self._chain: DeltaChain | None = None
         if config.delta != "never" and config.snapshots == 2:
@@ -73,7 +75,7 @@ class SnapshotSource(SnapshotMemory):
         if not self._config.verify:
             return None
         key = (pin.version, source)
-        with self._share_lock:
+        with self._share_lock, self._hashing.entered():
             if key not in self._shares:
                 self._shares = {k: d for k, d in self._shares.items() if k[0] >= pin.version - 1}
                 self._shares[key] = ChecksumShare.of(source.pieces, self.shards(pin))

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from asyncrl.config.schema import SyncConfig
+from asyncrl.device.streams import Event
 from asyncrl.errors import DeadlineError, RefusedError
 from asyncrl.rpc.keys import ClientKeys
 from asyncrl.sync.delta.delta_stream import Deltas
@@ -41,7 +42,7 @@ class StagingSource:
         self._changed = threading.Condition()
         self._version: Version | None = None
         self._pins: list[Pin] = []
-        self._arrived: set[int] = set()
+        self._arrived: dict[int, Event] = {}  # by bucket: when it lies there, on the stream that unpacks it
         self._whole = False
         self._share: ChecksumShare | None = None
 
@@ -56,8 +57,9 @@ class StagingSource:
                 self._version = version
 
     def arrived(self, bucket: int) -> None:
+        """In the thread that receives it."""
         with self._changed:
-            self._arrived.add(bucket)
+            self._arrived[bucket] = Event(self.device)
             self._changed.notify_all()
 
     def complete(self, share: ChecksumShare | None) -> None:
@@ -115,6 +117,8 @@ class StagingSource:
 
     def ready(self, pin: Pin, bucket: int, seconds: float) -> None:
         self._wait_for(pin, bucket, seconds)
+        if (event := self._arrived.get(bucket)) is not None:
+            event.order()
 
     def share(self, pin: Pin, source: SourcePlan, seconds: float) -> ChecksumShare | None:
         """The learner's, once the version is whole."""

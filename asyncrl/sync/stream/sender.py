@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import torch
 
-from asyncrl.device import accelerator
+from asyncrl.device.streams import SideStream
 from asyncrl.errors import DeadlineError, WeightSyncError
 from asyncrl.rpc.message import Fields
 from asyncrl.rpc.sockets import Wakeup
@@ -165,11 +165,8 @@ class Sender:
         hasher = ThreadPoolExecutor(1, thread_name_prefix=f"hash for {self.who}")
         try:
             channel = accept(self._kind, self._listener, self._meeting)
-            buffers: Buffers | None = None
-            while (job := self._next_job(channel)) is not None:
-                if buffers is None:
-                    buffers = Buffers(self._plan, self._source.shards(job.pin), channel.device)
-                self._transfer(job, channel, buffers, hasher)
+            with SideStream(self._source.device).entered():
+                self._serve(channel, hasher)
         except SnapshotEvictedError:
             self._counts.add("taken_back")
         except (DeadlineError, WeightSyncError) as error:
@@ -182,6 +179,14 @@ class Sender:
             if channel is not None:
                 channel.close()
             self._woken.close()
+
+    def _serve(self, channel: Channel, hasher: Executor) -> None:
+        """Training waits for nothing that is queued here: this thread's stream is its own."""
+        buffers: Buffers | None = None
+        while (job := self._next_job(channel)) is not None:
+            if buffers is None:
+                buffers = Buffers(self._plan, self._source.shards(job.pin), channel.device)
+            self._transfer(job, channel, buffers, hasher)
 
     def _next_job(self, channel: Channel) -> _Job | None:
         """None: this sender is closed, or the subscriber is gone. A wait without a deadline: it ends with either."""
@@ -209,7 +214,6 @@ class Sender:
 
         try:
             shards = source.shards(pin)
-            accelerator.use(shards.device)
             hashing = hasher.submit(source.share, pin, plan, seconds_left())
             # Half of the time: if the changes are not made by then, the rest must do for the whole version.
             deltas = source.deltas(pin, job.base, plan, self._slow, seconds_left() / 2)

@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from asyncrl.device import accelerator
+from asyncrl.device.streams import Event, SideStream
 from asyncrl.errors import WeightSyncError
 from asyncrl.sync.tensors.shards import Shards, TensorBuffer
 from asyncrl.types import Version
@@ -148,18 +150,25 @@ class Snapshots:
 
 
 class SnapshotMemory(Snapshots):
-    """The snapshots of one rank's `live` shards, with their bytes."""
+    """The snapshots of one rank's `live` shards, with their bytes.
 
-    def __init__(self, live: Shards, slots: int) -> None:
+    on_host: they lie in pinned memory of the host, where the shards are on an accelerator
+    """
+
+    def __init__(self, live: Shards, slots: int, on_host: bool = False) -> None:
         super().__init__(slots)
         self.live = live
-        self._buffers = [TensorBuffer(live.layout, live.device) for _ in range(slots)]
+        pinned = on_host and accelerator.is_accelerator(live.device)
+        device = accelerator.CPU if pinned else live.device
+        self._buffers = [TensorBuffer(live.layout, device, pinned) for _ in range(slots)]
         # Twice each: the first time also gets the memory from the system.
-        self._floor_s = min(buffer.floor() for buffer in self._buffers for _ in range(2))
+        self._floor_s = min(self._floor_of(buffer) for buffer in self._buffers for _ in range(2))
+        self._copying = SideStream(live.device)
         self._taken = 0
 
     @property
     def device(self) -> torch.device:
+        """Of the live shards, from which channels send; the snapshots may lie on the host."""
         return self.live.device
 
     @property
@@ -173,15 +182,24 @@ class SnapshotMemory(Snapshots):
         return sum(len(buffer.memory) for buffer in self._buffers)
 
     def take(self, version: Version) -> PublishReport:
-        """Copy the live shards: this is the learner's pause. Versions must rise."""
+        """Copy the live shards. Versions must rise.
+
+        The learner's pause is this copy: it follows all that training has queued, and is whole when this returns.
+        """
         slot = self.begin(version)
         buffer = self._buffers[slot]
         self._taken += 1
         if self._taken % REMEASURE == 0:
-            self._floor_s = min(buffer.floor() for _ in range(2))
-        pause_s = buffer.take(self.live)
+            self._floor_s = min(self._floor_of(buffer) for _ in range(2))
+        trained = Event(self.live.device)
+        with self._copying.entered():
+            trained.order()
+            pause_s = buffer.take(self.live)
         self.commit(slot)
         return PublishReport(pause_s, buffer.bytes, self._floor_s)
+
+    def _floor_of(self, buffer: TensorBuffer) -> float:
+        return buffer.floor(self.live.device)
 
     def shards(self, pin: Pin) -> Shards:
         """The pinned version."""

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import torch
 
+from asyncrl.device import accelerator
 from asyncrl.sync.channels.channel import Channel, SharingChannel, Transfer
 from asyncrl.sync.channels.shared_memory import shared_memory
 from asyncrl.sync.plan.plan import Bucket, SourcePlan
@@ -27,8 +28,10 @@ def bucket_views(bucket: Bucket, shards: Shards) -> list[torch.Tensor]:
 
 def pack_bucket(bucket: Bucket, shards: Shards, buffer: torch.Tensor) -> torch.Tensor:
     """Copy the bucket's pieces into `buffer` [bytes] uint8; returns the part that is to be sent."""
+    queued = accelerator.is_accelerator(buffer.device)  # also from pinned memory of the host
     for piece, source in zip(bucket.pieces, bucket_views(bucket, shards), strict=True):
-        buffer[piece.at : piece.at + piece.bytes].view(source.dtype).view(source.shape).copy_(source)
+        room = buffer[piece.at : piece.at + piece.bytes].view(source.dtype).view(source.shape)
+        room.copy_(source, non_blocking=queued)
     return buffer[: bucket.length]
 
 

@@ -94,9 +94,12 @@ def _check(name: str, param: ParamLayout, parts: Sequence[torch.Tensor]) -> None
 
 
 class TensorBuffer:
-    """Room for a copy of a rank's tensors, in one stretch of memory on `device`; `shards` addresses it by boxes."""
+    """Room for a copy of a rank's tensors, in one stretch of memory on `device`; `shards` addresses it by boxes.
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
+    pinned: memory of the host that an accelerator copies to by itself
+    """
+
+    def __init__(self, layout: Layout, device: torch.device, pinned: bool = False) -> None:
         held = [
             (name, box, getattr(torch, param.dtype))
             for name, param in layout.items()
@@ -104,9 +107,8 @@ class TensorBuffer:
             for box in param.boxes
         ]
         self.bytes = layout_bytes(layout)
-        self.memory = shared_memory(
-            sum(aligned(box.elements * dtype.itemsize) for _, box, dtype in held), device
-        )
+        size = sum(aligned(box.elements * dtype.itemsize) for _, box, dtype in held)
+        self.memory = accelerator.pinned_memory(size) if pinned else shared_memory(size, device)
         copies: dict[str, list[torch.Tensor]] = defaultdict(list)
         start = 0
         for name, box, dtype in held:
@@ -116,11 +118,11 @@ class TensorBuffer:
         self.shards = Shards(layout, copies)
 
     def take(self, live: Shards) -> float:
-        """Copy everything; returns the seconds it took, the device's work included."""
+        """Copy everything on this thread's stream, and wait for it; returns the seconds it took."""
         begun = time.perf_counter()
         if live.tensors:
-            torch._foreach_copy_(self.shards.parts, live.parts)
-        accelerator.wait_for_stream(self.memory.device)
+            torch._foreach_copy_(self.shards.parts, live.parts, non_blocking=True)
+        accelerator.wait_for_stream(live.device)
         return time.perf_counter() - begun
 
     def floor(self, to: torch.device | None = None) -> float:

@@ -135,9 +135,9 @@ class FakeGroup:
         return self.fabric.launch(Kernel(self.gpu, self.pair, direction, self.numbers[verb], data))
 
 
-def group_of(fabric: Fabric, meeting: Meeting) -> FakeGroup:
+def group_of(fabric: Fabric, meeting: Meeting, kind: type[FakeGroup] = FakeGroup) -> FakeGroup:
     """The group of a meeting between ends whose names are those of their GPUs."""
-    return FakeGroup(fabric, meeting.who, meeting.whom.partition(" at ")[0], meeting.member)
+    return kind(fabric, meeting.who, meeting.whom.partition(" at ")[0], meeting.member)
 
 
 def nccl_channels(

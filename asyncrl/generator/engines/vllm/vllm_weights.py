@@ -27,6 +27,7 @@ from torch import Tensor
 
 from asyncrl.config.schema import ModelConfig
 from asyncrl.device import accelerator
+from asyncrl.device.streams import SideStream
 from asyncrl.errors import AsyncRLError, ConfigError, DeadlineError, WeightSyncError
 from asyncrl.generator.engines.receiver import (
     Learner,
@@ -212,6 +213,7 @@ class RankWeights:
         self.floor_s = min(buffer.floor(self._device) for _ in range(2))
         self._staging = buffer.shards
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        self._hashing = SideStream(self._device)
         self._stream: WeightStream | None = None
         self._staged: Future[StagedWeights] | None = None
         self._verified: Future[Version] | None = None
@@ -244,7 +246,7 @@ class RankWeights:
         begun = time.perf_counter()
         torch._foreach_copy_(self._live_views, self._staging.parts)
         self._after_flip()
-        accelerator.wait_for_device(self._device)
+        accelerator.wait_for_stream(self._device)  # not for what a relay sends to others
         self._live, self._checksum = version, staged.checksum
         return time.perf_counter() - begun
 
@@ -274,9 +276,10 @@ class RankWeights:
     @torch.no_grad()
     def _compare(self, version: Version) -> Version:
         if self._checksum is not None:
-            live = {name: self._as_staged(name) for name in self._staging.tensors}
-            whose = f"after the flip to version {version} the engine's parameters"
-            self._checksum.check(Shards(self._layout, live), whose)
+            with self._hashing.entered():
+                live = {name: self._as_staged(name) for name in self._staging.tensors}
+                whose = f"after the flip to version {version} the engine's parameters"
+                self._checksum.check(Shards(self._layout, live), whose)
         return version
 
     def _as_staged(self, name: str) -> list[Tensor]:
