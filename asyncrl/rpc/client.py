@@ -72,6 +72,7 @@ class RpcClient:
             zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED
         )
         self._wakeup = Wakeup()
+        self._dealer.setsockopt(zmq.IPV6, "[" in endpoint)
         self._dealer.connect(endpoint)
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=f"RPC client of {whom}", daemon=True)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import math
-import socket
 import threading
 import time
 from collections import deque
@@ -25,9 +24,10 @@ import zmq
 
 from asyncrl.config.sections.queue import is_loopback
 from asyncrl.config.sections.rules import require
-from asyncrl.errors import RefusedError, WireError
+from asyncrl.errors import ConfigError, RefusedError, WireError
 from asyncrl.rpc.keys import ClientKeys
 from asyncrl.rpc.message import ERROR, MAX_BYTES, OK, Fields, decode, encode
+from asyncrl.rpc.ports import ANY, first_free, in_url, numeric
 from asyncrl.rpc.sockets import HandshakeGuard, Wakeup, allow_open_files
 
 LONGEST_WAIT_S = 3600.0
@@ -69,6 +69,7 @@ class RpcServer:
         host: address of this machine at which peers reach it
         handle: returns the reply to a request, or None; must not block
         on_wake: called after each `wake`; must not block
+        ports: that it may listen at. ConfigError (key sync.ports) if none of them is free
     """
 
     def __init__(
@@ -78,8 +79,9 @@ class RpcServer:
         handle: Callable[[RpcRequest], Fields | None],
         keys: ClientKeys | None = None,
         on_wake: Callable[[], None] = lambda: None,
+        ports: range = ANY,
     ) -> None:
-        address = socket.gethostbyname(host)
+        address = numeric(host)
         require(
             keys is not None or is_loopback(address),
             "queue.keys",
@@ -95,8 +97,8 @@ class RpcServer:
         self._router.setsockopt(zmq.LINGER, LINGER_MS)
         self._router.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
         self._guard = HandshakeGuard(self._router, keys)
-        port = self._router.bind_to_random_port(f"tcp://{address}")
-        self.endpoint = f"tcp://{host}:{port}"
+        self._router.setsockopt(zmq.IPV6, ":" in address)
+        self.endpoint = f"tcp://{in_url(host)}:{self._bound(address, ports, name)}"
         self._wakeup = Wakeup()
         self._closing = False
         self._outbox: deque[tuple[RpcRequest, str, Fields]] = deque()
@@ -137,6 +139,22 @@ class RpcServer:
         self._thread.join()
         self._wakeup.close()
         self._context.term()
+
+    def _bound(self, address: str, ports: range, name: str) -> int:
+        def bind(port: int) -> int:
+            self._router.bind(f"tcp://{in_url(address)}:{port or '*'}")
+            return int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+
+        try:
+            return first_free(ports, bind)
+        except OSError as error:
+            self._guard.close()
+            self._router.close()
+            self._context.term()
+            rule = f"{name} cannot listen at {address}: {error.strerror}"
+            raise ConfigError(
+                "sync.ports", f"{ports[0]}-{ports[-1]}", rule, "name more ports, or none"
+            ) from error
 
     def _run(self) -> None:
         poller = zmq.Poller()

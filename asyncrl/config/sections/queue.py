@@ -49,6 +49,18 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def _ports(text: str) -> range:
+    """Empty for what is no range.
+
+    >>> _ports("20000-20999"), _ports("80-79"), _ports("1-65536"), _ports("x-2")
+    (range(20000, 21000), range(0, 0), range(0, 0), range(0, 0))
+    """
+    first, _, last = text.partition("-")
+    if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) < 1 << 16):
+        return range(0)
+    return range(int(first), int(last) + 1)
+
+
 def listening_rule(key_name: str, host_is_safe: bool, keys: str | None) -> Rule:
     """A socket that other machines can reach needs the run's keys."""
     return Rule(
@@ -169,6 +181,11 @@ class SyncConfig(Section):
         "of the learner's machine, as the generators see it, each machine its own; none: the address of its "
         "route to queue.address",
     )
+    ports: str | None = key(
+        None,
+        "TCP ports at which learner ranks and relays listen, as 20000-20999: one for each process, and one while a "
+        "generator attaches; none: any",
+    )
     bucket_mb: Positive = key(64.0, "size of one message of the weight stream")
     verify: bool = key(True, "after every flip, hash the engine's live parameters against the learner's")
     deadline_s: Seconds = key(120.0, "of one weight transfer")
@@ -213,6 +230,10 @@ class SyncConfig(Section):
         return int(self.bucket_mb * 2**20)
 
     @property
+    def port_range(self) -> range:
+        return range(1) if self.ports is None else _ports(self.ports) or range(1)
+
+    @property
     def stored(self) -> bool:
         """Whether weights travel through a store, not over channels."""
         return self.backend in ("file", "redis")
@@ -227,6 +248,12 @@ class SyncConfig(Section):
         # An IPv6 address has several colons, a port behind a host has one.
         plain = self.host is None or ("/" not in self.host and self.host.count(":") != 1)
         yield Rule(plain, "host", "is no plain host name or address", HOST_REMEDY)
+        yield Rule(
+            self.ports is None or bool(_ports(self.ports)),
+            "ports",
+            "is no range of ports from 1 to 65535",
+            "write the first and the last one, as 20000-20999",
+        )
         yield Rule(
             self.silence_s >= self.deadline_s,
             "silence_s",

@@ -167,6 +167,7 @@ class Broker:
         return router
 
     def _bind(self, address: str) -> str:
+        self._socket.setsockopt(zmq.IPV6, "[" in address)
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:

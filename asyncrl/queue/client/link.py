@@ -82,6 +82,7 @@ class SocketLink:
         self._socket.setsockopt(zmq.IDENTITY, uuid.uuid4().bytes)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        self._socket.setsockopt(zmq.IPV6, "[" in self.address)
         if self._keys is not None:
             self._keys.connect_to_broker(self._socket)
         self._monitor = self._socket.get_monitor_socket(EVENTS)

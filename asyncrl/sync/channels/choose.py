@@ -19,6 +19,7 @@ import torch
 
 from asyncrl.device import accelerator
 from asyncrl.errors import RefusedError
+from asyncrl.rpc.ports import ANY
 from asyncrl.sync.channels.channel import Channel, Meeting
 from asyncrl.sync.channels.gloo_transport import make_gloo_channel
 from asyncrl.sync.channels.listener import ChannelListener, connected
@@ -80,9 +81,9 @@ def choose(wanted: str, here: EndPlace, there: EndPlace) -> Kind:
     return cast(Kind, wanted)
 
 
-def listen(kind: Kind, host: str) -> ChannelListener:
+def listen(kind: Kind, host: str, ports: range = ANY) -> ChannelListener:
     """Where the other end of a channel enters. host: address of this machine. Raises OSError."""
-    return ChannelListener(None if kind == "shm" else host)
+    return ChannelListener(None if kind == "shm" else host, ports)
 
 
 def accept(kind: Kind, listener: ChannelListener, meeting: Meeting) -> Channel:

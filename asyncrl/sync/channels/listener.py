@@ -26,6 +26,7 @@ from hmac import compare_digest
 from typing import Any, Literal
 
 from asyncrl.errors import DeadlineError, WeightSyncError
+from asyncrl.rpc.ports import ANY, first_free, numeric
 from asyncrl.sync.channels.channel import Meeting
 
 SECRET_BYTES = 32
@@ -40,10 +41,11 @@ KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 class ChannelListener:
     """Listens from the start. `close` may come from another thread and wakes `accept`.
 
-    host: TCP at that address of this machine; None: a Unix socket without a file, for processes of the same user
+    host: TCP at that address of this machine, at one of `ports`; None: a Unix socket without a file, for processes of
+    the same user. Raises OSError.
     """
 
-    def __init__(self, host: str | None) -> None:
+    def __init__(self, host: str | None, ports: range = ANY) -> None:
         self._hello, self._answer = secrets.token_bytes(SECRET_BYTES), secrets.token_bytes(SECRET_BYTES)
         self._lock = threading.Lock()  # of the next two
         self._admitting = self._closed = False
@@ -55,7 +57,11 @@ class ChannelListener:
             self._listener.bind(f"\0{address}")  # Linux's abstract names: gone with the socket
             self._listener.listen(MOST_CALLERS)
         else:
-            self._listener = socket.create_server((host, 0), backlog=MOST_CALLERS)
+            at = numeric(host)
+            family = socket.AF_INET6 if ":" in at else socket.AF_INET
+            self._listener = first_free(
+                ports, lambda port: socket.create_server((at, port), family=family, backlog=MOST_CALLERS)
+            )
             address = [host, self._listener.getsockname()[1]]
         self._listener.setblocking(False)
         self.offer = {"address": address, "hello": self._hello, "answer": self._answer}

@@ -76,7 +76,7 @@ class VersionServer:
             **handlers,
         }
         self._on_wake, self._heard = on_wake, heard
-        self.server = RpcServer(host, name, self._handle, keys, self._wake)
+        self.server = RpcServer(host, name, self._handle, keys, self._wake, config.port_range)
         self.endpoint = self.server.endpoint
 
     def stats(self) -> dict[str, float]:
@@ -140,7 +140,7 @@ class VersionServer:
                 self._end(session)
         if len(self._senders) >= MAX_SESSIONS:
             raise RefusedError("full", f"{self.name} serves {MAX_SESSIONS} subscribers already")
-        listener = listen(kind, self._host)
+        listener = listen(kind, self._host, self._config.port_range)
         self._sessions += 1
         name = f"{who}/{self._sessions}"
         device, deadline_s = self._source.device, self._config.deadline_s
