@@ -53,6 +53,7 @@ ALWAYS = {
     "_fused_adam": "native_functions.yaml lists a CUDA kernel",
     "_foreach_norm": "every float dtype: ForeachReduceOp.cu",
     "_has_same_storage_numel": "looks at sizes alone",
+    "is_pinned": "looks at the address alone",
     "is_same_size": "looks at sizes alone",
     "lift_fresh": "moves nothing",
     "set_": "moves nothing",
@@ -92,6 +93,8 @@ def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if namespace != "aten" or func.is_view:
         return
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    if not tensors:
+        return
     if name in BY_HAND:
         for broken in BY_HAND[name](*tensors):
             raise NotOnCudaError(f"{func}: {broken}")
@@ -100,14 +103,14 @@ def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     listed = _listed(name)
     if listed is None:
         raise NotOnCudaError(f"{func} has no entry: name it in cuda_ops.py with a reason, if CUDA has it")
-    if dtype is not None and listed and str(dtype).removeprefix("torch.") not in listed:
+    if listed and str(dtype).removeprefix("torch.") not in listed:
         raise NotOnCudaError(f"{func} does not exist for {dtype} on CUDA, only for {sorted(listed)}")
 
 
-def _computed(func: Any, tensors: list[torch.Tensor]) -> torch.dtype | None:
+def _computed(func: Any, tensors: list[torch.Tensor]) -> torch.dtype:
     """The dtype in which an operator computes: that of its first tensor, or the common one of all."""
-    if not tensors:
-        return None
+    if func._schema.name in ("aten::cumsum", "aten::cumprod") and tensors[0].dtype == torch.bool:
+        return torch.int64  # ReduceOps.cpp makes it one before a kernel sees it
     if torch.Tag.pointwise in func.tags:
         return reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
     return tensors[0].dtype

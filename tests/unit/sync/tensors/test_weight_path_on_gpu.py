@@ -83,7 +83,7 @@ def test_the_host_waits_for_hashes_and_changes_alone() -> None:
         assert all(same_bits(a.memory, b.memory) for a, b in zip(old.parts, live.parts, strict=True))
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(sharded_models())
 def test_bits_arrive_from_any_sharding(model: tuple[Sequence[Layout], Layout]) -> None:
     sources, destination = model
