@@ -34,6 +34,7 @@ from typing import Any
 
 from asyncrl.config.schema import Config
 from asyncrl.errors import (
+    AsyncRLError,
     ConfigError,
     DeadlineError,
     JournalError,
@@ -291,17 +292,22 @@ class LocalRun:
             if self.supervisor.wait_ended([LEARNER], deadline_s):
                 self.supervisor.kill_all()
                 lost = "killed; what came after the last checkpoint is lost"
-                self.dashboard.print_line(lost)
                 late = DeadlineError("the launcher", "the learner", "its last checkpoint", deadline_s, lost)
-                return KeyboardInterrupt() if by_hand else late
+                return self._end_of_stop(late, lost, by_hand)
         self.supervisor.stop_all(deadline_s)
         code = self.supervisor.code(LEARNER) or 0
         gave_reason = code > 1 and code != StoppedError.exit_code and not self._restarts.waits(LEARNER)
         if not by_hand and gave_reason:  # why it could not save
             return self._died(ChildEnded(LEARNER, code))
         stopped = stopped_error(self.folder)
-        self.dashboard.print_line(str(stopped))
-        return KeyboardInterrupt() if by_hand else stopped
+        return self._end_of_stop(stopped, str(stopped), by_hand)
+
+    def _end_of_stop(self, error: AsyncRLError, text: str, by_hand: bool) -> BaseException:
+        """After Ctrl-C the text has a line here; else the error has it."""
+        if not by_hand:
+            return error
+        self.dashboard.print_line(text)
+        return KeyboardInterrupt()
 
     def _died(self, event: ChildEnded) -> ProcessDiedError:
         cause, lines = self.supervisor.why_it_ended(event.name)

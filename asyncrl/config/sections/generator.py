@@ -158,8 +158,8 @@ class GeneratorConfig(Section):
     )
     progress_tokens: Amount = key(
         2048,
-        "each time an answer has so many more tokens, it goes to the queue, and whoever gets its task next goes on "
-        "from there; 0: never",
+        "each time an answer has so many more tokens, the queue gets what there is of it, and whoever gets its task "
+        "next goes on from there; 0: never",
     )
     progress_deadline_s: Seconds = key(
         300.0,

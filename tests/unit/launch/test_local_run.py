@@ -489,18 +489,23 @@ def test_a_queue_that_never_listens(config: Config, scripts: dict[str, str]) -> 
 
 
 def test_ctrl_c_lets_the_learner_end_its_step(
-    config: Config, scripts: dict[str, str], tmp_path: Path
+    config: Config, scripts: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     interrupt = f"kill -INT {os.getpid()}"
     scripts["learner"] = f'trap "echo saved; exit 0" TERM; {interrupt}; while :; do sleep 0.05; done'
     with pytest.raises(KeyboardInterrupt):
         local.train(config)
+    assert "stopped before the first step" in capsys.readouterr().err
     assert (tmp_path / "it" / "logs" / "learner.log").read_text() == "saved\n"
 
 
 @pytest.mark.parametrize("number", ["TERM", "HUP"])
 def test_sigterm_and_a_closed_terminal_end_a_run_with_a_code_of_their_own(
-    config: Config, scripts: dict[str, str], tmp_path: Path, number: str
+    config: Config,
+    scripts: dict[str, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    number: str,
 ) -> None:
     terminate = f"kill -{number} {os.getpid()}"
     save = "mkdir -p $(dirname $1)/checkpoints/v000001; echo saved"
@@ -510,6 +515,7 @@ def test_sigterm_and_a_closed_terminal_end_a_run_with_a_code_of_their_own(
         pytest.raises(StoppedError, match=r"run\.resume=true goes on"),
     ):
         local.train(config)
+    assert "run.resume=true" not in capsys.readouterr().err  # the command prints the error
     assert (tmp_path / "it" / "logs" / "learner.log").read_text() == "saved\n"
 
 
