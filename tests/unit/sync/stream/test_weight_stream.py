@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -270,17 +269,24 @@ def test_a_publisher_that_does_not_answer_is_named(
 def test_a_hash_that_does_not_come_is_named_with_its_version(
     closing: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, over = replace(CONFIG, deadline_s=0.5), threading.Event()
+    over, hashed, waits = threading.Event(), Sender._hashed, list[float]()
+
+    def without_patience(sender: Sender, hashing: Any, pin: Pin, seconds: float) -> Any:
+        waits.append(seconds)
+        return hashed(sender, hashing, pin, 0.0)
+
     monkeypatch.setattr(SnapshotSource, "share", lambda *of: over.wait(60.0))
-    learner = closing(Learner(SMALL, 1, config))
+    monkeypatch.setattr(Sender, "_hashed", without_patience)
+    learner = closing(Learner(SMALL, 1, CONFIG))
     generator = closing(Generator("g", learner, learner.whole, CONFIG))
     learner.publish(7)
     with pytest.raises(
         WeightSyncError,
-        match=r"version 7 was not sent by .*learner rank 0 waited 0\.5 s for its own thread: the hash of version 7",
+        match=r"version 7 was not sent by .*learner rank 0 waited .* for its own thread: the hash of version 7",
     ):
         generator.subscriber.stage(7)
     over.set()
+    assert 0 < waits[0] <= CONFIG.deadline_s
 
 
 def test_a_wait_for_changes_leaves_half_of_the_time_for_the_whole_version(
