@@ -98,11 +98,14 @@ def test_arguments_that_are_refused_by_name(name: str, value: object, why: str) 
         check_section(VllmConfig(extra={name: value}), "vllm")
 
 
-def test_arguments_that_asyncrl_does_not_know_go_to_vllm() -> None:
+def test_arguments_that_asyncrl_does_not_know_go_to_vllm(tmp_path: Path) -> None:
+    write_model_folder(tmp_path)
     ours = VllmConfig(data_parallel=2, kv_cache_mb=1, extra={"block_size": 64})
     check_section(ours, "vllm")
-    config = Config(model=ModelConfig(path="x"), generator=GeneratorConfig(engine="vllm", slots=9, vllm=ours))
-    arguments = vllm_start.engine_arguments(config)
+    generator = GeneratorConfig(engine="vllm", slots=9, vllm=ours)
+    arguments = vllm_start.engine_arguments(
+        Config(model=ModelConfig(path=str(tmp_path)), generator=generator)
+    )
     assert arguments["block_size"] == 64
     assert (arguments["data_parallel_size"], arguments["max_num_seqs"]) == (2, 5)
 
