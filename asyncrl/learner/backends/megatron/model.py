@@ -63,7 +63,8 @@ class MegatronModel:
         self.name, self.chunks, self.gpt = name, list(chunks), gpt
         self._grid, self._device, self._policy = found, device, policy
         self._clip = optimizer.grad_clip if optimizer else 0.0
-        self._accumulated = self._summed = False
+        self._accumulated = False
+        self._norm: float | None = None  # of the gradient that was summed over ranks; None: not summed yet
         self.changes = optimizer is not None  # from what it was loaded with: then checkpoints keep it
         self._wrapped: list[nn.Module] = list(chunks)  # under Megatron's data parallelism, if trained
         self._optimizer: Any = None
@@ -90,7 +91,7 @@ class MegatronModel:
     def accumulate(self, batches: Sequence[MicroBatch], loss: Loss) -> None:
         if self._optimizer is None:
             raise TypeError("a frozen model is not trained: it has no gradient")
-        if self._summed:
+        if self._norm is not None:
             raise RuntimeError(
                 f"{self.name}: its gradient was summed over ranks; make a step or drop it first"
             )
@@ -169,11 +170,11 @@ class MegatronModel:
     def gradient_norm(self, scale: float) -> float:
         if not self._accumulated:
             return 0.0  # no group had an advantage
-        if not self._summed:
+        if self._norm is None:
             finalize_model_grads(cast(Any, self._wrapped))
-            self._summed = True
-        self._optimizer.prepare_grads()
-        return scale * float(self._optimizer.get_grad_norm())
+            self._optimizer.prepare_grads()
+            self._norm = float(self._optimizer.get_grad_norm())
+        return scale * self._norm
 
     @torch.no_grad()
     def optimizer_step(self, scale: float, lr: float) -> float:
@@ -193,7 +194,7 @@ class MegatronModel:
             for chunk in self._wrapped:
                 cast(Any, chunk).zero_grad_buffer()
             self._optimizer.zero_grad()
-        self._accumulated = self._summed = False
+        self._accumulated, self._norm = False, None
 
     @torch.no_grad()
     def copy_from_policy(self) -> None:

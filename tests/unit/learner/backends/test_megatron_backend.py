@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -93,7 +94,11 @@ def quick_main(folder: Path) -> None:
 
     megatron_shim.install()
     for name in STAND_FOR_ALL:
-        seen = of_two_steps(made(folder, *CASES[2][name]))
+        backend = made(folder, *CASES[2][name])
+        optimizer = backend.policy._optimizer  # type: ignore[attr-defined]
+        with mock.patch.object(optimizer, "get_grad_norm", wraps=optimizer.get_grad_norm) as computed:
+            seen = of_two_steps(backend)
+        seen["norms computed"] = computed.call_count
         torch.save(seen, folder / f"2 {name} {os.environ['RANK']}")
     end_rank()
 
@@ -258,6 +263,11 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", STAND_FOR_ALL)
 def test_two_ranks_say_and_learn_what_the_other_backend_does(two_ranks: Path, name: str) -> None:
     assert_the_same(two_ranks, 2, name)
+
+
+def test_the_norm_is_computed_once_a_step(two_ranks: Path) -> None:
+    seen = torch.load(two_ranks / f"2 {STAND_FOR_ALL[0]} 0", weights_only=False)
+    assert seen["norms computed"] == len(seen["norms"]) == 2
 
 
 @pytest.mark.slow
