@@ -41,6 +41,9 @@ WARM_UP_VERSIONS = 3
 RIVALS = ("sync_split", "sync_colocated")
 """Modes that `async` is compared with."""
 
+VLLM_SHARE, LEARNER_SHARE = 0.45, 0.5
+"""Of a GPU that both pools use; the rest is for CUDA itself."""
+
 REWARD_VERSIONS = 5
 """A reward counts as reached when its mean over this many versions is."""
 
@@ -90,20 +93,29 @@ def _own_threads(config: Config) -> tuple[str, ...]:
 
 
 def _everything_to_both(config: Config) -> tuple[str, ...]:
-    """On GPUs both pools get the union of the devices and one process for each; on the CPU all cores."""
+    """On GPUs both pools get the union of the devices: as many engines as have `tensor_parallel` of them each, as many
+    ranks as the learner's axes divide, and half of the memory each. On the CPU both get all cores."""
     pools = (config.generator.devices, config.learner.devices)
     devices = dict.fromkeys(one.strip() for pool in pools if pool for one in pool.split(","))
     if devices:
+        on_vllm = config.generator.on_vllm
+        of_an_engine = config.generator.vllm.tensor_parallel if on_vllm else 1
+        of_a_copy = config.learner.parallel.processes
         return (
             f"generator.devices='{','.join(devices)}'",
             f"learner.devices='{','.join(devices)}'",
-            f"generator.count={len(devices)}",
-            f"learner.processes={len(devices)}",
+            f"generator.count={max(1, len(devices) // of_an_engine)}",
+            f"learner.processes={max(1, len(devices) // of_a_copy) * of_a_copy}",
+            *(_half_the_memory() if on_vllm else ()),
         )
     return (
         f"generator.threads={max(1, cores() // config.generator.count)}",
         f"learner.threads={max(1, cores() // config.learner.processes)}",
     )
+
+
+def _half_the_memory() -> tuple[str, ...]:
+    return (f"generator.vllm.gpu_memory_share={VLLM_SHARE}", f"learner.gpu_memory_share={LEARNER_SHARE}")
 
 
 def main(words: Sequence[str]) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from asyncrl.config.sections.algorithm import GROUP_ADVANTAGES, AlgorithmConfig, policy_rules
-from asyncrl.config.sections.generator import AgentConfig, GeneratorConfig
+from asyncrl.config.sections.generator import AgentConfig, GeneratorConfig, sharing_rules
 from asyncrl.config.sections.learner import LearnerConfig
 from asyncrl.config.sections.models import (
     REWARDS,
@@ -200,6 +200,7 @@ class Config(Section):
         yield from _lora_rules(self)
         yield from _model_rules(self)
         yield from _pool_rules(self)
+        yield from sharing_rules(self.generator, self.learner.devices, self.learner.gpu_memory_share)
 
     def rewards_of(self, kind: Literal["generator", "pool"]) -> RewardConfig | None:
         """The reward functions that this kind of process calls; None if it calls none."""

@@ -104,6 +104,12 @@ def memory_bytes(device: torch.device) -> tuple[int, int]:
     return int(free), int(total)
 
 
+def limit_memory(device: torch.device, share: float) -> None:
+    """Let this process allocate at most this share of an accelerator; nothing for the CPU."""
+    if is_accelerator(device) and share < 1:
+        torch.get_device_module(device).set_per_process_memory_fraction(share, device)
+
+
 # ---- memory that processes share
 
 

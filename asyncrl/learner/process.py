@@ -15,7 +15,9 @@ import torch
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.rules import require
+from asyncrl.device import accelerator
 from asyncrl.errors import StoppedError
+from asyncrl.learner import ranks
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.startup import open_trainer
@@ -43,6 +45,7 @@ def run_learner(config: Config, heldout: Mapping[str, int], status: ProcessStatu
     if config.learner.threads:
         torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.run.seed)
+    accelerator.limit_memory(ranks.own_device(), config.learner.gpu_memory_share)
     backend = _backend(config)
     status.loaded.set()
     keys = client_keys(config.queue.keys)

@@ -17,7 +17,7 @@ from asyncrl.learner.backends import storage
 from asyncrl.learner.remote import remote_protocol
 from asyncrl.learner.remote.remote_protocol import BEGIN, FORGET, LEARN, NORM, SAVE, STEP
 from asyncrl.learner.training.objectives import auxiliary_objective
-from asyncrl.learner.training.passes import run_passes
+from asyncrl.learner.training.passes import Passes
 from asyncrl.pool.model import PoolModel
 
 NAME = re.compile(r"v\d{6,}|\.v\d{6,}\.partial")
@@ -75,7 +75,7 @@ class TrainedModel(PoolModel):
         batches, rank, world = arguments["batches"], self.rank, self.world
         mine = [remote_protocol.decode_batch(frames, self.reads) for frames in batches[rank::world]]
         passes = -(-len(batches) // world)
-        found = run_passes(self._model, self._objective, mine, passes, arguments["version"])
+        found = Passes(self._model, self._objective, mine, passes, arguments["version"]).results()
         every = ranks.exchange([each.to_wire() for each in found])
         return [every[i % world][i // world] for i in range(len(batches))]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -185,6 +186,11 @@ class GeneratorConfig(Section):
         yield from self._server_rules()
 
     @property
+    def on_vllm(self) -> bool:
+        """Whether generators run vLLM themselves."""
+        return self.own_engine is None and self.engine == "vllm"
+
+    @property
     def makes_real_tokens(self) -> bool:
         """Whether recorded log-probs are those of a model; scripted ones are made up."""
         return self.own_engine is not None or self.engine != "scripted"
@@ -220,6 +226,30 @@ class GeneratorConfig(Section):
             "its log-probs are of all tokens, also where top_p, top_k or min_p cut some off",
             "unset these, or set generator.engine=vllm_server",
         )
+
+
+def sharing_rules(generator: GeneratorConfig, devices: str | None, share: float) -> Iterator[Rule]:
+    """vLLM takes its share of a GPU at the start, whoever else is there. devices, share: the learner's."""
+    if not generator.on_vllm or not generator.devices:
+        return
+    ours, theirs = (
+        {name.strip() for name in (names or "").split(",")} for names in (generator.devices, devices)
+    )
+    engines = math.ceil(generator.count / len(ours))  # on one GPU
+    shared = ours & theirs
+    vllm = generator.vllm.gpu_memory_share
+    left = round(0.95 / (engines + bool(shared)), 2)
+    yield Rule(
+        engines * vllm + (share if shared else 0.0) <= 1,
+        "generator.vllm.gpu_memory_share",
+        f"of {engines} engines on one GPU"
+        + (f", beside learner.gpu_memory_share={share:g} of GPU {min(shared)}" if shared else "")
+        + ", is more than the GPU has",
+        f"set generator.vllm.gpu_memory_share={left:g}"
+        + (f" learner.gpu_memory_share={left:g}" if shared else "")
+        + ", or give the pools GPUs of their own",
+        vllm,
+    )
 
 
 @dataclass(frozen=True)

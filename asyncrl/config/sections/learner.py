@@ -116,6 +116,11 @@ class LearnerConfig(Section):
         "groups whose log-probs, columns or loss are not finite; skip: drop them as not_finite and train on "
         "others, as if they had not been there",
     )
+    reduce_gradients: Literal["micro_batch", "step"] = key(
+        "micro_batch",
+        "when ranks sum their gradients. step: once, after all micro-batches: less traffic, and 4 bytes for each "
+        "parameter more on every rank",
+    )
     activation_checkpointing: Literal["none", "layers"] = key(
         "none",
         "layers: keep each decoder layer's input alone and compute the rest again in the backward pass: less "
@@ -136,6 +141,9 @@ class LearnerConfig(Section):
         None, "CPU threads of one process; none: cores shared out over the run's processes"
     )
     devices: str | None = key(None, "CUDA_VISIBLE_DEVICES of the learner pool; none: as the shell has it")
+    gpu_memory_share: Share = key(
+        1.0, "most that a rank allocates of its GPU; below 1 where vLLM is there too"
+    )
     groups_deadline_s: Seconds = key(
         600.0,
         "longest wait for the next group, or for progress of generators, before the run is called stuck",
@@ -162,7 +170,18 @@ class LearnerConfig(Section):
             f"goes with learner.offload=disk and no other, and this is {self.offload}",
             "set both, or neither",
         )
-        own = {"activation_checkpointing": "none", "compile": False, "offload": "none"}
+        yield Rule(
+            self.reduce_gradients == "micro_batch" or self.parallel.pipeline == 1,
+            "reduce_gradients",
+            "does not go with pipeline stages, which sum once for all micro-batches of a schedule",
+            "leave it out, or set learner.parallel.pipeline=1",
+        )
+        own = {
+            "activation_checkpointing": "none",
+            "compile": False,
+            "offload": "none",
+            "reduce_gradients": "micro_batch",
+        }
         for name in (name for name, off in own.items() if getattr(self, name) != off):
             yield Rule(
                 self.backend == "fsdp",

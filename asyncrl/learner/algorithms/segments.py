@@ -224,7 +224,11 @@ def reward_part(batch: MicroBatch, name: str) -> Tensor:
 
 def succeeded(batch: MicroBatch) -> Tensor:
     """[R] bool: rollouts whose reward before any shaping, the column `outcome`, is above SUCCESS."""
-    return column(batch, "outcome")[batch.position_ids_N == 0] > SUCCESS
+    outcome_N = column(batch, "outcome")
+    outcome_R = outcome_N.new_zeros(batch.rollouts).scatter_reduce(
+        0, batch.seq_N, outcome_N, "amax", include_self=False
+    )  # equal along a rollout
+    return outcome_R > SUCCESS
 
 
 def _refuse_without(batch: MicroBatch, what: str, remedy: str) -> None:

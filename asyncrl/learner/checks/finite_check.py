@@ -48,14 +48,12 @@ def nonfinite_outputs(
     batch: MicroBatch, outputs: Sequence[Tensor], loss: Tensor, loss_of: Callable[..., Tensor]
 ) -> set[int]:
     """Ordinals of the groups with outputs, [N] each, or a loss that are not finite; all of them if only the sum over
-    groups is not. loss_of: (batch, *outputs) → its loss."""
+    groups is not. All on the CPU, without gradient. loss_of: (batch, *outputs) → its loss."""
     finite = (
         torch.isfinite(loss) & torch.stack([torch.isfinite(values_N).all() for values_N in outputs]).all()
     )
     if bool(finite):
         return set()
-    cpu = torch.device("cpu")
-    batch, outputs = batch.to(cpu), [values_N.detach().to(cpu) for values_N in outputs]
     finite_N = torch.stack([torch.isfinite(values_N) for values_N in outputs]).all(0)
     found = _ordinals(batch, ~finite_N)
     if not found:

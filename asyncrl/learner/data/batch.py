@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from asyncrl.device.copies import on_device
 from asyncrl.types import COLUMNS, WITHOUT_STEPS, Group
 
 
@@ -200,16 +201,16 @@ class MicroBatch:
         )
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same on another device; itself if it is there already."""
+        """The same on a device, for work that is queued there later; itself if it is there already."""
         if self.token_ids_N.device == device:
             return self
         moved: dict[str, Any] = {}
         for entry in dataclasses.fields(self):
             value = getattr(self, entry.name)
             if isinstance(value, Tensor):
-                moved[entry.name] = value.to(device, non_blocking=True)
+                moved[entry.name] = on_device(value, device)
             elif isinstance(value, Mapping):
-                moved[entry.name] = {name: t.to(device, non_blocking=True) for name, t in value.items()}
+                moved[entry.name] = {name: on_device(t, device) for name, t in value.items()}
         return dataclasses.replace(self, **moved)
 
     @property

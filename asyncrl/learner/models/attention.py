@@ -18,10 +18,10 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from asyncrl.device import accelerator
+from asyncrl.device.copies import on_device
 from asyncrl.errors import ConfigError
 from asyncrl.learner.models.kernels import (
     PLAIN,
@@ -53,7 +53,8 @@ class LengthBucket(NamedTuple):
 
 
 class Documents:
-    """Boundaries of packed documents, in the forms that attention kernels take. Each is computed on first use."""
+    """Boundaries of packed documents, in the forms that attention kernels take. Each is computed on first use, on the
+    CPU, and copied to the device: there a shape that depends on values would make this thread wait."""
 
     def __init__(
         self,
@@ -61,18 +62,20 @@ class Documents:
         device: torch.device | None = None,
         context: ContextParallel | None = None,
         multiple: int = 1,
+        mask_N: Tensor | None = None,
     ) -> None:
         """context: the ranks that share the tokens; None: this rank has all of them. multiple: a last document of
-        padding makes each rank's tokens a multiple of it."""
+        padding makes each rank's tokens a multiple of it. mask_N: the loss mask, on the CPU; for heads alone."""
         padding = -sum(lengths) % (multiple * (context.multiple if context else 1))
         self.lengths = (*lengths, padding) if padding else tuple(lengths)
-        self.device, self.context = device, context
+        self._padded = padding > 0
+        self.device, self.context, self._mask_N = device, context, mask_N
 
     @cached_property
     def boundaries(self) -> Tensor:
         """[documents + 1] int32: 0, then where each document ends."""
         ends = torch.tensor(self.lengths).cumsum(0)
-        return F.pad(ends, (1, 0)).to(self.device, torch.int32)
+        return on_device(F.pad(ends, (1, 0)).int(), self.device)
 
     @cached_property
     def spans(self) -> list[slice]:
@@ -87,10 +90,29 @@ class Documents:
 
     @cached_property
     def place_N(self) -> Tensor:
-        """The place of each packed token in this rank's part; -1 for tokens of other ranks."""
-        mine_n = self.mine(torch.arange(sum(self.lengths), device=self.device))
+        """On the CPU: the place of each packed token in this rank's part; -1 for tokens of other ranks."""
+        mine_n = self.mine(torch.arange(sum(self.lengths)))
         nowhere_N = mine_n.new_full((sum(self.lengths),), -1)
-        return nowhere_N.index_copy(0, mine_n, torch.arange(len(mine_n), device=self.device))
+        return nowhere_N.index_copy(0, mine_n, torch.arange(len(mine_n)))
+
+    @cached_property
+    def scored(self) -> tuple[Tensor, Tensor]:
+        """(the tokens under the loss mask whose state before them is on this rank, the places of these states)."""
+        if self._mask_N is None:
+            raise ValueError("a head needs documents with a loss mask")
+        at_T = torch.nonzero(self._mask_N)[:, 0]
+        return self._here(at_T, self.place_N[at_T - 1])
+
+    @cached_property
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """(the documents whose last token is on this rank, the places of these tokens), without padding."""
+        count = len(self.lengths) - self._padded
+        ends_R = torch.tensor(self.lengths[:count]).cumsum(0) - 1
+        return self._here(torch.arange(count), self.place_N[ends_R])
+
+    def _here(self, which_T: Tensor, place_T: Tensor) -> tuple[Tensor, Tensor]:
+        here_T = place_T >= 0
+        return on_device(which_T[here_T], self.device), on_device(place_T[here_T], self.device)
 
     def whole(self, part: Tensor) -> Tensor:
         """See `ContextParallel.whole`."""
@@ -103,6 +125,7 @@ class Documents:
 
     @cached_property
     def buckets(self) -> list[LengthBucket]:
+        """On the CPU."""
         order = sorted(range(len(self.lengths)), key=self.lengths.__getitem__)
         length_D = torch.tensor(self.lengths)
         start_D = length_D.cumsum(0) - length_D
@@ -117,20 +140,24 @@ class Documents:
             step_L = torch.arange(int(length_D[members].max()))
             index_DL = start_D[members, None] + step_L.minimum(length_D[members, None] - 1)
             keep_DL = step_L < length_D[members, None]
-            buckets.append(LengthBucket(index_DL.to(self.device), keep_DL.to(self.device)))
+            buckets.append(LengthBucket(index_DL, keep_DL))
             at = stop
         return buckets
 
     @cached_property
     def padded_P(self) -> Tensor:
         """The packed token at each place of all buckets in order, padding included."""
+        return on_device(self._tokens_P, self.device)
+
+    @cached_property
+    def _tokens_P(self) -> Tensor:
         return torch.cat([index_DL.flatten() for index_DL, _ in self.buckets])
 
     @cached_property
     def unpad_N(self) -> Tensor:
         """The place of each packed token in `padded_P`."""
         real_N = torch.nonzero(torch.cat([keep_DL.flatten() for _, keep_DL in self.buckets]))[:, 0]
-        return torch.empty_like(real_N).scatter_(0, self.padded_P[real_N], real_N)
+        return on_device(torch.empty_like(real_N).scatter_(0, self._tokens_P[real_N], real_N), self.device)
 
 
 @dataclass(frozen=True)
@@ -284,9 +311,6 @@ def _refuse(options: dict[str, Any], module: nn.Module) -> None:
             )
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    """No mask is made: the documents replace it."""
-
-
 ALL_ATTENTION_FUNCTIONS.register(PACKED, packed_attention)
-ALL_MASK_ATTENTION_FUNCTIONS.register(PACKED, _no_mask)
+# The registry of masks has no PACKED: then transformers makes none, and does not look at positions on the device for
+# documents.

@@ -75,11 +75,9 @@ class LanguageModel(nn.Module):
         each rollout. before_SD: see `stream`."""
         weight_VD = local_part(self.causal_lm.get_output_embeddings().weight)
         if following:
-            hidden_nD = stream(self, batch, documents, before_SD)
-            ends_R = torch.tensor(batch.lengths_R, device=hidden_nD.device).cumsum(0) - 1
-            place_R = documents.place_N[ends_R]
-            here_r = torch.nonzero(place_R >= 0)[:, 0]
-            hidden_rD, temperature_r = hidden_nD[place_R[here_r]], batch.temperature_R[here_r]
+            here_r, place_r = documents.ends
+            hidden_rD = stream(self, batch, documents, before_SD)[place_r]
+            temperature_r = batch.temperature_R[here_r]
             logp_rV = next_logprobs(hidden_rD, weight_VD, temperature_r, self.vocabulary_part, self._softcap)
             return (documents.whole(_spread(logp_rV, here_r, batch.rollouts)),)
         at_T, hidden_TD = _seen_before(self, batch, documents, before_SD)
@@ -280,10 +278,8 @@ def _seen_before(
     network: LanguageModel | Critic, batch: MicroBatch, documents: Documents, before_SD: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """(at_T, hidden_TD): the tokens under the loss mask whose state before them is on this rank, and these states."""
-    at_T = torch.nonzero(batch.loss_mask_N)[:, 0]
-    before_T = documents.place_N[at_T - 1]
-    here_T = before_T >= 0
-    return at_T[here_T], stream(network, batch, documents, before_SD).index_select(0, before_T[here_T])
+    at_T, before_T = documents.scored
+    return at_T, stream(network, batch, documents, before_SD).index_select(0, before_T)
 
 
 def check_tokens(batch: MicroBatch, rows: int, name: str) -> None:

@@ -7,6 +7,9 @@
 
 The sum over the global batch is divided by `denominator` of the counts there.
 
+`total` runs on the model's device, where nothing may depend on a value: the thread would wait for all work that is
+queued. Calls, with metrics, are for tensors on the CPU.
+
 Axes:  N tokens · P policy tokens · R rollouts
 """
 
@@ -56,6 +59,20 @@ class PolicyObjective:
     ) -> tuple[Tensor, Metrics]:
         """(scalar sum, metrics), while `version` is trained. Both inputs are 0 outside the mask. The columns weight,
         kept, selected and lm are used where `Experience` has added them."""
+        total, clipped_N, weight_N = self._evaluate(batch, logp_N, entropy_N, version)
+        batch, start_N = unrejected(batch), batch.columns.get("proximal", logp_N.detach())
+        metrics = token_metrics(batch, start_N, entropy_N.detach(), clipped_N, weight_N)
+        metrics.merge([age_metrics(batch, start_N, clipped_N, version)])
+        return total, metrics
+
+    def total(self, batch: MicroBatch, logp_N: Tensor, entropy_N: Tensor, version: Version = 0) -> Tensor:
+        """The sum alone."""
+        return self._evaluate(batch, logp_N, entropy_N, version)[0]
+
+    def _evaluate(
+        self, batch: MicroBatch, logp_N: Tensor, entropy_N: Tensor, version: Version
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(the sum, which tokens the loss holds back, their weights)."""
         now_N = logp_N.detach()
         proximal_N = proximal(batch, now_N, self.config, version)
         weight_N = batch.columns.get("weight")
@@ -71,10 +88,7 @@ class PolicyObjective:
         share_N = AGGREGATIONS[self.config.aggregation].weights(batch, self.norm_tokens).to(per_token_N.dtype)
         # where, not a product: values outside the mask may be infinite, and 0 · ∞ is not 0.
         total = (torch.where(batch.loss_mask_N, per_token_N, 0.0) * share_N).sum()
-        start_N = batch.columns.get("proximal", now_N)
-        metrics = token_metrics(batch, start_N, entropy_N.detach(), loss.clipped_N, weight_N)
-        metrics.merge([age_metrics(batch, start_N, loss.clipped_N, version)])
-        return total, metrics
+        return total, loss.clipped_N, weight_N
 
     def counts(self, batch: MicroBatch) -> Counts:
         """Without the tokens that the correction rejects."""
@@ -131,13 +145,18 @@ class ValueObjective:
 
     def __call__(self, batch: MicroBatch, values_N: Tensor, version: Version = 0) -> tuple[Tensor, Metrics]:
         """(sum over policy tokens, metrics)."""
-        old_N, returns_N = column(batch, self.values), column(batch, self.returns)
-        loss = value_loss(values_N, old_N, returns_N, self.clip)
-        share_N = TOKEN_MEAN.weights(batch, 1).to(loss.loss_N.dtype)
-        total = (torch.where(batch.loss_mask_N, loss.loss_N, 0.0) * share_N).sum()
-        metrics, clipped_P = Metrics(), loss.clipped_N[batch.loss_mask_N]
+        metrics, clipped_P = Metrics(), self._loss(batch, values_N).clipped_N[batch.loss_mask_N]
         metrics.add(f"{self.name}/clipped", Mean(float(clipped_P.sum()), len(clipped_P)))
-        return total, metrics
+        return self.total(batch, values_N), metrics
+
+    def total(self, batch: MicroBatch, values_N: Tensor, version: Version = 0) -> Tensor:
+        """The sum alone."""
+        loss_N = self._loss(batch, values_N).loss_N
+        share_N = TOKEN_MEAN.weights(batch, 1).to(loss_N.dtype)
+        return (torch.where(batch.loss_mask_N, loss_N, 0.0) * share_N).sum()
+
+    def _loss(self, batch: MicroBatch, values_N: Tensor) -> TokenLoss:
+        return value_loss(values_N, column(batch, self.values), column(batch, self.returns), self.clip)
 
     def counts(self, batch: MicroBatch) -> Counts:
         return Counts.of(batch)
@@ -179,15 +198,23 @@ class OutcomeObjective:
         self, batch: MicroBatch, logp_N: Tensor, entropy_N: Tensor, version: Version = 0
     ) -> tuple[Tensor, Metrics]:
         """(sum over rollouts, metrics)."""
-        reference_N = column(batch, "reference").to(logp_N.dtype)
-        reward_R = self.beta * rollout_sums(logp_N - reference_N, batch)
-        success_R = succeeded(batch).to(reward_R.dtype)
         counted_R = policy_tokens(batch) > 0
-        loss_R = binary_cross_entropy_with_logits(reward_R, success_R, reduction="none")
-        right_R = counted_R & ((reward_R > 0) == (success_R > 0))
+        right_R = counted_R & ((self._rewards(batch, logp_N) > 0) == succeeded(batch))
         metrics = Metrics()
         metrics.add("reward_model/accuracy", Mean(float(right_R.sum()), float(counted_R.sum())))
-        return (loss_R * counted_R * batch.copies_R).sum(), metrics
+        return self.total(batch, logp_N, entropy_N), metrics
+
+    def total(self, batch: MicroBatch, logp_N: Tensor, entropy_N: Tensor, version: Version = 0) -> Tensor:
+        """The sum alone."""
+        reward_R = self._rewards(batch, logp_N)
+        success_R = succeeded(batch).to(reward_R.dtype)
+        loss_R = binary_cross_entropy_with_logits(reward_R, success_R, reduction="none")
+        return (loss_R * (policy_tokens(batch) > 0) * batch.copies_R).sum()
+
+    def _rewards(self, batch: MicroBatch, logp_N: Tensor) -> Tensor:
+        """[R]: r(y)."""
+        reference_N = column(batch, "reference").to(logp_N.dtype)
+        return self.beta * rollout_sums(logp_N - reference_N, batch)
 
     def counts(self, batch: MicroBatch) -> Counts:
         return Counts.of(batch)

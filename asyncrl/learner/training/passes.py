@@ -1,7 +1,7 @@
 """The passes of a model that learns: forward, objective, backward, micro-batch by micro-batch; and their results.
 
 Accumulator ── learn ─▸ LearningModel ── take_results ─▸ losses, metrics, groups that are not finite
-                        ├── LocalModel      in this process, at once
+                        ├── LocalModel      in this process: `Passes`
                         └── RemoteModel     in a pool, while the policy trains (`remote_model.py`)
 """
 
@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from asyncrl.device.accelerator import CPU
+from asyncrl.device.copies import Mark, on_host
 from asyncrl.errors import WireError
 from asyncrl.learner.algorithms.losses.aggregation import Counts
 from asyncrl.learner.backends.backend import Model
@@ -30,10 +32,12 @@ Inspect = Callable[[MicroBatch, Tensor], None]
 
 
 class Objective(Protocol):
-    """(batch, *outputs of the model, version=) → (a sum to differentiate, metrics). The sum over the global batch is
-    divided by the `denominator` of the counts there."""
+    """(batch, *outputs of the model, version=) → (a sum to differentiate, metrics), on the CPU; `total`, the sum alone,
+    on any device. The sum over the global batch is divided by the `denominator` of the counts there."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Metrics]: ...
+
+    def total(self, *args: Any, **kwargs: Any) -> Tensor: ...
 
     def counts(self, batch: MicroBatch) -> Counts: ...
 
@@ -85,7 +89,7 @@ class LearningModel(Protocol):
         ...
 
     def take_results(self, wait: bool) -> PassResult:
-        """Results of the passes since the last call. wait: until all passes are done."""
+        """Results of the passes that are done since the last call. wait: until all passes are."""
         ...
 
     def gradient_norm(self, scale: float) -> float: ...
@@ -100,7 +104,7 @@ class LocalModel:
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._results: list[PassResult] = []
+        self._passes: list[Passes] = []
 
     def learn(
         self,
@@ -110,11 +114,12 @@ class LocalModel:
         version: Version,
         inspect: Inspect | None = None,
     ) -> None:
-        self._results += run_passes(self._model, objective, batches, passes, version, inspect)
+        self._passes.append(Passes(self._model, objective, batches, passes, version, inspect))
 
     def take_results(self, wait: bool) -> PassResult:
-        results, self._results = PassResult.total(self._results), []
-        return results
+        done = [each for each in self._passes if wait or each.done]
+        self._passes = [each for each in self._passes if each not in done]
+        return PassResult.total(result for each in done for result in each.results())
 
     def gradient_norm(self, scale: float) -> float:
         return self._model.gradient_norm(scale)
@@ -123,31 +128,58 @@ class LocalModel:
         return self._model.optimizer_step(scale, lr)
 
     def forget_gradients(self) -> None:
-        self._results = []
+        self._passes = []
         self._model.forget_gradients()
 
 
-def run_passes(
-    model: Model,
-    objective: Objective,
-    batches: Sequence[MicroBatch],
-    passes: int,
-    version: Version,
-    inspect: Inspect | None = None,
-) -> list[PassResult]:
-    """Collective: add the gradients of these micro-batches, padded to `passes` of them. Returns the results, one per
-    micro-batch in their order, on ranks that compute losses; elsewhere nothing."""
-    found: list[tuple[Tensor, set[int], Metrics]] = []
+class Passes:
+    """Collective: the gradients of these micro-batches are added, padded to `passes` of them.
 
-    def loss(batch: MicroBatch, *outputs: Tensor) -> Tensor:
-        if inspect is not None:
-            inspect(batch, outputs[0])
-        total, metrics = objective(batch, *outputs, version=version)
-        bad = nonfinite_outputs(
-            batch, outputs, total.detach(), lambda *alone: objective(*alone, version=version)[0]
-        )
-        found.append((total.detach(), bad, metrics))
+        device   forward ─▸ total ─▸ backward     forward ─▸ total ─▸ backward     …
+                    └── outputs, sum ─┐              └── outputs, sum ─┐
+        CPU                           └──────────────────▸ `results`: metrics, values that are not finite, `inspect`
+
+    A GPU works on while this thread prepares what follows: only `results` waits for it.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        objective: Objective,
+        batches: Sequence[MicroBatch],
+        passes: int,
+        version: Version,
+        inspect: Inspect | None = None,
+    ) -> None:
+        self._objective, self._version, self._inspect = objective, version, inspect
+        self._batches = [*batches, *[PADDING] * (passes - len(batches))]
+        self._found: list[tuple[Tensor, list[Tensor]]] = []  # by micro-batch: the sum, the model's outputs
+        self._mark = Mark(CPU)
+        model.accumulate(self._batches, self._total)
+
+    def _total(self, batch: MicroBatch, *outputs: Tensor) -> Tensor:
+        total = self._objective.total(batch, *outputs, version=self._version)
+        self._found.append((on_host(total), [on_host(values) for values in outputs]))
+        self._mark = Mark(total.device)
         return total
 
-    model.accumulate([*batches, *[PADDING] * (passes - len(batches))], loss)
-    return [PassResult(float(total), frozenset(bad), metrics) for total, bad, metrics in found]
+    @property
+    def done(self) -> bool:
+        """Whether `results` does not wait."""
+        return self._mark.reached
+
+    def results(self) -> list[PassResult]:
+        """One per micro-batch in their order, on ranks that compute losses; elsewhere nothing."""
+        self._mark.wait()
+        return [self._result(batch, *found) for batch, found in zip(self._batches, self._found, strict=False)]
+
+    def _result(self, batch: MicroBatch, total: Tensor, outputs: Sequence[Tensor]) -> PassResult:
+        if self._inspect is not None:
+            self._inspect(batch, outputs[0])
+
+        def loss_of(some: MicroBatch, *theirs: Tensor) -> Tensor:
+            return self._objective.total(some, *theirs, version=self._version)
+
+        _, metrics = self._objective(batch, *outputs, version=self._version)
+        bad = nonfinite_outputs(batch, outputs, total, loss_of)
+        return PassResult(float(total), frozenset(bad), metrics)

@@ -97,6 +97,27 @@ def test_colocated_pools_share_all_devices() -> None:
     assert "queue.max_staleness=0" in split.overrides
 
 
+@pytest.mark.parametrize(
+    ("tensor", "parallel", "engines", "ranks"), [(1, 1, 5, 5), (2, 1, 2, 5), (2, 2, 2, 4)]
+)
+def test_colocated_pools_fit_the_devices(tensor: int, parallel: int, engines: int, ranks: int) -> None:
+    """vLLM of `tensor` GPUs and a learner of `parallel` ranks a copy, on five GPUs."""
+    given = [
+        "model.path=somewhere",
+        "generator.engine=vllm",
+        f"generator.vllm.tensor_parallel={tensor}",
+        "generator.devices='0,1,2'",
+        "learner.devices='3,4'",
+        "learner.processes=2",
+        f"learner.parallel.tensor={parallel}",
+    ]
+    demo = Path(__file__).parents[3] / "configs" / "recipes" / "demo.yaml"
+    colocated = modes(load_config(demo, given))[1]
+    config = load_config(demo, [*given, *colocated.overrides])
+    assert (config.generator.count, config.learner.processes) == (engines, ranks)
+    assert config.generator.vllm.gpu_memory_share + config.learner.gpu_memory_share <= 0.95
+
+
 def test_the_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     draw(report(), tmp_path / "modes.svg")

@@ -345,6 +345,28 @@ def test_every_key_and_value_that_is_wrong_by_itself_is_named_at_once(base: Path
     ]
 
 
+@pytest.mark.parametrize(
+    ("learner", "words", "fits"),
+    [
+        ("0", "", False),
+        ("0", "generator.vllm.gpu_memory_share=0.45 learner.gpu_memory_share=0.5", True),
+        ("1", "", True),
+        ("1", "generator.count=2", False),
+        ("1", "generator.count=2 generator.vllm.gpu_memory_share=0.5", True),
+        ("0", "generator.engine=transformers", True),
+    ],
+)
+def test_shares_of_one_gpu_are_at_most_the_gpu(base: Path, learner: str, words: str, fits: bool) -> None:
+    given = ["generator.engine=vllm", "generator.devices='0'", f"learner.devices='{learner}'", *words.split()]
+    if fits:
+        load_config(base, given)
+    else:
+        with pytest.raises(
+            ConfigError, match=r"generator\.vllm\.gpu_memory_share = .* is more than the GPU has"
+        ):
+            load_config(base, given)
+
+
 def test_every_rule_that_is_broken_is_named_at_once(base: Path) -> None:
     words = ["queue.depth=1", "generator.kv=drain", "generator.engine=scripted", "batch.group_size=1"]
     assert keys_of(base, *words) == ["generator.kv", "batch.group_size", "queue.depth"]

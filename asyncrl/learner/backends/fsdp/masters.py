@@ -1,7 +1,7 @@
 """`Masters`: the tensors that an optimizer steps on, and the gradients that they collect.
 
-    parameters (model.dtype) ─▸ forward ─▸ backward ─▸ gradients of one micro-batch, summed over ranks by FSDP2
-        ▲                                                   │ take_gradients: added up in float32
+    parameters (model.dtype) ─▸ forward ─▸ backward ─▸ float32 gradients, summed over ranks (`reduction.py`)
+        ▲                                                   │ take_gradients
         └── write_parameters ── masters ◂── step ◂──────────┘ divides once, by the global denominator
 
 The masters of half-precision parameters are float32 copies, so that no small update is lost; float32 parameters are
@@ -52,6 +52,9 @@ class Masters:
         """
         self.parameters, self._device, self._several = parameters, device, several
         self.tensors = {name: _master(parameter) for name, parameter in parameters.items()}
+        for name, master in self.tensors.items():
+            if master.requires_grad:
+                parameters[name].grad_dtype = master.dtype  # so that micro-batches are added up in it
         self._trained = {name: master for name, master in self.tensors.items() if master.requires_grad}
         self.optimizer = _adamw(self._trained, config) if config else None
         self._grad_clip = config.grad_clip if config else 0.0
@@ -72,12 +75,17 @@ class Masters:
             self.tied.begin()
 
     def take_gradients(self) -> None:
-        """Move the gradients of one micro-batch, or of one pipeline schedule, to the masters."""
+        """Move the gradients that the parameters have collected to the masters."""
         for name, parameter in self.parameters.items():
             master = self.tensors[name]
             if master is not parameter and parameter.grad is not None:
-                grad = parameter.grad.float()
-                master.grad = grad if master.grad is None else master.grad.add_(grad)
+                grad = local_part(parameter.grad)
+                if master.grad is None:
+                    # Not FSDP's DTensor: that one has float32 in it and is described as the parameter's dtype.
+                    master.grad = torch.empty_like(master)
+                    local_part(master.grad).copy_(grad)
+                else:
+                    local_part(master.grad).add_(grad)
                 parameter.grad = None
 
     @torch.no_grad()

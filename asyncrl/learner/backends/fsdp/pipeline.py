@@ -51,7 +51,7 @@ class Pipeline:
     stages     those of this rank, sharded already
     kind       `learner.parallel.pipeline_schedule`
     group      the ranks of the pipeline, first to last
-    documents  makes the documents of a micro-batch
+    documents  makes the documents of a micro-batch on the CPU
     """
 
     def __init__(
@@ -78,8 +78,10 @@ class Pipeline:
             return
         self._here, self._loss = [batch.to(self._device) for batch in batches], loss
         turns = turns_of(len(batches), self._ranks, self._kind)
-        fillers = [MicroBatch.empty().to(self._device)] * (turns - len(batches))
-        expected = [(batch, self._documents(batch)) for batch in (*self._here, *fillers)]
+        fillers = [MicroBatch.empty()] * (turns - len(batches))
+        here = [*self._here, *(filler.to(self._device) for filler in fillers)]
+        documents = map(self._documents, [*batches, *fillers])
+        expected = list(zip(here, documents, strict=True))
         rows = max(self._stages[0].rows(documents) for _, documents in expected)
         width = -(-rows // WIDTH_STEP) * WIDTH_STEP
         for stage in self._stages:
@@ -98,7 +100,7 @@ class Pipeline:
         here = batch.to(self._device)
         shape = (batch.rollouts, self._vocabulary) if following else (batch.tokens,)
         output = torch.empty(shape, device=self._device)
-        documents = self._documents(here)
+        documents = self._documents(batch)
         for stage in self._stages:
             rows = stage.rows(documents)
             stage.expect([(here, documents)], rows, following)

@@ -26,6 +26,7 @@ from asyncrl.learner.backends.dtensor_layout import layout_of_dtensors
 from asyncrl.learner.backends.fsdp.masters import Masters, TiedEmbedding
 from asyncrl.learner.backends.fsdp.offload import Offload
 from asyncrl.learner.backends.fsdp.pipeline import Pipeline, reshard
+from asyncrl.learner.backends.fsdp.reduction import Reduction
 from asyncrl.learner.backends.fsdp.stages import ModelStage, ModelStages, load_stages
 from asyncrl.learner.backends.storage import ModelState
 from asyncrl.learner.data.batch import MicroBatch
@@ -92,10 +93,12 @@ class ShardedModel:
         move(network, device)
         if optimizer is None:
             network.requires_grad_(False)
-        for part in network.parts if isinstance(network, ModelStages) else [network]:
+        parts = network.parts if isinstance(network, ModelStages) else [network]
+        for part in parts:
             _spread(part, mesh, parallel)
         if origin is not None:
             self._fill(network, origin)
+        self._reduction = Reduction(parts, once=learner.reduce_gradients == "step")
         scale = next((module.scale for module in network.modules() if isinstance(module, Adapted)), None)
         several = mesh.device_mesh is not None
         self._masters = Masters(self._parameters(), optimizer, device, several, offload, scale)
@@ -130,12 +133,12 @@ class ShardedModel:
         self._masters.begin_accumulation()
         if self._pipeline is not None:
             self._pipeline.accumulate(batches, loss)
-            self._masters.take_gradients()
-            return
-        for batch in batches:
-            here = batch.to(self._device)
-            loss(here, *self.network(here, self._documents(here))).backward()
-            self._masters.take_gradients()
+        else:
+            self._reduction.begin()
+            for batch in batches:
+                here = batch.to(self._device)
+                loss(here, *self.network(here, self._documents(batch))).backward()
+        self._masters.take_gradients()
 
     def predict(self, batch: MicroBatch) -> Tensor:
         return self._first_output(batch)
@@ -150,7 +153,7 @@ class ShardedModel:
         if self._pipeline is not None:
             return self._pipeline.predict(batch, **options)
         here = batch.to(self._device)
-        first, *_ = self.network(here, self._documents(here), **options)
+        first, *_ = self.network(here, self._documents(batch), **options)
         reshard(self.network)
         return cast(Tensor, first).float().cpu()
 
@@ -162,15 +165,25 @@ class ShardedModel:
             check_tokens(batch, config.get_text_config().vocab_size, name)
 
     def _documents(self, batch: MicroBatch) -> Documents:
-        return Documents(batch.lengths_R, self._device, self._context, self.network.token_multiple)
+        """batch: on the CPU."""
+        multiple = self.network.token_multiple
+        return Documents(batch.lengths_R, self._device, self._context, multiple, batch.loss_mask_N)
 
     def gradient_norm(self, scale: float) -> float:
+        self._reduce()
         return self._masters.gradient_norm(scale)
 
     def optimizer_step(self, scale: float, lr: float) -> float:
+        self._reduce()
         return self._masters.step(scale, lr)
 
+    def _reduce(self) -> None:
+        """Collective: the masters have the sums over all ranks."""
+        self._reduction.finish()
+        self._masters.take_gradients()
+
     def forget_gradients(self) -> None:
+        self._reduction.forget()
         self._masters.forget_gradients()
 
     @torch.no_grad()

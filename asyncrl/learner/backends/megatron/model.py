@@ -147,7 +147,7 @@ class MegatronModel:
             number, batch = next(batch_of)
             check_tokens(batch, self.gpt.vocab, self.name)
             here = batch.to(self._device)
-            outputs = chunk(here, Packed.of(here, lengths[number], self._device), following=following)
+            outputs = chunk(here, Packed.of(batch, lengths[number], self._device), following=following)
 
             def losses(output: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
                 return conclude(number, here, output), torch.tensor(0, dtype=torch.int), {}

@@ -30,6 +30,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from asyncrl.device.copies import on_device
 from asyncrl.learner.backends.megatron.architecture import Architecture
 from asyncrl.learner.backends.megatron.grid import Grid
 from asyncrl.learner.data.batch import MicroBatch
@@ -61,12 +62,13 @@ class Packed:
 
     @staticmethod
     def of(batch: MicroBatch, tokens: int, device: torch.device) -> Packed:
-        """Pad a batch to `tokens` with documents without loss."""
+        """Pad a batch on the CPU to `tokens` with documents without loss."""
         fill = tokens - batch.tokens
         extra = [FILL_TOKENS] * (fill // FILL_TOKENS) + [fill % FILL_TOKENS] * (fill % FILL_TOKENS > 0)
-        position_ids_N = torch.cat([batch.position_ids_N, *(torch.arange(n, device=device) for n in extra)])
-        documents = Documents([*batch.lengths_R, *extra], device)
-        return Packed(F.pad(batch.token_ids_N, (0, fill))[None], position_ids_N[None], documents)
+        position_ids_N = torch.cat([batch.position_ids_N, *(torch.arange(n) for n in extra)])
+        documents = Documents([*batch.lengths_R, *extra], device, mask_N=batch.loss_mask_N)
+        token_ids_1N = on_device(F.pad(batch.token_ids_N, (0, fill))[None], device)
+        return Packed(token_ids_1N, on_device(position_ids_N[None], device), documents)
 
 
 class RmsNorm(nn.Module):
@@ -165,9 +167,9 @@ class PackedGpt(GPTModel):
             return hidden_N1D
         hidden_ND = self._whole(hidden_N1D)[: batch.tokens, 0]
         if following:
-            return self._following(hidden_ND, batch)
-        at_T = torch.nonzero(batch.loss_mask_N)[:, 0]
-        hidden_TD = hidden_ND.index_select(0, at_T - 1)
+            return self._following(hidden_ND, batch, packed.documents)
+        at_T, before_T = packed.documents.scored
+        hidden_TD = hidden_ND.index_select(0, before_T)
         out = self._logprobs(hidden_TD, batch, at_T) if self.head == "logprobs" else self._values(hidden_TD)
         return tuple(values_T.new_zeros(batch.tokens).index_copy(0, at_T, values_T) for values_T in out)
 
@@ -223,11 +225,11 @@ class PackedGpt(GPTModel):
         full = torch.promote_types(hidden_TD.dtype, torch.float32)
         return (hidden_TD.to(full) @ self.weight_D.to(full) + self.bias_1.to(full),)
 
-    def _following(self, hidden_ND: Tensor, batch: MicroBatch) -> Tensor:
+    def _following(self, hidden_ND: Tensor, batch: MicroBatch, documents: Documents) -> Tensor:
         """[R, vocabulary] log-probs of the tokens that may follow each rollout."""
-        ends_R = torch.tensor(batch.lengths_R, device=hidden_ND.device).cumsum(0) - 1
+        _, ends = documents.ends
         weight_VD, part = self._columns()
-        return next_logprobs(hidden_ND[ends_R], weight_VD, batch.temperature_R, part=part)
+        return next_logprobs(hidden_ND[ends[: batch.rollouts]], weight_VD, batch.temperature_R, part=part)
 
 
 def build(

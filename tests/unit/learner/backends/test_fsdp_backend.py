@@ -186,8 +186,9 @@ def test_in_half_precision_the_masters_gather_the_gradients_of_all_micro_batches
     backend = FsdpBackend(config_in(tmp_path, "bfloat16"))
 
     def gradient(*ordinals: int) -> torch.Tensor:
-        batches = [MicroBatch.of([random_group(ordinal)]) for ordinal in ordinals]
-        backend.policy.accumulate(batches, lambda _, logp_N, __: -logp_N.sum())
+        for ordinal in ordinals:  # each a claim of two micro-batches
+            batches = [MicroBatch.of([random_group(ordinal, size=size)]) for size in (4, 2)]
+            backend.policy.accumulate(batches, lambda _, logp_N, __: -logp_N.sum())
         gathered = backend.policy._masters.tensors["model.norm.weight"].grad.clone()
         backend.policy.forget_gradients()
         return gathered

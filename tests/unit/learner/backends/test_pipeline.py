@@ -302,7 +302,8 @@ def test_a_stage_hands_its_states_to_the_next(tmp_path: Path, kind: str) -> None
     state = torch.empty(0)
     for index in range(3):
         stage = cut_stage(load_network("policy", config), index, 3)
-        stage.expect([(batch, Documents(batch.lengths_R))], batch.tokens + 5)
+        documents = Documents(batch.lengths_R, mask_N=batch.loss_mask_N)
+        stage.expect([(batch, documents)], batch.tokens + 5)
         if not stage.last:
             state = stage(state).detach()
             assert state.shape == (batch.tokens + 5, 32)

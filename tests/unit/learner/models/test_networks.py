@@ -57,7 +57,7 @@ def test_values_and_gradients_are_those_of_a_plain_module(tmp_path: Path) -> Non
     gpt2_config(vocab_size=33).save_pretrained(tmp_path)
     critic = critic_with_a_head(small_config(tmp_path, model=ModelConfig(str(tmp_path), dtype="float64")))
     batch = MicroBatch.of([random_group(0), random_group(1)])
-    (values_N,) = critic(batch, Documents(batch.lengths_R))
+    (values_N,) = critic(batch, Documents(batch.lengths_R, mask_N=batch.loss_mask_N))
     values_N.square().sum().backward()
 
     plain = AutoModel.from_config(critic.body.config, attn_implementation="eager", dtype=torch.float64)
@@ -86,7 +86,7 @@ def test_a_new_critic_says_0_and_draws_no_random_numbers(tmp_path: Path) -> None
     critic = load_network("critic", config)
     assert torch.equal(torch.get_rng_state(), before)
     batch = MicroBatch.of([random_group(0)])
-    (values_N,) = critic(batch, Documents(batch.lengths_R))
+    (values_N,) = critic(batch, Documents(batch.lengths_R, mask_N=batch.loss_mask_N))
     assert values_N.dtype == torch.float32
     assert not values_N.any()
 
