@@ -51,6 +51,7 @@ KEYS = (
     "run.seed",
     "model.path",  # its tokenizer makes the tokens; the weights are the learner's anyway
     "model.dtype",
+    "model.head_dtype",
     "generator.heartbeat_s",  # leases end after three
     "generator.max_length",  # longer tasks are dropped
     "generator.max_tokens",

@@ -20,6 +20,7 @@ from asyncrl.errors import StoppedError
 from asyncrl.learner import ranks
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
+from asyncrl.learner.models.attention import check_flash
 from asyncrl.learner.startup import open_trainer
 from asyncrl.learner.training import requirements
 from asyncrl.queue.client.client import BlockingClient, QueueClient
@@ -46,6 +47,7 @@ def run_learner(config: Config, heldout: Mapping[str, int], status: ProcessStatu
         torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.run.seed)
     accelerator.limit_memory(ranks.own_device(), config.learner.gpu_memory_share)
+    check_flash(config, ranks.own_device())
     backend = _backend(config)
     status.loaded.set()
     keys = client_keys(config.queue.keys)

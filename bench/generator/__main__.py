@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import itertools
+import json
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -35,8 +39,9 @@ def main() -> None:
         millions = _millions(folder / "model")
         for engine in engines:
             try:
-                measured = _figures(folder, engine, args.rounds, args.seconds)
-            except (RuntimeError, OSError) as error:
+                measured = _figures(folder, engine, args.rounds, args.seconds) if args.rounds else {}
+                measured |= _half_gaps(folder, engine, TINY if args.tiny else SIZES)
+            except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
                 print(f"{engine} failed: {error}", file=sys.stderr, flush=True)
                 failed.append(engine)
             else:
@@ -77,6 +82,22 @@ def _figures(folder: Path, engine: str, rounds: int, seconds: float) -> dict[str
     return {**figures(kept, ()), **compared, "logprob_diff_max": float(np.max([*gaps.values()])), **pauses}
 
 
+def _half_gaps(folder: Path, engine: str, sizes: Mapping[str, Any]) -> dict[str, float]:
+    """In bfloat16, by `model.head_dtype`; each in a process of its own."""
+    half = folder / "half"
+    if not half.exists():
+        write_model(half / "model", sizes)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(half / "model"))
+        model.bfloat16().save_pretrained(half / "model")
+    found: dict[str, float] = {}
+    for head in ("none", "float32"):
+        command = [sys.executable, "-m", "bench.generator.half", str(half), engine, head]
+        ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        gap = json.loads(ran.stdout.splitlines()[-1])
+        found |= {f"half_gap_{name}_{head}": value for name, value in gap.items()}
+    return found
+
+
 def _round(alike: dict[str, float], bare: dict[str, float], long_tail: dict[str, float]) -> dict[str, float]:
     return {
         "tokens_per_s_worker": alike["tokens_per_s"],
@@ -103,7 +124,7 @@ def _millions(folder: Path) -> float:
 def _parser() -> argparse.ArgumentParser:
     parser = bench_parser("generator", "Worker and queue beside the bare engine.")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, help="default: those there are")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=7, help="0: the gaps in bfloat16 alone")
     parser.add_argument("--seconds", type=float, default=12.0, help="of one measurement")
     parser.add_argument("--tiny", action="store_true", help="a model of no size, to see that all works")
     return parser

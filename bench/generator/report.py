@@ -18,6 +18,10 @@ FIGURES = {
     "logprob_diff_before": "largest difference of a log-prob from the learner's",
     "logprob_diff_after": "the same after updates of the weights",
     "pause_ms_p50": "pause of an update, ms, median",
+    "half_gap_mean_none": "in bfloat16: mean difference of a log-prob from the learner's",
+    "half_gap_mean_float32": "the same with model.head_dtype=float32",
+    "half_gap_max_none": "in bfloat16: the largest difference",
+    "half_gap_max_float32": "the same with model.head_dtype=float32",
 }
 
 

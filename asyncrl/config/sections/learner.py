@@ -126,6 +126,11 @@ class LearnerConfig(Section):
         "layers: keep each decoder layer's input alone and compute the rest again in the backward pass: less "
         "memory, a third more work",
     )
+    attention: Literal["auto", "flash"] = key(
+        "auto",
+        "auto: flash-attn where it is installed, on a GPU in half precision, else torch's own; flash: refuse to start "
+        "without it",
+    )
     compile: bool = key(False, "torch.compile each decoder layer")
     offload: Literal["none", "optimizer", "disk"] = key(
         "none",

@@ -52,7 +52,15 @@ class ModelConfig(Section):
     )
     dtype: Literal["float32", "bfloat16"] = key("float32", "of the policy, in both pools")
     trust_remote_code: bool = key(False, "run model code that comes with the checkpoint")
+    head_dtype: Literal["none", "float32"] = key(
+        "none", "of the logits where they are computed, in both pools; none: rounded to dtype"
+    )
     lora: LoraConfig = field(default_factory=LoraConfig)
+
+    @property
+    def wide_head(self) -> bool:
+        """Whether logits are float32 though the model is not."""
+        return self.head_dtype == "float32" and self.dtype != "float32"
 
 
 @dataclass(frozen=True)

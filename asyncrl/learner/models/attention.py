@@ -10,6 +10,7 @@ heads · K key heads · E head size
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from asyncrl.config.schema import Config
+from asyncrl.config.sections.rules import require
 from asyncrl.device import accelerator
 from asyncrl.device.copies import on_device
 from asyncrl.errors import ConfigError
@@ -31,6 +34,8 @@ from asyncrl.learner.models.kernels import (
     flash_attn_varlen_func,
 )
 from asyncrl.learner.parallel.context import ContextParallel
+
+log = logging.getLogger(__name__)
 
 PACKED = "asyncrl_packed"
 
@@ -272,6 +277,31 @@ def slice_attention(
         k, v = (x[cut.before + first :] for x in (k, v))
         parts.append(_bucketed(q_nHE[first:], k, v, cut.others, rule))
     return torch.cat(parts)
+
+
+def check_flash(config: Config, device: torch.device) -> None:
+    """Warns on a GPU where flash-attn is missing. Raises ConfigError if `learner.attention` demands it and it cannot
+    run."""
+    half, installed = config.model.dtype != "float32", flash_attn_varlen_func is not None
+    on_gpu = accelerator.shares_memory(device)
+    if config.learner.attention == "flash":
+        lacking = {
+            "a GPU": not on_gpu,
+            "model.dtype=bfloat16": not half,
+            "the package flash-attn": not installed,
+        }
+        require(
+            not any(lacking.values()),
+            "learner.attention",
+            "flash",
+            f"needs {', '.join(what for what, is_lacking in lacking.items() if is_lacking)}",
+            "pip install 'asyncrl[flash]' beside CUDA's compiler, or set learner.attention=auto",
+        )
+    elif on_gpu and half and not installed:
+        log.warning(
+            "flash-attn is not installed: torch's scaled_dot_product_attention runs in its place, on documents that "
+            "are padded to those of similar length, which is slower and takes more memory; pip install 'asyncrl[flash]'"
+        )
 
 
 def _flash(query: Tensor) -> bool:

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from asyncrl.device.products import wide_product
+
 CHUNK_ELEMENTS = 1 << 24
 """Logits held at once: 64 MB of float32."""
 
@@ -38,6 +40,7 @@ def token_logprobs(
     chunk: int | None = None,
     part: VocabularyPart | None = None,
     softcap: float | None = None,
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of the targets and entropies, under softmax(hidden · weightᵀ / temperature of the token).
 
@@ -48,12 +51,13 @@ def token_logprobs(
         part: the rows of the vocabulary in weight_VD, if they are not all. Results and the gradient of hidden_TD are
             then equal on all ranks of the group.
         softcap: c: logits are c·tanh(x/c) (Gemma 2, arXiv:2408.00118, section 2).
+        wide: whether half-precision operands have a float32 product, see `model.head_dtype`.
 
     Returns:
         (log-prob of each target, entropy), both [T], float32 for half-precision inputs.
     """
     rows = chunk or max(1, CHUNK_ELEMENTS // (part.most if part else weight_VD.shape[0]))
-    return _TokenLogprobs.apply(hidden_TD, weight_VD, target_T, temperature_T, rows, softcap, part)
+    return _TokenLogprobs.apply(hidden_TD, weight_VD, target_T, temperature_T, rows, softcap, part, wide)
 
 
 def next_logprobs(
@@ -62,9 +66,10 @@ def next_logprobs(
     temperature_R: Tensor,
     part: VocabularyPart | None = None,
     softcap: float | None = None,
+    wide: bool = False,
 ) -> Tensor:
     """[R, V] log-probs of the whole vocabulary, without gradient; arguments as in `token_logprobs`."""
-    logits_RV = _logits(hidden_RD, weight_VD, temperature_R, softcap)
+    logits_RV = _logits(hidden_RD, weight_VD, temperature_R, softcap, wide)
     if part is not None:
         padded_RV = torch.nn.functional.pad(logits_RV, (0, part.most - weight_VD.shape[0]))
         every = [torch.empty_like(padded_RV) for _ in range(part.group.size())]
@@ -89,18 +94,19 @@ class _TokenLogprobs(torch.autograd.Function):
         chunk: int,
         softcap: float | None,
         part: VocabularyPart | None,
+        wide: bool,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden_TD.dtype, torch.float32)
         logp_T, entropy_T, normaliser_T = (
             torch.empty(len(target_T), dtype=dtype, device=hidden_TD.device) for _ in range(3)
         )
         for at in _chunks(len(target_T), chunk):
-            logits_CV = _logits(hidden_TD[at], weight_VD, temperature_T[at], softcap)
+            logits_CV = _logits(hidden_TD[at], weight_VD, temperature_T[at], softcap, wide)
             logp_T[at], entropy_T[at], normaliser_T[at] = _read(logits_CV, target_T[at], part)
         # `_read` has replaced the logits by log-probs.
         ctx.kept = logits_CV if 0 < len(target_T) <= chunk else None
         ctx.save_for_backward(hidden_TD, weight_VD, target_T, temperature_T, normaliser_T, entropy_T)
-        ctx.chunk, ctx.softcap, ctx.part = chunk, softcap, part
+        ctx.chunk, ctx.softcap, ctx.part, ctx.wide = chunk, softcap, part, wide
         # The gradient of an unused output is then None, and its part of the backward pass is skipped.
         ctx.set_materialize_grads(False)
         return logp_T, entropy_T
@@ -115,7 +121,7 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=normaliser_T.dtype)
         for at in _chunks(len(target_T), ctx.chunk):
             if (logp_CV := ctx.kept) is None:
-                logits_CV = _logits(hidden_TD[at], weight_VD, temperature_T[at], ctx.softcap)
+                logits_CV = _logits(hidden_TD[at], weight_VD, temperature_T[at], ctx.softcap, ctx.wide)
                 logp_CV = logits_CV.sub_(normaliser_T[at, None])
             grad_CV = logp_CV.exp()
             if grad_entropy_T is None:
@@ -133,7 +139,7 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_weight_VD += grad_CV.t() @ hidden_TD[at]
         if part is not None:
             dist.all_reduce(grad_hidden_TD, group=part.group)
-        return grad_hidden_TD, grad_weight_VD.to(weight_VD.dtype), None, None, None, None, None
+        return grad_hidden_TD, grad_weight_VD.to(weight_VD.dtype), *[None] * 6
 
 
 def _read(logits_CV: Tensor, target_C: Tensor, part: VocabularyPart | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -164,9 +170,11 @@ def _place(target_C: Tensor, rows: int, part: VocabularyPart | None) -> tuple[Te
     return torch.where(here_C, target_C - part.start, 0), here_C
 
 
-def _logits(hidden_CD: Tensor, weight_VD: Tensor, temperature_C: Tensor, softcap: float | None) -> Tensor:
-    """[C, V] over the temperature, in float32 at least."""
-    logits_CV = hidden_CD @ weight_VD.t()
+def _logits(
+    hidden_CD: Tensor, weight_VD: Tensor, temperature_C: Tensor, softcap: float | None, wide: bool
+) -> Tensor:
+    """[C, V] over the temperature, in float32 at least; rounded to the dtype of the operands unless `wide`."""
+    logits_CV = wide_product(hidden_CD, weight_VD) if wide else hidden_CD @ weight_VD.t()
     logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
     if softcap is not None:
         logits_CV = logits_CV.div_(softcap).tanh_().mul_(softcap)

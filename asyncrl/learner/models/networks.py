@@ -50,6 +50,7 @@ class LanguageModel(nn.Module):
     """A causal language model that returns log-probs. They are computed in `forward`, where FSDP has gathered the head.
 
     vocabulary_part: this rank's rows of the head, if it is cut · token_multiple: tokens are padded to a multiple of it
+    · wide_head: whether the head's products are float32, by `model.head_dtype`
     """
 
     def __init__(self, causal_lm: PreTrainedModel) -> None:
@@ -58,7 +59,7 @@ class LanguageModel(nn.Module):
         _freeze_beside(causal_lm)
         self._softcap = head_softcap(causal_lm)
         self.vocabulary_part: VocabularyPart | None = None
-        self.token_multiple = 1
+        self.token_multiple, self.wide_head = 1, False
 
     @property
     def body(self) -> PreTrainedModel:
@@ -78,12 +79,20 @@ class LanguageModel(nn.Module):
             here_r, place_r = documents.ends
             hidden_rD = stream(self, batch, documents, before_SD)[place_r]
             temperature_r = batch.temperature_R[here_r]
-            logp_rV = next_logprobs(hidden_rD, weight_VD, temperature_r, self.vocabulary_part, self._softcap)
+            logp_rV = next_logprobs(
+                hidden_rD, weight_VD, temperature_r, self.vocabulary_part, self._softcap, self.wide_head
+            )
             return (documents.whole(_spread(logp_rV, here_r, batch.rollouts)),)
         at_T, hidden_TD = _seen_before(self, batch, documents, before_SD)
         target_T, temperature_T = batch.token_ids_N[at_T], batch.temperature_R[batch.seq_N[at_T]]
         outputs = token_logprobs(
-            hidden_TD, weight_VD, target_T, temperature_T, part=self.vocabulary_part, softcap=self._softcap
+            hidden_TD,
+            weight_VD,
+            target_T,
+            temperature_T,
+            part=self.vocabulary_part,
+            softcap=self._softcap,
+            wide=self.wide_head,
         )
         return tuple(documents.whole(_spread(values_T, at_T, batch.tokens)) for values_T in outputs)
 
@@ -189,7 +198,10 @@ def load_network(name: str, config: Config, empty: bool = False) -> LanguageMode
         check_experts(causal_lm, config)
     if name == POLICY and model.lora.rank:
         adapt(causal_lm, model.lora, config.run.seed)
-    return plan.make(causal_lm)
+    network = plan.make(causal_lm)
+    if isinstance(network, LanguageModel):
+        network.wide_head = model.wide_head
+    return network
 
 
 def vocabulary_size(plan: Blueprint, config: Config) -> int:

@@ -46,7 +46,7 @@ def with_(section: str, **values: object) -> Config:
     [
         CONFIG,
         with_("run", dir="/elsewhere", versions=7, resume=True),
-        with_("generator", slots=512, threads=3, devices="1", count=9, engine="vllm"),
+        with_("generator", slots=512, threads=3, devices="1,2", count=2, engine="vllm"),
         with_("queue", address="tcp://127.0.0.1:5", max_bytes=1),
         with_("sync", host="127.0.0.7", deadline_s=9.0),
         with_("reward", workers=64),
@@ -89,6 +89,7 @@ OTHERWISE = {
     "run.seed": 1,
     "model.path": "b",
     "model.dtype": "bfloat16",
+    "model.head_dtype": "float32",
     "generator.heartbeat_s": 9.0,
     "generator.max_length": 777,
     "generator.max_tokens": 7,

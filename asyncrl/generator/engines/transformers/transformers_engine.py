@@ -35,6 +35,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from asyncrl.config.schema import Config, ModelConfig
 from asyncrl.config.sections.generator import KvAtFlip
 from asyncrl.device import accelerator
+from asyncrl.device.products import wide_product
 from asyncrl.errors import ConfigError, RunClosedError
 from asyncrl.generator.engines.engine import SampleRequest, check_complete, span_seconds
 from asyncrl.generator.engines.receiver import LocalReceiver, WeightReader, WeightReceiver
@@ -305,9 +306,18 @@ def load_end_ids(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> lis
     return end_ids_of(generation, model, tokenizer)
 
 
+def widen_head(model: PreTrainedModel) -> None:
+    """Let a model of half precision give float32 logits, as `model.head_dtype` wants it. The head has no bias in models
+    that the learner trains."""
+    head = model.get_output_embeddings()
+    head.forward = lambda hidden: wide_product(hidden, head.weight)
+
+
 def load_transformers_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> TransformersEngine:
     """The engine by the config, on the GPU if this process sees one."""
     model = load_causal_lm(config.model, config.run.seed, ATTENTION)
+    if config.model.wide_head:
+        widen_head(model)
     return TransformersEngine(
         model.to(accelerator.current()),  # type: ignore[arg-type]
         slots=config.generator.slots,

@@ -163,6 +163,8 @@ def engine_arguments(config: Config, load_weights: bool = False) -> dict[str, An
         "worker_extension_cls": EXTENSION,
         "skip_tokenizer_init": True,  # ids in, ids out
     }
+    if config.model.head_dtype == "float32":
+        fixed["hf_overrides"] = {"head_dtype": "float32"}
     if ours.kv_cache_mb is not None or on_cpu:
         fixed["kv_cache_memory_bytes"] = _kv_bytes(config)
     loads = has_weights(config.model.path) and (load_weights or bool(checkpoint_constants(config.model)))

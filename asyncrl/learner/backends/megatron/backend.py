@@ -99,6 +99,8 @@ class MegatronBackend(Backend):
         check_model(found, shape.gpt)
         head: Head = "values" if plan.make is Critic else "logprobs"
         chunks = build(shape, found, getattr(torch, model.dtype), hf, head, self._device)
+        for chunk in chunks:
+            chunk.wide_head = model.wide_head
         gpt, read = shape.padded(found.tensor), _reader(model, config.run.seed, plan.key)
         for chunk in chunks:
             _fill(chunk.body_parameters(), gpt, chunk.place, read)

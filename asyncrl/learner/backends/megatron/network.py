@@ -149,6 +149,7 @@ class PackedGpt(GPTModel):
             vp_stage=place.vpp[0] if interleaved else None,
         )
         self.vocabulary, self.head, self.place = gpt.vocab, head, place
+        self.wide_head = False
         self.rotary = LlamaRotaryEmbedding(positions)
         if head == "values" and self.post_process:
             del self.output_layer
@@ -219,7 +220,7 @@ class PackedGpt(GPTModel):
     def _logprobs(self, hidden_TD: Tensor, batch: MicroBatch, at_T: Tensor) -> tuple[Tensor, Tensor]:
         weight_VD, part = self._columns()
         target_T, temperature_T = batch.token_ids_N[at_T], batch.temperature_R[batch.seq_N[at_T]]
-        return token_logprobs(hidden_TD, weight_VD, target_T, temperature_T, part=part)
+        return token_logprobs(hidden_TD, weight_VD, target_T, temperature_T, part=part, wide=self.wide_head)
 
     def _values(self, hidden_TD: Tensor) -> tuple[Tensor]:
         full = torch.promote_types(hidden_TD.dtype, torch.float32)
@@ -229,7 +230,8 @@ class PackedGpt(GPTModel):
         """[R, vocabulary] log-probs of the tokens that may follow each rollout."""
         _, ends = documents.ends
         weight_VD, part = self._columns()
-        return next_logprobs(hidden_ND[ends[: batch.rollouts]], weight_VD, batch.temperature_R, part=part)
+        hidden_RD = hidden_ND[ends[: batch.rollouts]]
+        return next_logprobs(hidden_RD, weight_VD, batch.temperature_R, part=part, wide=self.wide_head)
 
 
 def build(

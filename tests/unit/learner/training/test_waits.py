@@ -1,4 +1,4 @@
-"""How often a learner's thread waits for its GPU, on a GPU that is not there (`pretend_gpu.py`)."""
+"""How often a learner's thread waits for its GPU, on a GPU that is not there (`gpu_without_values.py`)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu_without_values import GPU, GpuWithoutValues
 from learner_cases import random_group, small_config, tiny_model
-from pretend_gpu import GPU, PretendGpu
 from torch import Tensor
 
 from asyncrl.config.schema import LearnerConfig
@@ -50,7 +50,7 @@ def test_a_version_waits_for_the_gpu_at_its_end_alone(tmp_path: Path) -> None:
         learner=LearnerConfig(micro_batch_tokens=24),
         algorithm=AlgorithmConfig(),
     )
-    with PretendGpu() as gpu:
+    with GpuWithoutValues() as gpu:
         backend = FsdpBackend(config, device=GPU)
         step = version_step(backend, config)
         gpu.waits.clear()
@@ -66,7 +66,7 @@ def test_no_objective_waits_for_the_gpu(name: str) -> None:
     batch = MicroBatch.of([random_group(0), random_group(1)])
     columns = {column: torch.zeros(batch.tokens) for column in READS}
     selections = dict.fromkeys(("kept", "selected"), batch.loss_mask_N)
-    with PretendGpu() as gpu:
+    with GpuWithoutValues() as gpu:
         here = batch.with_columns(**columns, **selections).to(GPU)
         outputs = [torch.zeros(batch.tokens, device=GPU, requires_grad=True) for _ in range(2)]
         objective = OBJECTIVES[name]
@@ -90,12 +90,12 @@ FAILING: dict[str, Callable[[Tensor], object]] = {
 
 @pytest.mark.parametrize("name", WAITING)
 def test_a_wait_is_seen(name: str) -> None:
-    with PretendGpu() as gpu:
+    with GpuWithoutValues() as gpu:
         WAITING[name](torch.zeros(3, device=GPU))
     assert len(gpu.waits) == 1
 
 
 @pytest.mark.parametrize("name", FAILING)
 def test_a_gpu_that_is_not_there_refuses(name: str) -> None:
-    with PretendGpu(), pytest.raises((AssertionError, RuntimeError)):
+    with GpuWithoutValues(), pytest.raises((AssertionError, RuntimeError)):
         FAILING[name](torch.zeros(3, device=GPU))

@@ -1,13 +1,13 @@
 """A GPU that is not there: its tensors are on torch's device "meta", with shapes and without values.
 
-    with PretendGpu() as gpu:
+    with GpuWithoutValues() as gpu:
         step.add(groups, version)
     assert gpu.waits == []
 
-`waits` lists what would make this thread wait for all work that a GPU has queued: reading a value, a copy that is not
-queued, a copy from pageable memory, an event. Operations whose result's shape
-depends on values (`nonzero`, a mask as an index) raise, and so does one that gets a tensor of the CPU beside one of the
-GPU. A queued copy to the CPU gives ones.
+Whole networks and optimizers run on it, unlike on `pretended_gpu.py`, whose tensors have values. `waits` lists what
+would make this thread wait for all work that a GPU has queued: reading a value, a copy that is not queued, a copy from
+pageable memory, an event. Operations whose result's shape depends on values (`nonzero`, a mask as an index) raise, and
+so does one that gets a tensor of the CPU beside one of the GPU. A queued copy to the CPU gives ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GPU = torch.device("meta")
 INDEXED = (aten.index_put_.default, aten.index_put.default, aten.index.Tensor)
 
 
-class PretendGpu(TorchDispatchMode):
+class GpuWithoutValues(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[str] = []
@@ -36,8 +36,8 @@ class PretendGpu(TorchDispatchMode):
         self._pinned: dict[int, Tensor] = {}  # kept alive, so that no other tensor gets the address
 
     def __enter__(self) -> Self:
-        def event(device: torch.device) -> PretendEvent:
-            return PretendEvent(self)
+        def event(device: torch.device) -> EventOfGpu:
+            return EventOfGpu(self)
 
         for target, name, replaced in (
             (Tensor, "pin_memory", lambda values: self._pin(values)),
@@ -114,10 +114,10 @@ class PretendGpu(TorchDispatchMode):
         self.waits.append(f"{reason}: {' '.join(ours[-3:])}")
 
 
-class PretendEvent:
+class EventOfGpu:
     """A mark that the GPU reaches when somebody waits for it."""
 
-    def __init__(self, gpu: PretendGpu) -> None:
+    def __init__(self, gpu: GpuWithoutValues) -> None:
         self._gpu = gpu
 
     def record(self) -> None:
