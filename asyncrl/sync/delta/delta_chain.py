@@ -21,6 +21,7 @@ from itertools import islice
 import torch
 
 from asyncrl.device import accelerator
+from asyncrl.device.streams import SideStream
 from asyncrl.sync.delta.delta import HEADER_BYTES, changes_to_bytes, cut, read
 from asyncrl.sync.delta.delta_stream import MOST_STEPS, Deltas
 from asyncrl.sync.delta.device_delta import all_changes
@@ -116,6 +117,7 @@ class DeltaChain:
         self._published: Version | None = None
         self._to_make: deque[tuple[Version, Version]] = deque()  # (base, version); the first is being made
         self._wanted = self._closing = False
+        self._finding: SideStream | None = None  # the thread's own
         self._thread = threading.Thread(target=self._run, name=f"weight deltas, {name}", daemon=True)
         self._thread.start()
 
@@ -208,10 +210,12 @@ class DeltaChain:
         old, new = self._shards_of(base), self._shards_of(version)
         if old is None or new is None:
             return None
-        return make_step(
-            base,
-            version,
-            old,
-            new,
-            lambda: not self._closing and None not in (self._shards_of(base), self._shards_of(version)),
-        )
+        self._finding = self._finding or SideStream(new.device)
+        with self._finding.entered():
+            return make_step(
+                base,
+                version,
+                old,
+                new,
+                lambda: not self._closing and None not in (self._shards_of(base), self._shards_of(version)),
+            )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 from delta_cases import stepped
+from fake_streams import DEFAULT, fake_streams
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_channel import local_channels
@@ -249,6 +250,20 @@ def test_who_asks_early_waits_for_the_step_that_is_being_made(
     assert learner.chain.find(0, 1, whole_plan(), 0.0) is None
     go.set()
     assert learner.find(0, 1) is not None
+
+
+def test_changes_are_not_found_on_the_stream_of_training(
+    learners: Callable[..., Learner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = fake_streams(monkeypatch)
+    monkeypatch.setattr(delta_chain, "all_changes", module.logging("find", delta_chain.all_changes))
+    learner = learners()
+    learner.find(None, 0)
+    for version in range(3):
+        learner.publish(version)
+        learner.find(version - 1, version)
+    (stream,) = set(module.on("find"))
+    assert stream != DEFAULT
 
 
 def test_a_step_that_fails_costs_only_itself(
