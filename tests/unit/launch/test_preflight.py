@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,6 @@ from asyncrl.device import accelerator
 from asyncrl.errors import ConfigError
 from asyncrl.launch import local
 from asyncrl.launch.preflight import preflight
-from asyncrl.tasks.addition import write_model_folder
 
 GOOD = """\
 run: {{dir: {folder}}}
@@ -24,8 +24,8 @@ reward: {{function: "asyncrl.tasks.addition:reward"}}
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Path:
-    write_model_folder(tmp_path / "model", hidden_size=32, layers=1)
+def config(tmp_path: Path, model_folder: Path) -> Path:
+    shutil.copytree(model_folder, tmp_path / "model")
     path = tmp_path / "config.yaml"
     path.write_text(GOOD.format(folder=tmp_path))
     return path
