@@ -52,12 +52,14 @@ class Kernel:
 
 @dataclass
 class Fabric:
-    """All GPUs. launched: every kernel, in order · circles: that were found, as the GPUs in them"""
+    """All GPUs. launched: every kernel, in order · circles: that were found, as the GPUs in them ·
+    begun: set by each launch"""
 
     launched: list[Kernel] = field(default_factory=list)
     circles: list[list[str]] = field(default_factory=list)
     queues: dict[str, deque[Kernel]] = field(default_factory=lambda: defaultdict(deque))
     aborted: list[str] = field(default_factory=list)
+    begun: threading.Event = field(default_factory=threading.Event)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def launch(self, kernel: Kernel) -> Kernel:
@@ -65,6 +67,7 @@ class Fabric:
             self.launched.append(kernel)
             self.queues[kernel.gpu].append(kernel)
             self._run()
+        self.begun.set()
         return kernel
 
     def abort(self, gpu: str, pair: Any) -> None:
