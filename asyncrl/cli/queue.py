@@ -56,7 +56,7 @@ def _sync_plan(arguments: Arguments) -> int:
     config = read_config(arguments)
     from asyncrl.launch.sync_plan import print_plan
 
-    print_plan(config, arguments.model, arguments.learner, arguments.generators)
+    print_plan(config, arguments.model, arguments.learner, arguments.generators, arguments.device_gb)
     return 0
 
 
@@ -143,7 +143,7 @@ COMMANDS: dict[str, Command] = {
         "what a weight update will cost",
         "Plan one update of all generators from the shapes of a model alone, for pools of any size: who sends how "
         "much, through how many streams and hops, how long it takes over links of sync.network_gb_s and "
-        "sync.local_gb_s, and the memory it needs. Nothing is started.",
+        "sync.local_gb_s, and the memory of each rank against its device's. Nothing is started.",
         "asyncrl sync plan configs/recipes/demo.yaml --model configs/models/deepseek_v3 model.dtype=bfloat16 "
         "--learner 'fsdp 512 ep 64' --generators '64 tp 8'",
         (
@@ -162,7 +162,13 @@ COMMANDS: dict[str, Command] = {
                 "--generators",
                 metavar="WORDS",
                 help="how many, and the ranks of one, e.g. '64 tp 8 ep 8 host 8' (host: ranks on one machine); "
-                "unless given, generator.count of one rank",
+                "unless given, as generator.count and generator.vllm have it",
+            ),
+            option(
+                "--device-gb",
+                metavar="GB",
+                type=float,
+                help="memory of one device, in 10^9 bytes; unless given, of the accelerator here",
             ),
         ),
     ),

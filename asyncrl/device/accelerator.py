@@ -7,6 +7,7 @@ use it, and vLLM forks.
 from __future__ import annotations
 
 import resource
+import subprocess
 import sys
 
 import msgpack
@@ -108,6 +109,14 @@ def limit_memory(device: torch.device, share: float) -> None:
     """Let this process allocate at most this share of an accelerator; nothing for the CPU."""
     if is_accelerator(device) and share < 1:
         torch.get_device_module(device).set_per_process_memory_fraction(share, device)
+
+
+def total_bytes() -> int | None:
+    """Memory of the first accelerator, read by another process, so that this one starts no driver; None without one."""
+    if not count():
+        return None
+    code = "import torch; print(torch.accelerator.get_memory_info(0)[1])"
+    return int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout)
 
 
 # ---- memory that processes share

@@ -46,6 +46,7 @@ def preflight(config: Config) -> None:
     _check_prompts(config)
     Scorer.from_config(config.reward).close()
     _check_axes(config)
+    _check_memory(config)
     if (engine := config.generator.own_engine) is not None:
         made = load_function(engine, "generator.own_engine")
         check_arguments(made, engine, "generator.own_engine", "config", "tokenizer", "name")
@@ -91,6 +92,23 @@ def _check_axes(config: Config) -> None:
 
         shape = ModelShape.of(load_model_config(config.model))
     axis_sizes(parallel, config.learner.processes, shape)
+
+
+def _check_memory(config: Config) -> None:
+    """Weights and copies of them against a device's memory, where both pools have devices of their own."""
+    if config.learner.devices is None or config.generator.devices is None:
+        return
+    from asyncrl.device import accelerator  # takes seconds, for torch
+
+    if (device_bytes := accelerator.total_bytes()) is None:
+        return
+    from asyncrl.launch.memory import check_memory
+    from asyncrl.launch.sync_plan import generator_pool, learner_pool
+    from asyncrl.models import checkpoint_shapes
+    from asyncrl.sync.plan.cost_model import ModelCost
+
+    cost = ModelCost(*checkpoint_shapes(config.model))
+    check_memory(config, cost, learner_pool(config), generator_pool(config), device_bytes)
 
 
 # ---------------------------------------------------------------------- files, models and GPUs

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 
 from asyncrl.config.schema import Config
+from asyncrl.device import accelerator
 from asyncrl.errors import ConfigError
+from asyncrl.generator.engines.vllm.vllm_memory import granted_bytes
+from asyncrl.launch.memory import generator_memory, learner_memory
 from asyncrl.models import checkpoint_shapes
 from asyncrl.sync.plan.cost_model import (
     CostEstimate,
@@ -18,13 +22,20 @@ from asyncrl.sync.plan.cost_model import (
     parse_generators,
     parse_learner,
 )
+from asyncrl.sync.tensors.budget import MemoryPart, total
 
 Row = tuple[str, str]
 
 
-def print_plan(config: Config, model: str | None, learner: str | None, generators: str | None) -> None:
+def print_plan(
+    config: Config,
+    model: str | None,
+    learner: str | None,
+    generators: str | None,
+    device_gb: float | None = None,
+) -> None:
     """Print the table. model: a folder with config.json, in place of model.path · learner, generators: the pools in
-    words; None: as the configuration has them.
+    words; None: as the configuration has them · device_gb: memory of a device; None: of the one that torch sees here.
 
     Raises ConfigError for words that mean nothing, for pools that cannot hold the model, for a model that is not there.
     """
@@ -34,11 +45,11 @@ def print_plan(config: Config, model: str | None, learner: str | None, generator
     try:
         pools = (
             parse_learner(learner) if learner else learner_pool(config),
-            parse_generators(generators) if generators else PoolShape(count=config.generator.count),
+            parse_generators(generators) if generators else generator_pool(config),
         )
         speeds = Speeds(sync.network_gb_s * 1e9, sync.local_gb_s * 1e9, sync.hop_ms / 1e3)
-        shapes, heads = checkpoint_shapes(config.model)
-        made = forecast(ModelCost(shapes, heads), *pools, sync.bucket_bytes, speeds, sync.fanout)
+        cost = ModelCost(*checkpoint_shapes(config.model))
+        made = forecast(cost, *pools, sync.bucket_bytes, speeds, sync.fanout)
     except ValueError as error:
         raise ConfigError(
             "--learner or --generators",
@@ -46,10 +57,27 @@ def print_plan(config: Config, model: str | None, learner: str | None, generator
             str(error),
             "give pairs of a word and a number, e.g. --learner 'fsdp 64 tp 8' --generators '64 tp 8'",
         ) from error
-    rows = list(_rows(made, config))
+    device_bytes = _device_bytes() if device_gb is None else int(device_gb * 1e9)
+    streams = math.ceil(made.direct * made.streams / made.learner_ranks)
+    of_learner = learner_memory(config, cost, pools[0], streams)
+    of_generator = generator_memory(config, cost, pools[1], made.learner_ranks, device_bytes)
+    rows = [
+        *_rows(made, config),
+        *_memory_rows("learner", of_learner, device_bytes),
+        *_memory_rows("generator", of_generator, device_bytes),
+        *_cache_rows(config, of_generator, device_bytes),
+    ]
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         print(f"{name:{width}}  {value}")
+
+
+def generator_pool(config: Config) -> PoolShape:
+    """The generators of the configuration; a replica counts as one, because its ranks take versions by themselves."""
+    ours = config.generator.vllm
+    if config.generator.engine != "vllm":
+        return PoolShape(count=config.generator.count)
+    return PoolShape(count=config.generator.count * ours.data_parallel, tp=ours.tensor_parallel)
 
 
 def learner_pool(config: Config) -> PoolShape:
@@ -81,15 +109,29 @@ def _rows(made: CostEstimate, config: Config) -> Iterator[Row]:
         f"{sync.network_gb_s:g} GB/s a rank (sync.network_gb_s), {sync.local_gb_s:g} on its machine "
         f"(sync.local_gb_s), {sync.hop_ms:g} ms a hop (sync.hop_ms)",
     )
-    two = 2 * sync.bucket_bytes
-    yield (
-        "extra memory, learner",
-        f"{_bytes(made.held.most * sync.snapshots + two)} a rank: {sync.snapshots} snapshots",
-    )
-    yield (
-        "extra memory, generator",
-        f"{_bytes(made.received.most + two)} a rank: staging; each with two buckets",
-    )
+
+
+def _memory_rows(whose: str, parts: Sequence[MemoryPart], device_bytes: int | None) -> Iterator[Row]:
+    of_device = "" if device_bytes is None else f" of {_bytes(device_bytes)}"
+    yield f"memory of a {whose} rank", f"{_bytes(total(parts))}{of_device}, without activations"
+    for part in parts:
+        yield f"  {part.name}", f"{_bytes(part.bytes)}{f' ({part.frees})' if part.frees else ''}"
+
+
+def _cache_rows(config: Config, parts: Sequence[MemoryPart], device_bytes: int | None) -> Iterator[Row]:
+    ours = config.generator.vllm
+    if ours.kv_cache_mb is not None:
+        yield "  KV cache", f"{_bytes(ours.kv_cache_mb << 20)} (generator.vllm.kv_cache_mb)"
+    elif device_bytes is not None:
+        left = granted_bytes(config, device_bytes) - total(parts)
+        yield (
+            "  KV cache, activations",
+            f"{_bytes(max(0, left))}: the rest of generator.vllm.gpu_memory_share",
+        )
+
+
+def _device_bytes() -> int | None:
+    return accelerator.memory_bytes(accelerator.current())[1] if accelerator.count() else None
 
 
 def _spread(spread: Spread) -> str:

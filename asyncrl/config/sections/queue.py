@@ -199,6 +199,12 @@ class SyncConfig(Section):
         "where a learner rank on a GPU keeps its snapshots; host: in pinned memory, which frees as much of the "
         "GPU's, and the learner waits for a copy over PCIe",
     )
+    staging: Literal["auto", "device", "host"] = key(
+        "auto",
+        "where a generator on a GPU receives a version; host: in pinned memory, which leaves the GPU's to the KV "
+        "cache, and each flip copies over PCIe; auto: on the device if a quarter of what vLLM may take is left for its "
+        "cache",
+    )
     fanout: Amount | None = key(
         None,
         "most generators that one feeds with what it takes (0: the learner feeds all); none: by predicted "
@@ -238,7 +244,18 @@ class SyncConfig(Section):
         """Whether weights travel through a store, not over channels."""
         return self.backend in ("file", "redis")
 
+    @property
+    def receives_on_host(self) -> bool:
+        """Whether every version comes into the host's memory, by the backend or by the key."""
+        return self.staging == "host" or self.stored or self.backend in ("tcp", "gloo")
+
     def rules(self, at: str) -> Iterator[Rule]:
+        yield Rule(
+            self.staging != "device" or not self.receives_on_host,
+            "staging",
+            f"versions come into the host's memory with sync.backend={self.backend}",
+            "set sync.staging=auto",
+        )
         yield Rule(
             self.host not in EVERY_ADDRESS,
             "host",

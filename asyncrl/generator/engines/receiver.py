@@ -8,6 +8,7 @@ parts, `http/sglang_server.py` for servers that load folders.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.schema import Config, SyncConfig
+from asyncrl.device import accelerator
 from asyncrl.device.streams import SideStream
 from asyncrl.generator.threads import OneThread
 from asyncrl.rpc.keys import client_keys
@@ -23,9 +25,12 @@ from asyncrl.sync.factory import open_subscriber
 from asyncrl.sync.layout.layout import Layout
 from asyncrl.sync.store.stored_subscriber import StoredSubscriber
 from asyncrl.sync.stream.subscriber import StagedWeights, Subscriber
+from asyncrl.sync.tensors.budget import SPARE_BYTES, copy_bytes
 from asyncrl.sync.tensors.checksum import Checksum
 from asyncrl.sync.tensors.shards import BoxTensors, Shards, TensorBuffer, layout_of
 from asyncrl.types import Version
+
+log = logging.getLogger(__name__)
 
 
 class LostWeightsError(Exception):
@@ -73,9 +78,17 @@ class WeightReader:
         )
 
     def staging(self, layout: Layout, live: torch.device) -> TensorBuffer:
-        """Memory for one version: on the host where sync.backend requires it, otherwise on the device `live`."""
-        on_host = self.sync.backend in ("tcp", "gloo") or self.sync.stored
-        return TensorBuffer(layout, torch.device("cpu") if on_host else live)
+        """Memory for one version, by sync.staging: on the device `live`, or pinned on the host. auto: on the device if
+        there is room, which an engine that this generator starts has left there."""
+        if not accelerator.is_accelerator(live):
+            return TensorBuffer(layout, live)
+        on_device = not self.sync.receives_on_host
+        if on_device and self.sync.staging == "auto":
+            needs = copy_bytes(layout) + 2 * self.sync.bucket_bytes + SPARE_BYTES
+            on_device = accelerator.memory_bytes(live)[0] >= needs
+        where = str(live) if on_device else "pinned memory of the host"
+        log.info("%s: %.2f GB of staging in %s", self.who, copy_bytes(layout) / 1e9, where)
+        return TensorBuffer(layout, live) if on_device else TensorBuffer(layout, accelerator.CPU, pinned=True)
 
 
 class WeightReceiver(ABC):

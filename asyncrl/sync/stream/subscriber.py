@@ -33,6 +33,7 @@ from asyncrl.sync.plan.plan import Plan, Plans, SourcePlan
 from asyncrl.sync.stream.link import GRACE_S, Hello, Parent, PublisherLink
 from asyncrl.sync.stream.relay import Relay
 from asyncrl.sync.stream.snapshot import SnapshotEvictedError
+from asyncrl.sync.tensors.budget import stream_bucket
 from asyncrl.sync.tensors.checksum import Checksum, ChecksumShare
 from asyncrl.sync.tensors.shards import Shards
 from asyncrl.types import Version
@@ -42,10 +43,6 @@ PARENT_S = 2.0
 
 IMPATIENT = 2
 """After so many versions in a row that the parent evicted, the next comes from the learner."""
-
-LEAST_BUCKET = 1 << 20
-"""Smallest bucket in bytes. A generator divides its bucket memory by the number of learner ranks, but not below
-this."""
 
 PLANS = Plans()
 """The plans of this process: a learner that was started again, cut as before, needs no new one."""
@@ -172,8 +169,7 @@ class Subscriber:
             hellos = self._staging.at_once([partial(link.hello, seconds) for link in links])
             by_rank = sorted(zip(hellos, links, strict=True), key=lambda pair: pair[0].rank)
             _check_all_ranks(self.who, [hello for hello, _ in by_rank])
-            most = self._config.bucket_bytes
-            bucket = min(most, max(LEAST_BUCKET, most // len(links)))
+            bucket = stream_bucket(self._config, len(links))
             plan = PLANS([hello.layout for hello, _ in by_rank], self._staging.shards.layout, bucket)
             self._adopt(plan, [link for _, link in by_rank])
         except Exception:

@@ -18,6 +18,7 @@ from asyncrl.config.schema import Config, ModelConfig
 from asyncrl.config.sections.rules import require
 from asyncrl.device import accelerator
 from asyncrl.errors import ConfigError
+from asyncrl.generator.engines.vllm.vllm_memory import share_of_vllm
 from asyncrl.models import body_prefix, checkpoint_names, empty_causal_lm, has_weights, load_model_config
 
 EXTENSION = "asyncrl.generator.engines.vllm.vllm_worker.WeightsExtension"
@@ -44,7 +45,7 @@ def start_vllm(config: Config, loggers: list[Callable[..., Any]], load_weights: 
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    arguments = engine_arguments(config, load_weights)
+    arguments = engine_arguments(config, load_weights, _device_bytes())
     if method == "fork":
         import_model(load_model_config(config.model))
     if config.generator.vllm.data_parallel > 1:
@@ -64,6 +65,15 @@ def start_vllm(config: Config, loggers: list[Callable[..., Any]], load_weights: 
     os.environ[METHOD] = method  # vLLM sets it to spawn on a CPU
     with _frozen_garbage():
         return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=loggers, disable_log_stats=True)
+
+
+def _device_bytes() -> int | None:
+    """Memory of an accelerator, which vLLM reads without starting its driver; None where there is none."""
+    if not accelerator.count():
+        return None
+    from vllm.platforms import current_platform
+
+    return int(current_platform.get_device_total_memory())
 
 
 @contextlib.contextmanager
@@ -144,8 +154,13 @@ def prepare_environment(config: Config) -> None:
     os.environ.update(needed)
 
 
-def engine_arguments(config: Config, load_weights: bool = False) -> dict[str, Any]:
-    """Arguments of vLLM's AsyncEngineArgs; `VllmConfig` has refused extra ones that the project sets itself."""
+def engine_arguments(
+    config: Config, load_weights: bool = False, device_bytes: int | None = None
+) -> dict[str, Any]:
+    """Arguments of vLLM's AsyncEngineArgs; `VllmConfig` has refused extra ones that the project sets itself.
+
+    device_bytes: memory of one of the accelerators. Raises ConfigError if the model does not fit there.
+    """
     generator, ours = config.generator, config.generator.vllm
     on_cpu = not accelerator.count()
     fixed = {
@@ -156,7 +171,9 @@ def engine_arguments(config: Config, load_weights: bool = False) -> dict[str, An
         "max_num_seqs": math.ceil(generator.slots / ours.data_parallel),
         "tensor_parallel_size": ours.tensor_parallel,
         "data_parallel_size": ours.data_parallel,
-        "gpu_memory_utilization": ours.gpu_memory_share,
+        "gpu_memory_utilization": share_of_vllm(config, device_bytes)
+        if device_bytes
+        else ours.gpu_memory_share,
         "enforce_eager": ours.enforce_eager or on_cpu,
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
         "generation_config": "vllm",  # no sampling defaults of the model's

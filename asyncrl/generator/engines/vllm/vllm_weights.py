@@ -244,7 +244,7 @@ class RankWeights:
         if staged is None or staged.version != version:
             raise WeightSyncError(f"version {version} is not what lies in the staging memory: {staged}")
         begun = time.perf_counter()
-        torch._foreach_copy_(self._live_views, self._staging.parts)
+        torch._foreach_copy_(self._live_views, self._staging.parts, non_blocking=True)
         self._after_flip()
         accelerator.wait_for_stream(self._device)  # not for what a relay sends to others
         self._live, self._checksum = version, staged.checksum

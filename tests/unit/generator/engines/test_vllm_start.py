@@ -56,6 +56,9 @@ def stands_in_for_vllm(monkeypatch: pytest.MonkeyPatch, events: list[str]) -> No
     async_llm = ModuleType("vllm.v1.engine.async_llm")
     async_llm.AsyncLLM = None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, async_llm.__name__, async_llm)
+    platforms = ModuleType("vllm.platforms")
+    platforms.current_platform = SimpleNamespace(get_device_total_memory=lambda: 80 << 30)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, platforms.__name__, platforms)
     monkeypatch.setattr(vllm_start, "check_vllm", lambda: None)
     monkeypatch.setattr("asyncrl.generator.engines.vllm.vllm_engine.check_vllm", lambda: None)
 

@@ -75,8 +75,10 @@ def test_the_table_of_a_mixture_with_its_experts_dealt_out(
         '{"model_type": "qwen3_moe", "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "head_dim": 4,'
         ' "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 8, "moe_intermediate_size": 8}'
     )
-    print_plan(config(), str(tmp_path), "fsdp 4 ep 4", "6 tp 4 ep 2")
+    print_plan(config(), str(tmp_path), "fsdp 4 ep 4", "6 tp 4 ep 2", device_gb=80.0)
     said = capsys.readouterr().out
+    assert "of 80 GB, without activations" in said
+    assert "71.6 GB: the rest of generator.vllm.gpu_memory_share" in said
     assert "69 parameters" in said
     assert "4 ranks, each holds" in said
     assert "6 of 4 ranks" in said

@@ -1,0 +1,50 @@
+"""The memory of a run's ranks against their devices: a table of `asyncrl sync plan`, and a check before a start."""
+
+from __future__ import annotations
+
+from asyncrl.config.schema import Config
+from asyncrl.config.sections.rules import require
+from asyncrl.generator.engines.vllm import vllm_memory
+from asyncrl.sync.layout.layout import Layout
+from asyncrl.sync.layout.sharding import MeshLayout
+from asyncrl.sync.plan.cost_model import ModelCost, PoolShape, generator_layout, learner_layout
+from asyncrl.sync.tensors.budget import MemoryPart, learner_parts, total
+
+
+def learner_memory(config: Config, model: ModelCost, learner: PoolShape, streams: int) -> list[MemoryPart]:
+    """Of the learner rank that holds most. streams: generator ranks that it sends to at once."""
+    layouts = learner_layout(model, learner)
+    trained = config.model.lora.rank == 0
+    return learner_parts(_largest(layouts), trained, config.sync, layouts.mesh.ranks, streams)
+
+
+def generator_memory(
+    config: Config, model: ModelCost, pool: PoolShape, learner_ranks: int, device_bytes: int | None
+) -> list[MemoryPart]:
+    """Of the generator rank that takes most, its KV cache apart."""
+    layout = _largest(generator_layout(model, pool))
+    return vllm_memory.rank_parts(config, layout, learner_ranks, device_bytes)
+
+
+def check_memory(
+    config: Config, model: ModelCost, learner: PoolShape, generators: PoolShape, device_bytes: int
+) -> None:
+    """Raises ConfigError for a learner or for generators of vLLM that devices of this size cannot hold."""
+    streams = generators.count * generators.tp
+    parts = learner_memory(config, model, learner, streams)
+    needs = ", ".join(f"{part.name} {part.bytes / 1e9:.2f} GB" for part in parts)
+    require(
+        total(parts) < device_bytes,
+        "learner.processes",
+        config.learner.processes,
+        f"a rank needs {needs}, and a device has {device_bytes / 1e9:.2f} GB",
+        "raise it, or set sync.snapshot_device=host",
+    )
+    if config.generator.engine == "vllm":
+        ranks = generator_memory(config, model, generators, config.learner.processes, device_bytes)
+        vllm_memory.check_fits(config, ranks, device_bytes)
+
+
+def _largest(layouts: MeshLayout) -> Layout:
+    held = layouts.bytes_by_rank()
+    return layouts.rank(held.index(max(held)))

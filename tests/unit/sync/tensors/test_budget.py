@@ -1,0 +1,158 @@
+"""The bytes of a plan of memory are those that are allocated."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.config.schema import Config, ModelConfig, SyncConfig
+from asyncrl.config.sections.generator import GeneratorConfig, VllmConfig
+from asyncrl.config.sections.learner import LearnerConfig
+from asyncrl.config.sections.rules import check_section
+from asyncrl.device import accelerator
+from asyncrl.errors import ConfigError
+from asyncrl.generator.engines import receiver
+from asyncrl.generator.engines.vllm import vllm_memory
+from asyncrl.launch.memory import check_memory, generator_memory, learner_memory
+from asyncrl.sync.channels.shared_memory import allocated_bytes
+from asyncrl.sync.layout.hf_sharding import Heads
+from asyncrl.sync.layout.layout import Layout
+from asyncrl.sync.plan.cost_model import ModelCost, PoolShape, generator_layout
+from asyncrl.sync.stream.snapshot import SnapshotMemory
+from asyncrl.sync.tensors.budget import MemoryPart, copy_bytes, stages_on_device, total
+from asyncrl.sync.tensors.shards import Shards, TensorBuffer, layout_of
+
+GB = 10**9
+MODEL = ModelCost(
+    {"up_proj.weight": ((4000, 1000), "bfloat16"), "norm.weight": ((1001,), "bfloat16")}, Heads(0, 0, 1)
+)
+
+
+def of(parts: list[MemoryPart], name: str) -> int:
+    return next(part.bytes for part in parts if part.name == name)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=5), st.integers(1, 2))
+def test_staging_and_snapshots_take_the_bytes_of_the_plan(shapes: list[list[int]], snapshots: int) -> None:
+    live = {f"p{index}": torch.zeros(shape, dtype=torch.bfloat16) for index, shape in enumerate(shapes)}
+    layout = layout_of(live)
+    before = allocated_bytes()
+    staging = TensorBuffer(layout, torch.device("cpu"))
+    assert allocated_bytes() - before == copy_bytes(layout) == len(staging.memory)
+    taken = SnapshotMemory(Shards(layout, live), snapshots)
+    assert allocated_bytes() - before == (1 + snapshots) * copy_bytes(layout)
+    assert taken.allocated == snapshots * copy_bytes(layout)
+
+
+def test_a_generator_rank_by_hand() -> None:
+    """Two ranks: half of the rows, and the whole norm, whose 2002 bytes end at the next multiple of 16."""
+    config = Config(
+        model=ModelConfig(path="x", dtype="bfloat16"),
+        sync=SyncConfig(bucket_mb=64),
+        generator=GeneratorConfig(engine="vllm", vllm=VllmConfig(dtype="float32")),
+    )
+    parts = generator_memory(config, MODEL, PoolShape(tp=2), learner_ranks=4, device_bytes=None)
+    assert of(parts, "weights") == 4 * (2000 * 1000 + 1001), "in vLLM's own dtype"
+    assert of(parts, "staging") == 2 * 2000 * 1000 + 2016
+    assert of(parts, "buckets") == 2 * 4 * (16 << 20), "two from each learner rank"
+
+
+def test_a_learner_rank_by_hand() -> None:
+    config = Config(model=ModelConfig(path="x", dtype="bfloat16"), sync=SyncConfig(snapshots=2, bucket_mb=1))
+    parts = learner_memory(config, MODEL, PoolShape(fsdp=4), streams=3)
+    rows = 1000 * 1000 + 251  # of four ranks; of 1001 elements the first three have 251
+    assert of(parts, "weights") == 2 * rows
+    assert of(parts, "masters, gradients, Adam") == 16 * rows
+    assert of(parts, "buckets") == 2 * 3 * (1 << 20)
+    one = learner_memory(
+        Config(model=config.model, sync=SyncConfig(snapshots=1)), MODEL, PoolShape(fsdp=4), 3
+    )
+    assert of(parts, "2 snapshots") == 2 * of(one, "1 snapshot")
+
+
+@pytest.mark.parametrize(
+    ("staging", "backend", "granted", "on_device"),
+    [
+        ("auto", "auto", 40, True),
+        ("auto", "auto", 39, False),
+        ("auto", "tcp", 400, False),
+        ("device", "auto", 39, True),
+        ("host", "auto", 400, False),
+    ],
+)
+def test_staging_lies_on_the_device_where_a_quarter_is_left(
+    staging: str, backend: str, granted: int, on_device: bool
+) -> None:
+    sync = SyncConfig(staging=staging, backend=backend)  # type: ignore[arg-type]
+    parts = [MemoryPart("weights", 15 * GB), MemoryPart("staging", 15 * GB)]
+    assert stages_on_device(sync, parts, granted * GB) == on_device
+
+
+def vllm(share: float, staging: str = "auto", **ours: object) -> Config:
+    return Config(
+        model=ModelConfig(path="x", dtype="bfloat16"),
+        sync=SyncConfig(staging=staging, bucket_mb=0.5),  # type: ignore[arg-type]
+        generator=GeneratorConfig(engine="vllm", vllm=VllmConfig(gpu_memory_share=share, **ours)),  # type: ignore[arg-type]
+    )
+
+
+def test_vllm_may_take_its_share_without_the_staging(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_memory, "checkpoint_shapes", lambda model: (MODEL.shapes, MODEL.heads))
+    device = 10 * GB
+    layout = generator_layout(MODEL, PoolShape()).rank(0)
+    reserved = total(vllm_memory.rank_parts(vllm(0.9), layout, 1, device)) - 2 * (4000 * 1000 + 1001)
+    assert reserved > copy_bytes(layout)
+    assert vllm_memory.share_of_vllm(vllm(0.9), device) == pytest.approx(0.9 - reserved / device)
+    on_host = vllm_memory.share_of_vllm(vllm(0.9, "host"), device)
+    assert on_host == pytest.approx(0.9 - (reserved - copy_bytes(layout) - (1 << 20)) / device)
+    with pytest.raises(
+        ConfigError, match=r"a rank needs weights 0.01 GB, staging 0.01 GB(.|\n)*sync.staging=host"
+    ):
+        vllm_memory.share_of_vllm(vllm(0.02, "device"), device)
+    with pytest.raises(ConfigError, match=r"tensor_parallel=2"):
+        vllm_memory.share_of_vllm(vllm(0.9, kv_cache_mb=8500), device)
+
+
+def test_a_learner_that_its_device_cannot_hold_is_refused() -> None:
+    config = Config(model=ModelConfig(path="x", dtype="bfloat16"), learner=LearnerConfig(processes=2))
+    check_memory(config, MODEL, PoolShape(fsdp=2), PoolShape(), GB)
+    with pytest.raises(
+        ConfigError, match=r"learner.processes(.|\n)*2 snapshots 0.01 GB(.|\n)*sync.snapshot_device=host"
+    ):
+        check_memory(config, MODEL, PoolShape(fsdp=2), PoolShape(), 10_000_000)
+
+
+@pytest.mark.parametrize(
+    ("staging", "backend", "free", "where"),
+    [
+        ("auto", "auto", 100, "meta"),
+        ("auto", "auto", 1, "pinned cpu"),
+        ("device", "auto", 1, "meta"),
+        ("host", "auto", 100, "pinned cpu"),
+        ("auto", "tcp", 100, "pinned cpu"),
+    ],
+)
+def test_a_reader_stages_where_there_is_room(
+    staging: str, backend: str, free: int, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device without memory stands for a GPU, with so many GB free after the engine has taken its share."""
+    monkeypatch.setattr(accelerator, "is_accelerator", lambda device: device.type == "meta")
+    monkeypatch.setattr(accelerator, "memory_bytes", lambda device: (free * GB, 100 * GB))
+
+    def buffer(layout: Layout, device: torch.device, pinned: bool = False) -> str:
+        return f"pinned {device}" if pinned else str(device)
+
+    monkeypatch.setattr(receiver, "TensorBuffer", buffer)
+    sync = SyncConfig(staging=staging, backend=backend)  # type: ignore[arg-type]
+    layout = generator_layout(MODEL, PoolShape()).rank(0)
+    reader = receiver.WeightReader("run", "generator-0/0", sync)
+    assert reader.staging(layout, torch.device("meta")) == where
+    assert reader.staging(layout, torch.device("cpu")) == "cpu"
+
+
+def test_staging_on_the_device_is_not_for_backends_of_the_host() -> None:
+    with pytest.raises(ConfigError, match=r"sync.staging"):
+        check_section(SyncConfig(staging="device", backend="tcp"), "sync")
