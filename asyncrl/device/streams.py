@@ -30,7 +30,7 @@ class Event:
             self._event.record(module.current_stream(device))
 
     def order(self) -> None:
-        """What this thread queues from now on begins only once the event has passed. The thread itself goes on."""
+        """Let all that this thread queues from now on begin only once the event has passed. The thread goes on."""
         if self._event is not None:
             self._event.wait(torch.get_device_module(self._device).current_stream(self._device))
 
@@ -46,7 +46,7 @@ class SideStream:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """What this thread queues goes to this stream."""
+        """All that this thread queues goes to this stream."""
         if self._stream is None:
             yield
             return

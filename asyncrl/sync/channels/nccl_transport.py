@@ -1,7 +1,7 @@
-"""Channels over NCCL: a communicator for each pair, whose transfers run one at a time on each device (`lanes.py`).
+"""Channels over NCCL: a communicator for each pair. On each device one transfer runs at a time (`transfer_locks.py`).
 
       meet ─▸ PairStore: NCCL's id ─▸ communicator ─▸ one byte each way: it carries      by the meeting's deadline
-      send, recv: offered ─▸ wait: launched once both ends have their lanes, then polled on the host
+      send, recv: offered ─▸ wait: launched once both ends hold their locks, then polled on the host
       broken, late, closed ─▸ abort: ends the kernels of this pair, and frees its communicator
 
 The connection at which the two have met stays: its bytes OFFER, TAKE and GO order the launches, and it hangs up when
@@ -37,8 +37,8 @@ import torch.distributed as dist
 from asyncrl.device.streams import SideStream
 from asyncrl.errors import DeadlineError, WeightSyncError
 from asyncrl.sync.channels.channel import SOURCE, ChannelEnd, Meeting, Transfer, named
-from asyncrl.sync.channels.lanes import Lanes, lanes_of
 from asyncrl.sync.channels.pair_store import PairStore
+from asyncrl.sync.channels.transfer_locks import TransferLocks, transfer_locks
 
 MOST_CTAS = 16
 """Blocks, and so multiprocessors, that a transfer keeps busy. Unmeasured: a fifth of the smallest data-centre GPU."""
@@ -55,7 +55,7 @@ GONE_S = 0.5
 
 LAUNCHED_S, SLOWEST_BYTES_S = 10.0, 50e6
 """A transfer that both ends have begun may take so long, and as long as its bytes take at this speed: a peer that
-stands still keeps others from the lane."""
+stands still keeps others from the lock."""
 
 OFFER, TAKE, GO = b"O", b"T", b"G"
 
@@ -84,7 +84,7 @@ def make_nccl_channel(joined: socket.socket, meeting: Meeting) -> NcclChannel:
     try:
         store = PairStore(joined, meeting.deadline_s)
         group = _new_group(store, meeting)
-        channel = NcclChannel(group, store, joined, meeting, lanes_of(meeting.device))
+        channel = NcclChannel(group, store, joined, meeting, transfer_locks(meeting.device))
         channel.connect(meeting.deadline_s)
         return channel
     except (AttributeError, RuntimeError, OSError, ValueError) as error:
@@ -110,7 +110,7 @@ def _new_group(store: PairStore, meeting: Meeting) -> Any:
 
 @contextmanager
 def _without_watchdog(deadline_s: float) -> Iterator[None]:
-    """A group that is made in here starts no thread. What the user has set stays.
+    """A group that is made in here starts no thread. A value of the user stays.
 
     The timeout of calls that do not block is read once in a process, at the first of them; training has none.
     """
@@ -161,13 +161,15 @@ class _NcclTransfer:
 
 
 class NcclChannel(ChannelEnd):
-    """A `Channel` over torch's NCCL group of two. lanes: of its device, shared with all channels there"""
+    """A `Channel` over torch's NCCL group of two. locks: of its device, shared with all channels there"""
 
-    def __init__(self, group: Any, store: Any, joined: socket.socket, meeting: Meeting, lanes: Lanes) -> None:
+    def __init__(
+        self, group: Any, store: Any, joined: socket.socket, meeting: Meeting, locks: TransferLocks
+    ) -> None:
         super().__init__(meeting.who, meeting.whom, meeting.device)
         self._group: Any = group
         self._store = store  # NCCL calls it while it connects, and torch does not keep the Python object
-        self._socket, self._member, self._lanes = joined, meeting.member, lanes
+        self._socket, self._member, self._locks = joined, meeting.member, locks
         self._begun = {"send": 0, "recv": 0}
         self._came: Counter[bytes] = Counter()  # words of the other end
         self._lock = threading.Lock()  # of calls into NCCL
@@ -248,15 +250,15 @@ class NcclChannel(ChannelEnd):
     def _in_order(
         self, verb: Verb, data: torch.Tensor, number: int, deadline: float, transfer: Transferring
     ) -> None:
-        """Make the transfer once both ends have their lanes."""
+        """Make the transfer once both ends hold their locks."""
         if verb == "send":
             self._until(TAKE, number, deadline)
-            with self._lanes.departures.held(deadline - time.monotonic()):
+            with self._locks.sends.held(deadline - time.monotonic()):
                 self._post(GO)
                 transfer(verb, data, number)
         else:
             self._until(OFFER, number, deadline)
-            with self._lanes.arrivals.held(deadline - time.monotonic()):
+            with self._locks.receives.held(deadline - time.monotonic()):
                 self._post(TAKE)
                 self._until(GO, number, deadline)
                 transfer(verb, data, number)

@@ -168,7 +168,7 @@ class SnapshotMemory(Snapshots):
 
     @property
     def device(self) -> torch.device:
-        """Of the live shards, from which channels send; the snapshots may lie on the host."""
+        """The live shards' device, from which channels send; the snapshots may lie on the host."""
         return self.live.device
 
     @property

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from asyncrl.sync.channels.channel import SOURCE, TARGET, Meeting
-from asyncrl.sync.channels.lanes import Lanes
 from asyncrl.sync.channels.nccl_transport import NcclChannel
+from asyncrl.sync.channels.transfer_locks import TransferLocks
 
 WAIT_S = 20.0
 
@@ -147,17 +147,17 @@ def nccl_channels(
     source: str,
     target: str,
     fabric: Fabric | None = None,
-    lanes: dict[str, Lanes] | None = None,
+    locks: dict[str, TransferLocks] | None = None,
 ) -> tuple[NcclChannel, NcclChannel]:
-    """Both ends of a channel between two GPUs, connected. lanes: of each GPU; None: its own alone"""
-    fabric, lanes = fabric or Fabric(), defaultdict(Lanes) if lanes is None else lanes
+    """Both ends of a channel between two GPUs, connected. locks: of each GPU; None: its own alone"""
+    fabric, locks = fabric or Fabric(), defaultdict(TransferLocks) if locks is None else locks
     cpu, sockets = torch.device("cpu"), socket.socketpair()
     meetings = [
         Meeting("epoch-1", SOURCE, source, target, cpu, WAIT_S),
         Meeting("epoch-1", TARGET, target, source, cpu, WAIT_S),
     ]
     ends = [
-        NcclChannel(group_of(fabric, meeting), None, joined, meeting, lanes[meeting.who])
+        NcclChannel(group_of(fabric, meeting), None, joined, meeting, locks[meeting.who])
         for meeting, joined in zip(meetings, sockets, strict=True)
     ]
     with ThreadPoolExecutor(1) as threads:

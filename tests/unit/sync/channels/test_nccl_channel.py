@@ -17,8 +17,8 @@ from fake_nccl import WAIT_S, Fabric, FakeGroup, Kernel, nccl_channels
 from asyncrl.errors import DeadlineError, WeightSyncError
 from asyncrl.sync.channels import nccl_transport
 from asyncrl.sync.channels.channel import SOURCE, Meeting
-from asyncrl.sync.channels.lanes import Lanes
 from asyncrl.sync.channels.nccl_transport import BLOCKING_WAIT, NcclChannel, make_nccl_channel
+from asyncrl.sync.channels.transfer_locks import TransferLocks
 
 RANKS, GENERATORS = ("rank 0", "rank 1"), ("A", "B")
 CPU = torch.device("cpu")
@@ -52,11 +52,11 @@ def test_launched_at_will_two_ranks_and_two_generators_wait_in_a_circle() -> Non
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_in_lanes_every_order_of_every_thread_ends(seed: int) -> None:
+def test_with_locks_every_order_of_every_thread_ends(seed: int) -> None:
     """A relay too: B passes on to C what comes to it."""
-    fabric, lanes = Fabric(), defaultdict(Lanes)
+    fabric, locks = Fabric(), defaultdict(TransferLocks)
     routes = [(a, b) for a in RANKS for b in GENERATORS] + [("B", "C")]
-    pairs = {route: nccl_channels(*route, fabric, lanes) for route in routes}
+    pairs = {route: nccl_channels(*route, fabric, locks) for route in routes}
     count, calls = 6, []
     into = {route: [data(0) for _ in range(count)] for route in routes}
     for route, (source, target) in pairs.items():
@@ -82,12 +82,12 @@ def test_in_lanes_every_order_of_every_thread_ends(seed: int) -> None:
         target.close()
 
 
-@pytest.mark.parametrize(("who", "lane"), [("rank 0", "departures"), ("A", "arrivals")])
-def test_without_its_lane_neither_end_launches(who: str, lane: str, threads: ThreadPoolExecutor) -> None:
-    fabric, lanes = Fabric(), defaultdict(Lanes)
-    source, target = nccl_channels("rank 0", "A", fabric, lanes)
+@pytest.mark.parametrize(("who", "lock"), [("rank 0", "sends"), ("A", "receives")])
+def test_without_its_lock_neither_end_launches(who: str, lock: str, threads: ThreadPoolExecutor) -> None:
+    fabric, locks = Fabric(), defaultdict(TransferLocks)
+    source, target = nccl_channels("rank 0", "A", fabric, locks)
     before = len(fabric.launched)
-    with getattr(lanes[who], lane).held(WAIT_S):
+    with getattr(locks[who], lock).held(WAIT_S):
         leaving = threads.submit(source.send(data(1)).wait, 0.2)
         with pytest.raises(DeadlineError, match=r"A waited 0.2 s for rank 0: recv of 8 bytes"):
             target.recv(data(0)).wait(0.2)
@@ -103,8 +103,8 @@ def test_a_peer_that_is_gone_ends_its_own_pair_alone(
     """It has said that it takes the bytes, and never launches."""
     monkeypatch.setattr(nccl_transport, "GONE_S", 0.0)
     monkeypatch.setattr(nccl_transport, "LAUNCHED_S", 0.1 if end == "stands still" else WAIT_S)
-    fabric, lanes = Fabric(), defaultdict(Lanes)
-    gone, stays = (nccl_channels("rank 0", to, fabric, lanes) for to in GENERATORS)
+    fabric, locks = Fabric(), defaultdict(TransferLocks)
+    gone, stays = (nccl_channels("rank 0", to, fabric, locks) for to in GENERATORS)
     fabric.begun.clear()
     gone[1]._socket.send(b"T")
     leaving = gone[0].send(data(1))
