@@ -62,6 +62,7 @@ def test_an_engine_that_fails_does_not_take_the_figures_of_the_other_along(
         return {"worker_over_bare": 0.5}
 
     monkeypatch.setattr(program, "_figures", figures)
+    monkeypatch.setattr(program, "_half_gaps", lambda *of: {})
     files = ["--json", str(tmp_path / "figures"), "--table", str(tmp_path / "table")]
     monkeypatch.setattr(sys, "argv", ["bench", "--tiny", "--engines", "vllm", "transformers", *files])
     with pytest.raises(SystemExit) as ended:
