@@ -29,7 +29,6 @@ from asyncrl.counter_rng import stream_key
 from asyncrl.errors import RunClosedError
 from asyncrl.generator.engines.engine import SampleLostError, SampleRequest, check_fits, span_seconds
 from asyncrl.generator.engines.http.http_link import ServerRefusedError, UnreachableError
-from asyncrl.generator.engines.http.lost_requests import PATIENCE, LostRequests
 from asyncrl.generator.engines.http.served_weights import ServedWeights, version_in
 from asyncrl.generator.engines.http.server import (
     Install,
@@ -39,6 +38,7 @@ from asyncrl.generator.engines.http.server import (
     ServerRequest,
     check_whole,
 )
+from asyncrl.generator.engines.lost_requests import PATIENCE, LostRequests
 from asyncrl.generator.engines.receiver import WeightReader, WeightReceiver
 from asyncrl.telemetry.spans import Spans
 from asyncrl.types import NO_VERSION, Finish, Turn, Version

@@ -21,7 +21,8 @@ import numpy as np
 from asyncrl.config.schema import Config
 from asyncrl.counter_rng import stream_key
 from asyncrl.errors import ProcessDiedError, RunClosedError
-from asyncrl.generator.engines.engine import SampleRequest, check_fits, span_seconds
+from asyncrl.generator.engines.engine import SampleLostError, SampleRequest, check_fits, span_seconds
+from asyncrl.generator.engines.lost_requests import PATIENCE, LostRequests
 from asyncrl.generator.engines.receiver import WeightReader, WeightReceiver
 from asyncrl.generator.engines.vllm.vllm_plugin import FORGET_PREFIXES
 from asyncrl.generator.engines.vllm.vllm_start import check_vllm, start_vllm
@@ -33,6 +34,9 @@ log = logging.getLogger(__name__)
 
 CLOSE_S = 2.0
 """Longest wait for vLLM's processes to end by themselves."""
+
+LOOK_S = 1.0
+"""Between two looks for requests that vLLM has lost."""
 
 SEED_BITS = 62
 """Bits of a request's seed; sample i has the seed + i, which must stay within an int64."""
@@ -95,6 +99,8 @@ class VllmEngine:
         self._changed = asyncio.Event()
         self._spans = Spans()
         self._accounting: asyncio.Task[None] | None = None
+        self._looking: asyncio.Task[None] | None = None
+        self._lost = LostRequests[asyncio.Task[Any]](config.generator.progress_deadline_s)
         self._closed = False
 
     @property
@@ -107,6 +113,7 @@ class VllmEngine:
         self._by_priority = self._llm.vllm_config.scheduler_config.policy == "priority"
         await self._llm.engine_core.set_weight_version_async(str(self._version))
         self._accounting = asyncio.create_task(self._account(), name="engine")
+        self._looking = asyncio.create_task(self._look_for_lost(), name="lost requests")
 
     async def sample(self, request: SampleRequest) -> list[Turn]:
         self._check_running()
@@ -164,7 +171,7 @@ class VllmEngine:
     async def close(self) -> None:
         self._closed = True
         tasks: list[asyncio.Task[Any]] = [task for _, task in self._in_flight.values()]
-        tasks += [task for task in (self._accounting, self._flipping) if task is not None]
+        tasks += [task for task in (self._accounting, self._looking, self._flipping) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -213,9 +220,33 @@ class VllmEngine:
             request.request_id,
             priority=request.ordinal if self._by_priority else 0,
         )
-        last = await self._or_died(_last(outputs))
+        last = await self._or_died(self._answer(request, outputs, most_tokens))
         turns = [self._turn(request, of) for of in sorted(last.outputs, key=lambda of: of.index)]
         return turns * request.n if len(turns) < request.n else turns
+
+    async def _answer(self, request: SampleRequest, outputs: Any, most_tokens: int) -> Any:
+        """Raises SampleLostError if vLLM has lost the request, and aborts it if it ends here otherwise."""
+        answer = asyncio.create_task(_last(outputs))
+        self._lost.begin(answer, time.monotonic(), request.n * most_tokens)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            if self._lost.take_lost(answer):
+                raise SampleLostError(
+                    f"vLLM has not answered {request.request_id} after "
+                    f"{self._config.generator.progress_deadline_s:g} s, though it has made {PATIENCE:g} times as many "
+                    f"tokens of each other request as {request.request_id} may have"
+                ) from None
+            raise
+        finally:
+            self._lost.end(answer)
+
+    async def _look_for_lost(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            counters = self._counters
+            for answer in self._lost.look(time.monotonic(), counters.tokens, counters.waiting > 0):
+                answer.cancel()
 
     def _most_tokens(self, request: SampleRequest) -> int:
         return min(request.sampling.max_tokens, self._config.generator.max_length - len(request.prompt_ids))

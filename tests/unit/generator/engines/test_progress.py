@@ -11,8 +11,8 @@ from waiting import eventually
 
 from asyncrl.errors import DeadlineError
 from asyncrl.generator.engines.http import server
-from asyncrl.generator.engines.http.lost_requests import PATIENCE, LostRequests
 from asyncrl.generator.engines.http.server import LoadMeter, ServerLoad
+from asyncrl.generator.engines.lost_requests import PATIENCE, LostRequests
 from asyncrl.generator.engines.watch import LONGEST_LOOK_S, TOKEN_S, EngineWatch
 from asyncrl.types import NO_VERSION
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from unittest.mock import AsyncMock, Mock
 
+import numpy as np
 import pytest
 from missing import needs_vllm
 from waiting import eventually
 
 from asyncrl.config.schema import Config, GeneratorConfig, ModelConfig
 from asyncrl.errors import RunClosedError, WeightSyncError
+from asyncrl.generator.engines.engine import SampleLostError, SampleRequest
 from asyncrl.generator.engines.vllm import vllm_engine
 from asyncrl.generator.engines.vllm.vllm_engine import VllmEngine
+from asyncrl.types import Sampling
 
 pytestmark = needs_vllm
 
@@ -39,10 +43,13 @@ class StandIn:
         return bool(self.engine_core.resume_scheduler_async.called)
 
 
-async def started(monkeypatch: pytest.MonkeyPatch) -> tuple[VllmEngine, StandIn]:
+async def started(
+    monkeypatch: pytest.MonkeyPatch, progress_deadline_s: float = 60.0
+) -> tuple[VllmEngine, StandIn]:
     llm = StandIn()
     monkeypatch.setattr(vllm_engine, "start_vllm", lambda *_: llm)
-    config = Config(model=ModelConfig(path="x"), generator=GeneratorConfig(engine="vllm"))
+    generator = GeneratorConfig(engine="vllm", progress_deadline_s=progress_deadline_s)
+    config = Config(model=ModelConfig(path="x"), generator=generator)
     engine = VllmEngine(config, "generator-0", ())
     await engine.start()
     return engine, llm
@@ -84,6 +91,41 @@ async def test_a_call_has_the_results_of_all_replicas(monkeypatch: pytest.Monkey
         answers.return_value = [[{"value": 1}], [{"error": "broken", "detail": "no memory"}]]
         with pytest.raises(WeightSyncError, match="rank 1: no memory"):
             await engine.call("asyncrl_staged")
+    finally:
+        await engine.close()
+
+
+async def test_a_request_that_vllm_has_lost_is_aborted_while_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM may have 5 tokens of each of two samples: 10. It makes 4 times as many of others."""
+    monkeypatch.setattr(vllm_engine, "LOOK_S", 0.0)
+    engine, llm = await started(monkeypatch, progress_deadline_s=0.001)
+    aborted = asyncio.Event()
+
+    async def silent(*_: object, **__: object) -> AsyncIterator[None]:
+        try:
+            await asyncio.Event().wait()
+            yield
+        finally:
+            aborted.set()
+
+    llm.generate = silent
+    request = SampleRequest("lost", np.ones(3, np.int64), Sampling(max_tokens=5), ordinal=0, n=2)
+    sample = asyncio.create_task(engine.sample(request))
+    try:
+        await asyncio.sleep(0.01)  # longer than the deadline, and no token
+        assert not sample.done()
+        async with asyncio.timeout(30):
+            for _ in range(39):
+                engine._counters.tokens += 1
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+            assert not sample.done()
+            engine._counters.tokens += 1
+            with pytest.raises(SampleLostError, match="has not answered lost after"):
+                await sample
+            await aborted.wait()
     finally:
         await engine.close()
 

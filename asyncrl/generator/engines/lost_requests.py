@@ -1,4 +1,4 @@
-"""Requests that a server has not answered, and those among them that it has lost.
+"""Requests that a server, or vLLM, has not answered, and those among them that it has lost.
 
 A request is lost if it is old, and the server meanwhile made several times as many tokens of each request, on
 average, as this one may have. So no pause, slow server or long answer makes a request a lost one. While requests wait
