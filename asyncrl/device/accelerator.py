@@ -143,14 +143,14 @@ def unique_names() -> list[str]:
 
 
 def memory_handle(data: torch.Tensor) -> bytes:
-    """For `opened`: the allocation that a view lies in, while that lives; b"" for memory that has no handle."""
+    """For `opened_memory`: the allocation that a view lies in, while that lives; b"" for memory that has no handle."""
     if not shares_memory(data.device):
         return b""
     _, *handle = data.untyped_storage()._share_cuda_()
     return bytes(msgpack.packb([unique_name(data.device), *handle]))
 
 
-def opened(handle: bytes, size: int) -> torch.Tensor:
+def opened_memory(handle: bytes, size: int) -> torch.Tensor:
     """[size] uint8: the allocation of another process. Raises WeightSyncError for a device that is not seen here."""
     name, *rest = msgpack.unpackb(handle)
     if name not in (names := unique_names()):

@@ -12,7 +12,7 @@ from asyncrl.sync.tensors.budget import MemoryPart, learner_parts, total
 
 
 def learner_memory(config: Config, model: ModelCost, learner: PoolShape, streams: int) -> list[MemoryPart]:
-    """Of the learner rank that holds most. streams: generator ranks that it sends to at once."""
+    """The parts of the learner rank that holds most. streams: generator ranks that it sends to at once."""
     layouts = learner_layout(model, learner)
     trained = config.model.lora.rank == 0
     return learner_parts(_largest(layouts), trained, config.sync, layouts.mesh.ranks, streams)
@@ -21,7 +21,7 @@ def learner_memory(config: Config, model: ModelCost, learner: PoolShape, streams
 def generator_memory(
     config: Config, model: ModelCost, pool: PoolShape, learner_ranks: int, device_bytes: int | None
 ) -> list[MemoryPart]:
-    """Of the generator rank that takes most, its KV cache apart."""
+    """The parts of the generator rank that takes most, its KV cache apart."""
     layout = _largest(generator_layout(model, pool))
     return vllm_memory.rank_parts(config, layout, learner_ranks, device_bytes)
 
@@ -42,7 +42,7 @@ def check_memory(
     )
     if config.generator.engine == "vllm":
         ranks = generator_memory(config, model, generators, config.learner.processes, device_bytes)
-        vllm_memory.check_fits(config, ranks, device_bytes)
+        vllm_memory.check_rank_memory(config, ranks, device_bytes)
 
 
 def _largest(layouts: MeshLayout) -> Layout:

@@ -90,7 +90,7 @@ def mapped(size: int, fd: int, handle: bytes) -> torch.Tensor:
     Raises WeightSyncError for a file that is no such segment, or for a GPU that cannot be seen from here.
     """
     if fd < 0:
-        return accelerator.opened(handle, size)
+        return accelerator.opened_memory(handle, size)
     sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
     if not sealed or os.fstat(fd).st_size < size:
         raise WeightSyncError(f"not a shared segment of {size} bytes")

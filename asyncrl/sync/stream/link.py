@@ -194,7 +194,7 @@ class PublisherLink:
         except (DeadlineError, WeightSyncError) as error:
             self._explain(reply, what, error)
         fields = self._wait(reply, f"acknowledgement of {what}", seconds_left())
-        self._check(fields, what)
+        _check_sent(fields, what, self.who, self.whom)
         self.received_bytes = fields["bytes"]
         share = ChecksumShare.from_wire(fields["share"])
         if (
@@ -253,11 +253,12 @@ class PublisherLink:
     def _explain(self, reply: RpcReply, what: str, broken: AsyncRLError) -> None:
         """A broken channel is a symptom: the publisher's reply, if one comes, has the reason."""
         with contextlib.suppress(DeadlineError, RefusedError):
-            self._check(self._wait(reply, what, GRACE_S), what)
+            _check_sent(self._wait(reply, what, GRACE_S), what, self.who, self.whom)
         raise WeightSyncError(f"{self.who}: {what} did not arrive from {self.whom}: {broken}") from broken
 
-    def _check(self, fields: dict[str, Any], what: str) -> None:
-        if fields["status"] == "gone":
-            raise SnapshotEvictedError(fields["detail"])
-        if fields["status"] != "sent":
-            raise WeightSyncError(f"{self.who}: {what} was not sent by {self.whom}: {fields['detail']}")
+
+def _check_sent(fields: dict[str, Any], what: str, who: str, whom: str) -> None:
+    if fields["status"] == "gone":
+        raise SnapshotEvictedError(fields["detail"])
+    if fields["status"] != "sent":
+        raise WeightSyncError(f"{who}: {what} was not sent by {whom}: {fields['detail']}")

@@ -59,7 +59,7 @@ class _Counters:
 
     @property
     def kv_usage(self) -> float:
-        """Of the fullest replica."""
+        """The fullest replica's."""
         return max((usage for _, _, usage in self._load.values()), default=0.0)
 
     def __call__(self, vllm_config: Any, engine_index: int = 0) -> _Counters:
@@ -216,12 +216,12 @@ class VllmEngine:
         prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=f"{self._version}.{self._flipped}")
         outputs = self._llm.generate(
             prompt,
-            self._parameters(request, most_tokens),
+            _sampling_params(request, most_tokens, self._end_ids),
             request.request_id,
             priority=request.ordinal if self._by_priority else 0,
         )
         last = await self._or_died(self._answer(request, outputs, most_tokens))
-        turns = [self._turn(request, of) for of in sorted(last.outputs, key=lambda of: of.index)]
+        turns = [_turn(request, of) for of in sorted(last.outputs, key=lambda of: of.index)]
         return turns * request.n if len(turns) < request.n else turns
 
     async def _answer(self, request: SampleRequest, outputs: Any, most_tokens: int) -> Any:
@@ -250,41 +250,6 @@ class VllmEngine:
 
     def _most_tokens(self, request: SampleRequest) -> int:
         return min(request.sampling.max_tokens, self._config.generator.max_length - len(request.prompt_ids))
-
-    def _parameters(self, request: SampleRequest, most_tokens: int) -> Any:
-        """vLLM gives sample i the seed + i, and each sample its own random generator. One that goes on from tokens gets
-        numbers that none of the others has."""
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-        sampling = request.sampling
-        greedy = sampling.temperature == 0
-        apart = (request.first, request.made) if request.made else ()
-        key = int(stream_key(sampling.seed, request.ordinal, *apart)) % (1 << SEED_BITS)
-        if not apart:
-            key = (key + request.first) % (1 << SEED_BITS)
-        return SamplingParams(
-            n=1 if greedy else request.n,  # n greedy samples are one, n times
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            max_tokens=most_tokens,
-            seed=None if greedy else key,
-            logprobs=0,  # of the sampled token alone
-            flat_logprobs=True,
-            stop_token_ids=self._end_ids,
-            ignore_eos=True,  # the end tokens are named above
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-
-    def _turn(self, request: SampleRequest, made: Any) -> Turn:
-        versions = np.empty(len(made.token_ids), np.int32)
-        for span in made.weight_versions:
-            versions[span.start : span.end] = int(span.version)
-        logprobs = [made.logprobs.logprobs[at] for at in made.logprobs.start_indices] if len(versions) else []
-        finish: Finish = made.finish_reason if made.finish_reason in ("stop", "length") else "abort"
-        return request.turn(made.token_ids, logprobs, versions, finish)
 
     # ---- time and versions
 
@@ -363,3 +328,40 @@ async def _last(outputs: Any) -> Any:
     async for output in outputs:
         last = output
     return last
+
+
+def _sampling_params(request: SampleRequest, most_tokens: int, end_ids: list[int]) -> Any:
+    """vLLM gives sample i the seed + i, and each sample its own random generator. One that goes on from tokens gets
+    numbers that none of the others has."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    sampling = request.sampling
+    greedy = sampling.temperature == 0
+    apart = (request.first, request.made) if request.made else ()
+    key = int(stream_key(sampling.seed, request.ordinal, *apart)) % (1 << SEED_BITS)
+    if not apart:
+        key = (key + request.first) % (1 << SEED_BITS)
+    return SamplingParams(
+        n=1 if greedy else request.n,  # n greedy samples are one, n times
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        max_tokens=most_tokens,
+        seed=None if greedy else key,
+        logprobs=0,  # of the sampled token alone
+        flat_logprobs=True,
+        stop_token_ids=end_ids,
+        ignore_eos=True,  # the end tokens are named above
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _turn(request: SampleRequest, made: Any) -> Turn:
+    versions = np.empty(len(made.token_ids), np.int32)
+    for span in made.weight_versions:
+        versions[span.start : span.end] = int(span.version)
+    logprobs = [made.logprobs.logprobs[at] for at in made.logprobs.start_indices] if len(versions) else []
+    finish: Finish = made.finish_reason if made.finish_reason in ("stop", "length") else "abort"
+    return request.turn(made.token_ids, logprobs, versions, finish)

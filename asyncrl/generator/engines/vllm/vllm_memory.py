@@ -18,7 +18,7 @@ from asyncrl.sync.tensors.budget import MemoryPart, generator_parts, stages_on_d
 def rank_parts(
     config: Config, layout: Layout, learner_ranks: int, device_bytes: int | None = None
 ) -> list[MemoryPart]:
-    """Of a rank that takes `layout`, its KV cache apart. device_bytes: of its device; None: not known, so that
+    """The memory of a rank that takes `layout`, its KV cache apart. device_bytes: of its device; None: unknown, so that
     sync.staging=auto counts as device. The checks of the configuration have seen to the rest."""
     sync, ours = config.sync, config.generator.vllm
     item_bytes = ITEM_BYTES[ours.dtype or config.model.dtype]
@@ -36,7 +36,7 @@ def granted_bytes(config: Config, device_bytes: int) -> int:
     return int(ours.gpu_memory_share * device_bytes) - ((ours.kv_cache_mb or 0) << 20)
 
 
-def check_fits(config: Config, parts: list[MemoryPart], device_bytes: int) -> None:
+def check_rank_memory(config: Config, parts: list[MemoryPart], device_bytes: int) -> None:
     """Raises ConfigError if weights and staging leave nothing for a KV cache."""
     ours, granted = config.generator.vllm, granted_bytes(config, device_bytes)
     needs = ", ".join(f"{part.name} {part.bytes / 1e9:.2f} GB" for part in parts if part.bytes)
@@ -58,6 +58,6 @@ def share_of_vllm(config: Config, device_bytes: int) -> float:
     layouts = generator_layout(cost, PoolShape(tp=config.generator.vllm.tensor_parallel))
     held = layouts.bytes_by_rank()
     parts = rank_parts(config, layouts.rank(held.index(max(held))), config.learner.processes, device_bytes)
-    check_fits(config, parts, device_bytes)
+    check_rank_memory(config, parts, device_bytes)
     reserved = [part for part in parts if part.name != "weights"]
     return config.generator.vllm.gpu_memory_share - total(reserved) / device_bytes

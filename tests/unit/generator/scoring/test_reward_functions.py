@@ -224,7 +224,7 @@ DOCS = Path(__file__).parents[4] / "docs" / "rewards.md"
 
 
 async def test_the_example_of_the_how_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings, functions, _ = re.findall(r"```(?:yaml|python)\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    settings, functions, *_ = re.findall(r"```(?:yaml|python)\n(.*?)```", DOCS.read_text(), re.DOTALL)
     (tmp_path / "config.yaml").write_text("model: {path: x}\ntasks: {source: x}\n" + settings)
     (tmp_path / "my_rewards.py").write_text(functions)
     monkeypatch.chdir(tmp_path)
