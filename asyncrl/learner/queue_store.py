@@ -108,10 +108,10 @@ def _gather(registry: PostRegistry, name: str, own: str, world: int, end: float,
 def _join(registry: PostRegistry, name: str, own: str, rank: int, end: float, deadline_s: float) -> str:
     registry.post(f"ranks/{name}/join/{rank}", own)
     while True:
-        meeting = _found(registry, f"ranks/{name}/meeting")
-        if meeting is not None and len(meeting[1]) >= rank and meeting[1][rank - 1] == own:
-            registry.post(f"ranks/{name}/ack/{rank}", [meeting[0], own])
-            return str(meeting[0])
+        match _found(registry, f"ranks/{name}/meeting"):
+            case [str(word), [*words]] if len(words) >= rank and words[rank - 1] == own:
+                registry.post(f"ranks/{name}/ack/{rank}", [word, own])
+                return word
         _wait(end, f"{name} rank {rank}", "rank 0", deadline_s)
 
 
@@ -197,4 +197,7 @@ class QueueStore(dist.Store):
     def _value(self, key: str) -> bytes | None:
         """The value of a key; None if no rank of this start has set it."""
         found = _found(self._registry, self._prefix + key)
-        return bytes(found[1]) if found is not None and found[0] == self._word else None
+        match found:
+            case [self._word, bytes(value)]:
+                return value
+        return None

@@ -134,3 +134,16 @@ def test_a_value_is_replaced_where_it_is_the_expected_one() -> None:
     assert second.compare_set("owner", "a", "b") == b"b"
     assert first.add("count", 2) == 2
     assert second.add("count", 3) == 5
+
+
+@pytest.mark.parametrize("entry", [7, ["word"], ["word", 7]], ids=repr)
+def test_an_entry_of_another_form_counts_as_none(entry: Any) -> None:
+    """A peer with the run's keys has filled the keys of a start with it."""
+    entries = Entries({f"ranks/learner/{key}": entry for key in ("join/1", "ack/1", "meeting")})
+    stores = met(entries, 2)
+    word = entries["ranks/learner/meeting"][0]
+    for held in (None, 7, "word", {}, [], [word], [word, ["x"]], [word, 1 << 62], [word, b"", 1]):
+        entries["ranks/learner/store/address"] = held
+        assert not stores[0].check(["address"])
+    stores[1].set("address", b"of now")
+    assert stores[0].get("address") == b"of now"
