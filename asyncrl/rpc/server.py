@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import zmq
 
@@ -32,6 +32,15 @@ from asyncrl.rpc.sockets import HandshakeGuard, Wakeup, allow_open_files
 
 LONGEST_WAIT_S = 3600.0
 """Longest time that a request may be parked."""
+
+LONGEST_DETAIL = 1024
+"""Characters of an error: it may quote the request."""
+
+LARGE_BYTES, MOST_LARGE = 1 << 16, 4
+"""Size of a large reply, and how many of them a peer may leave unread; a further one is refused as `busy`."""
+
+UNREAD_MS = 60_000
+"""After this long a connection that takes no bytes is cut."""
 
 LINGER_MS = 500
 """How long `close` waits for replies that have not left yet."""
@@ -96,12 +105,14 @@ class RpcServer:
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.LINGER, LINGER_MS)
         self._router.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
+        self._router.setsockopt(zmq.TCP_MAXRT, UNREAD_MS)
         self._guard = HandshakeGuard(self._router, keys)
         self._router.setsockopt(zmq.IPV6, ":" in address)
         self.endpoint = f"tcp://{in_url(host)}:{self._bound(address, ports, name)}"
         self._wakeup = Wakeup()
         self._closing = False
         self._outbox: deque[tuple[RpcRequest, str, Fields]] = deque()
+        self._unread: dict[bytes, list[zmq.MessageTracker]] = {}  # large replies by peer
         self._parked: dict[bytes, _Parked] = {}  # by peer
         self._thread = threading.Thread(target=self._run, name=f"RPC server, {name}", daemon=True)
         self._thread.start()
@@ -126,7 +137,8 @@ class RpcServer:
         """
         if not 0 <= wait_s <= LONGEST_WAIT_S:
             raise ValueError(f"a wait of {wait_s} s is not within 0 and {LONGEST_WAIT_S}")
-        self._parked[request.peer] = _Parked(request, retry, time.monotonic() + wait_s, otherwise)
+        kept = replace(request, fields={})  # they may be large, and its peer may be gone
+        self._parked[request.peer] = _Parked(kept, retry, time.monotonic() + wait_s, otherwise)
 
     def wake(self) -> None:
         """Try parked requests again. From any thread."""
@@ -172,9 +184,22 @@ class RpcServer:
             self._retry_parked()
             while self._outbox:
                 request, verdict, fields = self._outbox.popleft()
-                self._router.send_multipart([request.peer, encode(request.number, verdict, fields)])
+                self._send(request, encode(request.number, verdict, fields))
         self._guard.close()
         self._router.close()
+
+    def _send(self, request: RpcRequest, reply: bytes) -> None:
+        if len(reply) <= LARGE_BYTES:
+            self._router.send_multipart([request.peer, reply])
+            return
+        waiting = {peer: [one for one in sent if not one.done] for peer, sent in self._unread.items()}
+        self._unread = {peer: sent for peer, sent in waiting.items() if sent}
+        sent = self._unread.setdefault(request.peer, [])
+        if len(sent) >= MOST_LARGE:
+            self._fail(request, "busy", "it has left large replies unread")
+            return
+        self._router.send(request.peer, zmq.SNDMORE)
+        sent.append(self._router.send(reply, copy=False, track=True))
 
     def _until_next_deadline_ms(self) -> int | None:
         if not self._parked:
@@ -210,7 +235,7 @@ class RpcServer:
     def _fail(self, request: RpcRequest, reason: str, detail: str) -> None:
         self.malformed += reason == "malformed"
         self._parked.pop(request.peer, None)
-        self._outbox.append((request, ERROR, {"reason": reason, "detail": detail}))
+        self._outbox.append((request, ERROR, {"reason": reason, "detail": detail[:LONGEST_DETAIL]}))
 
     def _retry_parked(self) -> None:
         for peer, parked in list(self._parked.items()):

@@ -33,6 +33,8 @@ SECRET_BYTES = 32
 MOST_CALLERS = 64
 CREDENTIALS = struct.Struct("3i")
 """SO_PEERCRED: process, user, group."""
+TIMEVAL = struct.Struct("ll")
+"""SO_SNDTIMEO: seconds, microseconds."""
 
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 """Seconds of silence, seconds between probes, probes: by these the kernel notices that the other machine is gone."""
@@ -192,14 +194,26 @@ def _tcp_connection(address: Sequence[Any], deadline: float) -> socket.socket:
 def _unix_connection(name: str, deadline: float) -> socket.socket:
     joined = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        joined.settimeout(_seconds(deadline))
-        joined.connect(f"\0{name}")
+        _connect_in_turn(joined, f"\0{name}", _seconds(deadline))
         if _user(joined) != os.getuid():
             raise OSError("the other end belongs to another user")
     except OSError:
         joined.close()
         raise
     return joined
+
+
+def _connect_in_turn(joined: socket.socket, name: str, seconds: float) -> None:
+    """Wait where others wait too. With a timeout of Python's, Linux refuses a caller beyond the listener's queue, which
+    other users of the machine can fill. Raises TimeoutError."""
+    whole = int(seconds)
+    joined.setsockopt(
+        socket.SOL_SOCKET, socket.SO_SNDTIMEO, TIMEVAL.pack(whole, int(1e6 * (seconds - whole)))
+    )
+    try:
+        joined.connect(name)
+    except BlockingIOError as full:
+        raise TimeoutError from full
 
 
 def _ready(joined: socket.socket) -> socket.socket:

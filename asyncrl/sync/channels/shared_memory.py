@@ -126,7 +126,8 @@ def shared_views(
         offset, *strides = numbers[at : at + 1 + tensor.dim()]
         at += 1 + tensor.dim()
         item, span = tensor.element_size(), _span(tensor.shape, strides)
-        if min(offset, *strides, 0) < 0 or offset % item or offset + span * item > len(memory):
+        inside = min(offset, *strides, 0) >= 0 and max(0, *strides, offset + span * item) <= len(memory)
+        if not inside or offset % item:
             raise WeightSyncError(
                 f"a tensor at byte {offset} with strides {strides} of a segment of {len(memory)}"
             )

@@ -51,6 +51,9 @@ LONGEST = 1 << 16
 MOST_PARTS = 1024
 """Bytes of a packet, and tensors in one."""
 
+MOST_ARRIVED = 64
+"""Packets with tensors that nobody expects yet: each may bring a segment, and a process can map some 65,000."""
+
 LEAST_SLOT = 4096
 
 
@@ -190,15 +193,15 @@ class ShmChannel(ChannelEnd):
             kind, number, count, length, size = PACKET.unpack_from(packet)
             if kind == TAKEN and self._leaving:
                 self._taken()
-            elif kind == DATA and count <= LONGEST:
+            elif kind == DATA and count <= LONGEST and len(self._arrived) < MOST_ARRIVED:
                 numbers = struct.unpack_from(f"<{count}Q", packet, PACKET.size)
                 if number not in self._mapped:
                     handle = packet[PACKET.size + 8 * count :]
                     self._mapped[number] = mapped(size, fds[0] if fds else -1, handle)
                 self._arrived.append(Arrived(self._mapped[number], numbers, length))
             else:
-                raise self.breaks(f"a packet of kind {kind} came")
-        except (OSError, struct.error, WeightSyncError) as error:
+                raise self.breaks(f"a packet of kind {kind} came, and {len(self._arrived)} wait")
+        except (OSError, ValueError, struct.error, WeightSyncError) as error:
             raise self.breaks(error) from error
         finally:
             for fd in fds:

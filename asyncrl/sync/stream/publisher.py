@@ -19,7 +19,7 @@ from typing import Any
 
 from asyncrl.config.schema import SyncConfig
 from asyncrl.device.streams import SideStream
-from asyncrl.errors import RefusedError
+from asyncrl.errors import RefusedError, WireError
 from asyncrl.rpc.keys import ClientKeys
 from asyncrl.rpc.message import Fields
 from asyncrl.rpc.server import RpcRequest
@@ -36,6 +36,8 @@ from asyncrl.sync.stream.version_server import Handler, VersionServer
 from asyncrl.sync.tensors.checksum import ChecksumShare
 from asyncrl.sync.tensors.shards import Shards
 from asyncrl.types import Version
+
+LONGEST_TEXT = 512
 
 log = logging.getLogger(__name__)
 
@@ -213,9 +215,9 @@ class Publisher(RankPublisher):
         fields = request.fields
         endpoint = fields["endpoint"]
         joined = Joined(
-            Member(str(fields["who"]), str(fields["host"]), str(fields["layout"])),
+            Member(str(fields["who"]), _text(fields["host"]), _text(fields["layout"])),
             int(fields["bytes"]),
-            None if endpoint is None else str(endpoint),
+            None if endpoint is None else _text(endpoint),
         )
         self._members.join(joined)
         return {}
@@ -247,3 +249,10 @@ class Publisher(RankPublisher):
         if not self._members.seen(who):
             raise RefusedError("member", f"{who} must join the generators of {self.name} again")
         return who
+
+
+def _text(word: object) -> str:
+    """A field that is kept as long as its member. Raises WireError."""
+    if not isinstance(word, str) or len(word) > LONGEST_TEXT:
+        raise WireError(f"the words of a member are texts of at most {LONGEST_TEXT} characters")
+    return word

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import torch
 
 from asyncrl.device.streams import SideStream
-from asyncrl.errors import DeadlineError, WeightSyncError
+from asyncrl.errors import DeadlineError, RefusedError, WeightSyncError
 from asyncrl.rpc.message import Fields
 from asyncrl.rpc.sockets import Wakeup
 from asyncrl.sync.channels.channel import Channel, Meeting
@@ -46,6 +46,9 @@ HUNG_UP = getattr(select, "POLLRDHUP", select.POLLHUP)
 
 FAST_BYTES_S, LATENCY_S = 1e9, 0.05
 """A link that takes longer for a full stream is slow. Deltas are made at about that speed by one core."""
+
+MOST_JOBS = 4
+"""Transfers that wait for one subscriber, which takes one at a time."""
 
 COUNTED = ("transfers", "bytes", "failures", "taken_back", "delta_bytes")
 
@@ -138,12 +141,15 @@ class Sender:
     def submit(self, pin: Pin, base: Version | None) -> Future[Fields] | None:
         """Send the pinned version. base: the one that the subscriber has whole.
 
-        Returns a future of the acknowledgement, which never gets an exception; None if this sender has ended.
+        Returns a future of the acknowledgement, which never gets an exception; None if this sender has ended. Raises
+        RefusedError("busy") where MOST_JOBS wait already.
         """
         job = _Job(pin, base)
         with self._lock:
             if self.ended:
                 return None
+            if self._jobs.qsize() >= MOST_JOBS:
+                raise RefusedError("busy", f"{self.who} has {MOST_JOBS} transfers that wait")
             self._jobs.put(job)
             self._woken.set()
         return job.result

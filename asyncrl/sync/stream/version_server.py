@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from asyncrl.config.schema import SyncConfig
 from asyncrl.errors import RefusedError, WireError
@@ -152,8 +153,10 @@ class VersionServer:
         self._release_of(self._sender(request))
         version = int(request.fields["version"])
 
+        asked = replace(request, fields={name: request.fields[name] for name in ("who", "session")})
+
         def try_pin() -> Fields | None:
-            sender = self._sender(request)  # it may have ended meanwhile
+            sender = self._sender(asked)  # it may have ended meanwhile
             try:
                 sender.pin = self._source.pin(version, sender.who)
             except LookupError:
@@ -173,7 +176,8 @@ class VersionServer:
         result = sender.submit(sender.pin, request.fields.get("base"))
         if result is None:
             raise RefusedError("session", f"{sender.who} must attach to {self.name} again")
-        result.add_done_callback(lambda sent: self.server.reply(request, sent.result()))
+        asked = replace(request, fields={})
+        result.add_done_callback(lambda sent: self.server.reply(asked, sent.result()))
 
     def _unpin(self, request: RpcRequest) -> Fields:
         self._release_of(self._sender(request))

@@ -97,6 +97,24 @@ def test_the_oldest_of_too_many_strangers_is_sent_away(threads: ThreadPoolExecut
         target.close()
 
 
+def test_strangers_who_fill_the_queue_of_a_listener_keep_nobody_out(threads: ThreadPoolExecutor) -> None:
+    """Those of other users can do so too, before the listener sends them away."""
+    listener = listen("shm", "127.0.0.1")
+    with ExitStack() as stack:
+        with suppress(BlockingIOError):  # it is full
+            while True:
+                stranger = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                stranger.setblocking(False)
+                stranger.connect(f"\0{listener.offer['address']}")
+        with pytest.raises(DeadlineError, match=r"generator-0 waited 0\.1 s for learner rank 0"):
+            connect("shm", listener.offer, meeting(TARGET, 0.1))
+        target = threads.submit(connect, "shm", listener.offer, meeting(TARGET))
+        source = accept("shm", listener, meeting(SOURCE))
+        assert carries(source, target.result(WAIT_S))
+        source.close()
+        target.result(WAIT_S).close()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_secret_in_two_parts_is_one(kind: Kind, threads: ThreadPoolExecutor) -> None:
     with admitting(kind, threads) as (listener, admitted), called(listener) as caller:

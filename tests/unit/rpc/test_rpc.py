@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
+import psutil
 import pytest
 import zmq
 
 from asyncrl.errors import ConfigError, DeadlineError, RefusedError, WeightSyncError
 from asyncrl.rpc.client import RpcClient
-from asyncrl.rpc.message import Fields
-from asyncrl.rpc.server import RpcRequest, RpcServer
+from asyncrl.rpc.message import Fields, decode, encode
+from asyncrl.rpc.server import LONGEST_DETAIL, RpcRequest, RpcServer
 
 WAIT_S = 20.0
+MANY, LARGE = 40, 4 << 20
 
 
 def test_without_keys_a_server_listens_on_loopback_alone() -> None:
@@ -28,6 +31,7 @@ class Counter:
     def __init__(self) -> None:
         self.later: Fields | None = None
         self.late: list[RpcRequest] = []
+        self.large = 0
         self.came = threading.Event()
         self.server = RpcServer("127.0.0.1", "counter", self.handle)
 
@@ -40,8 +44,13 @@ class Counter:
             case "late":
                 self.late.append(request)
                 self.came.set()
+            case "large":
+                self.large += 1
+                if self.large == MANY:
+                    self.came.set()
+                return {"bytes": bytes(LARGE)}
             case "refused":
-                raise RefusedError("full", "no room")
+                raise RefusedError("full", request.fields.get("why", "no room"))
         return None
 
 
@@ -87,6 +96,60 @@ def test_a_refusal_names_the_server(counter: Counter, connect: Callable[[str], R
     with pytest.raises(RefusedError, match="malformed"):
         client.call("now", {}, "a product", WAIT_S)
     assert counter.server.malformed == 1
+
+
+def test_an_error_quotes_no_more_of_a_request_than_a_bound(
+    counter: Counter, connect: Callable[[str], RpcClient]
+) -> None:
+    client = connect(counter.server.endpoint)
+    for reply in (client.request("refused", {"why": "x" * 100_000}), client.request("now", {"number": None})):
+        with pytest.raises(RefusedError) as refused:
+            client.wait(reply, "room", WAIT_S)
+        assert len(str(refused.value)) < 2 * LONGEST_DETAIL
+
+
+def test_a_peer_that_leaves_large_replies_unread_gets_no_more_of_them(counter: Counter) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as silent:
+        silent.setsockopt(zmq.LINGER, 0)
+        silent.setsockopt(zmq.RCVHWM, 1)
+        silent.connect(counter.server.endpoint)
+
+        def answer() -> str:
+            assert silent.poll(1000 * WAIT_S)
+            _, verdict, fields = decode(silent.recv())
+            return str(fields.get("reason", verdict))
+
+        for number in range(MANY):
+            silent.send(encode(number, "large", {}))
+        assert counter.came.wait(WAIT_S)
+        assert set(answers := [answer() for _ in range(MANY)]) == {"ok", "busy"}
+        assert answers.count("ok") < MANY // 2, "those of the server, and those on their way"
+        silent.send(encode(0, "large", {}))
+        assert answer() == "ok"
+
+
+@pytest.mark.slow
+def test_a_peer_that_takes_nothing_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch, connect: Callable[[str], RpcClient]
+) -> None:
+    monkeypatch.setattr("asyncrl.rpc.server.UNREAD_MS", 500)
+    counter = Counter()
+    with closing(counter.server), zmq.Context() as context, context.socket(zmq.DEALER) as silent:
+        port = int(counter.server.endpoint.rpartition(":")[2])
+
+        def connected() -> int:
+            every = psutil.Process().net_connections("tcp")
+            return sum(one.laddr.port == port and one.status == "ESTABLISHED" for one in every)
+
+        for option, value in ((zmq.RCVHWM, 1), (zmq.RCVBUF, 4096), (zmq.LINGER, 0)):
+            silent.setsockopt(option, value)
+        silent.connect(counter.server.endpoint)
+        for number in range(MANY):
+            silent.send(encode(number, "large", {}))
+        assert counter.came.wait(WAIT_S)
+        client, end = connect(counter.server.endpoint), time.monotonic() + WAIT_S
+        while client.call("now", {"number": 1}, "a product", WAIT_S) and connected() > 1:
+            assert time.monotonic() < end
 
 
 def test_a_reply_after_the_deadline_is_ignored(counter: Counter, connect: Callable[[str], RpcClient]) -> None:

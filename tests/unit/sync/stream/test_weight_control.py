@@ -17,6 +17,7 @@ from asyncrl.errors import WeightSyncError
 from asyncrl.rpc.keys import ClientKeys, client_keys, make_keys
 from asyncrl.rpc.message import PROTOCOL
 from asyncrl.rpc.server import LONGEST_WAIT_S
+from asyncrl.sync.stream.sender import MOST_JOBS
 
 closing = pytest.fixture(closing_all)
 
@@ -142,6 +143,35 @@ def test_a_wait_that_is_no_time_is_refused(wait_s: float, closing: Callable) -> 
             assert dealer.poll(10_000)
             answers.append(msgpack.unpackb(dealer.recv())[1:3])
     assert answers == [[1, "ok"], [2, "error"]]
+
+
+def test_what_a_peer_makes_a_rank_keep_is_bounded(closing: Callable) -> None:
+    """It never enters its channel, so that no transfer ends."""
+    learner = closing(Learner(SMALL, 1, CONFIG))
+    learner.publish(0)
+    server = learner.publishers[0]._server.server
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.connect(learner.endpoints[0])
+        asked = {"lineage": 1, "who": "g", "session": 1, "version": 0, "junk": "x" * 100_000}
+
+        def answer(kind: str, **fields: Any) -> list[Any]:
+            dealer.send(msgpack.packb([PROTOCOL, 1, kind, {**asked, **fields}]))
+            assert dealer.poll(10_000)
+            return list(msgpack.unpackb(dealer.recv())[2:])
+
+        assert answer("attach", plan=PLAN, place=PLACE)[0] == "ok"
+        assert answer("pin", wait_s=0.0) == ["ok", {"pinned": True}]
+        for _ in range(MOST_JOBS):
+            dealer.send(msgpack.packb([PROTOCOL, 1, "send", asked]))
+        assert answer("send")[1]["reason"] == "busy"
+        dealer.send(msgpack.packb([PROTOCOL, 1, "pin", {**asked, "version": 1, "wait_s": 60.0}]))
+        assert answer("alive")[0] == "ok"
+        assert [parked.request.fields for parked in server._parked.values()] == [{}]
+        place = {"host": "h", "layout": "l", "bytes": 1, "endpoint": None}
+        assert answer("join", **place)[0] == "ok"
+        for name in ("host", "layout", "endpoint"):
+            assert answer("join", **{**place, name: "x" * 1000})[1]["reason"] == "malformed"
 
 
 def test_a_peer_waits_for_one_thing_at_a_time(closing: Callable) -> None:
