@@ -111,7 +111,12 @@ class Header:
     def is_before(self, found: bytes, where: str, remedy: str) -> bool:
         """Whether `found` has the earlier schema. JournalError if it has neither, or is another run's."""
         if found not in (self.packed, self._before):
-            run = msgpack.unpackb(found)["run"]
+            try:
+                run = msgpack.unpackb(found)["run"]
+            except Exception as error:
+                raise JournalError(
+                    f"{where} begins with {found[:80]!r}, which is no header. Remedy: {remedy}"
+                ) from error
             if run != self._run:
                 raise JournalError(f"{where} is of run {run!r}, not {self._run!r}")
             raise JournalError(

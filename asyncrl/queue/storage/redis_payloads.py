@@ -20,8 +20,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import msgpack
+import msgspec
 from redis.client import Pipeline
 
+from asyncrl.errors import JournalError
 from asyncrl.queue.storage.redis_run import RedisRun
 from asyncrl.queue.storage.store import Frames, PayloadKey
 
@@ -67,6 +69,10 @@ return 1
 delete."""
 
 
+_decode_key = msgspec.msgpack.Decoder(PayloadKey).decode
+_decode_entry = msgspec.msgpack.Decoder(tuple[str, int, int, int]).decode
+
+
 @dataclass(frozen=True, slots=True)
 class PayloadEntry:
     name: str
@@ -91,7 +97,13 @@ class RedisPayloads:
         self.nbytes = 0
         found = run.call(lambda: dict(run.client.hgetall(self._index)))
         for field, packed in found.items():
-            self._note(PayloadKey(*msgpack.unpackb(field)), PayloadEntry(*msgpack.unpackb(packed)))
+            try:
+                key, entry = _decode_key(field), _decode_entry(packed)
+            except msgspec.MsgspecError as error:
+                raise JournalError(
+                    f"{self._index} at {run.where} has what no broker wrote: {error}"
+                ) from error
+            self._note(key, PayloadEntry(*entry))
         keys = list(self._entries)
         for at in range(0, len(keys), BATCH):
             self._adopt_some(keys[at : at + BATCH])

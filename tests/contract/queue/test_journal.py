@@ -491,3 +491,14 @@ def test_the_redis_journal_of_another_version_is_refused(redis_server: RedisServ
     read(RedisJournal(RedisRun(redis_server.url, "it")))
     with pytest.raises(JournalError, match="another version"):
         read(RedisJournal(RedisRun(redis_server.url, "it"), schema="Leased(ordinal)"))
+
+
+@pytest.mark.parametrize("header", [b"x", b"\xc1", b"\x81\xa1a\x00"])
+def test_a_redis_journal_that_begins_with_anything_else_is_refused(
+    header: bytes, redis_server: RedisServer
+) -> None:
+    redis_server.client.rpush("asyncrl:{it}:journal", header)
+    with pytest.raises(
+        JournalError, match=r"journal of run it at redis://.* is no header. Remedy: choose another"
+    ):
+        read(RedisJournal(RedisRun(redis_server.url, "it")))

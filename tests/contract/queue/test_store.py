@@ -372,6 +372,17 @@ def test_what_an_old_broker_writes_is_in_no_index_and_expires(redis_server: Redi
     assert 0 < lives[b"asyncrl:{it}:payload:1-2"] <= 600
 
 
+@pytest.mark.parametrize(
+    ("field", "entry"), [(b"x", b"y"), (b"\x93\xa1a\x00\xa1b", b"\x94\xa1n\x01\x01\xa1x")]
+)
+def test_an_index_with_what_no_broker_wrote_is_refused_by_name(
+    field: bytes, entry: bytes, redis_server: RedisServer
+) -> None:
+    redis_server.client.hset("asyncrl:{it}:index", field, entry)
+    with pytest.raises(JournalError, match=r"asyncrl:\{it\}:index at redis://.* has what no broker wrote"):
+        RedisPayloads(RedisRun(redis_server.url, "it"))
+
+
 def test_nothing_is_left_of_what_is_dropped(redis_server: RedisServer) -> None:
     store = PayloadStore(RedisPayloads(RedisRun(redis_server.url, "it")), durable=True)
     for ordinal in range(200):
