@@ -8,6 +8,7 @@ from contextlib import suppress
 import msgpack
 import pytest
 from cutting_proxy import CuttingProxy
+from processes import until
 from redis_server import RedisServer
 
 from asyncrl.errors import JournalError
@@ -110,6 +111,8 @@ def test_a_broker_that_takes_over_at_the_cut_has_all_or_nothing_of_it(
             first.go_on()
             assert not next_ones
             next_ones.append(Broker(redis_server.port, run))
+        # The first one may have failed before the constructor of the second has returned.
+        until(lambda next_ones=next_ones: next_ones, "the broker that takes over")
         (second,) = next_ones
         stamps = dict(second.payloads.stamps())
         assert (stamps, second.found) in (
