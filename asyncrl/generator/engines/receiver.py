@@ -8,6 +8,7 @@ parts, `http/sglang_server.py` for servers that load folders.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
@@ -31,6 +32,9 @@ from asyncrl.sync.tensors.shards import BoxTensors, Shards, TensorBuffer, layout
 from asyncrl.types import Version
 
 log = logging.getLogger(__name__)
+
+CLOSE_S = 5.0
+"""Longest wait for a transfer under way, at the end."""
 
 
 class LostWeightsError(Exception):
@@ -141,7 +145,13 @@ class WeightReceiver(ABC):
         await self._thread(self._opened.held, version)
 
     async def close(self) -> None:
-        await self._leave()
+        """Leave the learner. A transfer that hangs does not keep the process from its end: the learner sees its
+        connection close."""
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await self._leave()
+        except TimeoutError:
+            log.warning("a transfer of weights hangs: its thread ends with the process")
         self._thread.close()
 
     @property
