@@ -5,8 +5,6 @@ from __future__ import annotations
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.rules import require
 from asyncrl.generator.engines.vllm import vllm_memory
-from asyncrl.sync.layout.layout import Layout
-from asyncrl.sync.layout.sharding import MeshLayout
 from asyncrl.sync.plan.cost_model import ModelCost, PoolShape, generator_layout, learner_layout
 from asyncrl.sync.tensors.budget import MemoryPart, learner_parts, total
 
@@ -15,14 +13,14 @@ def learner_memory(config: Config, model: ModelCost, learner: PoolShape, streams
     """The parts of the learner rank that holds most. streams: generator ranks that it sends to at once."""
     layouts = learner_layout(model, learner)
     trained = config.model.lora.rank == 0
-    return learner_parts(_largest(layouts), trained, config.sync, layouts.mesh.ranks, streams)
+    return learner_parts(layouts.largest, trained, config.sync, layouts.mesh.ranks, streams)
 
 
 def generator_memory(
     config: Config, model: ModelCost, pool: PoolShape, learner_ranks: int, device_bytes: int | None
 ) -> list[MemoryPart]:
     """The parts of the generator rank that takes most, its KV cache apart."""
-    layout = _largest(generator_layout(model, pool))
+    layout = generator_layout(model, pool).largest
     return vllm_memory.rank_parts(config, layout, learner_ranks, device_bytes)
 
 
@@ -43,8 +41,3 @@ def check_memory(
     if config.generator.engine == "vllm":
         ranks = generator_memory(config, model, generators, config.learner.processes, device_bytes)
         vllm_memory.check_rank_memory(config, ranks, device_bytes)
-
-
-def _largest(layouts: MeshLayout) -> Layout:
-    held = layouts.bytes_by_rank()
-    return layouts.rank(held.index(max(held)))

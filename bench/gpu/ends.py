@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from statistics import median
+from threading import Thread
 from typing import Any
 
 import torch
@@ -145,8 +146,6 @@ class _Later:
     """The version in the parent's next line, once that has come."""
 
     def __init__(self, talk: Talk) -> None:
-        from threading import Thread
-
         self.version: int | None = None
         self._talk = talk
         Thread(target=self._listen, daemon=True).start()

@@ -11,10 +11,20 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Generic, NamedTuple, TypeVar
 
+from asyncrl.generator.engines.engine import SampleLostError
+
 R = TypeVar("R", bound=Hashable)
 
 PATIENCE = 4.0
 """How many times as many tokens as the request may have."""
+
+
+def lost_error(engine: str, name: str, deadline_s: float) -> SampleLostError:
+    """The error of a lost request. engine: that has lost it"""
+    return SampleLostError(
+        f"{engine} has not answered {name} after {deadline_s:g} s, though it has made {PATIENCE:g} times as many "
+        f"tokens of each other request as {name} may have"
+    )
 
 
 class _Owed(NamedTuple):

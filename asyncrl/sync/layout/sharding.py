@@ -187,6 +187,12 @@ class MeshLayout:
                 held[first + rank] += count * param.bytes
         return held
 
+    @property
+    def largest(self) -> dict[str, ParamLayout]:
+        """The layout of the rank that holds most bytes."""
+        held = self.bytes_by_rank()
+        return self.rank(held.index(max(held)))
+
     def _form(self, sharding: Sharding) -> _Form:
         fixed = tuple(axis for axis, _ in sharding.at)
         key = (sharding.shape, sharding.dtype, sharding.splits, fixed)

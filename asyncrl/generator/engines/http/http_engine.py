@@ -38,7 +38,7 @@ from asyncrl.generator.engines.http.server import (
     ServerRequest,
     check_whole,
 )
-from asyncrl.generator.engines.lost_requests import PATIENCE, LostRequests
+from asyncrl.generator.engines.lost_requests import LostRequests, lost_error
 from asyncrl.generator.engines.receiver import WeightReader, WeightReceiver
 from asyncrl.telemetry.spans import Spans
 from asyncrl.types import NO_VERSION, Finish, Turn, Version
@@ -256,10 +256,7 @@ class HttpEngine:
         except asyncio.CancelledError:
             if self._lost.take_lost(answer):
                 self._background(_abort_once(self._server, name))
-                raise SampleLostError(
-                    f"the server has not answered {name} after {self._config.progress_deadline_s:g} s, though it has "
-                    f"made {PATIENCE:g} times as many tokens of each other sample as {name} may have"
-                ) from None
+                raise lost_error("the server", name, self._config.progress_deadline_s) from None
             if answer.cancelled() and not _is_cancelled():
                 raise UnreachableError("its weights were lost meanwhile") from None
             if not self._closed:

@@ -21,8 +21,8 @@ import numpy as np
 from asyncrl.config.schema import Config
 from asyncrl.counter_rng import stream_key
 from asyncrl.errors import ProcessDiedError, RunClosedError
-from asyncrl.generator.engines.engine import SampleLostError, SampleRequest, check_fits, span_seconds
-from asyncrl.generator.engines.lost_requests import PATIENCE, LostRequests
+from asyncrl.generator.engines.engine import SampleRequest, check_fits, span_seconds
+from asyncrl.generator.engines.lost_requests import LostRequests, lost_error
 from asyncrl.generator.engines.receiver import WeightReader, WeightReceiver
 from asyncrl.generator.engines.vllm.vllm_plugin import FORGET_PREFIXES
 from asyncrl.generator.engines.vllm.vllm_start import check_vllm, start_vllm
@@ -232,11 +232,8 @@ class VllmEngine:
             return await answer
         except asyncio.CancelledError:
             if self._lost.take_lost(answer):
-                raise SampleLostError(
-                    f"vLLM has not answered {request.request_id} after "
-                    f"{self._config.generator.progress_deadline_s:g} s, though it has made {PATIENCE:g} times as many "
-                    f"tokens of each other request as {request.request_id} may have"
-                ) from None
+                deadline_s = self._config.generator.progress_deadline_s
+                raise lost_error("vLLM", request.request_id, deadline_s) from None
             raise
         finally:
             self._lost.end(answer)

@@ -31,7 +31,7 @@ def rank_parts(
 
 
 def granted_bytes(config: Config, device_bytes: int) -> int:
-    """What weights and staging may take of a device, with a KV cache of generator.vllm.kv_cache_mb beside them."""
+    """Bytes of a device that weights and staging may take, a KV cache of generator.vllm.kv_cache_mb apart."""
     ours = config.generator.vllm
     return int(ours.gpu_memory_share * device_bytes) - ((ours.kv_cache_mb or 0) << 20)
 
@@ -56,8 +56,7 @@ def share_of_vllm(config: Config, device_bytes: int) -> float:
     """The share of its device that vLLM may take: without what is reserved for staging. Raises ConfigError."""
     cost = ModelCost(*checkpoint_shapes(config.model))
     layouts = generator_layout(cost, PoolShape(tp=config.generator.vllm.tensor_parallel))
-    held = layouts.bytes_by_rank()
-    parts = rank_parts(config, layouts.rank(held.index(max(held))), config.learner.processes, device_bytes)
+    parts = rank_parts(config, layouts.largest, config.learner.processes, device_bytes)
     check_rank_memory(config, parts, device_bytes)
     reserved = [part for part in parts if part.name != "weights"]
     return config.generator.vllm.gpu_memory_share - total(reserved) / device_bytes
