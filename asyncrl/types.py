@@ -8,7 +8,11 @@
 A reward function may return `Step` and `Scored`. `MicroBatch`, the learner's batch of groups, needs torch and is in
 `learner/data/batch.py`.
 
+A rollout is one context, or several segments one after another, each a context of its own: a sub-agent, a history that
+was rewritten, a prompt that the environment composed. No token sees another segment, and positions begin anew.
+
 Axes:  n rollouts of a group · L tokens of one rollout · N tokens of a whole group, rollouts one after another
+       D segments of all of them
 """
 
 from __future__ import annotations
@@ -35,18 +39,24 @@ Finish = Literal["stop", "length", "abort"]
 
 Array = np.ndarray
 
-COLUMNS: Mapping[str, str] = {"step": "int32", "anchor": "int64", "step_rewards": "float32"}
+COLUMNS: Mapping[str, str] = {
+    "step": "int32",
+    "anchor": "int64",
+    "step_rewards": "float32",
+    "segment": "int32",
+}
 """Columns that a rollout may carry, and their dtypes; one value per token.
 
 step          index of the step (turn of an agent, line of a proof) within its rollout, from 0; -1 where the mask is 0
               and where the policy's token belongs to no step
 anchor        a hash of the state that the step began in; equal states of one task have equal hashes. 0 where step is -1
 step_rewards  a step's own reward on its last policy token, else 0. `Rollout.reward` includes it
+segment       index of the token's segment within its rollout: 0, then the same or one more from token to token. Without
+              the column each rollout is one segment
 """
 
-
 WITHOUT_STEPS: Mapping[str, int] = {"step": -1, "anchor": 0, "step_rewards": 0}
-"""The value of these columns throughout a group that came without them."""
+"""The value of these columns throughout a group or a segment that came without them."""
 
 ANSWER = "#answer"
 """A reward part of rollouts of an evaluation: the number of its answer among its task's, from 1; 0: it has none."""
@@ -170,6 +180,32 @@ class Rollout:
             finish=turn.finish,
         )
 
+    @staticmethod
+    def from_segments(segments: Sequence[Rollout]) -> Rollout:
+        """One rollout of these segments, in order. Its end and its reward are those of the last one.
+
+        Each may itself consist of several. Raises ValueError for no segments, and for one that is empty or begins with
+        a policy token, which nothing predicts.
+        """
+        if not segments:
+            raise ValueError("a rollout needs at least one segment")
+        for number, segment in enumerate(segments):
+            if not len(segment.token_ids) or segment.loss_mask[0]:
+                raise ValueError(f"segment {number} does not begin with a token of its context")
+        if len(segments) == 1:
+            return segments[0]
+        last = segments[-1]
+        return Rollout(
+            token_ids=np.concatenate([s.token_ids for s in segments]),
+            loss_mask=np.concatenate([s.loss_mask for s in segments]),
+            logprobs=np.concatenate([s.logprobs for s in segments]),
+            versions=np.concatenate([s.versions for s in segments]),
+            finish=last.finish,
+            reward=last.reward,
+            reward_parts=last.reward_parts,
+            columns=_columns_of_segments(segments),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -244,6 +280,16 @@ class Group:
         return int(self.lengths.sum())
 
     @property
+    def segment_lengths(self) -> Array:
+        """[D] int64: tokens of each segment of each rollout."""
+        lengths, numbers = np.asarray(self.lengths), self.columns.get("segment")
+        if numbers is None:
+            return lengths
+        later = 1 + np.flatnonzero(numbers[1:] != numbers[:-1])
+        starts = np.union1d(np.cumsum(lengths) - lengths, later)
+        return np.diff(starts, append=len(numbers))
+
+    @property
     def start_version(self) -> Version:
         """The oldest version that made a token of this group: what the staleness bound is about."""
         return oldest_version(np.unique(self.versions).tolist())
@@ -254,14 +300,35 @@ def oldest_version(versions: Iterable[Version]) -> Version:
     return min((version for version in versions if version != NO_VERSION), default=NO_VERSION)
 
 
+def _columns_of_segments(segments: Sequence[Rollout]) -> dict[str, Array]:
+    """{name: [L]}: all their columns, and the number of each segment."""
+    numbers, first = [], 0
+    for segment in segments:
+        numbers.append(_segment_column(segment) + first)
+        first = int(numbers[-1][-1]) + 1
+    columns = {"segment": np.concatenate(numbers)}
+    for name in sorted({name for s in segments for name in s.columns} - {"segment"}):
+        empty = WITHOUT_STEPS[name], COLUMNS[name]
+        each = [s.columns.get(name, np.full(len(s.token_ids), *empty)) for s in segments]
+        columns[name] = np.concatenate(each)
+    return columns
+
+
+def _segment_column(rollout: Rollout) -> Array:
+    """[L]: its column `segment`; zeros without one."""
+    return rollout.columns.get("segment", np.zeros(len(rollout.token_ids), COLUMNS["segment"]))
+
+
 def _joined_columns(task: Task, rollouts: Sequence[Rollout]) -> dict[str, Array]:
     """{name: [N]} of the dtypes in `COLUMNS`."""
-    names = sorted({name for r in rollouts for name in r.columns})
-    for name in names:
+    joined: dict[str, Array] = {}
+    for name in sorted({name for r in rollouts for name in r.columns}):
         if name not in COLUMNS:
             raise ValueError(f"task {task.ordinal}: unknown column {name!r}, known are {sorted(COLUMNS)}")
-        if any(name not in r.columns or len(r.columns[name]) != len(r.token_ids) for r in rollouts):
+        each = [_segment_column(r) if name == "segment" else r.columns.get(name, ()) for r in rollouts]
+        if any(len(column) != len(r.token_ids) for column, r in zip(each, rollouts, strict=True)):
             raise ValueError(
                 f"task {task.ordinal}: column {name!r} needs a value for each token of every rollout"
             )
-    return {name: np.concatenate([r.columns[name] for r in rollouts]).astype(COLUMNS[name]) for name in names}
+        joined[name] = np.concatenate(each).astype(COLUMNS[name])
+    return joined

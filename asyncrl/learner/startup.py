@@ -181,6 +181,7 @@ def group_check(config: Config, published: Version = 0) -> GroupCheck:
         columns=frozenset(added - {REWARDS}),
         greedy="greedy" in needs(config.algorithm),
         truncated=config.algorithm.truncated == "weigh" or not config.generator.makes_real_tokens,
+        segments=config.agent.most_segments,
         skip=config.learner.on_bad_batch == "skip",
         published=published,
     )

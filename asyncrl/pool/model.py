@@ -91,10 +91,13 @@ class PoolModel:
         Raises LeftOut for a group that no correct worker makes.
         """
         longest, count = self.config.generator.max_length, len(group.lengths)
-        check = GroupCheck(rollouts=count, longest=longest, vocabulary=self._vocabulary)
-        if fault := check.fault(dataclasses.replace(group, columns={}), LATEST):
+        segments = self.config.agent.most_segments
+        check = GroupCheck(rollouts=count, longest=longest, vocabulary=self._vocabulary, segments=segments)
+        group = _without_columns(group)
+        if fault := check.fault(group, LATEST):
             raise LeftOut(fault.reason, fault.text)
-        values_N: Tensor = self.together(PREDICT, _packed(group))
+        frames = [bytes(frame) for frame in encode_group(group).frames]
+        values_N: Tensor = self.together(PREDICT, frames)
         return values_N
 
     def together(self, job: str, value: Any) -> Any:
@@ -150,7 +153,6 @@ class InferenceModel(PoolModel, PoolWork):
         return {self.name: values_N.numpy()}
 
 
-def _packed(group: Group) -> list[bytes]:
-    """The group without the columns of other stages, as frames."""
-    frames = encode_group(dataclasses.replace(group, columns={})).frames
-    return [bytes(frame) for frame in frames]
+def _without_columns(group: Group) -> Group:
+    """Without the columns that other stages added, and those of steps."""
+    return dataclasses.replace(group, columns={n: c for n, c in group.columns.items() if n == "segment"})

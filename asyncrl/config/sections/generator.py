@@ -279,6 +279,11 @@ class AgentConfig(Section):
     def several_turns(self) -> bool:
         return bool(self.tools) or self.environment is not None
 
+    @property
+    def most_segments(self) -> int:
+        """Of one rollout: each has a turn."""
+        return self.max_turns if self.several_turns else 1
+
     def rules(self, at: str) -> Iterator[Rule]:
         yield Rule(
             not self.tools or self.environment is None,

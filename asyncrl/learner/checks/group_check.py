@@ -47,7 +47,8 @@ class GroupCheck:
     """The requirements of a run on its groups.
 
     rollouts     of every group
-    longest      tokens of one rollout
+    longest      tokens of one segment
+    segments     most of one rollout
     vocabulary   tokens that every model of the learner has
     columns      those that pools add: every group has exactly them, beside `types.COLUMNS`
     greedy       whether a group needs the reward of a greedy rollout
@@ -62,6 +63,7 @@ class GroupCheck:
     columns: frozenset[str] = frozenset()
     greedy: bool = False
     truncated: bool = True
+    segments: int = 1
     skip: bool = False
     published: Version = 0
 
@@ -77,21 +79,31 @@ class GroupCheck:
         return None
 
     def _shape(self, group: Group, newest: Version) -> Iterator[str]:
-        count, lengths = len(group.lengths), group.lengths
+        count = len(group.lengths)
         if count != self.rollouts:
             yield f"it has {count} rollouts, and batch.group_size={self.rollouts}"
-        if lengths.min() < 1 or lengths.max() > self.longest:
-            yield (
-                f"a rollout has {lengths.min() if lengths.min() < 1 else lengths.max()} tokens, and "
-                f"generator.max_length={self.longest}"
-            )
-        tokens = int(lengths.sum())
+        if group.lengths.min() < 1:
+            yield f"a rollout has {group.lengths.min()} tokens"
+        tokens = int(group.lengths.sum())
         for name, column in _of_tokens(group).items():
             if column.shape != (tokens,):
                 yield f"{name} has the shape {column.shape}, its rollouts have {tokens} tokens"
         for name, column in _of_rollouts(group).items():
             if column.shape != (count,):
                 yield f"{name} has the shape {column.shape}, it has {count} rollouts"
+        yield from self._segments(group)
+
+    def _segments(self, group: Group) -> Iterator[str]:
+        first = np.cumsum(group.lengths) - group.lengths
+        numbers = group.columns.get("segment", np.zeros(group.tokens, np.int32)).astype(np.int64)
+        rises = np.diff(numbers, prepend=0)
+        rises[first] = 0
+        if ((rises < 0) | (rises > 1)).any() or numbers[first].any():
+            yield "the segments of a rollout are not numbered 0, 1, and so on, one after another"
+        if numbers.max() >= self.segments:
+            yield f"a rollout has {numbers.max() + 1} segments, and at most {self.segments} are possible"
+        if (longest := group.segment_lengths.max()) > self.longest:
+            yield f"a segment has {longest} tokens, and generator.max_length={self.longest}"
 
     def _sampling(self, group: Group, newest: Version) -> Iterator[str]:
         sampling = group.sampling
@@ -109,9 +121,9 @@ class GroupCheck:
             yield f"token {wrong} is none of the {self.vocabulary} of the learner's models"
         if ((mask != 0) & (mask != 1)).any():
             yield "its loss mask is neither 0 nor 1"
-        starts = np.cumsum(group.lengths) - group.lengths
-        if mask[starts].any():
-            yield "a rollout's first token has a loss mask, but nothing predicts it"
+        lengths = group.segment_lengths
+        if mask[np.cumsum(lengths) - lengths].any():
+            yield "a segment's first token has a loss mask, but nothing predicts it"
         versions_P = group.versions[mask != 0]
         if len(versions_P) and versions_P.min() <= NO_VERSION:
             yield f"a policy token has the version {versions_P.min()}"

@@ -13,7 +13,7 @@ from asyncrl.config.sections.rules import require
 from asyncrl.learner.algorithms.registry import needs
 from asyncrl.learner.models.roles import LEARNING, MODELS
 from asyncrl.queue.protocol.settings import StageSettings
-from asyncrl.types import COLUMNS, Version
+from asyncrl.types import WITHOUT_STEPS, Version
 
 COLUMN_OF: Mapping[str, str] = {"critic": "values", "cost_critic": "cost_values"}
 """Columns that are not called as the model whose outputs they hold."""
@@ -63,7 +63,7 @@ def first_policy_version(config: Config) -> Version:
 
 def columns(config: Config) -> tuple[str, ...]:
     """Columns that groups of every version must come with; some of its groups may lack them."""
-    return tuple(COLUMNS) if "steps" in needs(config.algorithm) else ()
+    return tuple(WITHOUT_STEPS) if "steps" in needs(config.algorithm) else ()
 
 
 def parts(config: Config) -> tuple[str, ...]:

@@ -38,7 +38,7 @@ from asyncrl.learner.training.experience import AdaptiveCoefficients, Experience
 from asyncrl.learner.training.passes import LearningModel
 from asyncrl.telemetry.metrics import Metrics
 from asyncrl.telemetry.spans import Spans
-from asyncrl.types import COLUMNS, Group, Version
+from asyncrl.types import WITHOUT_STEPS, Group, Version
 
 RemoteModels = Mapping[str, LearningModel]
 
@@ -80,7 +80,7 @@ class VersionStep(ABC):
     def add(self, groups: Sequence[Group], version: Version) -> None:
         """Take one claim's groups, to train the policy of `version`. Raises NonFiniteGroups as `step` does."""
         for group in groups:
-            self._columns |= group.columns.keys() & COLUMNS.keys()
+            self._columns |= group.columns.keys() & WITHOUT_STEPS.keys()
             self._parts |= set(group.reward_parts)
             self._ordinals.append(group.task.ordinal)
         scored = self._experience.score(groups)

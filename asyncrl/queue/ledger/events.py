@@ -130,7 +130,7 @@ class Progressed(NamedTuple):
 
 
 class Committed(NamedTuple):
-    """columns: those that the group has beyond those of every group · squares: of its rollouts' lengths, added up"""
+    """columns: those that the group has beyond those of every group · squares: of its segments' lengths, added up"""
 
     ordinal: int
     tokens: int

@@ -174,7 +174,7 @@ class CommitRequest(PayloadRequest, frozen=True, kw_only=True):
     """A finished group.
 
     columns  the columns that it has beyond those of every group
-    squares  sum of the squared lengths of its rollouts
+    squares  sum of the squared lengths of its segments
     digest   xxh3-64 of the payload
     """
 

@@ -121,7 +121,7 @@ class StreamSettings:
         return self.max_staleness - math.ceil((self.window - 1) / self.groups_per_version)
 
     def cost(self, tokens: int, squares: int) -> float:
-        """The cost of a group in tokens of short rollouts. squares: sum of its rollouts' squared lengths."""
+        """The cost of a group in tokens of short rollouts. squares: sum of its segments' squared lengths."""
         return tokens + (squares / self.even_tokens if self.even_tokens else 0.0)
 
     def same_steps(self, other: StreamSettings) -> bool:

@@ -69,7 +69,7 @@ FINISHES: tuple[Finish, ...] = get_args(Finish)
 
 
 class Payload(NamedTuple):
-    """A group to be sent. squares: of its rollouts' lengths, added up · digest: xxh3-64 of header and columns."""
+    """A group to be sent. squares: of its segments' lengths, added up · digest: xxh3-64 of header and columns."""
 
     frames: list[Buffer]
     tokens: int
@@ -100,7 +100,7 @@ def encode_group(group: Group) -> Payload:
     }
     _check_lengths(header, columns)
     frames, sealed = _sealed(wire.pack_value(header), columns)
-    squares = sum(length * length for length in rollouts)
+    squares = sum(length * length for length in group.segment_lengths.tolist())
     return Payload(frames, tokens, squares, sum(map(len, frames)), oldest_version(spans[1].tolist()), sealed)
 
 

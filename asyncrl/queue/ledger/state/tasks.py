@@ -50,7 +50,7 @@ class TaskRecord:
     epoch    fencing token: of the lease that stands, or that committed the group; -1 while the task is pending
     held     the lowest version that may have made a token of what is kept or under way
     progress what earlier leases finished of the task is kept, made under `held` or newer versions
-    squares  of its rollouts' lengths, added up: what their attention costs goes by it
+    squares  of its segments' lengths, added up: what their attention costs goes by it
     nbytes   all bytes kept beside the task itself
     lost     the payload of this claimed group is lost: a rank that has received it may train on it, no other can get it
     staging  stage -> epoch of the lease that stands there

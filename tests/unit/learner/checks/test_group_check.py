@@ -19,9 +19,9 @@ from asyncrl.config.schema import Config, LearnerConfig, RewardConfig, RunConfig
 from asyncrl.config.sections.algorithm import AlgorithmConfig, ShapingConfig
 from asyncrl.config.sections.learner import OptimizerConfig
 from asyncrl.learner.checks.group_check import Fault, GroupCheck
-from asyncrl.types import Group, Sampling
+from asyncrl.types import COLUMNS, Group, Sampling
 
-CHECK = GroupCheck(rollouts=4, longest=32, vocabulary=33, truncated=False)
+CHECK = GroupCheck(rollouts=4, longest=16, vocabulary=33, truncated=False, segments=3)
 Change = Callable[[Group], Group]
 
 
@@ -51,10 +51,26 @@ def column(name: str, dtype: str, value: Any, missing: int = 0) -> Change:
     )
 
 
+def segmented(*numbers: int) -> Change:
+    """Of the first rollout: the last number for all tokens that are left."""
+
+    def change(group: Group) -> Group:
+        every = np.zeros(group.tokens, np.int32)
+        every[: len(numbers)] = numbers
+        every[len(numbers) : group.lengths[0]] = numbers[-1]
+        return dataclasses.replace(group, columns={**group.columns, "segment": every})
+
+    return change
+
+
 def part(value: float) -> Change:
     return lambda group: dataclasses.replace(
         group, reward_parts={"p": np.full(len(group.lengths), value, np.float32)}
     )
+
+
+def long_first_rollout(group: Group) -> Group:
+    return dataclasses.replace(group, lengths=np.array([group.tokens - 3, 1, 1, 1]))
 
 
 def without_last_rollout(group: Group) -> Group:
@@ -64,7 +80,7 @@ def without_last_rollout(group: Group) -> Group:
 CORRUPT: dict[str, tuple[Change, str]] = {
     "fewer rollouts": (without_last_rollout, "it has 3 rollouts, and batch.group_size=4"),
     "an empty rollout": (at("lengths", 0, 0), "a rollout has 0 tokens"),
-    "a long rollout": (at("lengths", 0, 33), "a rollout has 33 tokens, and generator.max_length=32"),
+    "a long segment": (long_first_rollout, "a segment has 31 tokens, and generator.max_length=16"),
     "a short column": (
         lambda group: dataclasses.replace(group, logprobs=group.logprobs[1:]),
         "logprobs has the shape",
@@ -95,6 +111,14 @@ CORRUPT: dict[str, tuple[Change, str]] = {
     "a column of another type": (column("step", "float32", 0), "column 'step' is of float32"),
     "a step before all": (column("step", "int32", -2), "a token belongs to step -2"),
     "a huge reward of a step": (column("step_rewards", "float32", 1e13), "'step_rewards' has a value above 1e+12"),
+    "a first segment of 1": (column("segment", "int32", 1), "the segments of a rollout are not numbered 0, 1"),
+    "a segment left out": (segmented(0, 2), "the segments of a rollout are not numbered 0, 1"),
+    "segments that fall": (segmented(0, 1, 0), "the segments of a rollout are not numbered 0, 1"),
+    "many segments": (segmented(0, 1, 2, 3), "a rollout has 4 segments, and at most 3 are possible"),
+    "a policy token that begins a segment": (
+        lambda group: at("loss_mask", 1, 1)(segmented(0, 1)(group)),
+        "a segment's first token has a loss mask, but nothing predicts it",
+    ),
 }  # fmt: skip
 
 NOT_FINITE: dict[str, tuple[Change, str]] = {
@@ -123,6 +147,14 @@ def test_a_value_that_is_not_finite_is_a_fault_where_such_groups_are_skipped(nam
     skipping = dataclasses.replace(CHECK, skip=True)
     assert skipping.fault(random_group(7), 5) is None
     assert skipping.fault(group, 5) == Fault(7, "not_finite", f"{text} is not finite")
+
+
+def test_segments_are_long_one_by_one() -> None:
+    whole = segmented(0, 1)(random_group(7))
+    longest = int(whole.segment_lengths.max())
+    assert dataclasses.replace(CHECK, longest=longest).fault(whole, 5) is None
+    assert dataclasses.replace(CHECK, longest=longest - 1).fault(whole, 5) is not None
+    assert dataclasses.replace(CHECK, segments=1).fault(whole, 5) is not None
 
 
 def test_no_value_beyond_the_loss_mask_counts() -> None:
@@ -167,9 +199,8 @@ def changes(draw: st.DrawFn) -> Change:
         where = draw(st.integers(-4, 3))
         return at(kind, where, draw(FIELDS[kind]))
     if kind == "column":
-        name = draw(st.sampled_from(["step", "anchor", "step_rewards"]))
-        value = draw(numbers if name == "step_rewards" else integers)
-        return column(name, {"step": "int32", "anchor": "int64", "step_rewards": "float32"}[name], value)
+        name = draw(st.sampled_from(sorted(COLUMNS)))
+        return column(name, COLUMNS[name], draw(numbers if name == "step_rewards" else integers))
     if kind == "part":
         return part(draw(numbers))
     if kind == "sampling":
