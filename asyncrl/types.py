@@ -184,8 +184,8 @@ class Rollout:
     def from_segments(segments: Sequence[Rollout]) -> Rollout:
         """One rollout of these segments, in order. Its end and its reward are those of the last one.
 
-        Each may itself consist of several. Raises ValueError for no segments, and for one that is empty or begins with
-        a policy token, which nothing predicts.
+        The numbers of segments and steps go on from one to the next. Each may itself consist of several. Raises
+        ValueError for no segments, and for one that is empty or begins with a policy token, which nothing predicts.
         """
         if not segments:
             raise ValueError("a rollout needs at least one segment")
@@ -302,16 +302,21 @@ def oldest_version(versions: Iterable[Version]) -> Version:
 
 def _columns_of_segments(segments: Sequence[Rollout]) -> dict[str, Array]:
     """{name: [L]}: all their columns, and the number of each segment."""
-    numbers, first = [], 0
-    for segment in segments:
-        numbers.append(_segment_column(segment) + first)
-        first = int(numbers[-1][-1]) + 1
-    columns = {"segment": np.concatenate(numbers)}
+    columns = {"segment": _numbered_on(list(map(_segment_column, segments)))}
     for name in sorted({name for s in segments for name in s.columns} - {"segment"}):
         empty = WITHOUT_STEPS[name], COLUMNS[name]
         each = [s.columns.get(name, np.full(len(s.token_ids), *empty)) for s in segments]
-        columns[name] = np.concatenate(each)
+        columns[name] = _numbered_on(each) if name == "step" else np.concatenate(each)
     return columns
+
+
+def _numbered_on(columns: Sequence[Array]) -> Array:
+    """Numbers from 0 in each column, counted on from one to the next. Those below 0 stay."""
+    after, first = [], 0
+    for column in columns:
+        after.append(np.where(column < 0, column, column + first).astype(column.dtype))
+        first = max(first, int(after[-1].max()) + 1)
+    return np.concatenate(after)
 
 
 def _segment_column(rollout: Rollout) -> Array:

@@ -127,7 +127,7 @@ class PoolModel:
 
     def _predict(self, frames: list[bytes]) -> Tensor:
         """Collective: each rank takes every world-th pass; they run equally many."""
-        batch, world = MicroBatch.of([decode_group(frames)]), self.world
+        batch, world = MicroBatch.of([decode_group(frames)]).by_segment(), self.world
         values_N = torch.zeros(batch.tokens)
         most = min(self.config.learner.micro_batch_tokens, -(-batch.tokens // world))
         passes = bins(batch, range(batch.rollouts), most)

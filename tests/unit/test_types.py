@@ -40,13 +40,13 @@ def test_the_lengths_of_segments_survive_the_wire(lengths: list[list[int]], cut:
         assert received.columns["segment"].tolist() == numbers
 
 
-def test_a_segment_without_steps_belongs_to_none() -> None:
+def test_steps_are_counted_on_and_a_segment_without_any_belongs_to_none() -> None:
     with_steps = dataclasses.replace(rollout([1, 2, 3], 1), columns=STEPS)
-    joined = Rollout.from_segments([with_steps, rollout([4, 5], 1)])
-    assert joined.token_ids.tolist() == [1, 2, 3, 4, 5]
-    assert joined.columns["segment"].tolist() == [0, 0, 0, 1, 1]
-    assert joined.columns["step"].tolist() == [-1, 0, 0, -1, -1]
-    assert joined.columns["anchor"].tolist() == [0, 5, 5, 0, 0]
+    joined = Rollout.from_segments([with_steps, rollout([4, 5], 1), with_steps])
+    assert joined.token_ids.tolist() == [1, 2, 3, 4, 5, 1, 2, 3]
+    assert joined.columns["segment"].tolist() == [0, 0, 0, 1, 1, 2, 2, 2]
+    assert joined.columns["step"].tolist() == [-1, 0, 0, -1, -1, -1, 1, 1]
+    assert joined.columns["anchor"].tolist() == [0, 5, 5, 0, 0, 0, 5, 5]
 
 
 @pytest.mark.parametrize("wrong", [[], [rollout([], 0)], [rollout([1, 2], 1), rollout([3], 0)]])

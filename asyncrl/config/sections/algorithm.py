@@ -183,6 +183,10 @@ class AlgorithmConfig(Section):
         None, "denominator of seq-mean-token-sum-norm; none: generator.max_tokens"
     )
     advantage_scale: float = key(1.0, "multiplies every advantage")
+    segment_credit: Literal["each", "split", "last"] = key(
+        "each",
+        "of the advantage of a rollout of several segments: each gets all of it, an equal part, or the last one all",
+    )
 
     # of advantages
     gamma: Share = key(1.0, "γ: discount of rewards per token (per step in gigpo, hgpo)")
@@ -388,6 +392,12 @@ def _sppo_rules(algorithm: AlgorithmConfig) -> Iterator[Rule]:
         "algorithm.advantage",
         "is not what loss sppo pulls the log-ratio to, η(P̂ − ½)",
         "set algorithm.advantage=sppo",
+    )
+    yield Rule(
+        loss != "sppo" or algorithm.segment_credit == "each",
+        "algorithm.segment_credit",
+        "shares out an advantage, and loss sppo takes a target for the whole rollout",
+        "set algorithm.segment_credit=each",
     )
     yield Rule(
         advantage != "sppo" or loss in ("sppo", None),

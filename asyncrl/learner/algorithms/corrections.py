@@ -28,14 +28,14 @@ from torch import Tensor
 
 from asyncrl.config.sections.algorithm import CorrectionConfig
 from asyncrl.learner.algorithms.losses.policy_loss import MAX_LOG_RATIO
-from asyncrl.learner.algorithms.registry import CORRECTIONS, REJECTIONS, Gather, register
-from asyncrl.learner.algorithms.segments import (
+from asyncrl.learner.algorithms.reductions import (
     PackedRollouts,
     over_ranks,
     policy_tokens,
     rollout_means,
     rollout_sums,
 )
+from asyncrl.learner.algorithms.registry import CORRECTIONS, REJECTIONS, Gather, register
 from asyncrl.learner.data.batch import MicroBatch
 
 LEAST_MEAN = 1e-8

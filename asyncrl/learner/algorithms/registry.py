@@ -34,6 +34,7 @@ Need = Literal[
     "teacher",
     "parts",
     "proximal",
+    "rollout",
 ]
 """
 group         at least two rollouts of each task
@@ -44,6 +45,7 @@ greedy        the reward of one greedy rollout of each task: `MicroBatch.greedy_
 steps         where steps begin and in which state: the columns step, anchor, step_rewards
 parts         the reward in parts: `MicroBatch.parts_R`
 proximal      log-probs of the policy at the version's start, of the whole batch before the loss: the column proximal
+rollout       of losses: all segments of a rollout in one pass, however many tokens these are
 """
 
 Gather = Callable[[Tensor], list[Tensor]]
@@ -63,7 +65,7 @@ class AlgorithmContext:
     cost_multiplier  λ of safe_rlhf at this version
     part_weights     `reward.weights`: of the reward's parts in its sum; 1 for parts that it lacks
     seed             (run.seed, version): random draws are a function (`counter_rng.uniform`) of this, the ordinal, the
-                     rollout's place in its group and the token's position, and so independent of batching and ranks
+                     rollout's place in its group and the token's place in it, and so independent of batching and ranks
     """
 
     gather: Gather = alone
@@ -148,13 +150,13 @@ def needs(config: AlgorithmConfig) -> frozenset[Need]:
 
 
 def _own(spec: str | None, key: str, entries: Mapping[str, Algorithm[F]]) -> Algorithm[F] | None:
-    """The entry of a user's function; one that no decorator registered needs nothing."""
+    """The entry of a user's function; one that no decorator registered needs whole rollouts and nothing else."""
     if spec is None:
         return None
     function = load_function(spec, f"algorithm.{key}")
     check_arguments(function, spec, f"algorithm.{key}", *ARGUMENTS[key])
     registered = (entry for entry in entries.values() if entry.function is function)
-    return next(registered, Algorithm(cast(F, function), "", frozenset()))
+    return next(registered, Algorithm(cast(F, function), "", frozenset[Need]({"rollout"})))
 
 
 def _origin(function: Callable[..., Any]) -> tuple[Path, str]:

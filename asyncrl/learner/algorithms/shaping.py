@@ -20,8 +20,7 @@ from torch import Tensor
 from asyncrl.config.sections.algorithm import AlgorithmConfig, ShapingConfig
 from asyncrl.counter_rng import uniform
 from asyncrl.learner.algorithms.losses.policy_loss import kl
-from asyncrl.learner.algorithms.registry import AlgorithmContext
-from asyncrl.learner.algorithms.segments import (
+from asyncrl.learner.algorithms.reductions import (
     column,
     place_in_group,
     policy_tokens,
@@ -29,6 +28,7 @@ from asyncrl.learner.algorithms.segments import (
     rollout_sums,
     token_rewards,
 )
+from asyncrl.learner.algorithms.registry import AlgorithmContext
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.telemetry.metrics import Mean, Metrics
 

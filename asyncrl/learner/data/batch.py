@@ -1,15 +1,15 @@
 """`MicroBatch`: packed tokens of several rollouts, no padding. The unit of one forward/backward.
 
-Axes:  G groups · R rollouts · N tokens of all rollouts, one rollout after another (so a group's rollouts are
-adjacent)
+Axes:  G groups · R rollouts · D segments of all rollouts · N tokens of all rollouts, one rollout after another (so a
+group's rollouts are adjacent)
 
-    token_ids_N     5 6 7 8 | 5 6 9          prompt 5 6, answers 7 8 and 9
-    position_ids_N  0 1 2 3 | 0 1 2          starts again at each rollout
-    seq_N           0 0 0 0 | 1 1 1          which rollout a token belongs to
-    loss_mask_N     0 0 1 1 | 0 0 1          1 where the policy made the token
+    token_ids_N     5 6 7 8 | 5 6 9 3 2      prompt 5 6, answers 7 8 and 9; a second segment with prompt 3, answer 2
+    position_ids_N  0 1 2 3 | 0 1 2 0 1      starts again at each segment
+    seq_N           0 0 0 0 | 1 1 1 1 1      which rollout a token belongs to
+    loss_mask_N     0 0 1 1 | 0 0 1 0 1      1 where the policy made the token
 
-The log-prob of token t is predicted at t-1: `logp_N[t]` is log π(token t | tokens before it), and 0 at a
-rollout's first token, which nothing predicts and no mask may include.
+The log-prob of token t is predicted at t-1: `logp_N[t]` is log π(token t | tokens of its segment before it), and 0 at
+a segment's first token, which nothing predicts and no mask may include.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class MicroBatch:
     ordinals_R     int64, the task's ordinal · copies_R float32, how often the rollout counts (1, but for resampling)
     temperature_R  float32, of the distribution that the rollout was sampled from; the learner applies it to its own
                    log-probs
-    columns        further values per token by name, all [N]: those of `types.COLUMNS` that came with the groups;
+    columns        further values per token by name, all [N]: those of `types.WITHOUT_STEPS` that came with the groups;
                    outputs of other models: values, cost_values (critics), reference, proximal, reward_model, teacher
-                   (log-probs of the token); and those that `Experience` adds
+                   (log-probs of the token); and those that `Experience` and objectives add
     """
 
     token_ids_N: Tensor
@@ -66,7 +66,7 @@ class MicroBatch:
     def of(groups: Sequence[Group]) -> MicroBatch:
         """All rollouts of `groups`, which must have been sampled at temperatures above 0.
 
-        Raises ValueError for no groups, for greedy ones, and for a mask on a rollout's first token.
+        Raises ValueError for no groups, for greedy ones, and for a mask on a segment's first token.
         """
         if not groups:
             raise ValueError("a micro-batch needs at least one group")
@@ -75,9 +75,10 @@ class MicroBatch:
             raise ValueError(f"tasks {greedy} were answered greedily: no temperature above 0 to apply")
         sizes = [len(group.lengths) for group in groups]
         parts = sorted({name for group in groups for name in group.reward_parts})
-        columns = sorted({name for group in groups for name in group.columns})
+        columns = sorted({name for group in groups for name in group.columns} - {"segment"})
         lengths = np.concatenate([group.lengths for group in groups]).astype(np.int64)
-        seq_N, position_ids_N = segments(lengths)
+        seq_N, _ = numbered(lengths)
+        _, position_ids_N = numbered(np.concatenate([group.segment_lengths for group in groups]))
         batch = MicroBatch(
             token_ids_N=_joined(groups, "token_ids", np.int64),
             position_ids_N=position_ids_N,
@@ -97,14 +98,14 @@ class MicroBatch:
             columns={name: _concatenated([_column(group, name) for group in groups]) for name in columns},
         )
         if bool((batch.loss_mask_N & (batch.position_ids_N == 0)).any()):
-            raise ValueError("a rollout's first token has a loss mask, but nothing predicts it")
+            raise ValueError("a segment's first token has a loss mask, but nothing predicts it")
         return batch
 
     @staticmethod
     def of_tokens(token_ids_N: Tensor, lengths: Sequence[int], **values: Any) -> MicroBatch:
-        """Rollouts of these tokens, each a group of its own, without policy tokens, rewards or advantages, but for the
-        fields in `values`."""
-        seq_N, position_ids_N = segments(np.asarray(lengths, np.int64))
+        """Rollouts of these tokens, each one segment and a group of its own, without policy tokens, rewards or
+        advantages, but for the fields in `values`."""
+        seq_N, position_ids_N = numbered(np.asarray(lengths, np.int64))
         zeros_N, zeros_R = torch.zeros(len(seq_N)), torch.zeros(len(lengths))
         numbers_R = torch.arange(len(lengths))
         fields: dict[str, Any] = {
@@ -134,7 +135,7 @@ class MicroBatch:
     def joined(batches: Sequence[MicroBatch]) -> MicroBatch:
         """All rollouts of `batches`, in the order of their ordinals; no group may be in two of them. Columns and parts
         of single batches are `completed` in the others."""
-        columns = {name for batch in batches for name in batch.columns if name in COLUMNS}
+        columns = {name for batch in batches for name in batch.columns if name in WITHOUT_STEPS}
         parts = {name for batch in batches for name in batch.parts_R}
         batches = [batch.completed(columns, parts) for batch in batches]
         groups = np.cumsum([0] + [batch.groups for batch in batches])
@@ -153,8 +154,8 @@ class MicroBatch:
         return every.select(torch.argsort(every.ordinals_R, stable=True).tolist())
 
     def completed(self, columns: Iterable[str], parts: Iterable[str]) -> MicroBatch:
-        """With these of `types.COLUMNS` and these reward parts: missing columns are as in `WITHOUT_STEPS`, missing
-        parts are 0."""
+        """With these columns of steps and these reward parts: missing columns are as in `WITHOUT_STEPS`, missing parts
+        are 0."""
         empty = {n: torch.from_numpy(_without_steps(n, self.tokens)) for n in columns}
         none_R = torch.zeros(self.rollouts)
         return dataclasses.replace(
@@ -179,16 +180,31 @@ class MicroBatch:
         """Only these rollouts, in this order, as a micro-batch of their own."""
         picked_R = torch.as_tensor(rollouts, dtype=torch.int64)
         token_N = self.tokens_of(rollouts)
-        seq_N, position_ids_N = segments(np.asarray(self.lengths_R, np.int64)[np.asarray(rollouts)])
+        seq_N, _ = numbered(np.asarray(self.lengths_R, np.int64)[np.asarray(rollouts)])
         _, group_R = torch.unique_consecutive(self.group_R[picked_R], return_inverse=True)
+        lengths_R = tuple(self.lengths_R[r] for r in rollouts)
+        return self._taken(picked_R, token_N, lengths_R=lengths_R, seq_N=seq_N, group_R=group_R)
+
+    def by_segment(self) -> MicroBatch:
+        """The same tokens, each segment as a rollout of its own that has the values of its rollout. Itself where each
+        rollout is one segment."""
+        if self.segments == self.rollouts:
+            return self
+        lengths_D = self.segment_lengths
+        rollout_D = self.seq_N[self.position_ids_N == 0]
+        seq_N, _ = numbered(np.asarray(lengths_D, np.int64))
+        return self._taken(rollout_D, slice(None), lengths_R=lengths_D, seq_N=seq_N)
+
+    def _taken(self, rollout_R: Tensor, token_N: Tensor | slice, **made: Any) -> MicroBatch:
+        """The values of these rollouts and of these tokens, and the fields in `made`."""
 
         def chosen(name: str, values: Any) -> Any:
             if isinstance(values, Mapping):
-                return {key: each[picked_R if name == "parts_R" else token_N] for key, each in values.items()}
-            return values[picked_R if name.endswith("_R") else token_N]
+                return {
+                    key: each[rollout_R if name == "parts_R" else token_N] for key, each in values.items()
+                }
+            return values[rollout_R if name.endswith("_R") else token_N]
 
-        made: dict[str, Any] = {"seq_N": seq_N, "position_ids_N": position_ids_N, "group_R": group_R}
-        made["lengths_R"] = tuple(self.lengths_R[r] for r in rollouts)
         fields = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
         return MicroBatch(**made, **{n: chosen(n, v) for n, v in fields.items() if n not in made})
 
@@ -220,6 +236,16 @@ class MicroBatch:
     @property
     def rollouts(self) -> int:
         return len(self.lengths_R)
+
+    @property
+    def segments(self) -> int:
+        return int((self.position_ids_N == 0).sum())
+
+    @property
+    def segment_lengths(self) -> tuple[int, ...]:
+        """[D]: tokens of each segment of each rollout. Only on the CPU, where nothing waits for values."""
+        starts_D = torch.nonzero(self.position_ids_N == 0)[:, 0]
+        return tuple(torch.diff(starts_D, append=torch.tensor([self.tokens])).tolist())
 
     @property
     def tokens(self) -> int:
@@ -255,8 +281,8 @@ def _without_steps(name: str, tokens: int) -> np.ndarray:
     return np.full(tokens, WITHOUT_STEPS[name], COLUMNS[name])
 
 
-def segments(lengths: np.ndarray) -> tuple[Tensor, Tensor]:
-    """(seq_N, position_ids_N) of rollouts with these lengths."""
+def numbered(lengths: np.ndarray) -> tuple[Tensor, Tensor]:
+    """([N] which one, [N] the place in it), of each token of rollouts or segments with these lengths."""
     starts = np.cumsum(lengths) - lengths
     positions = np.arange(int(lengths.sum())) - np.repeat(starts, lengths)
     return torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)), torch.from_numpy(positions)

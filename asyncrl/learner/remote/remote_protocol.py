@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from asyncrl.errors import WireError
-from asyncrl.learner.algorithms.segments import column
+from asyncrl.learner.algorithms.reductions import column
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.queue.wire.columns import decode_columns, encode_columns
 from asyncrl.types import Array
@@ -46,7 +46,7 @@ ARGUMENTS: Final[Mapping[str, Mapping[str, tuple[type, ...]]]] = {
 """The arguments of each call, the same on all ranks."""
 
 OF_ROLLOUTS: Final = {"lengths": "<i8", "ordinals": "<i8", "copies": "<f4", "temperature": "<f4"}
-OF_TOKENS: Final = {"token_ids": "<i8", "loss_mask": "|b1"}
+OF_TOKENS: Final = {"token_ids": "<i8", "position_ids": "<i8", "loss_mask": "|b1"}
 COLUMN: Final = "<f4"
 
 
@@ -59,6 +59,7 @@ def encode_batch(batch: MicroBatch, reads: Sequence[str]) -> list[bytes]:
     """The part of a batch that a model that learns needs. reads: the columns of its objective."""
     arrays: dict[str, Array] = {
         "lengths": np.array(batch.lengths_R, np.int64),
+        "position_ids": batch.position_ids_N.numpy(),
         "ordinals": batch.ordinals_R.numpy(),
         "copies": batch.copies_R.numpy(),
         "temperature": batch.temperature_R.numpy(),
@@ -83,6 +84,7 @@ def decode_batch(frames: Any, reads: Sequence[str]) -> MicroBatch:
     batch = MicroBatch.of_tokens(
         tensors["token_ids"],
         lengths.tolist(),
+        position_ids_N=tensors["position_ids"],
         loss_mask_N=tensors["loss_mask"],
         group_R=torch.unique_consecutive(tensors["ordinals"], return_inverse=True)[1],
         ordinals_R=tensors["ordinals"],
@@ -91,7 +93,7 @@ def decode_batch(frames: Any, reads: Sequence[str]) -> MicroBatch:
         columns={name: tensors[name] for name in reads},
     )
     if bool((batch.loss_mask_N & (batch.position_ids_N == 0)).any()):
-        raise WireError("a rollout's first token has a loss mask, but nothing predicts it")
+        raise WireError("a segment's first token has a loss mask, but nothing predicts it")
     return batch
 
 
@@ -106,6 +108,9 @@ def _check(lengths: Array, arrays: Mapping[str, Array], tokens: int) -> None:
             raise WireError(f"{name!r} has {len(array)} values, the micro-batch needs {count}")
     if arrays["token_ids"].min() < 0:
         raise WireError("a token below 0")
+    ids = arrays["position_ids"]
+    if ids[np.cumsum(lengths) - lengths].any() or (np.diff(ids)[ids[1:] != 0] != 1).any():
+        raise WireError("position ids that do not count each segment's tokens from 0")
     if not (np.isfinite(arrays["temperature"]) & (arrays["temperature"] > 0)).all():
         raise WireError("a temperature that is not above 0")
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.learner.algorithms.losses.policy_loss import kl, log_ratio
-from asyncrl.learner.algorithms.segments import column
+from asyncrl.learner.algorithms.reductions import column
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.data.packing import moving_rollouts
 from asyncrl.telemetry.metrics import EffectiveShare, ExplainedVariance, Max, Mean, Metrics, Sum
@@ -36,6 +36,7 @@ def batch_metrics(batch: MicroBatch, version: Version) -> Metrics:
     metrics.add("tokens", Sum(tokens))
     metrics.add("tokens_with_prompts", Sum(batch.tokens))
     metrics.add("length/mean", Mean(tokens, batch.rollouts))
+    metrics.add("segments/mean", Mean(batch.segments, batch.rollouts))
     metrics.merge([staleness_metrics(batch, version)])
     return metrics
 

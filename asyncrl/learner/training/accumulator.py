@@ -6,7 +6,8 @@
                                                        └─▸ · 1 / denominator ─▸ optimizer step
 
 Every rank runs the same number of passes, the maximum over ranks; each spreads its rollouts over them so that all
-passes cost about the same. Groups with values that are not finite are found before anything moves (`finite_check.py`).
+passes cost about the same. Where the objective permits, the segments of a rollout may go into different passes. Groups
+with values that are not finite are found before anything moves (`finite_check.py`).
 
 A batch is whole groups, with advantages and the columns that the objectives read. Any number of batches make a step.
 """
@@ -133,17 +134,23 @@ class Accumulator:
             if batch is not None:
                 for each in learning:
                     self._counts[each.name] += each.objective.counts(batch)
-            counting = [self._counting(trainable, batch) for trainable in learning]
-            needed = [len(bins(batch, some, self._max_tokens)) if batch else 0 for some in counting]
+            divided = [batch and each.objective.divided(batch) for each in learning]
+            counting = [self._counting(each, some) for each, some in zip(learning, divided, strict=True)]
+            needed = [
+                len(bins(some, rollouts, self._max_tokens)) if some else 0
+                for some, rollouts in zip(divided, counting, strict=True)
+            ]
         with self._spans("wait/ranks"):
             every = self._backend.exchange([needed, sorted(self._bad)])
         self._require_finite((bad for _, bad in every), number)
-        for trainable, rollouts, *passes in zip(learning, counting, *(n for n, _ in every), strict=True):
+        for trainable, some, rollouts, *passes in zip(
+            learning, divided, counting, *(n for n, _ in every), strict=True
+        ):
             micro_batches: list[MicroBatch] = []
-            if batch is not None:
+            if some is not None:
                 with self._spans("compute/pack"):
                     micro_batches = pack_micro_batches(
-                        batch, rollouts, self._max_tokens, max(passes), self._even_tokens
+                        some, rollouts, self._max_tokens, max(passes), self._even_tokens
                     )
                 if trainable.name == POLICY:
                     self._metrics.merge([_passed(micro_batches)])
@@ -253,7 +260,7 @@ def _passed(micro_batches: Sequence[MicroBatch]) -> Metrics:
     """The tokens of these passes of the policy, for `Utilization`."""
     metrics = Metrics()
     metrics.add(PASSED, Sum(sum(batch.tokens for batch in micro_batches)))
-    metrics.add(PASSED_SQUARES, Sum(sum(squares(batch.lengths_R) for batch in micro_batches)))
+    metrics.add(PASSED_SQUARES, Sum(sum(squares(batch.segment_lengths) for batch in micro_batches)))
     return metrics
 
 

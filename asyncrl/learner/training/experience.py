@@ -26,8 +26,8 @@ from asyncrl.learner.algorithms.corrections import Drift, correction_weights, ke
 from asyncrl.learner.algorithms.losses.aggregation import lm_weights
 from asyncrl.learner.algorithms.losses.covariance_losses import select_covariance
 from asyncrl.learner.algorithms.losses.policy_loss import proximal
+from asyncrl.learner.algorithms.reductions import column
 from asyncrl.learner.algorithms.registry import AlgorithmContext, needs
-from asyncrl.learner.algorithms.segments import column
 from asyncrl.learner.algorithms.shaping import next_kl_coef, shape
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.data.batch import MicroBatch
@@ -142,8 +142,9 @@ class Experience:
             return {}
         pieces: list[tuple[Tensor, MicroBatch]] = []
         if batch is not None:
-            packed = bins(batch, range(batch.rollouts), self._config.learner.micro_batch_tokens)
-            pieces = [(batch.tokens_of(rollouts), batch.select(rollouts)) for rollouts in packed]
+            each = batch.by_segment()
+            packed = bins(each, range(each.rollouts), self._config.learner.micro_batch_tokens)
+            pieces = [(each.tokens_of(segments), each.select(segments)) for segments in packed]
         with self._spans("wait/ranks"):
             passes = max(self._backend.exchange(len(pieces)))
         columns = {name: torch.zeros(batch.tokens if batch else 1) for name in models}

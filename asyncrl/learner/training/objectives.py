@@ -32,7 +32,8 @@ from asyncrl.learner.algorithms.corrections import (
 )
 from asyncrl.learner.algorithms.losses.aggregation import AGGREGATIONS, Counts
 from asyncrl.learner.algorithms.losses.policy_loss import PolicyTerms, TokenLoss, kl, policy_loss, proximal
-from asyncrl.learner.algorithms.segments import column, policy_tokens, rollout_sums, succeeded
+from asyncrl.learner.algorithms.reductions import column, policy_tokens, rollout_sums, succeeded
+from asyncrl.learner.algorithms.registry import loss_of
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.reporting.batch_metrics import age_metrics, token_metrics
 from asyncrl.telemetry.metrics import Mean, Metrics
@@ -85,7 +86,7 @@ class PolicyObjective:
         if self.config.built_in_loss in WEIGHED_BY_ROLLOUT:
             weight_N = geometric_means(weight_N, batch)
         per_token_N = weight_N * loss.loss_N + other_terms(logp_N, entropy_N, batch, self.config)
-        share_N = AGGREGATIONS[self.config.aggregation].weights(batch, self.norm_tokens).to(per_token_N.dtype)
+        share_N = self._share(batch).to(per_token_N.dtype)
         # where, not a product: values outside the mask may be infinite, and 0 · ∞ is not 0.
         total = (torch.where(batch.loss_mask_N, per_token_N, 0.0) * share_N).sum()
         return total, loss.clipped_N, weight_N
@@ -93,6 +94,22 @@ class PolicyObjective:
     def counts(self, batch: MicroBatch) -> Counts:
         """Without the tokens that the correction rejects."""
         return Counts.of(unrejected(batch))
+
+    def divided(self, batch: MicroBatch) -> MicroBatch:
+        """Into segments, where the loss of a token depends on no other segment of its rollout."""
+        correction = self.config.correction
+        weighed = (
+            correction.kind != "none" and correction.level == "sequence" and "weight" not in batch.columns
+        )
+        if weighed or "rollout" in loss_of(self.config).needs or batch.segments == batch.rollouts:
+            return batch
+        return batch.with_columns(share=self._share(unrejected(batch))).by_segment()
+
+    def _share(self, batch: MicroBatch) -> Tensor:
+        """[N]: what the aggregation multiplies each token with, made where its whole rollout is in the batch."""
+        if "share" in batch.columns:
+            return batch.columns["share"]
+        return AGGREGATIONS[self.config.aggregation].weights(batch, self.norm_tokens)
 
     def denominator(self, counts: Counts) -> float:
         """1 for a global batch without a policy token, whose sum is 0."""
@@ -161,6 +178,9 @@ class ValueObjective:
     def counts(self, batch: MicroBatch) -> Counts:
         return Counts.of(batch)
 
+    def divided(self, batch: MicroBatch) -> MicroBatch:
+        return batch.by_segment()
+
     def denominator(self, counts: Counts) -> float:
         return float(max(1, TOKEN_MEAN.denominator(counts)))
 
@@ -218,6 +238,9 @@ class OutcomeObjective:
 
     def counts(self, batch: MicroBatch) -> Counts:
         return Counts.of(batch)
+
+    def divided(self, batch: MicroBatch) -> MicroBatch:
+        return batch
 
     def denominator(self, counts: Counts) -> float:
         return float(max(1, counts.rollouts))

@@ -33,13 +33,16 @@ Inspect = Callable[[MicroBatch, Tensor], None]
 
 class Objective(Protocol):
     """(batch, *outputs of the model, version=) → (a sum to differentiate, metrics), on the CPU; `total`, the sum alone,
-    on any device. The sum over the global batch is divided by the `denominator` of the counts there."""
+    on any device. The sum over the global batch is divided by the `denominator` of the counts there. The sums over any
+    micro-batches of rollouts of `divided(batch)` make up that over the batch."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Metrics]: ...
 
     def total(self, *args: Any, **kwargs: Any) -> Tensor: ...
 
     def counts(self, batch: MicroBatch) -> Counts: ...
+
+    def divided(self, batch: MicroBatch) -> MicroBatch: ...
 
     def denominator(self, counts: Counts) -> float: ...
 

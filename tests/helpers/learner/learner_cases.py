@@ -94,16 +94,19 @@ def rollout(ids: Sequence[int], prompt: int, reward: float = 0.0, version: int =
     )
 
 
-def random_group(ordinal: int, size: int = 4, seed: int = 0, version: int = 0, spread: bool = True) -> Group:
-    """Random tokens below 32, random lengths; without `spread` all rewards are 1."""
+def random_group(
+    ordinal: int, size: int = 4, seed: int = 0, version: int = 0, spread: bool = True, segments: int = 1
+) -> Group:
+    """Random tokens below 32, random lengths; without `spread` all rewards are 1. Rollouts have 1 to `segments`
+    segments, from the second on one more than the one before."""
     random = np.random.default_rng([seed, ordinal])
+
+    def segment(reward: float) -> Rollout:
+        ids = random.integers(1, 32, 3 + int(random.integers(1, 9))).tolist()
+        return rollout(ids, prompt=3, reward=reward, version=version)
+
     rollouts = [
-        rollout(
-            random.integers(1, 32, 3 + int(random.integers(1, 9))).tolist(),
-            prompt=3,
-            reward=float(i % 2) if spread else 1.0,
-            version=version,
-        )
+        Rollout.from_segments([segment(float(i % 2) if spread else 1.0) for _ in range(1 + i % segments)])
         for i in range(size)
     ]
     return Group.from_rollouts(Task(ordinal, "", {}), Sampling(), rollouts)

@@ -75,8 +75,9 @@ def config_of(
 
 
 def batches(step: int) -> list[MicroBatch]:
-    """Three of a step, of differing lengths; the second and third at another temperature."""
-    made = [MicroBatch.of([random_group(10 * step + n, size=2 + n)]) for n in range(3)]
+    """Three of a step, of differing lengths; the second and third at another temperature, the third of rollouts with up
+    to two segments."""
+    made = [MicroBatch.of([random_group(10 * step + n, size=2 + n, segments=1 + n // 2)]) for n in range(3)]
     return [
         dataclasses.replace(batch, temperature_R=batch.temperature_R * (1.0 if n == 0 else 0.7))
         for n, batch in enumerate(made)

@@ -63,7 +63,7 @@ def config_of(folder: Path, family: str, parallel: ParallelConfig = ALONE, **sec
 
 def micro_batches(step: int, backend: FsdpBackend) -> list[MicroBatch]:
     """This data rank's share of three groups of odd lengths; where it has fewer than others, of nobody."""
-    mine = [MicroBatch.of([random_group(3 * step + i)]) for i in range(3)][
+    mine = [MicroBatch.of([random_group(3 * step + i, segments=1 + i)]) for i in range(3)][
         backend.data_rank :: backend.data_world
     ]
     return mine + [MicroBatch.empty()] * (-(-3 // backend.data_world) - len(mine))

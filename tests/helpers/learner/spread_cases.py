@@ -101,7 +101,7 @@ def trained(config: Config) -> tuple[FsdpBackend, Outcome]:
     backend = FsdpBackend(config, requirements.models(config))
     step, values = version_step(backend, config), []
     for version in range(2):
-        groups = [random_group(3 * version + i, version=version) for i in range(3)]
+        groups = [random_group(3 * version + i, version=version, segments=1 + i) for i in range(3)]
         mine = groups[backend.data_rank :: backend.data_world]
         for part in (mine, []):
             step.add(part, version)

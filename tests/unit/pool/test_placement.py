@@ -15,6 +15,7 @@ from torch import Tensor
 
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import (
+    AgentConfig,
     Config,
     LearnerConfig,
     ReferenceConfig,
@@ -294,9 +295,10 @@ def test_the_same_groups_give_the_same_gradients(
 
 
 def test_what_a_pool_says_of_a_group_is_what_the_learners_own_would(tmp_path: Path) -> None:
-    config = own_reference(tmp_path, KL)
+    agent = AgentConfig(environment="grids.py:Grid")
+    config = dataclasses.replace(own_reference(tmp_path, KL), agent=agent)
     backend = FsdpBackend(config, ["reference"])
-    group = random_group(3, size=12)
+    group = random_group(3, size=12, segments=3)
     assert group.tokens > config.learner.micro_batch_tokens  # several passes
     expected = backend.models["reference"].predict(MicroBatch.of([group]))
     values_N = InferenceModel("reference", config).predict(group)

@@ -34,8 +34,23 @@ def advantages(batch: MicroBatch, config: AlgorithmConfig, context: AlgorithmCon
     entry = advantage_of(config)
     if "batch" not in entry.needs:  # it gets the groups of one rank as they arrive
         context = dataclasses.replace(context, gather=_not_declared)
-    raw_N = entry.function(batch, config, context)
+    raw_N = entry.function(batch, config, context) * segment_shares(batch, config.segment_credit)
     return torch.where(batch.loss_mask_N, raw_N * config.advantage_scale, 0.0).float()
+
+
+def segment_shares(batch: MicroBatch, rule: str) -> Tensor:
+    """[N] float64: the share of its advantage that `algorithm.segment_credit` leaves to a token.
+
+    each: all of it · split: one part in as many as the rollout has segments · last: all of it in the segment that ended
+    the rollout, nothing in the others
+    """
+    rollout_D = batch.seq_N[batch.position_ids_N == 0]
+    share_D = torch.ones(len(rollout_D), dtype=torch.float64)
+    if rule == "split":
+        share_D /= rollout_D.bincount()[rollout_D]
+    elif rule == "last":
+        share_D[:-1] = (rollout_D.diff() != 0).double()
+    return share_D[(batch.position_ids_N == 0).cumsum(0) - 1]
 
 
 def _not_declared(mine: Tensor) -> NoReturn:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig
-from asyncrl.learner.algorithms.registry import AlgorithmContext, advantage
-from asyncrl.learner.algorithms.segments import (
+from asyncrl.learner.algorithms.reductions import (
     above_least,
     by_group,
     centred,
@@ -27,6 +26,7 @@ from asyncrl.learner.algorithms.segments import (
     whiten,
     zeros,
 )
+from asyncrl.learner.algorithms.registry import AlgorithmContext, advantage
 from asyncrl.learner.data.batch import MicroBatch
 
 

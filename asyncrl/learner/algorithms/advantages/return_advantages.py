@@ -1,7 +1,7 @@
 """Advantages of single tokens: from what comes after each of them, with or without a critic.
 
-r_t are the rewards as they fall along a rollout (`segments.token_rewards`), V_t is a critic's value of the state before
-token t. Tokens that the policy did not make are skipped: t + 1 is the rollout's next policy token.
+r_t are the rewards as they fall along a rollout (`reductions.token_rewards`), V_t is a critic's value of the state
+before token t. Tokens that the policy did not make are skipped: t + 1 is the rollout's next policy token.
 
 Axes:  R rollouts · N tokens
 """
@@ -15,8 +15,7 @@ from torch import Tensor
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.errors import TrainingError
-from asyncrl.learner.algorithms.registry import AlgorithmContext, advantage, advantage_of
-from asyncrl.learner.algorithms.segments import (
+from asyncrl.learner.algorithms.reductions import (
     at_last_token,
     column,
     leave_one_out,
@@ -28,6 +27,7 @@ from asyncrl.learner.algorithms.segments import (
     token_rewards,
     whiten,
 )
+from asyncrl.learner.algorithms.registry import AlgorithmContext, advantage, advantage_of
 from asyncrl.learner.data.batch import MicroBatch
 
 MAX_LOG_STEP = 1.0

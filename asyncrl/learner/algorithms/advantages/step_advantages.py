@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig
-from asyncrl.learner.algorithms.registry import AlgorithmContext, advantage
-from asyncrl.learner.algorithms.segments import (
+from asyncrl.learner.algorithms.reductions import (
     column,
     has_spread,
     on_policy_tokens,
@@ -24,6 +23,7 @@ from asyncrl.learner.algorithms.segments import (
     token_rewards,
     zeros,
 )
+from asyncrl.learner.algorithms.registry import AlgorithmContext, advantage
 from asyncrl.learner.data.batch import MicroBatch
 
 

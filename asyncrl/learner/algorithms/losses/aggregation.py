@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig
+from asyncrl.learner.algorithms.reductions import over_ranks, policy_tokens, succeeded
 from asyncrl.learner.algorithms.registry import Gather
-from asyncrl.learner.algorithms.segments import over_ranks, policy_tokens, succeeded
 from asyncrl.learner.data.batch import MicroBatch
 
 

@@ -18,9 +18,9 @@ from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.counter_rng import uniform
 from asyncrl.learner.algorithms.losses.policy_loss import PolicyTerms, TokenLoss, ratio
 from asyncrl.learner.algorithms.losses.ratio_losses import ppo
+from asyncrl.learner.algorithms.reductions import over_ranks, place_in_group
 from asyncrl.learner.algorithms.registry import AlgorithmContext, Gather, loss
-from asyncrl.learner.algorithms.segments import over_ranks, place_in_group
-from asyncrl.learner.data.batch import MicroBatch
+from asyncrl.learner.data.batch import MicroBatch, numbered
 
 SELECTING: Final = 2
 """Part of the counter of this module's draws, which keeps them distinct from others."""
@@ -60,7 +60,7 @@ def select_covariance(
 
     batch: this rank's part, whole groups · logp_N log π, proximal_N log π_p, without gradients, all on the CPU.
     max(1, share · policy tokens of all ranks) tokens, or all eligible ones. Random draws are a function of (seed,
-    ordinal, place in the group, position), and so independent of batching.
+    ordinal, place in the group, place in the rollout), and so independent of batching.
     """
     mask_N = batch.loss_mask_N
     logp_P, advantages_P = logp_N[mask_N].double(), batch.advantages_N[mask_N].double()
@@ -89,9 +89,10 @@ def _selected(terms: PolicyTerms) -> Tensor:
 
 def _draws(batch: MicroBatch, context: AlgorithmContext) -> Tensor:
     """[N] float64 inside (0, 1), a token's own."""
-    ordinal_N, place_N = batch.ordinals_R[batch.seq_N], place_in_group(batch)[batch.seq_N]
+    ordinal_N, rollout_N = batch.ordinals_R[batch.seq_N], place_in_group(batch)[batch.seq_N]
+    _, token_N = numbered(np.asarray(batch.lengths_R))
     return torch.from_numpy(
-        uniform(*context.seed, SELECTING, ordinal_N.numpy(), place_N.numpy(), batch.position_ids_N.numpy())
+        uniform(*context.seed, SELECTING, ordinal_N.numpy(), rollout_N.numpy(), token_N.numpy())
     )
 
 

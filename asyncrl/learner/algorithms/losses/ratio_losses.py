@@ -10,8 +10,8 @@ from torch import Tensor
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.learner.algorithms.losses.policy_loss import PolicyTerms, TokenLoss, log_ratio, none_of, ratio
+from asyncrl.learner.algorithms.reductions import policy_tokens, rollout_means, rollout_sums
 from asyncrl.learner.algorithms.registry import loss
-from asyncrl.learner.algorithms.segments import policy_tokens, rollout_means, rollout_sums
 
 MAX_LOG_SEQUENCE_RATIO = 10.0
 """verl's bound on the mean log-ratio of gspo."""
@@ -100,7 +100,7 @@ def reinforce(terms: PolicyTerms, config: AlgorithmConfig) -> TokenLoss:
 # --- the ratio of the whole rollout: every policy token of it has the same
 
 
-@loss("gspo", source="GSPO, arXiv 2507.18071")
+@loss("gspo", source="GSPO, arXiv 2507.18071", needs={"rollout"})
 def gspo(terms: PolicyTerms, config: AlgorithmConfig) -> TokenLoss:
     """−min(sA, clip(s, 1 − ε_lo, 1 + ε_hi)A) with s = exp(mean of log ρ over the rollout).
 
@@ -117,7 +117,7 @@ def gspo(terms: PolicyTerms, config: AlgorithmConfig) -> TokenLoss:
     return TokenLoss(torch.maximum(plain_N, bounded_N), bounded_N > plain_N)
 
 
-@loss("gmpo", source="GMPO, arXiv 2507.20673")
+@loss("gmpo", source="GMPO, arXiv 2507.20673", needs={"rollout"})
 def gmpo(terms: PolicyTerms, config: AlgorithmConfig) -> TokenLoss:
     """−A · exp(mean of the clipped log ρ over the rollout): the geometric mean of its tokens' clipped ratios.
 
@@ -133,7 +133,7 @@ def gmpo(terms: PolicyTerms, config: AlgorithmConfig) -> TokenLoss:
     return TokenLoss(-terms.advantages_N * ratio_R[terms.seq_N], sign_N * bounded_N < sign_N * log_rho_N)
 
 
-@loss("sppo", source="SPPO, arXiv 2405.00675")
+@loss("sppo", source="SPPO, arXiv 2405.00675", needs={"rollout"})
 def sppo(terms: PolicyTerms, config: AlgorithmConfig) -> TokenLoss:
     """(Σ log π/π_p − A)² of a rollout, π_p being the policy at the version's start and A its target, η(P̂ − ½).
 

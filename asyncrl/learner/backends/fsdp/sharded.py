@@ -167,7 +167,7 @@ class ShardedModel:
     def _documents(self, batch: MicroBatch) -> Documents:
         """batch: on the CPU."""
         multiple = self.network.token_multiple
-        return Documents(batch.lengths_R, self._device, self._context, multiple, batch.loss_mask_N)
+        return Documents(batch.segment_lengths, self._device, self._context, multiple, batch.loss_mask_N)
 
     def gradient_norm(self, scale: float) -> float:
         self._reduce()

@@ -66,7 +66,7 @@ class Packed:
         fill = tokens - batch.tokens
         extra = [FILL_TOKENS] * (fill // FILL_TOKENS) + [fill % FILL_TOKENS] * (fill % FILL_TOKENS > 0)
         position_ids_N = torch.cat([batch.position_ids_N, *(torch.arange(n) for n in extra)])
-        documents = Documents([*batch.lengths_R, *extra], device, mask_N=batch.loss_mask_N)
+        documents = Documents([*batch.segment_lengths, *extra], device, mask_N=batch.loss_mask_N)
         token_ids_1N = on_device(F.pad(batch.token_ids_N, (0, fill))[None], device)
         return Packed(token_ids_1N, on_device(position_ids_N[None], device), documents)
 

@@ -51,7 +51,7 @@ def trained(config: Config) -> list[dict[str, float]]:
     backend = FsdpBackend(config, requirements.models(config))
     step, rows = version_step(backend, config), []
     for version in range(2):
-        a, b, c = (random_group(3 * version + i, version=version) for i in range(3))
+        a, b, c = (random_group(3 * version + i, version=version, segments=3 - i) for i in range(3))
         claims = [[[a], [c]], [[b], []]] if backend.world == 2 else [[[a, b, c]]]
         for groups in claims[backend.rank]:
             step.add(groups, version)

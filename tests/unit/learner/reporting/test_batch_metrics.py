@@ -21,7 +21,7 @@ from asyncrl.learner.reporting.batch_metrics import (
     version_values,
 )
 from asyncrl.telemetry.metrics import EffectiveShare, ExplainedVariance, Metrics
-from asyncrl.types import Group, Sampling, Task
+from asyncrl.types import Group, Rollout, Sampling, Task
 
 
 def group(*versions: int) -> Group:
@@ -34,6 +34,15 @@ def test_staleness_of_a_group_is_that_of_its_oldest_token() -> None:
     values = batch_metrics(MicroBatch.of([group(5, 3), group(5, 5)]), version=5).values()
     assert (values["staleness/mean"], values["staleness/max"], values["staleness/token"]) == (1.0, 2.0, 0.5)
     assert (values["groups"], values["rollouts"], values["tokens"], values["length/mean"]) == (2, 4, 8, 2)
+
+
+def test_a_rollout_is_as_long_as_its_segments() -> None:
+    """Contexts of 1 and 2 tokens, answers of 2 and 1."""
+    both = Rollout.from_segments([rollout([1, 2, 3], 1), rollout([1, 2, 3], 2)])
+    batch = MicroBatch.of([group(5), Group.from_rollouts(Task(1, ""), Sampling(), [both])])
+    values = batch_metrics(batch, version=5).values()
+    assert (values["length/mean"], values["segments/mean"]) == (2.5, 1.5)
+    assert (values["tokens"], values["tokens_with_prompts"]) == (5, 9)
 
 
 def test_staleness_is_made_in_flight_and_in_the_queue() -> None:

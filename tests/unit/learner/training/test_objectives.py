@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from math import log
 
 import pytest
@@ -53,6 +54,38 @@ def test_any_split_of_a_batch_gives_the_gradient_of_the_whole(aggregation: str, 
     split_N = gradient([[11, 0], [3, 4, 5, 7], [1], [2, 6, 8, 9, 10]])
     assert whole_N.abs().sum() > 0
     torch.testing.assert_close(whole_N, split_N, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS))
+@pytest.mark.parametrize(
+    ("loss", "level", "whole"),
+    [
+        ("ppo", "token", False),
+        ("ppo", "sequence", True),
+        ("gspo", "token", True),
+        ("gmpo", "token", True),
+        ("sppo", "token", True),
+    ],
+)
+def test_segments_are_trained_apart_where_the_loss_is_a_sum_over_tokens(
+    aggregation: str, loss: str, level: str, whole: bool
+) -> None:
+    batch = dataclasses.replace(oracle_batch(), position_ids_N=torch.arange(3).repeat(36))
+    batch = batch.with_columns(kept=torch.arange(108) % 7 > 0)
+    correction = CorrectionConfig("tis", level)  # type: ignore[arg-type]
+    config = AlgorithmConfig(loss=loss, aggregation=aggregation, proximal="loglinear", correction=correction)  # type: ignore[arg-type]
+    objective = PolicyObjective(config, norm_tokens=9)
+    logp_N = flat(ORACLE["inputs"]["log_prob"])
+    total, _ = objective(batch, logp_N, torch.zeros(108), 4)
+    parts = objective.divided(batch)
+    assert parts.rollouts == (12 if whole else 36)
+    pieces = [range(0, parts.rollouts, 3), range(1, parts.rollouts, 3), range(2, parts.rollouts, 3)]
+    sums = []
+    for some in pieces:
+        mine_N = logp_N[parts.tokens_of(some)]
+        sums.append(objective(parts.select(some), mine_N, torch.zeros_like(mine_N), 4)[0])
+    assert float(total) != 0
+    torch.testing.assert_close(sum(sums), total, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("place", ["computed", "column"])

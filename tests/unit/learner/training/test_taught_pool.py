@@ -21,6 +21,7 @@ from torch import Tensor
 from trainer_cases import checkpoints_of
 
 from asyncrl.config.schema import (
+    AgentConfig,
     BatchConfig,
     Config,
     CriticConfig,
@@ -69,6 +70,7 @@ def config_of(folder: Path, algorithm: AlgorithmConfig = GAE, pool: bool = True,
         critic=CriticConfig(optimizer=OPTIMIZER),
         reward_model=RewardModelConfig(optimizer=OPTIMIZER),
         reward=RewardConfig(weights={"cost": 0.0}),
+        agent=AgentConfig(environment="grids.py:Grid"),  # whose rollouts may have segments
     )
     names = requirements.models(here) & {"critic", "cost_critic", "reward_model"}
     return dataclasses.replace(here, placement=PlacementConfig(**dict.fromkeys(names, place)))
@@ -143,7 +145,7 @@ def pools_of() -> Iterator[Callable[..., Pools]]:
 
 
 def group(ordinal: int) -> Group:
-    made = random_group(ordinal)
+    made = random_group(ordinal, segments=1 + ordinal % 2)
     cost = made.rewards - 0.5 + ordinal / 8
     return dataclasses.replace(made, reward_parts={"cost": cost.astype(made.rewards.dtype)})
 
@@ -534,6 +536,9 @@ def test_a_batch_is_what_it_was_behind_the_wire(tmp_path: Path) -> None:
         ({"loss_mask": [True, True, True, True]}, "first token"),
         ({"temperature": [1.0, 0.0]}, "temperature"),
         ({"values": None}, "expected is"),
+        ({"position_ids": [0, 1, 2, 3]}, "position ids"),
+        ({"position_ids": [0, 2, 0, 1]}, "position ids"),
+        ({"position_ids": [0, 0, 0, 1]}, "first token has a loss mask"),
         ({"other": [0.0] * 4}, "expected is"),
     ],
 )
@@ -548,6 +553,7 @@ def test_arrays_that_are_no_batch_are_refused(change: dict[str, list[Any] | None
         "copies": np.ones(2, np.float32),
         "temperature": np.ones(2, np.float32),
         "token_ids": np.array([1, 2, 3, 4], np.int64),
+        "position_ids": np.array([0, 1, 0, 1], np.int64),
         "loss_mask": np.array([False, True, False, True]),
         "values": np.zeros(4, np.float32),
     }

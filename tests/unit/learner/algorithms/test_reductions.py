@@ -8,8 +8,7 @@ from advantage_cases import on_ranks, random_batch, tokens_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.learner.algorithms.registry import Gather, alone
-from asyncrl.learner.algorithms.segments import (
+from asyncrl.learner.algorithms.reductions import (
     above_least,
     at_last_token,
     centred,
@@ -22,6 +21,7 @@ from asyncrl.learner.algorithms.segments import (
     token_rewards,
     whiten,
 )
+from asyncrl.learner.algorithms.registry import Gather, alone
 
 HOLES = ["011001", "0110", "00"]  # the last rollout has no token of the policy
 
