@@ -45,7 +45,13 @@ SECTIONS = (
 )
 """All keys of these sections, but for LOCAL ones."""
 
-LOCAL = ("reward.workers", "reward.max_failed_share", "agent.tool_workers")
+LOCAL = (
+    "reward.workers",
+    "reward.max_failed_share",
+    "agent.tool_workers",
+    "agent.environment_processes",
+    "agent.environment_python",
+)
 
 KEYS = (
     "run.seed",

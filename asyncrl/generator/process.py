@@ -58,6 +58,7 @@ async def run_generator(
     tokenizer = policy_tokenizer(config)
     engine = load_engine(config, tokenizer, name)
     client = QueueClient.of(config, name, status)
+    rollouts: Rollouts | None = None
     try:
         await engine.start()  # it may start processes: before the client has threads
         status.loaded.set()
@@ -81,6 +82,8 @@ async def run_generator(
         )
         await worker.run()
     finally:
+        if rollouts is not None:
+            rollouts.close()
         await engine.close()
         await client.close()
         scorer.close()

@@ -130,6 +130,11 @@ class Rollouts:
         (played,) = await self._played(task, request_id, self.training, 1)
         return played.text
 
+    def close(self) -> None:
+        """End the processes of environments."""
+        if self._agent is not None:
+            self._agent.close()
+
     def stats(self) -> dict[str, float]:
         """See `Scorer.stats` and `Agent.stats`."""
         return {**self._scorer.stats(), **(self._agent.stats() if self._agent is not None else {})}

@@ -263,6 +263,17 @@ class AgentConfig(Section):
     )
     environment: str | None = key(None, "in place of tools: 'package.module:Class', an Environment")
     options: dict[str, Any] = key({}, "keyword arguments of the environment")
+    environment_processes: Amount = key(
+        0,
+        "processes of one generator that hold its environments, many each; 0: none, they share the event loop",
+    )
+    environment_python: str | None = key(
+        None, "the interpreter of these processes, whose packages may differ; none: this one"
+    )
+    environment_retries: Amount = key(
+        1,
+        "new environments of one rollout, with its finished turns, after one that failed; then the task is dropped",
+    )
     tool_format: Literal["hermes", "llama3", "json"] = key("hermes", "of calls; Qwen writes hermes")
     tool_role: Literal["tool", "user"] = key("tool", "of the messages that hold what a tool returned")
     tool_deadline_s: Seconds = key(10.0, "of one call; a late one is an error message to the model")
@@ -290,6 +301,18 @@ class AgentConfig(Section):
             "tools",
             f"stands beside agent.environment={self.environment}, which brings its own tools",
             "set one of the two, or derive the environment from ToolEnvironment",
+        )
+        yield Rule(
+            not self.environment_processes or self.environment is not None,
+            "environment_processes",
+            "are for an environment, and agent.environment is not set",
+            "set agent.environment, or leave them out",
+        )
+        yield Rule(
+            self.environment_python is None or self.environment_processes > 0,
+            "environment_python",
+            "has no processes to run",
+            "set agent.environment_processes=4",
         )
         yield Rule(
             not self.tools or self.tool_deadline_s < self.deadline_s,

@@ -15,7 +15,6 @@ each answer its bytes may be sent to the queue (`trajectory.py`), and another wo
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
@@ -27,13 +26,11 @@ from typing import TypeVar
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from asyncrl.config.functions.function_spec import load_function
-from asyncrl.config.functions.signatures import check_arguments
 from asyncrl.config.schema import AgentConfig, Config
 from asyncrl.counter_rng import stream_key
-from asyncrl.errors import ConfigError
 from asyncrl.generator.agents.chat import Chat
-from asyncrl.generator.agents.env import Action, Environment, Observation, ToolEnvironment
+from asyncrl.generator.agents.env import Action, Environment, Observation, ToolEnvironment, load_environment
+from asyncrl.generator.agents.env_pool import EnvironmentLostError, EnvironmentPool, RaisedError
 from asyncrl.generator.agents.tool_formats import calls_in
 from asyncrl.generator.agents.tools import Tool, Toolbox, load_tools
 from asyncrl.generator.agents.trajectory import NO_IDS, ContextEntry, PolicyEntry, Trajectory, TrajectoryEnd
@@ -55,7 +52,10 @@ CLOSE_S = 5.0
 def check_agent(tokenizer: PreTrainedTokenizerBase, config: AgentConfig) -> None:
     """Log what a chat template does that users may not expect. Raises ConfigError for tools, an environment or a
     chat template that cannot be used."""
-    _environments(config)
+    if config.environment_python is None:
+        _environments(config)
+    else:
+        _pool(config).check()
     chat = Chat(tokenizer)
     if config.tools:
         chat.check_role(config.tool_role)
@@ -66,25 +66,31 @@ def check_agent(tokenizer: PreTrainedTokenizerBase, config: AgentConfig) -> None
 
 
 class EnvironmentFailedError(Exception):
-    """An environment that raised, or took too long. The task is dropped with reason 'environment'."""
+    """An environment that raised, took too long, or was lost with its process. The task is dropped with reason
+    'environment'. lost: it was lost, and another environment is to blame."""
+
+    def __init__(self, problem: str, lost: bool = False) -> None:
+        super().__init__(problem)
+        self.lost = lost
 
 
 class Agent:
     """Plays the rollouts of one process.
 
-    environment: makes one for each rollout · piece_tokens: of a turn, after which `play` calls `grown`; 0: never
+    environment: makes one for each rollout, in this process or in those of a pool
+    piece_tokens: of a turn, after which `play` calls `grown`; 0: never
     """
 
     def __init__(
         self,
         engine: Sampler,
         tokenizer: PreTrainedTokenizerBase,
-        environment: Callable[[], Environment],
+        environment: Callable[[], Environment] | EnvironmentPool,
         config: AgentConfig,
         max_length: int,
         piece_tokens: int = 0,
     ) -> None:
-        self._engine, self._make_environment, self._config = engine, environment, config
+        self._engine, self._environments, self._config = engine, environment, config
         self._chat = Chat(tokenizer)
         self._max_length = min(config.max_tokens or max_length, max_length)
         self._piece_tokens = piece_tokens
@@ -96,9 +102,9 @@ class Agent:
         if not config.agent.several_turns:
             return None
         check_agent(tokenizer, config.agent)
-        environments = _environments(config.agent)
+        make = _pool(config.agent) if config.agent.environment_processes else _environments(config.agent)
         piece_tokens = config.generator.progress_tokens if config.agent.keep else 0
-        return Agent(engine, tokenizer, environments, config.agent, config.generator.max_length, piece_tokens)
+        return Agent(engine, tokenizer, make, config.agent, config.generator.max_length, piece_tokens)
 
     async def play(
         self,
@@ -116,13 +122,50 @@ class Agent:
 
         changed: called after each turn and each answer · grown: called with `piece_tokens` after so many tokens of a
         turn, of which the trajectory then has a piece; None: without pieces. Raises PromptTooLongError where there is
-        no room for a first turn, and EnvironmentFailedError.
+        no room for a first turn, and EnvironmentFailedError after `agent.environment_retries` new environments.
         """
         trajectory = trajectory or Trajectory()
-        if trajectory.ended:
-            return trajectory
-        environment = await self._new_environment(task)
         requests = _RequestMaker(request_id, sampling, task.ordinal, sample, of)
+        retries = self._config.environment_retries
+        while not trajectory.ended:
+            try:
+                await self._play_in_one(task, trajectory, requests, changed, grown)
+            except EnvironmentFailedError as error:
+                retries -= not error.lost
+                if retries < 0:
+                    raise
+                self._counts["agent/environment_retries"] += 1
+                log.info("a new environment takes over: %s", error)
+            else:
+                self._counts.update(["agent/rollouts", f"agent/ended/{trajectory.ended}"])
+                self._counts["agent/turns"] += trajectory.turns
+        return trajectory
+
+    def close(self) -> None:
+        """End the processes of environments."""
+        if isinstance(self._environments, EnvironmentPool):
+            self._environments.close()
+
+    def stats(self) -> dict[str, float]:
+        """Totals: agent/rollouts, agent/turns, agent/ended/<reason>; agent/resumed and agent/diverged of those that
+        another worker or environment began; agent/environment_retries, agent/environment_late,
+        agent/environment_restarts; and the counts of environments: agent/calls, agent/malformed, agent/tool_errors,
+        agent/tool_late."""
+        pooled = self._environments.counts if isinstance(self._environments, EnvironmentPool) else {}
+        return {**self._counts, **{f"agent/{name}": count for name, count in pooled.items()}}
+
+    # ---- one rollout
+
+    async def _play_in_one(
+        self,
+        task: Task,
+        trajectory: Trajectory,
+        requests: _RequestMaker,
+        changed: Callable[[], None],
+        grown: Callable[[int], None] | None,
+    ) -> None:
+        """Play a rollout to its end in a new environment."""
+        environment = await self._new_environment(task)
         try:
             await self._begin(environment, task, trajectory)
             while not trajectory.ended:
@@ -135,21 +178,14 @@ class Agent:
             self._counts.update({f"agent/{name}": count for name, count in environment.counts.items()})
             with suppress(EnvironmentFailedError):
                 await self._guarded(environment.close(), task, "close", CLOSE_S)
-        self._counts.update(["agent/rollouts", f"agent/ended/{trajectory.ended}"])
-        self._counts["agent/turns"] += trajectory.turns
-        return trajectory
-
-    def stats(self) -> dict[str, float]:
-        """Totals: agent/rollouts, agent/turns, agent/ended/<reason>, agent/resumed and agent/diverged of those that
-        another worker began, and the counts of environments: agent/calls, agent/malformed, agent/tool_errors,
-        agent/tool_late."""
-        return dict(self._counts)
-
-    # ---- one rollout
 
     async def _new_environment(self, task: Task) -> Environment:
+        environments = self._environments
+        if isinstance(environments, EnvironmentPool):  # the start of a process has a deadline of its own
+            return await self._guarded(environments.make(), task, "making", None)
+
         async def make() -> Environment:
-            return self._make_environment()
+            return environments()
 
         return await self._guarded(make(), task, "making", self._config.deadline_s)
 
@@ -250,16 +286,24 @@ class Agent:
             replayed.add(entry)
         return True
 
-    async def _guarded(self, call: Awaitable[Result], task: Task, what: str, deadline_s: float) -> Result:
+    async def _guarded(
+        self, call: Awaitable[Result], task: Task, what: str, deadline_s: float | None
+    ) -> Result:
         """Await user code. Any failure of it, or of the messages that it returns, concerns its task alone."""
+        subject = f"{what} of task {task.ordinal}'s environment"
         try:
             async with asyncio.timeout(deadline_s):
                 return await call
         except TimeoutError:
+            self._counts["agent/environment_late"] += 1
             why = f"took longer than agent.deadline_s={deadline_s:g}"
+        except (EnvironmentLostError, RaisedError) as error:
+            raise EnvironmentFailedError(
+                f"{subject} {error}", isinstance(error, EnvironmentLostError)
+            ) from None
         except Exception as error:
             why = f"raised {type(error).__name__}: {error}"
-        raise EnvironmentFailedError(f"{what} of task {task.ordinal}'s environment {why}")
+        raise EnvironmentFailedError(f"{subject} {why}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,24 +355,10 @@ def _environments(config: AgentConfig) -> Callable[[], Environment]:
         tools = load_tools(config.tools)
         box = Toolbox(tools, config.tool_deadline_s, config.tool_workers, config.tool_chars)
         return partial(ToolEnvironment, box, config.tool_role)
-    make = load_function(config.environment, "agent.environment")
-    if inspect.isclass(make) and not issubclass(make, Environment):
-        raise ConfigError(
-            "agent.environment",
-            config.environment,
-            "is no asyncrl.generator.agents.env.Environment",
-            "derive it from that class",
-        )
-    try:
-        inspect.signature(make).bind(**config.options)
-    except TypeError as error:
-        takes = ", ".join(inspect.signature(make).parameters) or "nothing"
-        raise ConfigError(
-            "agent.options", config.options, str(error), f"{config.environment} takes {takes}"
-        ) from None
-    if inspect.isclass(make):
-        for method, *names in (("reset", "self", "task"), ("step", "self", "action")):
-            check_arguments(
-                getattr(make, method), f"{config.environment}.{method}", "agent.environment", *names
-            )
-    return partial(make, **config.options)
+    return load_environment(config.environment, config.options)
+
+
+def _pool(config: AgentConfig) -> EnvironmentPool:
+    assert config.environment is not None
+    count, python = config.environment_processes, config.environment_python
+    return EnvironmentPool(config.environment, config.options, count, python)

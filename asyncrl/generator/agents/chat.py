@@ -16,14 +16,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from asyncrl.errors import ConfigError
 from asyncrl.types import Array
+
+if TYPE_CHECKING:  # takes a second, and the processes of environments need no tokenizer
+    from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
 """{"role": …, "content": …}; a tool's answer also has name and tool_call_id."""

@@ -14,8 +14,12 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
+from asyncrl.config.functions.function_spec import load_function
+from asyncrl.config.functions.signatures import check_arguments
+from asyncrl.errors import ConfigError
 from asyncrl.generator.agents.chat import Message, tool_message
 from asyncrl.generator.agents.tool_formats import AnyCall, BadCall
 from asyncrl.generator.agents.tools import Schema, Toolbox, ToolError
@@ -61,6 +65,11 @@ class Environment(ABC):
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
+
+    @classmethod
+    def check(cls, **options: Any) -> None:
+        """Raise ConfigError, under the option's name, for options that cannot work. A run calls it before it starts."""
+        return
 
     @abstractmethod
     async def reset(self, task: Task) -> Sequence[Message]:
@@ -122,6 +131,34 @@ class ToolEnvironment(Environment):
         except ToolError as error:
             self.counts["tool_late" if error.late else "tool_errors"] += 1
             return f"Error: {error}"
+
+
+def load_environment(spec: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
+    """A function that makes an environment for each rollout. Raises ConfigError.
+
+    Args:
+        spec: `agent.environment`.
+        options: `agent.options`.
+    """
+    make = load_function(spec, "agent.environment")
+    if isinstance(make, type):
+        if not issubclass(make, Environment):
+            rule, remedy = "is no asyncrl.generator.agents.env.Environment", "derive it from that class"
+            raise ConfigError("agent.environment", spec, rule, remedy)
+        for method, *names in (("reset", "self", "task"), ("step", "self", "action")):
+            check_arguments(getattr(make, method), f"{spec}.{method}", "agent.environment", *names)
+    try:
+        inspect.signature(make).bind(**options)
+    except TypeError as error:
+        takes = ", ".join(inspect.signature(make).parameters) or "nothing"
+        raise ConfigError("agent.options", dict(options), str(error), f"{spec} takes {takes}") from None
+    if isinstance(make, type):
+        try:
+            cast(type[Environment], make).check(**options)
+        except ConfigError as error:
+            key = f"agent.options.{error.key}"
+            raise ConfigError(key, error.value, error.rule, error.remedy) from None
+    return cast(Callable[[], Environment], partial(make, **options))
 
 
 def of_the_environment(task: Task, text: str) -> dict[str, float]:

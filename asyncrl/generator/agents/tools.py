@@ -27,8 +27,6 @@ from typing import Any
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 from jsonschema.validators import extend
-from transformers.utils import get_json_schema
-from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
 from asyncrl.config.functions.function_spec import load_function
 from asyncrl.errors import ConfigError
@@ -97,14 +95,15 @@ class Toolbox:
 
     def __init__(
         self,
-        functions: Sequence[Callable[..., Any]],
+        functions: Sequence[Callable[..., Any] | Tool],
         deadline_s: float = 10.0,
         workers: int = 16,
         most_chars: int = 8192,
     ) -> None:
-        self.tools = {tool.name: tool for tool in map(Tool.of, functions)}
-        if len(self.tools) < len(functions):
-            names = [function.__name__ for function in functions]
+        tools = [each if isinstance(each, Tool) else Tool.of(each) for each in functions]
+        self.tools = {tool.name: tool for tool in tools}
+        if len(self.tools) < len(tools):
+            names = [tool.name for tool in tools]
             raise ConfigError("agent.tools", names, "two tools have the same name", "rename one of them")
         self._deadline_s, self._most_chars = deadline_s, most_chars
         self._free = asyncio.Semaphore(workers)
@@ -131,6 +130,9 @@ def load_tools(specs: Sequence[str]) -> list[Callable[..., Any]]:
 
 @functools.cache
 def _schema(function: Callable[..., Any]) -> Schema:
+    from transformers.utils import get_json_schema  # takes a second
+    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+
     try:
         schema = get_json_schema(function)
     except (DocstringParsingException, TypeHintParsingException) as error:

@@ -106,7 +106,13 @@ OTHERWISE = {
 WHOLE = ("tasks", "evaluation", "reward", "agent", "batch", "critic", "reference", "reward_model", "teacher")
 """Sections whose keys decide what is trained, all but for the number of processes that do it."""
 
-OF_THE_MACHINE = {"reward.workers", "reward.max_failed_share", "agent.tool_workers"}
+OF_THE_MACHINE = {
+    "reward.workers",
+    "reward.max_failed_share",
+    "agent.tool_workers",
+    "agent.environment_processes",
+    "agent.environment_python",
+}
 """These only decide how fast a process works, or when it gives up."""
 
 

@@ -358,7 +358,9 @@ class Broken(Environment):
 async def test_an_environment_that_fails_says_how_and_is_closed(how: str, why: str) -> None:
     Broken.closed = 0
     with pytest.raises(EnvironmentFailedError, match=why):
-        await play(agent(Speaker(lambda so_far: "go"), lambda: Broken(how), deadline_s=0.01))
+        await play(
+            agent(Speaker(lambda so_far: "go"), lambda: Broken(how), deadline_s=0.01, environment_retries=0)
+        )
     assert Broken.closed == 1
 
 
