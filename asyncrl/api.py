@@ -17,7 +17,7 @@ from asyncrl.config.functions.function_spec import refuse_in_import
 from asyncrl.errors import ConfigError, TaskError
 
 if TYPE_CHECKING:
-    from asyncrl.launch.caller import Call
+    from asyncrl.launch.caller import TrainCall
 
 Keys = Mapping[str, Any]
 Function = Callable[..., Any]
@@ -117,11 +117,11 @@ def train(
     return _run(call_of(config, overrides, arguments, keys))
 
 
-def _run(call: Call) -> TrainResult:
+def _run(call: TrainCall) -> TrainResult:
     """Check the call in its run folder, train, and read what the run has left."""
     from asyncrl.launch.folder.inputs import Inputs
     from asyncrl.launch.folder.run_folder import locked_run_folder, refuse_own_config, remove_empty
-    from asyncrl.launch.local import train as train_here
+    from asyncrl.launch.local_run import train as train_here
     from asyncrl.launch.preflight import preflight
     from asyncrl.telemetry.sinks import read_rows
 

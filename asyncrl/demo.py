@@ -219,7 +219,9 @@ def _word(key: str, path: str | Path) -> str:
 
 def _run_sft(demo: Demo, output: Path) -> None:
     """In a process of its own: the launcher of the run that follows stays small."""
-    words = [_word("model.path", demo.model), _word("sft.output", output)]
+    shutil.rmtree(demo.warm.parent / "warm-up-sft", ignore_errors=True)  # of one that was interrupted
+    words = [_word("run.dir", demo.warm.parent), "run.name=warm-up", _word("model.path", demo.model)]
+    words += [_word("sft.output", output)]
     done = subprocess.run(
         [sys.executable, "-m", "asyncrl", "sft", str(CONFIGS / "recipes" / demo.recipe.warm_up), *words],
         env={**os.environ, "OMP_NUM_THREADS": "1"},

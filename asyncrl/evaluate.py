@@ -15,9 +15,9 @@ from typing import Any, Self, TypeVar, cast
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.models import LoraConfig
-from asyncrl.config.sections.rules import require
 from asyncrl.config.sections.tasks import MAIN, EvaluationSet, SourceConfig
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engines.engine import Engine, Sampler, SampleRequest
@@ -159,7 +159,7 @@ def _load_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
     rule = "gets its weights from a learner, and there is none here"
     remedy = "score with one of the project's: generator.own_engine=null"
     require(ours.own_engine is None, "generator.own_engine", ours.own_engine, rule, remedy)
-    rule = "asks a server, which answers with weights of its own and not with those of --model"
+    rule = "uses a server, which has weights of its own and not those of --model"
     remedy = "set generator.engine=vllm or transformers, and generator.server.urls=[]"
     require(not ours.behind_http, "generator.engine", ours.engine, rule, remedy)
     merged = replace(config, model=replace(config.model, lora=LoraConfig()))  # in an export

@@ -191,7 +191,7 @@ class Prompt:
     media: tuple[Shown, ...] = ()
 
     def tobytes(self) -> bytes:
-        """The same for prompts that show the same in the same tokens."""
+        """Bytes that are equal for prompts with equal tokens and equal items."""
         return b"".join([self.ids.tobytes(), *(shown.item.digest for shown in self.media)])
 
 
@@ -373,7 +373,8 @@ class Group:
     @property
     def start_version(self) -> Version:
         """The oldest version that made a token of this group: what the staleness bound is about."""
-        return oldest_version(np.unique(self.versions).tolist())
+        made = self.versions[self.versions != NO_VERSION]
+        return int(made.min()) if made.size else NO_VERSION
 
 
 def oldest_version(versions: Iterable[Version]) -> Version:

@@ -24,6 +24,11 @@ CLOCKS: Mapping[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": t
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 
+def importing_here() -> dict[str, str]:
+    """The environment of a process that imports this checkout first, then what the user's PYTHONPATH has."""
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+
+
 class Process:
     """`python -m …words`, its stderr in `log`, and first told `said`. Its context ends it.
 
@@ -40,7 +45,7 @@ class Process:
                 stderr=stderr,
                 text=True,
                 cwd=ROOT,
-                env={**os.environ, **ONE_THREAD, "PYTHONPATH": str(ROOT)},
+                env={**os.environ, **ONE_THREAD, **importing_here()},
             )
         self._lines: SimpleQueue[str] = SimpleQueue()
         Thread(target=self._read, daemon=True).start()

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.load import load_config
-from asyncrl.launch.local import train
+from asyncrl.launch.local_run import train
 from asyncrl.telemetry.sinks import read_rows
 from bench.output import write_results
 
@@ -58,7 +58,7 @@ def run_arm(args: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
     ]
     summary = train(load_config(args.config, overrides))
     rows = read_rows(folder / "metrics.jsonl")
-    curve = [(row["version"], row["heldout/accuracy"]) for row in rows if "heldout/accuracy" in row]
+    curve = [(row["version"], row["eval/accuracy"]) for row in rows if "eval/accuracy" in row]
     print(
         f"{name}: {curve[0][1]:.3f} -> {curve[-1][1]:.3f}, staleness {summary['staleness']['mean']:.2f}",
         flush=True,

@@ -104,13 +104,13 @@ def write_model_folder(folder):
 
 def warm_up(words):
     """Shows conversations to a new model. Returns its folder. words: as those of `main`"""
-    from asyncrl import sft
     from asyncrl.config.load import load_config
+    from asyncrl.offline.process import train_supervised
 
     folder = Path(load_config(CONFIG, ["model.path=unused", *words]).run.dir) / "calculator-model"
     write_model_folder(folder / "random")
     warm = [f"model.path={folder / 'random'}", f"sft.output={folder / 'warm'}", *words]
-    sft.train_supervised(load_config(CONFIG, warm))
+    train_supervised(load_config(CONFIG, warm))
     return folder / "warm"
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import asyncrl
 from asyncrl.generator.agents.env import Environment, Observation
-from asyncrl.tasks.pictures.model import CELL, write_viewer
+from asyncrl.tasks.pictures import CELL, write_viewer
 
 CONFIG = Path(__file__).with_suffix(".yaml")
 SIDE, BINS = 3, 5
@@ -103,14 +103,14 @@ class Reach(Environment):
 
 def warm_up(words):
     """Shows moves to a new model. Returns its folder. words: as those of `main`"""
-    from asyncrl import sft
     from asyncrl.config.load import load_config
+    from asyncrl.offline.process import train_supervised
 
     folder = Path(load_config(CONFIG, ["model.path=unused", *words]).run.dir) / "reach-model"
     write_viewer(folder / "random", ["reach"], SIDE, pieces=[f"<b{number}>" for number in range(BINS)])
     turns = ["agent.environment=null", "tasks.source=examples/reach.py:shown_moves", "evaluation.source=null"]
     warm = [f"model.path={folder / 'random'}", f"sft.output={folder / 'warm'}", "sft.steps=150"]
-    sft.train_supervised(load_config(CONFIG, [*warm, *turns, "tasks.images_key=images", *words]))
+    train_supervised(load_config(CONFIG, [*warm, *turns, "tasks.images_key=images", *words]))
     return folder / "warm"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,6 +12,9 @@ import pytest
 from hypothesis import settings
 from processes import DEADLINE_S
 from redis_server import RedisServer
+
+from asyncrl.observability.timeline import ProcessTrace
+from asyncrl.telemetry import tracing
 
 settings.register_profile("untimed", deadline=None)
 settings.register_profile("repeatable", deadline=None, derandomize=True)
@@ -51,6 +54,20 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     write_model_folder(folder, hidden_size=32, layers=2)
     return folder
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Iterator[Callable[[], ProcessTrace]]:
+    """Inside, this process writes a trace. Returns it as it is now."""
+    with tracing.recording(tmp_path / "traced", "here", "test", 1):
+
+        def read() -> ProcessTrace:
+            path = tracing.current().path  # type: ignore[union-attr]
+            found = ProcessTrace(path)
+            found.read()
+            return found
+
+        yield read
 
 
 @pytest.fixture

@@ -27,7 +27,6 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from asyncrl import sft
 from asyncrl.config.load import CONFIGS, load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import TrainingError
@@ -39,6 +38,7 @@ from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.training import requirements
 from asyncrl.learner.training.version_step import version_step
 from asyncrl.models.prompts import policy_tokenizer
+from asyncrl.offline.process import train_supervised
 from asyncrl.tasks.addition import write_model_folder
 from asyncrl.tasks.source import training_tasks
 from asyncrl.types import Group, Task
@@ -153,8 +153,13 @@ def toy_config(preset: str, folder: Path, overrides: Sequence[str] = ()) -> Conf
 def _teacher(folder: Path) -> Path:
     """A model that was shown the answers."""
     teacher = folder / "teacher"
-    shown = [f"sft.output={teacher}", f"sft.steps={TEACHER_STEPS}", "sft.batch_size=10", "sft.lr=1e-2"]
-    sft.train_supervised(toy_config("grpo", folder, shown))
+    shown = [
+        f"sft.output={teacher}",
+        f"sft.steps={TEACHER_STEPS}",
+        "sft.batch_size=10",
+        "sft.optimizer.lr=1e-2",
+    ]
+    train_supervised(toy_config("grpo", folder, shown))
     return teacher
 
 

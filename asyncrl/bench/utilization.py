@@ -31,7 +31,7 @@ from rich.console import Console
 from asyncrl.bench.report import Length, Ratio, draw, print_report, shortest, verdict
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
-from asyncrl.launch.local import train
+from asyncrl.launch.local_run import train
 from asyncrl.launch.processes import cores
 from asyncrl.telemetry.sinks import read_rows
 from asyncrl.telemetry.spans import OTHER, WAIT, busy_share
@@ -186,7 +186,7 @@ def _run(arguments: argparse.Namespace, base: Config, mode: Mode) -> list[Row]:
         *mode.overrides,
     ]
     train(load_config(arguments.config, overrides))
-    return [row for row in read_rows(folder / "metrics.jsonl") if "step_s" in row]
+    return [row for row in read_rows(folder / "metrics.jsonl") if "perf/step_s" in row]
 
 
 def _steady(steps: Sequence[Row]) -> Sequence[Row]:
@@ -196,37 +196,40 @@ def _steady(steps: Sequence[Row]) -> Sequence[Row]:
 
 def _length(steps: Sequence[Row]) -> Length:
     steady = _steady(steps)
-    return Length(len(steady), sum(row["step_s"] for row in steady), len(steps) - len(steady))
+    return Length(len(steady), sum(row["perf/step_s"] for row in steady), len(steps) - len(steady))
 
 
 def _rates(runs: Runs) -> list[float]:
     """Rollouts a second of each repetition."""
     steady = map(_steady, runs)
-    return [sum(row["rollouts"] for row in rows) / sum(row["step_s"] for row in rows) for rows in steady]
+    return [
+        sum(row["train/rollouts"] for row in rows) / sum(row["perf/step_s"] for row in rows)
+        for rows in steady
+    ]
 
 
 def _measure(runs: Runs, target: float) -> dict[str, Any]:
     """One mode, over all of its repetitions."""
     steady = [row for steps in runs for row in _steady(steps)]
     times = [_seconds_to(steps, target) for steps in runs]
-    seconds = sum(row["step_s"] for row in steady)
-    learner = _spans_a_version(steady, "time/")
-    generator = _spans_a_version(steady, "generator/time/")
+    seconds = sum(row["perf/step_s"] for row in steady)
+    learner = _spans_a_version(steady, "perf/time/")
+    generator = _spans_a_version(steady, "perf/generator/time/")
     return {
-        "rollouts_per_s": sum(row["rollouts"] for row in steady) / seconds,
+        "rollouts_per_s": sum(row["train/rollouts"] for row in steady) / seconds,
         "rollouts_per_s_of_runs": _rates(runs),
         "s_of_runs": [_length(steps).seconds for steps in runs],
-        "tokens_per_s": sum(row["tokens"] for row in steady) / seconds,
-        "rollouts_a_version": mean(row["rollouts"] for row in steady),
+        "tokens_per_s": sum(row["train/tokens"] for row in steady) / seconds,
+        "rollouts_a_version": mean(row["train/rollouts"] for row in steady),
         "s_a_version": seconds / len(steady),
         "busy": {"generator": busy_share(generator), "learner": busy_share(learner)},
         "shares": {"generator": _shares(generator), "learner": _shares(learner)},
         "generator_work_s": _work(generator),
         "learner_work_s": _work(learner),
-        "staleness_mean": mean(row["staleness/mean"] for row in steady),
-        "staleness_max": max(row["staleness/max"] for row in steady),
+        "staleness_mean": mean(row["train/staleness/mean"] for row in steady),
+        "staleness_max": max(row["train/staleness/max"] for row in steady),
         "pause_ms_p50": next(
-            (row["pause_ms_p50"] for row in reversed(steady) if "pause_ms_p50" in row), None
+            (row["sync/pause_ms_p50"] for row in reversed(steady) if "sync/pause_ms_p50" in row), None
         ),
         "s_to_reward": None if None in times else median(t for t in times if t is not None),
     }
@@ -271,14 +274,14 @@ def _work(seconds: Mapping[str, float]) -> float:
 
 def _rewards(steps: Sequence[Row]) -> list[float]:
     """Mean reward over the last REWARD_VERSIONS versions, at each version that has so many before it."""
-    values = [row["reward/mean"] for row in steps]
+    values = [row["rollout/reward/mean"] for row in steps]
     return [mean(values[i - REWARD_VERSIONS : i]) for i in range(REWARD_VERSIONS, len(values) + 1)]
 
 
 def _seconds_to(steps: Sequence[Row], target: float) -> float | None:
     for at, reward in enumerate(_rewards(steps)):
         if reward >= target:
-            return sum(row["step_s"] for row in steps[: at + REWARD_VERSIONS])
+            return sum(row["perf/step_s"] for row in steps[: at + REWARD_VERSIONS])
     return None
 
 

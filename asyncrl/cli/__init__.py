@@ -19,7 +19,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from asyncrl.cli import explain, imports, models, queue, run, workers
+from asyncrl.cli import explain, groups, imports, models, observe, offline, queue, run, workers
 from asyncrl.cli.command import Arguments, Command, option
 from asyncrl.errors import INTERRUPTED, AsyncRLError, ConfigError, RunClosedError
 from asyncrl.launch.views.output import drop_output, lasting_output, without_control
@@ -68,7 +68,7 @@ exit codes:
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
 DISK_EXIT_CODE = 9
 
-OUTLIVE_READERS = ("demo", "train", "queue", "generator", "pool", "learner")
+OUTLIVE_READERS = ("demo", "train", "queue", "generator", "pool", "learner", *offline.COMMANDS)
 """Commands that go on when nobody reads their output any more."""
 
 NO_READER_EXIT_CODE = 141
@@ -138,7 +138,7 @@ def _report(arguments: Arguments, *errors: str) -> None:
 
 
 def _print_last(message: str) -> None:
-    """On stderr. The log of a process may lie on a disk that is full: then the exit code alone tells why it ends."""
+    """On stderr. The log of a process may lie on a disk that is full: then the exit code alone shows why it ends."""
     with suppress(OSError):
         print(message, file=sys.stderr)
 
@@ -191,6 +191,9 @@ def build_parser() -> argparse.ArgumentParser:
             sub.add_argument("config", metavar="CONFIG", help="YAML file", nargs=count)
             if command.operand:
                 sub.add_argument(command.operand, metavar=command.operand.upper())
+        sub.set_defaults(overrides=[])
+        for names, settings in command.options:
+            sub.add_argument(*names, **settings)
         if command.takes_config or command.takes_keys:
             sub.add_argument(
                 "overrides",
@@ -199,9 +202,6 @@ def build_parser() -> argparse.ArgumentParser:
                 default=[],
                 help="set a key, e.g. batch.groups=32",
             )
-        sub.set_defaults(overrides=[])
-        for names, settings in command.options:
-            sub.add_argument(*names, **settings)
     return parser
 
 
@@ -233,6 +233,10 @@ COMMANDS: dict[str, Command] = {
         takes_config=False,
     ),
     "algorithms": explain.COMMANDS["algorithms"],
+    "recipes": explain.COMMANDS["recipes"],
     **imports.COMMANDS,
+    **offline.COMMANDS,
     **models.COMMANDS,
+    **observe.COMMANDS,
+    **groups.COMMANDS,
 }

@@ -40,10 +40,11 @@ class Command:
     takes_keys: bool = False
 
 
-def read_config(arguments: Arguments) -> Config:
+def read_config(arguments: Arguments, optional: Sequence[str] = ()) -> Config:
+    """optional: see `load_config`"""
     from asyncrl.config.load import load_config
 
-    return load_config(arguments.config, arguments.overrides)
+    return load_config(arguments.config, arguments.overrides, optional=optional)
 
 
 def split_run_config(arguments: Arguments) -> Config:

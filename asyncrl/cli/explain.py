@@ -1,4 +1,4 @@
-"""`asyncrl config` and `asyncrl algorithms`."""
+"""`asyncrl config`, `asyncrl algorithms` and `asyncrl recipes`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _show_config(arguments: Arguments) -> int:
         return 0
     config = read_config(arguments)
     if arguments.print:
-        from asyncrl.config.docs import render
+        from asyncrl.config.commented_yaml import render
 
         print(render(config, show_passwords=False))
         return 0
@@ -32,6 +32,15 @@ def _algorithms(arguments: Arguments) -> int:
     from asyncrl.learner.algorithms.catalogue import as_markdown, as_text
 
     print(as_markdown() if arguments.markdown else as_text())
+    return 0
+
+
+def _recipes(arguments: Arguments) -> int:
+    from asyncrl.config.load import CONFIGS
+    from asyncrl.config.recipes import recipe_heads
+
+    for head in recipe_heads():
+        print(f"{head.path.relative_to(CONFIGS.parent)}\n    {head.about}\n    {head.says['hardware']}")
     return 0
 
 
@@ -64,6 +73,14 @@ COMMANDS: dict[str, Command] = {
         "definition, their paper and what they need. Whole algorithms are in configs/algorithms.",
         "asyncrl algorithms",
         (option("--markdown", action="store_true", help="as in docs/algorithms.md, with every key"),),
+        takes_config=False,
+    ),
+    "recipes": Command(
+        _recipes,
+        "configurations for real work",
+        "List the configurations in configs/recipes: what each trains, and the hardware that it is for. The first "
+        "comment of a file has its source, its command, and what in it is ours.",
+        "asyncrl recipes",
         takes_config=False,
     ),
 }

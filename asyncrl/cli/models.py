@@ -1,4 +1,4 @@
-"""Commands on a model: supervised training, export, evaluation, answers; and benchmarks."""
+"""Commands on a model: export, evaluation, answers; and benchmarks."""
 
 from __future__ import annotations
 
@@ -8,15 +8,6 @@ import json
 from pathlib import Path
 
 from asyncrl.cli.command import Arguments, Command, loading, option, read_config
-
-
-def _sft(arguments: Arguments) -> int:
-    config = read_config(arguments)
-    loading(arguments, f"torch and the model {config.model.path}")
-    from asyncrl.sft import train_supervised
-
-    train_supervised(config)
-    return 0
 
 
 def _export(arguments: Arguments) -> int:
@@ -59,13 +50,6 @@ def _bench(arguments: Arguments) -> int:
 MODEL = (option("--model", required=True, metavar="PATH", help="Hugging Face folder, e.g. runs/demo/final"),)
 
 COMMANDS: dict[str, Command] = {
-    "sft": Command(
-        _sft,
-        "supervised warm-up",
-        "Train on the 'target' texts of the tasks until sft.until_accuracy or sft.steps, and write the "
-        "model to sft.output.",
-        "asyncrl sft configs/recipes/sft_addition.yaml",
-    ),
     "export": Command(
         _export,
         "make a model of a checkpoint",

@@ -41,6 +41,8 @@ def _queue_inspect(arguments: Arguments) -> int:
     decode = operate.decoder(target.config) if peek.group is not None else None
     for line in operate.task_lines(peek, arguments.ordinal, decode):
         print(line)
+    if arguments.save is not None:
+        operate.save_peek(peek, arguments.ordinal, Path(arguments.save))
     return 0
 
 
@@ -77,7 +79,7 @@ TARGET = (
         "--keys",
         metavar="DIR",
         type=os.path.expanduser,
-        help="queue.keys of the run, where its folder does not say",
+        help="queue.keys of the run, for an address or a run without its configuration",
     ),
 )
 STREAM = (
@@ -114,7 +116,7 @@ COMMANDS: dict[str, Command] = {
         "asyncrl queue status demo",
         (
             *TARGET,
-            option("--json", action="store_true", help="all that the queue tells, as JSON"),
+            option("--json", action="store_true", help="the queue's whole reply, as JSON"),
         ),
         takes_config=False,
     ),
@@ -127,6 +129,11 @@ COMMANDS: dict[str, Command] = {
         (
             *STREAM,
             option("ordinal", type=int, metavar="ORDINAL", help="of the task in the stream"),
+            option(
+                "--save",
+                metavar="FILE",
+                help="write its group there, for `asyncrl groups` and `asyncrl retrain`",
+            ),
         ),
         takes_config=False,
     ),

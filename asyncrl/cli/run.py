@@ -1,8 +1,10 @@
-"""`asyncrl demo` and `asyncrl train`: a whole run on this machine."""
+"""`asyncrl demo` and `asyncrl train`: a whole run, on this machine or on a cluster."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.cli.command import Arguments, Command, loading, option, read_config
 
@@ -16,7 +18,11 @@ def _train(arguments: Arguments) -> int:
     config = read_config(arguments)
     refuse_own_config(arguments.config, config)
     loading(arguments, f"the tasks, and what is needed to check {arguments.config}")
-    return _run_here(config)
+    if arguments.on is None:
+        return _run(config)
+    from asyncrl.cluster.ray.run import train_on_ray
+
+    return _run(config, partial(train_on_ray, address=arguments.ray_address, gpus=arguments.ray_gpus))
 
 
 def _demo(arguments: Arguments) -> int:
@@ -31,19 +37,28 @@ def _demo(arguments: Arguments) -> int:
     check_folder(planned)
     warm_up(planned)
     clear_folder(planned)
-    return _run_here(planned.config)
+    return _run(planned.config)
 
 
-def _run_here(config: Config) -> int:
+def _run(config: Config, train: Callable[[Config], dict[str, Any]] | None = None) -> int:
+    """train: starts the run and waits for its end; none: on this machine"""
+    from asyncrl.launch import local_run
     from asyncrl.launch.folder.run_folder import run_folder
-    from asyncrl.launch.local import train
     from asyncrl.launch.preflight import preflight
     from asyncrl.launch.views.dashboard import print_summary
     from asyncrl.rpc.keys import client_keys, server_keys
 
     preflight(config)
     server_keys(config.queue.keys), client_keys(config.queue.keys)
-    print_summary(train(config), run_folder(config))
+    print_summary((train or local_run.train)(config), run_folder(config))
+    return 0
+
+
+def _scale(arguments: Arguments) -> int:
+    from asyncrl.launch.folder.scale import scale
+
+    folder = scale(arguments.run_folder, arguments.count)
+    print(f"{folder}: generators from now on: {arguments.count}")
     return 0
 
 
@@ -83,5 +98,33 @@ COMMANDS: dict[str, Command] = {
         "the run goes. Everything it leaves lies in <run.dir>/<run.name>. Ctrl-C stops it with a "
         "checkpoint, run.resume=true goes on; Ctrl-C twice kills it.",
         "asyncrl train configs/recipes/demo.yaml run.name=mine queue.max_staleness=0",
+        (
+            option("--on", choices=["ray"], help="start the processes on a cluster: docs/ray.md"),
+            option(
+                "--ray-address",
+                default="auto",
+                metavar="ADDRESS",
+                help="host:port of the Ray cluster; auto (the default): the one that this machine belongs to",
+            ),
+            option(
+                "--ray-gpus",
+                choices=["auto", "yes", "no"],
+                default="auto",
+                help="whether ranks with a model get a GPU each; auto (the default): if the cluster has any",
+            ),
+        ),
+    ),
+    "scale": Command(
+        _scale,
+        "more or fewer generators for a run that goes on",
+        "Have the launcher of a run start generators, or let the last ones leave, until there are N. One that leaves "
+        "takes no more tasks, finishes those it has within generator.grace_s, and hands over what it has made of the "
+        "others. Only for runs of `asyncrl train`; elsewhere start `asyncrl generator`, and end it with SIGTERM.",
+        "asyncrl scale demo 2",
+        (
+            option("run_folder", metavar="RUN", help="folder of a run, or its name under runs/"),
+            option("count", metavar="N", type=int, help="generators from now on"),
+        ),
+        takes_config=False,
     ),
 }

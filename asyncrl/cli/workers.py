@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +30,18 @@ def _generator(arguments: Arguments) -> int:
     from asyncrl.telemetry.status import ProcessStatus
 
     status = ProcessStatus()
-    with shown(name, GeneratorView(status), status, config):
-        work = run_generator(config, name=name, held_out=held_out(config), status=status)
-        asyncio.run(_until_sigterm(work))
+    with shown(name, GeneratorView(status), status, config, "generator"):
+        leaving = asyncio.Event()
+        work = run_generator(config, name=name, held_out=held_out(config), status=status, leaving=leaving)
+
+        def leave() -> float:
+            """The seconds that the generator has for the tasks that it has leased. Without any, it ends at once."""
+            grace_s = config.generator.grace_s if status.loaded.is_set() else 0.0
+            if grace_s:
+                leaving.set()
+            return grace_s
+
+        asyncio.run(_until_sigterm(work, leave))
     return 0
 
 
@@ -43,16 +52,16 @@ def _pool(arguments: Arguments) -> int:
     place = config.placement.places.get(arguments.model)
     name = _process_name(arguments, arguments.model)
     share = RankShare(name, place.ranks if place else 1, arguments.nodes, arguments.node)
-    if _starts_ranks(share, f"placement.{arguments.model}.ranks"):
+    if starts_ranks(share, f"placement.{arguments.model}.ranks"):
         named = [] if arguments.name else ["--name", name]
-        return _ranks(arguments, config, share, *named)
+        return run_own_ranks(arguments, config, share, *named)
     loading(arguments, f"torch and what the pool of the {arguments.model} needs")
     from asyncrl.launch.views.process_view import PoolView, shown
     from asyncrl.pool.process import run_pool
     from asyncrl.telemetry.status import ProcessStatus
 
     status = ProcessStatus()
-    with shown(name, PoolView(status), status, config):
+    with shown(name, PoolView(status), status, config, arguments.model):
         asyncio.run(_until_sigterm(run_pool(config, arguments.model, name=name, status=status)))
     if rank_and_world()[1] > 1:
         end_rank()
@@ -65,8 +74,8 @@ def _learner(arguments: Arguments) -> int:
 
     config = split_run_config(arguments)
     share = RankShare("learner", config.learner.processes, arguments.nodes, arguments.node)
-    if _starts_ranks(share, "learner.processes"):
-        return _ranks(arguments, config, share)
+    if starts_ranks(share, "learner.processes"):
+        return run_own_ranks(arguments, config, share)
     by_hand = "ASYNCRL_LAUNCHED" not in os.environ and os.environ.get("RANK", "0") == "0"
     with claimed_by_learner(config, arguments.config) if by_hand else nullcontext():
         return _learn(arguments, config)
@@ -89,13 +98,13 @@ def _learn(arguments: Arguments, config: Config) -> int:
     return 0
 
 
-def _starts_ranks(share: RankShare, key: str) -> bool:
+def starts_ranks(share: RankShare, key: str) -> bool:
     """Whether this process is to start ranks, and is none itself. Raises ConfigError for --node and --nodes."""
     share.check(key)
     return share.world > 1 and not is_rank()
 
 
-def _ranks(arguments: Arguments, config: Config, share: RankShare, *words: str) -> int:
+def run_own_ranks(arguments: Arguments, config: Config, share: RankShare, *words: str) -> int:
     from asyncrl.launch.ranks import run_ranks
 
     command = [sys.executable, "-m", "asyncrl", *arguments.command_line, *words]
@@ -104,7 +113,7 @@ def _ranks(arguments: Arguments, config: Config, share: RankShare, *words: str) 
 
 def _process_name(arguments: Arguments, kind: str) -> str:
     """`--name`, or one that no other process has. Some engines name a folder after it."""
-    from asyncrl.config.sections.rules import check_name
+    from asyncrl.config.rules import check_name
 
     if arguments.name is None and getattr(arguments, "nodes", 1) > 1:
         rule, remedy = "the ranks of several machines meet under it", "give each machine the same --name"
@@ -115,17 +124,20 @@ def _process_name(arguments: Arguments, kind: str) -> str:
     return name
 
 
-async def _until_sigterm(work: Coroutine[Any, Any, None]) -> None:
-    """SIGTERM, SIGHUP and Ctrl-C cancel the work, which then gives back what it holds. Ctrl-C again ends it at once."""
-    task, stopped = asyncio.ensure_future(work), asyncio.Event()
+async def _until_sigterm(work: Coroutine[Any, Any, None], leave: Callable[[], float] | None = None) -> None:
+    """SIGTERM, SIGHUP and Ctrl-C cancel the work, which then gives back what it holds. Ctrl-C again ends it at once.
+
+    leave: called at SIGTERM or SIGHUP; returns the seconds from then until the work is cancelled; None: at once
+    """
+    task, stopped, loop = asyncio.ensure_future(work), asyncio.Event(), asyncio.get_running_loop()
 
     def stop() -> None:
         if not stopped.is_set():  # a terminal that closes can send several signals
             stopped.set()
-            task.cancel()
+            loop.call_later(leave() if leave else 0.0, task.cancel)
 
     for number in stop_signals():
-        asyncio.get_running_loop().add_signal_handler(number, stop)
+        loop.add_signal_handler(number, stop)
     try:
         await task
     except asyncio.CancelledError:
@@ -150,7 +162,7 @@ COMMANDS: dict[str, Command] = {
     "pool": Command(
         _pool,
         "one process of a pool: a model beside the policy",
-        "Work on groups that wait in the queue until the run is over: what MODEL says of them (reference, teacher, "
+        "Work on groups that wait in the queue until the run is over: add the outputs of MODEL (reference, teacher, "
         "reward_model, critic, cost_critic), or their rewards (MODEL is then 'rewards'). For what the section "
         "`placement` has on a pool. Any number may join and leave while the run goes on; of a model that learns "
         "there is one process.",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import typing
 from collections.abc import Collection, Mapping, Sequence
 
-from asyncrl.config.docs import key_comments
+from asyncrl.config.commented_yaml import key_comments
 from asyncrl.config.load import all_keys, hint_of
 from asyncrl.config.remedies import kinds
 

@@ -13,11 +13,12 @@ import typing
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from asyncrl.config.docs import key_comments
+from asyncrl.config.commented_yaml import key_comments
 from asyncrl.config.load import sections
+from asyncrl.config.rules import Limit
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.rules import Limit
-from asyncrl.config.sections.tasks import OWN, EvaluationSet, MixedSource, RewardConfig
+from asyncrl.config.sections.reward import OWN, RewardConfig
+from asyncrl.config.sections.tasks import EvaluationSet, MixedSource
 
 DIALECT = "http://json-schema.org/draft-07/schema#"
 """The newest draft that the YAML language server supports well."""

@@ -8,11 +8,11 @@ import typing
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from asyncrl.config.docs import key_comments, scalar
+from asyncrl.config.commented_yaml import key_comments, scalar
 from asyncrl.config.load import sections
 from asyncrl.config.remedies import in_words, kinds
+from asyncrl.config.rules import Limit
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.rules import Limit
 
 HEADER = """\
 # Every key

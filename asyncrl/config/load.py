@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,9 +25,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from asyncrl.config import remedies
-from asyncrl.config.docs import key_comments, render
+from asyncrl.config.commented_yaml import key_comments, render
+from asyncrl.config.rules import Section, value_errors
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.rules import Section, value_errors
 from asyncrl.config.yaml_values import LONGEST, parse_with_lines, parse_yaml, with_references
 from asyncrl.errors import ConfigError, call_all, raise_all
 from asyncrl.system.disk import replace_text
@@ -64,7 +64,11 @@ class Setting:
 
 
 def load_config(
-    path: str | Path | None, overrides: Sequence[str] = (), *, settings: Sequence[Setting] = ()
+    path: str | Path | None,
+    overrides: Sequence[str] = (),
+    *,
+    settings: Sequence[Setting] = (),
+    optional: Collection[str] = (),
 ) -> Config:
     """Read, merge, check.
 
@@ -72,6 +76,7 @@ def load_config(
     `overrides` are words such as 'batch.groups=32'; their values are YAML. A mapping is merged with what it was
     before, `key=null` empties it. What `${…}` means: `yaml_values`.
     `settings` come between the file, if there is one, and `overrides`: those of a Python caller (`settings_of`).
+    `optional`: keys that are required elsewhere, and null here where they are not set.
 
     Raises ConfigError: a file that cannot be read or parsed; else all keys that do not exist (with their nearest
     neighbours), values of the wrong type or out of their limits, and required keys without a value; if there are none
@@ -81,7 +86,7 @@ def load_config(
     tree = copy.deepcopy(_unset())
     every = _last_ones([*of_file, *settings, *map(setting_of_word, overrides)])
     try:
-        _apply_all(tree, every)
+        _apply_all(tree, every, optional)
         return typing.cast(Config, OmegaConf.to_object(tree))
     except (OmegaConfBaseException, RecursionError) as error:
         key = getattr(error, "full_key", None) or "config file"
@@ -90,20 +95,25 @@ def load_config(
         raise ConfigError(key, str(path), _first_line(error), remedy) from None
 
 
-def _apply_all(tree: Any, settings: Iterator[Setting]) -> None:
+def _apply_all(tree: Any, settings: Iterator[Setting], optional: Collection[str]) -> None:
     """Raise ConfigError for all keys and values that are wrong by themselves, if one of them cannot be applied."""
     try:
-        call_all([*(partial(_apply, tree, setting) for setting in settings), partial(_check_required, tree)])
+        call_all(
+            [
+                *(partial(_apply, tree, setting) for setting in settings),
+                partial(_check_required, tree, optional),
+            ]
+        )
     except ConfigError as error:
         made = {name: typing.cast(Section, OmegaConf.to_object(tree[name])) for name in sections(Config)}
         out_of_limits = (wrong for name, section in made.items() for wrong in value_errors(section, name))
         raise_all([*error.each, *out_of_limits])
 
 
-def _check_required(tree: Any) -> None:
+def _check_required(tree: Any, optional: Collection[str]) -> None:
     errors = []
     for key in sorted(OmegaConf.missing_keys(tree)):
-        if key in INSTEAD and OmegaConf.select(tree, INSTEAD[key]):
+        if key in optional or (key in INSTEAD and OmegaConf.select(tree, INSTEAD[key])):
             OmegaConf.update(tree, key, None)
             continue
         about = key_comments().get(key, "it has no default")
@@ -228,7 +238,7 @@ def _leaves(
 
 
 def setting_of_word(word: str) -> Setting:
-    """Of 'batch.groups=32'. Raises ConfigError."""
+    """The setting in a word such as 'batch.groups=32'. Raises ConfigError."""
     key, equals, text = word.partition("=")
     if not equals or not key:
         raise ConfigError("command line", word, "is not of the form key=value", "write e.g. batch.groups=32")

@@ -28,8 +28,9 @@ MEANT = {
     "max_steps": "did you mean run.versions?",
     "output_dir": "did you mean run.dir?",
     "model_name": "did you mean model.path?",
+    "sinks": "did you mean telemetry.trackers?",
 }
-"""Keys of other trainers, which no spelling leads to."""
+"""Keys of other trainers and of earlier versions, which no spelling leads to."""
 
 OFF = {
     "evaluation": "evaluation.source=null evaluation.sets=null",
@@ -37,7 +38,7 @@ OFF = {
     "model.lora": "model.lora.rank=0",
     "critic": "an algorithm.advantage that needs no critic, such as grpo",
     "reference": "algorithm.kl_loss.coef=0 algorithm.shaping.kl_coef=0",
-    "telemetry": "telemetry.sinks=[] telemetry.rollouts_every=0",
+    "telemetry": "telemetry.trackers=[] telemetry.rollouts_every=0",
     "placement": "placement.<model>.where=colocated",
 }
 """Sections that can be turned off, and by what."""
@@ -118,11 +119,13 @@ def for_include(name: str, folders: Iterable[Path]) -> str:
 
 
 def nearest(key: str, known: tuple[str, ...]) -> str | None:
-    """The key with the same last name in another section, else the one spelled most alike."""
+    """A key that is nearly spelled so, else the one with the same last name in another section, else the one spelled
+    most alike."""
     name = key.rpartition(".")[2]
+    nearly = difflib.get_close_matches(key, known, n=1, cutoff=0.95)
     same = [other for other in known if other.rpartition(".")[2] == name]
     spelled = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     names = [other.rpartition(".")[2] for other in known]
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
     alike = [other for other, last in zip(known, names, strict=True) if close and last == close[0]]
-    return next(iter([*same, *spelled, *alike]), None)
+    return next(iter([*nearly, *same, *spelled, *alike]), None)

@@ -1,7 +1,7 @@
-"""Every key a user can set: one dataclass per YAML section, each key with its default and its help text.
+"""Every key a user can set: one dataclass per YAML section (`sections/`), each key with its default and help text.
 
 `load.py` merges files and command line into `Config`, which checks itself when it is made: each value by its type, the
-rules among the keys of a section (`sections/rules.py`), and those among sections, which stand here. All that is wrong
+rules among the keys of a section (`rules.py`), and those among sections, which stand here. All that is wrong
 is in one `ConfigError`, raised before a process starts.
 """
 
@@ -13,153 +13,35 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Literal
 
+from asyncrl.config.addresses import is_loopback, listening_rule
+from asyncrl.config.rules import Rule, Section, check_section
+from asyncrl.config.sections.agent import AgentConfig
 from asyncrl.config.sections.algorithm import GROUP_ADVANTAGES, AlgorithmConfig, policy_rules
-from asyncrl.config.sections.generator import AgentConfig, GeneratorConfig, sharing_rules
+from asyncrl.config.sections.generator import GeneratorConfig, sharing_rules
 from asyncrl.config.sections.learner import LearnerConfig
 from asyncrl.config.sections.models import (
-    REWARDS,
     CriticConfig,
     ModelConfig,
-    PlacementConfig,
     ReferenceConfig,
     RewardModelConfig,
     TeacherConfig,
 )
-from asyncrl.config.sections.queue import QueueConfig, SyncConfig, is_loopback, listening_rule
-from asyncrl.config.sections.rules import (
-    Amount,
-    Count,
-    NotNegative,
-    Positive,
-    Rule,
-    Seconds,
-    Section,
-    Seed,
-    check_section,
-    key,
-    name_rule,
+from asyncrl.config.sections.offline import DpoConfig, RewardModelTrainingConfig, SftConfig
+from asyncrl.config.sections.placement import REWARDS, PlacementConfig
+from asyncrl.config.sections.queue import QueueConfig
+from asyncrl.config.sections.reward import RewardConfig
+from asyncrl.config.sections.run import (
+    BatchConfig,
+    CheckpointConfig,
+    LaunchConfig,
+    RunConfig,
+    TelemetryConfig,
 )
-from asyncrl.config.sections.tasks import EvaluationConfig, RewardConfig, TasksConfig
-
-SINKS = ("tensorboard", "wandb")
+from asyncrl.config.sections.sync import SyncConfig
+from asyncrl.config.sections.tasks import EvaluationConfig, TasksConfig
 
 LOST_HEARTBEATS, LEAST_LEASE_S = 3, 6.0
 """A worker that misses so many heartbeats loses its leases, but no sooner: a busy machine delays heartbeats too."""
-
-
-@dataclass(frozen=True)
-class RunConfig(Section):
-    name: str = key("run", "names the run folder, and keeps clients of another run out")
-    dir: str = key("runs", "the run folder is dir/name", home=True)
-    seed: Seed = key(0, "fixes task order, sampling and initialisation")
-    versions: Count = key(100, "policies to publish, then the run ends")
-    resume: bool = key(False, "go on from the newest checkpoint of the run folder")
-    resume_changed: bool = key(False, "let it go on with other tasks, another seed or another model.path")
-    target_accuracy: float | None = key(None, "end early once the held-out accuracy reaches this")
-
-    def rules(self, at: str) -> Iterator[Rule]:
-        yield name_rule("name", self.name)
-        yield Rule(bool(self.dir), "dir", "names no folder", "set run.dir=runs")
-        yield Rule(
-            not self.dir.startswith("~"),
-            "dir",
-            "begins with ~, and there is no such user",
-            "write the whole path, or ./~… for that name",
-        )
-
-
-@dataclass(frozen=True)
-class BatchConfig(Section):
-    groups: Count = key(64, "B: groups that one version is trained on")
-    group_size: Count = key(8, "n: rollouts of one task")
-
-
-@dataclass(frozen=True)
-class CheckpointConfig(Section):
-    every: Count = key(50, "versions between checkpoints; the last version is always saved")
-    keep: Count = key(2, "newest checkpoints that stay on disk")
-    asynchronous: bool = key(
-        True, "train on while one is written; costs a copy of masters and moments in CPU memory"
-    )
-    deadline_s: Seconds = key(600.0, "longest that anybody waits for one to be written")
-
-
-@dataclass(frozen=True)
-class TelemetryConfig(Section):
-    rollouts_every: Amount = key(
-        10,
-        "versions between those of which rollouts.jsonl has a few rollouts, as text; the first version is "
-        "always one of them; 0: none",
-    )
-    sinks: tuple[str, ...] = key(
-        (), "where rows go beside metrics.jsonl: tensorboard (in the run folder), wandb"
-    )
-
-    def rules(self, at: str) -> Iterator[Rule]:
-        for name in self.sinks:
-            yield Rule(
-                name in SINKS,
-                "sinks",
-                "is no sink; metrics.jsonl is always written",
-                f"choose from {', '.join(SINKS)}",
-                name,
-            )
-        yield Rule(
-            len(set(self.sinks)) == len(self.sinks),
-            "sinks",
-            "names a sink twice",
-            "take one out",
-            list(self.sinks),
-        )
-
-
-@dataclass(frozen=True)
-class LaunchConfig(Section):
-    """Only for processes that start others: `asyncrl train`, and a learner or pool of several ranks."""
-
-    generator_restarts: Amount = key(
-        3,
-        "how often each generator that dies is started again within restart_window_s; one that dies more often is "
-        "left out until that time has passed, and the run ends once all are",
-    )
-    queue_restarts: Amount = key(
-        3, "how often a queue that dies is started again within restart_window_s, from its journal"
-    )
-    pool_restarts: Amount = key(
-        3,
-        "how often processes of pools that die are started again within restart_window_s, all of them together",
-    )
-    learner_restarts: Amount = key(
-        3,
-        "how often a learner that dies is started again within restart_window_s, from the newest checkpoint",
-    )
-    restart_window_s: Seconds = key(3600.0, "the time in which restarts are counted")
-    restart_pause_s: NotNegative = key(
-        1.0,
-        "before the second restart of a process within restart_window_s; doubled before each further one, up to 30 s",
-    )
-    start_deadline_s: Seconds = key(120.0, "until the queue listens")
-    load_deadline_s: Seconds = key(3600.0, "until the learner has loaded its models")
-    stop_deadline_s: Seconds = key(
-        30.0, "for a clean end after Ctrl-C or the last version: longer than one version trains"
-    )
-    rank_deadline_s: Seconds = key(
-        60.0, "longest silence of a rank of several, e.g. stopped by SIGSTOP, before it is killed"
-    )
-    quiet: bool = key(False, "no live table")
-
-
-@dataclass(frozen=True)
-class SftConfig(Section):
-    """Only for `asyncrl sft`: supervised warm-up on the training tasks, whose data must hold a 'target' text."""
-
-    steps: Count = key(1000, "most optimizer steps")
-    batch_size: Count = key(256, "examples of one step")
-    lr: Positive = 1e-3
-    warmup_steps: Amount = key(30, "linear")
-    until_accuracy: float | None = key(None, "stop once the greedy held-out accuracy reaches this")
-    every: Count = key(20, "steps between two looks at the held-out accuracy")
-    output: str = key("runs/sft", "folder for the Hugging Face model, what model.path of a run then names")
 
 
 @dataclass(frozen=True)
@@ -185,6 +67,8 @@ class Config(Section):
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     sft: SftConfig = field(default_factory=SftConfig)
+    reward_model_training: RewardModelTrainingConfig = field(default_factory=RewardModelTrainingConfig)
+    dpo: DpoConfig = field(default_factory=DpoConfig)
 
     def __post_init__(self) -> None:
         check_section(self)
@@ -365,7 +249,7 @@ def _truncation_rules(algorithm: AlgorithmConfig, generator: GeneratorConfig) ->
             f"generator.{name}",
             "cuts tokens off that the learner's policy gives a probability: the samples are not that policy's, and "
             "recorded and recomputed log-probs are of two distributions",
-            f"unset it (evaluation.{name} is free), or accept what algorithm.truncated=weigh says",
+            f"unset it (evaluation.{name} is free), or set algorithm.truncated=weigh",
         )
     yield Rule(
         algorithm.truncated == "refuse" or algorithm.weighs_behaviour or not any(cuts.values()),
@@ -392,12 +276,6 @@ def _lora_rules(config: Config) -> Iterator[Rule]:
         "reference.update_every",
         "the reference of a policy with adapters is what they were put into, and that stays as it is",
         "leave it out, or set model.lora.rank=0",
-    )
-    yield Rule(
-        config.learner.backend == "fsdp",
-        "model.lora.rank",
-        f"learner.backend={config.learner.backend} trains no adapters",
-        "set model.lora.rank=0, or learner.backend=fsdp",
     )
     for name, takes in (
         ("generator.engine", generator.engine != "sglang"),
@@ -450,7 +328,7 @@ def _model_rules(config: Config) -> Iterator[Rule]:
     yield Rule(
         not config.greedy_rollout or all(reward.per == "rollout" for reward in config.reward.each),
         "algorithm.advantage",
-        "adds a greedy rollout to a group, which would change what a reward of 'per: group' says of the others",
+        "adds a greedy rollout to a group, which would change the rewards of the others under 'per: group'",
         "set algorithm.advantage=rloo, or per=rollout",
     )
     yield Rule(

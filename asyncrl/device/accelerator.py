@@ -33,7 +33,7 @@ def kind() -> str:
     return CPU.type if found is None else found.type
 
 
-def current() -> torch.device:
+def current_device() -> torch.device:
     """The accelerator that this thread uses, with its index; the CPU where there is none."""
     return torch.device(kind(), torch.accelerator.current_device_index()) if count() else CPU
 

@@ -18,7 +18,7 @@ import torch
 from asyncrl.device import accelerator
 
 
-class Event:
+class StreamEvent:
     """A place in the stream that this thread works on now: what was queued before has been done once it has passed."""
 
     def __init__(self, device: torch.device) -> None:

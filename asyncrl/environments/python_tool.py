@@ -97,5 +97,5 @@ class PythonTool(ToolEnvironment):
 
 @lru_cache(maxsize=4)
 def _toolbox(loop: asyncio.AbstractEventLoop, sandbox: str, limits: Limits, workers: int) -> Toolbox:
-    """One for all rollouts of an event loop, so that `workers` holds for them together."""
+    """One toolbox for all rollouts of an event loop, so that `workers` limits them together."""
     return Toolbox([Interpreter(sandbox, limits).python], limits.total_s + DEADLINE_S, workers)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.functions.function_spec import load_function
-from asyncrl.config.sections.rules import require
+from asyncrl.config.rules import require
 from asyncrl.errors import ConfigError
 from asyncrl.generator.agents.env import ToolEnvironment
 from asyncrl.system.packages import imported
@@ -39,7 +39,7 @@ class Index:
         self._ranking.index(self._words(list(passages)), show_progress=False)
 
     def best(self, query: str, k: int) -> list[str]:
-        """The passages that fit the query best, at most k, best first; none that shares no word with it."""
+        """The passages that fit the query best, at most k, best first. Each shares a word with it."""
         words = self._words([query])
         if not words[0]:
             return []
@@ -85,7 +85,7 @@ class Search(ToolEnvironment):
 
 @cache
 def index_of(*documents: str) -> Index:
-    """One for each process. Raises ConfigError where there is nothing to search."""
+    """The index of these documents, made once in each process. Raises ConfigError where there is nothing to search."""
     return Index([passage for one in documents for passage in _passages(one)])
 
 

@@ -18,12 +18,12 @@ from collections.abc import Iterator, Sequence
 from random import Random
 from typing import Any
 
-from asyncrl.config.sections.rules import require
+from asyncrl.config.rules import require
 from asyncrl.environments.turns import action_in, opening
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.generator.agents.chat import Message
 from asyncrl.generator.agents.env import Action, Environment, Observation
-from asyncrl.tasks.generated import GeneratedRows, Row
+from asyncrl.tasks.generated import GeneratedRow, GeneratedRows
 from asyncrl.types import Task
 
 INSTRUCTION = """\
@@ -39,7 +39,8 @@ FREE, BOX, PLAYER = "_.", "$*", "@+"
 """Symbols of a cell that is empty, has a box, or the player; each without and with a target."""
 
 MOST_POSITIONS = 20_000
-"""Positions that are looked at for one board. Large boards with many boxes have shorter solutions because of it."""
+"""Most positions that are searched for one board. Because of it, solutions of large boards with many boxes are
+shorter."""
 
 MOST_ROOMS = 200
 
@@ -122,7 +123,8 @@ def with_stays(draw: Random, solution: Sequence[str], share: float, most: int) -
 def _backwards(
     solved: str, floor: Sequence[int], most: int
 ) -> tuple[list[list[str]], dict[str, tuple[str, str]]]:
-    """Boards by the fewest moves that solve them, up to `most`, and of each the next move with the board after it.
+    """(levels, solution): levels[n] are the boards that n moves solve and fewer do not, up to `most`; solution maps a
+    board to its next move and the board after that.
 
     solved: without a player · floor: where the player may stand there
     """
@@ -170,7 +172,7 @@ def tasks(
     )
     require(moves > 0, "options.moves", moves, "is no number of moves", "set moves=10")
 
-    def row(draw: Random) -> Row:
+    def row(draw: Random) -> GeneratedRow:
         board, solution = generated(draw, size, boxes, moves, walls)
         return {"prompt": prompt, "board": board, "target": with_stays(draw, solution, stays, moves)}
 
@@ -188,7 +190,7 @@ class Sokoban(Environment):
     def __init__(self, observation: str = "text", composed: bool = False) -> None:
         super().__init__()
         self.check(observation)
-        self._shown, self._composed = picture if observation == "image" else str, composed
+        self._shown, self._composed = board_picture if observation == "image" else str, composed
 
     @classmethod
     def check(cls, observation: str = "text", composed: bool = False) -> None:
@@ -227,7 +229,7 @@ def problem_of(board: str) -> str | None:
     return None
 
 
-def picture(board: str) -> list[dict[str, Any]]:
+def board_picture(board: str) -> list[dict[str, Any]]:
     """A board as the content of a message, an image of the package pillow."""
     try:
         from PIL import Image, ImageDraw

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from functools import cache
 from random import Random
 
-from asyncrl.config.sections.rules import require
+from asyncrl.config.rules import require
 from asyncrl.environments.turns import action_in, answer, opening
 from asyncrl.generator.agents.chat import Message
 from asyncrl.generator.agents.env import Action, Environment, Observation
-from asyncrl.tasks.generated import GeneratedRows, Row
+from asyncrl.tasks.generated import GeneratedRow, GeneratedRows
 from asyncrl.types import Task
 
 INSTRUCTION = """\
@@ -136,7 +136,7 @@ def tasks(
     """
     shop = catalogue(products, catalogue_seed)
 
-    def row(draw: Random) -> Row:
+    def row(draw: Random) -> GeneratedRow:
         product = draw.choice(shop)
         options = {kind: draw.choice(choices) for kind, choices in product.options.items()}
         limit = -(-product.price // 10) * 10 + 10 * draw.randrange(1, 3)
@@ -215,7 +215,7 @@ class WebShop(Environment):
             self._chosen |= {kind: button for kind, names in self._product.options.items() if button in names}
 
     def _page(self) -> str:
-        """A button is a text in brackets."""
+        """The text of the page. Buttons stand in brackets."""
         if self._results is None:
             return "search page"
         if self._product is None:

@@ -14,8 +14,9 @@ from typing import Any
 
 from asyncrl.errors import AsyncRLError, RefusedError, RunClosedError
 from asyncrl.generator.agents.agent import EnvironmentFailedError
+from asyncrl.generator.agents.task_progress import Keep
 from asyncrl.generator.engines.engine import PromptTooLongError, RequestFailedError, SampleLostError
-from asyncrl.generator.scoring.calls import RewardError
+from asyncrl.generator.scoring.reward_calls import RewardError
 from asyncrl.queue.client.client import QueueClient
 from asyncrl.queue.protocol.replies import Lease
 from asyncrl.telemetry.status import ProcessStatus
@@ -52,12 +53,14 @@ def drop_reason(failure: Exception) -> str:
 
 @dataclass(slots=True, eq=False)
 class LeasedTask:
-    """One lease under way. sampling_since: None when its samples are made, and for evaluations."""
+    """One lease under way. sampling_since: None when its samples are made, and for evaluations · keep: None for
+    evaluations."""
 
     stream: StreamName
     lease: Lease
     sampling_since: float | None
     job: asyncio.Task[None] | None = None
+    keep: Keep | None = None
 
     @property
     def key(self) -> Key:
@@ -160,6 +163,23 @@ class WorkerLeases:
             raise RunClosedError("the queue closed the run")
         for key in renewal.lost:
             self._lose(key)
+
+    async def ended(self) -> None:
+        """Wait until no lease is under way."""
+        while self._under_way:
+            self.freed.clear()
+            await self.freed.wait()
+
+    async def hand_over(self) -> None:
+        """Send what is made of tasks whose rollouts were cancelled, for their next leases."""
+        unsent = [one for one in self._under_way.values() if one.keep is not None and one.keep.unsent]
+        try:
+            async with asyncio.timeout(GIVE_BACK_S):
+                for one in unsent:
+                    assert one.keep is not None
+                    await one.keep.send(one.keep.unsent)
+        except (AsyncRLError, TimeoutError) as error:
+            log.info("%s could not hand over parts of %d tasks: %s", self._who, len(unsent), error)
 
     async def give_back(self) -> None:
         """Return the leases that are left to the queue."""

@@ -17,9 +17,9 @@ import numpy as np
 
 from asyncrl.generator.agents.task_progress import TaskProgress
 from asyncrl.generator.agents.trajectory import Trajectory
-from asyncrl.generator.agents.trajectory_entries import ContextEntry, PolicyEntry
+from asyncrl.generator.agents.trajectory_entries import ContextEntry, PolicyEntry, recorded_experts
 from asyncrl.generator.engines.engine import Pieces, Sampler, SampleRequest
-from asyncrl.generator.scoring.calls import all_of
+from asyncrl.generator.scoring.reward_calls import all_of
 from asyncrl.types import Array, Prompt, Sampling, Task, Turn
 
 
@@ -135,5 +135,5 @@ class _Answer:
             np.concatenate([np.empty(0, np.float32), *(piece.logprobs for piece in pieces)]),
             np.concatenate([np.empty(0, np.int32), *(piece.versions for piece in pieces)]),
             pieces[-1].finish if pieces else "abort",
-            self._trajectory.experts(),
+            recorded_experts(self._trajectory.segments()),
         )

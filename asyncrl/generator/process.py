@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -44,8 +45,10 @@ async def run_generator(
     name: str,
     held_out: Mapping[str, Sequence[Task]] | None = None,
     status: ProcessStatus | None = None,
+    leaving: asyncio.Event | None = None,
 ) -> None:
-    """Generate until the run is closed. held_out: the tasks of each set of `evaluation`, in their order.
+    """Generate until the run is closed. held_out: the tasks of each set of `evaluation`, in their order · leaving: once
+    it is set, no task is taken any more, and the generator ends with its last lease.
 
     Raises:
         ConfigError: The config cannot work here, or differs from the learner's.
@@ -82,6 +85,7 @@ async def run_generator(
             held_out=held_out,
             prober=_prober(config, sampler, follower, rollouts),
             status=status,
+            leaving=leaving,
         )
         await worker.run()
     finally:

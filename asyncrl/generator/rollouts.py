@@ -16,11 +16,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from asyncrl.config.rules import require
 from asyncrl.config.schema import Config, GeneratorConfig
-from asyncrl.config.sections.rules import require
 from asyncrl.config.sections.tasks import MAIN, EvaluationSet
 from asyncrl.generator.agents.agent import EnvironmentFailedError
-from asyncrl.generator.agents.task_progress import LARGEST_VOCABULARY, Send, TaskProgress
+from asyncrl.generator.agents.task_progress import LARGEST_VOCABULARY, Keep, TaskProgress
 from asyncrl.generator.engines.engine import (
     PromptTooLongError,
     RequestFailedError,
@@ -30,7 +30,7 @@ from asyncrl.generator.engines.engine import (
 )
 from asyncrl.generator.gateway.harness import load_player
 from asyncrl.generator.long_answers import LongAnswers, name_of
-from asyncrl.generator.scoring.calls import all_of
+from asyncrl.generator.scoring.reward_calls import all_of
 from asyncrl.generator.scoring.rewards import RewardError, Scorer
 from asyncrl.generator.scoring.scores import Score
 from asyncrl.generator.scoring.steps import step_columns, token_ends
@@ -61,7 +61,9 @@ class Samples:
 
 
 class Rollouts:
-    """Makes and scores the rollouts of tasks. training: the sampling of training rollouts
+    """Makes and scores the rollouts of tasks. It has an attribute for each setting that a task needs.
+
+    training: the sampling of training rollouts
 
     vocabulary: of the model; what is kept of a task with other tokens is not used
     """
@@ -94,11 +96,11 @@ class Rollouts:
         self._encode = partial(encode_prompt, tokenizer, variables=variables)
 
     async def sample(
-        self, task: Task, request_id: str, kept: Sequence[bytes] = (), keep: Send | None = None
+        self, task: Task, request_id: str, kept: Sequence[bytes] = (), keep: Keep | None = None
     ) -> Samples:
         """batch.group_size rollouts, and a greedy one if `config.greedy_rollout`.
 
-        kept: what earlier leases made · keep: called with finished turns, and with pieces of long answers. Raises
+        kept: what earlier leases made · keep: gets finished turns, and pieces of long answers. Raises
         PromptTooLongError, EnvironmentFailedError or RequestFailedError if the task is to be dropped.
         """
         if self._agent is None or self._max_prompt_tokens is not None:
@@ -148,7 +150,7 @@ class Rollouts:
         return played.text
 
     async def close(self) -> None:
-        """End what plays rollouts of several turns."""
+        """End the player of rollouts of several turns."""
         if self._agent is not None:
             await self._agent.close()
 
@@ -195,7 +197,7 @@ class Rollouts:
         request_id: str,
         samplings: Sequence[tuple[Sampling, int]],
         kept: Sequence[bytes],
-        keep: Send | None,
+        keep: Keep | None,
     ) -> list[Played]:
         """Rollouts of one turn: so many of each sampling."""
         wanted = [(sampling, count) for sampling, count in samplings if count]
@@ -205,11 +207,9 @@ class Rollouts:
                 for sampling, count in wanted
             )
             return [one for each in several for one in each]
-        progress = TaskProgress(sum(count for _, count in wanted), kept, keep, self._vocabulary)
-        try:
+        count = sum(count for _, count in wanted)
+        with TaskProgress(count, kept, keep, self._vocabulary) as progress:
             turns = await self._long_answers.sample(task, request_id, prompt, wanted, progress)
-        finally:
-            progress.close()
         return [self._of_one_turn(turn, prompt) for turn in turns]
 
     def _of_one_turn(self, turn: Turn, prompt: Prompt) -> Played:
@@ -221,7 +221,7 @@ class Rollouts:
         request_id: str,
         samplings: Sequence[Sampling],
         kept: Sequence[bytes] = (),
-        keep: Send | None = None,
+        keep: Keep | None = None,
     ) -> list[Played]:
         """Rollouts of several turns, one for each of `samplings`. Raises ConfigError for a program whose task has
         images, which the APIs that it speaks do not carry."""
@@ -235,8 +235,7 @@ class Rollouts:
         )
         play: Callable[..., Awaitable[Any]] = self._agent.play
         count = len(samplings)
-        progress = TaskProgress(count, kept, keep, self._vocabulary, self._agent.kind)
-        try:
+        with TaskProgress(count, kept, keep, self._vocabulary, self._agent.kind) as progress:
             made = await all_of(
                 play(
                     task,
@@ -250,8 +249,6 @@ class Rollouts:
                 )
                 for i, (sampling, one) in enumerate(zip(samplings, progress.trajectories, strict=True))
             )
-        finally:
-            progress.close()
         return [Played(one.rollout(self._weights), self._text(one.last_words)) for one in made]
 
     async def _evaluated(

@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.rules import require
 
 LEAD = 0.25
 """Samples waiting beyond the slots, as a share of them: prompts at hand when slots fall free."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.generator.engines.engine import SECONDS, Engine
@@ -12,6 +13,20 @@ from asyncrl.generator.prober import Prober
 from asyncrl.generator.rollouts import Rollouts
 from asyncrl.generator.sample_limit import SampleLimit
 from asyncrl.generator.weights import WeightFollower
+from asyncrl.telemetry import tracing
+
+FIGURES = {
+    "held": "sync/held",
+    "running": "rollout/running",
+    "waiting": "rollout/waiting",
+    "leases": "rollout/leases",
+    "kv_usage": "rollout/kv_usage",
+    "preemptions": "rollout/preemptions",
+}
+"""Stats that are figures of the trace, at each heartbeat."""
+
+EVENTS = ("dropped/", "refused/", "returned", "lost")
+"""Counts of leases whose growth is an event."""
 
 NEWS_S = 0.1
 """Least seconds between two reports of finished groups."""
@@ -32,12 +47,15 @@ class WorkerTelemetry:
         self._engine, self._follower, self._rollouts, self._prober = engine, follower, rollouts, prober
         self._leases, self._limit = leases, limit
         self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._traced_at, self._tokens = 0.0, 0.0
+        self._counted = Counter[str]()
 
     async def send_heartbeats(self, every_s: float) -> None:
         """Run until cancelled. Raises RunClosedError at the end of the run, as `send_news` does."""
         while True:
             stats = self.collect()
             self._limit.observe(self.under_way(), stats.get("kv_usage", 0.0), stats.get("preemptions", 0.0))
+            self._trace(stats)
             await self._leases.renew(stats)
             await asyncio.sleep(every_s)
 
@@ -48,6 +66,21 @@ class WorkerTelemetry:
             self._leases.news.clear()
             await self._leases.renew(self.collect())
             await asyncio.sleep(NEWS_S)
+
+    def _trace(self, stats: Mapping[str, Any]) -> None:
+        """Figures of now, and tasks dropped and refused since the last heartbeat."""
+        now, tokens = tracing.now(), stats.get("tokens", 0)
+        figures = {figure: stats[name] for name, figure in FIGURES.items() if name in stats}
+        if self._traced_at:
+            seconds = max(now - self._traced_at, 1e-6)
+            figures["perf/generator/tokens_per_s"] = (tokens - self._tokens) / seconds
+        self._traced_at, self._tokens = now, tokens
+        tracing.sample(figures)
+        counts = Counter({name: n for name, n in self._leases.counts.items() if name.startswith(EVENTS)})
+        for name, count in (counts - self._counted).items():
+            event, _, reason = name.partition("/")
+            tracing.event(event, reason=reason, count=count)
+        self._counted = counts
 
     def under_way(self) -> int:
         """Samples of training leases that the engine has not finished."""

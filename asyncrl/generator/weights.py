@@ -26,6 +26,7 @@ from asyncrl.errors import DeadlineError, RefusedError, WeightSyncError
 from asyncrl.generator.engines.receiver import Learner, LostWeightsError, WeightReceiver
 from asyncrl.sync.stream.snapshot import SnapshotEvictedError
 from asyncrl.sync.stream.subscriber import StagedWeights
+from asyncrl.telemetry import tracing
 from asyncrl.telemetry.status import ProcessStatus
 from asyncrl.types import NO_VERSION, Version
 
@@ -177,7 +178,10 @@ class WeightFollower:
                 if not await self._unpinned():
                     return None
         try:
-            return await self._receiver.stage(version)
+            with tracing.span("weights", "fetch", version=version) as at_end:
+                staged = await self._receiver.stage(version)
+                at_end["bytes"] = staged.bytes
+            return staged
         except SnapshotEvictedError as error:
             log.info("%s: %s", self._name, error)
             return None
@@ -191,8 +195,10 @@ class WeightFollower:
                     self._acknowledge()
                 )  # an evaluation takes long, and the learner fences silent generators
         try:
-            pause_s = await self._receiver.flip(staged.version)
-            await self._receiver.verify()
+            with tracing.span("weights", "flip", version=staged.version):
+                pause_s = await self._receiver.flip(staged.version)
+            with tracing.span("weights", "verify", version=staged.version):
+                await self._receiver.verify()
         except SnapshotEvictedError as error:
             log.info("%s: %s", self._name, error)
             async with self._state:

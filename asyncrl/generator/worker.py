@@ -15,7 +15,8 @@
   Evaluation leases have an intake of their own; while one is under way, no training lease is taken
   and no version is flipped to.
 
-Any loop that fails ends the worker. RunClosedError is the regular end; remaining leases are given back.
+Any loop that fails ends the worker. RunClosedError is the regular end; remaining leases are given back, with what is
+made of them. A worker that is to leave takes no more tasks, and ends with its last lease.
 """
 
 from __future__ import annotations
@@ -27,19 +28,20 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.models import REWARDS
+from asyncrl.config.sections.placement import REWARDS
 from asyncrl.errors import AsyncRLError, RefusedError, RunClosedError, first_failure
+from asyncrl.generator.agents.task_progress import Keep
 from asyncrl.generator.engines.engine import Engine, SampleLostError
-from asyncrl.generator.engines.watch import EngineWatch
 from asyncrl.generator.leases import DROP_REASONS, LeasedTask, WorkerLeases, drop_reason
-from asyncrl.generator.loop_watch import LoopWatch
 from asyncrl.generator.prober import Prober
 from asyncrl.generator.rollouts import Rollouts
 from asyncrl.generator.sample_limit import LOOK_S, SampleLimit
 from asyncrl.generator.scoring.scores import FILTERED, passes_filter
 from asyncrl.generator.telemetry import WorkerTelemetry
+from asyncrl.generator.watches import EngineWatch, LoopWatch
 from asyncrl.generator.weights import WeightFollower
 from asyncrl.queue.client.client import QueueClient
+from asyncrl.telemetry import tracing
 from asyncrl.telemetry.status import ProcessStatus
 from asyncrl.types import EVAL, NO_VERSION, TRAIN, Group, StreamName, Task, Version
 
@@ -55,6 +57,10 @@ WEIGHTS, TASK = "the learner's weights", "a task from the queue"
 """Waits of a worker, as its status shows them."""
 
 
+class LeftError(Exception):
+    """Ends the loops of a worker that was to leave, and has no lease any more."""
+
+
 class Worker:
     """One generator's loops over parts that are made elsewhere (see process.py).
 
@@ -63,6 +69,7 @@ class Worker:
     held_out  the sets of tasks that evaluation leases point into; without any, no such lease is requested
     prober    draws a few tokens of each version for the learner to compare; None if it does not
     status    receives the stats of each heartbeat, and the waits of the worker
+    leaving   once it is set, no task is taken any more
     """
 
     def __init__(
@@ -77,7 +84,9 @@ class Worker:
         held_out: Mapping[str, Sequence[Task]] | None = None,
         prober: Prober | None = None,
         status: ProcessStatus | None = None,
+        leaving: asyncio.Event | None = None,
     ) -> None:
+        self._leaving = leaving or asyncio.Event()
         self._name, self._config, self._client = name, config, client
         self._follower, self._rollouts, self._prober = follower, rollouts, prober
         self._held_out, self._status = held_out or {}, status or ProcessStatus()
@@ -88,15 +97,20 @@ class Worker:
         self._loops: asyncio.TaskGroup
 
     async def run(self) -> None:
-        """Run until the run is closed, or this is cancelled. Raises the failure of any loop."""
+        """Run until the run is closed, `leaving` is set and all leases have ended, or this is cancelled. Raises the
+        failure of any loop."""
         try:
             with LoopWatch(self._name, self._config.generator.progress_deadline_s):
                 await self._run_loops()
         except* RunClosedError:
             log.info("%s: the run is closed", self._name)
+        except* LeftError:
+            log.info("%s: has finished its tasks and leaves", self._name)
         except* AsyncRLError as failures:
             raise first_failure(failures) from None
         finally:
+            if not self._follower.flipping:  # as with a commit, nothing of unverified weights
+                await self._leases.hand_over()
             await self._leases.give_back()
 
     async def _run_loops(self) -> None:
@@ -105,6 +119,7 @@ class Worker:
             self._loops.create_task(self.telemetry.send_news())
             self._loops.create_task(self._follower.run())
             self._loops.create_task(self._watch_engine())
+            self._loops.create_task(self._leave())
             self._loops.create_task(self._intake(TRAIN))
             if self._prober is not None:
                 self._loops.create_task(self._prober.run())
@@ -118,8 +133,14 @@ class Worker:
             await asyncio.sleep(min(LOOK_AT_ENGINE_S, deadline_s / 4))
             self._watch.look(time.monotonic(), self.telemetry.engine_stats(), self._follower.flipping)
 
+    async def _leave(self) -> None:
+        await self._leaving.wait()
+        log.info("%s: takes no more tasks; under way: %d", self._name, len(self._leases))
+        await self._leases.ended()
+        raise LeftError
+
     async def _intake(self, stream: StreamName) -> None:
-        while True:
+        while not self._leaving.is_set():
             with self._status.waiting(WEIGHTS):
                 await self._follower.past(lineage=-1, held=NO_VERSION)
             most = self._wanted(stream)
@@ -134,10 +155,11 @@ class Worker:
                 self._status.wait_begins(TASK)
             request = self._loops.create_task(self._lease(stream, most, held, lineage))
             newer = asyncio.ensure_future(self._follower.past(lineage, held))
+            leaving = asyncio.ensure_future(self._leaving.wait())
             # A request that waits under an old `held` admits less than a new one would: cancel it.
-            await asyncio.wait({request, newer}, return_when=asyncio.FIRST_COMPLETED)
-            newer.cancel()
-            request.cancel()
+            await asyncio.wait({request, newer, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            for waiting in (newer, leaving, request):
+                waiting.cancel()
 
     def _wanted(self, stream: StreamName) -> int:
         """Leases to request: one evaluation at a time, and no training beside it."""
@@ -176,17 +198,22 @@ class Worker:
             await self._leases.commit(one, group, [*group.columns] if pool_rewards else None)
 
     async def _generate(self, one: LeasedTask) -> Group:
-        async def keep(frames: Sequence[bytes]) -> None:
+        async def send(frames: Sequence[bytes]) -> None:
             """Hand finished turns to the task's next lease. As with a commit, not those of unverified weights."""
             await self._follower.settled()
             await self._client.progress(TRAIN, one.lease, frames)
 
-        samples = await self._rollouts.sample(one.task, one.request_id, one.lease.progress, keep)
+        one.keep = Keep(send)
+        about = {"task": one.task.ordinal, "version": self._follower.held}
+        with tracing.span("rollouts", "generate", **about):
+            samples = await self._rollouts.sample(one.task, one.request_id, one.lease.progress, one.keep)
         self._leases.sampled(one)
-        return await self._rollouts.score(one.task, samples)
+        with tracing.span("rewards", "score", tracing.SHORT_S, **about):
+            return await self._rollouts.score(one.task, samples)
 
     async def _evaluate(self, one: LeasedTask) -> Group:
         task, name = one.task, str(one.task.data["set"])
         chunk = self._held_out[name][int(task.data["start"]) : int(task.data["stop"])]
-        async with self._follower.pinned():
-            return await self._rollouts.evaluate(task, chunk, one.request_id, name)
+        async with self._follower.pinned() as version:
+            with tracing.span("rollouts", "evaluate", task=task.ordinal, version=version):
+                return await self._rollouts.evaluate(task, chunk, one.request_id, name)

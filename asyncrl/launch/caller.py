@@ -21,7 +21,7 @@ from asyncrl.config.functions.function_spec import name_function
 from asyncrl.config.load import Setting, all_keys, load_config, settings_of
 from asyncrl.config.remedies import nearest
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.tasks import RewardConfig
+from asyncrl.config.sections.reward import RewardConfig
 from asyncrl.config.yaml_values import DEEPEST
 from asyncrl.errors import ConfigError
 from asyncrl.launch.folder.inputs import Inputs
@@ -36,7 +36,7 @@ ARGUMENTS = {"model.path": "model", "tasks.source": "tasks", "reward.function": 
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class TrainCall:
     """One call of `asyncrl.train`. settings: over the file, if there is one. words: over both."""
 
     file: Path | None
@@ -58,7 +58,7 @@ class Call:
             remedy = f"give {argument}=…; help(asyncrl.train) has an example"
             raise ConfigError(error.key, None, "must be set", remedy) from None
 
-    def in_folder(self, draft: Config) -> tuple[Call, Config]:
+    def in_folder(self, draft: Config) -> tuple[TrainCall, Config]:
         """The call and the draft of its configuration with the run's name.
 
         If neither file nor caller names the run, a folder of its own is made: run, run-2, …
@@ -89,7 +89,7 @@ def _is_made(folder: Path) -> bool:
     return True
 
 
-def call_of(config: Any, overrides: Any, arguments: Mapping[str, Any], keys: Mapping[str, Any]) -> Call:
+def call_of(config: Any, overrides: Any, arguments: Mapping[str, Any], keys: Mapping[str, Any]) -> TrainCall:
     """arguments: model, tasks, reward and max_staleness, None where they were not given. Raises ConfigError."""
     for name, value in {"config": config, "overrides": overrides, **arguments, **keys}.items():
         _check_depth(name, value)
@@ -101,7 +101,7 @@ def call_of(config: Any, overrides: Any, arguments: Mapping[str, Any], keys: Map
         overrides if isinstance(overrides, Mapping) else {},
     )
     settings = [*settings_of(base, WHERE), *given, *settings_of(last, WHERE)]
-    return Call(_file(config), settings, _words(overrides))
+    return TrainCall(_file(config), settings, _words(overrides))
 
 
 def _refuse_misspelt(keys: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:

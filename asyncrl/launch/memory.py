@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.rules import require
 from asyncrl.generator.engines.vllm import vllm_memory
 from asyncrl.models.adapters import adapter_shapes
 from asyncrl.sync.plan.cost_model import ModelCost, PoolShape, generator_layout, learner_layout

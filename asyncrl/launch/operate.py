@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,9 +22,11 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, RunClosedError
 from asyncrl.launch.folder.run_folder import find_run, read_address, read_summary
-from asyncrl.launch.views.dashboard import cell, duration
+from asyncrl.launch.views.dashboard import cell
 from asyncrl.launch.views.output import within_line
 from asyncrl.launch.views.process_reports import SILENT_S
+from asyncrl.learner.reporting.saved_groups import save_group
+from asyncrl.observability.times import duration
 from asyncrl.queue.client.client import QueueClient
 from asyncrl.queue.protocol.replies import Peek
 from asyncrl.rpc.keys import client_keys
@@ -147,6 +150,14 @@ def _rows(stream: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def task_lines(peek: Peek, ordinal: int, decode: Decode | None) -> Iterator[str]:
     """Lines about one task. decode: from token ids to text, if a tokenizer is known."""
     yield from map(within_line, _task_lines(peek, ordinal, decode))
+
+
+def save_peek(peek: Peek, ordinal: int, path: Path) -> None:
+    """Write the group of a task to a file. Raises ConfigError if it has none."""
+    if peek.group is None:
+        rule = f"task {ordinal} is {peek.state}: there is no group to write"
+        raise ConfigError("--save", str(path), rule, "give the ordinal of a task that is ready")
+    save_group(path, peek.group)
 
 
 def _task_lines(peek: Peek, ordinal: int, decode: Decode | None) -> Iterator[str]:

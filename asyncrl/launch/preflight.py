@@ -14,8 +14,8 @@ from pathlib import Path
 from asyncrl.config.config_consistency import as_texts
 from asyncrl.config.functions.function_spec import load_function
 from asyncrl.config.functions.signatures import check_arguments
+from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.rules import require
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engines.http import http_link
 from asyncrl.generator.scoring.rewards import Scorer
@@ -23,8 +23,9 @@ from asyncrl.learner.algorithms.catalogue import KINDS, algorithm_rows
 from asyncrl.learner.backends.megatron.grid import check_model, make_grid
 from asyncrl.learner.parallel.mesh import ModelShape, axis_sizes
 from asyncrl.learner.training import requirements
+from asyncrl.system.packages import check_package
 from asyncrl.tasks.source import held_out, training_tasks
-from asyncrl.telemetry.sinks import check_tracker
+from asyncrl.telemetry.trackers.open import check_tracker
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 """A model of the Hugging Face hub: 'gpt2', 'Qwen/Qwen3-0.6B'."""
@@ -45,13 +46,14 @@ def preflight(config: Config) -> None:
         print(f"asyncrl: {line}", file=sys.stderr)
     _check_prompts(config)
     Scorer.from_config(config.reward).close()
-    _check_axes(config)
+    check_axes(config)
     _check_memory(config)
     if (engine := config.generator.own_engine) is not None:
         made = load_function(engine, "generator.own_engine")
         check_arguments(made, engine, "generator.own_engine", "config", "tokenizer", "name")
-    for name in config.telemetry.sinks:
-        check_tracker(name)
+    check_telemetry(config)
+    if config.launch.dash:
+        check_package("aiohttp", "server", "launch.dash", config.launch.dash)
     if config.generator.server.urls:
         http_link.check_aiohttp("generator.engine", config.generator.engine)
         http_link.key_from(config.generator.server.key_variable)
@@ -64,6 +66,14 @@ def preflight(config: Config) -> None:
         from asyncrl.learner.models.networks import check_vocabularies  # takes seconds, for transformers
 
         check_vocabularies(models, config)
+
+
+def check_telemetry(config: Config) -> None:
+    """Raises ConfigError for a tracker whose package is missing, and for an endpoint without its package."""
+    for name in config.telemetry.trackers:
+        check_tracker(name)
+    if (port := config.telemetry.prometheus_port) is not None:
+        check_package("prometheus_client", "prometheus", "telemetry.prometheus_port", port)
 
 
 def _check_prompts(config: Config) -> None:
@@ -82,7 +92,8 @@ def _check_prompts(config: Config) -> None:
         images.prompt(task, encode_prompt(tokenizer, task, config.tasks.chat_template_kwargs))
 
 
-def _check_axes(config: Config) -> None:
+def check_axes(config: Config) -> None:
+    """Raises ConfigError for axes that do not divide the learner's processes, or do not fit the model."""
     parallel, shape = config.learner.parallel, None
     if config.learner.backend == "megatron":
         from asyncrl.learner.backends.megatron.architecture import architecture

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
+import signal
 import sys
+import time
 from pathlib import Path
 
 from asyncrl.config.schema import Config
@@ -12,7 +16,7 @@ from asyncrl.launch.supervise import Supervisor
 from asyncrl.launch.views.process_reports import ProcessReports
 from asyncrl.system.rank_process import LAUNCHED
 
-QUEUE, LEARNER = "queue", "learner"
+QUEUE, LEARNER, DASH = "queue", "learner", "dash"
 
 
 class Processes:
@@ -20,16 +24,17 @@ class Processes:
 
     Attributes:
         address: The queue's; set once it listens, and before other processes are started.
-        generators: Their names.
+        generators: Their names, but for those that leave.
+        leaving: Name of each generator that was told to leave → when it is killed, by time.monotonic.
         pools: Name of each process of a pool → its model, its index in the pool.
     """
 
     def __init__(self, config: Config, folder: Path, supervisor: Supervisor, reports: ProcessReports) -> None:
         self._config, self._folder, self._supervisor, self._reports = config, folder, supervisor, reports
         self.address = ""
-        self.generators = [f"generator-{i}" for i in range(config.generator.count)]
-        pools = config.placement.pools
-        self.pools = {f"{of}-{i}": (of, i) for of, place in pools.items() for i in range(place.processes)}
+        self.generators = generator_names(config)
+        self.leaving: dict[str, float] = {}
+        self.pools = pool_names(config)
 
     @property
     def workers(self) -> list[str]:
@@ -44,6 +49,11 @@ class Processes:
         command = process_command(self._folder, "learner", f"queue.address={self.address}", *words)
         self._start(LEARNER, command, learner.devices, learner.threads)
 
+    def start_dash(self) -> None:
+        """The page for browsers. The run goes on without it."""
+        command = [sys.executable, "-m", "asyncrl", "dash", str(self._folder)]
+        self._supervisor.start(DASH, command, process_env(1), announces=True)
+
     def start_worker(self, name: str) -> None:
         """A generator, or a process of a pool."""
         words = (f"queue.address={self.address}", "--name", name)
@@ -55,8 +65,32 @@ class Processes:
             self._start(name, command, devices, place.threads)
             return
         generator = self._config.generator
-        devices = share_of_devices(generator.devices, self.generators.index(name), generator.count)
+        index = int(name.removeprefix("generator-"))
+        devices = share_of_devices(generator.devices, index, generator.count)
         self._start(name, process_command(self._folder, "generator", *words), devices, generator.threads)
+
+    def scale(self, count: int) -> tuple[list[str], list[str]]:
+        """Start generators, or have the last ones leave, until there are `count`. Returns the names of both."""
+        taken = {*self.generators, *self.leaving}
+        free = (name for i in itertools.count() if (name := f"generator-{i}") not in taken)
+        more = list(itertools.islice(free, max(0, count - len(self.generators))))
+        fewer, self.generators = self.generators[count:], [*self.generators[:count], *more]
+        for name in more:
+            self.start_worker(name)
+        launch, grace_s = self._config.launch, self._config.generator.grace_s
+        for name in fewer:
+            if self._supervisor.code(name) is None:
+                self.leaving[name] = time.monotonic() + grace_s + launch.stop_deadline_s
+                self._supervisor.send(name, signal.SIGTERM)
+        return more, fewer
+
+    def kill_late(self) -> list[str]:
+        """Kill generators that have not left in time. Returns their names."""
+        late = [name for name, deadline in self.leaving.items() if time.monotonic() > deadline]
+        for name in late:
+            self.leaving[name] = math.inf
+            self._supervisor.send(name, signal.SIGKILL)
+        return late
 
     def _start(
         self,
@@ -70,6 +104,16 @@ class Processes:
         env = process_env(threads or shared_threads(self._config), devices)
         self._reports.started(name)
         self._supervisor.start(name, command, env, announces=announces)
+
+
+def generator_names(config: Config) -> list[str]:
+    return [f"generator-{i}" for i in range(config.generator.count)]
+
+
+def pool_names(config: Config) -> dict[str, tuple[str, int]]:
+    """Name of each process of a pool → its model, its index in the pool."""
+    pools = config.placement.pools
+    return {f"{of}-{i}": (of, i) for of, place in pools.items() for i in range(place.processes)}
 
 
 def process_command(folder: Path, process: str, *words: str) -> list[str]:

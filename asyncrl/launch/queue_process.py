@@ -16,22 +16,28 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from asyncrl.config.config_consistency import check_with_learner
 from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError, ConfigError, DeadlineError
 from asyncrl.launch.folder.run_folder import read_address, run_folder, write_address
+from asyncrl.launch.views.process_reports import SILENT_S
 from asyncrl.queue.broker.broker import Broker
 from asyncrl.queue.broker.recovery import open_recovery
+from asyncrl.queue.broker.trace_intake import TraceIntake
 from asyncrl.queue.client.client import QueueClient
 from asyncrl.queue.feeder import feed
 from asyncrl.rpc.keys import server_keys
 from asyncrl.system.signals import stop_signals
 from asyncrl.tasks.source import TaskStream, training_tasks
+from asyncrl.telemetry import tracing
 from asyncrl.telemetry.status import ProcessStatus
 from asyncrl.types import TRAIN
 
@@ -73,6 +79,7 @@ def run_queue(
     interrupts = _stop_on_signals(broker)
     address = broker.bound_address
     recovery = open_recovery(config.queue, config.run.name, folder / "queue", now=time.monotonic(), anew=anew)
+    recovery.queue.traces = _intake(config)
     broker.take_up(recovery.queue, recovery.flush)
     write_address(folder, address)
     if announce is not None:
@@ -87,9 +94,23 @@ def run_queue(
     gc.freeze()  # objects made so far stay: collections that look through them would stop the queue
     broker.serve()
     recovery.close()
+    if recovery.queue.traces is not None:
+        recovery.queue.traces.close()
     feeder.raise_failure()
     if interrupts:
         raise KeyboardInterrupt
+
+
+def _intake(config: Config) -> TraceIntake | None:
+    """Takes the rows of other machines, if this process writes a trace itself."""
+    trace = tracing.current()
+    if trace is None:
+        return None
+    try:
+        return TraceIntake(trace.path.parent, config.telemetry.trace_mb * 1_000_000)
+    except OSError as error:
+        log.warning("traces of other machines are not kept: %s", error)
+        return None
 
 
 def _bound(config: Config, folder: Path) -> Broker:
@@ -125,6 +146,45 @@ def _stop_on_signals(broker: Broker) -> list[int]:
     return interrupts
 
 
+class QueueChanges:
+    """Changes in the figures of a queue since the last look, as rows of the trace."""
+
+    def __init__(self) -> None:
+        self._clients: Mapping[str, float] = {}
+        self._counted: dict[str, Counter[str]] = {}
+
+    def trace(self, status: Mapping[str, Any]) -> None:
+        """status: of `QueueClient.status`. Counts of the training stream become figures; clients that come, leave or
+        fall silent, requests that are refused and tasks that are dropped become events."""
+        counts = status["streams"].get(TRAIN, {})
+        if figures := {f"queue/{name}": n for name, n in counts.items() if isinstance(n, int | float)}:
+            tracing.sample(figures)
+        self._trace_clients(status["silent_s"])
+        self._trace_growth("refused", status["refused"])
+        self._trace_growth("dropped", counts.get("dropped_by_reason", {}))
+
+    def _trace_clients(self, silent_s: Mapping[str, float]) -> None:
+        """silent_s: seconds since the last message of each client that has not signed off"""
+        before, self._clients = self._clients, dict(silent_s)
+        for name in silent_s.keys() | before.keys():
+            was, now = before.get(name), silent_s.get(name)
+            if was is None:
+                tracing.event("joined", process=name)
+            elif now is None:
+                if was < SILENT_S:
+                    tracing.event("left", process=name)
+            elif now >= SILENT_S > was:
+                tracing.event("silent", process=name, since_s=round(now, 1))
+            elif was >= SILENT_S > now:
+                tracing.event("back", process=name)
+
+    def _trace_growth(self, event: str, counts: Mapping[str, int]) -> None:
+        """counts: by reason"""
+        for reason, count in (Counter(counts) - self._counted.get(event, Counter())).items():
+            tracing.event(event, reason=reason, count=count)
+        self._counted[event] = Counter(counts)
+
+
 class Feeder(threading.Thread):
     """Submits tasks as the queue has room for them. An error that ends it ends the queue too."""
 
@@ -156,9 +216,11 @@ class Feeder(threading.Thread):
 
     async def _look(self, client: QueueClient) -> None:
         """Until cancelled. A queue that ends does not answer any more."""
+        changes = QueueChanges()
         with suppress(AsyncRLError):
             while True:
                 self._status.figures = await client.status()
+                changes.trace(self._status.figures)
                 await asyncio.sleep(LOOK_S)
 
     async def _feed(self) -> None:

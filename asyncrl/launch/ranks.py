@@ -21,9 +21,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from asyncrl.config.sections.rules import require
+from asyncrl.config.rules import require
 from asyncrl.errors import INTERRUPTED, RankLostError, StoppedError
-from asyncrl.launch.supervise import RANK, ChildEnded, Interrupted, Supervisor, describe_exit
+from asyncrl.launch.supervise import ChildEnded, Interrupted, Supervisor
+from asyncrl.observability.logs import RANK, describe_exit
 from asyncrl.system.rank_process import FOLDER, MEETING, PULSE_FD, QUEUE
 from asyncrl.system.temporary import temporary_folder
 

@@ -52,6 +52,10 @@ class Restarts:
     def waits(self, name: str) -> bool:
         return name in self._due
 
+    def drop(self, name: str) -> None:
+        """A process is not to be started again."""
+        self._due.pop(name, None)
+
     def clear(self) -> None:
         self._due.clear()
 

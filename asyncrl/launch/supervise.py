@@ -12,22 +12,25 @@ from __future__ import annotations
 
 import os
 import queue
-import re
 import signal
 import subprocess
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
 from asyncrl.errors import DeadlineError
+from asyncrl.observability.logs import why_it_ended
 from asyncrl.system.signals import die_with, stop_signals
+from asyncrl.telemetry import tracing
 
 TAIL_LINES = 25
+SIGNALS = frozenset(signal.Signals)
+"""Those with a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,16 @@ class Interrupted:
     number: int
 
 
+class Child(Protocol):
+    """A process that a supervisor has started: subprocess.Popen, or one elsewhere."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+    def wait(self) -> int: ...
+    def send_signal(self, sig: int) -> None: ...
+
+
 ChildEvent = ChildEnded | ChildMessage | Interrupted
 
 LAST_LINE_S = 5.0
@@ -67,7 +80,7 @@ class Supervisor:
         if logs is not None:
             logs.mkdir(parents=True, exist_ok=True)
         self._logs = logs
-        self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._children: dict[str, Child] = {}
         self._events: queue.SimpleQueue[ChildEvent] = queue.SimpleQueue()
 
     def start(
@@ -102,11 +115,12 @@ class Supervisor:
                 preexec_fn=die_with(os.getpid()),
             )
         child = self._children[name]
+        tracing.event("started", process=name, pid=child.pid)
         reader: threading.Thread | None = None
         if announces:
             os.close(writing)
             reader = self._thread(lambda: self._events.put(ChildMessage(name, _first_line(reading))))
-        self._thread(lambda: self._report_end(name, child, reader))
+        self._thread(lambda: self._report_end(name, child.wait(), reader))
 
     def next_event(self, seconds: float) -> ChildEvent | None:
         """The next event, or None if there was none in `seconds`."""
@@ -168,10 +182,13 @@ class Supervisor:
     def kill_all(self) -> None:
         """SIGKILL to every child that is left and to what it started in its session."""
         for name in self.running():
-            with suppress(ProcessLookupError):
-                os.killpg(self._children[name].pid, signal.SIGKILL)
+            self._kill(self._children[name])
         for child in self._children.values():
             child.wait()
+
+    def _kill(self, child: Child) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
 
     @contextmanager
     def interrupts(self) -> Iterator[None]:
@@ -193,8 +210,9 @@ class Supervisor:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _report_end(self, name: str, child: subprocess.Popen[bytes], reader: threading.Thread | None) -> None:
-        code = child.wait()
+    def _report_end(self, name: str, code: int, reader: threading.Thread | None = None) -> None:
+        by = {"signal": signal.Signals(-code).name} if -code in SIGNALS else {}
+        tracing.event("ended", process=name, code=code, **by)
         if reader is not None:
             reader.join(LAST_LINE_S)  # its line comes before its end
         self._events.put(ChildEnded(name, code))
@@ -217,91 +235,6 @@ def wait_line(supervisor: Supervisor, name: str, what: str, seconds: float) -> C
             return event
 
 
-def describe_exit(code: int) -> str:
-    """
-    >>> describe_exit(2), describe_exit(-9)
-    ('exit code 2', 'killed by SIGKILL')
-    """
-    if code >= 0:
-        return f"exit code {code}"
-    return f"killed by {signal.Signals(-code).name}"
-
-
 def _first_line(descriptor: int) -> str:
     with open(descriptor, encoding="utf-8") as pipe:
         return pipe.readline().strip()
-
-
-TRACEBACK = "Traceback (most recent call last):"
-BY_TORCHRUN = "torch.distributed.elastic"
-"""Tracebacks of torchrun itself, which are not the cause."""
-
-RANK = re.compile(r"^\[(?:rank|default)(?P<rank>\d+)\]: ?")
-"""The mark of the rank that wrote a line, by torch, torchrun or ranks.py; the first rank's lines may have none."""
-
-ENDED_FIRST = re.compile(r": rank (\d+) ended first ")
-"""The line that ranks.py writes about the rank that made the others end."""
-
-LAST_MESSAGE = re.compile(r"^asyncrl [a-z ]+: (?P<cause>\S.*)$")
-"""The last line of a command of asyncrl that ends on an error that is raised on purpose."""
-
-VARYING = re.compile(r"""'[^']*'|"[^"]*"|0x[0-9a-f]+|\d+""")
-
-
-def why_it_ended(text: str, most: int) -> tuple[str, list[str]]:
-    """(the cause in one line, empty if the log has none; what else its reader needs, at most `most` lines and a
-    traceback).
-
-    >>> why_it_ended("slow\\nTraceback (most recent call last):\\n  File\\nValueError: no\\n", 25)
-    ('ValueError: no', ['Traceback (most recent call last):', '  File', 'ValueError: no', 'slow'])
-    """
-    tracebacks, others = _parted([RANK.sub("", line) for line in _of_the_cause(text.splitlines())])
-    own = [one for one in tracebacks if not any(BY_TORCHRUN in line for line in one)]
-    messages = [found["cause"] for line in others if (found := LAST_MESSAGE.match(line))]
-    last = own[-1] if own else []
-    cause = messages[-1] if messages else (last[-1].strip() if last else "")
-    plain = [line for line in others if not LAST_MESSAGE.match(line)]
-    return cause, [*last, *_without_repeats(plain)[-most:]]
-
-
-def _of_the_cause(lines: Sequence[str]) -> Sequence[str]:
-    """The lines of the rank that ended first, if there is one: what the others write then is its consequence."""
-    first = [found[1] for line in lines if (found := ENDED_FIRST.search(line))]
-    if not first:
-        return lines
-    return [line for line in lines if (mark["rank"] if (mark := RANK.match(line)) else "0") == first[-1]]
-
-
-def _parted(lines: Sequence[str]) -> tuple[list[list[str]], list[str]]:
-    """The tracebacks, each to the line of its error, and all other lines. The last of chained ones counts."""
-    tracebacks: list[list[str]] = []
-    others: list[str] = []
-    inside = False
-    for line in lines:
-        if line.endswith(TRACEBACK):
-            tracebacks.append([line])
-            inside = True
-        elif inside:
-            tracebacks[-1].append(line)
-            inside = not line.strip() or line.startswith(" ")
-        else:
-            others.append(line)
-    return tracebacks, others
-
-
-def _without_repeats(lines: Sequence[str]) -> list[str]:
-    """The last of several lines that differ in numbers and quoted texts alone, with how many they are.
-
-    >>> _without_repeats(["drops task 1", "drops task 2", "ends", "drops task 31"])
-    ['ends', 'drops task 31 (3 such lines)']
-    """
-    counts = Counter(map(_shape, lines))
-    last = {_shape(line): index for index, line in enumerate(lines)}
-    kept = [(line, counts[_shape(line)]) for index, line in enumerate(lines) if last[_shape(line)] == index]
-    return [line if count == 1 else f"{line} ({count} such lines)" for line, count in kept]
-
-
-def _shape(line: str) -> str:
-    """A line without its numbers and quoted texts. One of numbers alone is like no other."""
-    shape = VARYING.sub("0", line)
-    return shape if any(map(str.isalpha, shape)) else line

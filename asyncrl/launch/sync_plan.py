@@ -24,7 +24,7 @@ from asyncrl.sync.plan.cost_model import (
 )
 from asyncrl.sync.tensors.budget import MemoryPart, total
 
-Row = tuple[str, str]
+TableRow = tuple[str, str]
 
 
 def print_plan(
@@ -88,7 +88,7 @@ def learner_pool(config: Config) -> PoolShape:
     return PoolShape(replicate=parallel.replicate, fsdp=shards, tp=parallel.tensor, ep=parallel.expert)
 
 
-def _rows(made: CostEstimate, config: Config) -> Iterator[Row]:
+def _rows(made: CostEstimate, config: Config) -> Iterator[TableRow]:
     sync = config.sync
     what = "adapters" if config.model.lora.travels else "model"
     yield what, f"{made.parameters} parameters, {_bytes(made.bytes)} in {config.model.dtype}"
@@ -115,7 +115,7 @@ def _rows(made: CostEstimate, config: Config) -> Iterator[Row]:
     )
 
 
-def _broadcast_rows(made: CostEstimate, gb_s: float) -> Iterator[Row]:
+def _broadcast_rows(made: CostEstimate, gb_s: float) -> Iterator[TableRow]:
     """The rows of a run with sync.backend=vllm."""
     one_s = made.bytes / (1e9 * gb_s)
     yield "a generator rank takes", f"{_bytes(made.bytes)}, all of the model"
@@ -124,7 +124,7 @@ def _broadcast_rows(made: CostEstimate, gb_s: float) -> Iterator[Row]:
     yield "  a pause", f"{one_s:.2f} s, at {gb_s:g} GB/s a rank (sync.network_gb_s)"
 
 
-def _memory_rows(whose: str, parts: Sequence[MemoryPart], device_bytes: int | None) -> Iterator[Row]:
+def _memory_rows(whose: str, parts: Sequence[MemoryPart], device_bytes: int | None) -> Iterator[TableRow]:
     of_device = "" if device_bytes is None else f" of {_bytes(device_bytes)}"
     fits = device_bytes is None or total(parts) < device_bytes
     yield (
@@ -135,7 +135,7 @@ def _memory_rows(whose: str, parts: Sequence[MemoryPart], device_bytes: int | No
         yield f"  {part.name}", f"{_bytes(part.bytes)}{f' ({part.frees})' if part.frees else ''}"
 
 
-def _cache_rows(config: Config, parts: Sequence[MemoryPart], device_bytes: int | None) -> Iterator[Row]:
+def _cache_rows(config: Config, parts: Sequence[MemoryPart], device_bytes: int | None) -> Iterator[TableRow]:
     ours = config.generator.vllm
     if ours.kv_cache_mb is not None:
         yield "  KV cache", f"{_bytes(ours.kv_cache_mb << 20)} (generator.vllm.kv_cache_mb)"
@@ -149,7 +149,7 @@ def _cache_rows(config: Config, parts: Sequence[MemoryPart], device_bytes: int |
 
 
 def _device_bytes() -> int | None:
-    return accelerator.memory_bytes(accelerator.current())[1] if accelerator.count() else None
+    return accelerator.memory_bytes(accelerator.current_device())[1] if accelerator.count() else None
 
 
 def _spread(spread: Spread) -> str:

@@ -25,16 +25,17 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from threading import Thread
+from typing import Protocol
 
 import msgpack
 
+from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.rules import require
 from asyncrl.errors import ConfigError, DeadlineError
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.remote.remote_model import RemoteModel
-from asyncrl.learner.train_stream import TrainStream
 from asyncrl.system.disk import make_folder, sync_folder, writing
+from asyncrl.telemetry import tracing
 from asyncrl.telemetry.spans import Spans
 from asyncrl.types import Version
 
@@ -77,6 +78,17 @@ def of_version(run_folder: Path, version: Version | None) -> Path:
         remedy = "give one of these; checkpoint.keep is how many of the newest stay"
         raise ConfigError("version", version, rule, remedy)
     return there[wanted]
+
+
+def newest_before(run_folder: Path, version: Version) -> Version:
+    """The newest version below `version` that has a whole checkpoint. Raises ConfigError if there is none."""
+    there = sorted(map(_version, _all(run_folder)))
+    if not there or there[0] >= version:
+        rule = f"{run_folder / FOLDER} has no checkpoint before it; it has: {', '.join(map(str, there)) or 'none'}"
+        raise ConfigError(
+            "version", version, rule, "set checkpoint.every and checkpoint.keep to keep earlier ones"
+        )
+    return max(one for one in there if one < version)
 
 
 def is_one(folder: Path) -> bool:
@@ -173,6 +185,18 @@ class _UnderWay:
     done: Future[None]
 
 
+class SavedStream(Protocol):
+    """Where groups come from: `TrainStream`."""
+
+    def snapshot(self) -> bytes:
+        """Where it stands, for a checkpoint."""
+        ...
+
+    def checkpointed(self, version: Version) -> None:
+        """A whole checkpoint of this version is there."""
+        ...
+
+
 class Checkpoints:
     """Writes a run's checkpoints, one after the other. Collective: every method but `rescue`.
 
@@ -188,7 +212,7 @@ class Checkpoints:
         self,
         config: Config,
         backend: Backend,
-        stream: TrainStream,
+        stream: SavedStream,
         spans: Spans,
         remote_models: Collection[RemoteModel],
         empty_eval: bytes | None,
@@ -232,7 +256,7 @@ class Checkpoints:
         remote = [model.save(folder) for model in self._remote_models]
         beside = self._settings.asynchronous
         save = self._backend.copy_state() if beside else self._backend.save
-        done = _start(partial(self._write, save, remote, folder, meta), beside)
+        done = _start(partial(self._write_traced, save, remote, folder, meta), beside)
         self._under_way = _UnderWay(meta.version, done)
 
     @property
@@ -254,6 +278,7 @@ class Checkpoints:
         if set(states) != {WRITTEN}:
             return None
         version = self._commit()
+        tracing.event("checkpoint", version=version)
         self._stream.checkpointed(version)
         return version
 
@@ -277,6 +302,12 @@ class Checkpoints:
         wait([self._under_way.done], self._settings.deadline_s)
         if self.state == WRITTEN:  # then so are the others: that is the last thing that a backend waits for
             self._commit()
+
+    def _write_traced(
+        self, save: Callable[[Path], None], remote: Sequence[Callable[[], None]], folder: Path, meta: Meta
+    ) -> None:
+        with tracing.span("disk", "checkpoint", version=meta.version):
+            self._write(save, remote, folder, meta)
 
     def _write(
         self, save: Callable[[Path], None], remote: Sequence[Callable[[], None]], folder: Path, meta: Meta

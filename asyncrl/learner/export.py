@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
+from asyncrl.config.rules import require
 from asyncrl.config.schema import Config, LearnerConfig
-from asyncrl.config.sections.rules import require
 from asyncrl.learner import checkpoint
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.types import Version

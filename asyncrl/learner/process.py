@@ -15,12 +15,10 @@ import torch
 from asyncrl.config.schema import Config
 from asyncrl.device import accelerator
 from asyncrl.errors import StoppedError
-from asyncrl.learner import ranks
+from asyncrl.learner import process_group
 from asyncrl.learner.backends.backend import Backend
-from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.models.attention import check_flash
-from asyncrl.learner.startup import open_trainer
-from asyncrl.learner.training import requirements
+from asyncrl.learner.startup import open_backend, open_trainer
 from asyncrl.models.loading import checkpoint_shapes
 from asyncrl.queue.client.client import BlockingClient, QueueClient
 from asyncrl.rpc.keys import ClientKeys, client_keys
@@ -30,7 +28,6 @@ from asyncrl.sync.factory import open_publisher
 from asyncrl.sync.layout.layout import whole_layout
 from asyncrl.sync.stream.publisher import RankPublisher
 from asyncrl.sync.tensors.shards import Shards
-from asyncrl.system.packages import check_package
 from asyncrl.system.rank_process import end_rank
 from asyncrl.system.signals import stop_signals
 from asyncrl.telemetry.status import ProcessStatus
@@ -45,12 +42,7 @@ def run_learner(config: Config, heldout: Mapping[str, int], status: ProcessStatu
     process here when all went well. Raises StoppedError after a requested stop; KeyboardInterrupt instead, after
     SIGINT.
     """
-    if config.learner.threads:
-        torch.set_num_threads(config.learner.threads)
-    torch.manual_seed(config.run.seed)
-    accelerator.limit_memory(ranks.own_device(), config.learner.gpu_memory_share)
-    check_flash(config, ranks.own_device())
-    backend = _backend(config)
+    backend = open_rank(config)
     status.loaded.set()
     keys = client_keys(config.queue.keys)
     client = BlockingClient(QueueClient.of(config, f"learner rank {backend.rank}", status))
@@ -61,7 +53,7 @@ def run_learner(config: Config, heldout: Mapping[str, int], status: ProcessStatu
     code = 0
     try:
         client.connect()
-        _stop_on_interrupt(stop, interrupts)  # before this there is nothing to save
+        stop_on_interrupt(stop, interrupts)  # before this there is nothing to save
         make_publisher = functools.partial(_publisher, config, backend, keys)
         trainer = open_trainer(
             config, backend, client, make_publisher, keys=keys, stop=stop, heldout=heldout, status=status
@@ -81,15 +73,14 @@ def run_learner(config: Config, heldout: Mapping[str, int], status: ProcessStatu
         end_rank(code)
 
 
-def _backend(config: Config) -> Backend:
-    """The backend that `learner.backend` names. Raises ConfigError if its package is missing."""
-    models = requirements.colocated(config)
-    if config.learner.backend == "fsdp":
-        return FsdpBackend(config, models)
-    check_package("megatron", "megatron", "learner.backend", config.learner.backend, "megatron-core")
-    from asyncrl.learner.backends.megatron.backend import MegatronBackend
-
-    return MegatronBackend(config, models)
+def open_rank(config: Config) -> Backend:
+    """Set up this process for the learner's section, and load its part of the models."""
+    if config.learner.threads:
+        torch.set_num_threads(config.learner.threads)
+    torch.manual_seed(config.run.seed)
+    accelerator.limit_memory(process_group.own_device(), config.learner.gpu_memory_share)
+    check_flash(config, process_group.own_device())
+    return open_backend(config)
 
 
 def _publisher(config: Config, backend: Backend, keys: ClientKeys | None, lineage: int) -> RankPublisher:
@@ -103,7 +94,7 @@ def _publisher(config: Config, backend: Backend, keys: ClientKeys | None, lineag
     return publisher
 
 
-def _stop_on_interrupt(stop: threading.Event, interrupts: list[int]) -> None:
+def stop_on_interrupt(stop: threading.Event, interrupts: list[int]) -> None:
     """The first Ctrl-C requests a stop, the second one ends the process at once. Each is appended to `interrupts`."""
 
     def on_interrupt(number: int, _frame: FrameType | None) -> None:

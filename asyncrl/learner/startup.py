@@ -18,10 +18,11 @@ from pathlib import Path
 
 from asyncrl.config.config_consistency import AGREED, posted
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.models import REWARDS
+from asyncrl.config.sections.placement import REWARDS
 from asyncrl.learner import checkpoint
 from asyncrl.learner.algorithms.registry import needs
 from asyncrl.learner.backends.backend import Backend
+from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.checkpoint import Checkpoints, Meta
 from asyncrl.learner.checks.group_check import GroupCheck
 from asyncrl.learner.models.networks import blueprint, router_shape, vocabulary_size
@@ -30,6 +31,7 @@ from asyncrl.learner.publication import MakePublisher, Publication
 from asyncrl.learner.remote.remote_model import RemoteModel
 from asyncrl.learner.reporting.evaluation import Evaluations, EvaluationSchedule
 from asyncrl.learner.reporting.report import RunRecords
+from asyncrl.learner.reporting.saved_groups import KeptGroups
 from asyncrl.learner.train_stream import TrainStream
 from asyncrl.learner.trainer import FailurePolicy, Trainer
 from asyncrl.learner.training import requirements
@@ -40,6 +42,7 @@ from asyncrl.queue.client.client import BlockingClient
 from asyncrl.queue.protocol.settings import Frontier, StreamSettings
 from asyncrl.queue.wire import wire
 from asyncrl.rpc.keys import ClientKeys
+from asyncrl.system.packages import check_package
 from asyncrl.telemetry.spans import Spans
 from asyncrl.telemetry.status import ProcessStatus
 from asyncrl.types import EVAL, TRAIN, Version
@@ -65,6 +68,17 @@ class OpenedStreams:
     empty_eval: bytes
 
 
+def open_backend(config: Config) -> Backend:
+    """The backend that `learner.backend` names. Raises ConfigError if its package is missing."""
+    models = requirements.colocated(config)
+    if config.learner.backend == "fsdp":
+        return FsdpBackend(config, models)
+    check_package("megatron", "megatron", "learner.backend", config.learner.backend, "megatron-core")
+    from asyncrl.learner.backends.megatron.backend import MegatronBackend
+
+    return MegatronBackend(config, models)
+
+
 def open_trainer(
     config: Config,
     backend: Backend,
@@ -78,10 +92,9 @@ def open_trainer(
 ) -> Trainer:
     """Collective: the trainer of this rank, at the version that it begins with, which is published.
 
-    keys     those of the run's pools
-    heldout  the number of tasks of each evaluation set, by its name
+    keys: those of the run's pools · heldout: the number of tasks of each evaluation set, by its name
     """
-    spans, run_folder = Spans(), Path(config.run.dir) / config.run.name
+    spans, run_folder = Spans("learner"), Path(config.run.dir) / config.run.name
     pools, records = requirements.models_trained_in_pools(config), RunRecords(run_folder, config)
     remote_models = {name: RemoteModel(name, config, backend, client, keys) for name in pools}
     training = version_step(backend, config, spans, remote_models)
@@ -119,6 +132,7 @@ def open_trainer(
         checkpoints=Checkpoints(config, backend, stream, spans, remote_models.values(), empty_eval, saved),
         evaluations=evaluations,
         records=records,
+        kept_groups=KeptGroups(run_folder, config.telemetry.groups_every),
         failures=FailurePolicy(config.learner, stream),
         remote_models=remote_models,
         status=status,

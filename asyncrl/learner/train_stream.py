@@ -26,10 +26,11 @@ from asyncrl.errors import AsyncRLError, DeadlineError, RefusedError, StoppedErr
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.checks.finite_check import NOT_FINITE
 from asyncrl.learner.checks.group_check import CORRUPT, Fault, GroupCheck
-from asyncrl.learner.patience import Patience
+from asyncrl.learner.group_wait import GroupWait
 from asyncrl.learner.training import requirements
 from asyncrl.queue.client.client import BlockingClient
 from asyncrl.queue.protocol.replies import Claim, Trained
+from asyncrl.telemetry import tracing
 from asyncrl.telemetry.spans import Spans
 from asyncrl.telemetry.status import UNDER_WAY, ProcessStatus
 from asyncrl.types import TRAIN, Group, Version
@@ -63,11 +64,11 @@ class StepRestarted(Exception):  # noqa: N818
 class GroupsRefused(Exception):  # noqa: N818
     """Claimed groups of the step have faults and were dropped: the step must begin anew. Raised on all ranks at once.
 
-    faults: of all ranks, by ordinal
+    faults: of all ranks, by ordinal · groups: those among them that this rank has claimed
     """
 
-    def __init__(self, faults: Sequence[Fault]) -> None:
-        self.faults = faults
+    def __init__(self, faults: Sequence[Fault], groups: Sequence[Group]) -> None:
+        self.faults, self.groups = faults, groups
         super().__init__(
             f"{len(faults)} groups cannot be trained on; task {faults[0].ordinal}: {faults[0].text}"
         )
@@ -129,6 +130,7 @@ class TrainStream:
                 claim = self._agreed(request, step, index, attempt)
             last, index, attempt = claim.last, index + 1, claim.attempt
             self._attempt = attempt
+            _trace_claim(claim, step)
             if not last:
                 request = self._request(step, index, attempt)
             yield claim.groups
@@ -204,10 +206,10 @@ class TrainStream:
 
     def _agreed(self, request: Future[Claim | None], step: int, index: int, attempt: int | None) -> Claim:
         """The claim, once every rank has its own. A repeated request gets the same claim."""
-        patience = Patience(self._deadline_s, self._client.status, time.monotonic())
+        wait = GroupWait(self._deadline_s, self._client.status, time.monotonic())
         claim, refusal = _result(request)
         while True:
-            late = claim is None and patience.is_over(time.monotonic())
+            late = claim is None and wait.is_over(time.monotonic())
             claimed = None if claim is None else claim.attempt
             faults = self._faults(claim, step)
             every = self._backend.exchange([claimed, self._stop.is_set(), refusal, late, faults])
@@ -215,7 +217,7 @@ class TrainStream:
             if "abandoned" in refusals or len(set(attempts) - {None}) > 1:
                 raise StepRestarted
             if claim is not None and None not in attempts:
-                self._refuse(step, claim.attempt, {Fault(*fault) for theirs in found for fault in theirs})
+                self._refuse(step, claim, {Fault(*fault) for theirs in found for fault in theirs})
                 return claim
             if "exhausted" in refusals:
                 log.info("the task source has ended")
@@ -225,7 +227,7 @@ class TrainStream:
             if any(too_late):
                 who = f"learner rank {self._backend.rank}"
                 what = f"a group for version {step + 1} (claim {index})"
-                waited_s = time.monotonic() - patience.began
+                waited_s = time.monotonic() - wait.began
                 raise NoGroups(who, "the generators", what, waited_s, self._task_counts())
             self._idle()
             if claim is None:
@@ -241,7 +243,7 @@ class TrainStream:
                 faults.append(fault._replace(text=f"{fault.text} (made by {worker or 'an unknown worker'})"))
         return faults
 
-    def _refuse(self, step: int, attempt: int, faults: Collection[Fault]) -> None:
+    def _refuse(self, step: int, claim: Claim, faults: Collection[Fault]) -> None:
         """Collective: drop the groups with faults, if there are any, and raise GroupsRefused."""
         if not faults:
             return
@@ -251,8 +253,9 @@ class TrainStream:
                 log.error("the group of task %d is dropped as %s: %s", *fault)
         reason = CORRUPT if any(fault.reason == CORRUPT for fault in faults) else NOT_FINITE
         ordinals = sorted({fault.ordinal for fault in ordered if fault.reason == reason})
-        self._restart_without(step, attempt, ordinals, reason)
-        raise GroupsRefused([fault for fault in ordered if fault.reason == reason])
+        self._restart_without(step, claim.attempt, ordinals, reason)
+        mine = [group for group in claim.groups if group.task.ordinal in ordinals]
+        raise GroupsRefused([fault for fault in ordered if fault.reason == reason], mine)
 
     def _task_counts(self) -> str:
         """The queue's counts of the stream's tasks, for the error after a long wait."""
@@ -261,6 +264,15 @@ class TrainStream:
             return _counts_text(status["streams"][TRAIN]) + _calls_under_way(status["workers"])
         except AsyncRLError as error:
             return f"the queue does not say why ({error})"
+
+
+def _trace_claim(claim: Claim, step: int) -> None:
+    """An event with the tasks of this rank's groups, and the number of these by their age in versions."""
+    if tracing.current() is None:
+        return
+    ages = Counter(str(step - group.start_version) for group in claim.groups)
+    tasks = [group.task.ordinal for group in claim.groups]
+    tracing.event("claim", version=step, groups=len(tasks), ages=ages, last=claim.last, tasks=tasks)
 
 
 def _counts_text(counts: Mapping[str, Any]) -> str:

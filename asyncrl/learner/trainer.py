@@ -34,7 +34,8 @@ from asyncrl.learner.publication import Publication
 from asyncrl.learner.remote.remote_model import RemoteModel
 from asyncrl.learner.reporting.evaluation import EvaluationSchedule
 from asyncrl.learner.reporting.report import RunRecords
-from asyncrl.learner.reporting.rollout_log import GROUPS
+from asyncrl.learner.reporting.rollout_log import GROUPS, due
+from asyncrl.learner.reporting.saved_groups import KeptGroups
 from asyncrl.learner.train_stream import (
     STOPPED,
     GroupsRefused,
@@ -46,9 +47,10 @@ from asyncrl.learner.train_stream import (
 from asyncrl.learner.training import requirements
 from asyncrl.learner.training.version_step import VersionReport, VersionStep
 from asyncrl.queue.client.client import BlockingClient
+from asyncrl.telemetry import tracing
 from asyncrl.telemetry.spans import Spans
 from asyncrl.telemetry.status import ProcessStatus
-from asyncrl.types import Group, Version
+from asyncrl.types import Array, Group, Version
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +83,7 @@ class Trainer:
     checkpoints: Checkpoints
     evaluations: EvaluationSchedule
     records: RunRecords
+    kept_groups: KeptGroups
     failures: FailurePolicy
     remote_models: Mapping[str, RemoteModel]
     status: ProcessStatus
@@ -111,15 +114,20 @@ class Trainer:
 
     def _train_version(self) -> str:
         """Train version k on its groups and publish k + 1. Returns why to leave the loop; empty to go on."""
+        self.records.profile.begin(self.version + 1)
         try:
-            rollouts = self._take_groups()
+            some = self._take_groups()
+            logged = due(self.version + 1, self.config)
+            logprobs = self.version_step.logprobs(some) if logged else []
             report = self.version_step.step(self.version)
         except NonFiniteGroups as bad:
             self.version_step.abandon()
+            self.kept_groups.save_bad(bad.ordinals)
             self.failures.leave_out(bad, self.version)
             return ""
         except GroupsRefused as refused:
             self.version_step.abandon()
+            self.kept_groups.save(refused.groups)
             self.failures.note_refused(refused, self.version)
             return ""
         except LeaveLoop as leave:
@@ -136,7 +144,7 @@ class Trainer:
         if report.refused:
             self.failures.refuse_step(report.refused, self.version)
         else:
-            self._publish(report, rollouts)
+            self._publish(report, some if logged else [], logprobs)
             self.evaluations.start_if_due(self.version)
             self.checkpoints.save_if_due(self.version, self._coefficients())
         return ""
@@ -144,17 +152,20 @@ class Trainer:
     def _take_groups(self) -> list[Group]:
         """Hand the step's groups to the version step as they arrive. Returns some of them, for the rollout log."""
         some: list[Group] = []
+        self.kept_groups.begin(self.version + 1)
         for groups in self.stream.step(self.version):
+            self.kept_groups.add(groups)
             self.version_step.add(groups, self.version)
             some += groups[: GROUPS - len(some)]
         if requirements.whole_batch(self.config) and (reason := self._agreed_reason_to_leave()):
             raise LeaveLoop(reason)  # nearly all work of this version is still to come
         return some
 
-    def _publish(self, report: VersionReport, rollouts: list[Group]) -> None:
+    def _publish(self, report: VersionReport, rollouts: list[Group], logprobs: list[Array]) -> None:
         """Publish version k + 1, report step k as trained, write the metrics row."""
         with self.spans("wait/publish"):
             self.publication.publish(self.version + 1)
+        tracing.event("published", version=self.version + 1)
         trained = self.stream.trained(self.version)
         with self.spans("wait/ranks"):  # no rank claims for the next step before the queue has ended this one
             memory = self.backend.exchange(self.records.utilization.memory())
@@ -167,9 +178,10 @@ class Trainer:
                 **report.values,
                 **self.publication.values(trained.stats),
                 **self.records.utilization.values(report.values, spans, memory),
-                "groups/not_finite": left_out,
+                "train/groups_not_finite": left_out,
             }
-            self.records.write_version(self.version, trained, values, spans, rollouts)
+            self.status.figures = self.records.write_version(self.version, trained, values, spans)
+            self.records.write_rollouts(self.version, rollouts, logprobs)
 
     def _agreed_reason_to_leave(self) -> str:
         """Why all ranks leave the loop now; empty to go on. A checkpoint that all have written is completed."""
@@ -186,7 +198,8 @@ class Trainer:
             self.evaluations.start_if_due(self.version, last=True)
         self._checkpoint()
         if reason != STOPPED:
-            self.backend.export_hf(self.records.folder / "final")
+            with tracing.span("disk", "export", version=self.version):
+                self.backend.export_hf(self.records.folder / "final")
             self.evaluations.finish(self.backend, self.status, self.stop.is_set)
         else:
             self.evaluations.write_rest()

@@ -25,13 +25,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from asyncrl.config.config_consistency import Registry
+from asyncrl.config.rules import require
 from asyncrl.config.sections.models import LoraConfig, ModelConfig
-from asyncrl.config.sections.rules import require
 from asyncrl.errors import ConfigError
 from asyncrl.models.loading import WEIGHT_FILES, checkpoint_tensors, empty_causal_lm, text_body
-from asyncrl.sync.layout.hf_sharding import Shapes
+from asyncrl.sync.layout.predicted_sharding import Shapes
 
 BASE, DOWN, UP = ".base.", ".down", ".up"
+
+PEFT_PARTS = {DOWN: "lora_A", UP: "lora_B"}
 
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -46,8 +48,8 @@ FROZEN = "frozen"
 """The entry of the queue's registry with the digest of the learner's frozen weights."""
 
 STRIDE, SAMPLE, WHOLE = 1 << 20, 1 << 16, 1 << 26
-"""Of every STRIDE bytes a digest reads SAMPLE, so that 60 GB take seconds and no large matrix is left out; files of at
-most WHOLE bytes are read whole."""
+"""A digest reads SAMPLE of every STRIDE bytes, so that 60 GB take seconds and no large matrix is left out. It reads
+files of at most WHOLE bytes whole."""
 
 
 class Adapted(nn.Module):
@@ -130,13 +132,15 @@ def without_adapters(name: str) -> str:
 
 def peft_names(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The adapters by PEFT's names."""
-    names = {DOWN: ".lora_A.weight", UP: ".lora_B.weight"}
     return {
-        f"base_model.model.{name.removesuffix(part)}{theirs}": tensor.detach()
-        for name, tensor in parameters.items()
-        for part, theirs in names.items()
-        if name.endswith(part)
+        peft_name(name): tensor.detach() for name, tensor in parameters.items() if name.endswith((DOWN, UP))
     }
+
+
+def peft_name(name: str) -> str:
+    """The name of an adapter's A or B in PEFT."""
+    linear, _, own = name.rpartition(".")
+    return f"base_model.model.{linear}.{PEFT_PARTS['.' + own]}.weight"
 
 
 def peft_config(lora: LoraConfig, base: str) -> dict[str, Any]:
@@ -190,7 +194,7 @@ async def check_base(registry: Registry, model: ModelConfig, wait_s: float) -> N
 
 @lru_cache
 def base_digest(path: str) -> str:
-    """Of config.json and the weights, by their files: of each its name, its size and a part of its bytes."""
+    """A digest of config.json and the files of weights: of their names, their sizes and a part of their bytes."""
     cached = None if Path(path).is_dir() else try_to_load_from_cache(path, "config.json")
     folder = Path(cached).parent if isinstance(cached, str) else Path(path)
     digest = hashlib.blake2b(digest_size=8)

@@ -28,12 +28,12 @@ from transformers import (
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
 
+from asyncrl.config.rules import require
 from asyncrl.config.schema import ModelConfig
-from asyncrl.config.sections.rules import require
 from asyncrl.errors import ConfigError
-from asyncrl.sync.layout.hf_sharding import Heads, Shapes
 from asyncrl.sync.layout.layout import whole_layout
 from asyncrl.sync.layout.names import Fused, Names, checkpoint_layout
+from asyncrl.sync.layout.predicted_sharding import Heads, Shapes
 from asyncrl.sync.tensors.shards import layout_of
 from asyncrl.telemetry.bars import bars_wanted
 
@@ -70,8 +70,8 @@ def load_causal_lm(
 ) -> PreTrainedModel:
     """Load a causal language model on the CPU, in `model.dtype` and in eval mode.
 
-    A folder with config.json and no weights gives random weights, which are equal on every process under one `seed`.
-    torch's own generator does not change.
+    A folder with config.json and no weights gives random weights, which are equal on every process under one `seed`; so
+    is the head of `model.scores` where the checkpoint lacks one. torch's own generator does not change.
 
     attention: an entry of transformers' attention registry, made before this call; None: as transformers chooses ·
     key: of the path, for errors
@@ -80,17 +80,17 @@ def load_causal_lm(
     """
     config = load_model_config(model, key)
     dtype = getattr(torch, model.dtype)
-    if has_weights(model.path):
-        loaded = read_model(
-            model,
-            lambda: auto_class(config).from_pretrained(
-                model.path, config=config, attn_implementation=attention, dtype=dtype, **_where(model)
-            ),
-            key,
-        )
-    else:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if has_weights(model.path):
+            loaded = read_model(
+                model,
+                lambda: _auto_class(model, config).from_pretrained(
+                    model.path, config=config, attn_implementation=attention, dtype=dtype, **_where(model)
+                ),
+                key,
+            )
+        else:
             loaded = _made(model, config, attention, key)
     return _checked(model, loaded, attention, key)
 
@@ -219,7 +219,7 @@ def has_weights(path: str) -> bool:
 
 
 def read_model(model: ModelConfig, read: Callable[[], Loaded], key: str = "model.path") -> Loaded:
-    """What `read` reads at the model's path. Raises ConfigError if it cannot."""
+    """The value of `read` at the model's path. Raises ConfigError if it cannot."""
     try:
         return read()
     except (OSError, ValueError, KeyError) as error:
@@ -256,11 +256,19 @@ def auto_class(config: PretrainedConfig) -> Any:
     return AutoModelForImageTextToText if images else AutoModelForCausalLM
 
 
+def _auto_class(model: ModelConfig, config: PretrainedConfig) -> Any:
+    """The same for a model that may score texts."""
+    if not model.scores:
+        return auto_class(config)
+    config.num_labels = 1
+    return AutoModelForSequenceClassification
+
+
 def _made(model: ModelConfig, config: PretrainedConfig, attention: str | None, key: str) -> PreTrainedModel:
     """Make a model from its configuration, with random weights."""
     return read_model(
         model,
-        lambda: auto_class(config).from_config(
+        lambda: _auto_class(model, config).from_config(
             config,
             attn_implementation=attention,
             dtype=getattr(torch, model.dtype),
@@ -302,7 +310,7 @@ def _rules(config: PretrainedConfig) -> list[Any]:
 
 
 def _kept(rules: Sequence[Any]) -> list[Any]:
-    """Without those that make a text model of a model for images, which here stays whole."""
+    """The rules without those that turn a model for images into a text model: here it stays whole."""
     return [rule for rule in rules if getattr(rule, "prefix_to_remove", None) != "language_model"]
 
 

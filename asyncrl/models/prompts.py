@@ -18,8 +18,8 @@ import numpy as np
 import xxhash
 from transformers import AutoImageProcessor, PreTrainedTokenizerBase
 
+from asyncrl.config.rules import require
 from asyncrl.config.schema import Config, ModelConfig
-from asyncrl.config.sections.rules import require
 from asyncrl.config.sections.tasks import keys_of_messages
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.models.loading import load_model_config, load_tokenizer, read_model
@@ -32,7 +32,7 @@ MAX_IMAGE_BYTES = 1 << 25
 MAX_PIXELS = 1 << 26
 """Limits on one image: its encoded bytes, and its pixels before it is scaled down."""
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
-"""Those that are read. Pillow knows more, and starts Ghostscript for one of them."""
+"""Formats of images that are read. Pillow knows others too, and starts Ghostscript for one of them."""
 
 
 def policy_tokenizer(config: Config) -> PreTrainedTokenizerBase:

@@ -121,10 +121,12 @@ class ExpertRecorder:
         return shape and cls(layers, shape)
 
     def take(self, tokens: int) -> Array:
-        """[n, W]: of the last forward's tokens; UNROUTED in layers without a router."""
+        """[n, W]: of the last forward's tokens; UNROUTED in layers without a router. Waits for a GPU once."""
         rows = np.full((tokens, self.shape.width), UNROUTED, COLUMNS["experts"])
-        for number, made_nk in self._made.items():
-            rows[:, self.shape.of_layer(number)] = made_nk.cpu().numpy()
+        if self._made:
+            made_nlk = torch.stack(list(self._made.values()), 1).cpu().numpy()
+            for number, made_nk in zip(self._made, made_nlk.swapaxes(0, 1), strict=True):
+                rows[:, self.shape.of_layer(number)] = made_nk
         self._made.clear()
         return rows
 

@@ -36,7 +36,7 @@ ARRAYS = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_v
 
 @dataclass(frozen=True, slots=True)
 class MediaInputs:
-    """What one pass reads beside its tokens, on the CPU.
+    """The inputs of one pass besides its tokens, on the CPU.
 
     items        those that are shown, each once, images before videos
     at_T         the tokens that stand for them, in order

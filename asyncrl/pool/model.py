@@ -31,7 +31,7 @@ from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.data.packing import bins
 from asyncrl.learner.models.networks import blueprint, check_vocabularies, vocabulary_size
 from asyncrl.learner.parallel.mesh import Mesh, axis_sizes
-from asyncrl.learner.ranks import (
+from asyncrl.learner.process_group import (
     COLLECTIVE_DEADLINE,
     broadcast,
     join_process_group,
@@ -41,6 +41,7 @@ from asyncrl.models.loading import load_model_config
 from asyncrl.pool.worker import LeftOut, PoolWork
 from asyncrl.queue.wire.payload import decode_group, encode_group
 from asyncrl.system.rank_process import rank_and_world
+from asyncrl.telemetry import tracing
 from asyncrl.types import MEDIA, Array, Group
 
 PREDICT, HEARTBEAT, CLOSE = "predict", "heartbeat", "close"
@@ -115,7 +116,8 @@ class PoolModel:
             job, value = msgpack.unpackb(broadcast(None))
             if job == CLOSE:
                 return
-            self._jobs[job](value)
+            with tracing.span("calls", job, tracing.RESOLUTION_S):
+                self._jobs[job](value)
 
     def close(self) -> None:
         """Rank 0: announce the end. While a job is still under way, the others end with this process."""

@@ -6,9 +6,9 @@ from contextlib import ExitStack
 
 import torch
 
+from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.models import REWARDS
-from asyncrl.config.sections.rules import require
+from asyncrl.config.sections.placement import REWARDS
 from asyncrl.generator.scoring.rewards import Scorer
 from asyncrl.generator.threads import in_thread
 from asyncrl.learner.remote.remote_protocol import registry_key

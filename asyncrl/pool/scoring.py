@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from asyncrl.config.schema import Config
 from asyncrl.generator.rollouts import answer_numbers
-from asyncrl.generator.scoring.calls import all_of
+from asyncrl.generator.scoring.reward_calls import all_of
 from asyncrl.generator.scoring.rewards import RewardError, Scorer
 from asyncrl.generator.scoring.scores import FILTERED, Score, passes_filter
 from asyncrl.pool.worker import AddColumns, LeftOut, PoolWork

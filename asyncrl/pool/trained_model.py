@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.rules import require
 from asyncrl.errors import ConfigError
-from asyncrl.learner import checkpoint, ranks
+from asyncrl.learner import checkpoint, process_group
 from asyncrl.learner.backends import storage
 from asyncrl.learner.remote import remote_protocol
 from asyncrl.learner.remote.remote_protocol import BEGIN, FORGET, LEARN, NORM, SAVE, STEP
@@ -76,7 +76,7 @@ class TrainedModel(PoolModel):
         mine = [remote_protocol.decode_batch(frames, self.reads) for frames in batches[rank::world]]
         passes = -(-len(batches) // world)
         found = Passes(self._model, self._objective, mine, passes, arguments["version"]).results()
-        every = ranks.exchange([each.to_wire() for each in found])
+        every = process_group.exchange([each.to_wire() for each in found])
         return [every[i % world][i // world] for i in range(len(batches))]
 
     def _step(self, arguments: Mapping[str, Any]) -> float:
@@ -86,7 +86,7 @@ class TrainedModel(PoolModel):
     def _save(self, arguments: Mapping[str, Any]) -> str:
         """Returns the reason why it failed, or an empty text."""
         state = storage.state_of({self.name: self._model.state()})
-        return _failure_of(lambda: storage.save(self._folder(arguments["folder"]), state))
+        return _failure_of(lambda: storage.save_state(self._folder(arguments["folder"]), state))
 
     def _folder(self, checkpoint_name: str) -> Path:
         """This model's folder in a checkpoint. Raises ValueError for a malformed name."""

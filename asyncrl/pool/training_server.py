@@ -29,6 +29,7 @@ from asyncrl.pool.worker import PoolWork
 from asyncrl.rpc.keys import ClientKeys
 from asyncrl.rpc.message import Fields
 from asyncrl.rpc.server import RpcRequest, RpcServer
+from asyncrl.telemetry import tracing
 from asyncrl.types import Array, Group
 
 Frames = list[bytes]
@@ -192,7 +193,8 @@ class TrainingServer(PoolWork):
     def _run_calls(self) -> None:
         while (call := self._due.get()) is not None:
             try:
-                replies = self._replies(call)
+                with tracing.span("calls", call.kind, tracing.RESOLUTION_S):
+                    replies = self._replies(call)
             except RefusedError as refusal:
                 for request in call.tickets.values():
                     self._server.refuse(request, refusal.reason, refusal.detail)

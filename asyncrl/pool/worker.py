@@ -29,6 +29,7 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError, DeadlineError, RefusedError, RunClosedError, first_failure
 from asyncrl.queue.client.client import QueueClient
 from asyncrl.queue.protocol.replies import StageLease
+from asyncrl.telemetry import tracing
 from asyncrl.telemetry.status import ProcessStatus
 from asyncrl.types import TRAIN, Array, Group
 
@@ -105,6 +106,7 @@ class PoolWorker:
         self._free = asyncio.Semaphore(work.concurrency)
         self._counts = Counter[str](groups=0)
         self._working, self._since, self._busy_s = 0, 0.0, 0.0
+        self._lane = tracing.LoopLane("pool")
 
     async def run(self) -> None:
         """Work until the run is closed. Raises the first error; ConfigError if the learner has another config."""
@@ -134,6 +136,7 @@ class PoolWorker:
         while True:
             if not self._working:
                 self._status.wait_begins(GROUP)
+                self._lane.do("wait/groups")
             try:
                 leases = await self._client.stage_lease(stream, self._stage, most=1, wait_s=LEASE_S)
             except RefusedError as refusal:
@@ -174,7 +177,8 @@ class PoolWorker:
     async def _columns(self, add_columns: AddColumns, lease: StageLease) -> Mapping[str, Array]:
         async with self._free:
             try:
-                with self._busy():
+                about = {"task": lease.task.ordinal, "rollouts": len(lease.group.rewards)}
+                with self._busy(), tracing.span("groups", self._stage, **about):
                     async with asyncio.timeout(self._deadline_s):
                         return await add_columns(lease.group)
             except TimeoutError:
@@ -204,10 +208,12 @@ class PoolWorker:
     def _busy(self) -> Iterator[None]:
         if not self._working:
             self._since = time.monotonic()
+            self._lane.do("compute")
         self._working += 1
         try:
             yield
         finally:
             self._working -= 1
             if not self._working:
+                self._lane.do(tracing.OTHER)
                 self._busy_s += time.monotonic() - self._since

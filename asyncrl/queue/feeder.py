@@ -18,7 +18,7 @@ WAIT_S = 30.0
 
 
 async def feed(client: QueueClient, stream: str, task_at: Callable[[int], Task]) -> str:
-    """Submit `task_at(ordinal)` for every ordinal that the stream wants, until the run is over.
+    """Submit `task_at(ordinal)` for every ordinal that the stream has room for, until the run is over.
 
     Returns the reason that the learner gave for the end.
 

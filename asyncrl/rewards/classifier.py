@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
+from asyncrl.config.rules import require
 from asyncrl.config.schema import ModelConfig
-from asyncrl.config.sections.rules import require
 from asyncrl.device import accelerator
 from asyncrl.models.loading import load_classifier, load_model_config, load_tokenizer
 from asyncrl.types import Task
@@ -52,7 +53,7 @@ class Classifier:
         self._most = max_tokens or getattr(config.get_text_config(), "max_position_embeddings", None)
         self._tokenizer = load_tokenizer(self._where, "path")
         self._tokenizer.padding_side = "right"
-        self._device = accelerator.current()
+        self._device = accelerator.current_device()
         self._model: nn.Module | None = None
         self._loading = threading.Lock()
 
@@ -67,18 +68,12 @@ class Classifier:
     def __call__(self, task: Task, texts: Sequence[str]) -> list[float]:
         """Raises ValueError for an answer that is too long."""
         self.start()
-        ids = [self._ids(task, text) for text in texts]
+        ids = [answer_ids(self._tokenizer, task.prompt, text) for text in texts]
         longest = max(map(len, ids))
         if self._most is not None and longest > self._most:
             raise ValueError(f"{longest} tokens of prompt and answer, {self._most} are the most")
         size = self._batch if self._tokenizer.pad_token_id is not None else 1
         return [score for at in range(0, len(ids), size) for score in self._scores(ids[at : at + size])]
-
-    def _ids(self, task: Task, text: str) -> list[int]:
-        if isinstance(task.prompt, str):
-            return list(self._tokenizer.encode(task.prompt + text))
-        messages = [*task.prompt, {"role": "assistant", "content": text}]
-        return list(self._tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
 
     @torch.no_grad()
     def _scores(self, ids: list[list[int]]) -> list[float]:
@@ -86,6 +81,18 @@ class Classifier:
         padded = self._tokenizer.pad({"input_ids": ids}, padding=len(ids) > 1, return_tensors="pt")
         logits = self._model(**padded.to(self._device)).logits
         return [float(score) for score in logits[:, self._label].float().cpu()]
+
+
+def answer_ids(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str | list[dict[str, Any]],
+    answer: str | list[dict[str, Any]],
+) -> list[int]:
+    """The tokens of prompt and answer, as a classifier reads them. answer: messages, behind a prompt of messages."""
+    if isinstance(prompt, str):
+        return list(tokenizer.encode(f"{prompt}{answer}"))
+    messages = answer if isinstance(answer, list) else [{"role": "assistant", "content": answer}]
+    return list(tokenizer.apply_chat_template([*prompt, *messages], tokenize=True, return_dict=False))
 
 
 def _check_label(label: int | None, labels: int, path: str) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 from weakref import WeakValueDictionary
 
-from asyncrl.config.sections.rules import Amount, Count, NotNegative, Rule, Seconds, Section, as_section, key
+from asyncrl.config.rules import Amount, Count, NotNegative, Rule, Seconds, Section, as_section, key
 from asyncrl.errors import RewardFailedError
 from asyncrl.generator.engines.http import http_link
 from asyncrl.generator.engines.http.http_link import HttpLink, ServerRefusedError, UnreachableError, parsed
@@ -29,11 +29,11 @@ BUSY = (408, 409, 425, 429)
 """Refusals that may end by themselves."""
 
 PAUSES_S = (0.5, 30.0)
-"""Before the second try; doubled before each further one, up to the last."""
+"""Seconds before the second try, doubled before each further one; and their limit."""
 
 
 MOST_TOKENS = 1 << 30
-"""A count of one request that is not believed."""
+"""A higher count of tokens in one reply is not believed."""
 
 
 class BudgetSpentError(Exception):

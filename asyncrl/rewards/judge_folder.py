@@ -42,7 +42,8 @@ class ReplyCache:
             return None
 
     def put(self, name: str, reply: str) -> None:
-        """A folder that cannot be written to costs requests, and no rewards."""
+        """Keep a reply. If the folder cannot be written to, the request is made again another time, and no reward
+        fails."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             replace_text(self._folder / name, reply)

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from asyncrl.config.sections.rules import require
-from asyncrl.generator.scoring.calls import all_of
+from asyncrl.config.rules import require
+from asyncrl.generator.scoring.reward_calls import all_of
 from asyncrl.rewards.judge_endpoint import Endpoint, Messages
 from asyncrl.types import Task
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import regex
 
-from asyncrl.config.sections.rules import require
+from asyncrl.config.rules import require
 from asyncrl.errors import ConfigError
 from asyncrl.types import Scored, Task
 

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.sections.rules import require
+from asyncrl.config.rules import require
 from asyncrl.system.packages import check_package
 from asyncrl.types import Scored, Task
 

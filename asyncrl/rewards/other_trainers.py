@@ -76,7 +76,7 @@ class Trl:
 
 
 def _then(result: Any, change: Callable[[Any], Any]) -> Any:
-    """`change` of the result, or of what it will be."""
+    """`change` applied to the result, or to the value of an awaitable one."""
 
     async def awaited() -> Any:
         return change(await result)

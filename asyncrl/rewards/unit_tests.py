@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from asyncrl.config.sections.rules import require
+from asyncrl.config.rules import require
 from asyncrl.rewards.sandbox import Limits, ProgramRun, SandboxError, Tests, TestsError, sandbox_named
 from asyncrl.rewards.sandbox.sandbox import sandbox_problem
 from asyncrl.types import Task

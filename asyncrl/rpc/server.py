@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 
 import zmq
 
-from asyncrl.config.sections.queue import is_loopback
-from asyncrl.config.sections.rules import require
+from asyncrl.config.addresses import is_loopback
+from asyncrl.config.rules import require
 from asyncrl.errors import ConfigError, RefusedError, WireError
 from asyncrl.rpc.keys import ClientKeys
 from asyncrl.rpc.message import ERROR, MAX_BYTES, OK, Fields, decode, encode

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 
 @contextmanager
@@ -20,6 +23,15 @@ def writing(path: Path) -> Iterator[None]:
             raise
         free = shutil.disk_usage(path if path.exists() else path.parent).free
         raise OSError(error.errno, f"{error.strerror or error} ({free} bytes free)", str(path)) from error
+
+
+def open_to_read(path: Path) -> BinaryIO:
+    """Raises OSError for what cannot be read, and for a pipe or a device, whose reader may wait for ever."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "is no file", str(path))
+    return open(descriptor, "rb")
 
 
 def replace_text(path: Path, text: str, mode: int = 0o666) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -34,10 +34,14 @@ PLACE_REWARD = 0.1
 
 
 class Problems(Sequence[dict[str, Any]]):
-    """Rows that are made on access. `codes` [P]: a problem x + y is the number x * 10**digits + y."""
+    """Rows that are made on access. `codes` [P]: a problem x + y is the number x * 10**digits + y.
 
-    def __init__(self, codes: np.ndarray, digits: int) -> None:
-        self._codes, self._digits = codes, digits
+    row: makes the row of x, y and digits"""
+
+    def __init__(
+        self, codes: np.ndarray, digits: int, row: Callable[[int, int, int], dict[str, Any]]
+    ) -> None:
+        self._codes, self._digits, self._row = codes, digits, row
 
     def __len__(self) -> int:
         return len(self._codes)
@@ -48,20 +52,29 @@ class Problems(Sequence[dict[str, Any]]):
     def __getitem__(self, index: slice) -> Problems: ...
     def __getitem__(self, index: int | slice) -> dict[str, Any] | Problems:
         if isinstance(index, slice):
-            return Problems(self._codes[index], self._digits)
+            return Problems(self._codes[index], self._digits, self._row)
         x, y = divmod(int(self._codes[index]), 10**self._digits)
-        return problem(x, y, self._digits)
+        return self._row(x, y, self._digits)
 
 
 def train(digits: int = 2, held_out: int = 500) -> Problems:
     """All problems of `digits` digits except the `held_out` ones of `heldout`."""
-    codes = np.arange(10 ** (2 * digits))
-    return Problems(np.setdiff1d(codes, _held_out_codes(digits, held_out)), digits)
+    return Problems(_training_codes(digits, held_out), digits, problem)
 
 
 def heldout(digits: int = 2, size: int = 500) -> Problems:
     """`size` problems that `train` leaves out, the same on every machine."""
-    return Problems(_held_out_codes(digits, size), digits)
+    return Problems(_held_out_codes(digits, size), digits, problem)
+
+
+def train_pairs(digits: int = 2, held_out: int = 500) -> Problems:
+    """The problems of `train`, each with a right and a wrong answer: preferences for a reward model or DPO."""
+    return Problems(_training_codes(digits, held_out), digits, preference)
+
+
+def heldout_pairs(digits: int = 2, size: int = 500) -> Problems:
+    """The problems of `heldout` in the same form."""
+    return Problems(_held_out_codes(digits, size), digits, preference)
 
 
 def problem(x: int, y: int, digits: int) -> dict[str, Any]:
@@ -79,6 +92,18 @@ def problem(x: int, y: int, digits: int) -> dict[str, Any]:
         "answer": str(x + y),
         "target": f"{scratchpad}>{x + y}",
     }
+
+
+def preference(x: int, y: int, digits: int) -> dict[str, Any]:
+    """The wrong answer has the right scratchpad, and ends in another digit, a function of the problem.
+
+    >>> preference(47, 85, 2)
+    {'prompt': '47+85=', 'chosen': '21,31,>132', 'rejected': '21,31,>130'}
+    """
+    right = problem(x, y, digits)
+    head, last = right["target"][:-1], int(right["target"][-1])
+    wrong = (last + 1 + (3 * x + 7 * y) % 9) % 10
+    return {"prompt": right["prompt"], "chosen": right["target"], "rejected": f"{head}{wrong}"}
 
 
 def reward(task: Task, text: str, rollout: Rollout | None = None) -> float:
@@ -159,6 +184,10 @@ def _tokenizer() -> Any:
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )
+
+
+def _training_codes(digits: int, held_out: int) -> np.ndarray:
+    return np.setdiff1d(np.arange(10 ** (2 * digits)), _held_out_codes(digits, held_out))
 
 
 def _held_out_codes(digits: int, size: int) -> np.ndarray:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from random import Random
 
-from asyncrl.tasks.generated import GeneratedRows, Row
+from asyncrl.tasks.generated import GeneratedRow, GeneratedRows
 
 KINDS = (
     ("the product of {} and {}", "print({} * {})", lambda a, b: a * b),
@@ -38,7 +38,7 @@ def tasks(
         held_out: questions that no training task has.
     """
 
-    def row(draw: Random) -> Row:
+    def row(draw: Random) -> GeneratedRow:
         question, code, computed = draw.choice(KINDS)
         numbers = sorted(
             (draw.randrange(10 ** (digits - 1), 10**digits), draw.randrange(10, 100)), reverse=True

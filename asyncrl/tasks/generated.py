@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncrl.errors import TaskError
 
-Row = dict[str, Any]
+GeneratedRow = dict[str, Any]
 
 HELD_OUT_SHARE = 8
 """One row in so many is held out."""
@@ -23,13 +23,13 @@ class GeneratedRows:
     draw: makes a row of random numbers
     """
 
-    def __init__(self, draw: Callable[[Random], Row], size: int, seed: int, held_out: bool) -> None:
+    def __init__(self, draw: Callable[[Random], GeneratedRow], size: int, seed: int, held_out: bool) -> None:
         self._draw, self._size, self._seed, self._held_out = draw, size, seed, held_out
 
     def __len__(self) -> int:
         return self._size
 
-    def __getitem__(self, index: int) -> Row:
+    def __getitem__(self, index: int) -> GeneratedRow:
         draw = Random(f"{self._seed}/{index}")
         for _ in range(MOST_DRAWS):
             if is_held_out(row := self._draw(draw)) == self._held_out:
@@ -39,7 +39,7 @@ class GeneratedRows:
         )
 
 
-def is_held_out(row: Row) -> bool:
-    """By a hash of the task, without its demonstration: the same on every machine."""
+def is_held_out(row: GeneratedRow) -> bool:
+    """Whether a task is held out, by a hash of it without its demonstration: the same on every machine."""
     raw = json.dumps({name: row[name] for name in sorted(row) if name != "target"}, default=bytes.hex)
     return hashlib.blake2b(raw.encode(), digest_size=8).digest()[0] % HELD_OUT_SHARE == 0

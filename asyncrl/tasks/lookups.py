@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import cache
 from random import Random
 
-from asyncrl.tasks.generated import GeneratedRows, Row
+from asyncrl.tasks.generated import GeneratedRow, GeneratedRows
 
 SYLLABLES = [first + second for first in "bdfgklmnprstvz" for second in ("a", "el", "i", "or", "un")]
 COUNTRIES = 400
@@ -50,7 +50,7 @@ def tasks(guesses: float = 0.0, count: int = 100_000, seed: int = 0, held_out: b
         held_out: questions that no training task has.
     """
 
-    def row(draw: Random) -> Row:
+    def row(draw: Random) -> GeneratedRow:
         country = draw.choice(list(world()))
         capital, river = world()[country]
         first, second = f"capital of {country}", f"river of {capital}"

@@ -36,7 +36,9 @@ ENTRY = "metadata"
 """The field of `task.data` for the scorer: a Python literal, which keeps tuples, and numbers as keys."""
 
 
-def tasks(datasets: Datasets, seed: int = 0, size: int = 1_000_000, configs: Configs | None = None) -> Rows:
+def tasks(
+    datasets: Datasets, seed: int = 0, size: int = 1_000_000, configs: Configs | None = None
+) -> GymRows:
     """Rows {prompt, answer, metadata} of these data sets, in proportion to their weights.
 
     Args:
@@ -63,19 +65,19 @@ def tasks(datasets: Datasets, seed: int = 0, size: int = 1_000_000, configs: Con
         DatasetSpec(name, weight, dict((configs or {}).get(name, {}))) for name, weight in weights.items()
     ]
     try:
-        return Rows(gym.create_dataset("composite", seed=seed, size=size, datasets=specs))
+        return GymRows(gym.create_dataset("composite", seed=seed, size=size, datasets=specs))
     except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError("options.configs", configs, str(error), "see the data set's config class") from None
 
 
 def heldout(
     datasets: Datasets, seed: int = HELD_OUT_SEED, size: int = 500, configs: Configs | None = None
-) -> Rows:
+) -> GymRows:
     """As `tasks`, with different rows (unless a data set has so few that they repeat)."""
     return tasks(datasets, seed, size, configs)
 
 
-class Rows:
+class GymRows:
     """A `reasoning_gym` data set as rows with a length."""
 
     def __init__(self, made: Any) -> None:

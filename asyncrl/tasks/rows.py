@@ -25,7 +25,8 @@ from asyncrl.telemetry.bars import bars_wanted
 from asyncrl.types import Task
 
 Row = Task | Mapping[str, Any]
-Prompt = str | list[dict[str, Any]]
+PromptValue = str | list[dict[str, Any]]
+Check = Callable[[Task], None]
 
 HUB = "hf:"
 """'hf:openai/gsm8k' is a data set of the Hugging Face hub."""
@@ -137,11 +138,13 @@ class RowReader:
     """(ordinal, index of the row in its source, row) → Task. Raises TaskError for a row without a valid task.
 
     config: the source's configuration · section: its name · place: the file and line of a row, for errors
+    check: raises TaskError for a task that its reader cannot use
     """
 
     config: SourceConfig
     section: str
     place: Callable[[int], str]
+    check: Check | None = None
 
     def __call__(self, ordinal: int, index: int, row: Row) -> Task:
         try:
@@ -156,9 +159,12 @@ class RowReader:
                 raise TaskError("the prompt must be a text or a list of messages with role and content")
             task = replace(task, prompt=with_images(task.prompt, self._images(row), self._folder))
             self._check_can_be_sent(task)
+            task = replace(task, prompt=framed(task.prompt, self.config))
+            if self.check is not None:
+                self.check(task)
         except TaskError as error:
             raise TaskError(f"{self.place(index)}: {error}") from None
-        return replace(task, prompt=framed(task.prompt, self.config))
+        return task
 
     def _prompt(self, row: Mapping[str, Any]) -> Any:
         key = self.config.prompt_key
@@ -210,7 +216,7 @@ class RowReader:
                 raise TaskError(f"its {part} cannot be sent to another process: {error}; {remedy}") from None
 
 
-def framed(prompt: Prompt, config: SourceConfig) -> Prompt:
+def framed(prompt: PromptValue, config: SourceConfig) -> PromptValue:
     """Messages if a chat template is used, with the configured system prompt unless the row has one."""
     if isinstance(prompt, str):
         if config.system is None and not config.chat:

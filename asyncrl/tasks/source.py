@@ -20,38 +20,43 @@ from asyncrl.config.functions.function_spec import load_function
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.tasks import SourceConfig
 from asyncrl.errors import ConfigError, SourceEndedError, TaskError
-from asyncrl.tasks.rows import HUB, JsonlRows, RowReader, data_set
+from asyncrl.tasks.rows import HUB, Check, JsonlRows, RowReader, data_set
 from asyncrl.tasks.stream import IteratorStream, MixtureStream, SequenceStream, TaskStream
 from asyncrl.types import Task
 
-__all__ = ["TaskStream", "held_out", "load_source", "training_tasks"]
+__all__ = ["TaskStream", "every_task", "held_out", "load_source", "training_tasks"]
 
 
 def load_source(
-    chosen: SourceConfig, *, section: str = "tasks", shuffle_key: tuple[int, ...] | None = None
+    chosen: SourceConfig,
+    *,
+    section: str = "tasks",
+    shuffle_key: tuple[int, ...] | None = None,
+    check: Check | None = None,
 ) -> TaskStream:
     """Open a source and read its first row, or all rows of a .jsonl file.
 
     section      of the configuration, for errors
     shuffle_key  determines the order of every epoch; None: the source's own order
+    check        see `RowReader`
 
     Raises ConfigError if the source does not exist or does not take its options, TaskError for a bad row.
     """
     rows = _open_rows(chosen, section)
     place = getattr(rows, "place", lambda index: f"{chosen.source}: task {index}")
-    reader = RowReader(chosen, section, place)
+    reader = RowReader(chosen, section, place, check)
     if isinstance(rows, JsonlRows):
         for index in range(len(rows)):
             reader(index, index, rows[index])
     if hasattr(rows, "__len__") and hasattr(rows, "__getitem__"):
         if not len(rows):
             raise TaskError(f"{chosen.source} gives no tasks")
-        stream: TaskStream = SequenceStream(rows, reader, shuffle_key)
+        stream: TaskStream = SequenceStream(rows, reader, shuffle_key, place)
     elif isinstance(rows, Iterable):
         if shuffle_key is not None:
             rule = f"{chosen.source} gives an iterator, which has no order to change"
             raise ConfigError("tasks.shuffle", True, rule, "set tasks.shuffle=false or return a list")
-        stream = IteratorStream(lambda: iter(_open_rows(chosen, section)), reader)
+        stream = IteratorStream(lambda: iter(_open_rows(chosen, section)), reader, place)
     else:
         raise TaskError(
             f"{chosen.source} returned a {type(rows).__name__}, not a sequence or an iterator of tasks"
@@ -60,16 +65,16 @@ def load_source(
     return stream
 
 
-def training_tasks(config: Config) -> TaskStream:
-    """The stream that the section `tasks` configures."""
+def training_tasks(config: Config, check: Check | None = None) -> TaskStream:
+    """The stream that the section `tasks` configures. check: see `RowReader`"""
     tasks, seed = config.tasks, abs(config.run.seed)
     if not tasks.mixture:
-        return load_source(tasks, shuffle_key=(seed,) if tasks.shuffle else None)
+        return load_source(tasks, shuffle_key=(seed,) if tasks.shuffle else None, check=check)
     parts = {}
     for name, mixed in tasks.sources.items():
         # By its name, so that a source more or less leaves the order of the others as it was.
         key = (seed, int.from_bytes(name.encode())) if tasks.shuffle else None
-        stream = load_source(mixed, section=f"tasks.mixture.{name}", shuffle_key=key)
+        stream = load_source(mixed, section=f"tasks.mixture.{name}", shuffle_key=key, check=check)
         parts[name] = (stream, mixed.weight)
     return MixtureStream(parts)
 
@@ -77,12 +82,13 @@ def training_tasks(config: Config) -> TaskStream:
 def held_out(config: Config) -> dict[str, list[Task]]:
     """All tasks of each set of `evaluation`, in order. The set of evaluation.source is called MAIN."""
     return {
-        name: _all_of(load_source(chosen, section=f"evaluation.sets.{name}" if name else "evaluation"))
+        name: every_task(load_source(chosen, section=f"evaluation.sets.{name}" if name else "evaluation"))
         for name, chosen in config.evaluation.named_sets.items()
     }
 
 
-def _all_of(stream: TaskStream) -> list[Task]:
+def every_task(stream: TaskStream) -> list[Task]:
+    """Those of an epoch, or of a source that ends."""
     if stream.size is not None:
         return [stream.task_at(ordinal) for ordinal in range(stream.size)]
     tasks: list[Task] = []

@@ -22,6 +22,9 @@ from asyncrl.types import Task
 ToTask = Callable[[int, int, Row], Task]
 """(ordinal, index of the row in its source, row) → Task; raises TaskError."""
 
+Place = Callable[[int], str]
+"""Index of a row in its source → where it stands, for errors."""
+
 MIXTURE = "mixture"
 """The field of `task.data` with the name of the task's source in `tasks.mixture`."""
 
@@ -36,20 +39,35 @@ class TaskStream(Protocol):
         """Raises SourceEndedError past the end of the source, and TaskError for a bad row."""
         ...
 
+    def place_of(self, ordinal: int) -> str:
+        """Where the row of a task stands, for errors: 'file:line' where it can be known."""
+        ...
+
 
 class SequenceStream:
     """Rows with a length: the epoch is ordinal // size. key: determines each epoch's order; None: the rows' own
     order."""
 
-    def __init__(self, rows: Sequence[Row], to_task: ToTask, key: tuple[int, ...] | None) -> None:
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        to_task: ToTask,
+        key: tuple[int, ...] | None,
+        place: Place = "row {}".format,
+    ) -> None:
         self.size = len(rows)
-        self._rows, self._to_task = rows, to_task
+        self._rows, self._to_task, self._place = rows, to_task, place
         self._order = None if key is None else Order(self.size, key)
 
-    def task_at(self, ordinal: int) -> Task:
+    def place_of(self, ordinal: int) -> str:
+        return self._place(self._index(ordinal))
+
+    def _index(self, ordinal: int) -> int:
         epoch, index = divmod(ordinal, self.size)
-        if self._order is not None:
-            index = self._order.at(epoch, index)
+        return index if self._order is None else self._order.at(epoch, index)
+
+    def task_at(self, ordinal: int) -> Task:
+        index = self._index(ordinal)
         try:
             row = self._rows[index]
         except TaskError:
@@ -68,8 +86,10 @@ class IteratorStream:
 
     size = None
 
-    def __init__(self, open_rows: Callable[[], Iterator[Row]], to_task: ToTask) -> None:
-        self._open_rows, self._to_task = open_rows, to_task
+    def __init__(
+        self, open_rows: Callable[[], Iterator[Row]], to_task: ToTask, place: Place = "row {}".format
+    ) -> None:
+        self._open_rows, self._to_task, self.place_of = open_rows, to_task, place
         self._rows, self._next = open_rows(), 0
 
     def task_at(self, ordinal: int) -> Task:
@@ -97,6 +117,10 @@ class MixtureStream:
         self._names, self._streams = list(parts), [stream for stream, _ in parts.values()]
         weights = [Fraction(weight) for _, weight in parts.values()]
         self._shares = [weight / sum(weights) for weight in weights]
+
+    def place_of(self, ordinal: int) -> str:
+        part, at = part_of(ordinal, self._shares)
+        return self._streams[part].place_of(at)
 
     def task_at(self, ordinal: int) -> Task:
         part, at = part_of(ordinal, self._shares)

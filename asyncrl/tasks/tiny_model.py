@@ -37,7 +37,7 @@ HEADS = 4
 
 
 async def demonstrated_texts(config: Config, count: int) -> list[str]:
-    """Everything that is said in the demonstrations of the first tasks: prompts, targets, and what answers them."""
+    """All texts of the demonstrations of the first tasks: prompts, targets, and the answers to them."""
     assert config.agent.environment is not None
     stream, make = training_tasks(config), load_environment(config.agent.environment, config.agent.options)
     chosen, texts = config.agent.tool_format, list[str]()

@@ -1,14 +1,15 @@
 """Metric values that can be merged over micro-batches, ranks and processes.
 
 >>> step = Metrics()
->>> step.add("reward", Mean(3.0, 4)); step.add("reward", Mean(1.0, 4)); step.add("staleness/max", Max(2))
+>>> step.add("reward", Mean(3.0, 4)); step.add("reward", Mean(1.0, 4)); step.add("oldest", Max(2))
 >>> step.values()
-{'reward': 0.5, 'staleness/max': 2.0}
+{'reward': 0.5, 'oldest': 2.0}
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -52,6 +53,29 @@ class Max:
 
 
 @dataclass(frozen=True, slots=True)
+class Min:
+    value: float
+
+    def merge(self, other: Self) -> Min:
+        return Min(min(self.value, other.value))
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation(Summed):
+    """The standard deviation √(Σx²/n − (Σx/n)²) of n values; 0 for none, and for values that differ by rounding errors
+    only."""
+
+    total: float
+    squares: float
+    count: float
+
+    @property
+    def value(self) -> float:
+        spread = self.squares * self.count - self.total**2
+        return math.sqrt(spread) / self.count if spread > ROUNDING * self.squares * self.count else 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class EffectiveShare(Summed):
     """The effective sample size of n weights as a share of n, (Σw)² / (n Σw²): 1 if all are equal."""
 
@@ -82,9 +106,9 @@ class ExplainedVariance(Summed):
         return 1 - left / spread if spread > ROUNDING * self.target_squares * self.count else 0.0
 
 
-Metric = Mean | Sum | Max | EffectiveShare | ExplainedVariance
+Metric = Mean | Sum | Max | Min | Deviation | EffectiveShare | ExplainedVariance
 KINDS: dict[str, type[Metric]] = {
-    kind.__name__: kind for kind in (Mean, Sum, Max, EffectiveShare, ExplainedVariance)
+    kind.__name__: kind for kind in (Mean, Sum, Max, Min, Deviation, EffectiveShare, ExplainedVariance)
 }
 
 

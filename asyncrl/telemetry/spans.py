@@ -12,12 +12,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
+from asyncrl.telemetry.tracing import OTHER, LoopLane
+
 WAIT = "wait/"
-OTHER = "other"
 
 
 class Spans:
-    """Not thread-safe: one instance per loop.
+    """Not thread-safe: one instance per loop. lane: of the process's trace, which gets the same spans; None: of none.
 
     >>> ticks = iter([0.0, 1.0, 4.0, 4.0, 5.0])
     >>> spans = Spans(clock=lambda: next(ticks))
@@ -29,8 +30,9 @@ class Spans:
     {'other': 2.0, 'compute': 3.0}
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, lane: str | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
+        self._lane = None if lane is None else LoopLane(lane)
         self._seconds: dict[str, float] = defaultdict(float)
         self._current = OTHER
         self._since = clock()
@@ -61,11 +63,17 @@ class Spans:
         self._seconds[self._current] += now - self._since
         self._since = now
         outer, self._current = self._current, name
+        if self._lane is not None and name != outer:
+            self._lane.do(name)
         return outer
 
 
 def busy_share(seconds: Mapping[str, float]) -> float:
-    """Share of the time that was work: neither a wait nor unaccounted for."""
+    """Share of the time that was work: neither a wait nor unaccounted for.
+
+    >>> busy_share({"compute": 3.0, "wait/groups": 4.0, "other": 1.0})
+    0.375
+    """
     total = sum(seconds.values())
     idle = sum(s for name, s in seconds.items() if name.startswith(WAIT) or name == OTHER)
     return (total - idle) / total if total > 0 else 0.0

@@ -26,6 +26,9 @@ from asyncrl.generator.gateway.harness import HarnessAgent
 from asyncrl.generator.process import load_engine
 from asyncrl.models.prompts import policy_tokenizer
 from asyncrl.types import Sampling, Task
+from bench.agents import recipes
+from bench.agents.adapters import shares
+from bench.agents.recorded import compared
 from bench.bars import Bar, figures, number, row, verdict_table
 from bench.generator.model import SIZES, TINY
 from bench.output import bench_parser, machine, write_results
@@ -44,6 +47,9 @@ BARS = (
     Bar("single_gateway", 0.9, "single_bare"),
     Bar("tools_gateway", 0.9, "tools_bare"),
     Bar("crowd_kb", 256, most=True),  # so programs × 256 kB bound what a crowd takes
+    Bar("unequal_logprobs", 0, most=True),
+    Bar("adapter_bytes_share", 1.01, "adapter_parameter_share", most=True),
+    *recipes.BARS,
 )
 NAMES = {
     "single_bare": "one turn: tokens/s of the engine alone",
@@ -55,6 +61,13 @@ NAMES = {
     "crowd_kb": "kB that each program of the crowd takes in the generator's process, all at once",
     "crowd_left_kb": "kB for each of them once all have ended",
     "crowd_s": "seconds that the crowd takes",
+    "recorded_logprobs": "recorded log-probs that were compared with the engine's",
+    "unequal_logprobs": "those that differ in any bit",
+    "adapter_bytes": "bytes of a version of adapters",
+    "adapter_bytes_share": "their share of the bytes of all weights",
+    "adapter_parameter_share": "their share of the parameters",
+    "adapter_bytes_share / adapter_parameter_share": "the ratio of these shares",
+    **recipes.names(),
 }
 CONFIG = """
 run: {{name: bench, dir: {folder}, seed: 3}}
@@ -72,7 +85,7 @@ Play = Callable[[Task], Awaitable[int]]
 def main() -> None:
     args = _parser().parse_args()
     with tempfile.TemporaryDirectory(prefix="agents-") as folder:
-        found = asyncio.run(_measured(Path(folder), args))
+        found = asyncio.run(_measured(Path(folder), args)) | recipes.climbs(args.recipes, Path(folder))
     text = _table(found, args)
     print(text)
     write_results(args.json, {"figures": found, "machine": machine()}, args.table, text)
@@ -85,6 +98,8 @@ async def _measured(folder: Path, args: argparse.Namespace) -> dict[str, float]:
         sizes = TINY if args.tiny else SIZES
         async with _plays(folder, sizes, args.at_once, "bench.agents.program:run", TOKENS) as plays:
             found = await _speeds(plays, args)
+        found |= figures([await shares(folder / "agents.yaml")], BARS)
+        found |= await compared(folder / "agents.yaml", KINDS["tools"], args.at_once, TOKENS)
     async with _plays(folder, TINY, args.at_once, "bench.agents.crowd:run", CROWD_TOKENS) as plays:
         return {**found, **await _crowd(plays["gateway"], folder, args)}
 
@@ -196,7 +211,7 @@ def _table(found: Mapping[str, float], args: argparse.Namespace) -> str:
     lines = [row((name, number(found[key], ",.3g"))) for key, name in NAMES.items() if key in found]
     return "\n".join(
         [
-            "# What a gateway makes of its engine",
+            "# What agents cost, and what they learn",
             "",
             f"`python -m bench.agents`, medians of {args.rounds} rounds of one run, {args.at_once} programs at once, "
             f"{TOKENS} tokens a turn; the crowd is {args.crowd} programs, each with four turns of {CROWD_TOKENS} "
@@ -218,6 +233,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--at-once", type=int, default=32, help="programs, and slots of the engine")
     parser.add_argument("--rollouts", type=int, default=256, help="turns of one measurement")
     parser.add_argument("--crowd", type=int, default=500, help="programs at once when memory is measured")
+    parser.add_argument("--recipes", nargs="*", choices=recipes.STATED, default=[*recipes.STATED])
     parser.add_argument("--tiny", action="store_true", help="a model of no size, to see that all works")
     return parser
 

@@ -115,7 +115,7 @@ class KilledRun:
     def _newest(self) -> int:
         """The highest version that was trained so far."""
         path = self._folder / "metrics.jsonl"
-        return max((row["version"] for row in read_rows(path) if "step_s" in row), default=0)
+        return max((row["version"] for row in read_rows(path) if "perf/step_s" in row), default=0)
 
 
 def _end(launcher: subprocess.Popen[bytes]) -> None:

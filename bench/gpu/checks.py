@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from asyncrl.device import accelerator
-from bench.process import ROOT, Process
+from bench.process import ROOT, Process, importing_here
 
 ROUNDS = 5
 """Versions of a measurement, after one that warms up."""
@@ -70,6 +70,14 @@ def nccl(place: Place) -> dict[str, float]:
     if accelerator.kind() != accelerator.CUDA or accelerator.count() < 2:
         raise NotHereError("NCCL joins no two processes on one GPU, and there are not two")
     return _rounds(place, "nccl", generator_gpu=1)
+
+
+def nccl_alone(place: Place) -> dict[str, float]:
+    """A channel of NCCL whose other end never joins ends at its deadline, and the process works on. One GPU will do."""
+    if not place.on_gpu or accelerator.kind() != accelerator.CUDA:
+        raise NotHereError("there is no GPU that NCCL takes")
+    with _end(place, "nccl_alone", "nccl_alone", deadline_s=10.0) as end:
+        return dict(end.hears(DEADLINE_S))
 
 
 def streams(place: Place) -> dict[str, float]:
@@ -204,6 +212,7 @@ CHECKS: Mapping[str, Check] = {
         stream,
         host,
         nccl,
+        nccl_alone,
         streams,
         kill,
         memory,
@@ -266,7 +275,7 @@ def _run(place: Place, name: str, command: list[str]) -> None:
     """RuntimeError with the end of its output where it fails."""
     log = place.folder / f"{name}.log"
     with log.open("w") as output:
-        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        env = {**os.environ, **importing_here()}
         ended = subprocess.run(
             command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=env, timeout=600
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from statistics import median
@@ -14,7 +15,9 @@ import torch
 
 from asyncrl.config.schema import SyncConfig
 from asyncrl.device import accelerator
-from asyncrl.sync.channels.channel import Channel
+from asyncrl.errors import DeadlineError
+from asyncrl.sync.channels.channel import SOURCE, Channel, Meeting
+from asyncrl.sync.channels.nccl_transport import TAKE, make_nccl_channel
 from asyncrl.sync.channels.shared_memory import allocated_bytes
 from asyncrl.sync.layout.layout import Layout, layout_bytes
 from asyncrl.sync.plan.plan import plan
@@ -52,6 +55,23 @@ def checksum(talk: Talk, said: dict[str, Any]) -> None:
     if hash_of(ROWS, pieces, there) == expected:
         raise RuntimeError("a sign that flipped changed nothing")
     talk.tell({"gb_per_s": layout_bytes(layout) / seconds / 1e9})
+
+
+def nccl_alone(talk: Talk, said: dict[str, Any]) -> None:
+    device, deadline_s = _device(said), said["deadline_s"]
+    ours, theirs = socket.socketpair()
+    theirs.sendall(TAKE)  # it says that it takes the byte, and never joins
+    begun = time.monotonic()
+    try:
+        make_nccl_channel(ours, Meeting("alone", SOURCE, "this process", "nobody", device, deadline_s))
+    except DeadlineError:
+        ended = time.monotonic()
+    else:
+        raise RuntimeError("NCCL has connected to nobody")
+    if int(torch.ones(1024, device=device).sum()) != 1024:
+        raise RuntimeError("the GPU does not add up any more")
+    talk.tell({"deadline_s": deadline_s, "ended_s": ended - begun, "worked_s": time.monotonic() - ended})
+    theirs.close()
 
 
 def learner(talk: Talk, said: dict[str, Any]) -> None:
@@ -221,7 +241,7 @@ def _device(said: dict[str, Any], index: int = 0) -> torch.device:
     return accelerator.CPU if said["device"] == "cpu" else accelerator.use_numbered(index)
 
 
-ROLES = {"checksum": checksum, "learner": learner, "generator": generator}
+ROLES = {"checksum": checksum, "nccl_alone": nccl_alone, "learner": learner, "generator": generator}
 
 
 def main() -> None:

@@ -61,7 +61,7 @@ def main(json_path: Path | None, table_path: Path | None) -> None:
         found[name] = measured(name, "asyncrl")
         found[name] |= {f"plain_{key}": value for key, value in measured(name, "plain").items()}
         print(name, found[name], flush=True)
-    device = accelerator.name(accelerator.current())
+    device = accelerator.name(accelerator.current_device())
     text = gpu_table(found, TOKENS, f"{device}, torch {torch.__version__}.")
     print(text)
     write_results(json_path, {"figures": found, "device": device}, table_path, text)
@@ -79,7 +79,7 @@ def side() -> None:
     """The child: one model, one way."""
     talk = Talk()
     said = talk.hears()
-    folder, device = Path(said["folder"]), accelerator.current()
+    folder, device = Path(said["folder"]), accelerator.current_device()
     hidden, inner, layers, heads, kv_heads, tied = MODELS[said["model"]]
     write_qwen2(
         folder / "model",

@@ -70,7 +70,7 @@ def main() -> None:
         done = step.step(version)
         seconds, version = clock() - begun, version + 1
         assert not done.refused, done.refused
-        talk.tell({"seconds": seconds, "model_s": watch.seconds, "loss": done.values["loss"]})
+        talk.tell({"seconds": seconds, "model_s": watch.seconds, "loss": done.values["train/loss"]})
     backend.close()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from asyncrl.sync.delta.delta import add, encode_delta, read
+from asyncrl.sync.delta.delta import add, changes_to_bytes, find_changes, read
 from bench.sync.model import shapes
 from bench.sync.tensors import drawn
 
@@ -40,7 +40,7 @@ def _train(weights: torch.Tensor, lr: float) -> tuple[int, int]:
         master.grad = direction + 0.1 * torch.randn_like(master)
         optimizer.step()
         new = master.detach().bfloat16()
-        record = encode_delta(old, new)
+        record = changes_to_bytes(find_changes(old, new))
         sent += record.numel() if step >= WARM_UP else 0
         (changes,) = read(record, [(staged.numel(), staged.element_size())])
         add(staged, changes)

@@ -116,9 +116,9 @@ def assert_all_ended_once(run: Run) -> None:
     assert history.trained == GOOD
     assert [row["version"] for row in told] == list(range(1, VERSIONS + 1))
     for part, power in (("ordinal", 1), ("square", 2)):
-        learnt = sum(row[f"reward/part/{part}"] * row["groups"] for row in told)
+        learnt = sum(row[f"rollout/reward/part/{part}"] * row["train/groups"] for row in told)
         assert learnt == pytest.approx(sum(ordinal**power for ordinal in GOOD), rel=1e-6)
-    assert max(row["staleness/max"] for row in told) <= 2
+    assert max(row["train/staleness/max"] for row in told) <= 2
     summary = summary_of(run.folder)
     assert (summary["versions"], summary["groups_trained"]) == (VERSIONS, len(GOOD))
 

@@ -58,7 +58,7 @@ def stand_still(notes: Path) -> None:
 
 
 def stop_at(moment: str, version: int, stand: Callable[[], None]) -> None:
-    saver, way, save = checkpoint.Checkpoints, version_step.Streaming, storage.save
+    saver, way, save = checkpoint.Checkpoints, version_step.Streaming, storage.save_state
     begin, commit, add = saver.begin, saver._commit, way.add
 
     def slow_begin(self: Any, meta: Any) -> None:
@@ -82,7 +82,7 @@ def stop_at(moment: str, version: int, stand: Callable[[], None]) -> None:
         if moment == "claim" and at == version:
             stand()
 
-    saver.begin, saver._commit, way.add, storage.save = slow_begin, slow_commit, slow_add, slow_save  # type: ignore[method-assign]
+    saver.begin, saver._commit, way.add, storage.save_state = slow_begin, slow_commit, slow_add, slow_save  # type: ignore[method-assign]
 
 
 def start_ranks_of_this_kind() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.load import load_config
-from asyncrl.launch.local import train
+from asyncrl.launch.local_run import train
 
 SYNCHRONOUS = ("queue.max_staleness=0", "evaluation.source=null")
 

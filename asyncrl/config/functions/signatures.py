@@ -12,7 +12,8 @@ from asyncrl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A reward function as another trainer has it: the names by which it is known, and the keys that call it so."""
+    """The form of another trainer's reward functions: parameters by which one is recognized, and the keys of `reward`
+    that call it."""
 
     trainer: str
     names: frozenset[str]

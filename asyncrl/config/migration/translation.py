@@ -3,7 +3,7 @@
     file, words ──▸ given {their key: value} ──▸ rows of a table ──▸ settings {our key: (value, their keys)}
                                              └▸ `together`: keys that count together ─┘   └▸ left {their key: why}
 
-Where the file is silent the other trainer has a default, of which a setting is made if asyncrl's default differs.
+A key that the file leaves out has the other trainer's default, which becomes a setting if asyncrl's default differs.
 Every given key is named in the text that comes out.
 """
 
@@ -22,7 +22,8 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from asyncrl.config.load import all_keys, load_config, parse_file, setting_of_word, settings_of
-from asyncrl.config.schema import SINKS, Config
+from asyncrl.config.schema import Config
+from asyncrl.config.sections.run import TRACKERS
 from asyncrl.config.yaml_values import one_line, parse_yaml
 from asyncrl.errors import ConfigError
 
@@ -75,15 +76,16 @@ class Translation:
         self.set(ours, {name: value for name, value in values.items() if value}, *theirs)
 
     def leave(self, why: str, *theirs: str, default_too: bool = False) -> None:
-        """Say why these keys have no counterpart: those that are given. default_too: the others as well."""
+        """Note why these keys have no counterpart, for those of them that the file gives. default_too: for the others
+        as well."""
         self.left.update({key: why for key in theirs if default_too or key in self.given})
 
-    def set_sinks(self, key: str) -> None:
-        """Set the sinks that a key names: one, or several."""
+    def set_trackers(self, key: str) -> None:
+        """Set the trackers that a key names: one, or several."""
         names = [self[key]] if isinstance(self[key], str) else self[key] or []
-        self.set("telemetry.sinks", [name for name in names if name in SINKS], key)
-        if not {*names} <= {*SINKS, "console", "none"}:
-            self.leave(f"there are {' and '.join(SINKS)}", key)
+        self.set("telemetry.trackers", [name for name in names if name in TRACKERS], key)
+        if not {*names} <= {*TRACKERS, "console", "none"}:
+            self.leave(f"there are {', '.join(TRACKERS)}", key)
 
     def apply_rows(self) -> None:
         for key, row in self.rows.items():

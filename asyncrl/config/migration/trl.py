@@ -23,7 +23,7 @@ def together(old: Translation) -> None:
     if folder := old["output_dir"]:
         old.set("run.dir", str(Path(folder).expanduser().parent), "output_dir")
         old.set("run.name", Path(folder).name, "output_dir")
-    old.set_sinks("report_to")
+    old.set_trackers("report_to")
 
 
 def _tasks(old: Translation) -> None:
@@ -62,7 +62,7 @@ def _batches(old: Translation) -> int:
 
 
 def _versions(old: Translation, steps: int) -> None:
-    """TRL counts optimizer steps, of which a version has so many."""
+    """Convert TRL's counts of optimizer steps into versions. steps: optimizer steps of one version"""
     if old["max_steps"] > 0:
         old.set("run.versions", -(-old["max_steps"] // steps), "max_steps")
     else:

@@ -22,7 +22,7 @@ def together(old: Translation) -> None:
     _correction(old)
     _reward(old)
     old.set("run.name", str(old["trainer.experiment_name"]).replace("/", "-"), "trainer.experiment_name")
-    old.set_sinks("trainer.logger")
+    old.set_trackers("trainer.logger")
 
 
 def _tasks(old: Translation) -> None:

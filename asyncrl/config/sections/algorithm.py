@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from asyncrl.config.sections.rules import Amount, Count, NotNegative, Positive, Rule, Section, Share, key
+from asyncrl.config.rules import Amount, Count, NotNegative, Positive, Rule, Section, Share, key
 
 GROUP_ADVANTAGES = (
     *("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "gpg", "gdpo", "pass_at_k", "sppo", "prime"),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from asyncrl.config.sections.rules import (
+from asyncrl.config.rules import (
     Amount,
     BelowOne,
     Count,
@@ -139,7 +139,7 @@ class LearnerConfig(Section):
     )
     offload_folder: str | None = key(None, "of every machine of the learner, best on an NVMe disk of its own")
     peak_tflops: Positive | None = key(
-        None, "of one device, for the share learner/mfu; none: measured at the start"
+        None, "of one device, for the share perf/learner/mfu; none: measured at the start"
     )
     logprob_gate: LogprobGateConfig = field(default_factory=LogprobGateConfig)
     threads: Threads | None = key(
@@ -149,6 +149,10 @@ class LearnerConfig(Section):
     gpu_memory_share: Share = key(
         1.0, "most that a rank allocates of its GPU; below 1 where vLLM is there too"
     )
+    profile_versions: tuple[int, ...] | None = key(
+        None,
+        "[first, last]: torch.profiler records each rank's steps to these versions into profile/, as Chrome traces",
+    )
     groups_deadline_s: Seconds = key(
         600.0,
         "longest wait for the next group, or for progress of generators, before the run is called stuck",
@@ -156,6 +160,14 @@ class LearnerConfig(Section):
 
     def rules(self, at: str) -> Iterator[Rule]:
         yield from device_rules(at, self.devices)
+        window = self.profile_versions
+        yield Rule(
+            window is None or (len(window) == 2 and 1 <= window[0] <= window[1]),
+            "profile_versions",
+            "is no first and last version",
+            "set learner.profile_versions=[5,7]",
+            window and list(window),
+        )
         ranks_on = len(self.devices.split(",")) if self.devices else self.processes
         yield Rule(
             self.processes <= ranks_on,

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncrl.config.functions.function_spec import load_function
-from asyncrl.config.sections.rules import require
+from asyncrl.config.rules import require
 from asyncrl.environments.adapters import imported
 from asyncrl.environments.turns import answer, opening
 from asyncrl.errors import ConfigError

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from asyncrl.config.sections.rules import require
+from asyncrl.config.rules import require
 from asyncrl.environments.adapters.shell import Shell
 from asyncrl.environments.turns import ScoredTools
 from asyncrl.errors import ConfigError
@@ -42,7 +42,7 @@ UNSUPPORTED = {
 }
 """Keys of task.toml by table."""
 HARMLESS: tuple[Any, ...] = (None, False, 0, [], "linux", "shared", "no-network")
-"""Values of these keys that ask for no more than there is."""
+"""Values of these keys that the sandbox fulfils anyway."""
 COMPOSE = "environment/docker-compose."
 OTHER_FILES = ("steps", "trajectory.json", f"{COMPOSE}yaml", f"{COMPOSE}yml")
 SYSTEM = ("usr", "bin", "sbin", "lib", "lib64", "proc", "dev", "out", "tests", "etc", "")
@@ -75,7 +75,7 @@ def tasks(folders: str | Sequence[str]) -> Sequence[Mapping[str, Any]]:
 
 
 def read_folder(path: Path) -> TaskFolder:
-    """Raises ConfigError, naming what the folder lacks, or needs and does not get here."""
+    """Raises ConfigError for a folder that lacks a file, or needs something that this sandbox does not have."""
     for name in ("task.toml", "instruction.md", "tests/test.sh"):
         remedy = "name folders of Harbor tasks"
         require((path / name).is_file(), "options.folders", str(path), f"has no {name}", remedy)
@@ -193,7 +193,7 @@ class Harbor(ScoredTools):
 
 
 def _read_dockerfile(read: TaskFolder, file: Path) -> None:
-    """FROM is answered with this system; the files that are copied come from environment/."""
+    """This system stands in for the image of FROM. Files that are copied come from environment/."""
     for line in file.read_text().splitlines():
         word, _, rest = line.strip().partition(" ")
         if not word or word.startswith("#") or word.upper() == "FROM":

@@ -25,7 +25,7 @@ from contextlib import AsyncExitStack
 from functools import cache
 from typing import Any, TypeVar
 
-from asyncrl.config.sections.rules import require
+from asyncrl.config.rules import require
 from asyncrl.environments.adapters import imported
 from asyncrl.errors import ConfigError
 from asyncrl.generator.agents.chat import Message
@@ -36,15 +36,15 @@ from asyncrl.generator.engines.http.http_link import key_from
 from asyncrl.types import Task
 
 Result = TypeVar("Result")
-Server = Mapping[str, Any]
+ServerOptions = Mapping[str, Any]
 
 KEYS = {
     "command": ("command", "args", "env", "cwd", "tools"),
     "url": ("url", "headers", "key_variable", "tools"),
 }
-"""Of a server that is started, and of one that runs."""
+"""Keys of a server that is started, and of one that runs already."""
 CHECK_S = 60.0
-"""For the start of a server before the run."""
+"""Longest start of a server, when it is checked before the run."""
 
 
 class McpTools(ToolEnvironment):
@@ -61,7 +61,7 @@ class McpTools(ToolEnvironment):
 
     def __init__(
         self,
-        servers: Mapping[str, Server],
+        servers: Mapping[str, ServerOptions],
         shared: bool = False,
         role: str = "tool",
         deadline_s: float = 60.0,
@@ -73,7 +73,7 @@ class McpTools(ToolEnvironment):
         self._sessions: list[_Session] = []
 
     @classmethod
-    def check(cls, servers: Mapping[str, Server], **_: Any) -> None:
+    def check(cls, servers: Mapping[str, ServerOptions], **_: Any) -> None:
         """Open a session with each server."""
         imported("mcp", "mcp")
         require(bool(servers), "servers", dict(servers), "names no server", "set servers.NAME.url")
@@ -122,7 +122,7 @@ class _Session:
     """A session with one server, in the thread of sessions. tools: schemas by name, once it is open · lost: it gives no
     more answers."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: ServerOptions) -> None:
         self.server, self.lost = server, False
         self.tools: dict[str, dict[str, Any]] = {}
         self._ready, self._closing = asyncio.Event(), asyncio.Event()
@@ -175,7 +175,7 @@ _shared: dict[str, _Session] = {}
 _sharing = threading.Lock()
 
 
-def _shared_session(server: Server) -> _Session:
+def _shared_session(server: ServerOptions) -> _Session:
     """The session of this process with a server; a new one if it is lost."""
     with _sharing:
         key = json.dumps(server, sort_keys=True)
@@ -185,7 +185,7 @@ def _shared_session(server: Server) -> _Session:
 
 
 async def _listed(client: Any) -> AsyncIterator[Any]:
-    """The tools of all pages."""
+    """The tools of a server, which lists them page by page."""
     page = await client.list_tools()
     while True:
         for tool in page.tools:
@@ -195,7 +195,7 @@ async def _listed(client: Any) -> AsyncIterator[Any]:
         page = await client.list_tools(cursor=page.next_cursor)
 
 
-def _tools_of(name: str, server: Server) -> dict[str, dict[str, Any]]:
+def _tools_of(name: str, server: ServerOptions) -> dict[str, dict[str, Any]]:
     """The tools of a server by name, by a session of their own. Raises ConfigError."""
     session = _Session(server)
     try:
@@ -208,7 +208,7 @@ def _tools_of(name: str, server: Server) -> dict[str, dict[str, Any]]:
     return session.tools
 
 
-def _check_keys(name: str, server: Server) -> None:
+def _check_keys(name: str, server: ServerOptions) -> None:
     kinds = [kind for kind in KEYS if kind in server]
     rule, remedy = "is neither a command nor a URL", f"set servers.{name}.command or servers.{name}.url"
     require(len(kinds) == 1, f"servers.{name}", dict(server), rule, remedy)
@@ -218,8 +218,8 @@ def _check_keys(name: str, server: Server) -> None:
     key_from(server.get("key_variable"), f"servers.{name}.key_variable")
 
 
-async def _transport(server: Server, stack: AsyncExitStack) -> Any:
-    """What `mcp.Client` takes."""
+async def _transport(server: ServerOptions, stack: AsyncExitStack) -> Any:
+    """The transport, in the form that `mcp.Client` takes."""
     mcp = imported("mcp", "mcp")
     if "command" in server:
         return mcp.StdioServerParameters(**{key: server[key] for key in server if key != "tools"})
@@ -233,17 +233,17 @@ async def _transport(server: Server, stack: AsyncExitStack) -> Any:
 
 
 def _schema(tool: Any) -> dict[str, Any]:
-    """As chat templates take it."""
+    """A tool's schema, in the form that chat templates take."""
     described = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
     return {"type": "function", "function": described}
 
 
-def _chosen(server: Server, tools: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _chosen(server: ServerOptions, tools: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {name: schema for name, schema in tools.items() if name in server.get("tools", tools)}
 
 
 def _text(block: Any) -> str:
-    """A part of a result; what is no text is named."""
+    """The text of a part of a result, or the name of a part that has none."""
     if block.type == "resource":
         block = block.resource
     text: str = getattr(block, "text", None) or f"[{getattr(block, 'uri', block.type)}]"
@@ -269,5 +269,5 @@ def _begin(work: Coroutine[Any, Any, Result]) -> Future[Result]:
 
 
 async def _there(work: Coroutine[Any, Any, Result]) -> Result:
-    """Do work in the thread of sessions. If the caller gives up, so does the work."""
+    """Do work in the thread of sessions, and cancel it if the caller is cancelled."""
     return await asyncio.wrap_future(_begin(work))

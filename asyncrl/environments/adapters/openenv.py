@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncrl.config.functions.function_spec import load_function
-from asyncrl.config.sections.rules import require
+from asyncrl.config.rules import require
 from asyncrl.environments.adapters import imported
 from asyncrl.environments.turns import answer, opening
 from asyncrl.errors import ConfigError
@@ -25,7 +25,7 @@ from asyncrl.generator.agents.env import Action, Environment, Observation
 from asyncrl.types import Task
 
 CHECK_S = 10.0
-"""For the server's answer before the run."""
+"""Longest wait for the server's answer, when it is checked before the run."""
 BAD_ACTION = "VALIDATION_ERROR"
 
 

@@ -138,5 +138,6 @@ class Shell:
 
 
 def _as_user(command: str) -> str:
-    """In a sandbox that root made, as its user; else everything in it is the user's."""
+    """The command as the policy's user, where root made the sandbox. Elsewhere all of the sandbox belongs to the
+    caller's user."""
     return f"{USER} {command}" if os.geteuid() == 0 else command

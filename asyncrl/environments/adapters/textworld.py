@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.sections.rules import require
+from asyncrl.config.rules import require
 from asyncrl.environments.adapters import imported
 from asyncrl.environments.turns import answer, opening
 from asyncrl.generator.agents.chat import Message

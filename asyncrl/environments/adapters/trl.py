@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from asyncrl.config.functions.function_spec import load_function
-from asyncrl.config.sections.rules import require
+from asyncrl.config.rules import require
 from asyncrl.environments.turns import ScoredTools, opening
 from asyncrl.errors import ConfigError
 from asyncrl.generator.agents.chat import Message

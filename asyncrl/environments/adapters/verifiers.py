@@ -11,7 +11,7 @@
                        ◂─ reply ──                        ◂─ text and calls ──── turn
                        ── end of the episode ─▸ rewards by name
 
-Its harness believes that it talks to a model's server. A request that does not continue the one before it begins a
+For its harness, the endpoint is a model's server. A request that does not continue the one before it begins a
 segment of the rollout: a sub-agent, or a history that the harness compacted.
 """
 
@@ -104,7 +104,7 @@ class Verifiers(Environment):
 
 
 class _Endpoint:
-    """A server of chat completions for one episode, under a path that nobody else knows. Each request waits for
+    """A server of chat completions for one episode, under a secret path. Each request waits for
     `reply`."""
 
     def __init__(self) -> None:
@@ -179,7 +179,7 @@ def _task_at(made: Any, position: int) -> Any:
 
 
 def _rewards(episode: Any) -> dict[str, float]:
-    """By name, weighted. Raises RuntimeError for an episode that failed."""
+    """The rewards of an episode by name, weighted. Raises RuntimeError for an episode that failed."""
     errors = [*episode.errors, *itertools.chain.from_iterable(trace.errors for trace in episode.traces)]
     if not episode.ok:
         texts = [f"{error.type}: {error.message}" for error in errors]
@@ -198,7 +198,7 @@ def _wire_call(place: int, call: ToolCall, number: int) -> dict[str, Any]:
 
 
 def _plain(message: Message) -> Message:
-    """A message whose parts are all texts, with these as one text."""
+    """The message, with its parts joined into one text if all of them are texts."""
     parts = message.get("content")
     if isinstance(parts, list) and all(part.get("type") == "text" for part in parts):
         return {**message, "content": "".join(part["text"] for part in parts)}

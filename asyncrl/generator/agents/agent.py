@@ -43,6 +43,7 @@ from asyncrl.generator.scoring.scores import STEPS
 from asyncrl.generator.scoring.steps import LARGEST, real, state_hash
 from asyncrl.generator.threads import in_thread
 from asyncrl.models.prompts import ImageReader, images_in
+from asyncrl.telemetry import tracing
 from asyncrl.types import Prompt, Sampling, Task, Turn
 
 Result = TypeVar("Result")
@@ -64,7 +65,7 @@ def check_agent(chat: Chat, config: AgentConfig) -> None:
     if config.tools:
         chat.check_role(config.tool_role)
         if not chat.shows([Tool.of(tool).schema for tool in load_tools(config.tools)]):
-            log.warning("the chat template says nothing of agent.tools: tell of them in the task's messages")
+            log.warning("the chat template leaves agent.tools out: describe them in the task's messages")
     if config.history_thoughts == "as_template":
         RenderedHistory(chat, config.history, ()).check()
     elif chat.rewrites:
@@ -192,7 +193,9 @@ class Agent:
             await self._begin(environment, task, trajectory, requests.sampling)
             while not trajectory.ended:
                 if not trajectory.unanswered:
-                    await self._sample_turn(trajectory, requests, grown)
+                    about = {"task": task.ordinal, "sample": requests.sample, "turn": trajectory.turns}
+                    with tracing.span("turns", "turn", tracing.RESOLUTION_S, **about):
+                        await self._sample_turn(trajectory, requests, grown)
                     changed()
                 await self._observe(environment, task, trajectory, requests.sampling)
                 changed()
@@ -361,8 +364,9 @@ class Agent:
         """Await user code. Any failure of it, or of the messages that it returns, concerns its task alone."""
         subject = f"{what} of task {task.ordinal}'s environment"
         try:
-            async with asyncio.timeout(deadline_s):
-                return await call
+            with tracing.span("environments", what, tracing.RESOLUTION_S, task=task.ordinal):
+                async with asyncio.timeout(deadline_s):
+                    return await call
         except TimeoutError:
             self._counts["agent/environment_late"] += 1
             why = f"took longer than agent.deadline_s={deadline_s:g}"

@@ -14,7 +14,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from typing import Any, Literal, cast
 
@@ -61,7 +61,10 @@ VLLM_PARSERS = (
     ("<tool_call>", "hermes"),
     ('"parameters"', "llama3_json"),
 )
-"""A text in calls, and vLLM's name of a parser of such calls."""
+"""Pairs: a text that occurs in calls, and vLLM's name of the parser for such calls."""
+
+TOOL_SETS = 16
+"""Sets of tools of which vLLM's parsers are kept: a program's sub-agents have their own."""
 
 MARK = re.compile(r"<[^<>\s]+[>=]|\[[A-Z_]+\]|to=functions\.")
 
@@ -137,22 +140,19 @@ class _VllmParser:
             logging.CRITICAL
         )  # the model is shown what it cannot read
         self._class, self._tokenizer = ToolParserManager.get_tool_parser(name), chat.tokenizer
-        self._made: tuple[str, Any, Any] = ("", None, None)
+        self._made = lru_cache(TOOL_SETS)(self._make)
 
     def __call__(self, text: str, end: str, tools: Sequence[Mapping[str, Any]]) -> tuple[AnyCall, ...]:
-        request, parser = self._for(tools)
+        request, parser = self._made(json.dumps(tools, default=dict))
         found = parser.extract_tool_calls(after_thoughts(text), request).tool_calls
         return tuple(as_call({"name": c.function.name, "arguments": c.function.arguments}) for c in found)
 
-    def _for(self, tools: Sequence[Mapping[str, Any]]) -> tuple[Any, Any]:
-        """A request and a parser for these tools. Making one takes long: it reads the whole vocabulary."""
+    def _make(self, tools: str) -> tuple[Any, Any]:
+        """A request and a parser for these tools, in JSON. This takes long: a parser reads the whole vocabulary."""
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-        key = json.dumps(tools, default=dict)
-        if self._made[0] != key:
-            request = ChatCompletionRequest(messages=[], model="", tools=json.loads(key) or None)
-            self._made = key, request, self._class(self._tokenizer, request.tools)
-        return self._made[1:]
+        request = ChatCompletionRequest(messages=[], model="", tools=json.loads(tools) or None)
+        return request, self._class(self._tokenizer, request.tools)
 
 
 def call_marks(chat: Chat, tool_format: ToolFormat | Literal["auto"]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import takewhile
@@ -47,6 +47,34 @@ DUMMY_CALL = {
 }
 
 
+class ControlTokens:
+    """The control tokens of a tokenizer, where a text spells them out."""
+
+    def __init__(self, tokens: Iterable[str]) -> None:
+        # Tokens of one letter, which toy tokenizers have, cannot be distinguished from text.
+        longer = sorted((token for token in tokens if len(token) > 1), key=len, reverse=True)
+        self._any = re.compile("|".join(map(re.escape, longer))) if longer else None
+
+    def at_start(self, text: str) -> str | None:
+        """The control token with which a text begins."""
+        found = self._any.match(text) if self._any else None
+        return found[0] if found else None
+
+    def removed(self, text: str) -> str:
+        """The text without them."""
+        return self._any.sub("", text) if self._any else text
+
+    def broken_up(self, value: Any) -> Any:
+        """Messages, or a schema, whose texts have a space inside of each of them: such texts are no control tokens."""
+        if isinstance(value, str) and self._any:
+            return self._any.sub(lambda m: f"{m[0][0]} {m[0][1:]}", value)
+        if isinstance(value, Mapping):
+            return {self.broken_up(name): self.broken_up(one) for name, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.broken_up(one) for one in value]
+        return value
+
+
 class Chat:
     """The chat template of one tokenizer, with values of its variables. Raises ConfigError if it has none."""
 
@@ -63,9 +91,7 @@ class Chat:
         self.tokenizer, self._variables = tokenizer, variables or {}
         added = tokenizer.added_tokens_decoder.values()
         self._special = {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}
-        # Tokens of one letter, which toy tokenizers have, cannot be distinguished from text.
-        forged = sorted((token for token in self._special if len(token) > 1), key=len, reverse=True)
-        self._forged = re.compile("|".join(map(re.escape, forged))) if forged else None
+        self.control = ControlTokens(self._special)
 
     @property
     def rewrites(self) -> bool:
@@ -134,16 +160,17 @@ class Chat:
         """[P] int64: the prompt of the first turn. Control tokens in the tools are broken up: servers of others write
         them."""
         return self._encode(
-            self._render(messages, opened=True, tools=[self.harmless(tool) for tool in tools])
+            self._render(messages, opened=True, tools=[self.control.broken_up(tool) for tool in tools])
         )
 
     def open_again(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Array:
         """[P] int64: the prompt of a later turn that begins with these messages. Control tokens in them are broken up,
         as in `after`."""
-        return self.open(self.harmless(messages), tools)
+        return self.open(self.control.broken_up(messages), tools)
 
     def split_end(self, words: Array, stop: tuple[str, ...]) -> tuple[Array, int | None]:
-        """The tokens of a turn without the end token, and that; all and None if one of these texts ended the turn."""
+        """(tokens, end): the tokens of a turn without the one that ended it, and that one; all of them and None if a
+        text of `stop` ended it."""
         if stop and StopTexts(stop, self.plain_text_of).length(words) is not None:
             return words, None
         return words[:-1], int(words[-1])
@@ -153,7 +180,7 @@ class Chat:
 
         Control tokens that a message's text spells out are broken up, so that no tool can forge a turn.
         """
-        suffix, closing = self._behind(self.harmless(messages))
+        suffix, closing = self._behind(self.control.broken_up(messages))
         stop = 0 if end is None else self._end_of_turn(suffix, closing, str(self.tokenizer.decode([end])))
         # In context: some tokenizers encode the beginning of a text differently.
         head, whole = self._encode(MARK + suffix[:stop]), self._encode(MARK + suffix)
@@ -171,7 +198,8 @@ class Chat:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
     def _behind(self, messages: Sequence[Message]) -> tuple[str, str]:
-        """The template's text behind the assistant's content, and that behind the content of a last turn."""
+        """(suffix, closing): the template's text behind an assistant's content if these messages follow it, and if
+        none does."""
         alone = self._render([USER, PLAIN], opened=False)
         closing = alone[alone.index(MARK) + len(MARK) :]
         try:
@@ -189,25 +217,11 @@ class Chat:
         tokens, shared = {*self._special, sampled}, suffix[: shared_length(suffix, closing)]
         if ends := [(shared.find(token), len(token)) for token in tokens if token and token in shared]:
             return sum(min(ends))
-        first = self._forged.match(suffix) if self._forged else None
+        first = self.control.at_start(suffix)
         # The model may begin the next message itself (GLM), or a last turn may end by another token (gpt-oss).
-        if self._forged and first and (first[0] == sampled or self._forged.match(closing)):
-            return len(first[0])
+        if first and (first == sampled or self.control.at_start(closing)):
+            return len(first)
         return 0
-
-    def plain(self, text: str) -> str:
-        """A text without control tokens."""
-        return self._forged.sub("", text) if self._forged else text
-
-    def harmless(self, value: Any) -> Any:
-        """Messages, or a schema, with the control tokens in its texts broken up."""
-        if isinstance(value, str) and self._forged:
-            return self._forged.sub(lambda m: f"{m[0][0]} {m[0][1:]}", value)
-        if isinstance(value, Mapping):
-            return {self.harmless(name): self.harmless(one) for name, one in value.items()}
-        if isinstance(value, list | tuple):
-            return [self.harmless(one) for one in value]
-        return value
 
     def _render(
         self, messages: Sequence[Message], *, opened: bool, tools: Sequence[Mapping[str, Any]] = ()

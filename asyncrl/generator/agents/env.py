@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from asyncrl.config.functions.function_spec import load_function
 from asyncrl.config.functions.signatures import check_arguments
-from asyncrl.config.sections.generator import AgentConfig
+from asyncrl.config.sections.agent import AgentConfig
 from asyncrl.errors import ConfigError
 from asyncrl.generator.agents.chat import Message, tool_message
 from asyncrl.generator.agents.tool_formats import AnyCall, BadCall, ToolCall
@@ -44,8 +44,8 @@ class Observation:
     """An environment's answer to a turn.
 
     messages  for the policy, before its next turn
-    prompt    in place of messages: all messages of the next turn's prompt, whatever came before. That turn begins a new
-              segment of the rollout
+    prompt    in place of messages: all messages of the next turn's prompt, without anything that came before. The
+              turn begins a new segment of the rollout
     reward    for the turn just taken
     done      the rollout is over; messages are then of no use
     state     in which the next turn begins, for algorithms that compare turns of one task that begin in equal states
@@ -88,8 +88,8 @@ class Environment(ABC):
         """Answer one turn."""
 
     async def at_limit(self) -> Reward:
-        """A limit of turns or tokens ends the rollout, maybe before its last turn came to `step`: a reward for that
-        turn, added to what `step` gave."""
+        """Called if a limit of turns or tokens ends the rollout, maybe before `step` got its last turn. Returns a
+        reward for that turn, which is added to that of `step`."""
         return 0.0
 
     async def close(self) -> None:  # noqa: B027

@@ -33,7 +33,7 @@ from asyncrl.generator.agents.tool_formats import AnyCall, BadCall, ToolCall
 from asyncrl.system.signals import die_with_parent
 from asyncrl.types import Task
 
-Reply = Callable[[int, str, Any], None]
+SendReply = Callable[[int, str, Any], None]
 
 PIECE = 1 << 16
 """Bytes read at once."""
@@ -92,7 +92,7 @@ class _Child:
 class _Held:
     """One environment in its thread. It is made by its first call."""
 
-    def __init__(self, make: Callable[[], Environment], reply: Reply) -> None:
+    def __init__(self, make: Callable[[], Environment], reply: SendReply) -> None:
         self._make, self._reply = make, reply
         self._environment: Environment | None = None
         self._call: asyncio.Task[None] | None = None
@@ -100,7 +100,7 @@ class _Held:
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def begin(self, call: int, verb: str, argument: Any) -> None:
-        """Answer a call in the environment's thread. One that awaits something is given up for the next."""
+        """Answer a call in the environment's thread. If an earlier call still awaits something, it is cancelled."""
 
         def start() -> None:
             if self._call is not None:
@@ -146,7 +146,7 @@ class _Held:
 
 
 def call_texts(calls: Sequence[AnyCall]) -> str:
-    """Calls as JSON, which has all numbers and characters that a model writes into their arguments."""
+    """Calls as JSON, because msgpack does not hold all numbers and characters that a model may write into arguments."""
     return f"[{','.join(map(_call_text, calls))}]"
 
 
@@ -169,7 +169,7 @@ def packed_frame(frame: Sequence[Any]) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """A value that msgpack knows, for a number of numpy, an Image of Pillow, a mapping or another sequence."""
+    """A value for msgpack in place of a number of numpy, an Image of Pillow, a mapping or another sequence."""
     if hasattr(value, "item"):
         return value.item()
     if hasattr(value, "save"):

@@ -44,7 +44,7 @@ class EnvironmentLostError(Exception):
 
 
 class RaisedError(Exception):
-    """An error in the process of an environment; the text says what happened."""
+    """An error in the process of an environment, with its text."""
 
 
 class EnvironmentPool:
@@ -155,7 +155,8 @@ class PooledEnvironment(Environment):
         return reward
 
     async def close(self) -> None:
-        """If it does not end before its caller gives it up, the environment blocks: its process is killed."""
+        """Close the environment. If the caller cancels this because it takes too long, the environment blocks, and
+        its process is killed."""
         self._slot.environments -= 1
         if self._process.ended:
             return

@@ -15,7 +15,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from asyncrl.config.sections.rules import require
+from asyncrl.config.rules import require
 from asyncrl.errors import ConfigError
 from asyncrl.generator.agents.chat import THOUGHT, Chat, Message, thought_fields
 from asyncrl.generator.agents.env import Observation
@@ -51,8 +51,8 @@ class KeptHistory:
         observed: Observation,
         tools: Sequence[Mapping[str, Any]],
     ) -> ContextEntry:
-        """The tokens that the environment's answer to the last turn adds, with one for each picture. The first `turns`
-        behind a prompt go on with its segment."""
+        """The tokens that the environment's answer to the last turn adds, with one for each picture. Up to `turns`
+        turns behind a prompt continue its segment; each later one begins a segment."""
         if observed.prompt is None:
             earlier = trajectory.turns_since_prompt
             recalled = self._turns if self._turns is not None and earlier > self._turns else None
@@ -74,7 +74,7 @@ class RenderedHistory(KeptHistory):
         self._marks = marks
         # A template without a field for thoughts removes them itself, or takes them for text.
         self._separated = bool(chat.turn_with_thoughts) or chat.rewrites
-        self._opened = "<think>" if chat.opening.rstrip().endswith("<think>") else ""
+        self._opened = opened_thoughts(chat)
 
     def check(self) -> None:
         """Raises ConfigError if the thoughts that the template writes are not read as thoughts."""
@@ -102,8 +102,8 @@ class RenderedHistory(KeptHistory):
         _text_alone([*(observed.prompt or ()), *observed.messages])
         if observed.prompt is not None:
             entry = super().answer(trajectory, turn, observed, tools)
-            return replace(entry, messages=json.dumps([None, self._chat.harmless(observed.prompt)]))
-        answers, read = self._chat.harmless(observed.messages), trajectory.context
+            return replace(entry, messages=json.dumps([None, self._chat.control.broken_up(observed.prompt)]))
+        answers, read = self._chat.control.broken_up(observed.messages), trajectory.context
         message = self._message(turn, answers)
         entry = ContextEntry(read, 0, messages=json.dumps([message, answers]))
         try:
@@ -135,16 +135,24 @@ class RenderedHistory(KeptHistory):
         thoughts, text = thoughts_and_text(self._opened + turn.text, self._marks if readable else None)
         if self._separated:
             own = thoughts.strip().removeprefix("<think>").removesuffix("</think>").strip("\n")
-            text, more = text.lstrip("\n") if thoughts else text, thought_fields(self._chat.plain(own))
+            text, more = (
+                text.lstrip("\n") if thoughts else text,
+                thought_fields(self._chat.control.removed(own)),
+            )
         else:
             text, more = thoughts.removeprefix(self._opened) + text, {}
-        message: dict[str, Any] = {"role": "assistant", "content": self._chat.plain(text), **more}
+        message: dict[str, Any] = {"role": "assistant", "content": self._chat.control.removed(text), **more}
         if readable:
             ids = [answer["tool_call_id"] for answer in answers if "tool_call_id" in answer]
             ids += [f"call{number:05d}" for number in range(len(ids), len(calls))]
             pairs = zip(calls, ids, strict=False)
             message["tool_calls"] = [self._chat.call(call.name, call.arguments, made) for call, made in pairs]
-        return dict(self._chat.harmless(message))
+        return dict(self._chat.control.broken_up(message))
+
+
+def opened_thoughts(chat: Chat) -> str:
+    """The tag that stands before each turn where the chat template opens the thoughts, else nothing."""
+    return "<think>" if chat.opening.rstrip().endswith("<think>") else ""
 
 
 def _text_alone(messages: Sequence[Message]) -> Sequence[Message]:

@@ -2,6 +2,7 @@
 
 a turn ends ─▸ changed ─▸ all trajectories of the task ─▸ queue     one message at a time; changes during a send
                                                                     go into the next message
+the rollouts are cancelled ─▸ what no message has is left in `Keep.unsent`, for a worker that gives the lease back
 leased again ─▸ the trajectories as they were in the last message
 """
 
@@ -10,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
 
 import msgpack
 
@@ -29,34 +32,45 @@ Send = Callable[[Sequence[bytes]], Awaitable[None]]
 """Sends frames to the queue."""
 
 
+@dataclass(slots=True)
+class Keep:
+    """Keeps one leased task. unsent: frames newer than those of the last message, once its rollouts are
+    cancelled."""
+
+    send: Send
+    unsent: Sequence[bytes] = ()
+
+
 class TaskProgress:
     """The `count` trajectories of one task.
 
     kept  frames that came with the lease; unreadable ones, and those with tokens outside of the vocabulary, are
           replaced by new trajectories
-    send  None sends nothing
+    keep  None keeps nothing
     kind  of which they are: `Trajectory`, or what has its `unpack`, `packed`, `ids`, `length` and `interrupted`
     sent  tokens of the trajectories in the last message
+
+    As a context manager it sends nothing any more once the block ends.
     """
 
     def __init__(
         self,
         count: int,
         kept: Sequence[bytes] = (),
-        send: Send | None = None,
+        keep: Keep | None = None,
         vocabulary: int = LARGEST_VOCABULARY,
         kind: Any = Trajectory,
     ) -> None:
         self.trajectories = _unpack(kept, count, vocabulary, kind)
-        self._send, self._newer = send, False
+        self._keep, self._newer = keep, False
         self.sent = self._tokens
         self._sending: asyncio.Task[None] | None = None
 
     def changed(self) -> None:
         """Send the trajectories, now or after the message under way."""
         self._newer = True
-        if self._send is not None and self._sending is None:
-            self._sending = asyncio.create_task(self._send_all(self._send))
+        if self._keep is not None and self._sending is None:
+            self._sending = asyncio.create_task(self._send_all(self._keep.send))
 
     def grown(self, every: int) -> None:
         """As `changed`, once as many tokens are new as all turns under way have in `every` steps of the engine."""
@@ -68,9 +82,17 @@ class TaskProgress:
     def _tokens(self) -> int:
         return sum(trajectory.length for trajectory in self.trajectories)
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Cancel the message under way, and send none after it."""
-        self._send = None
+        newer = self._newer or self._sending is not None or self._tokens > self.sent
+        if self._keep is not None and isinstance(error, asyncio.CancelledError) and newer:
+            self._keep.unsent = self.frames()
+        self._keep = None
         if self._sending is not None:
             self._sending.cancel()
 
@@ -85,7 +107,7 @@ class TaskProgress:
                 self._newer, self.sent = False, self._tokens
                 await send(self.frames())
         except AsyncRLError as error:
-            self._send = None
+            self._keep = None
             log.info("what is finished of a task is not kept any more: %s", error)
         self._sending = None
 

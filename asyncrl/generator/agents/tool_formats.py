@@ -16,7 +16,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal
@@ -91,23 +91,23 @@ class TurnParts:
     malformed: bool = False
 
 
-def parts_of(text: str, tool_format: ToolFormat | None) -> TurnParts:
-    """The parts of a turn. tool_format: None reads no calls.
+def parts_of(text: str, calls: Sequence[AnyCall], marks: Iterable[str]) -> TurnParts:
+    """The parts of a turn. calls: those in it · marks: texts that open a call
 
-    >>> parts_of('so</think>Sure. <tool_call>{"name": "now"}</tool_call>', "hermes")
+    >>> parts_of('so</think>Sure. <tool_call>{"name": "now"}</tool_call>', [ToolCall("now")], ["<tool_call>"])
     TurnParts(thoughts='so', text='Sure.', calls=(ToolCall(name='now', arguments={}),), malformed=False)
     """
-    before, _, after = text.rpartition("</think>")
+    good = tuple(call for call in calls if isinstance(call, ToolCall))
+    malformed = len(good) < len(calls)
+    if "<|channel|>" in text:
+        analysis, visible = _harmony_texts(text)
+        return TurnParts(analysis.strip(), visible, () if malformed else good, malformed)
+    before, closed, after = text.rpartition("</think>")
     visible, _, unfinished = after.partition("<think>")
     thoughts = " ".join(filter(None, (part.replace("<think>", "").strip() for part in (before, unfinished))))
-    calls = calls_in(visible, tool_format) if tool_format else ()
-    good = tuple(call for call in calls if isinstance(call, ToolCall))
-    if len(good) < len(calls) or not good:
-        return TurnParts(
-            thoughts, visible.lstrip() if thoughts else visible, malformed=len(good) < len(calls)
-        )
-    answer, opened, _ = visible.partition(OPENINGS[tool_format or "json"])
-    return TurnParts(thoughts, answer.strip() if opened else "", good)
+    if malformed or not good:
+        return TurnParts(thoughts, visible.lstrip() if closed else visible, malformed=malformed)
+    return TurnParts(thoughts, _before_calls(visible, marks).strip(), good)
 
 
 def thoughts_and_text(text: str, marks: Iterable[str] | None) -> tuple[str, str]:
@@ -124,8 +124,13 @@ def thoughts_and_text(text: str, marks: Iterable[str] | None) -> tuple[str, str]
     if "<think>" in after:
         return text, ""
     if marks is not None:
-        after = after[: min((after.find(mark) for mark in marks if mark in after), default=0)].rstrip()
+        after = _before_calls(after, marks).rstrip()
     return thoughts + closed, after
+
+
+def _before_calls(text: str, marks: Iterable[str]) -> str:
+    """Nothing where no mark is there: the turn is a call alone."""
+    return text[: min((text.find(mark) for mark in marks if mark in text), default=0)]
 
 
 def _harmony_texts(text: str) -> tuple[str, str]:

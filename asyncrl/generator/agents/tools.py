@@ -32,6 +32,7 @@ from asyncrl.config.functions.function_spec import load_function
 from asyncrl.errors import ConfigError
 from asyncrl.generator.agents.tool_formats import ToolCall
 from asyncrl.generator.threads import in_thread
+from asyncrl.telemetry import tracing
 
 Schema = Mapping[str, Any]
 
@@ -118,7 +119,8 @@ class Toolbox:
         if tool is None:
             raise ToolError(f"There is no tool {call.name!r}. There are: {', '.join(self.tools) or 'none'}.")
         async with self._free:
-            return self.cut(await tool.call(call.arguments, self._deadline_s))
+            with tracing.span("tools", call.name, tracing.RESOLUTION_S):
+                return self.cut(await tool.call(call.arguments, self._deadline_s))
 
     def cut(self, text: str) -> str:
         left = len(text) - self._most_chars

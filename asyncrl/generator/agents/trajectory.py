@@ -30,6 +30,7 @@ from asyncrl.generator.agents.trajectory_entries import (
     entry_fields,
     experts_width,
     media_of,
+    recorded_experts,
     segments_of,
 )
 from asyncrl.generator.engines.engine import SampleRequest
@@ -58,7 +59,8 @@ class Trajectory:
 
     @staticmethod
     def unpack(packed: bytes, begun: bool = False) -> Trajectory:
-        """begun: entries that are not in it may stand before it, whose last token's experts it has.
+        """begun: the bytes may continue entries that they do not contain. Their experts then begin with those of the
+        last token of these.
 
         Raises ValueError for bytes that hold no trajectory.
         """
@@ -101,12 +103,6 @@ class Trajectory:
             # The last token of a turn runs, and is routed, in the next one.
             experts = experts[max((end - 1 for end, _ in self.segments()[-1].recorded), default=0) :]
         self.add(PolicyEntry(turn.output_ids, turn.logprobs, turn.versions, turn.finish, experts))
-
-    def experts(self) -> Array | None:
-        """[L, W]: of all tokens; None: no turn has them."""
-        segments = self.segments()
-        width = experts_width(segments)
-        return None if width is None else np.concatenate([each.experts(width) for each in segments])
 
     @property
     def ended(self) -> EndReason | None:
@@ -187,11 +183,11 @@ class Trajectory:
 
     def rollout(self, weights: Mapping[str, float]) -> Rollout:
         """With the environment's rewards, and each turn as a step. weights: of reward parts, 1 where there is none."""
-        token_columns = [*self._token_columns()]
+        token_columns = [*_token_columns(self.segments())]
         columns = {name: np.concatenate([c[name] for c in token_columns]) for name in token_columns[0]}
         if columns["segment"][-1] == 0:
             del columns["segment"]
-        if (experts := self.experts()) is not None:
+        if (experts := recorded_experts(self.segments())) is not None:
             columns["experts"] = experts
         total: Counter[str] = Counter()
         # Every entry behind the prompt that is not the policy's has the reward of the turn before it.
@@ -214,19 +210,20 @@ class Trajectory:
             media=media_of(entries),
         )
 
-    def _token_columns(self) -> Iterator[dict[str, Array]]:
-        """The columns of each entry, segment by segment. The part that a segment repeats is context."""
-        turn, anchor = 0, 0
-        for number, segment in enumerate(self.segments()):
-            for entry in segment.repeated:
-                yield _columns(ContextEntry(entry.ids, 0), number)
-            for entry in segment.own:
-                if isinstance(entry, ContextEntry):
-                    anchor = entry.anchor
-                    yield _columns(entry, number)
-                else:
-                    yield _columns(entry, number, turn, anchor)
-                    turn += entry.finish != "abort"
+
+def _token_columns(segments: Iterable[TrajectorySegment]) -> Iterator[dict[str, Array]]:
+    """The columns of each entry, segment by segment. The part that a segment repeats is context."""
+    turn, anchor = 0, 0
+    for number, segment in enumerate(segments):
+        for entry in segment.repeated:
+            yield _columns(ContextEntry(entry.ids, 0), number)
+        for entry in segment.own:
+            if isinstance(entry, ContextEntry):
+                anchor = entry.anchor
+                yield _columns(entry, number)
+            else:
+                yield _columns(entry, number, turn, anchor)
+                turn += entry.finish != "abort"
 
 
 def _weighed(parts: Mapping[str, float], weights: Mapping[str, float]) -> float:

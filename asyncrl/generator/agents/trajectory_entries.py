@@ -31,7 +31,7 @@ NO_LOGPROB = 0.01
 """Above all log-probs, rounding included."""
 
 WIDEST = 1 << 14
-"""Experts of a token: in all layers together."""
+"""Most experts of a token, those of all layers together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class TrajectorySegment(NamedTuple):
             before = end
 
     def experts(self, width: int) -> Array:
-        """[., W]: of its tokens, UNROUTED where they are not recorded."""
+        """[., W]: the experts of its tokens, UNROUTED where they are not recorded."""
         experts = np.full((len(self.ids), width), UNROUTED, COLUMNS["experts"])
         for end, rows in self.recorded:
             experts[end - len(rows) : end] = rows
@@ -135,6 +135,12 @@ def experts_width(segments: Sequence[TrajectorySegment]) -> int | None:
         for segment in segments:
             segment.check_experts(width)
     return width
+
+
+def recorded_experts(segments: Sequence[TrajectorySegment]) -> Array | None:
+    """[L, W]: the experts of all tokens; None: no turn has them. Raises ValueError as `experts_width`."""
+    width = experts_width(segments)
+    return None if width is None else np.concatenate([each.experts(width) for each in segments])
 
 
 def segments_of(entries: Sequence[TrajectoryEntry]) -> list[TrajectorySegment]:

@@ -3,7 +3,7 @@
 A request is lost if it is old, and the server meanwhile made several times as many tokens of each request, on
 average, as this one may have. So no pause, slow server or long answer makes a request a lost one. While requests wait
 at the server for a slot nothing is counted: the old one may be one of these. A server that makes no token at all is
-noticed by `engines/watch.py`.
+noticed by `generator/watches.py`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from asyncrl.generator.engines.engine import SampleLostError
 
 R = TypeVar("R", bound=Hashable)
 
-PATIENCE = 4.0
+TIMES_ITS_TOKENS = 4.0
 """How many times as many tokens as the request may have."""
 
 
 def lost_error(engine: str, name: str, deadline_s: float) -> SampleLostError:
     """The error of a lost request. engine: that has lost it"""
     return SampleLostError(
-        f"{engine} has not answered {name} after {deadline_s:g} s, though it has made {PATIENCE:g} times as many "
-        f"tokens of each other request as {name} may have"
+        f"{engine} has not answered {name} after {deadline_s:g} s, though it has made {TIMES_ITS_TOKENS:g} times as "
+        f"many tokens of each other request as {name} may have"
     )
 
 
@@ -72,7 +72,7 @@ class LostRequests(Generic[R]):
         lost = [
             request
             for request, (since, pace, most_tokens) in self._owed.items()
-            if now - since >= self._deadline_s and self._pace - pace >= PATIENCE * most_tokens
+            if now - since >= self._deadline_s and self._pace - pace >= TIMES_ITS_TOKENS * most_tokens
         ]
         for request in lost:
             self._lost.add(request)

@@ -87,7 +87,7 @@ class ScriptedEngine:
         self.targets = dict(targets) if targets is not None else {"weight": torch.zeros(4)}
         self._in_flight: dict[str, _InFlight] = {}
         self._wake = asyncio.Event()
-        self._spans = Spans()
+        self._spans = Spans("engine")
         self._tokens = 0
         self._runner: asyncio.Task[None] | None = None
 

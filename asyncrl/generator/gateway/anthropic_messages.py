@@ -10,19 +10,19 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from asyncrl.generator.agents.chat import Message
-from asyncrl.generator.gateway.chat_completions import Function, Text, joined, schema
 from asyncrl.generator.gateway.conversation import (
     ApiReply,
     AtLeastOne,
     Body,
     Conversation,
-    Event,
     RequestRefusedError,
+    StreamEvent,
     assistant_message,
     decoded,
     named_answers,
     refuse,
 )
+from asyncrl.generator.gateway.openai_chat import Function, Text, joined, tool_schema
 
 WITHOUT_EFFECT = re.compile(
     r"cache_control|context_management|inference_geo|metadata|service_tier|speed|thinking"
@@ -95,7 +95,7 @@ class AnthropicMessages:
         return Conversation(
             request.model,
             named_answers([*system, *turns]),
-            [schema(Function(tool.name, tool.description, tool.input_schema)) for tool in request.tools],
+            [tool_schema(Function(tool.name, tool.description, tool.input_schema)) for tool in request.tools],
             request.max_tokens,
             request.tool_choice.type == "auto",
             request.stream,
@@ -115,7 +115,7 @@ class AnthropicMessages:
             "usage": {"input_tokens": reply.prompt_tokens, "output_tokens": reply.output_tokens},
         }
 
-    def events(self, conversation: Conversation, reply: ApiReply, now: int) -> Iterator[Event]:
+    def events(self, conversation: Conversation, reply: ApiReply, now: int) -> Iterator[StreamEvent]:
         for kind, fields in _events(self.body(conversation, reply, now)):
             yield kind, {"type": kind, **fields}
 

@@ -47,8 +47,8 @@ class RecordedTurn:
 
 
 class CallRecord:
-    """The turns of one rollout in the order in which they ended. Those of an earlier program count once they are given
-    again, or once a turn counts that continues them.
+    """The turns of one rollout in the order in which they ended. A turn of an earlier program counts once it is given
+    again, or once a turn that continues it counts.
 
     ended  why the rollout is over
     """
@@ -87,7 +87,7 @@ class CallRecord:
         return record
 
     def begin_again(self) -> None:
-        """A program begins, which was given nothing yet."""
+        """Begin with a new program, which was given no turn yet."""
         self._given.clear()
 
     def add(self, turn: RecordedTurn) -> None:
@@ -121,8 +121,8 @@ class CallRecord:
         return next((index for index in reversed(self._given) if self.turns[index].asked == asked), None)
 
     def continued(self, digests: Sequence[bytes]) -> tuple[int, int]:
-        """The turn whose reply is the last part of this conversation that is recorded, and how many of its messages
-        there are up to this reply; -1, 0 without such a turn. digests: as `Conversation.digests`."""
+        """(turn, count): the last recorded turn whose reply stands in this conversation, and the number of messages
+        up to that reply; (-1, 0) without such a turn. digests: as `Conversation.digests`."""
         for count in range(len(digests) - 1, 0, -1):
             if (index := self._answered.get(digests[count])) is not None:
                 return index, count
@@ -130,7 +130,7 @@ class CallRecord:
 
     def line(self, index: int) -> TrajectorySegment:
         """All that the policy has read and written at the end of a turn; nothing for -1."""
-        entries = (entry for each in self._line(index) for entry in self.turns[each].entries.entries)
+        entries = (entry for each in _line(self.turns, index) for entry in self.turns[each].entries.entries)
         return TrajectorySegment([], [entry for entry in entries if not isinstance(entry, TrajectoryEnd)])
 
     def within(self, tokens: int) -> bool:
@@ -148,7 +148,7 @@ class CallRecord:
     @property
     def left_out(self) -> int:
         """Turns that do not count: the program did not repeat itself."""
-        return len(self.turns) - len(self._counted())
+        return len(self.turns) - len(_counted(self.turns, self._given))
 
     @property
     def length(self) -> int:
@@ -171,7 +171,7 @@ class CallRecord:
     def segments(self) -> list[list[int]]:
         """The turns of each segment; the segment of the last turn is the last one."""
         open_at: dict[int, list[int]] = {}  # by their last turns
-        for index in self._counted():
+        for index in _counted(self.turns, self._given):
             begun = open_at.pop(self.turns[index].parent, [])
             open_at[index] = [*begun, index]
         return list(open_at.values())
@@ -191,7 +191,7 @@ class CallRecord:
         return Rollout.from_segments(rollouts)
 
     def _segment(self, turns: Sequence[int]) -> Trajectory:
-        """The turns behind all that the first of them continues, which is context here; without experts."""
+        """These turns as one segment, without experts. The tokens that the first of them continues are context here."""
         repeated = self.line(self.turns[turns[0]].parent)
         context, *others = self.line(turns[-1]).own[len(repeated.own) :]
         assert isinstance(context, ContextEntry)
@@ -200,17 +200,19 @@ class CallRecord:
             whole.add(replace(entry, experts=None) if isinstance(entry, PolicyEntry) else entry)
         return whole
 
-    def _line(self, index: int) -> list[int]:
-        """A turn and those that it continues, the oldest first."""
-        line: list[int] = []
-        while index >= 0:
-            line.append(index)
-            index = self.turns[index].parent
-        return line[::-1]
 
-    def _counted(self) -> list[int]:
-        """The turns that the program was given, each behind those that it continues."""
-        return list(dict.fromkeys(each for index in self._given for each in self._line(index)))
+def _line(turns: Sequence[RecordedTurn], index: int) -> list[int]:
+    """A turn and those that it continues, the oldest first."""
+    line: list[int] = []
+    while index >= 0:
+        line.append(index)
+        index = turns[index].parent
+    return line[::-1]
+
+
+def _counted(turns: Sequence[RecordedTurn], given: Sequence[int]) -> list[int]:
+    """The turns that the program was given, each behind those that it continues."""
+    return list(dict.fromkeys(each for index in given for each in _line(turns, index)))
 
 
 def _whole(turn: RecordedTurn) -> bool:

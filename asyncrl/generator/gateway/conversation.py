@@ -3,7 +3,7 @@
     body of a request ─▸ an API's `parse` ─▸ Conversation ─▸ the policy
     body of a response ◂─ `body`, `events` ◂─ ApiReply ◂────────────┘
 
-Each API is a translation to and from these records: chat_completions.py, responses.py, anthropic_messages.py.
+Each API is a translation to and from these records: openai_chat.py, openai_responses.py, anthropic_messages.py.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from asyncrl.generator.agents.chat import Message
 from asyncrl.generator.agents.tools import Schema
 
 Body = Mapping[str, Any]
-Event = tuple[str | None, Body | str]
+StreamEvent = tuple[str | None, Body | str]
 """An event of a stream: its name, if the API names events, and its data."""
 Arguments = Mapping[str, Any]
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 T = TypeVar("T")
 
 SAMPLING = re.compile(r"temperature|top_[pk]|min_p|seed|(presence|frequency|repetition)_penalty|logit_bias")
-"""Fields about which tokens are drawn, which the run's configuration alone decides."""
+"""Fields of a request that would change which tokens are drawn. The run's configuration alone decides that."""
 UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`")
 PLACE = re.compile(r" - at `\$\.?(.*)`$")
 
@@ -117,7 +117,7 @@ class Api(Protocol):
 
     def body(self, conversation: Conversation, reply: ApiReply, now: int) -> Body: ...
 
-    def events(self, conversation: Conversation, reply: ApiReply, now: int) -> Iterator[Event]:
+    def events(self, conversation: Conversation, reply: ApiReply, now: int) -> Iterator[StreamEvent]:
         """The response as a stream. Each text is one piece: calls are known once the turn is over."""
         ...
 
@@ -184,7 +184,7 @@ def refuse(holds: object, param: str, why: str) -> None:
         raise RequestRefusedError(f"Unsupported value: '{param}' {why}", param, code="unsupported_value")
 
 
-def server_sent(events: Iterable[Event]) -> bytes:
+def server_sent(events: Iterable[StreamEvent]) -> bytes:
     """
     >>> server_sent([("ping", {"a": 1}), (None, "[DONE]")])
     b'event: ping\\ndata: {"a":1}\\n\\ndata: [DONE]\\n\\n'

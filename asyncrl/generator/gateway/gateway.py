@@ -18,22 +18,23 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import numpy as np
 
-from asyncrl.config.sections.generator import AgentConfig, GatewayConfig
+from asyncrl.config.sections.agent import AgentConfig, GatewayConfig
 from asyncrl.counter_rng import stream_key
 from asyncrl.errors import ConfigError
+from asyncrl.generator.agents.call_parsers import CallParser
 from asyncrl.generator.agents.chat import Chat
-from asyncrl.generator.agents.tool_formats import ToolFormat, parts_of
+from asyncrl.generator.agents.history import opened_thoughts
+from asyncrl.generator.agents.tool_formats import parts_of
 from asyncrl.generator.agents.trajectory import SEEDS, Trajectory, TurnRequests
 from asyncrl.generator.agents.trajectory_entries import NO_ROOM, ContextEntry, EndReason
 from asyncrl.generator.engines.engine import PromptTooLongError, Sampler
 from asyncrl.generator.gateway.anthropic_messages import AnthropicMessages
 from asyncrl.generator.gateway.call_record import CallRecord, RecordedTurn
-from asyncrl.generator.gateway.chat_completions import ChatCompletions, openai_error
 from asyncrl.generator.gateway.conversation import (
     Api,
     ApiReply,
@@ -43,10 +44,12 @@ from asyncrl.generator.gateway.conversation import (
     digest_after,
     server_sent,
 )
-from asyncrl.generator.gateway.responses import Responses
+from asyncrl.generator.gateway.openai_chat import ChatCompletions, openai_error
+from asyncrl.generator.gateway.openai_responses import Responses
 from asyncrl.generator.scoring.steps import state_hash
 from asyncrl.generator.threads import in_thread
 from asyncrl.rpc.sockets import allow_open_files
+from asyncrl.telemetry import tracing
 from asyncrl.types import Array
 
 if TYPE_CHECKING:
@@ -71,21 +74,29 @@ UNTEMPLATED = (jinja2.TemplateError, KeyError, RecursionError, TypeError, ValueE
 
 @dataclass(frozen=True, slots=True)
 class ProgramPolicy:
-    """Makes the turns of all rollouts. max_length: most tokens of a segment · counts: for the metrics agent/<name>"""
+    """Makes the turns of all rollouts.
+
+    max_length  most tokens of a segment
+    counts      for the metrics agent/<name>
+    calls       finds the calls in a turn
+    marks       texts that open a call
+    """
 
     engine: Sampler
     chat: Chat
     config: AgentConfig
     max_length: int
     counts: Counter[str]
+    calls: CallParser
+    marks: Sequence[str]
 
 
 class ProgramSession:
-    """The requests of one rollout, as far as one program plays it.
+    """The requests of one program that plays a rollout, or the rest of one.
 
     changed  called after each turn
     failed   set to the engine's error, which ends the rollout
-    limit    the limit that the program has met, and has not gone around by a shorter conversation
+    limit    the limit that the last request went beyond; None again after a new turn
     handlers tasks of the server that answer it
     """
 
@@ -103,7 +114,7 @@ class ProgramSession:
 
     @property
     def quiet_s(self) -> float:
-        """Seconds since the last turn was given, those of the engine left out; 0 while one is made."""
+        """Seconds since the last turn was given, without the engine's time; 0 while a turn is made."""
         return 0.0 if self._under_way else self._loop.time() - self._quiet_since
 
     async def reply(self, conversation: Conversation, repeated: bool) -> ApiReply:
@@ -119,10 +130,11 @@ class ProgramSession:
             index = record.last_given(digests[-1])
         if index is not None:
             self._policy.counts["agent/given_again"] += 1
-            return self._reply(index, record.turns[index], conversation.reads_calls)
-        with self._making():
+            return self._reply(index, record.turns[index], conversation)
+        about = {"task": self._requests.ordinal, "sample": self._requests.sample}
+        with self._making(), tracing.span("gateway", "turn", tracing.RESOLUTION_S, **about):
             turn = await self._new_turn(conversation, digests)
-        reply = self._reply(len(record.turns), turn, conversation.reads_calls)
+        reply = self._reply(len(record.turns), turn, conversation)
         record.add(replace(turn, answered=digest_after(digests[-1], reply.message)))
         self._quiet_since = self._loop.time()
         self._changed()
@@ -136,7 +148,7 @@ class ProgramSession:
             raise RequestRefusedError(f"{MOST_AT_ONCE} requests of this rollout are under way", status=429)
 
     async def _new_turn(self, conversation: Conversation, digests: Sequence[bytes]) -> RecordedTurn:
-        """A turn that is not in the record yet, nor its reply in it."""
+        """A turn for the record, still without the hash of its reply."""
         most = self._policy.config.max_turns
         if self._record.given + self._given_up + self._under_way > most:
             raise self._over("max_turns", f"the rollout has had agent.max_turns={most} turns", "max_turns")
@@ -163,7 +175,7 @@ class ProgramSession:
             ) from error
 
     def _said(self, turn: Trajectory) -> tuple[Array, int | None]:
-        """The tokens of a turn without the token that ended it, and that. None: none did."""
+        """(tokens, end): as `Chat.split_end`; all tokens and None for a turn that a limit cut."""
         words = turn.last_words
         return (words, None) if turn.cut else self._policy.chat.split_end(words, self._requests.sampling.stop)
 
@@ -189,7 +201,8 @@ class ProgramSession:
         read.add(NO_ROOM)
 
     def _requests_of(self, asked: bytes) -> TurnRequests:
-        """For one turn: with a name and draws of its own, also where a program makes a request several times."""
+        """The requests for one turn. Their name and their draws are its own, also where a program makes equal
+        requests."""
         self._begun[asked] += 1
         number, requests = self._begun[asked], self._requests
         seed = int(stream_key(requests.sampling.seed, int.from_bytes(asked[:7], "big"), number)) & SEEDS
@@ -200,18 +213,20 @@ class ProgramSession:
         self.limit = limit
         return RequestRefusedError(why, "messages", code=code)
 
-    def _reply(self, index: int, turn: RecordedTurn, reads_calls: bool) -> ApiReply:
+    def _reply(self, index: int, turn: RecordedTurn, conversation: Conversation) -> ApiReply:
         """index: of the turn in the record"""
+        tools = conversation.tools if conversation.reads_calls else ()
         entries = turn.entries
         policy, size = self._policy, len(entries.last_words)
-        text = policy.chat.text_of(self._said(entries)[0])
-        tool_format = cast(ToolFormat, policy.config.tool_format)  # AgentConfig refuses auto here
-        parts = parts_of(text, tool_format if reads_calls else None)
+        words, _ = self._said(entries)
+        text, end = policy.chat.text_of(words), policy.chat.text_of(entries.last_words[len(words) :])
+        calls = policy.calls(text, end, tools) if tools else ()
+        parts = parts_of(opened_thoughts(policy.chat) + text, calls, policy.marks)
         policy.counts["agent/malformed"] += parts.malformed
         return ApiReply(
             f"{self._requests.ordinal}-{self._requests.sample}-{index}",
             parts.thoughts,
-            policy.chat.plain(parts.text),
+            policy.chat.control.removed(parts.text),
             tuple(
                 ReplyCall(f"call{index << 8 | number:05x}", call.name, call.arguments)
                 for number, call in enumerate(parts.calls)
@@ -223,7 +238,8 @@ class ProgramSession:
 
     @contextmanager
     def _making(self) -> Iterator[None]:
-        """The time in here is not the program's. A turn that the program gives up is one of `agent.max_turns`."""
+        """Entered while the engine makes a turn: this time does not count for the program's deadline. A turn that the
+        program gives up counts for `agent.max_turns`."""
         self._under_way, began = self._under_way + 1, self._loop.time()
         try:
             yield

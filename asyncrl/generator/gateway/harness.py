@@ -40,6 +40,7 @@ from asyncrl.generator.agents.agent import (
     check_agent,
     reward_parts,
 )
+from asyncrl.generator.agents.call_parsers import call_marks, call_parser, check_format
 from asyncrl.generator.agents.chat import Chat
 from asyncrl.generator.agents.trajectory import TurnRequests
 from asyncrl.generator.agents.trajectory_entries import EndReason
@@ -59,7 +60,7 @@ TAIL = 1 << 16
 SHOWN = 500
 """Characters of its errors in the reason of a drop."""
 MARK = "ASYNCRL_PROGRAM"
-"""The variable by which what a program has left in other sessions is found."""
+"""The environment variable that marks the processes of a program, so that those in other sessions are found."""
 LONGEST_VARIABLE = 100_000
 """Bytes of a task in the environment; Linux has a limit of 131,072."""
 
@@ -85,6 +86,7 @@ def check_player(tokenizer: PreTrainedTokenizerBase, config: Config) -> None:
         check_agent(chat, agent)
         return
     check_aiohttp("agent", agent.harness)
+    check_format(chat, agent.tool_format)
     if agent.function is not None:
         run = load_function(agent.function, "agent.function")
         check_arguments(run, agent.function, "agent.function", "base_url", "api_key", "task")
@@ -106,11 +108,13 @@ class HarnessAgent:
         self._config, self._counts = config.agent, Counter[str]()
         most = config.generator.max_length
         most = min(config.agent.max_tokens or most, most)
-        self._policy = ProgramPolicy(engine, _chat(tokenizer, config), config.agent, most, self._counts)
+        chat, tool_format = _chat(tokenizer, config), config.agent.tool_format
+        calls, marks = call_parser(chat, tool_format), call_marks(chat, tool_format)
+        self._policy = ProgramPolicy(engine, chat, config.agent, most, self._counts, calls, marks)
         self._gateway = Gateway(config.agent.gateway, self._counts)
         spec = config.agent.function
         self._function = None if spec is None else load_function(spec, "agent.function")
-        self._own_loop = OwnLoop()
+        self._own_loop, self._leftovers = OwnLoop(), Leftovers()
         self._secret = config.generator.server.key_variable
 
     async def play(
@@ -211,7 +215,7 @@ class HarnessAgent:
             return await call(self._function, f"{self._gateway.url}/v1", key, task)
         given = msgspec.json.encode({"ordinal": task.ordinal, "prompt": task.prompt, "data": task.data})
         words = shlex.split(self._config.program or "")
-        code, out, err = await executed(words, self._environment(given, key), given)
+        code, out, err = await executed(words, self._environment(given, key), given, self._leftovers)
         if code != 0:
             raise ProgramFailedError(f"exit code {code}: {err.strip()[-SHOWN:]}")
         lines = out.strip().splitlines()
@@ -221,7 +225,7 @@ class HarnessAgent:
         return None
 
     def _environment(self, given: bytes, key: str) -> dict[str, str]:
-        """Without the secrets of this process: programs may do what the policy wants."""
+        """Without the secrets of this process: the policy decides what a program does."""
         url, host = self._gateway.url, self._config.gateway.host
         kept = {k: v for k, v in os.environ.items() if not k.startswith("ASYNCRL_") and k != self._secret}
         no_proxy = ",".join(filter(None, [kept.get("no_proxy") or kept.get("NO_PROXY"), host]))
@@ -261,9 +265,11 @@ class _Output(asyncio.SubprocessProtocol):
         self.closed.set_result(None)
 
 
-async def executed(words: Sequence[str], env: Mapping[str, str], given: bytes) -> tuple[int, str, str]:
-    """Run a program with `given` as its input: its exit code, and the ends of its output and of its errors. What it has
-    started ends with it, and all of it when this call is cancelled."""
+async def executed(
+    words: Sequence[str], env: Mapping[str, str], given: bytes, leftovers: Leftovers
+) -> tuple[int, str, str]:
+    """Run a program with `given` as its input. Returns its exit code, and the last bytes of its output and of its
+    errors. Processes that it has started end with it, and it ends with them when this call is cancelled."""
     loop = asyncio.get_running_loop()
     with ExitStack() as pipe, tempfile.TemporaryFile() as file:
         watched, held = os.pipe()
@@ -280,7 +286,7 @@ async def executed(words: Sequence[str], env: Mapping[str, str], given: bytes) -
             await output.ended
         finally:
             running = transport.get_returncode() is None
-            await in_thread(_kill_started, transport.get_pid() if running else None, mark)
+            await leftovers.kill(transport.get_pid() if running else None, mark)
             pipe.close()
             await asyncio.wait({output.closed}, timeout=CLOSE_S)
             transport.close()
@@ -288,16 +294,35 @@ async def executed(words: Sequence[str], env: Mapping[str, str], given: bytes) -
     return transport.get_returncode() or 0, out, err
 
 
-def _kill_started(program: int | None, mark: str) -> None:
-    """Kill a program that runs, its descendants, and all processes with its mark. Its group ends with its pipe."""
-    started: list[psutil.Process] = []
-    if program is not None:
-        with suppress(psutil.NoSuchProcess):
-            one = psutil.Process(program)
-            started = [one, *one.children(recursive=True)]
+class Leftovers:
+    """Kills the processes that programs have left. Hundreds of programs may end at once: one search of this machine's
+    processes serves all that ended before it began."""
+
+    def __init__(self) -> None:
+        self._ended: dict[str, int | None] = {}
+        self._searching = asyncio.Lock()
+
+    async def kill(self, program: int | None, mark: str) -> None:
+        """program: its process, if it still runs · mark: in the environment of it, and of all that it has started"""
+        self._ended[mark] = program
+        async with self._searching:
+            if mark in self._ended:
+                ended, self._ended = self._ended, {}
+                await in_thread(_kill_started, ended)
+
+
+def _kill_started(ended: Mapping[str, int | None]) -> None:
+    """Kill programs that run, their descendants, and all processes with their marks. Their groups end with their
+    pipes."""
+    started: set[psutil.Process] = set()
+    for program in ended.values():
+        if program is not None:
+            with suppress(psutil.NoSuchProcess):
+                one = psutil.Process(program)
+                started |= {one, *one.children(recursive=True)}
     for each in (*started, *psutil.process_iter()):
         with suppress(psutil.Error):
-            if each in started or each.environ().get(MARK) == mark:
+            if each in started or each.environ().get(MARK) in ended:
                 each.kill()
 
 

@@ -3,7 +3,7 @@
     texts of a task ─┬▸ function "right" ── of each text, or of all at once ──▸ parts ─┐ joined ──▸ a Score each
                      └▸ function "style" ─────────────────────────────────────▸ parts ─┘
 
-Each function has a deadline, retries and threads of its own (`calls.py`); none waits for another.
+Each function has a deadline, retries and threads of its own (`reward_calls.py`); none waits for another.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from asyncrl.config.schema import RewardConfig
-from asyncrl.generator.scoring.calls import Reward, RewardCall, RewardError, all_of, load_reward
+from asyncrl.generator.scoring.reward_calls import Reward, RewardCall, RewardError, all_of, load_reward
 from asyncrl.generator.scoring.scores import NOTHING, Score, combined, score_of
 from asyncrl.telemetry.status import LATE, UNDER_WAY, ProcessStatus
 from asyncrl.types import Rollout, Task

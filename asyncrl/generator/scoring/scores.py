@@ -73,7 +73,7 @@ def combined(scores: Sequence[Score]) -> Score:
         return scores[0]
     stepwise = [score.steps for score in scores if score.steps is not None]
     if len(stepwise) > 1:
-        raise ValueError("two functions speak of steps, and an answer has only one division into steps")
+        raise ValueError("two functions return steps, and an answer has only one division into steps")
     reward = sum(score.reward for score in scores)
     _check_finite({"the sum of all functions": reward})
     parts = {name: part for score in scores for name, part in score.parts.items()}

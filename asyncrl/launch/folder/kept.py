@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config.commented_yaml import VERSION_LINE
 from asyncrl.config.config_consistency import as_texts, differences, is_agreed
-from asyncrl.config.docs import VERSION_LINE
 from asyncrl.config.load import load_config, save_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError

@@ -1,7 +1,7 @@
 """The folder of one run: its lock, and the places of its files.
 
 <run.dir>/<run.name>/  config.yaml  config.<version>.yaml (before a resume that changed it)  lock  address
-                       metrics.jsonl  rollouts.jsonl  summary.json  logs/  checkpoints/  final/
+                       metrics.jsonl  rollouts.jsonl  summary.json  logs/  trace/  checkpoints/  final/
                        inputs/ (rows and functions that a Python caller gave)
 """
 
@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TextIO
 
-from asyncrl.config.docs import WRITTEN_BY
+from asyncrl.config.commented_yaml import WRITTEN_BY
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
@@ -25,12 +25,26 @@ from asyncrl.launch.folder.inputs import FOLDER as INPUTS
 from asyncrl.launch.folder.kept import FILE, keep_code, keep_config, queue_begins_anew
 from asyncrl.system.disk import remove_partials, replace_text
 from asyncrl.telemetry.sinks import read_rows
+from asyncrl.telemetry.trace_file import FOLDER as TRACES
 
 RUNS = Path("runs")
 OF_VERSION_0 = "v000000"
 """The checkpoint of a run that was stopped before its first step."""
-OF_A_LEARNER = (FILE, "metrics.jsonl", "rollouts.jsonl", "summary.json", "checkpoints", "final")
-OF_A_RUN = (*OF_A_LEARNER, "code.json", "address", "logs")
+OF_A_LEARNER = (
+    FILE,
+    "metrics.jsonl",
+    "rollouts.jsonl",
+    "summary.json",
+    "checkpoints",
+    "final",
+    "groups",
+    "images",
+    "reference_margins.msgpack",
+)
+REMOVED = ("logs", TRACES, "prometheus", "profile")
+"""Folders that a new run removes."""
+
+OF_A_RUN = (*OF_A_LEARNER, "code.json", "address", *REMOVED)
 """Names that a new run replaces."""
 
 MOST_TRIES = 20
@@ -54,7 +68,8 @@ def claimed_run_folder(config: Config) -> Iterator[tuple[Path, bool]]:
     with locked_run_folder(config) as folder, _sharing():
         if not config.run.resume:
             refuse_a_past_run(folder, config)
-            shutil.rmtree(folder / "logs", ignore_errors=True)
+            for old in REMOVED:
+                shutil.rmtree(folder / old, ignore_errors=True)
         for written in (folder, folder / "logs", folder / INPUTS):
             remove_partials(written)
         changed = keep_config(config, folder)

@@ -6,7 +6,6 @@ process_reports.py). A process that was started by hand shows itself in the same
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +22,8 @@ from rich.text import Text
 from asyncrl.config.schema import Config
 from asyncrl.launch.views.output import without_control
 from asyncrl.launch.views.process_reports import ProcessReports
+from asyncrl.observability.rows import METRICS, RowTail, number
+from asyncrl.observability.times import duration
 
 LINE_EVERY_S = 10.0
 
@@ -35,29 +36,30 @@ MOST_NAMED = 3
 LINE_LENGTH = 120
 """Most characters of a line with values. What a line must have, such as a wait, may be longer."""
 
-LOSSES = ("heldout/unscored", "queue/dropped/reward")
+LOSSES = ("eval/unscored", "queue/dropped/reward")
 """Not shown while they are 0."""
 
 COLUMNS: tuple[tuple[str, str, str, str], ...] = (
     # label in the table · in a line, empty: not there · key of the metrics row · format
-    ("reward", "reward", "reward/mean", "{:.3f}"),
-    ("held-out accuracy", "held-out", "heldout/accuracy", "{:.1%}"),
-    ("held-out answers without a score", "unscored", "heldout/unscored", "{:.0f}"),
+    ("reward", "reward", "rollout/reward/mean", "{:.3f}"),
+    ("held-out accuracy", "held-out", "eval/accuracy", "{:.1%}"),
+    ("held-out loss", "held-out loss", "eval/loss", "{:.3f}"),
+    ("held-out answers without a score", "unscored", "eval/unscored", "{:.0f}"),
     ("tasks dropped, their reward failed", "reward failed", "queue/dropped/reward", "{:.0f}"),
-    ("staleness, mean", "staleness", "staleness/mean", "{:.2f}"),
-    ("staleness, max", "", "staleness/max", "{:.0f}"),
+    ("staleness, mean", "staleness", "train/staleness/mean", "{:.2f}"),
+    ("staleness, max", "", "train/staleness/max", "{:.0f}"),
     ("groups ready", "ready", "queue/ready", "{:.0f}"),
     ("groups leased", "", "queue/leased", "{:.0f}"),
-    ("generators busy", "generators", "busy/generator", "{:.0%}"),
-    ("learner busy", "learner", "busy/learner", "{:.0%}"),
-    ("learner waits for groups", "", "share/wait/groups", "{:.0%}"),
-    ("learner tokens/s", "", "learner/tokens_per_s", "{:,.0f}"),
-    ("learner FLOPs used", "", "learner/mfu", "{:.1%}"),
-    ("learner memory, GiB", "", "learner/memory_gib", "{:.1f}"),
-    ("generator tokens/s", "tokens/s", "tokens_per_s", "{:,.0f}"),
-    ("rollout length", "length", "length/mean", "{:.1f}"),
-    ("entropy", "", "entropy", "{:.3f}"),
-    ("gradient norm", "", "grad_norm", "{:.3f}"),
+    ("generators busy", "generators", "perf/busy/generator", "{:.0%}"),
+    ("learner busy", "learner", "perf/busy/learner", "{:.0%}"),
+    ("learner waits for groups", "", "perf/wait_fraction/groups", "{:.0%}"),
+    ("learner tokens/s", "", "perf/learner/tokens_per_s", "{:,.0f}"),
+    ("learner FLOPs used", "", "perf/learner/mfu", "{:.1%}"),
+    ("learner memory, GiB", "", "perf/learner/memory_gib", "{:.1f}"),
+    ("generator tokens/s", "tokens/s", "perf/generator/tokens_per_s", "{:,.0f}"),
+    ("rollout length", "length", "rollout/length/mean", "{:.1f}"),
+    ("entropy", "", "train/entropy", "{:.3f}"),
+    ("gradient norm", "", "train/grad_norm", "{:.3f}"),
 )
 
 
@@ -96,35 +98,6 @@ class Dashboard(Protocol):
         """One line that stays."""
 
 
-class RowTail:
-    """Rows of a JSONL file as they are appended. A file that was replaced is read from its start."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._offset, self._inode = path, 0, 0
-
-    def new_rows(self) -> list[dict[str, Any]]:
-        try:
-            with self._path.open("rb") as file:
-                stat = self._path.stat()
-                if stat.st_ino != self._inode or stat.st_size < self._offset:
-                    self._inode, self._offset = stat.st_ino, 0
-                file.seek(self._offset)
-                whole, newline, _ = file.read().rpartition(b"\n")
-        except FileNotFoundError:
-            return []
-        self._offset += len(whole) + len(newline)
-        return [row for row in map(_row, whole.splitlines()) if row]
-
-
-def _row(line: bytes) -> dict[str, Any]:
-    """The row of a line; empty for a damaged line, which must not end the run that is shown."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return {}
-    return row if isinstance(row, dict) else {}
-
-
 class RunView:
     """The latest value of every metric, how far the run is, and what its processes report."""
 
@@ -138,7 +111,7 @@ class RunView:
         self.name = config.run.name
         self._clock, self._moved = clock, clock()
         self._reports = reports or ProcessReports(folder / "logs")
-        self._tail = RowTail(folder / "metrics.jsonl")
+        self._tail = RowTail(folder / METRICS)
         self.versions = config.run.versions
         self.version = 0
         self.latest: dict[str, Any] = {}
@@ -151,11 +124,11 @@ class RunView:
             self._moved = self._clock()
             self._reports.begin_anew()
         for row in rows:
-            evaluation = any(key.startswith("heldout/") for key in row)
+            evaluation = any(key.startswith("eval/") for key in row)
             self.latest.update(row)
             # An evaluation arrives later than the version that it is of.
             if not evaluation:
-                self.version = int(row.get("version", self.version))
+                self.version = int(number(row, "version") or self.version)
             # Counted from version 1 on: what comes before it is loading.
             if self._first is None and self.version >= 1:
                 self._first = (self.version, self.latest["time"])
@@ -180,7 +153,7 @@ class RunView:
         first = self.version < 1 and self._wait()
         waited = int((self._clock() - self._moved) // STILL_S) if first else None
         silent = tuple(self._reports.silent())
-        return self.latest.get("heldout/accuracy"), bool(self._dropped()), silent, waited
+        return self.latest.get("eval/accuracy"), bool(self._dropped()), silent, waited
 
     def notes(self) -> list[str]:
         """Tasks dropped while no version comes, else the wait for one; and silent processes."""
@@ -205,10 +178,15 @@ class RunView:
 
     def values(self) -> Iterator[Value]:
         """The figures that are known."""
-        for label, short, key, shape in COLUMNS:
-            value = self.latest.get(key)
-            if isinstance(value, (int, float)) and (value or key not in LOSSES):
-                yield Value(label, short, shape.format(value))
+        return known_values(self.latest)
+
+
+def known_values(latest: Mapping[str, Any]) -> Iterator[Value]:
+    """COLUMNS of the latest value of each metric."""
+    for label, short, key, shape in COLUMNS:
+        value = number(latest, key)
+        if value is not None and (value or key not in LOSSES):
+            yield Value(label, short, shape.format(value))
 
 
 class LiveDashboard:
@@ -305,6 +283,14 @@ def print_summary(summary: Mapping[str, Any], folder: Path) -> None:
     Console().print(table)
 
 
+def print_comparison(title: str, before: Mapping[str, Any], now: Mapping[str, float]) -> None:
+    """Values of a run and of now, by name."""
+    table = Table("", "run", "now", title=cell(title), title_justify="left")
+    for key, value in sorted(now.items()):
+        table.add_row(cell(key), cell(f"{before[key]:,.6g}" if key in before else ""), cell(f"{value:,.6g}"))
+    Console().print(table)
+
+
 def dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """
     >>> list(dotted({"versions": 3, "staleness": {"max": 2}}))
@@ -330,14 +316,3 @@ def _with_durations(seconds_by_name: Mapping[str, float]) -> str:
     named = [f"{name} {duration(seconds)}" for name, seconds in seconds_by_name.items()]
     more = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
     return ", ".join(named[:MOST_NAMED]) + more
-
-
-def duration(seconds: float) -> str:
-    """
-    >>> duration(75), duration(3700)
-    ('1 min 15 s', '1 h 1 min')
-    """
-    whole = max(0, round(seconds))
-    if whole >= 3600:
-        return f"{whole // 3600} h {whole % 3600 // 60} min"
-    return f"{whole // 60} min {whole % 60} s" if whole >= 60 else f"{whole} s"

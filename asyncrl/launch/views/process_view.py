@@ -33,11 +33,13 @@ from asyncrl.launch.views.dashboard import (
     LiveDashboard,
     RunView,
     Value,
-    duration,
 )
 from asyncrl.launch.views.process_reports import SILENT_S, SUFFIX, beside, reported
+from asyncrl.launch.views.prometheus import endpoint
+from asyncrl.observability.times import duration
 from asyncrl.system.rank_process import LAUNCHED
 from asyncrl.telemetry.status import LATE, UNDER_WAY, ProcessStatus, without_timely_calls
+from asyncrl.telemetry.tracing import recording
 from asyncrl.types import TRAIN
 
 REFRESH_S = 1.0
@@ -233,13 +235,26 @@ class LearnerView(RunView):
         return [*super().notes(), *self._waits.notes()]
 
 
+@contextmanager
 def shown(
-    name: str, source: DashboardSource, status: ProcessStatus, config: Config
+    name: str, source: DashboardSource, status: ProcessStatus, config: Config, role: str = ""
+) -> Iterator[None]:
+    """Inside, the process writes its trace and shows itself on stdout, unless `launch.quiet` is set. One that
+    `asyncrl train` has started reports to it instead (process_reports.py). role: in the trace; none: its name
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    process = f"{name}-rank-{rank}" if rank else name
+    trace = recording(run_folder(config), process, role or name, config.telemetry.trace_mb)
+    figures = endpoint(config.telemetry, run_folder(config), process, role or name, status)
+    with trace, figures, _view(name, source, status, config, rank):
+        yield
+
+
+def _view(
+    name: str, source: DashboardSource, status: ProcessStatus, config: Config, rank: int
 ) -> AbstractContextManager[None]:
-    """Inside, the process shows itself on stdout, unless `launch.quiet` is set. One that `asyncrl train` has started
-    reports to it instead (process_reports.py)."""
     launched = LAUNCHED in os.environ
-    if os.environ.get("RANK", "0") != "0" or (config.launch.quiet and not launched):
+    if rank or (config.launch.quiet and not launched):
         return nullcontext()
     if launched:
         return reported(run_folder(config) / "logs" / f"{name}{SUFFIX}", status)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
-from asyncrl.config.docs import key_comments
+from asyncrl.config.commented_yaml import key_comments
 from asyncrl.config.schema import Config
 from asyncrl.learner.algorithms import registry
 from asyncrl.learner.algorithms.registry import Algorithm
@@ -31,7 +31,7 @@ KINDS: Final[dict[str, Mapping[str, Algorithm[Any]]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CatalogueEntry:
     """One algorithm. definition: the first line of the docstring · details: the rest · keys: dotted, all it reads."""
 
     name: str
@@ -42,7 +42,7 @@ class Row:
     keys: tuple[str, ...]
 
 
-def algorithm_rows(kind: str) -> list[Row]:
+def algorithm_rows(kind: str) -> list[CatalogueEntry]:
     """All literals of `algorithm.<kind>`, in the order of the files that define them."""
     return [_row(kind, name, entry) for name, entry in KINDS[kind].items()]
 
@@ -102,11 +102,13 @@ def _literals(key: str) -> str:
     return f" (one of {', '.join(get_args(hint))})" if get_origin(hint) is Literal else ""
 
 
-def _row(kind: str, name: str, entry: Algorithm[Any]) -> Row:
+def _row(kind: str, name: str, entry: Algorithm[Any]) -> CatalogueEntry:
     definition, _, details = inspect.cleandoc(entry.function.__doc__ or "").partition("\n\n")
     section = "algorithm.correction." if kind.startswith("correction.") else "algorithm."
     keys = tuple(section + key for key in _keys_read(entry.function) if section + key in key_comments())
-    return Row(name, " ".join(definition.split()), details, entry.source, tuple(sorted(entry.needs)), keys)
+    return CatalogueEntry(
+        name, " ".join(definition.split()), details, entry.source, tuple(sorted(entry.needs)), keys
+    )
 
 
 @functools.cache

@@ -130,13 +130,15 @@ def _kl_to_reference(batch: MicroBatch, shaping: ShapingConfig) -> Tensor:
 
 
 def _measured(batch: MicroBatch, kl_N: Tensor, penalty_R: Tensor, shaping: ShapingConfig) -> Metrics:
-    """`kl/reward`: what `next_kl_coef` takes for the mean KL."""
+    """`train/kl/reward`: what `next_kl_coef` takes for the mean KL."""
     metrics, counted_R = Metrics(), policy_tokens(batch) > 0
     rollouts = int(counted_R.sum())
     if shaping.kl_coef > 0:
-        metrics.add("kl/reward", Mean(float(rollout_means(kl_N.double(), batch).sum()), rollouts))
+        metrics.add("train/kl/reward", Mean(float(rollout_means(kl_N.double(), batch).sum()), rollouts))
     if shaping.overlong_buffer > 0:
-        metrics.add("reward/overlong_penalty", Mean(float(penalty_R[counted_R].sum()), rollouts))
+        metrics.add("rollout/reward/overlong_penalty", Mean(float(penalty_R[counted_R].sum()), rollouts))
     if shaping.resample != "none":
-        metrics.add("share/resampled", Mean(float((batch.copies_R[counted_R] > 0).sum()), rollouts))
+        metrics.add(
+            "rollout/resampled_fraction", Mean(float((batch.copies_R[counted_R] > 0).sum()), rollouts)
+        )
     return metrics

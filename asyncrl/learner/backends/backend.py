@@ -12,8 +12,9 @@ Axes:  N packed tokens of a micro-batch · R rollouts
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,12 +22,13 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.rules import require
-from asyncrl.learner import ranks
+from asyncrl.learner import process_group
 from asyncrl.learner.backends import storage
 from asyncrl.learner.data.batch import MicroBatch
-from asyncrl.learner.models.roles import POLICY, Loss
+from asyncrl.learner.models.lora import ADAPTER, write_peft_config
+from asyncrl.learner.models.roles import POLICY, REFERENCE, Loss
 from asyncrl.sync.layout.layout import Layout
 from asyncrl.sync.tensors.shards import BoxTensors
 from asyncrl.system.rank_process import rank_and_world
@@ -80,6 +82,14 @@ class StoredModel(Policy, Protocol):
 
     changes: bool
 
+    def adapters(self) -> tuple[Layout, Mapping[str, BoxTensors]]:
+        """(layout, live shards) of this rank's adapters, in PEFT's names; nothing where all weights are trained."""
+        ...
+
+    def without_adapters(self) -> Model:
+        """The network that the adapters were put into."""
+        ...
+
     def in_checkpoint(self) -> tuple[Layout, Mapping[str, BoxTensors]]:
         """(layout, live shards) of this rank, in checkpoint names; tied parameters once."""
         ...
@@ -100,26 +110,36 @@ class Backend(ABC):
     policy: Policy
     _models: Mapping[str, StoredModel]
 
-    def __init__(self, config: Config, data_rank: int, data_leaders: Sequence[int]) -> None:
-        """data_leaders: the leader of each data rank, in order."""
+    def __init__(
+        self, config: Config, models: Iterable[str], data_rank: int, data_leaders: Sequence[int]
+    ) -> None:
+        """models: the names of those beside the policy. data_leaders: the leader of each data rank, in order."""
         self.rank, self.world = rank_and_world()
         self.data_rank, self.data_world = data_rank, len(data_leaders)
         self.is_data_leader = self.rank in data_leaders
         self._config, self._data_leaders = config, data_leaders
+        self._over_base = any(map(self.is_base, models))
         self._writers: dist.ProcessGroup | None = None  # the threads of all ranks that write checkpoints
 
-    @property
+    @cached_property
     def models(self) -> Mapping[str, Model]:
         """The models beside the policy, by the names of `roles.MODELS`."""
-        return {name: model for name, model in self._models.items() if name != POLICY}
+        held: dict[str, Model] = {name: model for name, model in self._models.items() if name != POLICY}
+        based = {REFERENCE: self._models[POLICY].without_adapters()} if self._over_base else {}
+        return held | based
+
+    def is_base(self, name: str) -> bool:
+        """Whether the model is the policy with its adapters off, and has no memory of its own."""
+        config = self._config
+        return name == REFERENCE and config.model.lora.rank > 0 and config.reference.path is None
 
     def exchange(self, value: Any) -> list[Any]:
         """Collective: a small value from every rank, in rank order, on every rank."""
-        return ranks.exchange(value)
+        return process_group.exchange(value)
 
     def gather(self, mine: Tensor) -> list[Tensor]:
         """Collective: a tensor from each data leader, in order, on the CPU of every rank."""
-        return ranks.gather(mine, self._data_leaders)
+        return process_group.gather(mine, self._data_leaders)
 
     def layout(self) -> Layout:
         """This rank's boxes of what a version consists of, in checkpoint names; tied parameters once."""
@@ -132,7 +152,7 @@ class Backend(ABC):
     def save(self, folder: Path) -> None:
         """Collective: write all models that change, their optimizers and the random state. Any world size can load
         them."""
-        storage.save(folder, self._state())
+        storage.save_state(folder, self._state())
 
     def copy_state(self) -> Callable[[Path], None]:
         """Collective: copy everything that `save` writes, so that training can go on. Returns a function that writes
@@ -141,7 +161,7 @@ class Backend(ABC):
         if self._writers is None and dist.is_initialized():
             deadline = timedelta(seconds=self._config.checkpoint.deadline_s)
             self._writers = dist.new_group(backend="gloo", timeout=deadline)
-        return lambda folder: storage.save(folder, state, self._writers)
+        return lambda folder: storage.save_state(folder, state, self._writers)
 
     def load(self, folder: Path) -> None:
         """Collective: the inverse of `save`, for a new backend. Raises ConfigError if the folder lacks a trained
@@ -157,7 +177,13 @@ class Backend(ABC):
                 model.write_parameters()
 
     def export_hf(self, folder: Path) -> None:
-        """Collective: write the policy as a Hugging Face folder."""
+        """Collective: write the policy as a Hugging Face folder, its adapters merged and in a folder of their own."""
+        lora = self._config.model.lora
+        if lora.rank:
+            beside = folder / ADAPTER
+            self._write_weights(beside, *self._models[POLICY].adapters(), {})
+            if self.rank == 0:
+                write_peft_config(beside, lora, self._config.model.path)
         self._write_weights(folder, *self._models[POLICY].in_checkpoint(), self._constants())
         if self.rank == 0:
             storage.write_hf_configs(folder, self._causal_lm(), self._config)
@@ -178,7 +204,8 @@ class Backend(ABC):
         storage.write_hf_weights(folder, {**weights, **constants}, sizes)
 
     def _published(self) -> tuple[Layout, Mapping[str, BoxTensors]]:
-        return self._models[POLICY].in_checkpoint()
+        policy = self._models[POLICY]
+        return policy.adapters() if self._config.model.lora.travels else policy.in_checkpoint()
 
     @abstractmethod
     def _state(self) -> dict[str, Any]:

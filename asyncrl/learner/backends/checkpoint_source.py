@@ -25,6 +25,7 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 from asyncrl.learner.backends.dtensor_layout import layout_of_dtensors
 from asyncrl.learner.models.networks import blueprint
+from asyncrl.learner.models.roles import POLICY
 from asyncrl.models.loading import body_prefix, checkpoint_names, load_model_config, renames_oddly, tied_names
 from asyncrl.sync.layout.layout import Box
 from asyncrl.sync.layout.names import Names
@@ -119,10 +120,13 @@ def origin_of(name: str, config: Config) -> CheckpointSource | None:
     Returns:
         None if every process has to make the whole model: for random weights, which depend on how many are drawn; for
         weights that are quantized, no safetensors, or of code that comes with the model; for names that only
-        transformers can map to those in memory; for a body saved without its head; for a tied head that is saved too.
+        transformers can map to those in memory; for a body saved without its head; for a tied head that is saved too;
+        for a network with a head that the checkpoint may lack.
     """
     plan = blueprint(name, config)
     model = dataclasses.replace(config.model, path=plan.path)
+    if name == POLICY and model.scores:
+        return None
     found, slices = load_model_config(model, plan.key), Slices.of(plan.path, plan.key)
     why = "it has no safetensors" if slices is None else _whole_because(found, slices)
     if slices is None or why is not None:

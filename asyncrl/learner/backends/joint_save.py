@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from asyncrl.learner import ranks
+from asyncrl.learner import process_group
 from asyncrl.learner.backends.checkpoint_reader import DTYPES
 
 Wire = list[Any]
@@ -79,7 +79,7 @@ def _on_all(work: Callable[[], Any], group: ProcessGroup | None) -> list[Any]:
         value = work()
     except Exception as error:
         failure = error
-    every = ranks.exchange([failure is None, value], group)
+    every = process_group.exchange([failure is None, value], group)
     if failure is not None:
         raise failure
     if not all(done for done, _ in every):

@@ -27,9 +27,9 @@ from torch.optim import Optimizer
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import cached_file
 
+from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.rules import require
-from asyncrl.learner import ranks
+from asyncrl.learner import process_group
 from asyncrl.learner.backends import joint_save
 from asyncrl.learner.backends.checkpoint_reader import CheckpointReader, read_metadata
 from asyncrl.learner.models.roles import POLICY
@@ -96,7 +96,7 @@ class ModelState(NamedTuple):
     optimizer: Optimizer | None
 
 
-def save(folder: Path, state: Mapping[str, Any], group: ProcessGroup | None = None) -> None:
+def save_state(folder: Path, state: Mapping[str, Any], group: ProcessGroup | None = None) -> None:
     """Collective: write a flat state (`state_of`, `staged`) as a torch.distributed.checkpoint folder. Raises OSError if
     the disk does not take it. group: joins all ranks; threads that write while training goes on need one of their own.
     """
@@ -134,7 +134,7 @@ def load_state(folder: Path, state: dict[str, Any]) -> None:
         dcp.load(state, storage_reader=CheckpointReader(folder), no_dist=True)
     except (Exception, CheckpointException) as error:  # torch's is no Exception
         failure = error
-    if any(ranks.exchange(failure is not None)):
+    if any(process_group.exchange(failure is not None)):
         raise failure or OSError(errno.EIO, "another rank could not read its part", str(folder))
 
 

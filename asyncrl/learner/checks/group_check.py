@@ -57,7 +57,7 @@ class GroupCheck:
     columns      those that pools add: every group has exactly them, beside `types.COLUMNS`
     greedy       whether a group needs the reward of a greedy rollout
     truncated    whether its tokens may come from a support that was cut
-    model        the configuration of the policy, which says what images it reads; None: none
+    model        the configuration of the policy, for the images that it reads; None: none
     skip         whether groups with values that are not finite are dropped
     published    the newest version that an earlier learner of the run may have published
     """

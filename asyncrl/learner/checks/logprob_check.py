@@ -33,6 +33,7 @@ from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.models.loading import load_model_config
 from asyncrl.probes import prompts
+from asyncrl.telemetry import tracing
 from asyncrl.types import Version
 
 log = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class LogprobGap:
         values = {"tokens": float(self.count)}
         if self.count:
             values |= {"max": self.largest, "mean": self.mean}
-        return {f"logprob_gap/{name}/{key}": value for key, value in values.items()}
+        return {f"train/logprob_gap/{name}/{key}": value for key, value in values.items()}
 
 
 class LogprobGate:
@@ -128,6 +129,8 @@ class LogprobGate:
         """Raises BehaviourMismatchError for a gap beyond the bounds; under `on_mismatch: warn`, logs it."""
         if not gap.largest > self._most and not gap.mean > self._most_mean:
             return
+        figures = {"tokens": gap.count, "max": gap.largest, "mean": gap.mean}
+        tracing.event("logprob_mismatch", version=version, where=gap.where, **figures)
         error = BehaviourMismatchError(
             f"the engine {self._engine!r} and the learner disagree on {gap.count} tokens of version {version}, which "
             f"both have: log-probs differ by {gap.largest:.3g} at most ({gap.where}) and {gap.mean:.3g} on average; "

@@ -29,7 +29,7 @@ from asyncrl.types import MEDIA, NO_MEDIA, WITHOUT_STEPS, Group, MediaItem, Prom
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """The inputs of the losses of some rollouts.
+    """The inputs of the losses of some rollouts, an attribute for each.
 
     token_ids_N, position_ids_N, seq_N int64 · loss_mask_N bool
     behaviour_N    float32, the recorded log μ, 0 where the mask is 0

@@ -21,19 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.rules import require
 from asyncrl.device import accelerator
 from asyncrl.device.copies import on_device
 from asyncrl.errors import ConfigError
 from asyncrl.learner.parallel.context import ContextParallel
-from asyncrl.models.attention import (
-    PLAIN,
-    AttentionRule,
-    dense_attention,
-    flash,
-    flash_attn_varlen_func,
-)
+from asyncrl.models.attention import PLAIN, AttentionRule, dense_attention, flash, flash_attn_varlen_func
 from asyncrl.models.vision import MediaInputs
 
 log = logging.getLogger(__name__)
@@ -121,7 +115,7 @@ class Documents:
         return self.here(torch.arange(count), self.place_N[ends_R])
 
     def here(self, which_T: Tensor, place_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Both on the device, without those whose place is on another rank."""
+        """The pairs (which, place) whose place is on this rank, on the device."""
         here_T = place_T >= 0
         return on_device(which_T[here_T], self.device), on_device(place_T[here_T], self.device)
 

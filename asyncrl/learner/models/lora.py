@@ -13,10 +13,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Final, NoReturn, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from asyncrl.config.sections.models import LoraConfig
@@ -28,7 +28,6 @@ from asyncrl.models.adapters import (
     PEFT_CONFIG,
     PEFT_WEIGHTS,
     UP,
-    Adapted,
     peft_config,
     without_adapters,
 )
@@ -73,21 +72,26 @@ class Merged:
             merged_OI.copy_(frozen_OI.to(mine_Or.dtype) + self._scale * mine_Or @ mine_rI)
 
 
+class Switched(Protocol):
+    """Adapters that can be left out of a forward."""
+
+    on: bool
+
+
 class BaseUnderAdapters:
     """The reference as a `Model` without memory of its own: the policy with its adapters off."""
 
-    def __init__(self, network: nn.Module, predict: Callable[[MicroBatch], Tensor]) -> None:
-        self._network, self._predict = network, predict
+    def __init__(self, adapters: Sequence[Switched], predict: Callable[[MicroBatch], Tensor]) -> None:
+        self._adapters, self._predict = adapters, predict
 
     def predict(self, batch: MicroBatch) -> Tensor:
-        adapted = [module for module in self._network.modules() if isinstance(module, Adapted)]
         try:
-            for module in adapted:
-                module.on = False
+            for each in self._adapters:
+                each.on = False
             return self._predict(batch)
         finally:
-            for module in adapted:
-                module.on = True
+            for each in self._adapters:
+                each.on = True
 
     def accumulate(self, batches: Sequence[MicroBatch], loss: Loss) -> NoReturn:
         raise TypeError("a frozen model is not trained: it has no gradient")

@@ -2,6 +2,7 @@
 
     name                        network          weights from             trained by
     policy                      LanguageModel    model.path               learner.optimizer
+      of `asyncrl reward-model` ScoringNetwork   model.path               learner.optimizer
     critic, cost_critic         Critic           critic.path (its body)   critic.optimizer
     reference                   LanguageModel    reference.path           frozen
     reward_model                LanguageModel    reward_model.path        reward_model.optimizer, or frozen
@@ -25,9 +26,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.learner import OptimizerConfig
-from asyncrl.config.sections.rules import require
 from asyncrl.device.copies import on_device
 from asyncrl.errors import ConfigError, TrainingError
 from asyncrl.learner.data.batch import MicroBatch
@@ -110,6 +111,44 @@ class LanguageModel(nn.Module):
         return tuple(documents.whole(_spread(values_T, at_T, batch.tokens)) for values_T in outputs)
 
 
+class ScoringNetwork(LanguageModel):
+    """A sequence classifier with one logit, in place of a head for tokens: the score of a text, at its end.
+
+    The head is trained beside adapters, too, and computes in float32 at least.
+    """
+
+    def __init__(self, classifier: PreTrainedModel) -> None:
+        super().__init__(classifier)
+        config = classifier.config
+        head = getattr(classifier, "score", None)
+        require(
+            isinstance(head, nn.Linear) and head.bias is None,
+            "model.path",
+            config.name_or_path or config.model_type,
+            f"{type(classifier).__name__} has no linear head called 'score'",
+            "use a decoder such as Qwen, Llama, Mistral, Gemma or GPT-2",
+        )
+        config.architectures = [type(classifier).__name__]
+        self.weight_1D.requires_grad_(True)
+
+    @property
+    def weight_1D(self) -> Tensor:
+        return cast(nn.Linear, self.causal_lm.score).weight
+
+    def forward(
+        self,
+        batch: MicroBatch,
+        documents: Documents,
+        following: bool = False,
+        before_SD: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """(scores_N,): the score of the text before each token, 0 outside the loss mask."""
+        at_T, hidden_TD = _seen_before(self, batch, documents, before_SD)
+        full = torch.promote_types(hidden_TD.dtype, torch.float32)
+        scores_T = hidden_TD.to(full) @ local_part(self.weight_1D).to(full)[0]
+        return (documents.whole(_spread(scores_T, at_T, batch.tokens)),)
+
+
 def head_softcap(causal_lm: PreTrainedModel) -> float | None:
     """The model's limit of its logits, if it has one. Raises ConfigError for a head that does anything else to
     hidden · weightᵀ."""
@@ -159,7 +198,8 @@ def blueprint(name: str, config: Config) -> Blueprint:
     base, critic, prm = config.model.path, config.critic, config.reward_model
     match name:
         case "policy":
-            return Blueprint("model.path", base, LanguageModel, config.learner.optimizer)
+            made = ScoringNetwork if config.model.scores else LanguageModel
+            return Blueprint("model.path", base, made, config.learner.optimizer)
         case "critic" | "cost_critic":
             return Blueprint("critic.path", critic.path or base, Critic, critic.optimizer)
         case "reference":

@@ -8,6 +8,7 @@ from typing import Final
 from torch import Tensor
 
 POLICY: Final = "policy"
+REFERENCE: Final = "reference"
 MODELS: Final = frozenset({"critic", "cost_critic", "reference", "reward_model", "teacher"})
 """Models beside the policy. Critics compute values, the others log-probs. Reference and teacher are frozen."""
 

@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers.integrations.moe import grouped_mm_experts_forward
 
+from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.rules import require
 from asyncrl.learner.parallel.collectives import all_to_all
 from asyncrl.learner.parallel.mesh import local_part
 

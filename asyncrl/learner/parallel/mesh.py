@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from asyncrl.config.rules import require
 from asyncrl.config.sections.learner import ParallelConfig
-from asyncrl.config.sections.rules import require
 
 PIPELINE: Final = "pp"
 REPLICATE: Final = "replicate"

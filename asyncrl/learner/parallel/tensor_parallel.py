@@ -11,7 +11,7 @@ states are whole again. Experts stay whole: with sequence parallelism each rank 
 
 Parameters are DTensors, for FSDP, checkpoints and layouts; modules compute with their local parts. Parameters that are
 whole on each rank but meet only some tokens or heads (norms, biases after a sum, Qwen3's q_norm) sum their gradient
-over the ranks. Of an adapter the factor that meets the cut axis is cut with it, B by columns and A by rows; the other
+over the ranks. The factor of an adapter that meets the cut axis is cut with it, B by columns and A by rows; the other
 one is whole.
 
 Axes:  1 batch · N tokens · D hidden size

@@ -29,6 +29,7 @@ from asyncrl.learner.training.passes import Inspect, Objective, PassResult
 from asyncrl.queue.client.client import BlockingClient
 from asyncrl.rpc.client import RpcClient, RpcReply
 from asyncrl.rpc.keys import ClientKeys
+from asyncrl.telemetry import tracing
 from asyncrl.types import Version
 
 HELLO_S = 5.0
@@ -181,7 +182,10 @@ class RemoteModel:
         return value
 
     def _wait(self, reply: RpcReply, what: str, seconds: float | None = None) -> Mapping[str, Any]:
-        return self._open_client.wait(reply, what, seconds or self._deadline_s)
+        with tracing.span(
+            "pools", f"wait/{self.name}", tracing.RESOLUTION_S, version=self._version, what=what
+        ):
+            return self._open_client.wait(reply, what, seconds or self._deadline_s)
 
     @property
     def _open_client(self) -> RpcClient:

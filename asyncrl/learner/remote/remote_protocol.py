@@ -56,7 +56,7 @@ def registry_key(model: str) -> str:
 
 
 def encode_batch(batch: MicroBatch, reads: Sequence[str]) -> list[bytes]:
-    """The part of a batch that a model that learns needs. reads: the columns of its objective. Raises TrainingError for
+    """The part of a batch that a learning model needs. reads: the columns of its objective. Raises TrainingError for
     one with images."""
     if batch.media:
         raise TrainingError(

@@ -23,6 +23,7 @@ from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.reporting.heldout import ACCURACY, PREFIX, Evaluation, of_group, scores
 from asyncrl.learner.reporting.report import RunRecords
 from asyncrl.queue.client.client import BlockingClient
+from asyncrl.telemetry import tracing
 from asyncrl.telemetry.status import ProcessStatus
 from asyncrl.types import EVAL, Array, Group, Task, Version
 
@@ -40,6 +41,7 @@ class _Open:
     """An evaluation under way: the chunks that are missing, and (rewards, answers, unscored) of those that are in."""
 
     missing: set[Chunk]
+    span: tracing.OpenSpan
     done: dict[Chunk, tuple[Array, Array, Array]] = field(default_factory=dict)
 
 
@@ -62,7 +64,9 @@ class Evaluations:
 
     def start(self, version: Version) -> None:
         """Request an evaluation of `version`, which must have been published."""
-        self._open[version] = _Open(set(self._chunks))
+        self._open[version] = _Open(
+            set(self._chunks), tracing.begin("evaluation", "evaluate", version=version)
+        )
         self._unsent.extend((version, chunk) for chunk in self._chunks)
         self._send()
 
@@ -107,6 +111,7 @@ class Evaluations:
         named: dict[str, float] = {}
         for name in self._sets:
             named |= self._of_set(name, evaluation)
+        evaluation.span.end(named)
         return Evaluation(version, named)
 
     def _of_set(self, name: str, evaluation: _Open) -> dict[str, float]:

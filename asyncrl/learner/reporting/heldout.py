@@ -15,7 +15,7 @@ import numpy as np
 
 from asyncrl.types import ANSWER, UNSCORED, Array, Group, Version
 
-PREFIX = "heldout/"
+PREFIX = "eval/"
 """Prefix of the metrics of an evaluation."""
 
 ACCURACY = f"{PREFIX}accuracy"
@@ -24,7 +24,7 @@ ACCURACY = f"{PREFIX}accuracy"
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """scores: heldout/accuracy, heldout/pass@8, … (`scores` below), of a set with a name heldout/<name>/accuracy, …;
+    """scores: eval/accuracy, eval/pass@8, … (`scores` below), of a set with a name eval/<name>/accuracy, …;
     under the policy of `version` (or a newer one, if the generators had moved on before they began)."""
 
     version: Version

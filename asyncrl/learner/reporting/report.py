@@ -18,15 +18,20 @@ from typing import Any
 
 from asyncrl.config.schema import Config
 from asyncrl.learner.reporting.heldout import ACCURACY, PREFIX, Evaluation
+from asyncrl.learner.reporting.profile import ProfileWindow
 from asyncrl.learner.reporting.rollout_log import RolloutLog
 from asyncrl.learner.reporting.utilization import Utilization
 from asyncrl.queue.protocol.replies import Trained
 from asyncrl.sync.stream.snapshot import PublishReport
 from asyncrl.system.disk import replace_text
-from asyncrl.telemetry.sinks import TRACKERS, JsonlSink, Sinks, TrackedRun, json_numbers, read_rows
+from asyncrl.system.rank_process import rank_and_world
+from asyncrl.telemetry.sinks import JsonlSink, json_numbers, read_rows
 from asyncrl.telemetry.spans import busy_share
 from asyncrl.telemetry.status import without_timely_calls
-from asyncrl.types import NO_VERSION, Group, Version
+from asyncrl.telemetry.trackers.background import Trackers
+from asyncrl.telemetry.trackers.open import open_trackers
+from asyncrl.telemetry.trackers.tracker import TrackedRun
+from asyncrl.types import NO_VERSION, Array, Group, Version
 
 ROWS, SUMMARY = "metrics.jsonl", "summary.json"
 DROPPED = "queue/dropped/"
@@ -39,9 +44,9 @@ held, weights/pauses_ms and weights/fetches_ms of its last flips, and weights/fl
 
 
 class RunRecords:
-    """Written by rank 0 alone; on other ranks nothing is opened, and nothing is written.
+    """Written by rank 0 alone; on other ranks nothing is opened, and nothing but their profiles is written.
 
-    metrics.jsonl   a row per version, and one per evaluation; the same rows go to `telemetry.sinks`
+    metrics.jsonl   a row per version, and one per evaluation; the same rows go to `telemetry.trackers`
     rollouts.jsonl  rollouts as text, where `telemetry.rollouts_every` is set
     summary.json    the run as a whole, written at its end
     """
@@ -49,9 +54,11 @@ class RunRecords:
     def __init__(self, run_folder: Path, config: Config) -> None:
         self.folder, self._config, self._path = run_folder, config, run_folder / ROWS
         self.utilization = Utilization(config)
+        self.profile = ProfileWindow(run_folder, config.learner.profile_versions, rank_and_world()[0])
         self._started = time.monotonic()
         self._generators = GeneratorTotals()
-        self._rows = Sinks([])
+        self._rows: JsonlSink | None = None
+        self._trackers = Trackers({})
         self._rollouts: RolloutLog | None = None
 
     def open(self, version: Version) -> None:
@@ -59,9 +66,11 @@ class RunRecords:
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / SUMMARY).unlink(missing_ok=True)  # the run is going on again
         resume_at = version if self._config.run.resume else None
-        run = TrackedRun(self._config.run.name, self.folder, resume_at, dataclasses.asdict(self._config))
-        trackers = (TRACKERS[name](run) for name in self._config.telemetry.sinks)
-        self._rows = Sinks([JsonlSink(self._path, resume_at), *trackers])
+        self._rows = JsonlSink(self._path, resume_at)
+        ours, settings = self._config.telemetry, dataclasses.asdict(self._config)
+        about = (ours.project, ours.group, ours.tags, ours.notes)
+        run = TrackedRun(self._config.run.name, self.folder, resume_at, settings, *about)
+        self._trackers = open_trackers(run, ours.trackers)
         if self._config.telemetry.rollouts_every:
             self._rollouts = RolloutLog(self.folder, self._config, resume_at)
 
@@ -79,16 +88,25 @@ class RunRecords:
         trained: Trained,
         values: Mapping[str, float],
         spans: Mapping[str, float],
-        rollouts: Sequence[Group],
-    ) -> None:
-        """The row of the step that published `version`, and some of the rollouts that it was trained on."""
-        generators = self._generators.update(trained.stats)
-        self._rows.write(step_row(version, values, spans, trained.depth, generators))
+    ) -> dict[str, Any]:
+        """Write the row of the step that published `version`, and return it."""
+        row = step_row(version, values, spans, trained.depth, self._generators.update(trained.stats))
+        self.write(row)
+        return row
+
+    def write_rollouts(self, version: Version, groups: Sequence[Group], logprobs: Sequence[Array]) -> None:
+        """See `RolloutLog.write`."""
         if self._rollouts is not None:
-            self._rollouts.write(version, rollouts)
+            self._trackers.write_rollouts(version, self._rollouts.write(version, groups, logprobs))
 
     def write_evaluation(self, evaluation: Evaluation) -> None:
-        self._rows.write({"version": evaluation.version, **evaluation.scores})
+        self.write({"version": evaluation.version, **evaluation.scores})
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Write a row of a version or of an evaluation, where the files are open."""
+        if self._rows is not None:
+            self._rows.write(row)
+            self._trackers.write(row)
 
     def write_summary(self, ended: str, dropped: Mapping[str, int] | None) -> None:
         """See `run_summary` for the arguments."""
@@ -104,7 +122,10 @@ class RunRecords:
         write_summary(self.folder, summary)
 
     def close(self) -> None:
-        self._rows.close()
+        if self._rows is not None:
+            self._rows.close()
+        self.profile.close()
+        self._trackers.close()
         if self._rollouts is not None:
             self._rollouts.close()
 
@@ -120,9 +141,9 @@ class GeneratorTotals:
         """Metrics since the last call. Workers report at their heartbeats and with each group; those without weights
         are left out.
 
-        busy/generator and generator/time/<span> are means over workers, tokens_per_s is their sum;
-        tokens_generated, weight_updates, agent/…, reward/… and pool/<stage>/… are totals. A worker whose totals fell
-        was restarted, and counts from 0.
+        perf/busy/generator and perf/generator/time/<span> are means over workers, perf/generator/tokens_per_s is their
+        sum; rollout/tokens_generated, sync/flips, rollout/agent/…, rollout/reward/… and rollout/pool/<stage>/… are
+        totals. A worker whose totals fell was restarted, and counts from 0.
         """
         pools = {name: now for name, now in stats.items() if "stage" in now}
         generators = {name: now for name, now in stats.items() if name not in pools}
@@ -137,25 +158,29 @@ class GeneratorTotals:
             spans.update(_difference(now.get("seconds", {}), before.get("seconds", {})))
         self._before |= stats  # a restarted queue may not list all workers yet
         self._tokens += tokens
-        row: dict[str, float] = {"generators": len(generators)}
+        row: dict[str, float] = {"rollout/generators": len(generators)}
         if self._before:
-            row |= {"tokens_generated": self._tokens, "weight_updates": self._flips}
+            row |= {"rollout/tokens_generated": self._tokens, "sync/flips": self._flips}
         if sum(spans.values()) > 0:
-            row["busy/generator"] = busy_share(spans)
-            row["tokens_per_s"] = tokens * len(stats) / sum(spans.values())
-            row |= {f"generator/time/{name}": s / len(stats) for name, s in spans.items()}
-        for name, key in (("pause_ms_p50", "weights/pauses_ms"), ("fetch_ms_p50", "weights/fetches_ms")):
+            row["perf/busy/generator"] = busy_share(spans)
+            row["perf/generator/tokens_per_s"] = tokens * len(stats) / sum(spans.values())
+            row |= {f"perf/generator/time/{name}": s / len(stats) for name, s in spans.items()}
+        for name, key in (
+            ("sync/pause_ms_p50", "weights/pauses_ms"),
+            ("sync/fetch_ms_p50", "weights/fetches_ms"),
+        ):
             times = [ms for now in stats.values() for ms in now.get(key, ())]
             if times:
                 row[name] = median(times)
         floors = [now["weights/floor_ms"] for now in stats.values() if "weights/floor_ms" in now]
         if floors:
-            row["pause_floor_ms"] = median(floors)
-        row |= _totals(stats, "agent/") | _totals(stats, "reward/")
-        row |= {f"pool/{key}": total for key, total in _stage_totals(pools.values()).items()}
+            row["sync/pause_floor_ms"] = median(floors)
+        counts = _totals(stats, "agent/") | _totals(stats, "reward/")
+        row |= {f"rollout/{key}": total for key, total in counts.items()}
+        row |= {f"rollout/pool/{key}": total for key, total in _stage_totals(pools.values()).items()}
         held = [now["held"] for now in stats.values() if "held" in now]
         if held:
-            row["held/min"] = min(held)
+            row["queue/held_min"] = min(held)
         return row
 
 
@@ -163,8 +188,8 @@ def publish_values(published: PublishReport, stats: Mapping[str, float]) -> dict
     """The pause of rank 0 and the counts of its publisher (`Publisher.stats`), as sync/…"""
     return {
         **{f"sync/{name}": value for name, value in stats.items()},
-        "sync/pause_ms": 1e3 * published.pause_s,
-        "sync/floor_ms": 1e3 * published.floor_s,
+        "sync/publish_ms": 1e3 * published.pause_s,
+        "sync/publish_floor_ms": 1e3 * published.floor_s,
     }
 
 
@@ -176,11 +201,11 @@ def step_row(
     pool: Mapping[str, float],
 ) -> dict[str, Any]:
     """The row of the step that published `version`. Ledger counts come as queue/…, seconds per span as
-    time/…."""
+    perf/time/…."""
     counts = {f"queue/{name}": count for name, count in depth.items() if isinstance(count, (int, float))}
     counts |= {f"{DROPPED}{reason}": n for reason, n in depth.get("dropped_by_reason", {}).items()}
-    times = {f"time/{name}": seconds for name, seconds in spans.items()}
-    seconds = {"step_s": sum(spans.values()), "busy/learner": busy_share(spans)}
+    times = {f"perf/time/{name}": seconds for name, seconds in spans.items()}
+    seconds = {"perf/step_s": sum(spans.values()), "perf/busy/learner": busy_share(spans)}
     return {"version": version, **values, **seconds, **pool, **counts, **times}
 
 
@@ -201,10 +226,10 @@ def run_summary(
     dropped  tasks that the queue counts as dropped, by reason; none: those of the last row, if it is not known
     began    when this process started, in seconds since 1970: rows before it are of earlier processes
     """
-    steps = [row for row in rows if "step_s" in row]
+    steps = [row for row in rows if "perf/step_s" in row]
     accuracy = [row[ACCURACY] for row in rows if ACCURACY in row]
     heldout = {k.removeprefix(PREFIX): v for row in rows for k, v in row.items() if k.startswith(PREFIX)}
-    rewards = [row["reward/mean"] for row in steps if "reward/mean" in row]
+    rewards = [row["rollout/reward/mean"] for row in steps if "rollout/reward/mean" in row]
     last = steps[-1] if steps else {}
     reasons = {key.removeprefix(DROPPED): n for key, n in last.items() if key.startswith(DROPPED)}
     return {
@@ -214,24 +239,24 @@ def run_summary(
         "heldout": heldout,
         "reward_start": mean(rewards[:EDGE_VERSIONS]) if rewards else None,
         "reward_end": mean(rewards[-EDGE_VERSIONS:]) if rewards else None,
-        "wall_s": wall_s + sum(row["step_s"] for row in steps if row.get("time", began) < began),
-        "train_s": sum(row["step_s"] for row in steps),
+        "wall_s": wall_s + sum(row["perf/step_s"] for row in steps if row.get("time", began) < began),
+        "train_s": sum(row["perf/step_s"] for row in steps),
         "versions": last.get("version", 0),
-        "groups_trained": sum(row.get("groups", 0) for row in steps),
-        "rollouts_trained": sum(row.get("rollouts", 0) for row in steps),
-        "tokens_generated": _grown(steps, "tokens_generated"),
+        "groups_trained": sum(row.get("train/groups", 0) for row in steps),
+        "rollouts_trained": sum(row.get("train/rollouts", 0) for row in steps),
+        "tokens_generated": _grown(steps, "rollout/tokens_generated"),
         "utilization": {
-            "generator": _busy_over(steps, "generator/time/"),
-            "learner": _busy_over(steps, "time/"),
+            "generator": _busy_over(steps, "perf/generator/time/"),
+            "learner": _busy_over(steps, "perf/time/"),
         },
         "staleness": {
-            "mean": _over_groups(steps, "staleness/mean"),
-            "max": max((row.get("staleness/max", 0) for row in steps), default=0),
+            "mean": _over_groups(steps, "train/staleness/mean"),
+            "max": max((row.get("train/staleness/max", 0) for row in steps), default=0),
             "bound": max_staleness,
         },
-        "weight_updates": _grown(steps, "weight_updates"),
-        "pause_ms_p50": _median(steps, "pause_ms_p50"),
-        "publish_ms_p50": _median(steps, "sync/pause_ms"),
+        "weight_updates": _grown(steps, "sync/flips"),
+        "pause_ms_p50": _median(steps, "sync/pause_ms_p50"),
+        "publish_ms_p50": _median(steps, "sync/publish_ms"),
         "tasks_dropped": last.get("queue/dropped", 0) if dropped is None else sum(dropped.values()),
         "tasks_dropped_by_reason": reasons if dropped is None else dict(dropped),
     }
@@ -272,8 +297,8 @@ def _busy_over(rows: Sequence[Mapping[str, Any]], prefix: str) -> float | None:
 
 
 def _over_groups(rows: Sequence[Mapping[str, Any]], key: str) -> float:
-    groups = sum(row.get("groups", 0) for row in rows)
-    return sum(row.get(key, 0) * row.get("groups", 0) for row in rows) / groups if groups else 0.0
+    groups = sum(row.get("train/groups", 0) for row in rows)
+    return sum(row.get(key, 0) * row.get("train/groups", 0) for row in rows) / groups if groups else 0.0
 
 
 def _grown(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:

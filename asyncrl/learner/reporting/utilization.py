@@ -1,11 +1,11 @@
 """Utilization of the learner's devices, on each row of the metrics.
 
-learner/tokens_per_s, learner/samples_per_s    of the version's rollouts, prompts included, by the wall clock
-learner/mfu           model FLOPs utilisation: the policy's training passes (`TrainingFlops`) over the peak of the
-                      devices (PaLM, arXiv:2204.02311, appendix B). Passes without gradient, critics and reward models
-                      are not counted
-learner/memory_gib    the most that a rank has needed: on a GPU within the version, on a CPU so far
-share/wait/…          shares of the version's time, by the kind of wait
+perf/learner/tokens_per_s, perf/learner/samples_per_s    of the version's rollouts, prompts included, by the wall clock
+perf/learner/mfu           model FLOPs utilisation: the policy's training passes (`TrainingFlops`) over the peak of the
+                           devices (PaLM, arXiv:2204.02311, appendix B). Passes without gradient, critics and reward
+                           models are not counted
+perf/learner/memory_gib    the most that a rank has needed: on a GPU within the version, on a CPU so far
+perf/wait_fraction/…       shares of the version's time, by the kind of wait
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from asyncrl.learner.parallel.mesh import ModelShape
 from asyncrl.models.loading import auto_class, load_model_config, towers
 from asyncrl.telemetry.spans import WAIT
 
-PASSED, PASSED_SQUARES = "passed/tokens", "passed/squares"
+PASSED, PASSED_SQUARES = "perf/learner/passed_tokens", "perf/learner/passed_squares"
 """Tokens that the policy was trained on, counted with every pass over them, and their rollouts' lengths squared."""
 
 GIB = 1 << 30
@@ -39,7 +39,7 @@ class Utilization:
     """Utilization of one rank. Its peak is measured here, in 100 ms, unless `learner.peak_tflops` is set."""
 
     def __init__(self, config: Config) -> None:
-        self._device = accelerator.current()
+        self._device = accelerator.current_device()
         self.training_flops = TrainingFlops.of(config.model)
         tflops = config.learner.peak_tflops
         self.peak_flops = (
@@ -59,12 +59,16 @@ class Utilization:
         if step_s <= 0:
             return {}
         flops = self.training_flops.flops(metrics.get(PASSED, 0.0), metrics.get(PASSED_SQUARES, 0.0))
-        waits = {f"share/{name}": s / step_s for name, s in seconds.items() if name.startswith(WAIT)}
+        waits = {
+            f"perf/wait_fraction/{name.removeprefix(WAIT)}": s / step_s
+            for name, s in seconds.items()
+            if name.startswith(WAIT)
+        }
         return {
-            "learner/tokens_per_s": metrics.get("tokens_with_prompts", 0.0) / step_s,
-            "learner/samples_per_s": metrics.get("rollouts", 0.0) / step_s,
-            "learner/mfu": flops / (step_s * self.peak_flops * len(memory)),
-            "learner/memory_gib": max(memory) / GIB,
+            "perf/learner/tokens_per_s": metrics.get("train/tokens_with_prompts", 0.0) / step_s,
+            "perf/learner/samples_per_s": metrics.get("train/rollouts", 0.0) / step_s,
+            "perf/learner/mfu": flops / (step_s * self.peak_flops * len(memory)),
+            "perf/learner/memory_gib": max(memory) / GIB,
             **waits,
         }
 

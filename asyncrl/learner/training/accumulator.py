@@ -98,7 +98,7 @@ class Accumulator:
     """Collective: every method, also on ranks without rollouts.
 
     gate: compares the policy's log-probs with the recorded ones before a version's first step, if given.
-    remote_models: models that learn in pools.
+    remote_models: models that learn in pools. learning: the models that learn; None: those of the algorithm.
     """
 
     def __init__(
@@ -108,14 +108,14 @@ class Accumulator:
         spans: Spans | None = None,
         gate: LogprobGate | None = None,
         remote_models: Mapping[str, LearningModel] | None = None,
+        learning: Sequence[Trainable] | None = None,
     ) -> None:
         self._backend, self._config, self._gate = backend, config, gate
         self._moved: Version | None = None  # the last version with a step
         self._spans = spans or Spans()
         # Models in pools first: they compute while this process is busy with the others.
-        self._trainables = sorted(
-            trainables(backend, config, remote_models or {}), key=lambda each: not each.in_pool
-        )
+        found = trainables(backend, config, remote_models or {}) if learning is None else learning
+        self._trainables = sorted(found, key=lambda each: not each.in_pool)
         self._max_tokens, self._even_tokens = config.learner.micro_batch_tokens, even_tokens(config.model)
         self._reset()
 

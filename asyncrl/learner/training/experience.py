@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,7 +37,7 @@ from asyncrl.learner.reporting.batch_metrics import advantage_metrics, batch_met
 from asyncrl.learner.training import requirements
 from asyncrl.telemetry.metrics import Mean, Metrics
 from asyncrl.telemetry.spans import Spans
-from asyncrl.types import Group, Version
+from asyncrl.types import Array, Group, Version
 
 Predict = Callable[[MicroBatch], Tensor]
 
@@ -64,7 +65,7 @@ class Experience:
         policy's own log-probs before it moves. Returns None if this rank has no groups."""
         with self._spans("compute/pack"):
             batch = MicroBatch.of(groups) if groups else None
-        columns = self._predict(self._models, batch)
+        columns = self.predict(self._models, batch)
         return batch and batch.with_columns(**columns)
 
     def ready(
@@ -85,6 +86,14 @@ class Experience:
             completed, metrics = self._completed(batch or MicroBatch.empty(), version, controls)
         return (None, Metrics()) if batch is None else (completed, metrics)
 
+    def logprobs(self, groups: Sequence[Group]) -> list[Array]:
+        """The policy's log-probs of each group's tokens as it is now, in their order; 0 where the mask is 0."""
+        batch = MicroBatch.of(groups) if groups else None
+        column_N = self.predict({"now": self._backend.policy.predict}, batch)["now"]
+        return (
+            np.split(column_N.numpy(), np.cumsum([group.tokens for group in groups])[:-1]) if groups else []
+        )
+
     def for_step(self, batch: MicroBatch | None, version: Version, moved: bool) -> MicroBatch | None:
         """The batch of one optimizer step, with the columns that depend on all groups in that step.
 
@@ -103,7 +112,7 @@ class Experience:
         if selects:
             now_N = column(some, "proximal")
             if moved:
-                now_N = self._predict({"now": self._backend.policy.predict}, batch)["now"]
+                now_N = self.predict({"now": self._backend.policy.predict}, batch)["now"]
             old_N = proximal(some, now_N, config, version)
             columns["selected"] = select_covariance(some, now_N, old_N, config, self._context(version))
         return batch and batch.with_columns(**columns)
@@ -133,10 +142,10 @@ class Experience:
         if config.proximal != "loglinear" or config.correction.normalise:
             columns["weight"] = correction_weights(drift, config.correction, self._gather)
         metrics, tokens = Metrics(), int(batch.loss_mask_N.sum())
-        metrics.add("share/rejected", Mean(tokens - int(columns["kept"].sum()), tokens))
+        metrics.add("train/rejected_fraction", Mean(tokens - int(columns["kept"].sum()), tokens))
         return batch.with_columns(**columns), metrics
 
-    def _predict(self, models: Mapping[str, Predict], batch: MicroBatch | None) -> dict[str, Tensor]:
+    def predict(self, models: Mapping[str, Predict], batch: MicroBatch | None) -> dict[str, Tensor]:
         """A column of each model's outputs; those of an empty batch where this rank has none."""
         if not models:
             return {}
@@ -197,9 +206,11 @@ class AdaptiveCoefficients:
         """Those of the next version. means: the metrics of this one, over all ranks."""
         kl_coef, multiplier = self.kl_coef, self.cost_multiplier
         if _adapts_kl(config):
-            kl_coef = next_kl_coef(kl_coef, means["kl/reward"], int(means["rollouts"]), config.shaping)
+            kl_coef = next_kl_coef(
+                kl_coef, means["train/kl/reward"], int(means["train/rollouts"]), config.shaping
+            )
         if _adapts_multiplier(config):
-            multiplier = next_multiplier(multiplier, means[f"reward/part/{config.cost_part}"], config)
+            multiplier = next_multiplier(multiplier, means[f"rollout/reward/part/{config.cost_part}"], config)
         return replace(self, kl_coef=kl_coef, cost_multiplier=multiplier)
 
 

@@ -96,7 +96,7 @@ class PolicyObjective:
         return Counts.of(unrejected(batch))
 
     def divided(self, batch: MicroBatch) -> MicroBatch:
-        """Into segments, where the loss of a token depends on no other segment of its rollout."""
+        """The batch, cut into segments where the loss of a token depends on no other segment of its rollout."""
         correction = self.config.correction
         weighed = (
             correction.kind != "none" and correction.level == "sequence" and "weight" not in batch.columns
@@ -163,7 +163,7 @@ class ValueObjective:
     def __call__(self, batch: MicroBatch, values_N: Tensor, version: Version = 0) -> tuple[Tensor, Metrics]:
         """(sum over policy tokens, metrics)."""
         metrics, clipped_P = Metrics(), self._loss(batch, values_N).clipped_N[batch.loss_mask_N]
-        metrics.add(f"{self.name}/clipped", Mean(float(clipped_P.sum()), len(clipped_P)))
+        metrics.add(f"train/{self.name}/clip_fraction", Mean(float(clipped_P.sum()), len(clipped_P)))
         return self.total(batch, values_N), metrics
 
     def total(self, batch: MicroBatch, values_N: Tensor, version: Version = 0) -> Tensor:
@@ -221,7 +221,7 @@ class OutcomeObjective:
         counted_R = policy_tokens(batch) > 0
         right_R = counted_R & ((self._rewards(batch, logp_N) > 0) == succeeded(batch))
         metrics = Metrics()
-        metrics.add("reward_model/accuracy", Mean(float(right_R.sum()), float(counted_R.sum())))
+        metrics.add("train/reward_model/accuracy", Mean(float(right_R.sum()), float(counted_R.sum())))
         return self.total(batch, logp_N, entropy_N), metrics
 
     def total(self, batch: MicroBatch, logp_N: Tensor, entropy_N: Tensor, version: Version = 0) -> Tensor:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.models import REWARDS
-from asyncrl.config.sections.rules import require
+from asyncrl.config.sections.placement import REWARDS
 from asyncrl.learner.algorithms.registry import needs
 from asyncrl.learner.models.roles import LEARNING, MODELS
 from asyncrl.queue.protocol.settings import StageSettings

@@ -31,14 +31,14 @@ from asyncrl.learner.checks.finite_check import NonFiniteGroups, nonfinite_input
 from asyncrl.learner.checks.logprob_check import LogprobGap, LogprobGate
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.models.roles import POLICY
-from asyncrl.learner.reporting.batch_metrics import version_values
+from asyncrl.learner.reporting.batch_metrics import end_metrics, version_values
 from asyncrl.learner.training import requirements
 from asyncrl.learner.training.accumulator import Accumulator, OptimizerStep
 from asyncrl.learner.training.experience import AdaptiveCoefficients, Experience
 from asyncrl.learner.training.passes import LearningModel
 from asyncrl.telemetry.metrics import Metrics
 from asyncrl.telemetry.spans import Spans
-from asyncrl.types import WITHOUT_STEPS, Group, Version
+from asyncrl.types import WITHOUT_STEPS, Array, Group, Version
 
 RemoteModels = Mapping[str, LearningModel]
 
@@ -83,6 +83,7 @@ class VersionStep(ABC):
             self._columns |= group.columns.keys() & WITHOUT_STEPS.keys()
             self._parts |= set(group.reward_parts)
             self._ordinals.append(group.task.ordinal)
+        self._metrics.merge([end_metrics(groups)] if groups else [])
         scored = self._experience.score(groups)
         if scored is not None:
             self._bad |= nonfinite_inputs(scored)
@@ -109,6 +110,10 @@ class VersionStep(ABC):
             self._move_on(version, report)
         self._begin()
         return report
+
+    def logprobs(self, groups: Sequence[Group]) -> list[Array]:
+        """The policy's log-probs of each group's tokens as it is now, in their order; 0 where the mask is 0."""
+        return self._experience.logprobs(groups)
 
     def abandon(self) -> None:
         """Drop the groups added since the last step."""
@@ -145,11 +150,13 @@ class VersionStep(ABC):
             every = exchange_per_data_rank(self._backend, self._metrics.to_wire())
         merged = Metrics()
         merged.merge(Metrics.from_wire(metrics) for metrics in every)
-        report = version_values(merged) | self.controls.adapted(self._config.algorithm)
+        report = version_values(merged)
+        adapted = self.controls.adapted(self._config.algorithm)  # train/kl_coef, train/cost_multiplier
+        report |= {f"train/{name}": value for name, value in adapted.items()}
         report |= LogprobGap.of(step.gap for step in steps).metrics("train")
-        report["optimizer_steps"] = float(len(steps))
-        for name in steps[-1].losses:
-            prefix = "" if name == POLICY else f"{name}/"
+        report["train/optimizer_steps"] = float(len(steps))
+        for name in steps[-1].losses:  # train/loss, train/critic/loss, …
+            prefix = "train/" if name == POLICY else f"train/{name}/"
             report[f"{prefix}loss"] = mean(step.losses[name] for step in steps)
             report[f"{prefix}grad_norm"] = mean(step.norms[name] for step in steps)
             report[f"{prefix}lr"] = mean(step.rates[name] for step in steps)

@@ -72,7 +72,9 @@ def refusal(queue: QueueState, error: RefusedError | RunClosedError | WireError)
 
 def hello(queue: QueueState, request: rq.HelloRequest, context: Context) -> Reply:
     opened = [name for name, stream in queue.streams.items() if stream.ledger.state.settings is not None]
-    return Reply({"run": queue.run, "streams": opened, "closed": queue.closed})
+    mark = "" if queue.traces is None else queue.traces.mark
+    now = {"time": queue.time(), "trace": mark}
+    return Reply({"run": queue.run, "streams": opened, "closed": queue.closed, **now})
 
 
 def goodbye(queue: QueueState, request: rq.GoodbyeRequest, context: Context) -> Reply:
@@ -91,6 +93,12 @@ def lookup(queue: QueueState, request: rq.LookupRequest, context: Context) -> Re
     if request.key in queue.registry:
         return Reply({"found": True, "value": queue.registry[request.key]})
     return Reply({"found": False}) if context.late else None
+
+
+def trace(queue: QueueState, request: rq.TraceRequest, context: Context) -> Reply:
+    """Rows that nobody takes count as taken: the sender need not keep them."""
+    taken = not request.rows or queue.traces is None or queue.traces.take(request.process, request.rows)
+    return Reply({"time": queue.time(), "taken": taken})
 
 
 def renew(queue: QueueState, request: rq.RenewRequest, context: Context) -> Reply:
@@ -336,6 +344,7 @@ HANDLERS: dict[type[rq.Request], Handler] = {
     rq.PostRequest: post,
     rq.LookupRequest: lookup,
     rq.RenewRequest: renew,
+    rq.TraceRequest: trace,
     rq.GiveBackRequest: by_ledger(
         lambda ledger, request: generator_commands.give_back(ledger, request.leases)
     ),

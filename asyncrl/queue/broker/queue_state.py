@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 from asyncrl.errors import RefusedError
 from asyncrl.queue.broker.clock import LeaseClock
 from asyncrl.queue.broker.stream import Stream
+from asyncrl.queue.broker.trace_intake import TraceIntake
 from asyncrl.queue.ledger import generator_commands
 from asyncrl.queue.protocol.requests import Request
 from asyncrl.queue.storage.records import Record
 from asyncrl.queue.storage.store import Frames, PayloadStore
+from asyncrl.telemetry import tracing
 
 MAX_STREAMS = 16
 MAX_KEYS = 4096
@@ -67,6 +69,8 @@ class QueueState:
     registry  the values posted under keys · workers: packed stats of each worker
     posts     counts the changes that requests outside of streams may wait for
     clock     the time of leases
+    time      seconds since 1970, to which other processes compare their clocks
+    traces    takes the rows of processes that do not share the run folder; None: nobody does
     """
 
     run: str
@@ -81,6 +85,8 @@ class QueueState:
     refused: Counter[str] = field(default_factory=Counter)
     posts: int = 0
     clock: LeaseClock = field(default_factory=LeaseClock)
+    time: Callable[[], float] = tracing.now
+    traces: TraceIntake | None = None
 
     def stream(self, name: str) -> Stream:
         """A stream exists from the first request that names it."""

@@ -18,6 +18,7 @@ from asyncrl.queue.client.connection import Connection
 from asyncrl.queue.client.decoding import Received, granted_leases, groups_of, read_groups
 from asyncrl.queue.client.link import Link, SocketLink
 from asyncrl.queue.client.session import Undo
+from asyncrl.queue.client.trace_link import TraceLink
 from asyncrl.queue.ledger.state.tasks import CORRUPT
 from asyncrl.queue.protocol import requests as rq
 from asyncrl.queue.protocol.replies import (
@@ -35,6 +36,7 @@ from asyncrl.queue.wire import wire
 from asyncrl.queue.wire.columns import REWARDS, encode_columns
 from asyncrl.queue.wire.payload import encode_group
 from asyncrl.rpc.keys import ClientKeys, client_keys
+from asyncrl.telemetry import tracing
 from asyncrl.telemetry.status import ProcessStatus
 from asyncrl.types import NO_VERSION, Array, Group, Task, Version
 
@@ -75,6 +77,7 @@ class QueueClient:
         # stream -> ordinals of the last collect (readable, corrupt), which the next one reports to the queue
         self._collected: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self._opens = itertools.count(1)
+        self._linking: asyncio.Task[None] | None = None
 
     @classmethod
     def of(
@@ -91,12 +94,26 @@ class QueueClient:
     async def connect(self) -> RunStatus:
         """Connect. RefusedError 'wrong_run' if the queue serves another run, ConfigError if the keys do not fit."""
         self._connection.open()
+        sent = tracing.now()
         value = await self._value(rq.HelloRequest())
+        self._link_trace(sent, value["time"], value["trace"])
         return RunStatus(value["run"], tuple(value["streams"]), value["closed"])
 
     async def close(self) -> None:
         """Give all leases back at once and disconnect. Idempotent."""
+        if self._linking is not None:
+            self._linking.cancel()
+            self._linking = None
+            await self._trace_link.close()
         await self._connection.close()
+
+    def _link_trace(self, sent: float, there: float, mark: str) -> None:
+        """Begin to compare the clock of this process's trace with the queue's, and to send its rows if need be."""
+        trace = tracing.current()
+        if trace is not None and trace.link() and self._linking is None:
+            self._trace_link = TraceLink(trace, self._value, mark)
+            self._trace_link.observe(sent, there, trace.now())
+            self._linking = asyncio.create_task(self._trace_link.run())
 
     # ------------------------------------------------------------------ the run
 

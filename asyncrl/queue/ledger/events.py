@@ -263,3 +263,6 @@ Event = (
     | LeadSet
     | Collected
 )
+
+LATER = frozenset({"Hedged", "HedgeEnded", "Leases.hedged", "StreamSettings.hedge_s"})
+"""Events, and fields with a default, that older journals lack. These are read all the same."""

@@ -181,6 +181,7 @@ class Ledger:
             "pending": len(tasks.pending),
             "leased": len(tasks.leased),
             "ready": len(tasks.ready),
+            **self._ages(),
             "lacking_columns": len(tasks.partial),
             "claimed": state.steps.claimed,
             "recorded": state.steps.recorded,
@@ -202,6 +203,14 @@ class Ledger:
             "draining": state.draining,
             "bias": state.bias.to_wire(),
         }
+
+    def _ages(self) -> dict[str, float]:
+        """Ages of groups that a claim may take: versions since their oldest token; empty without groups."""
+        made = [self.state.tasks.records[ordinal].start_version for ordinal in self.state.tasks.ready]
+        if not made:
+            return {}
+        version = self.state.steps.version
+        return {"age/oldest": version - min(made), "age/mean": version - sum(made) / len(made)}
 
     def _kept_since(self, frontier: Frontier, settings: StreamSettings) -> bool:
         """Whether the steps since `frontier` can be handed out again under these settings."""

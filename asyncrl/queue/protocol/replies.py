@@ -66,7 +66,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """This rank's groups of one claim. last: the step is complete. ordinals_all: the step's groups so far.
+    """This rank's groups of one claim. last: the step is complete. so_far: the step's groups so far.
 
     attempt: goes with the step's further claims · stamps: of each group's columns · workers: that made the groups;
     empty where that was before the broker started
@@ -74,7 +74,7 @@ class Claim:
 
     groups: list[Group]
     last: bool
-    ordinals_all: int
+    so_far: int
     attempt: int = 0
     stamps: Sequence[Stamps] = ()
     workers: Sequence[str] = ()

@@ -3,7 +3,7 @@
     client ── builds the record ──▸ packed ──▸ wire ──▸ unpacked: types and limits ──▸ handler ──▸ ledger command
 
 A record travels as a msgpack map under its verb and is passed on whole. The annotation of a field is its check, so that
-a new field is written here and where its value is made and used.
+a new field is written here, in the client's method, which makes its value, and in the ledger's event, which keeps it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ MAX_TEXT = 4096
 MAX_WAIT_S = 3600.0
 MAX_ITEMS = 1 << 17
 """Limits of one field: characters, seconds to wait, entries of a list or map."""
+
+TRACE_BYTES = 1 << 16
+"""Rows of a trace in one request."""
 
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 WaitSeconds = Annotated[float, Meta(ge=0.0, le=MAX_WAIT_S)]
@@ -90,6 +93,14 @@ class RenewRequest(Request, frozen=True, kw_only=True):
     verb = "renew"
     leases: Annotated[dict[str, LeaseKeys], Meta(max_length=MAX_NAMES)]
     stats: bytes
+
+
+class TraceRequest(Request, frozen=True, kw_only=True):
+    """Wants the queue's time, and rows kept. process: the name of the trace · rows: of it, whole lines"""
+
+    verb = "trace"
+    process: Text
+    rows: Annotated[bytes, Meta(max_length=TRACE_BYTES)]
 
 
 class GiveBackRequest(StreamRequest, frozen=True, kw_only=True):

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 import msgspec
 
 from asyncrl.errors import JournalError
-from asyncrl.queue.ledger.events import Event
+from asyncrl.queue.ledger.events import LATER, Event
 from asyncrl.queue.ledger.state.ledger_state import LedgerState
 from asyncrl.queue.protocol.requests import UNREADABLE
 
@@ -98,9 +98,6 @@ _DECODERS = {
     cls.__name__: msgspec.msgpack.Decoder(cls, dec_hook=as_counter)
     for cls in (*get_args(Event), TasksKept, Posted, Closed, StreamState)
 }
-
-LATER = frozenset({"Hedged", "HedgeEnded", "Leases.hedged", "StreamSettings.hedge_s"})
-"""Events, and fields with a default, that older journals do without: these are read all the same."""
 
 SCHEMA = ";".join(
     sorted(

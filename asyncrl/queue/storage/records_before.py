@@ -18,7 +18,7 @@ import msgpack
 import msgspec
 
 from asyncrl.errors import JournalError
-from asyncrl.queue.ledger.events import Event
+from asyncrl.queue.ledger.events import LATER, Event
 from asyncrl.queue.ledger.state.ledger_state import LedgerState
 from asyncrl.queue.ledger.state.steps import Steps
 from asyncrl.queue.ledger.state.tasks import State, Tasks
@@ -97,8 +97,8 @@ def _untagged(tree: Any) -> Any:
     if tag == "State":
         return State[values[0]].value
     named = dict(zip(_FIELDS[tag], values, strict=True))
-    if tag in _EVENTS:
-        return [named[name] for name in _EVENTS[tag]._fields]
+    if event := _EVENTS.get(tag):
+        return [named[name] for name in event._fields if f"{tag}.{name}" not in LATER]
     return {_RENAMED.get(name, name): value for name, value in named.items()}
 
 

@@ -23,7 +23,7 @@ from asyncrl.system.redis_place import DEADLINE_S, open_redis, patiently, refuse
 
 KEY = "queue.redis_url"
 
-Script = Callable[..., Any]
+RedisScript = Callable[..., Any]
 """(keys, arguments, pipeline or None) -> the answer."""
 
 GUARD = """
@@ -53,7 +53,7 @@ class RedisRun:
         """The braces keep all keys of a run on one node of a cluster."""
         return ":".join((f"asyncrl:{{{self.run}}}", *words))
 
-    def script(self, text: str) -> Script:
+    def script(self, text: str) -> RedisScript:
         """A script behind the guard. Inside a pipeline it is only queued; alone it is tried until it is answered."""
         script: Any = self.client.register_script(GUARD + text)
 

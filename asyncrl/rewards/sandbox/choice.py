@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 from asyncrl.config.functions.function_spec import load_function
-from asyncrl.config.sections.rules import require
+from asyncrl.config.rules import require
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.sandbox.containers import Bubblewrap, Namespaces
 from asyncrl.rewards.sandbox.sandbox import Limits, Sandbox, sandbox_problem

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from asyncrl.config.sections.rules import require
+from asyncrl.config.rules import require
 
 PRINTS_42 = "import json, random, decimal; print(json.dumps(42))"
 

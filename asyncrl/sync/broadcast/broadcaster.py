@@ -36,16 +36,17 @@ from asyncrl.sync.stream.sender import HUNG_UP, TransferCounts
 from asyncrl.sync.stream.snapshot import SnapshotEvictedError
 from asyncrl.sync.stream.subscriber import Subscriber
 from asyncrl.sync.tensors.shards import Shards, TensorBuffer, flat_bytes
+from asyncrl.telemetry import tracing
 from asyncrl.types import Version
 
 MEET_S = 10.0
 """Longest wait for the engine whose turn it is."""
 
 LONGEST_QUEUE = 16
-"""Turns of others, each of at most sync.deadline_s, that an engine waits for."""
+"""How many turns of others an engine waits for, each of at most sync.deadline_s."""
 
 GRACE_S = 1.0
-"""By which an engine may have all of a version before the sender notices."""
+"""Seconds by which an engine may have all of a version before the sender notices."""
 
 log = logging.getLogger(__name__)
 
@@ -93,8 +94,11 @@ class Broadcaster:
 
         def work() -> None:
             try:
-                with self._turns.held(LONGEST_QUEUE * self._config.deadline_s):
-                    self._transfer(who, version, ranks, reply)
+                with (
+                    self._turns.held(LONGEST_QUEUE * self._config.deadline_s),
+                    tracing.span("weights", "broadcast", version=version, generator=who) as at_end,
+                ):
+                    at_end["bytes"] = self._transfer(who, version, ranks, reply)
             except SnapshotEvictedError as error:
                 reply({"status": "gone", "detail": str(error)})
             except Exception as error:
@@ -105,12 +109,12 @@ class Broadcaster:
         threading.Thread(target=work, name=f"version {version} to {who}", daemon=True).start()
 
     def wait_idle(self, seconds: float) -> None:
-        """Until the turns so far have ended, at most so long."""
+        """Wait until the turns so far have ended, at most so long."""
         with suppress(TimeoutError), self._turns.held(seconds):
             pass
 
-    def _transfer(self, who: str, version: Version, ranks: int, reply: Callable[[Fields], None]) -> None:
-        """Raises the error of a turn that its engine did not end in order."""
+    def _transfer(self, who: str, version: Version, ranks: int, reply: Callable[[Fields], None]) -> int:
+        """Returns the bytes sent. Raises the error of a turn that its engine did not end in order."""
         config, what = self._config, f"version {version}"
         shards = self._copy.take(version)
         group, join = new_group(self._device, self._host, config.port_range, config.deadline_s)
@@ -127,10 +131,12 @@ class Broadcaster:
             finally:
                 sending.stop()
         self._counts.add("transfers")
-        self._counts.add("bytes", ranks * sum(param.bytes for param in shards.layout.values()))
+        sent = ranks * sum(param.bytes for param in shards.layout.values())
+        self._counts.add("bytes", sent)
+        return sent
 
     def _wait(self, who: str, what: str, joined: int, sending: Sending) -> None:
-        """Until the engine hangs up, which it does once its ranks have all."""
+        """Wait until the engine closes the connection, which it does once its ranks have everything."""
         deadline = time.monotonic() + self._config.deadline_s
         poll = select.poll()
         poll.register(joined, HUNG_UP)

@@ -26,14 +26,14 @@ from asyncrl.rpc.ports import first_free, numeric
 from asyncrl.sync.channels.addresses import own_address
 
 ID_BYTES = 128
-"""Of an id of NCCL, the only size that vLLM accepts."""
+"""Bytes of an id of NCCL, the only size that vLLM accepts."""
 
 
 class Communicator(Protocol):
     def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None: ...
 
     def destroy(self) -> None:
-        """From any thread: between GPUs a broadcast in progress then ends."""
+        """Leave the group, from any thread. Between GPUs this ends a broadcast in progress."""
 
 
 def new_group(

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 
-from asyncrl.config.sections.rules import require
+from asyncrl.config.rules import require
 from asyncrl.device import accelerator
 from asyncrl.rpc.message import Fields
 from asyncrl.rpc.server import RpcRequest
@@ -41,7 +41,7 @@ class BroadcastPublisher(Publisher):
     _broadcaster: Broadcaster | None = None
 
     def meet(self, endpoints: Sequence[str], whole: Layout) -> None:
-        """Before the first version. endpoints: of all ranks · whole: all parameters. Raises ConfigError."""
+        """Called before the first version. endpoints: of all ranks · whole: all parameters. Raises ConfigError."""
         if self.rank > 0:
             return
         device, host = self._source.device, self._config.host or LOOPBACK

@@ -57,7 +57,7 @@ def _group(store: PairStore, joined: socket.socket, meeting: Meeting) -> Any:
 
 
 def _prove(group: Any, store: PairStore, meeting: Meeting) -> None:
-    """Each end sends over the group what the other has told it over the connection: gloo serves whoever calls first.
+    """Each end sends over the group the bytes that it got over the connection, because gloo serves any first caller.
     Raises ConnectionError for a stranger, before any weights leave."""
     own, peer, within = (
         secrets.token_bytes(PROOF_BYTES),

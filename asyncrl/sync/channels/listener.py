@@ -70,7 +70,7 @@ class ChannelListener:
         """For `connected`, at the other end."""
 
     def accept(self, meeting: Meeting) -> socket.socket:
-        """The connection of the one that knows the secret; closes the listener.
+        """The connection of the caller with the secret; closes the listener.
 
         Raises:
             DeadlineError: it did not come
@@ -137,7 +137,7 @@ class ChannelListener:
         poll.register(caller, select.POLLIN)
 
     def _verdict(self, caller: _Caller) -> bool | None:
-        """Whether the caller knows the secret; None: it has not sent as much yet."""
+        """Whether the caller has sent the secret; None: too few bytes so far."""
         try:
             came = caller.socket.recv(SECRET_BYTES - len(caller.sent))
             caller.sent += came

@@ -67,13 +67,9 @@ def most_bytes(raw: int) -> int:
     return raw + raw // UNCHANGED + HEADER_BYTES + 8
 
 
-def encode_delta(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """The record [bytes] uint8 that makes `old` into `new`, on the CPU: same shape and dtype, any strides."""
-    return changes_to_bytes(find_changes(old, new))
-
-
 def find_changes(old: torch.Tensor, new: torch.Tensor) -> Changes:
-    """The changes from `old` to `new`, on the CPU; see `device_delta.py` for accelerators."""
+    """The changes from `old` to `new`, on the CPU: same shape and dtype, any strides. `device_delta.py` finds those on
+    accelerators."""
     if old.shape != new.shape or old.dtype != new.dtype:
         raise ValueError(f"{old.dtype} {tuple(old.shape)} against {new.dtype} {tuple(new.shape)}")
     before, after = bits(old).reshape(-1), bits(new).reshape(-1)

@@ -40,7 +40,7 @@ class Names:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class PartView:
     """A box of a checkpoint's parameter, and where it lies: `index` of the tensor of box number `part`."""
 
     name: str
@@ -52,9 +52,9 @@ class View:
 
 def checkpoint_layout(
     layout: Layout, names: Names
-) -> tuple[dict[str, ParamLayout], dict[str, list[tuple[str, View]]]]:
+) -> tuple[dict[str, ParamLayout], dict[str, list[tuple[str, PartView]]]]:
     """(what is held, in checkpoint names; for each of those the view of each box, with its name in memory)."""
-    views: dict[str, list[tuple[str, View]]] = {}
+    views: dict[str, list[tuple[str, PartView]]] = {}
     renamed = {}
     for name, param in layout.items():
         shapes = {}
@@ -67,18 +67,18 @@ def checkpoint_layout(
     return renamed, views
 
 
-def _views(name: str, param: ParamLayout, names: Names) -> Iterator[View]:
+def _views(name: str, param: ParamLayout, names: Names) -> Iterator[PartView]:
     fused = next((rule for rule in names.fused if name.endswith(rule.here) and len(param.shape) == 3), None)
     for part, box in enumerate(param.boxes):
         if fused is None:
-            yield View(names.there(name), param.shape, box, part, ())
+            yield PartView(names.there(name), param.shape, box, part, ())
         else:
             prefix = name.removesuffix(fused.here)
             sources = [names.there(prefix + source) for source in fused.sources]
             yield from _unfused(param.shape, box, part, sources)
 
 
-def _unfused(shape: Sequence[int], box: Box, part: int, sources: Sequence[str]) -> Iterator[View]:
+def _unfused(shape: Sequence[int], box: Box, part: int, sources: Sequence[str]) -> Iterator[PartView]:
     _, all_rows, columns = shape
     rows = all_rows // len(sources)
     (first, low, left), (experts, count, width) = box.offsets, box.shape
@@ -86,7 +86,7 @@ def _unfused(shape: Sequence[int], box: Box, part: int, sources: Sequence[str]) 
         for number, source in enumerate(sources):
             start, stop = max(low, rows * number), min(low + count, rows * (number + 1))
             if start < stop and width:
-                yield View(
+                yield PartView(
                     source.replace("*", str(expert)),
                     (rows, columns),
                     Box((start - rows * number, left), (stop - start, width)),

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from asyncrl.sync.layout.hf_sharding import Heads, Plane, Shapes, mesh_layout
 from asyncrl.sync.layout.layout import ITEM_BYTES
+from asyncrl.sync.layout.predicted_sharding import Heads, Plane, Shapes, mesh_layout
 from asyncrl.sync.layout.sharding import MeshLayout, RankMesh
 from asyncrl.sync.plan.plan import plan
 from asyncrl.sync.plan.tree import Links, Member, assign, depths, predict

@@ -48,6 +48,7 @@ from asyncrl.sync.stream.sender import FAST_BYTES_S, LATENCY_S
 from asyncrl.sync.stream.snapshot import Pin, PublishReport, SnapshotEvictedError, SnapshotMemory
 from asyncrl.sync.tensors.checksum import row_digest
 from asyncrl.sync.tensors.shards import Shards, flat_bytes
+from asyncrl.telemetry import tracing
 from asyncrl.types import Version
 
 FULL_EVERY = 8
@@ -179,7 +180,8 @@ class StoredPublisher(RankPublisher):
         if pin is None:
             return
         try:
-            self._store(pin)
+            with tracing.span("weights", "store", version=version) as at_end:
+                at_end["bytes"] = self._store(pin)
         finally:
             self._snapshots.release(pin)
         with self._changed:
@@ -187,8 +189,8 @@ class StoredPublisher(RankPublisher):
             self._counts["stored"] += 1
             self._changed.notify_all()
 
-    def _store(self, pin: Pin) -> None:
-        """Store the version or its changes, then the manifest; then delete older ones."""
+    def _store(self, pin: Pin) -> int:
+        """Store the version or its changes, then the manifest; then delete older ones. Returns the bytes written."""
         begun = time.monotonic()
         written = self._store_changes(pin)
         if written is None:
@@ -200,6 +202,7 @@ class StoredPublisher(RankPublisher):
             self._count("delta_bytes", written)
         self._count("bytes", written)
         self._prune()
+        return written
 
     def _store_full(self, pin: Pin) -> int:
         """Returns the bytes of the blob."""

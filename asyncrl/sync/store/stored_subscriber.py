@@ -15,6 +15,8 @@ import time
 from collections.abc import Sequence
 
 from asyncrl.config.schema import SyncConfig
+from asyncrl.device import accelerator
+from asyncrl.device.streams import SideStream
 from asyncrl.errors import WeightSyncError, WireError
 from asyncrl.sync.layout.layout import Layout
 from asyncrl.sync.plan.plan import Plan, SourcePlan, plan
@@ -64,6 +66,7 @@ class StoredSubscriber:
         self._plan = Plan(())
         self._reader = StoredReader(who, blobs, staging, config.bucket_bytes, verify=config.verify)
         self._staged: StagedWeights | None = None  # what lies whole in staging
+        self._stream = SideStream(staging.device)
 
     def newest(self, newer_than: Version, wait_s: float) -> Version | None:
         """The newest version above `newer_than` that every rank has stored; None when none came in `wait_s`."""
@@ -85,6 +88,12 @@ class StoredSubscriber:
             SnapshotEvictedError: it was deleted meanwhile
             WeightSyncError: a blob is torn, damaged, or of another learner
         """
+        with self._stream.entered():  # decoding waits for nothing of this
+            staged = self._stage(version)
+            accelerator.wait_for_stream(self._staging.device)
+        return staged
+
+    def _stage(self, version: Version) -> StagedWeights:
         begun = time.monotonic()
         paths = self._paths(version, None if self._staged is None else self._staged.version)
         if any(path[0].kind == DELTA for path in paths) and not self._good():

@@ -63,8 +63,10 @@ class _Session:
 
 
 class PublisherLink:
-    """Requests to a publisher, a method for each. Not thread-safe: one thread at a time. After an error `drop` it; the
-    next `attach` makes it new."""
+    """Requests to a publisher, a method for each, and therefore more than in other classes.
+
+    Not thread-safe: one thread at a time. After an error `drop` it; the next `attach` makes it new.
+    """
 
     def __init__(
         self,

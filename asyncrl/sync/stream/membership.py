@@ -38,7 +38,7 @@ class Joined:
 @dataclass(slots=True)
 class _Entry:
     joined: Joined
-    heard_at: float
+    seen_at: float
     held: Version = NO_VERSION
     reported_at: Version | None = None  # what the member held when a child reported that it failed
 
@@ -80,13 +80,13 @@ class Membership:
         """Whether `who` is a member, which by this is not silent."""
         entry = self._entries.get(who)
         if entry is not None:
-            entry.heard_at = self._clock()
+            entry.seen_at = self._clock()
         return entry is not None
 
     def fence(self) -> list[str]:
         """Those silent for too long are members no longer."""
         since = self._clock() - self._silence_s
-        silent = [who for who, entry in self._entries.items() if entry.heard_at < since]
+        silent = [who for who, entry in self._entries.items() if entry.seen_at < since]
         for who in silent:
             self.leave(who)
         self._fenced += len(silent)

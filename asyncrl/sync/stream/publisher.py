@@ -35,6 +35,7 @@ from asyncrl.sync.stream.snapshot import Pin, PublishReport, SnapshotMemory
 from asyncrl.sync.stream.version_server import Handler, VersionServer
 from asyncrl.sync.tensors.checksum import ChecksumShare
 from asyncrl.sync.tensors.shards import Shards
+from asyncrl.telemetry import tracing
 from asyncrl.types import Version
 
 LONGEST_TEXT = 512
@@ -161,7 +162,7 @@ class Publisher(RankPublisher):
             handlers={"hello": self._hello, **(at_rank_0 if rank == 0 else {})},
             keys=keys,
             on_wake=self._fence,
-            heard=self._members.seen,
+            on_request=self._members.seen,
         )
         self.endpoint = self._server.endpoint
         # A thread that is inside torch while the interpreter is taken down aborts the process.
@@ -220,6 +221,7 @@ class Publisher(RankPublisher):
             None if endpoint is None else _text(endpoint),
         )
         self._members.join(joined)
+        tracing.event("subscribed", generator=joined.member.who)
         return {}
 
     def _route(self, request: RpcRequest) -> Fields:
@@ -235,12 +237,14 @@ class Publisher(RankPublisher):
         return {}
 
     def _leave(self, request: RpcRequest) -> Fields:
-        self._members.leave(str(request.fields["who"]))
+        self._members.leave(who := str(request.fields["who"]))
+        tracing.event("unsubscribed", generator=who)
         return {}
 
     def _fence(self) -> None:
         for silent in self._members.fence():
             log.warning("%s: %s is silent for more than %.0f s", self.name, silent, self._config.silence_s)
+            tracing.event("fenced", generator=silent, silence_s=self._config.silence_s)
             self._server.drop(silent)
 
     def _member(self, request: RpcRequest) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from asyncrl.config.schema import SyncConfig
-from asyncrl.device.streams import Event
+from asyncrl.device.streams import StreamEvent
 from asyncrl.errors import DeadlineError, RefusedError
 from asyncrl.rpc.keys import ClientKeys
 from asyncrl.sync.delta.delta_stream import Deltas
@@ -42,7 +42,9 @@ class StagingSource:
         self._changed = threading.Condition()
         self._version: Version | None = None
         self._pins: list[Pin] = []
-        self._arrived: dict[int, Event] = {}  # by bucket: when it lies there, on the stream that unpacks it
+        self._arrived: dict[
+            int, StreamEvent
+        ] = {}  # by bucket: when it lies there, on the stream that unpacks it
         self._whole = False
         self._share: ChecksumShare | None = None
 
@@ -59,7 +61,7 @@ class StagingSource:
     def arrived(self, bucket: int) -> None:
         """In the thread that receives it."""
         with self._changed:
-            self._arrived[bucket] = Event(self.device)
+            self._arrived[bucket] = StreamEvent(self.device)
             self._changed.notify_all()
 
     def complete(self, share: ChecksumShare | None) -> None:

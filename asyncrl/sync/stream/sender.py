@@ -37,6 +37,7 @@ from asyncrl.sync.stream.snapshot import Pin, SnapshotEvictedError
 from asyncrl.sync.tensors.bucket import Buffers, send_buckets
 from asyncrl.sync.tensors.checksum import ChecksumShare
 from asyncrl.sync.tensors.shards import Shards
+from asyncrl.telemetry import tracing
 from asyncrl.types import Version
 
 log = logging.getLogger(__name__)
@@ -127,7 +128,7 @@ class Sender:
     ) -> None:
         self.who = meeting.whom
         self.pin: Pin | None = None  # set by the server: the version that this subscriber holds
-        self.heard_at = time.monotonic()  # set by the server: the last request of this session
+        self.seen_at = time.monotonic()  # set by the server: the last request of this session
         self._plan, self._source, self._kind, self._listener = plan, source, kind, listener
         self._meeting, self._counts = meeting, counts
         self._slow = False  # by the last full stream
@@ -192,7 +193,9 @@ class Sender:
         while (job := self._next_job(channel)) is not None:
             if buffers is None:
                 buffers = Buffers(self._plan, self._source.shards(job.pin), channel.device)
-            self._transfer(job, channel, buffers, hasher)
+            version = job.pin.version
+            with tracing.span("weights", "send", version=version, generator=self.who) as at_end:
+                at_end["bytes"] = self._transfer(job, channel, buffers, hasher)
 
     def _next_job(self, channel: Channel) -> _Job | None:
         """None: this sender is closed, or the subscriber is gone. A wait without a deadline: it ends with either."""
@@ -209,8 +212,8 @@ class Sender:
                 log.info("weights to %s: it is gone", self.who)
                 return None
 
-    def _transfer(self, job: _Job, channel: Channel, buffers: Buffers, hasher: Executor) -> None:
-        """Sets the job's result in any case; raises errors that must end this sender."""
+    def _transfer(self, job: _Job, channel: Channel, buffers: Buffers, hasher: Executor) -> int:
+        """Sets the job's result in any case; raises errors that must end this sender. Returns the bytes sent."""
         deadline = time.monotonic() + self._meeting.deadline_s
         pin, plan, source = job.pin, self._plan, self._source
         fields: Fields = {"status": "failed", "detail": f"{self._meeting.who} failed"}
@@ -235,6 +238,7 @@ class Sender:
             fields = {"status": "sent", "share": share, "bytes": sent}
             self._counts.add("transfers")
             self._counts.add("bytes", sent)
+            return sent
         except SnapshotEvictedError as error:
             fields = {"status": "gone", "detail": str(error)}
             raise

@@ -23,9 +23,10 @@ from dataclasses import dataclass, field
 import torch
 
 from asyncrl.device import accelerator
-from asyncrl.device.streams import Event, SideStream
+from asyncrl.device.streams import SideStream, StreamEvent
 from asyncrl.errors import WeightSyncError
 from asyncrl.sync.tensors.shards import Shards, TensorBuffer
+from asyncrl.telemetry import tracing
 from asyncrl.types import Version
 
 STALLED_S = 5.0
@@ -191,8 +192,11 @@ class SnapshotMemory(Snapshots):
         self._taken += 1
         if self._taken % REMEASURE == 0:
             self._floor_s = min(self._floor_of(buffer) for _ in range(2))
-        trained = Event(self.live.device)
-        with self._copying.entered():
+        trained = StreamEvent(self.live.device)
+        with (
+            self._copying.entered(),
+            tracing.span("weights", "snapshot", version=version, bytes=buffer.bytes),
+        ):
             trained.order()
             pause_s = buffer.take(self.live)
         self.commit(slot)

@@ -45,7 +45,7 @@ class VersionServer:
         handlers: the owner's requests by kind, in the RPC thread
         keys: that subscribers must hold too
         on_wake: called after each `server.wake`, in the RPC thread
-        heard: called with the subscriber's name at each request of a session, in the RPC thread
+        on_request: called with the subscriber's name at each request of a session, in the RPC thread
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class VersionServer:
         keys: ClientKeys | None,
         handlers: Mapping[str, Handler],
         on_wake: Callable[[], None] = lambda: None,
-        heard: Callable[[str], object] = lambda who: None,
+        on_request: Callable[[str], object] = lambda who: None,
     ) -> None:
         self.name, self.lineage = name, lineage
         self._source, self._config, self._host = source, config, host
@@ -76,12 +76,12 @@ class VersionServer:
             "bye": self._bye,
             **handlers,
         }
-        self._on_wake, self._heard = on_wake, heard
+        self._on_wake, self._on_request = on_wake, on_request
         self.server = RpcServer(host, name, self._handle, keys, self._wake, config.port_range)
         self.endpoint = self.server.endpoint
 
     def add_handler(self, kind: str, handler: Handler) -> None:
-        """A further request of the owner's."""
+        """Let the owner answer a further kind of request."""
         self._handlers[kind] = handler
 
     def stats(self) -> dict[str, float]:
@@ -112,11 +112,11 @@ class VersionServer:
         """End the sessions of subscribers that are gone, or silent for sync.silence_s. In the RPC thread."""
         silent_since = time.monotonic() - self._config.silence_s
         for session, sender in list(self._senders.items()):
-            if sender.heard_at < silent_since and not sender.ended:
+            if sender.seen_at < silent_since and not sender.ended:
                 log.warning(
                     "%s: %s is silent for more than %.0f s", self.name, sender.who, self._config.silence_s
                 )
-            if sender.heard_at < silent_since or sender.ended:
+            if sender.seen_at < silent_since or sender.ended:
                 self._end(session)
         self._on_wake()
 
@@ -127,7 +127,7 @@ class VersionServer:
         if not isinstance(who, str) or len(who) > LONGEST_NAME:
             raise WireError(f"a subscriber's name is a text of at most {LONGEST_NAME} characters")
         if request.kind not in self._handlers:
-            raise RefusedError("unknown", f"{self.name} knows no request {request.kind!r}")
+            raise RefusedError("unknown", f"{self.name} has no request {request.kind!r}")
         if (lineage := request.fields["lineage"]) != self.lineage:
             raise RefusedError(
                 "lineage", f"{who} follows lineage {lineage}, {self.name} publishes lineage {self.lineage}"
@@ -200,8 +200,8 @@ class VersionServer:
         sender = self._senders.get(request.fields["session"])
         if sender is None or sender.ended:
             raise RefusedError("session", f"{request.fields.get('who')} must attach to {self.name} again")
-        sender.heard_at = time.monotonic()
-        self._heard(sender.who)
+        sender.seen_at = time.monotonic()
+        self._on_request(sender.who)
         return sender
 
     def _release_of(self, sender: Sender) -> None:

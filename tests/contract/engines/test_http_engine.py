@@ -34,7 +34,7 @@ from asyncrl.generator.engines.http import http_link
 from asyncrl.generator.engines.http.http_engine import PrioritySemaphore
 from asyncrl.generator.engines.http.http_link import ServerRefusedError, metric_sums
 from asyncrl.generator.engines.receiver import LostWeightsError, WeightReader
-from asyncrl.generator.engines.watch import EngineWatch
+from asyncrl.generator.watches import EngineWatch
 from asyncrl.types import NO_VERSION
 
 READER = WeightReader("run", "generator-0", SYNC)

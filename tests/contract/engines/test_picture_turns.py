@@ -22,7 +22,7 @@ from test_images import backend_of
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from asyncrl.config.schema import Config, ModelConfig, RewardConfig
-from asyncrl.config.sections.generator import AgentConfig
+from asyncrl.config.sections.agent import AgentConfig
 from asyncrl.errors import ConfigError
 from asyncrl.generator.agents.agent import Agent
 from asyncrl.generator.agents.chat import Chat

@@ -159,10 +159,7 @@ async def test_samples_that_lose_their_cache_are_none_the_worse(house: House) ->
 
 async def test_the_stream_is_there_behind_the_verbs_of_vllm(house: House) -> None:
     """As another program would use a vLLM server that it has started."""
-    from vllm.distributed.weight_transfer.base import (
-        WeightTransferInitRequest,
-        WeightTransferUpdateRequest,
-    )
+    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
     llm, weights = house.engine._llm, nudged(weights_of(house.model), 4)
     with learner(weights, version=900, lineage=7) as source:
@@ -195,7 +192,7 @@ sys.path[:0] = ["tests/helpers/processes", "tests/contract/engines"]
 from pathlib import Path
 import psutil
 from engine_cases import vllm_config
-from asyncrl.config.sections.generator import VllmConfig
+from asyncrl.config.sections.generator import (VllmConfig)
 from asyncrl.generator.engines.vllm.vllm_engine import VllmEngine
 
 async def main():

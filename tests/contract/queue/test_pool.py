@@ -13,7 +13,7 @@ from queue_cases import LEASE_S, WAIT_S, AnyQueue, B, claim, group, lease, ordin
 
 from asyncrl.config.config_consistency import AGREED, agreed
 from asyncrl.config.schema import Config, GeneratorConfig, LearnerConfig, RunConfig
-from asyncrl.config.sections.models import PlaceConfig, PlacementConfig
+from asyncrl.config.sections.placement import PlaceConfig, PlacementConfig
 from asyncrl.errors import ConfigError, DeadlineError
 from asyncrl.pool.worker import AddColumns, LeftOut, PoolWorker
 from asyncrl.queue.client.client import QueueClient
@@ -211,3 +211,17 @@ async def test_a_cancelled_pool_gives_back_what_it_holds(queue: AnyQueue) -> Non
     assert ordinals((await claim(learner, opened, 0)).groups) == [0, 1, 2, 3]
     await learner.finish("done")
     await ended(heir)
+
+
+async def test_the_trace_of_a_pool_has_its_groups_and_its_waits(queue: AnyQueue, trace: Any) -> None:
+    pool = worker(await queue.client("reference-0"), Says())
+    running = asyncio.create_task(pool.run())
+    learner, opened = await committed(queue)
+    await claim(learner, opened, 0)
+    await learner.finish("done")
+    await ended(running)
+    lanes = trace().lanes
+    groups = lanes["groups"].spans
+    assert sorted(span.about["task"] for span in groups) == [0, 1, 2, 3]
+    assert {span.name for span in groups} == {"reference"}
+    assert "wait/groups" in {span.name for span in lanes["pool"].spans}

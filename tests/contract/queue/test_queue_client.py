@@ -61,7 +61,7 @@ async def test_a_task_goes_round(queue: AnyQueue) -> None:
         await worker.commit("train", one, group(one.task, 0))
     await worker.renew({"tokens": 48, "busy": {"compute": 1.5}})
     claimed = await claim(learner, opened, step=0)
-    assert (ordinals(claimed.groups), claimed.last, claimed.ordinals_all) == ([0, 1, 2, 3], True, B)
+    assert (ordinals(claimed.groups), claimed.last, claimed.so_far) == ([0, 1, 2, 3], True, B)
     assert claimed.groups[3].token_ids.tolist() == [3] * 12
     assert {worker.split("/")[0] for worker in claimed.workers} == {"worker"}
     assert claimed.groups[3].task == tasks(3, 1)[0]
@@ -304,7 +304,7 @@ async def test_a_client_puts_the_parts_of_a_claim_together(
     assert await refusal(claim(learner, opened, 0)) == "abandoned"
     claimed = await claim(learner, opened, 0)
     assert ordinals(claimed.groups) == [0, 1, 2, 3, 5, 6, 7]
-    assert (claimed.ordinals_all, claimed.last, len(claimed.stamps)) == (7, True, 7)
+    assert (claimed.so_far, claimed.last, len(claimed.stamps)) == (7, True, 7)
 
 
 async def test_evaluation_waits_for_its_version_and_takes_any_order(queue: AnyQueue) -> None:

@@ -22,7 +22,13 @@ def test_a_model_is_warmed_up_scored_and_asked(
     config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, warm = str(config_file), str(tmp_path / "warm")
-    steps = ("sft.steps=60", "sft.batch_size=32", "sft.lr=1e-2", "sft.every=30", f"sft.output={warm}")
+    steps = (
+        "sft.steps=60",
+        "sft.batch_size=32",
+        "sft.optimizer.lr=1e-2",
+        "sft.every=30",
+        f"sft.output={warm}",
+    )
     run(capsys, "sft", config, *steps)
     scored = json.loads(run(capsys, "eval", config, "--model", warm))
     assert scored["tasks"] == 20

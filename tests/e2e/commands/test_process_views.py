@@ -2,104 +2,19 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import pty
 import re
-import signal
-import struct
-import subprocess
-import sys
-import termios
-import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import pytest
-from processes import DEADLINE_S, ENV, FOR_EVER, family, queue_address, rows, until
-
-from asyncrl.system.signals import die_with_parent
+from processes import FOR_EVER, queue_address, rows, until
+from terminal import CTRL_C, Terminal, in_terminal
 
 pytestmark = pytest.mark.slow
 
-ROWS, COLUMNS = 50, 160
-CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-CTRL_C = b"\x03"
 
-
-def _in_terminal() -> None:
-    """Between fork and exec: standard input becomes the terminal of the session, which ends with pytest. SIGINT is
-    ignored where a script has started pytest in the background; on a terminal it is not."""
-    die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-
-class Terminal:
-    """A process whose terminal is read on a thread; `screen` is all that it wrote, without control sequences."""
-
-    def __init__(self, *words: str) -> None:
-        self._master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "asyncrl", *words, "launch.quiet=false"],
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            env={**ENV, "TERM": "xterm", "COLUMNS": str(COLUMNS), "LINES": str(ROWS)},
-            start_new_session=True,
-            preexec_fn=_in_terminal,
-            text=True,
-        )
-        os.close(slave)
-        self._written = b""
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    @property
-    def screen(self) -> str:
-        return CONTROL.sub("", self._written.decode("utf-8", errors="replace"))
-
-    def press(self, key: bytes) -> None:
-        os.write(self._master, key)
-
-    def shows(self, *texts: str) -> None:
-        """Wait until all of them have been on the screen."""
-        for text in texts:
-            until(
-                lambda text=text: text in self.screen,
-                f"{text!r} on a screen: {self.screen[-2000:]}",
-                self.process,
-            )
-
-    def ends(self) -> int:
-        code = self.process.wait(DEADLINE_S)
-        self._reader.join(DEADLINE_S)
-        return code
-
-    def close(self) -> None:
-        for one in family(self.process.pid):
-            one.kill()
-        self.process.wait(DEADLINE_S)
-        self._reader.join(DEADLINE_S)
-        os.close(self._master)
-
-    def _read(self) -> None:
-        try:
-            while data := os.read(self._master, 1 << 16):
-                self._written += data
-        except OSError:  # the process has ended
-            return
-
-
-@contextmanager
-def terminal(*words: str) -> Iterator[Terminal]:
-    shown = Terminal(*words)
-    try:
-        yield shown
-    finally:
-        shown.close()
+def terminal(*words: str) -> AbstractContextManager[Terminal]:
+    return in_terminal(*words, "launch.quiet=false")
 
 
 @pytest.mark.timeout(400)

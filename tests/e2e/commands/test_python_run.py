@@ -49,7 +49,7 @@ def check(result: asyncrl.TrainResult, folder: Path) -> None:
     assert result.folder == folder
     assert (result["versions"], result["groups_trained"]) == (2, 4)
     assert [row["version"] for row in result.rows] == [1, 2]
-    assert "reward/part/digits" in result.rows[0]
+    assert "rollout/reward/part/digits" in result.rows[0]
     assert (result.model / "config.json").is_file()
 
 
@@ -71,7 +71,7 @@ def test_the_page_trains(model_folder: Path, tmp_path: Path, monkeypatch: pytest
     assert printed.rstrip().endswith("runs/sums/final")
     with session(*cells) as notebook:
         assert len(notebook.curve) == 2
-        assert "heldout/accuracy" in {key for row in notebook.result.rows for key in row}
+        assert "eval/accuracy" in {key for row in notebook.result.rows for key in row}
         assert notebook.result.folder == Path("runs/run")
 
 

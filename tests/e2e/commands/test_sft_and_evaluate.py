@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl import evaluate, sft
+from asyncrl import evaluate
 from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
+from asyncrl.offline.process import train_supervised
 
 
 def test_a_warmed_up_model_is_scored_and_answers(config_file: Path, tmp_path: Path) -> None:
@@ -16,9 +17,15 @@ def test_a_warmed_up_model_is_scored_and_answers(config_file: Path, tmp_path: Pa
     output = tmp_path / "warm"
     config = load_config(
         config_file,
-        ["sft.steps=60", "sft.batch_size=32", "sft.lr=1e-2", "sft.every=30", f"sft.output={output}"],
+        [
+            "sft.steps=60",
+            "sft.batch_size=32",
+            "sft.optimizer.lr=1e-2",
+            "sft.every=30",
+            f"sft.output={output}",
+        ],
     )
-    reached = sft.train_supervised(config)
+    reached = train_supervised(config)
     assert reached["steps"] == 60
     scored = evaluate.evaluate(config, str(output))
     assert (scored["tasks"], scored["accuracy"]) == (20, pytest.approx(reached["accuracy"]))
@@ -30,4 +37,4 @@ def test_a_warmed_up_model_is_scored_and_answers(config_file: Path, tmp_path: Pa
 def test_an_accuracy_to_stop_at_needs_held_out_tasks(config_file: Path) -> None:
     config = load_config(config_file, ["sft.until_accuracy=0.5", "evaluation.source=null"])
     with pytest.raises(ConfigError, match=r"sft\.until_accuracy = 0\.5: needs held-out tasks"):
-        sft.train_supervised(config)
+        train_supervised(config)

@@ -72,7 +72,7 @@ def test_a_killed_learner_comes_back_to_a_queue_that_lives_on(config_file: Path)
             ran(*("asyncrl", "learner", config, address, "run.resume=true", f"run.versions={goal}"))
             succeeded(generator)
     assert versions(run) == list(range(1, goal + 1))
-    assert max(row["staleness/max"] for row in rows(run)) <= 2
+    assert max(row["train/staleness/max"] for row in rows(run)) <= 2
 
 
 @pytest.mark.slow
@@ -107,7 +107,7 @@ def test_a_generator_of_another_configuration_ends_before_it_leases(config_file:
         'reward.function is "asyncrl.tasks.addition:reward" at the learner and "asyncrl.tasks.echo:reward" here',
     ):
         assert told in printed
-    assert {row["rollouts"] for row in rows(run)} == {16}
+    assert {row["train/rollouts"] for row in rows(run)} == {16}
     assert summary_of(run)["tasks_dropped"] == 0
 
 

@@ -34,10 +34,10 @@ def test_with_recompute_the_learner_agrees_with_what_a_version_says_in_the_middl
     config_file: Path,
 ) -> None:
     told = trained(config_file, "recompute")
-    mixed = [row for row in told if row["reward/part/one_version"] < 1]
-    assert sum(row["logprob_gap/train/tokens"] for row in mixed) > 0
-    assert max(row.get("logprob_gap/train/max", 0.0) for row in told) < 1e-4
+    mixed = [row for row in told if row["rollout/reward/part/one_version"] < 1]
+    assert sum(row["train/logprob_gap/train/tokens"] for row in mixed) > 0
+    assert max(row.get("train/logprob_gap/train/max", 0.0) for row in told) < 1e-4
 
 
 def test_with_drain_every_sample_is_of_one_version(config_file: Path) -> None:
-    assert {row["reward/part/one_version"] for row in trained(config_file, "drain")} == {1.0}
+    assert {row["rollout/reward/part/one_version"] for row in trained(config_file, "drain")} == {1.0}

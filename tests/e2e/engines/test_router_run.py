@@ -31,5 +31,5 @@ def test_a_run_trains_on_recorded_experts(config_file: Path) -> None:
     ran("asyncrl", "train", str(config_file), *words)
     assert counts_of(config_file.parent / "it")[0] == 4
     told = rows(config_file.parent / "it")
-    assert sum(row["logprob_gap/train/tokens"] for row in told) > 0
-    assert max(row.get("logprob_gap/train/max", 0.0) for row in told) < 1e-4
+    assert sum(row["train/logprob_gap/train/tokens"] for row in told) > 0
+    assert max(row.get("train/logprob_gap/train/max", 0.0) for row in told) < 1e-4

@@ -26,6 +26,6 @@ def test_a_run_trains_on_what_a_server_says(config_file: Path, model_folder: Pat
         ran("asyncrl", "train", str(config_file), *words)
     assert counts_of(run) == (4, 16, 0)
     told = rows(run)
-    assert max(row["staleness/max"] for row in told) <= 1
-    gaps = [value for row in told for name, value in row.items() if name.startswith("logprob_gap/")]
+    assert max(row["train/staleness/max"] for row in told) <= 1
+    gaps = [value for row in told for name, value in row.items() if name.startswith("train/logprob_gap/")]
     assert gaps

@@ -49,7 +49,7 @@ def test_a_run_trains_on_what_vllm_generates(config_file: Path, more: tuple[str,
     ran("asyncrl", "train", str(config_file), *words, executed=True, deadline_s=STARTS_S)
     assert counts_of(run) == (3, 12, 0)
     told = rows(run)
-    assert max(row["staleness/max"] for row in told) <= 2
-    assert any(name.startswith("logprob_gap/") for row in told for name in row)
-    gaps = [row["logprob_gap/probe/max"] for row in told if row.get("logprob_gap/probe/tokens")]
+    assert max(row["train/staleness/max"] for row in told) <= 2
+    assert any(name.startswith("train/logprob_gap/") for row in told for name in row)
+    gaps = [row["train/logprob_gap/probe/max"] for row in told if row.get("train/logprob_gap/probe/tokens")]
     assert max(gaps) < 1e-3

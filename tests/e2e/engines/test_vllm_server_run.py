@@ -32,5 +32,5 @@ def test_a_run_trains_on_what_a_server_says(config_file: Path) -> None:
         ran("asyncrl", "train", str(config_file), *words)
     assert counts_of(run) == (4, 16, 0)
     told = rows(run)
-    assert max(row["staleness/max"] for row in told) <= 1
-    assert [name for row in told for name in row if name.startswith("logprob_gap/probe/")]
+    assert max(row["train/staleness/max"] for row in told) <= 1
+    assert [name for row in told for name in row if name.startswith("train/logprob_gap/probe/")]

@@ -100,5 +100,5 @@ def test_a_resumed_run_repeats_the_steps_that_its_queue_has_kept(config_file: Pa
     assert list(after) == list(range(1, saved + 3))
     repeated = saved + 1
     assert repeated in before
-    for name in ("reward/mean", "tokens", "staleness/mean"):
+    for name in ("rollout/reward/mean", "train/tokens", "train/staleness/mean"):
         assert after[repeated][name] == before[repeated][name]  # of the very same groups

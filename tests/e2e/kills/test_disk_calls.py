@@ -93,13 +93,13 @@ class WatchedRun:
         told = rows(self.folder)
         assert versions(self.folder) == list(range(1, VERSIONS + 1))
         assert summary_of(self.folder)["groups_trained"] == VERSIONS * GROUPS
-        if self.watch.party == "queue" and not history.trained:
+        if self.watch.party in ("queue", "train") and not history.trained:
             return  # killed after the learner had closed the run: the next queue has begun anew
         assert (history.twice, history.unended) == ([], [])
         assert len(history.trained) == VERSIONS * GROUPS
         assert set(history.dropped.values()) <= {"end"}
         for part, power in (("ordinal", 1), ("square", 2)):
-            learnt = sum(row[f"reward/part/{part}"] * row["groups"] for row in told)
+            learnt = sum(row[f"rollout/reward/part/{part}"] * row["train/groups"] for row in told)
             assert learnt == pytest.approx(sum(ordinal**power for ordinal in history.trained))
 
 

@@ -28,7 +28,7 @@ LAST = 4
 CHILD = """
 import json, os, signal, sys
 import torch
-from asyncrl.config.schema import SyncConfig
+from asyncrl.config.schema import (SyncConfig)
 from asyncrl.rpc import client, server
 from asyncrl.sync.stream import relay
 from asyncrl.sync.tensors.shards import Shards

@@ -89,8 +89,8 @@ def test_finished_turns_outlive_the_generator_that_made_them(tmp_path: Path, pla
     assert Counter((ordinal, said[:2]) for ordinal, said in went_on) == Counter(begun)
     assert len({said for _, said in begun}) > 1
     _, row = rows(run)  # the first may be older than the last figures of its rollouts
-    assert (row["agent/resumed"], row.get("agent/diverged", 0)) == (4, 0)
-    assert row.get("agent/given_again", 0) == (8 if played == "program" else 0)
+    assert (row["rollout/agent/resumed"], row.get("rollout/agent/diverged", 0)) == (4, 0)
+    assert row.get("rollout/agent/given_again", 0) == (8 if played == "program" else 0)
     if played == "as_template":
-        assert row["segments/mean"] == 3
-        assert 0 <= row["logprob_gap/train/max"] < 1e-3
+        assert row["rollout/segments/mean"] == 3
+        assert 0 <= row["train/logprob_gap/train/max"] < 1e-3

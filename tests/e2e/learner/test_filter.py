@@ -8,7 +8,7 @@ from own_functions import reward_key
 from processes import rows
 
 from asyncrl.config.load import load_config
-from asyncrl.launch.local import train
+from asyncrl.launch.local_run import train
 
 
 def test_a_run_trains_full_batches_of_groups_with_spread(config_file: Path) -> None:

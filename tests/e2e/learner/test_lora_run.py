@@ -18,9 +18,14 @@ def test_a_policy_with_adapters_and_a_reference_below_them(config_file: Path) ->
     ran("asyncrl", "train", str(config_file), *words)
     told = rows(run)
     assert [row["version"] for row in told] == [1, 2, 3, 4]
-    assert all(row["grad_norm"] > 0 for row in told)
+    assert all(row["train/grad_norm"] > 0 for row in told)
     assert (
-        max(row.get("logprob_gap/probe/max", 1.0) for row in told if row["logprob_gap/probe/tokens"]) < 1e-3
+        max(
+            row.get("train/logprob_gap/probe/max", 1.0)
+            for row in told
+            if row["train/logprob_gap/probe/tokens"]
+        )
+        < 1e-3
     )
     AutoModelForCausalLM.from_pretrained(run / "final")
     adapters = load_file(run / "final" / "adapter" / "adapter_model.safetensors")

@@ -25,6 +25,7 @@ pytestmark = [
 
 HOOK = Path(__file__).parents[1] / "megatron_hook"
 WORDS = ("queue.max_staleness=0", LENGTH)
+ADAPTERS = ("model.lora.rank=4",)  # which alone travel to the generator
 TWO_RANKS = ("learner.backend=megatron", "learner.processes=2", "run.versions=2")
 
 
@@ -33,21 +34,25 @@ def run_of(config_file: Path, *words: str, executed: bool = False) -> Path:
     return config_file.parent / "it"
 
 
-@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
-def test_one_loop_trains_either_backend(config_file: Path, axis: str) -> None:
+@pytest.mark.parametrize(
+    ("axis", "words"),
+    [("tensor", ()), ("pipeline", ()), ("tensor", ADAPTERS)],
+    ids=["tensor", "pipeline", "lora"],
+)
+def test_one_loop_trains_either_backend(config_file: Path, axis: str, words: tuple[str, ...]) -> None:
     """Two ranks that share each matrix, or the layers, publish their weights, save, and leave a model that scores; then
     the other backend goes on from their checkpoint, with one process. Every flip's weights are hashed, and every
     version's tokens compared with the learner's log-probs: what Megatron publishes is what it computes with."""
     path = os.pathsep.join([str(HOOK), *filter(None, [processes.ENV.get("PYTHONPATH")])])
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(processes.ENV, "PYTHONPATH", path)
-        run = run_of(config_file, *TWO_RANKS, f"learner.parallel.{axis}=2", executed=True)
+        run = run_of(config_file, *TWO_RANKS, *words, f"learner.parallel.{axis}=2", executed=True)
     assert counts_of(run) == (2, 8, 0)
     assert evaluate(load_config(str(config_file)), str(run / "final"))["tasks"] == 20
-    run_of(config_file, "run.resume=true", "run.versions=3")
-    trained = [row for row in rows(run) if "grad_norm" in row]
+    run_of(config_file, *words, "run.resume=true", "run.versions=3")
+    trained = [row for row in rows(run) if "train/grad_norm" in row]
     assert [row["version"] for row in trained] == [1, 2, 3]
-    assert all(row["grad_norm"] > 0 and row["logprob_gap/train/tokens"] > 0 for row in trained)
+    assert all(row["train/grad_norm"] > 0 and row["train/logprob_gap/train/tokens"] > 0 for row in trained)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -27,8 +27,8 @@ def test_a_run_of_two_processes_is_the_run_of_one(config_file: Path, way: str) -
     for run in runs:
         assert (*counts_of(run), summary_of(run)["rollouts_trained"]) == (2, 8, 0, 32)
         told = rows(run)
-        assert all(row["groups"] == 4 and row["logprob_gap/train/max"] < 1e-4 for row in told)
-        norms.append([row["grad_norm"] for row in told])
+        assert all(row["train/groups"] == 4 and row["train/logprob_gap/train/max"] < 1e-4 for row in told)
+        norms.append([row["train/grad_norm"] for row in told])
     one, two = map(final_weights, runs)
     assert norms[1] == pytest.approx(norms[0], rel=1e-3)
     assert min(norms[0]) > 0

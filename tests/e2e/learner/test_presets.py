@@ -9,7 +9,7 @@ import pytest
 from processes import rows
 
 from asyncrl.config.load import load_config
-from asyncrl.launch.local import train
+from asyncrl.launch.local_run import train
 
 pytestmark = pytest.mark.slow
 
@@ -19,12 +19,12 @@ COSTLY = "reward.function='asyncrl.tasks.addition:with_cost'"
 CASES = {
     "ppo": (
         ["learner.processes=2", "learner.mini_batches=2"],
-        {"critic/loss", "kl/reward", "critic/grad_norm"},
+        {"train/critic/loss", "train/kl/reward", "train/critic/grad_norm"},
     ),
-    "prime": ([], {"reward_model/loss", "reward_model/accuracy"}),
-    "gigpo": ([STEPWISE], {"reward/part/steps"}),
-    "remax": ([], {"reward/mean"}),
-    "safe_rlhf": ([COSTLY, "learner.mini_batches=2"], {"cost_critic/loss", "cost_multiplier"}),
+    "prime": ([], {"train/reward_model/loss", "train/reward_model/accuracy"}),
+    "gigpo": ([STEPWISE], {"rollout/reward/part/steps"}),
+    "remax": ([], {"rollout/reward/mean"}),
+    "safe_rlhf": ([COSTLY, "learner.mini_batches=2"], {"train/cost_critic/loss", "train/cost_multiplier"}),
 }
 
 
@@ -35,7 +35,7 @@ def test_a_run_and_its_resumption(preset: str, config_file: Path) -> None:
     top.write_text(f"include: [algorithms/{preset}.yaml, {config_file.name}]\n", encoding="utf-8")
     assert train(load_config(top, [*overrides, "run.versions=2"]))["versions"] == 2
     assert train(load_config(top, [*overrides, "run.resume=true"]))["versions"] == 4
-    steps = [row for row in rows(config_file.parent / "it") if "step_s" in row]
+    steps = [row for row in rows(config_file.parent / "it") if "perf/step_s" in row]
     assert [row["version"] for row in steps] == [1, 2, 3, 4]
     assert all(metrics <= set(row) for row in steps), json.dumps(sorted(steps[0]))
-    assert max(row["staleness/max"] for row in steps) <= 2
+    assert max(row["train/staleness/max"] for row in steps) <= 2

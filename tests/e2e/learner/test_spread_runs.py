@@ -45,5 +45,5 @@ def trained(config_file: Path, *words: str) -> Path:
     ran("asyncrl", "train", str(config_file), "learner.processes=2", *words)
     run = config_file.parent / "it"
     assert counts_of(run) == (4, 16, 0)
-    assert [row["groups"] for row in rows(run) if "groups" in row] == [4] * 4
+    assert [row["train/groups"] for row in rows(run) if "train/groups" in row] == [4] * 4
     return run

@@ -17,7 +17,7 @@ from asyncrl.config.schema import Config
 from asyncrl.generator.engines.transformers.transformers_engine import load_transformers_engine
 from asyncrl.generator.rollouts import Rollouts
 from asyncrl.generator.scoring.rewards import Scorer
-from asyncrl.launch.local import train
+from asyncrl.launch.local_run import train
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.training.version_step import version_step
 from asyncrl.models.loading import load_tokenizer

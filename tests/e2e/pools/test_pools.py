@@ -24,7 +24,7 @@ from processes import (
 from synchronous_runs import synchronous_runs
 
 from asyncrl.config.load import load_config
-from asyncrl.launch.local import train
+from asyncrl.launch.local_run import train
 from asyncrl.models.loading import load_causal_lm
 
 KL = ["algorithm.kl_loss.coef=0.1", "placement.reference.where=pool"]
@@ -50,7 +50,7 @@ def test_the_weights_of_a_synchronous_run_do_not_tell_where_its_reference_was(co
         moved = float((tensor - start[name]).abs().max())
         assert torch.allclose(found[name], tensor, rtol=0, atol=1e-3 * moved), name
     last = rows(pooled)[-1]
-    assert ("pool/reference/groups" in last, last["generators"]) == (True, 1)
+    assert ("rollout/pool/reference/groups" in last, last["rollout/generators"]) == (True, 1)
 
 
 def test_a_killed_pool_is_replaced_and_nothing_is_lost(config_file: Path) -> None:
@@ -91,8 +91,8 @@ def test_one_pool_gives_rewards_and_another_log_probs_of_what_passes_the_filter(
     summary = train(load_config(config_file, words))
     assert summary["versions"] == 4
     steps = rows(run)
-    assert {"reward/part/right", "reward/part/length"} <= steps[-1].keys()
-    assert steps[-1]["reward/mean"] > 0
+    assert {"rollout/reward/part/right", "rollout/reward/part/length"} <= steps[-1].keys()
+    assert steps[-1]["rollout/reward/mean"] > 0
     assert summary["heldout_accuracy_end"] > 0  # by what the pool says of it
 
 

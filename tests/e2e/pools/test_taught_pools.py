@@ -23,7 +23,7 @@ from processes import (
 from synchronous_runs import SYNCHRONOUS, synchronous_runs
 
 from asyncrl.config.load import load_config
-from asyncrl.launch.local import train
+from asyncrl.launch.local_run import train
 from asyncrl.learner import checkpoint
 
 pytestmark = pytest.mark.slow
@@ -56,9 +56,9 @@ def test_two_synchronous_runs_with_a_critic_on_a_pool_have_the_same_weights(conf
     one, two = synchronous_runs(config_file, [*PPO, *several], one=[], two=[])
     assert_same_weights(one, two)
     first, _, last = rows(one)
-    assert {"critic/loss", "critic/grad_norm", "critic/explained_variance"} <= first.keys()
-    assert ("loss" in first, "loss" in last) == (False, True)
-    assert last["pool/critic/steps"] > 0
+    assert {"train/critic/loss", "train/critic/grad_norm", "train/critic/explained_variance"} <= first.keys()
+    assert ("train/loss" in first, "train/loss" in last) == (False, True)
+    assert last["rollout/pool/critic/steps"] > 0
     newest = checkpoint.to_resume(one)
     assert newest is not None
     assert {path.name for path in newest[0].iterdir()} == {"critic", "learner", "meta.msgpack"}
@@ -108,5 +108,5 @@ def test_the_reward_model_of_prime_learns_on_two_ranks_of_a_pool(config_file: Pa
     summary = train(load_config(config_file, words))
     assert summary["versions"] == 4
     last = rows(config_file.parent / "it")[-1]
-    assert last["reward_model/grad_norm"] > 0
-    assert last["pool/reward_model/steps"] > 0
+    assert last["train/reward_model/grad_norm"] > 0
+    assert last["rollout/pool/reward_model/steps"] > 0

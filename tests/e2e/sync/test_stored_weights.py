@@ -16,7 +16,7 @@ def train_through(config_file: Path, *words: str) -> None:
     ran("asyncrl", "train", str(config_file), *words, "queue.max_staleness=1")
     run = config_file.parent / "it"
     assert counts_of(run) == (4, 16, 0)
-    assert max(row["staleness/max"] for row in rows(run)) <= 1
+    assert max(row["train/staleness/max"] for row in rows(run)) <= 1
 
 
 def test_a_run_over_a_folder_leaves_the_last_version_of_each_rank(config_file: Path) -> None:

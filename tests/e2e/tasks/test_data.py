@@ -14,7 +14,7 @@ from pyarrow import parquet
 
 from asyncrl import evaluate
 from asyncrl.config.load import load_config
-from asyncrl.launch.local import train
+from asyncrl.launch.local_run import train
 from asyncrl.launch.preflight import preflight
 from asyncrl.tasks.addition import Problems, heldout
 from asyncrl.tasks.addition import train as training
@@ -74,17 +74,17 @@ def test_the_example_runs_and_reports_both_sets(config_file: Path) -> None:
     summary = train(config)
     assert (summary["versions"], summary["groups_trained"]) == (3, 12)
     table = list(read_rows(config_file.parent / "it" / "metrics.jsonl"))
-    evaluated = [row for row in table if "heldout/accuracy" in row]
+    evaluated = [row for row in table if "eval/accuracy" in row]
     assert [row["version"] for row in evaluated] == [0, 2, 3]
     assert all(
-        row["heldout/sampled/pass@2"] <= row["heldout/sampled/pass@4"] <= row["heldout/sampled/pass@8"]
+        row["eval/sampled/pass@2"] <= row["eval/sampled/pass@4"] <= row["eval/sampled/pass@8"]
         for row in evaluated
     )
-    assert all(0 < row["heldout/sampled/maj@8"] < 1 for row in evaluated)
+    assert all(0 < row["eval/sampled/maj@8"] < 1 for row in evaluated)
     # Of six tasks of `small` two are too long.
-    assert [row for row in table if "step_s" in row][-1]["queue/dropped/too_long"] >= 1
+    assert [row for row in table if "perf/step_s" in row][-1]["queue/dropped/too_long"] >= 1
     scored = evaluate.evaluate(config, str(config_file.parent / "it" / "final"))
     last = evaluated[-1]
-    assert scored["accuracy"] == pytest.approx(last["heldout/accuracy"])
-    assert scored["sets"]["sampled"]["pass@8"] == pytest.approx(last["heldout/sampled/pass@8"])
+    assert scored["accuracy"] == pytest.approx(last["eval/accuracy"])
+    assert scored["sets"]["sampled"]["pass@8"] == pytest.approx(last["eval/sampled/pass@8"])
     assert (scored["tasks"], scored["sets"]["sampled"]["tasks"]) == (10, 5)

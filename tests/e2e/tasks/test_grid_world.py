@@ -9,8 +9,8 @@ import grid_world
 import pytest
 from processes import queue_address, rows, started, succeeded, until
 
-from asyncrl import sft
 from asyncrl.config.load import load_config
+from asyncrl.offline.process import train_supervised
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +27,7 @@ learner: {{threads: 1, micro_batch_tokens: 8192, groups_deadline_s: 90, mini_bat
           optimizer: {{lr: 1e-3, warmup_steps: 2}}}}
 algorithm: {{loss: ppo, aggregation: token-mean, gamma: 0.9, clip_high: 0.28}}
 checkpoint: {{every: 1000}}
-sft: {{output: {folder}/warm, batch_size: 32, lr: 5e-3, warmup_steps: 5, steps: 40}}
+sft: {{output: {folder}/warm, batch_size: 32, optimizer: {{lr: 5e-3, warmup_steps: 5}}, steps: 40}}
 """
 
 
@@ -41,7 +41,7 @@ def test_a_policy_learns_the_way_from_prompts_of_its_turns(
     config = tmp_path / "config.yaml"
     config.write_text(CONFIG.format(folder=tmp_path, own=grid_world.__file__, turns=grid_world.TURNS))
     of_a_turn = [f"agent.options.composed={str(composed).lower()}"] + ["agent.history=1"] * (not composed)
-    sft.train_supervised(load_config(config, [*of_a_turn, f"model.path={tmp_path}/random"]))
+    train_supervised(load_config(config, [*of_a_turn, f"model.path={tmp_path}/random"]))
     held = [f"agent.options.folder={tmp_path}", "agent.options.held=24", f"algorithm.advantage={advantage}"]
     words = [str(config), *of_a_turn, *held]
     run = tmp_path / "it"
@@ -57,8 +57,8 @@ def test_a_policy_learns_the_way_from_prompts_of_its_turns(
                 succeeded(second)
         succeeded(queue)
     told = rows(run)
-    assert told[-1]["agent/resumed"] > 0
-    assert told[-1].get("agent/diverged", 0) == 0
-    assert told[0]["segments/mean"] > 1
-    rewards = [round(row["reward/mean"], 2) for row in told]
+    assert told[-1]["rollout/agent/resumed"] > 0
+    assert told[-1].get("rollout/agent/diverged", 0) == 0
+    assert told[0]["rollout/segments/mean"] > 1
+    rewards = [round(row["rollout/reward/mean"], 2) for row in told]
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.45, rewards

@@ -17,7 +17,7 @@ from judge_stand_in import JudgeStandIn, materials
 from pyarrow import parquet
 
 from asyncrl.config.load import load_config
-from asyncrl.launch.local import train
+from asyncrl.launch.local_run import train
 from asyncrl.launch.preflight import preflight
 from asyncrl.telemetry.sinks import read_rows
 
@@ -128,11 +128,13 @@ def test_data_and_functions_of_others_train_beside_a_judge(
     preflight(made)
     summary = train(made)
     assert (summary["versions"], summary["groups_trained"]) == (3, 12)
-    rows = [row for row in read_rows(tmp_path / "it" / "metrics.jsonl") if "step_s" in row]
+    rows = [row for row in read_rows(tmp_path / "it" / "metrics.jsonl") if "perf/step_s" in row]
     for part in ("trl", "liked/many", "better"):
-        assert any(row.get(f"reward/part/{part}", 0) > 0 for row in rows), part
-    assert all(row["reward/part/better"] == pytest.approx(0.5) for row in rows)  # wins and losses of a group
-    assert any("reward/part/verl" in row for row in rows)
+        assert any(row.get(f"rollout/reward/part/{part}", 0) > 0 for row in rows), part
+    assert all(
+        row["rollout/reward/part/better"] == pytest.approx(0.5) for row in rows
+    )  # wins and losses of a group
+    assert any("rollout/reward/part/verl" in row for row in rows)
     spent = json.loads((tmp_path / "judge" / "spent.json").read_text())
     assert (
         spent["calls"] >= len(stand_in.requests) > 12

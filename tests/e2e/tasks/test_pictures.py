@@ -10,8 +10,9 @@ import torch
 from processes import ran, rows, summary_of
 from safetensors.torch import load_file
 
-from asyncrl import evaluate, sft
+from asyncrl import evaluate
 from asyncrl.config.load import CONFIGS, load_config
+from asyncrl.offline.process import train_supervised
 from asyncrl.tasks.pictures import write_model_folder
 
 RECIPE = CONFIGS / "recipes" / "pictures.yaml"
@@ -22,9 +23,9 @@ def test_pictures_are_trained_on_and_the_run_goes_on(tmp_path: Path) -> None:
     warm, run = tmp_path / "warm", tmp_path / "demo-pictures"
     write_model_folder(tmp_path / "model")
     words = ["sft.steps=40", "sft.every=40", "evaluation.options.count=20", f"sft.output={warm}"]
-    sft.train_supervised(load_config(RECIPE, [*words, f"model.path={tmp_path / 'model'}"]))
+    words += [f"run.dir={tmp_path}"]
+    train_supervised(load_config(RECIPE, [*words, f"model.path={tmp_path / 'model'}"]))
     words += [
-        f"run.dir={tmp_path}",
         f"model.path={warm}",
         "batch.groups=4",
         "checkpoint.every=2",
@@ -34,8 +35,8 @@ def test_pictures_are_trained_on_and_the_run_goes_on(tmp_path: Path) -> None:
     ran("asyncrl", "train", str(RECIPE), *words, "run.versions=5", "run.resume=true")
     told = rows(run)
     assert [row["version"] for row in told] == [1, 2, 3, 4, 5]
-    assert any(row["grad_norm"] > 0 for row in told)
-    gaps = [row["logprob_gap/probe/max"] for row in told if row["logprob_gap/probe/tokens"]]
+    assert any(row["train/grad_norm"] > 0 for row in told)
+    gaps = [row["train/logprob_gap/probe/max"] for row in told if row["train/logprob_gap/probe/tokens"]]
     assert max(gaps) < 1e-3
     before, after = (load_file(next(folder.glob("*.safetensors"))) for folder in (warm, run / "final"))
     tower = [name for name in before if "visual" in name]

@@ -20,8 +20,8 @@ def test_a_hand_is_moved_by_tokens_that_are_actions(tmp_path: Path) -> None:
     summary = asyncrl.train("examples/reach.yaml", [f"model.path={warm}", *words])
     assert (summary["versions"], summary["rollouts_trained"]) == (4, 4 * 8 * 8)
     told = rows(tmp_path / "reach")
-    assert max(row["segments/mean"] for row in told) > 1
-    assert all(row["grad_norm"] > 0 for row in told)
-    gaps = [row["logprob_gap/train/max"] for row in told if row.get("logprob_gap/train/tokens")]
+    assert max(row["rollout/segments/mean"] for row in told) > 1
+    assert all(row["train/grad_norm"] > 0 for row in told)
+    gaps = [row["train/logprob_gap/train/max"] for row in told if row.get("train/logprob_gap/train/tokens")]
     assert gaps
     assert max(gaps) < 1e-3

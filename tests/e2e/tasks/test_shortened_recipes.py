@@ -12,8 +12,8 @@ from processes import rows
 from safetensors.torch import load_file
 
 from asyncrl import demo as demos
-from asyncrl.launch.local import train
-from asyncrl.sft import train_supervised
+from asyncrl.launch.local_run import train
+from asyncrl.offline.process import train_supervised
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +36,7 @@ def test_a_shortened_recipe_trains(name: str, tmp_path: Path) -> None:
     assert (summary["versions"], summary["rollouts_trained"]) == (2, 2 * 4 * 8)
     assert None not in (summary["heldout_accuracy_start"], summary["heldout_accuracy_end"])
     run = tmp_path / demo.recipe.own_name
-    assert [row["reward/mean"] == 0 for row in rows(run)] == [False, False]
+    assert [row["rollout/reward/mean"] == 0 for row in rows(run)] == [False, False]
     (warm,), (final,) = (folder.glob("*.safetensors") for folder in (demo.warm, run / "final"))
     before, after = load_file(warm), load_file(final)
     assert before.keys() == after.keys()

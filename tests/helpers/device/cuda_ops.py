@@ -21,7 +21,10 @@ from torch.utils._pytree import tree_leaves
 ENTRY_OF = {
     "_log_softmax": "log_softmax",
     "_log_softmax_backward_data": "log_softmax",
+    "_safe_softmax": "softmax",
     "_softmax": "softmax",
+    "convolution": "conv1d",
+    "convolution_backward": "conv1d",
     "embedding_dense_backward": "embedding",
     "gelu_backward": "gelu",
     "native_layer_norm_backward": "native_layer_norm",
@@ -36,6 +39,10 @@ ENTRY_OF = {
     "threshold_backward": "relu",
     "__lshift__": "bitwise_left_shift",
     "__rshift__": "bitwise_right_shift",
+    "__and__": "bitwise_and",
+    "__iand__": "bitwise_and",
+    "__ior__": "bitwise_or",
+    "__or__": "bitwise_or",
     "_local_scalar_dense": "item",
     "index": "__getitem__",
     "is_nonzero": "item",
@@ -48,6 +55,8 @@ ALWAYS = {
     "_to_copy": "Copy.cu moves every dtype",
     "_unsafe_view": "moves nothing",
     "clone": "Copy.cu moves every dtype",
+    "detach_": "moves nothing",
+    "type_as": "Copy.cu moves every dtype",
     "copy": "Copy.cu moves every dtype",
     "_fused_adamw": "native_functions.yaml lists a CUDA kernel",
     "_fused_adam": "native_functions.yaml lists a CUDA kernel",
@@ -147,5 +156,11 @@ def _int_mm(left: torch.Tensor, right: torch.Tensor, *_: torch.Tensor) -> Iterat
             yield f"each begins at a multiple of 8 bytes: {tensor.storage_offset()}, strides {tensor.stride()}"
 
 
-BY_HAND: dict[str, Callable[..., Iterator[str]]] = {"_int_mm": _int_mm}
+def _grouped_mm(left: torch.Tensor, right: torch.Tensor, *_: torch.Tensor) -> Iterator[str]:
+    """What GroupedBlas.cpp multiplies; its checks of shapes and strides are those of the CPU (GroupedMMUtils.h)."""
+    if {left.dtype, right.dtype} - {torch.bfloat16, torch.float16, torch.float32}:
+        yield f"bfloat16, float16 or float32: {left.dtype} by {right.dtype}"
+
+
+BY_HAND: dict[str, Callable[..., Iterator[str]]] = {"_int_mm": _int_mm, "_grouped_mm": _grouped_mm}
 """Operators whose limits on CUDA no list has."""

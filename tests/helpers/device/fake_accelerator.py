@@ -138,11 +138,17 @@ class FakeAccelerator:
     def get_device_properties(self, device: Any = None) -> SimpleNamespace:
         return SimpleNamespace(uuid=f"fake-{self._device(device).index}", total_memory=1 << 30)
 
+    def get_device_capability(self, device: Any = None) -> tuple[int, int]:
+        return 9, 0
+
     def max_memory_allocated(self, device: Any = None) -> int:
         return 1 << 20
 
     def reset_peak_memory_stats(self, device: Any = None) -> None:
         self.note(f"device {self._device(device).index} resets its peak")
+
+    def set_per_process_memory_fraction(self, share: float, device: Any = None) -> None:
+        self.note(f"device {self._device(device).index} has a share of {share}")
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         return 1 << 29, 1 << 30

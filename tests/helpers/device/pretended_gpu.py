@@ -6,20 +6,23 @@
         x + torch.ones(4)                   ──▸ MixedDevicesError, as torch on a GPU
         torch.dot(x.long(), x.long())       ──▸ NotOnCudaError, see cuda_ops.py
 
-A wait is a call by which the host waits for the GPU: a value, or a size that hangs on values. Autograd works. FSDP does
-not: its mesh wants a real device.
+A wait is a call by which the host waits for the GPU: a value, or a size that hangs on values. Autograd works, and so do
+learners and engines of one process. FSDP over ranks does not: its mesh wants a real device.
 """
 
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from cuda_ops import check
 from fake_accelerator import FakeAccelerator
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -38,6 +41,9 @@ WAITING = {
     "unique_dim",
 }
 """aten operators whose result, or its size, the host must know."""
+
+INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_"}
+"""aten operators whose indices may lie on the CPU; torch copies them."""
 
 COPIES = {"copy_", "_foreach_copy_"}
 """aten operators that may take tensors of two devices."""
@@ -87,8 +93,12 @@ class GpuTensor(torch.Tensor):
         if any(type(t) not in (GpuTensor, Tensor, torch.nn.Parameter) for t in tensors):
             return NotImplemented
         gpu = next(t.gpu for t in tensors if isinstance(t, GpuTensor))
+        if func is torch.ops.aten.index_put.default and torch._C._current_graph_task_id() != -1:
+            # torch's C++ has made what lies on the CPU: a derivative of an index.
+            args = tree_map(lambda leaf: _there(leaf, gpu), args)
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
         gpu.called(func, args, kwargs, tensors)
-        out = func(*tree_map(_real, args), **tree_map(_real, kwargs))
+        out = _computed(func, tree_map(_real, args), tree_map(_real, kwargs))
         if func is torch.ops.aten.copy_.default:
             return args[0]  # on whichever device it lies
         given = {id(t.memory): t for t in tensors if isinstance(t, GpuTensor)}
@@ -99,6 +109,20 @@ class GpuTensor(torch.Tensor):
             return GpuTensor(leaf, gpu) if isinstance(leaf, Tensor) else leaf
 
         return tree_map(there, out)
+
+
+def _computed(func: Any, args: Any, kwargs: Any) -> Any:
+    """The result of a call, also of one that CUDA has and the CPU has not."""
+    if func is torch.ops.aten.histc.default and not args[0].is_floating_point():
+        return func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
+    if func is torch.ops.aten.mm.dtype:
+        left, right, dtype = args
+        return left.to(dtype) @ right.to(dtype)
+    return func(*args, **kwargs)
+
+
+def _there(leaf: Any, gpu: PretendedGpu) -> Any:
+    return GpuTensor(leaf, gpu) if isinstance(leaf, Tensor) and not isinstance(leaf, GpuTensor) else leaf
 
 
 def _real(leaf: Any) -> Any:
@@ -114,15 +138,19 @@ class PretendedGpu(TorchFunctionMode):
         self.waits: list[str] = []
         self.uploads: list[str] = []
         self.accelerator = FakeAccelerator()
+        self._installed = ExitStack()
 
     def __enter__(self) -> PretendedGpu:
-        self.accelerator.__enter__()
+        self._installed.enter_context(self.accelerator)
+        capability = self.accelerator.get_device_capability
+        self._installed.enter_context(mock.patch.object(torch.cuda, "get_device_capability", capability))
+        self._installed.enter_context(mock.patch.object(torch, "Event", side_effect=lambda _: _Event(self)))
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self.accelerator.__exit__(*error)
+        self._installed.close()
 
     def tensor(self, values: Tensor) -> GpuTensor:
         """The values on the pretended GPU: the same memory, so that a test sees what becomes of them."""
@@ -136,14 +164,17 @@ class PretendedGpu(TorchFunctionMode):
             return OWN[name](self, own)
         if func in (Tensor.to, Tensor.cpu, Tensor.cuda):
             return self._to(func, args, kwargs)
-        if kwargs.pop("pin_memory", False):
-            pass  # host memory is host memory here
+        if func is Tensor.pin_memory:
+            return args[0]  # host memory is host memory here
+        if func is scaled_dot_product_attention and own is not None:
+            return _Attention.apply(self, {**dict(zip(ATTENDS, args[3:], strict=False)), **kwargs}, *args[:3])
+        kwargs.pop("pin_memory", None)
         device = kwargs.get("device")
         if device is None or func in (torch.get_device_module,):
             return func(*args, **kwargs)
-        kwargs["device"] = "cpu"
         if torch.device(device).type != "cuda":
             return func(*tree_map(_real, args), **kwargs)
+        kwargs["device"] = "cpu"
         out = func(*args, **kwargs)
         if isinstance(out, GpuTensor):
             return out
@@ -161,9 +192,11 @@ class PretendedGpu(TorchFunctionMode):
                 self.uploads.append(_said(name))
             elif on_cpu and not kwargs.get("non_blocking", args[2:] == (True,)):
                 self.waits.append(_said(name))
+        elif on_cpu and name in INDEXED and not _other_than_indices(args, on_cpu):
+            self.uploads.append(_said(name))
         elif any(tensor.dim() for tensor in on_cpu):
             raise MixedDevicesError(f"{func}: a CPU tensor meets one of the GPU at {_said(name)}")
-        elif name in WAITING or _by_mask(name, args, kwargs):
+        elif name in WAITING or _by_mask(name, args, kwargs) or _by_offsets(name, args):
             self.waits.append(_said(name))
         check(func, args, kwargs)
 
@@ -201,6 +234,27 @@ class _Moved(torch.autograd.Function):
         return _Moved.apply(grad, ctx.gpu), None
 
 
+class _Attention(torch.autograd.Function):
+    """torch's, as one operator: its parts make tensors where torch's C++ believes that these lie."""
+
+    @staticmethod
+    def forward(ctx: Any, gpu: PretendedGpu, options: Any, *inputs: GpuTensor) -> GpuTensor:
+        ctx.gpu = gpu
+        ctx.inputs = [tensor.memory.detach().requires_grad_() for tensor in inputs]
+        with torch.enable_grad():
+            ctx.out = scaled_dot_product_attention(*ctx.inputs, **tree_map(_real, options))
+        return GpuTensor(ctx.out.detach(), gpu)
+
+    @staticmethod
+    def backward(ctx: Any, grad: GpuTensor) -> tuple[Any, ...]:
+        grads = torch.autograd.grad(ctx.out, ctx.inputs, grad.memory)
+        return None, None, *(GpuTensor(one, ctx.gpu) for one in grads)
+
+
+ATTENDS = ("attn_mask", "dropout_p", "is_causal")
+"""The arguments of scaled_dot_product_attention after its three tensors."""
+
+
 def _no_numpy(gpu: PretendedGpu, tensor: GpuTensor) -> Any:
     raise TypeError("can't convert cuda:0 device type tensor to numpy")
 
@@ -221,14 +275,41 @@ OWN = {
 """Methods that look at memory."""
 
 
+class _Event:
+    """torch.Event: reached by those who wait for it, who are counted."""
+
+    def __init__(self, gpu: PretendedGpu) -> None:
+        self._gpu = gpu
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        self._gpu.waits.append(_said("event"))
+
+
 def _by_mask(name: str, args: Any, kwargs: Any) -> bool:
     """Whether a call selects by a boolean mask, and must know how many are set; one value for all needs no count."""
     if name == "repeat_interleave":
         return kwargs.get("output_size") is None
-    if name not in ("index", "index_put", "index_put_", "_index_put_impl_"):
+    if name not in INDEXED:
         return False
     masks = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
     return masks and not (len(args) > 2 and args[2].dim() == 0)
+
+
+def _other_than_indices(args: Any, on_cpu: list[Tensor]) -> bool:
+    """Whether anything but indices, or a single value, lies on the CPU."""
+    indexed, _, *values = args[:3]
+    return any(tensor is one for tensor in on_cpu for one in (indexed, *(v for v in values if v.dim())))
+
+
+def _by_offsets(name: str, args: Any) -> bool:
+    """Whether a product of groups reads their sizes on the host: GPUs multiply bfloat16 alone without that, and of
+    NVIDIA's those with compute capability 9 or 10 (GroupedBlas.cpp)."""
+    return name == "_grouped_mm" and args[0].dtype != torch.bfloat16
 
 
 def _said(name: str) -> str:

@@ -1,4 +1,4 @@
-"""The keys that docs/metrics.md lists."""
+"""The keys that docs/metrics.md lists, and those that docs/migrating.md names."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
-SUMMARY = "## summary.json"
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE = DOCS / "metrics.md"
+SUMMARY, TRACES = "## summary.json", "## Traces"
+METRICS = "## Read their metrics"
 
 
 def unlisted(keys: Iterable[str]) -> list[str]:
@@ -23,7 +25,15 @@ def listed(prefix: str) -> set[str]:
 
 def summary_keys() -> set[str]:
     """The keys of summary.json."""
-    return set(_names(PAGE.read_text("utf-8").partition(SUMMARY)[2]))
+    return set(_names(PAGE.read_text("utf-8").partition(SUMMARY)[2].partition(TRACES)[0]))
+
+
+def migrating_tables() -> dict[str, list[str]]:
+    """{another trainer's metric: ours} of docs/migrating.md."""
+    text = (DOCS / "migrating.md").read_text("utf-8").partition(METRICS)[2]
+    cells = [line.split("|")[1:3] for line in text.splitlines() if line.startswith("| `")]
+    names = [[re.findall(r"`([^`]+)`", cell) for cell in pair] for pair in cells]
+    return {theirs: ours for left, ours in names for theirs in left}
 
 
 @cache

@@ -11,7 +11,7 @@ from chat_cases import letters, tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from asyncrl.config.schema import ModelConfig
-from asyncrl.config.sections.generator import AgentConfig
+from asyncrl.config.sections.agent import AgentConfig
 from asyncrl.generator.agents.agent import Agent
 from asyncrl.generator.agents.chat import Chat, Message
 from asyncrl.generator.agents.env import Action, Environment, Observation, ToolEnvironment

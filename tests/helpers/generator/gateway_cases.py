@@ -8,7 +8,8 @@ from typing import Any
 from agent_cases import SAMPLING, TASK, Speaker
 
 from asyncrl.config.schema import Config, ModelConfig
-from asyncrl.config.sections.generator import AgentConfig, GeneratorConfig
+from asyncrl.config.sections.agent import AgentConfig
+from asyncrl.config.sections.generator import GeneratorConfig
 from asyncrl.generator.gateway.call_record import CallRecord
 from asyncrl.generator.gateway.harness import HarnessAgent
 from asyncrl.types import Sampling

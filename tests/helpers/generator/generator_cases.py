@@ -64,6 +64,7 @@ class FakeQueue:
     )  # as they were committed with
     dropped: dict[int, str] = field(default_factory=dict)
     returned: list[int] = field(default_factory=list)
+    progress_of: dict[int, Sequence[bytes]] = field(default_factory=dict)
     fenced: set[int] = field(default_factory=set)
     lost: list[tuple[str, int, int]] = field(default_factory=list)
     stats: Mapping[str, Any] = field(default_factory=dict)
@@ -133,6 +134,9 @@ class FakeQueue:
     async def drop(self, stream: str, lease: Lease, reason: str) -> None:
         self.dropped[lease.task.ordinal] = reason
         await self.tell()
+
+    async def progress(self, stream: str, lease: Lease, frames: Sequence[bytes]) -> None:
+        self.progress_of[lease.task.ordinal] = frames
 
     async def give_back(self, stream: str, leases: Sequence[Lease]) -> None:
         self.returned += [lease.task.ordinal for lease in leases]
@@ -239,6 +243,7 @@ class House:
     worker: Worker
     running: asyncio.Task[None]
     may_verify: threading.Event
+    leaving: asyncio.Event
 
 
 def tasks(count: int) -> list[Task]:
@@ -272,10 +277,18 @@ async def house(
     follower = WeightFollower("worker", receiver, queue)
     scorer = Scorer(reward, RewardConfig(function="unused:unused", retries=0))
     rollouts = Rollouts(engine, Letters(), scorer, config)  # type: ignore[arg-type]
+    leaving = asyncio.Event()
     worker = Worker(
-        "worker", config, client=queue, engine=engine, follower=follower, rollouts=rollouts, held_out=held_out
+        "worker",
+        config,
+        client=queue,
+        engine=engine,
+        follower=follower,
+        rollouts=rollouts,
+        held_out=held_out,
+        leaving=leaving,
     )
-    made = House(queue, learner, engine, worker, asyncio.create_task(worker.run()), may_verify)
+    made = House(queue, learner, engine, worker, asyncio.create_task(worker.run()), may_verify, leaving)
     try:
         yield made
     finally:

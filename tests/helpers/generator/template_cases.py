@@ -21,6 +21,9 @@ END = {
     "llama3_1": "<|eot_id|>",
 }
 """The token that ends a turn; <|im_end|> elsewhere."""
+CLOSED = "</think>\n\n"
+SAYING = {"gpt_oss": "<|channel|>final<|message|>", "qwen3_5": CLOSED, "deepseek_v3": CLOSED}
+"""What the policy writes before the text of an answer. The prompt may have opened thoughts."""
 
 
 def family_tokenizer(family: str) -> PreTrainedTokenizerFast:

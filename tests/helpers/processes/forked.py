@@ -49,7 +49,7 @@ PRELOADED = (
     "asyncrl.cli",
     "asyncrl.generator.process",
     "asyncrl.generator.engines.transformers.transformers_engine",
-    "asyncrl.launch.local",
+    "asyncrl.launch.local_run",
     "asyncrl.launch.preflight",
     "asyncrl.launch.queue_process",
     "asyncrl.learner.backends.fsdp.fsdp",

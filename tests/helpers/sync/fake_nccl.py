@@ -138,6 +138,21 @@ class FakeGroup:
         return self.fabric.launch(Kernel(self.gpu, self.pair, direction, self.numbers[verb], data))
 
 
+class Deaf(FakeGroup):
+    """A group whose calls do not return until they are aborted."""
+
+    def __init__(self) -> None:
+        super().__init__(Fabric(), "rank 0", "A", 0)
+        self.over = threading.Event()
+
+    def _launch(self, verb: str, direction: int, data: torch.Tensor) -> Kernel:
+        self.over.wait(WAIT_S)
+        raise RuntimeError("aborted")
+
+    def abort(self) -> None:
+        self.over.set()
+
+
 def group_of(fabric: Fabric, meeting: Meeting, kind: type[FakeGroup] = FakeGroup) -> FakeGroup:
     """The group of a meeting between ends whose names are those of their GPUs."""
     return kind(fabric, meeting.who, meeting.whom.partition(" at ")[0], meeting.member)

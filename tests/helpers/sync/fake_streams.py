@@ -52,6 +52,9 @@ class FakeStreams:
 
     def set_device(self, device: Any) -> None: ...
 
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        return 1 << 33, 1 << 34
+
     def synchronize(self, device: Any = None) -> None:
         self.log.append(("synchronize", "device", None))
 

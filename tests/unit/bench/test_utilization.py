@@ -24,16 +24,16 @@ def step(
     """A version of 10 rollouts of 5 tokens, whose reward is a tenth of its number."""
     return {
         "version": version,
-        "step_s": seconds,
-        "rollouts": 10,
-        "tokens": 50,
-        "reward/mean": version / 10,
-        "staleness/mean": staleness,
-        "staleness/max": staleness,
-        "time/compute/forward_backward": learn,
-        "time/wait/groups": seconds - learn,
-        "generator/time/compute": generate,
-        "generator/time/wait/tasks": seconds - generate,
+        "perf/step_s": seconds,
+        "train/rollouts": 10,
+        "train/tokens": 50,
+        "rollout/reward/mean": version / 10,
+        "train/staleness/mean": staleness,
+        "train/staleness/max": staleness,
+        "perf/time/compute/forward_backward": learn,
+        "perf/time/wait/groups": seconds - learn,
+        "perf/generator/time/compute": generate,
+        "perf/generator/time/wait/tasks": seconds - generate,
     }
 
 
@@ -127,7 +127,7 @@ def test_the_picture(tmp_path: Path) -> None:
 
 def scaled(rows: list[dict[str, Any]], by: float) -> list[dict[str, Any]]:
     """The same versions on a machine that takes `by` times as long."""
-    return [{**row, "step_s": row["step_s"] * by} for row in rows]
+    return [{**row, "perf/step_s": row["perf/step_s"] * by} for row in rows]
 
 
 def test_repetitions_are_compared_with_each_other_and_not_with_the_machine() -> None:

@@ -34,7 +34,7 @@ def folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
 @pytest.mark.parametrize(
     ("line", "offers"),
     [
-        ("asyncrl tr", ["train"]),
+        ("asyncrl trai", ["train"]),
         ("asyncrl queue st", ["status"]),
         ("asyncrl sync ", ["plan"]),
         ("asyncrl train m", ["mine.yaml"]),

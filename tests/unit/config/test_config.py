@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl import cli
-from asyncrl.config.docs import key_comments, render
+from asyncrl.config.commented_yaml import key_comments, render
 from asyncrl.config.load import CONFIGS, all_keys, load_config, save_config, sections
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
@@ -126,7 +126,7 @@ def test_rules_of_the_schema_come_through(base: Path) -> None:
     ("words", "key", "rule"),
     [
         (["generator.engine=transformers"], "sync.backend", "is for generator.engine=vllm"),
-        (["sync.verify=true"], "sync.verify", "whose loader alone knows where weights lie"),
+        (["sync.verify=true"], "sync.verify", "whose loader alone has the places of weights"),
         (["sync.delta=always"], "sync.delta", "which sends whole versions"),
         (["sync.fanout=2"], "sync.fanout", "engines hand nothing on"),
         (["sync.staging=host"], "sync.staging", "loads a version as it comes"),
@@ -271,7 +271,7 @@ def test_dollars_are_text_unless_they_name_a_key(tmp_path: Path, base: Path) -> 
         *("queue.window=0", "queue.depth=-1", "queue.retained_bytes=-1", "learner.groups_deadline_s=0"),
         *("learner.optimizer.warmup_steps=-3", "learner.optimizer.weight_decay=-1"),
         *("learner.optimizer.betas=[0.9, 1.0]", "learner.optimizer.min_lr_ratio=2"),
-        *("launch.generator_restarts=-1", "launch.stop_deadline_s=0", "sft.warmup_steps=-1"),
+        *("launch.generator_restarts=-1", "launch.stop_deadline_s=0", "sft.optimizer.warmup_steps=-1"),
         "agent.max_tokens=0",
     ],
 )

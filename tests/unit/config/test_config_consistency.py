@@ -22,8 +22,8 @@ from asyncrl.config.config_consistency import (
 )
 from asyncrl.config.load import all_keys
 from asyncrl.config.schema import BatchConfig, Config, GeneratorConfig, ModelConfig, RunConfig
-from asyncrl.config.sections.models import PlaceConfig, PlacementConfig
-from asyncrl.config.sections.tasks import RewardConfig
+from asyncrl.config.sections.placement import PlaceConfig, PlacementConfig
+from asyncrl.config.sections.reward import RewardConfig
 from asyncrl.errors import ConfigError
 
 CONFIG = Config(

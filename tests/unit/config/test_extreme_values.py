@@ -21,8 +21,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from asyncrl import cli
 from asyncrl.config import load
+from asyncrl.config.commented_yaml import scalar
 from asyncrl.config.config_consistency import as_texts
-from asyncrl.config.docs import scalar
 from asyncrl.config.load import Setting, all_keys, load_config, save_config
 from asyncrl.config.schema import Config
 from asyncrl.config.yaml_values import parse_yaml

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncrl import cli
-from asyncrl.config.docs import key_comments
+from asyncrl.config.commented_yaml import key_comments
 from asyncrl.config.json_schema import schema
 from asyncrl.config.load import all_keys
 from asyncrl.config.yaml_values import parse_yaml

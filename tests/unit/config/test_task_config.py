@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.docs import key_comments, render
+from asyncrl.config.commented_yaml import key_comments, render
 from asyncrl.config.load import load_config, save_config
 from asyncrl.errors import ConfigError
 from asyncrl.tasks.source import training_tasks

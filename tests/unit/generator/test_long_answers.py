@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from asyncrl.config.schema import BatchConfig, Config, GeneratorConfig, RewardConfig
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.errors import RefusedError
-from asyncrl.generator.agents.task_progress import TaskProgress
+from asyncrl.generator.agents.task_progress import Keep, TaskProgress
 from asyncrl.generator.agents.trajectory import Trajectory
 from asyncrl.generator.agents.trajectory_entries import ContextEntry, PolicyEntry
 from asyncrl.generator.engines.engine import Engine, SampleRequest
@@ -47,13 +47,10 @@ class Sent:
 
 
 async def sampled(engine: Engine, kept: Sequence[bytes], sent: Sent, greedy: int = 0) -> list[Turn]:
-    progress = TaskProgress(2 + greedy, kept, sent)
     answers = LongAnswers(engine, EVERY, MAX_LENGTH)
     samplings = [(SAMPLING, 2), *[(GREEDY, 1)] * greedy]
-    try:
+    with TaskProgress(2 + greedy, kept, Keep(sent)) as progress:
         return await answers.sample(TASK, "r", Prompt(PROMPT), samplings, progress)
-    finally:
-        progress.close()
 
 
 def bits(turn: Turn) -> tuple[Any, ...]:
@@ -227,7 +224,7 @@ async def test_a_queue_that_is_full_ends_the_messages_and_not_the_answers() -> N
         messages += 1
         raise RefusedError("full")
 
-    progress = TaskProgress(2, (), refuse)
+    progress = TaskProgress(2, (), Keep(refuse))
     answers = LongAnswers(Pieceworker([16, 32, 48], [16, 32, 48]), EVERY, MAX_LENGTH)
     turns = await answers.sample(TASK, "r", Prompt(PROMPT), [(SAMPLING, 2)], progress)
     assert [len(turn.output_ids) for turn in turns] == [100, 100]

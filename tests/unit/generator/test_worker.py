@@ -15,13 +15,14 @@ from waiting import eventually
 
 from asyncrl.config.schema import BatchConfig, Config, EvaluationConfig, GeneratorConfig
 from asyncrl.config.sections.algorithm import AlgorithmConfig
-from asyncrl.config.sections.models import PlacementConfig, RewardsPlaceConfig
+from asyncrl.config.sections.placement import PlacementConfig, RewardsPlaceConfig
 from asyncrl.config.sections.tasks import MAIN
 from asyncrl.errors import ConfigError, DeadlineError, RewardFailedError, TaskError, WeightSyncError
 from asyncrl.generator import weights
+from asyncrl.generator.agents.task_progress import TaskProgress
 from asyncrl.generator.engines.engine import RequestFailedError, SampleLostError, SampleRequest
 from asyncrl.generator.engines.receiver import Learner, LocalReceiver, LostWeightsError
-from asyncrl.generator.scoring.calls import FIRST
+from asyncrl.generator.scoring.reward_calls import FIRST
 from asyncrl.generator.worker import Worker
 from asyncrl.queue.protocol.replies import Renewal
 from asyncrl.telemetry.status import ProcessStatus
@@ -749,3 +750,89 @@ async def test_slots_that_hold_no_group_are_refused() -> None:
     )
     with pytest.raises(ConfigError, match=r"^generator.slots = 8: .*=8 and a greedy rollout"):
         Worker("w", config, client=None, engine=None, follower=None, rollouts=None)  # type: ignore[arg-type]
+
+
+async def test_each_heartbeat_traces_figures_and_drops(trace: Any) -> None:
+    def broken(task: Task, text: str) -> float:
+        raise KeyError("anwser")
+
+    async with house(reward=broken) as h:
+        await h.learner.publish(4)
+        await h.queue.submit("train", *tasks(2))
+        await h.queue.until(lambda: h.queue.stats.get("dropped/reward") == 2)
+        await heartbeats(h)
+    figures, events = trace().figures, trace().events
+    assert figures["sync/held"][1][-1] == 4
+    assert {"rollout/running", "rollout/waiting", "rollout/leases", "perf/generator/tokens_per_s"} <= set(
+        figures
+    )
+    assert max(figures["perf/generator/tokens_per_s"][1]) > 0
+    dropped = [event.about for event in events if event.name == "dropped"]
+    assert {each["reason"] for each in dropped} == {"reward"}
+    assert sum(each["count"] for each in dropped) == 2
+
+
+async def half_made(h: House, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Lease tasks 0 and 1, and make three tokens of each sample; the event lets the samples end."""
+    may_end = asyncio.Event()
+
+    async def sample(request: SampleRequest) -> list[Turn]:
+        turns = [request.turn([65 + i] * 3, [-0.5] * 3, [0] * 3, "abort") for i in range(request.n)]
+        assert request.pieces is not None
+        for index, turn in enumerate(turns):
+            request.pieces.take(index, turn)
+        await may_end.wait()
+        return [replace(turn, finish="stop") for turn in turns]
+
+    monkeypatch.setattr(h.engine, "sample", sample)
+    await h.learner.publish(0)
+    await h.queue.submit("train", *tasks(2))
+    await h.queue.until(lambda: not h.queue.pending["train"] and len(h.queue.parked) > 0)
+    return may_end
+
+
+async def test_a_worker_that_leaves_takes_no_more_and_ends_with_its_last_lease(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with house() as h:
+        may_end = await half_made(h, monkeypatch)
+        h.leaving.set()
+        await h.queue.until(lambda: not h.queue.parked)
+        await h.queue.submit("train", Task(2, "2?", {"answer": "A"}))
+        may_end.set()
+        await ended(h)
+        assert sorted(ordinal for _, ordinal in h.queue.committed) == [0, 1]
+        assert h.queue.returned == []
+        assert [task.ordinal for task, _ in h.queue.pending["train"]] == [2]
+
+
+async def test_an_idle_worker_leaves_at_once() -> None:
+    async with house() as h:
+        await h.learner.publish(0)
+        await h.queue.until(lambda: len(h.queue.parked) > 0)
+        h.leaving.set()
+        await ended(h)
+    async with house() as h:  # it has no weights yet
+        h.leaving.set()
+        await ended(h)
+
+
+@pytest.mark.parametrize("verified", [True, False])
+async def test_a_cancelled_worker_hands_over_what_it_has_made_unless_its_weights_are_unverified(
+    monkeypatch: pytest.MonkeyPatch, verified: bool
+) -> None:
+    async with house() as h:
+        await half_made(h, monkeypatch)
+        if not verified:
+            h.may_verify.clear()
+            await h.learner.publish(1)
+            await h.queue.until(lambda: h.worker._follower.flipping)
+        assert h.queue.progress_of == {}  # three tokens are too few for a message
+        h.running.cancel()
+        h.may_verify.set()
+        await asyncio.gather(h.running, return_exceptions=True)
+        assert sorted(h.queue.returned) == [0, 1]
+        assert sorted(h.queue.progress_of) == ([0, 1] if verified else [])
+        for frames in h.queue.progress_of.values():
+            kept = [one.last_words.tolist() for one in TaskProgress(2, frames).trajectories]
+            assert kept == [[65] * 3, [66] * 3]

@@ -22,6 +22,8 @@ queue: {{address: "tcp://127.0.0.1:5555"}}
 HEAVY = {
     "train": ["train", "CONFIG"],
     "sft": ["sft", "CONFIG"],
+    "reward-model": ["reward-model", "CONFIG"],
+    "dpo": ["dpo", "CONFIG"],
     "eval": ["eval", "CONFIG", "--model", "m"],
     "generate": ["generate", "CONFIG", "--model", "m", "--prompt", "1+1="],
     "bench": ["bench", "climb"],

@@ -25,10 +25,10 @@ from asyncrl.config.schema import (
     QueueConfig,
     RunConfig,
 )
-from asyncrl.config.sections.models import PlaceConfig, PlacementConfig
-from asyncrl.config.sections.tasks import RewardConfig
+from asyncrl.config.sections.placement import PlaceConfig, PlacementConfig
+from asyncrl.config.sections.reward import RewardConfig
 from asyncrl.errors import ConfigError, DeadlineError, ProcessDiedError, StoppedError
-from asyncrl.launch import local, processes
+from asyncrl.launch import local_run, processes
 from asyncrl.launch.folder.run_folder import claimed_run_folder
 from asyncrl.launch.views import process_reports
 from asyncrl.launch.views.process_reports import ProcessReports
@@ -70,7 +70,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 @pytest.mark.usefixtures("scripts")
 def test_a_run_that_ends_well_returns_its_summary(config: Config, tmp_path: Path) -> None:
-    assert local.train(config) == {"versions": 3}
+    assert local_run.train(config) == {"versions": 3}
     assert (tmp_path / "it" / "config.yaml").exists()
 
 
@@ -79,7 +79,7 @@ def test_generators_that_do_not_notice_the_end_are_stopped(
 ) -> None:
     scripts["generator"] = "exec sleep 600"
     impatient = dataclasses.replace(config.launch, stop_deadline_s=0.2)
-    assert local.train(dataclasses.replace(config, launch=impatient)) == {"versions": 3}
+    assert local_run.train(dataclasses.replace(config, launch=impatient)) == {"versions": 3}
     assert "did not end within 0 s and were stopped: generator-0, generator-1" in capsys.readouterr().err
 
 
@@ -93,7 +93,7 @@ def test_who_is_left_when_the_queue_has_gone_is_not_waited_for(
         "while [ ! -e summary.json ]; do sleep 0.05; done"
     )
     patient = dataclasses.replace(config.launch, stop_deadline_s=1000)
-    assert local.train(dataclasses.replace(config, launch=patient)) == {"versions": 3}
+    assert local_run.train(dataclasses.replace(config, launch=patient)) == {"versions": 3}
 
 
 def test_a_warning_of_a_generator_is_seen_on_the_terminal(
@@ -103,7 +103,7 @@ def test_a_warning_of_a_generator_is_seen_on_the_terminal(
         'printf \'{"dropped": {}, "late": {}, "under_way": {}, "last": "", "warning": "names rigth"}\' '
         "> $(dirname $1)/logs/$4.report.json"
     )
-    assert local.train(config) == {"versions": 3}
+    assert local_run.train(config) == {"versions": 3}
     assert capsys.readouterr().err.count("warns: names rigth") == 1
 
 
@@ -117,7 +117,7 @@ def test_a_stopped_run_names_its_checkpoint_only_if_it_has_one(
         f'cd $(dirname $1); mkdir -p checkpoints/{checkpoint}; echo "{{\\"ended\\": \\"stopped\\"}}" > summary.json'
     )
     with pytest.raises(StoppedError, match=message):
-        local.train(config)
+        local_run.train(config)
 
 
 def test_processes_get_the_address_and_their_names(
@@ -125,7 +125,7 @@ def test_processes_get_the_address_and_their_names(
 ) -> None:
     scripts["generator"] = 'echo "$2 $4"'
     scripts["learner"] = f'echo "$2"; {DONE}'
-    local.train(config)
+    local_run.train(config)
     logs = tmp_path / "it" / "logs"
     assert (logs / "learner.log").read_text() == "queue.address=tcp://127.0.0.1:1\n"
     assert (logs / "generator-1.log").read_text() == "queue.address=tcp://127.0.0.1:1 generator-1\n"
@@ -142,7 +142,7 @@ def test_a_dead_generator_is_started_again(
     scripts["learner"] = f"cd $(dirname $1); read line < pipe; {DONE}"
     (tmp_path / "it").mkdir()
     os.mkfifo(tmp_path / "it" / "pipe")
-    assert local.train(config) == {"versions": 3}
+    assert local_run.train(config) == {"versions": 3}
     said = capsys.readouterr().err
     assert "generator-0 ended (killed by SIGKILL) and is started again, 1 of 2 restarts" in said
 
@@ -150,18 +150,18 @@ def test_a_dead_generator_is_started_again(
 def test_a_generator_that_ends_well_before_the_run_is_closed_has_died(
     config: Config, scripts: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "SLOW_END_S", -1e9)
-    monkeypatch.setattr(local, "REFRESH_S", 0.01)
+    monkeypatch.setattr(local_run, "SLOW_END_S", -1e9)
+    monkeypatch.setattr(local_run, "REFRESH_S", 0.01)
     scripts["learner"] = "exec sleep 600"
     with pytest.raises(ProcessDiedError, match=r"generator-\d ended \(exit code 0\) before the run was over"):
-        local.train(config)
+        local_run.train(config)
 
 
 def test_a_generator_that_keeps_dying_ends_the_run(config: Config, scripts: dict[str, str]) -> None:
     scripts["generator"] = "echo no luck; exit 1"
     scripts["learner"] = "exec sleep 600"
     with pytest.raises(ProcessDiedError, match=r"(?s)generator-\d ended \(exit code 1\).*no luck") as died:
-        local.train(config)
+        local_run.train(config)
     assert died.value.exit_code == 5
 
 
@@ -177,17 +177,17 @@ def test_a_generator_that_keeps_dying_is_left_out_while_another_one_lives(
     """The learner ends once the launcher has left it out."""
     scripts["generator"] = "[ $4 = generator-0 ] || exec sleep 600; exit 1"
     scripts["learner"] = f"until [ -e $(dirname $1)/over ]; do sleep 0.02; done; {DONE}"
-    put, deaths = local.Restarts.put, Counter[str]()
+    put, deaths = local_run.Restarts.put, Counter[str]()
 
-    def count(restarts: local.Restarts, name: str, at: float, start: Callable[[], None]) -> None:
+    def count(restarts: local_run.Restarts, name: str, at: float, start: Callable[[], None]) -> None:
         put(restarts, name, at, start)
         deaths[name] += 1
         if deaths[name] > most:
             (tmp_path / "it" / "over").touch()
 
-    monkeypatch.setattr(local.Restarts, "put", count)
+    monkeypatch.setattr(local_run.Restarts, "put", count)
     launch = dataclasses.replace(config.launch, generator_restarts=most, stop_deadline_s=0.2)
-    assert local.train(dataclasses.replace(config, launch=launch)) == {"versions": 3}
+    assert local_run.train(dataclasses.replace(config, launch=launch)) == {"versions": 3}
     said = capsys.readouterr().err
     assert said.count("generator-0 ended (exit code 1) and is started again") == most
     assert "generator-0 ended (exit code 1) and is left out" in said
@@ -213,15 +213,15 @@ def test_a_generator_that_was_left_out_comes_back_and_lives_while_the_next_one_i
     )
     scripts["learner"] = f"cd $(dirname $1); read line < over; {DONE}"
     waits: list[float] = []
-    put = local.Restarts.put
+    put = local_run.Restarts.put
 
-    def put_at_once(restarts: local.Restarts, name: str, at: float, start: Callable[[], None]) -> None:
+    def put_at_once(restarts: local_run.Restarts, name: str, at: float, start: Callable[[], None]) -> None:
         waits.append(at - time.monotonic())
         put(restarts, name, 0.0, start)
 
-    monkeypatch.setattr(local.Restarts, "put", put_at_once)
+    monkeypatch.setattr(local_run.Restarts, "put", put_at_once)
     launch = dataclasses.replace(config.launch, generator_restarts=1, stop_deadline_s=0.2)
-    assert local.train(dataclasses.replace(config, launch=launch)) == {"versions": 3}
+    assert local_run.train(dataclasses.replace(config, launch=launch)) == {"versions": 3}
     assert [wait > launch.restart_window_s / 2 for wait in waits] == [False, True, False, True]
     assert capsys.readouterr().err.count("is left out for 3") == 2
 
@@ -234,17 +234,17 @@ def test_nobody_is_started_any_more_once_the_queue_of_a_closed_run_has_left(
     scripts["generator"] = "[ $4 = generator-0 ] || exit 0; exit 1"
     scripts["queue"] = f"for fd; do :; done; echo tcp://127.0.0.1:1 >/dev/fd/$fd; {over}"
     scripts["learner"] = f"{over}; {DONE}; kill -KILL $$"
-    put, waiting = local.Restarts.put, []
+    put, waiting = local_run.Restarts.put, []
 
-    def note(restarts: local.Restarts, name: str, at: float, start: Callable[[], None]) -> None:
+    def note(restarts: local_run.Restarts, name: str, at: float, start: Callable[[], None]) -> None:
         put(restarts, name, at, start)
         waiting.append(restarts)
         if len(waiting) == 2:
             (tmp_path / "over").touch()
 
-    monkeypatch.setattr(local.Restarts, "put", note)
+    monkeypatch.setattr(local_run.Restarts, "put", note)
     patient = dataclasses.replace(config.launch, restart_pause_s=600.0)
-    assert local.train(dataclasses.replace(config, launch=patient)) == {"versions": 3}
+    assert local_run.train(dataclasses.replace(config, launch=patient)) == {"versions": 3}
     assert not waiting[1].waits("generator-0")
 
 
@@ -254,7 +254,7 @@ def test_a_generator_with_a_bad_config_is_not_started_again(
     scripts["generator"] = "exit 2"
     scripts["learner"] = "exec sleep 600"
     with pytest.raises(ProcessDiedError, match=r"exit code 2") as died:
-        local.train(config)
+        local_run.train(config)
     assert died.value.exit_code == 2
     assert "started again" not in capsys.readouterr().err
 
@@ -264,7 +264,7 @@ def test_a_process_that_could_not_write_its_log_is_named_with_the_cause_of_its_e
 ) -> None:
     scripts["learner"] = "exit 9"
     with pytest.raises(ProcessDiedError, match=r"learner ended \(exit code 9\) .*: the disk is full") as died:
-        local.train(config)
+        local_run.train(config)
     assert died.value.exit_code == 9
 
 
@@ -277,7 +277,7 @@ def test_a_pool_is_started_with_its_share_of_the_devices_and_left_to_end_by_itse
     config: Config, scripts: dict[str, str], tmp_path: Path
 ) -> None:
     scripts["pool"] = "sleep 0.1; echo $2 $3 $5 $CUDA_VISIBLE_DEVICES $OMP_NUM_THREADS"
-    assert local.train(with_pool(config, processes=2)) == {"versions": 3}
+    assert local_run.train(with_pool(config, processes=2)) == {"versions": 3}
     for index, device in ((0, 6), (1, 7)):
         said = (tmp_path / "it" / "logs" / f"reference-{index}.log").read_text()
         assert said == f"reference queue.address=tcp://127.0.0.1:1 reference-{index} {device} 3\n"
@@ -288,7 +288,7 @@ def test_a_pool_that_keeps_dying_ends_the_run(
 ) -> None:
     scripts |= {"pool": "echo out of memory; exit 1", "learner": "exec sleep 600"}
     with pytest.raises(ProcessDiedError, match=r"(?s)reference-0 ended \(exit code 1\).*out of memory"):
-        local.train(with_pool(config))
+        local_run.train(with_pool(config))
     assert capsys.readouterr().err.count("reference-0 ended (exit code 1) and is started again") == 2
 
 
@@ -302,7 +302,7 @@ def test_a_learner_or_queue_that_says_why_it_ended_ends_the_run(
     scripts["learner"] = "exec sleep 600"
     scripts[process] = script
     with pytest.raises(ProcessDiedError, match=rf"(?s){process} ended \(exit code 7\).*loss is nan") as died:
-        local.train(config)
+        local_run.train(config)
     assert died.value.exit_code == 7
 
 
@@ -317,17 +317,18 @@ def test_a_killed_queue_is_started_again_at_its_address(
     scripts["learner"] = f"cd $(dirname $1); read line < pipe; {DONE}"
     (tmp_path / "it").mkdir()
     os.mkfifo(tmp_path / "it" / "pipe")
-    assert local.train(config) == {"versions": 3}
+    assert local_run.train(config) == {"versions": 3}
     assert (tmp_path / "it" / "second").read_text() == "queue.address=tcp://127.0.0.1:1\n"
     said = capsys.readouterr().err
     assert "queue ended (killed by SIGKILL) and is started again from its journal, 1 of 2 restarts" in said
+    assert "dashboard" not in said  # its address is no news
 
 
 def test_a_killed_learner_is_started_again_from_its_checkpoint(
     config: Config, scripts: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scripts["learner"] = f'cd $(dirname $1); echo "$3" >> words; [ -n "$3" ] || kill -KILL $$; {DONE}'
-    assert local.train(config) == {"versions": 3}
+    assert local_run.train(config) == {"versions": 3}
     assert (tmp_path / "it" / "words").read_text() == "\nrun.resume=true\n"
     said = capsys.readouterr().err
     assert (
@@ -344,7 +345,7 @@ def test_a_learner_that_has_lost_a_pool_or_a_rank_is_started_again(
     scripts["learner"] = (
         f'cd $(dirname $1); echo "$3" >> words; [ -n "$3" ] || {{ {why}; exit {code}; }}; {DONE}'
     )
-    assert local.train(config) == {"versions": 3}
+    assert local_run.train(config) == {"versions": 3}
     assert (tmp_path / "it" / "words").read_text() == "\nrun.resume=true\n"
     said = capsys.readouterr().err
     assert f"learner ended (exit code {code}) and is started again from the newest checkpoint" in said
@@ -356,7 +357,7 @@ def test_a_learner_that_keeps_dying_ends_the_run(
 ) -> None:
     scripts["learner"] = "echo no luck; kill -KILL $$"
     with pytest.raises(ProcessDiedError, match=r"(?s)learner ended \(killed by SIGKILL\).*no luck"):
-        local.train(config)
+        local_run.train(config)
     assert capsys.readouterr().err.count("is started again") == 2
 
 
@@ -372,7 +373,7 @@ def test_a_learner_that_is_killed_on_its_way_out_has_ended_well(
         f"{DONE}; cd $(dirname $1); while [ ! -s left ] || kill -0 $(cat left) 2>/dev/null; do sleep 0.05; done; "
         "kill -KILL $$"
     )
-    assert local.train(config) == {"versions": 3}
+    assert local_run.train(config) == {"versions": 3}
     assert "started again" not in capsys.readouterr().err
 
 
@@ -384,7 +385,7 @@ def test_a_queue_that_leaves_after_a_learner_was_killed_has_closed_the_run(
         "for fd; do :; done; echo tcp://127.0.0.1:1 >/dev/fd/$fd; cd $(dirname $1); "
         "while [ ! -s pid ] || kill -0 $(cat pid) 2>/dev/null; do sleep 0.05; done"
     )
-    assert local.train(config) == {"versions": 3}
+    assert local_run.train(config) == {"versions": 3}
     assert "started again" not in capsys.readouterr().err
 
 
@@ -395,12 +396,12 @@ def test_a_learner_that_is_killed_before_it_closes_the_run_is_started_again(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Its summary is written, and the queue stays."""
-    monkeypatch.setattr(local, "SLOW_END_S", -1e9)
-    monkeypatch.setattr(local, "REFRESH_S", 0.01)
+    monkeypatch.setattr(local_run, "SLOW_END_S", -1e9)
+    monkeypatch.setattr(local_run, "REFRESH_S", 0.01)
     scripts["generator"] = "exec sleep 600"
     scripts["learner"] = f'{DONE}; [ -n "$3" ] || kill -KILL $$'
     impatient = dataclasses.replace(config.launch, stop_deadline_s=0.2)
-    assert local.train(dataclasses.replace(config, launch=impatient)) == {"versions": 3}
+    assert local_run.train(dataclasses.replace(config, launch=impatient)) == {"versions": 3}
     assert capsys.readouterr().err.count("learner ended (killed by SIGKILL) and is started again") == 1
 
 
@@ -412,7 +413,7 @@ def test_a_queue_that_keeps_dying_ends_the_run(
 ) -> None:
     scripts |= {"queue": DIES, "learner": "exec sleep 600"}
     with pytest.raises(ProcessDiedError, match=r"queue ended \(killed by SIGKILL\)"):
-        local.train(config)
+        local_run.train(config)
     assert capsys.readouterr().err.count("is started again") == 2
 
 
@@ -422,7 +423,7 @@ def test_a_queue_that_keeps_nothing_is_not_started_again(
     scripts |= {"queue": DIES, "learner": "exec sleep 600"}
     forgetful = dataclasses.replace(config, queue=QueueConfig(store="memory"))
     with pytest.raises(ProcessDiedError, match=r"queue ended \(killed by SIGKILL\)"):
-        local.train(forgetful)
+        local_run.train(forgetful)
     assert "is started again" not in capsys.readouterr().err
 
 
@@ -437,7 +438,7 @@ def test_the_journal_is_for_a_learner_that_goes_on(
     scripts["queue"] = f'echo "$2" > $(dirname $1)/word; {QUEUE}'
     if checkpoint:
         (tmp_path / "it" / "checkpoints" / "v000050").mkdir(parents=True)
-    local.train(dataclasses.replace(config, run=dataclasses.replace(config.run, resume=resume)))
+    local_run.train(dataclasses.replace(config, run=dataclasses.replace(config.run, resume=resume)))
     assert ((tmp_path / "it" / "word").read_text() == "--anew\n") == anew
 
 
@@ -449,10 +450,10 @@ def test_a_journal_of_other_rules_is_begun_anew(
     config = dataclasses.replace(config, reward=RewardConfig(function="a:b"))
     run = dataclasses.replace(config.run, resume=True)
     resumed = dataclasses.replace(config, run=run)
-    local.train(config)
+    local_run.train(config)
     (tmp_path / "it" / "checkpoints" / "v000050").mkdir(parents=True)
     for batch, anew in ((config.batch, False), (BatchConfig(group_size=2), True)):
-        local.train(dataclasses.replace(resumed, batch=batch))
+        local_run.train(dataclasses.replace(resumed, batch=batch))
         assert ((tmp_path / "it" / "word").read_text() == "--anew\n") == anew
 
 
@@ -468,7 +469,7 @@ def test_a_learner_that_hangs_is_named(
 ) -> None:
     """While it loads, or later: a learner that is stopped keeps no deadline of its own."""
     monkeypatch.setattr(process_reports, "SILENT_S", 0.0)
-    monkeypatch.setattr(local, "REFRESH_S", 0.01)
+    monkeypatch.setattr(local_run, "REFRESH_S", 0.01)
     scripts["learner"] = (
         f"{f'echo {{}} > $(dirname $1)/logs/{report}.report.json; ' if report else ''}exec sleep 600"
     )
@@ -478,14 +479,14 @@ def test_a_learner_that_hangs_is_named(
         launch=dataclasses.replace(config.launch, load_deadline_s=1000.0 if report else 0.01),
     )
     with pytest.raises(DeadlineError, match=rf"for the learner: {missing} did not come.*learner\.log"):
-        local.train(impatient)
+        local_run.train(impatient)
 
 
 def test_a_queue_that_never_listens(config: Config, scripts: dict[str, str]) -> None:
     scripts["queue"] = "exec sleep 600"
     impatient = dataclasses.replace(config.launch, start_deadline_s=0.01)
     with pytest.raises(DeadlineError, match="process queue: the address it listens at"):
-        local.train(dataclasses.replace(config, launch=impatient))
+        local_run.train(dataclasses.replace(config, launch=impatient))
 
 
 def test_ctrl_c_lets_the_learner_end_its_step(
@@ -494,7 +495,7 @@ def test_ctrl_c_lets_the_learner_end_its_step(
     interrupt = f"kill -INT {os.getpid()}"
     scripts["learner"] = f'trap "echo saved; exit 0" TERM; {interrupt}; while :; do sleep 0.05; done'
     with pytest.raises(KeyboardInterrupt):
-        local.train(config)
+        local_run.train(config)
     assert "stopped before the first step" in capsys.readouterr().err
     assert (tmp_path / "it" / "logs" / "learner.log").read_text() == "saved\n"
 
@@ -514,7 +515,7 @@ def test_sigterm_and_a_closed_terminal_end_a_run_with_a_code_of_their_own(
         signals_must_be_heard(),
         pytest.raises(StoppedError, match=r"run\.resume=true goes on"),
     ):
-        local.train(config)
+        local_run.train(config)
     assert "run.resume=true" not in capsys.readouterr().err  # the command prints the error
     assert (tmp_path / "it" / "logs" / "learner.log").read_text() == "saved\n"
 
@@ -533,7 +534,7 @@ def test_a_terminal_that_closes_costs_nothing(
     with os.fdopen(terminal, "w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
         with signals_must_be_heard(), pytest.raises(StoppedError):
-            local.train(shown)
+            local_run.train(shown)
     assert (tmp_path / "it" / "logs" / "learner.log").read_text() == "saved\n"
 
 
@@ -543,7 +544,7 @@ def test_a_learner_that_cannot_save_after_sigterm_is_no_clean_stop(
     terminate = f"kill -TERM {os.getpid()}"
     scripts["learner"] = f'trap "echo disk full; exit 9" TERM; {terminate}; while :; do sleep 0.05; done'
     with pytest.raises(ProcessDiedError, match=r"(?s)learner ended \(exit code 9\).*\n    disk full"):
-        local.train(config)
+        local_run.train(config)
 
 
 def test_a_learner_that_does_not_save_in_time_after_sigterm_is_named(
@@ -552,7 +553,7 @@ def test_a_learner_that_does_not_save_in_time_after_sigterm_is_named(
     scripts["learner"] = f'trap "" TERM; kill -TERM {os.getpid()}; while :; do sleep 0.05; done'
     impatient = dataclasses.replace(config.launch, stop_deadline_s=0.2)
     with pytest.raises(DeadlineError, match="the learner: its last checkpoint did not come"):
-        local.train(dataclasses.replace(config, launch=impatient))
+        local_run.train(dataclasses.replace(config, launch=impatient))
 
 
 def test_a_learner_that_was_told_to_stop_is_not_started_again(
@@ -560,7 +561,7 @@ def test_a_learner_that_was_told_to_stop_is_not_started_again(
 ) -> None:
     scripts["learner"] = 'echo "{\\"ended\\": \\"stopped\\"}" > $(dirname $1)/summary.json; exit 10'
     with pytest.raises(StoppedError):
-        local.train(config)
+        local_run.train(config)
 
 
 def test_ctrl_c_twice_kills_at_once(
@@ -569,7 +570,7 @@ def test_ctrl_c_twice_kills_at_once(
     interrupt = f"kill -INT {os.getpid()}"
     scripts["learner"] = f'trap "{interrupt}" TERM; {interrupt}; while :; do sleep 0.05; done'
     with pytest.raises(KeyboardInterrupt):
-        local.train(config)
+        local_run.train(config)
     assert "killed" in capsys.readouterr().err
 
 
@@ -579,9 +580,9 @@ def test_a_folder_that_holds_a_run_is_refused_unless_resumed(config: Config, tmp
         pass
     (tmp_path / "it" / "metrics.jsonl").write_text('{"version": 1}\n')
     with pytest.raises(ConfigError, match=r"holds a run already.*run\.resume=true"):
-        local.train(config)
+        local_run.train(config)
     resumed = dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True))
-    assert local.train(resumed) == {"versions": 3}
+    assert local_run.train(resumed) == {"versions": 3}
 
 
 def test_checkpoints_without_metrics_are_a_run_too(config: Config, tmp_path: Path) -> None:
@@ -604,7 +605,7 @@ def test_the_summary_of_the_life_before_says_nothing_of_this_one(
     scripts["learner"] = "echo no luck; exit 7"
     resumed = dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True))
     with pytest.raises(ProcessDiedError, match=r"(?s)learner ended \(exit code 7\).*no luck"):
-        local.train(resumed)
+        local_run.train(resumed)
 
 
 @pytest.mark.usefixtures("scripts")
@@ -615,7 +616,7 @@ def test_a_folder_in_use_is_refused(config: Config, tmp_path: Path) -> None:
         lock.flush()
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(ConfigError, match=r"a live run uses .* \(process 4711\)"):
-            local.train(config)
+            local_run.train(config)
 
 
 def test_a_run_keeps_others_out_of_its_folder_while_it_lives(config: Config, tmp_path: Path) -> None:
@@ -656,3 +657,56 @@ def test_threads_are_shared_out(config: Config, monkeypatch: pytest.MonkeyPatch)
     assert processes.shared_threads(with_pool(config, processes=2)) == 2
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
     assert processes.shared_threads(config) == 1
+
+
+def test_generators_are_started_and_leave_as_requested(
+    config: Config,
+    scripts: dict[str, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The learner requests three, then one, and ends once the other two have left. They are not started again."""
+    monkeypatch.setattr(local_run, "REFRESH_S", 0.01)
+    (tmp_path / "it").mkdir()
+    for name in ("begun", "left"):
+        os.mkfifo(tmp_path / "it" / name)
+    scripts["generator"] = (
+        "cd $(dirname $1); trap 'echo $4 >> left; exit 0' TERM; echo $4 >> begun; while :; do sleep 0.05; done"
+    )
+    scripts["learner"] = (
+        f"cd $(dirname $1); exec 3<>begun 4<>left; read a <&3; read b <&3; echo 3 > generators; read c <&3; "
+        f"echo 1 > generators; read d <&4; read e <&4; echo $a $b $c $d $e > seen; {DONE}"
+    )
+    impatient = dataclasses.replace(config.launch, stop_deadline_s=5.0)
+    assert local_run.train(dataclasses.replace(config, launch=impatient)) == {"versions": 3}
+    seen = (tmp_path / "it" / "seen").read_text().split()
+    assert sorted(seen[:2]) == ["generator-0", "generator-1"]
+    assert seen[2] == "generator-2"
+    assert sorted(seen[3:]) == ["generator-1", "generator-2"]
+    said = capsys.readouterr().err
+    assert "generators: 3; generator-2 starts" in said
+    assert "generators: 1; generator-1 leaves, generator-2 leaves" in said
+    assert "started again" not in said
+
+
+def test_a_generator_that_does_not_leave_is_killed(
+    config: Config,
+    scripts: dict[str, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(local_run, "REFRESH_S", 0.01)
+    (tmp_path / "it").mkdir()
+    os.mkfifo(tmp_path / "it" / "begun")
+    scripts["generator"] = "cd $(dirname $1); trap '' TERM; echo $4 $$ > begun; while :; do sleep 0.05; done"
+    scripts["learner"] = (
+        "cd $(dirname $1); exec 3<>begun; read a p <&3; read b q <&3; [ $b = generator-1 ] || q=$p; "
+        f"echo 1 > generators; while kill -0 $q; do sleep 0.02; done; {DONE}"
+    )
+    impatient = dataclasses.replace(config.launch, stop_deadline_s=0.2)
+    assert local_run.train(dataclasses.replace(config, launch=impatient)) == {"versions": 3}
+    said = capsys.readouterr().err
+    assert "generator-1 did not leave in time and is killed" in said
+    assert "generator-1 has left (killed by SIGKILL)" in said

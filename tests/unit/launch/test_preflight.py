@@ -12,7 +12,7 @@ from asyncrl import cli
 from asyncrl.config.load import load_config
 from asyncrl.device import accelerator
 from asyncrl.errors import ConfigError
-from asyncrl.launch import local
+from asyncrl.launch import local_run
 from asyncrl.launch.preflight import preflight
 
 GOOD = """\
@@ -75,7 +75,7 @@ def test_what_would_stop_a_process_starts_none(
     def start(*words: object) -> None:
         raise AssertionError("the run was started")
 
-    monkeypatch.setattr(local, "train", start)
+    monkeypatch.setattr(local_run, "train", start)
     key = overrides[0].partition("=")[0]
     with pytest.raises(ConfigError) as refusal:
         asyncrl.train(config, overrides)

@@ -23,7 +23,7 @@ from asyncrl.config.schema import Config, GeneratorConfig, QueueConfig, RunConfi
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.launch import queue_process
 from asyncrl.launch.folder.run_folder import read_address, run_folder
-from asyncrl.launch.queue_process import Feeder, run_queue
+from asyncrl.launch.queue_process import Feeder, QueueChanges, run_queue
 from asyncrl.queue.client import connection
 from asyncrl.queue.client.client import BlockingClient, QueueClient
 from asyncrl.queue.protocol.settings import StreamSettings
@@ -219,3 +219,27 @@ def test_it_outlives_the_run_until_every_generator_has_heard_of_its_end(
     monkeypatch.setattr(asyncio, "sleep", noted)
     serve(config, learner)
     assert slept.count(3 * 0.0125) == 1
+
+
+def test_what_changes_at_the_queue_is_in_the_trace(trace: Any) -> None:
+    changes = QueueChanges()
+
+    def look(
+        silent_s: dict[str, float], refused: dict[str, int], dropped: dict[str, int], **counts: Any
+    ) -> None:
+        train = {"ready": 2, **counts, "dropped_by_reason": dropped}
+        changes.trace({"streams": {"train": train}, "silent_s": silent_s, "refused": refused})
+
+    look({"g0": 0.1, "g1": 0.2}, {}, {}, **{"age/oldest": 3, "age/mean": 1.5})
+    look({"g0": 20.0, "g1": 0.2}, {"fenced": 1}, {"reward": 2})
+    look({"g0": 21.0, "g1": 0.2}, {"fenced": 1}, {"reward": 2})
+    look({"g0": 0.0}, {"fenced": 3}, {"reward": 2, "filtered": 1})
+    look({"g0": 99.0}, {"fenced": 3}, {"reward": 2, "filtered": 1})
+    look({}, {"fenced": 3}, {"reward": 2, "filtered": 1})  # the queue has forgotten it
+    found = [(event.name, *event.about.values()) for event in trace().events]
+    assert sorted(found[:2]) == [("joined", "g0"), ("joined", "g1")]
+    assert found[2:5] == [("silent", "g0", 20.0), ("refused", "fenced", 1), ("dropped", "reward", 2)]
+    assert sorted(found[5:7]) == [("back", "g0"), ("left", "g1")]
+    assert found[7:] == [("refused", "fenced", 2), ("dropped", "filtered", 1), ("silent", "g0", 99.0)]
+    assert trace().figures["queue/age/oldest"][1] == [3]
+    assert trace().figures["queue/ready"][1] == [2] * 6

@@ -293,7 +293,9 @@ def test_the_next_version_trains_while_the_disk_is_busy(tmp_path: Path) -> None:
     assert calls[:2] == ["trained", "trained"]
     assert calls.count("checkpointed") == 3
     assert all(
-        "time/wait/checkpoint" in row for row in case.rows if row.get("version") in (2, 3) and "step_s" in row
+        "perf/time/wait/checkpoint" in row
+        for row in case.rows
+        if row.get("version") in (2, 3) and "perf/step_s" in row
     )
 
 
@@ -395,3 +397,15 @@ def test_a_checkpoint_without_the_part_of_a_pool_is_not_kept(tmp_path: Path) -> 
     with pytest.raises(ConfigError, match=r"run\.dir = .*the pool of the critic has written .* elsewhere"):
         checkpoints.finish()
     assert saved(tmp_path) == []
+
+
+def test_the_trace_has_the_writing_and_when_it_was_whole(tmp_path: Path, trace: Callable[[], Any]) -> None:
+    disk = Disk()
+    checkpoints = checkpoints_of(tmp_path / "run", disk)
+    checkpoints.begin(meta(3))
+    disk.free.set()
+    checkpoints.finish()
+    ((span,), (event,)) = trace().lanes["disk"].spans, trace().events
+    assert (span.name, span.about) == ("checkpoint", {"version": 3})
+    assert (event.name, event.about) == ("checkpoint", {"version": 3})
+    assert span.start <= span.end <= event.time

@@ -25,7 +25,7 @@ from asyncrl.config.schema import (
 )
 from asyncrl.config.sections.algorithm import AlgorithmConfig, KlLossConfig
 from asyncrl.config.sections.learner import OptimizerConfig
-from asyncrl.config.sections.models import PlaceConfig, PlacementConfig, RewardsPlaceConfig
+from asyncrl.config.sections.placement import PlaceConfig, PlacementConfig, RewardsPlaceConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.checks.finite_check import NOT_FINITE
@@ -286,12 +286,14 @@ def test_the_same_groups_give_the_same_gradients(
         # Columns are float32 on both ways, and packed otherwise.
         moved = (tensor - start[key]).abs().max()
         assert torch.allclose(found[key], tensor, atol=float(1e-6 * moved), rtol=0), key
-    assert math.isclose(told["grad_norm"], measured["grad_norm"], rel_tol=1e-6)
+    assert math.isclose(told["train/grad_norm"], measured["train/grad_norm"], rel_tol=1e-6)
     others = [
         dataclasses.replace(group, columns={**group.columns, names[-1]: 2 * group.columns[names[-1]]})
         for group in groups
     ]
-    assert not math.isclose(trained(pooled, others)[1]["grad_norm"], told["grad_norm"], rel_tol=1e-3)
+    assert not math.isclose(
+        trained(pooled, others)[1]["train/grad_norm"], told["train/grad_norm"], rel_tol=1e-3
+    )
 
 
 def test_what_a_pool_says_of_a_group_is_what_the_learners_own_would(tmp_path: Path) -> None:
@@ -344,10 +346,10 @@ def test_pools_are_counted_apart_from_generators() -> None:
             "reference-1": {"stage": "reference", "groups": 3, "busy_s": 0.25, "dropped/not_finite": 1},
         }
     )
-    assert row["generators"] == 1
-    pools = {key: value for key, value in row.items() if key.startswith("pool/")}
+    assert row["rollout/generators"] == 1
+    pools = {key: value for key, value in row.items() if key.startswith("rollout/pool/")}
     assert pools == {
-        "pool/reference/groups": 5,
-        "pool/reference/busy_s": 0.75,
-        "pool/reference/dropped/not_finite": 1,
+        "rollout/pool/reference/groups": 5,
+        "rollout/pool/reference/busy_s": 0.75,
+        "rollout/pool/reference/dropped/not_finite": 1,
     }

@@ -12,7 +12,7 @@ from learner_cases import rollout
 
 from asyncrl.config.schema import Config, RewardConfig
 from asyncrl.config.sections.algorithm import AlgorithmConfig
-from asyncrl.config.sections.models import PlacementConfig, RewardsPlaceConfig
+from asyncrl.config.sections.placement import PlacementConfig, RewardsPlaceConfig
 from asyncrl.errors import WireError
 from asyncrl.generator.scoring.rewards import Scorer
 from asyncrl.pool.scoring import Scoring

@@ -12,7 +12,7 @@ from rank_processes import run_ranks
 from asyncrl.config.schema import Config, LearnerConfig, RewardModelConfig
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.config.sections.learner import OptimizerConfig
-from asyncrl.config.sections.models import PlaceConfig, PlacementConfig
+from asyncrl.config.sections.placement import PlaceConfig, PlacementConfig
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.remote import remote_protocol
 from asyncrl.learner.training.passes import PassResult

@@ -183,7 +183,7 @@ def test_the_command_trains_what_it_has_planned(
     runs: Path, sft: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained = []
-    monkeypatch.setattr(run, "_run_here", lambda config: trained.append(config) or 0)
+    monkeypatch.setattr(run, "_run", lambda config: trained.append(config) or 0)
     assert cli.main(["demo", "--dir", str(runs), "--engine", "vllm", "run.versions=3"]) == 0
     (config,) = trained
     assert (config.run.dir, config.run.versions) == (str(runs), 3)
@@ -192,7 +192,7 @@ def test_the_command_trains_what_it_has_planned(
 
 
 def test_the_warm_up_alone(runs: Path, sft: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "_run_here", lambda config: pytest.fail("it trains"))
+    monkeypatch.setattr(run, "_run", lambda config: pytest.fail("it trains"))
     past_run(runs / "demo")
     assert cli.main(["demo", "--dir", str(runs), "--warm-up"]) == 0
     assert (runs / "addition/warm/config.json").exists()

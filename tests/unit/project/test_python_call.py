@@ -19,7 +19,7 @@ from asyncrl.config.functions.function_spec import load_function
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError, ConfigError, TaskError
-from asyncrl.launch import local
+from asyncrl.launch import local_run
 from asyncrl.launch.folder.kept import keep_config
 from asyncrl.launch.preflight import check_present
 from asyncrl.tasks.source import training_tasks
@@ -54,7 +54,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("asyncrl.launch.preflight.preflight", lambda config: None)
     seen: list[Config] = []
-    monkeypatch.setattr(local, "train", lambda config: seen.append(config) or {"ended": "done"})
+    monkeypatch.setattr(local_run, "train", lambda config: seen.append(config) or {"ended": "done"})
 
     def call(*words: Any, **keys: Any) -> Config:
         asyncrl.train(*words, **keys)
@@ -247,7 +247,7 @@ def test_a_second_caller_leaves_the_inputs_of_the_first(
         seen.extend([before, list(inputs.iterdir())])
         return {"ended": "done"}
 
-    monkeypatch.setattr(local, "train", first)
+    monkeypatch.setattr(local_run, "train", first)
     asyncrl.train(**given)
     assert seen[0] == seen[1] != []
 

@@ -15,7 +15,7 @@ import asyncrl
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError
-from asyncrl.launch import local
+from asyncrl.launch import local_run
 from asyncrl.launch.folder.run_folder import run_folder
 from asyncrl.launch.preflight import preflight
 
@@ -36,12 +36,12 @@ def launched(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
         seen.append(config)
         run_folder(config).mkdir(parents=True, exist_ok=True)
         (run_folder(config) / "metrics.jsonl").write_text(
-            json.dumps({"version": 1, "reward/mean": 0.25}) + "\n"
+            json.dumps({"version": 1, "rollout/reward/mean": 0.25}) + "\n"
         )
         return dict(SUMMARY)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(local, "train", train)
+    monkeypatch.setattr(local_run, "train", train)
     (tmp_path / "my-model").symlink_to(model_folder)
     return seen
 

@@ -20,7 +20,7 @@ from pages import blocks
 
 from asyncrl.config.schema import RewardConfig
 from asyncrl.errors import ConfigError, RewardFailedError
-from asyncrl.generator.scoring.calls import load_reward
+from asyncrl.generator.scoring.reward_calls import load_reward
 from asyncrl.generator.scoring.rewards import RewardError, Scorer
 from asyncrl.rewards import PairwiseJudge, RubricJudge, judge_endpoint
 from asyncrl.rewards.judge_folder import Budget, ReplyCache

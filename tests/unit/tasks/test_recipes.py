@@ -16,8 +16,8 @@ from asyncrl import demo as demos
 from asyncrl.errors import TaskError
 from asyncrl.models.loading import load_tokenizer
 from asyncrl.models.prompts import ImageReader, encode_prompt
+from asyncrl.offline.examples import Demonstration
 from asyncrl.rewards.matching import ExactMatch
-from asyncrl.sft import Demonstration
 from asyncrl.tasks.generated import GeneratedRows, is_held_out
 from asyncrl.tasks.pictures import CELL, GRID, NUMBERS, PLACES, tasks
 from asyncrl.tasks.source import held_out, training_tasks

@@ -46,7 +46,7 @@ from asyncrl.types import NO_VERSION, Finish, Turn, Version
 log = logging.getLogger(__name__)
 
 ABORT_AGAIN_S = 0.05
-"""An abort that comes before the server knows the request is lost: repeated until the request has ended."""
+"""An abort that comes before the server has the request is lost: repeated until the request has ended."""
 
 TRIES = 3
 """Tries of one sample, at a server that fails at it and yet is there."""
@@ -112,7 +112,7 @@ class HttpEngine:
         self._tasks: set[asyncio.Task[Any]] = set()  # all that must end with the engine
         self._requests: set[asyncio.Task[ServerChunk]] = set()
         self._names = count()
-        self._spans = Spans()
+        self._spans = Spans("engine")
         self._started = self._closed = False
 
     @property

@@ -161,7 +161,7 @@ def url_of(urls: list[str], name: str) -> str:
         return urls[0]
     number = re.search(r"-(\d+)$", name)
     if number is None or int(number[1]) >= len(urls):
-        rule = f"say nothing of a server for the generator {name!r}: generator-K asks the one at K, from 0"
+        rule = f"have no server for the generator {name!r}: generator-K uses the one at K, from 0"
         remedy = "start it with --name generator-K, or add its server"
         raise ConfigError("generator.server.urls", urls, rule, remedy)
     return urls[int(number[1])]

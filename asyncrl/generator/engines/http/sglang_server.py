@@ -18,8 +18,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.rules import require
 from asyncrl.errors import ConfigError, WeightSyncError
 from asyncrl.generator.engines.http.folder_receiver import FolderReceiver
 from asyncrl.generator.engines.http.http_link import (

@@ -32,7 +32,7 @@ NOT_BY_GET = 405
 """The status of a path that is there for POST."""
 
 ABORT_AGAIN_S = 0.05
-"""An abort that comes before the server knows the request is lost: repeated until the request has ended."""
+"""An abort that comes before the server has the request is lost: repeated until the request has ended."""
 
 
 class VllmAdapterServer(VllmServer):

@@ -63,7 +63,7 @@ class VllmServer:
         except (ServerRefusedError, UnreachableError, TimeoutError) as error:
             raise self._unusable(f"does not do what is asked: {error!r}") from error
         if abs(certain.logprobs[0]) > 1e-3:
-            raise self._unusable("says log-probs of another distribution than the one it draws from")
+            raise self._unusable("returns log-probs of another distribution than the one it samples from")
         if served < self._config.generator.max_length:
             rule = f"the server at {self._link.url} has --max-model-len {served}"
             remedy = f"set generator.max_length={served}, or start it with more"

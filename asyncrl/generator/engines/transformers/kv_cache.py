@@ -55,7 +55,8 @@ class Decode:
 
 
 Stores = tuple[Tensor, Tensor]
-"""Of one layer: keys and values [rows, K, M, D]; or states [rows, …] of two kinds, see `recurrent_rows.py`."""
+"""The memory of one layer: keys and values [rows, K, M, D], or states [rows, …] of two kinds, see
+`recurrent_rows.py`."""
 
 
 class KVCache:
@@ -105,7 +106,7 @@ def attending(cache: KVCache, of: Prefill | Decode) -> Iterator[None]:
 
 
 def current_pass() -> tuple[KVCache, Prefill | Decode]:
-    """Those that this thread is `attending` with."""
+    """The cache and the pass that this thread is `attending` with."""
     return _pass.cache, _pass.of
 
 

@@ -54,9 +54,10 @@ def _with_states(layer: Any, forward: Callable[..., Tensor], hidden_states: Tens
 
 
 def _padding(of: Prefill) -> Tensor:
-    """[P]: how much shorter than the longest each prompt is."""
+    """[P]: how much shorter than the longest each prompt is. Not by bincount, which waits for a GPU."""
     prompts, longest = of.index_PT.shape
-    return longest - torch.bincount(of.prompt_N, minlength=prompts)
+    lengths_P = of.prompt_N.new_zeros(prompts).index_add(0, of.prompt_N, torch.ones_like(of.prompt_N))
+    return longest - lengths_P
 
 
 def _empty(layer: Any, rows: int) -> Stores:

@@ -57,7 +57,8 @@ class Support(NamedTuple):
 
 
 class BatchRows:
-    """See above.
+    """One array for each fact about a row, so that a step works on all rows at once: more attributes than other
+    classes have.
 
     cached_R   tokens in the cache: the column of the next token to feed
     known_R    prompt and output tokens so far: the column of the next token to draw
@@ -158,7 +159,7 @@ class BatchRows:
         np.maximum.at(self.routed_R, row_N, column_N + 1)
 
     def copy_experts(self, source: int, rows: Array, columns: int) -> None:
-        """Give rows those of the first columns of another one."""
+        """Copy the experts of another row's first columns into these rows."""
         self.experts_RCW[rows, :columns] = self.experts_RCW[source, :columns]
         self.routed_R[rows] = columns
 

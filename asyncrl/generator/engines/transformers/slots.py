@@ -30,6 +30,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from asyncrl.counter_rng import uniform_at
+from asyncrl.device import accelerator
 from asyncrl.errors import WeightSyncError
 from asyncrl.generator.engines.engine import Pieces, SampleRequest, check_fits
 from asyncrl.generator.engines.transformers.kv_cache import Decode, KVCache, Prefill, attending
@@ -47,7 +48,8 @@ PREFILL_TOKENS = 8192
 class SlotBatch:
     """The batch, without threads or event loop: `add`, `remove` and `flip` between calls of `step`.
 
-    The parts of a step are methods, because they share the rows and the cache.
+    It has more methods than other classes: the parts of a step are methods, because they share the rows and the
+    cache.
 
     model   a causal LM loaded with attention ATTENTION
     slots   R: samples decoded at once · max_length: C · end_ids: tokens that end a sample
@@ -94,7 +96,7 @@ class SlotBatch:
         return not self._rows.used and not self._waiting
 
     def take_pieces(self) -> list[tuple[Pieces, int, Turn]]:
-        """The pieces of the last step, each with its sample, and who wants it."""
+        """The pieces of the last step: (the receiver of pieces, sample, turn)."""
         pieces, self._pieces = self._pieces, []
         return pieces
 
@@ -131,6 +133,8 @@ class SlotBatch:
         yet, as there are at fixed shape, gets new ones in any case: all of its tokens will be of `version`.
         """
         torch._foreach_copy_(list(targets.values()), [staged[name] for name in targets])
+        # Staging may now be overwritten, and the live weights hashed, on any stream.
+        accelerator.wait_for_stream(self._device)
         self.version, rows = version, self._rows
         unanswered_R = rows.known_R == rows.prompt_R
         rows.routed_R[unanswered_R] = 0
@@ -257,8 +261,8 @@ class SlotBatch:
         rows.cached_R[:count] += 1
         if not self.fixed_shape:
             return self._accept(row_A, logits_AV)
-        all_in_A = rows.used_R & (rows.cached_R == rows.known_R)
-        return self._accept(np.flatnonzero(all_in_A), logits_AV[torch.from_numpy(all_in_A)])
+        all_in = np.flatnonzero(rows.used_R & (rows.cached_R == rows.known_R))
+        return self._accept(all_in, logits_AV[self._tensor(all_in)])
 
     def _forward(
         self, token_N: Array, position_N: Array, of: Prefill | Decode, keep: Tensor | None
@@ -316,7 +320,7 @@ class SlotBatch:
         return [(batched.request.request_id, batched.in_order()) for batched in left if batched.finished]
 
     def _cut_pieces(self, row_A: Array) -> None:
-        """Hand out a piece of each sample in these rows that has as many new tokens as its request wants."""
+        """Hand out a piece of each sample in these rows that has the number of new tokens of its request's pieces."""
         every_A = self._rows.every_R[row_A]
         if not every_A.any():
             return

@@ -32,9 +32,9 @@ import numpy as np
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from asyncrl.config.rules import require
 from asyncrl.config.schema import Config, ModelConfig
 from asyncrl.config.sections.generator import KvAtFlip
-from asyncrl.config.sections.rules import require
 from asyncrl.device import accelerator
 from asyncrl.device.products import wide_product
 from asyncrl.errors import ConfigError, RunClosedError
@@ -106,7 +106,7 @@ class TransformersEngine:
         self._flips: deque[_Flip] = deque()
         self._results: dict[str, asyncio.Future[list[Turn]]] = {}
         self._wake = asyncio.Event()
-        self._spans = Spans()
+        self._spans = Spans("engine")
         self._loop: asyncio.AbstractEventLoop
         self._runner: asyncio.Task[None] | None = None
         self._ended = False
@@ -317,7 +317,7 @@ def load_end_ids(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> lis
 
 
 def widen_head(model: PreTrainedModel) -> None:
-    """Let a model of half precision give float32 logits, as `model.head_dtype` wants it. The head has no bias in models
+    """Let a model of half precision give float32 logits, for `model.head_dtype`. The head has no bias in models
     that the learner trains."""
     head = model.get_output_embeddings()
     head.forward = lambda hidden: wide_product(hidden, head.weight)
@@ -331,7 +331,7 @@ def load_transformers_engine(config: Config, tokenizer: PreTrainedTokenizerBase)
     if config.model.wide_head:
         widen_head(model)
     return TransformersEngine(
-        model.to(accelerator.current()),  # type: ignore[arg-type]
+        model.to(accelerator.current_device()),  # type: ignore[arg-type]
         slots=config.generator.slots,
         max_length=config.generator.max_length,
         end_ids=end_ids_of(model.generation_config, model.config, tokenizer),

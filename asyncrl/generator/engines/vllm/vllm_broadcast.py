@@ -24,20 +24,20 @@ from asyncrl.generator.engines.receiver import (
     WeightReceiver,
     WeightStream,
 )
-from asyncrl.generator.engines.vllm.vllm_weights import Call
+from asyncrl.generator.engines.vllm.vllm_weights import CallRanks
 from asyncrl.sync.broadcast.stream import BroadcastSubscriber, Offer
 from asyncrl.sync.stream.snapshot import SnapshotEvictedError
 from asyncrl.sync.stream.subscriber import StagedWeights
 from asyncrl.types import Version
 
 GRACE_S = 10.0
-"""In which ranks report an error after the deadline of a transfer."""
+"""Seconds behind the deadline of a transfer in which ranks may still report an error."""
 
 MOST_LOST = 3
-"""Updates that fail in a row: then the fault is not a learner that went away."""
+"""So many failures of updates in a row are an error: a learner that went away does not cause them."""
 
 BUFFERS = 2
-"""Chunks of which a rank receives one while it loads another."""
+"""Chunks in memory at once: a rank receives one while it loads another."""
 
 
 class BroadcastReceiver(WeightReceiver):
@@ -49,7 +49,7 @@ class BroadcastReceiver(WeightReceiver):
         self,
         reader: WeightReader,
         ranks: int,
-        call: Call,
+        call: CallRanks,
         flip: Callable[[Version, Callable[[], Awaitable[None]]], Awaitable[float]],
     ) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class BroadcastReceiver(WeightReceiver):
             self._close_offer()
 
     async def verify(self) -> None:
-        """There is no hash of what vLLM has loaded."""
+        """Does nothing: there is no hash of the weights that vLLM has loaded."""
 
     async def _leave(self) -> None:
         self._close_offer()

@@ -85,7 +85,8 @@ class _Counters:
 
 
 class VllmEngine:
-    """See `Engine`. name: of the generator, for errors · load_weights: begin with those of model.path, as version 0."""
+    """See `Engine`. It has more attributes than other classes: state of requests, of flips, and of the tasks that
+    watch both. name: of the generator, for errors · load_weights: begin with those of model.path, as version 0."""
 
     def __init__(self, config: Config, name: str, end_ids: Sequence[int], load_weights: bool = False) -> None:
         check_vllm()
@@ -101,7 +102,7 @@ class VllmEngine:
         self._in_flight: dict[str, tuple[int, asyncio.Task[list[Turn]]]] = {}
         self._flipping: asyncio.Task[float] | None = None
         self._changed = asyncio.Event()
-        self._spans = Spans()
+        self._spans = Spans("engine")
         self._accounting: asyncio.Task[None] | None = None
         self._looking: asyncio.Task[None] | None = None
         self._lost = LostRequests[asyncio.Task[Any]](config.generator.progress_deadline_s)

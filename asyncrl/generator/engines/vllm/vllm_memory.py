@@ -7,8 +7,8 @@ gpu_memory_share of a device   weights │ staging, buckets, checksum │ KV cac
 
 from __future__ import annotations
 
+from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.rules import require
 from asyncrl.models.adapters import adapter_shapes
 from asyncrl.models.loading import checkpoint_shapes
 from asyncrl.sync.layout.layout import ITEM_BYTES, Layout, whole_layout

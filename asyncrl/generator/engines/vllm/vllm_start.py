@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from asyncrl.config.rules import require
 from asyncrl.config.schema import Config, ModelConfig
-from asyncrl.config.sections.rules import require
 from asyncrl.device import accelerator
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engines.vllm.vllm_memory import share_of_vllm
@@ -72,7 +72,7 @@ def start_vllm(config: Config, loggers: list[Callable[..., Any]], load_weights: 
         remedy = "correct generator.vllm and its extra arguments"
         raise ConfigError("generator.vllm", config.generator.vllm.extra, rule, remedy) from error
     check_replicas(config, vllm_config.model_config.is_moe)
-    check_experts(config, vllm_config.model_config.is_moe)
+    check_experts_beside_adapters(config, vllm_config.model_config.is_moe)
     os.environ[METHOD] = method  # vLLM sets it to spawn on a CPU
     with _frozen_garbage():
         return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=loggers, disable_log_stats=True)
@@ -139,7 +139,7 @@ def check_replicas(config: Config, has_experts: bool) -> None:
     )
 
 
-def check_experts(config: Config, has_experts: bool) -> None:
+def check_experts_beside_adapters(config: Config, has_experts: bool) -> None:
     """Raises ConfigError for experts beside adapters where vLLM has no Triton, by which alone it runs them then."""
     require(
         not (has_experts and config.model.lora.travels) or accelerator.count() > 0,
@@ -242,7 +242,8 @@ def policy_adapter() -> Any:
 
 
 def _lora_arguments(model: ModelConfig) -> dict[str, Any]:
-    """One slot for the policy's adapters. Raises ConfigError where vLLM cannot have them, or no frozen weights."""
+    """The arguments for one slot, which the policy's adapters fill. Raises ConfigError for a rank above vLLM's limit,
+    and for a folder without the frozen weights."""
     lora = model.lora
     require(
         lora.rank <= LORA_RANKS[-1],

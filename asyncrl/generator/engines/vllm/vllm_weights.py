@@ -47,7 +47,7 @@ POLL_RANKS_S = (0.002, 0.05)
 """Between two polls of the ranks: the first wait, growing to the last."""
 
 
-Call = Callable[..., Awaitable[list[Any]]]
+CallRanks = Callable[..., Awaitable[list[Any]]]
 """call(method, *args): the result of `vllm_worker.WeightsExtension.<method>` on each rank. Raises the error of one."""
 
 
@@ -64,7 +64,7 @@ class VllmReceiver(WeightReceiver):
         self,
         reader: WeightReader,
         model: ModelConfig,
-        call: Call,
+        call: CallRanks,
         flip: Callable[[Version], Awaitable[float]],
         check_weights: Callable[[], Awaitable[None]] | None = None,
     ) -> None:

@@ -132,7 +132,7 @@ class WeightsExtension:
     def asyncrl_prepare(
         self, dtype: str, reader: dict[str, Any], lora: dict[str, Any] | None = None
     ) -> Report:
-        """Its value is the floor of a flip in seconds. lora: a `LoraConfig`, where adapters alone travel."""
+        """Returns the floor of a flip in seconds. lora: a `LoraConfig`, where adapters alone travel."""
         rank = rank_in_generator(self.vllm_config.parallel_config, of_server=not os.environ.get(GENERATOR))
 
         def work() -> float:

@@ -13,23 +13,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from asyncrl.config.schema import Config
-from asyncrl.learner import ranks
+from asyncrl.learner import process_group
 from asyncrl.learner.backends import storage
-from asyncrl.learner.backends.backend import Backend, Model, check_reference
-from asyncrl.learner.backends.dtensor_layout import layout_of_dtensors
+from asyncrl.learner.backends.backend import Backend, check_reference
 from asyncrl.learner.backends.fsdp.sharded import ShardedModel
 from asyncrl.learner.backends.storage import ModelState
-from asyncrl.learner.models.lora import ADAPTER, write_peft_config
 from asyncrl.learner.models.networks import LanguageModel, blueprint, check_vocabularies
-from asyncrl.learner.models.roles import POLICY
+from asyncrl.learner.models.roles import POLICY, REFERENCE
 from asyncrl.learner.parallel.mesh import Mesh, ModelShape, axis_sizes
 from asyncrl.models.loading import load_model_config
-from asyncrl.sync.layout.layout import Layout
-from asyncrl.sync.layout.names import Names
-from asyncrl.sync.tensors.shards import BoxTensors
 from asyncrl.system.rank_process import rank_and_world
-
-REFERENCE = "reference"
 
 
 class FsdpBackend(Backend):
@@ -47,20 +40,16 @@ class FsdpBackend(Backend):
         names = (POLICY, *sorted(models))  # the same order on every rank
         rank, world = rank_and_world()
         sizes = [axis_sizes(config.learner.parallel, world, _shape(name, config)) for name in names]
-        device = device or ranks.own_device()
+        device = device or process_group.own_device()
         if world > 1:
-            ranks.join_process_group(device, config)
+            process_group.join_process_group(device, config)
         mesh = Mesh(sizes[0], rank, device.type, config.learner.parallel.expert)
-        super().__init__(config, mesh.data_rank, mesh.data_leaders)
-        over_base = config.model.lora.rank > 0 and config.reference.path is None
+        super().__init__(config, models, mesh.data_rank, mesh.data_leaders)
         self._models = {}
         for name in names:
-            if name != REFERENCE or not over_base:
+            if not self.is_base(name):
                 self._models[name] = ShardedModel(name, config, device, mesh, self._models.get(POLICY))
         self.policy = self._models[POLICY]
-        self._base: dict[str, Model] = {}
-        if REFERENCE in names and over_base:
-            self._base[REFERENCE] = self.policy.without_adapters()
         if REFERENCE in models and config.reference.update_every is not None:
             shapes = [
                 {name: tensor.shape for name, tensor in model.parameters().items()}
@@ -68,31 +57,14 @@ class FsdpBackend(Backend):
             ]
             check_reference(shapes[0] == shapes[1], config)
 
-    @property
-    def models(self) -> Mapping[str, Model]:
-        return {**super().models, **self._base}
-
     def load_policy(self, folder: Path) -> None:
         """Collective: load the policy's weights alone, for an export."""
         storage.load_weights(folder, POLICY, self.policy.state().masters)
         self.policy.write_parameters()
 
-    def export_hf(self, folder: Path) -> None:
-        if adapters := self.policy.adapters():
-            beside = folder / ADAPTER
-            self._write_weights(beside, *layout_of_dtensors(adapters, Names()), {})
-            if self.rank == 0:
-                write_peft_config(beside, self._config.model.lora, self._config.model.path)
-        super().export_hf(folder)
-
     def close(self) -> None:
         if self.world > 1 and dist.is_initialized():
             dist.destroy_process_group()
-
-    def _published(self) -> tuple[Layout, Mapping[str, BoxTensors]]:
-        if self._config.model.lora.travels:
-            return layout_of_dtensors(self.policy.adapters(), Names())
-        return super()._published()
 
     def _stored(self) -> dict[str, ModelState]:
         return {name: model.state() for name, model in self._models.items() if model.changes}

@@ -72,10 +72,6 @@ class Masters:
         merged = self.merged or self._merge()
         return self.parameters if merged is None else merged.tensors
 
-    @property
-    def has_adapters(self) -> bool:
-        return self._adapter_scale is not None
-
     def _merge(self) -> Merged | None:
         """Collective: None without adapters."""
         scale = self._adapter_scale

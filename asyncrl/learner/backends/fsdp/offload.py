@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from asyncrl.config.rules import require
 from asyncrl.config.schema import LearnerConfig
-from asyncrl.config.sections.rules import require
 from asyncrl.device import accelerator
 from asyncrl.learner.parallel.mesh import local_part
 

@@ -78,4 +78,12 @@ def _state(root: FSDPModule) -> Any:
 def _groups(root: FSDPModule) -> Iterator[Any]:
     """FSDP's groups of parameters below a root."""
     for state in _state(root)._state_ctx.all_states:
-        yield from state._fsdp_param_groups
+        yield from groups_in(state)
+
+
+def groups_in(state: Any) -> list[Any]:
+    """The groups of parameters of one FSDP module: several in torch 2.13, at most one in 2.11."""
+    several = getattr(state, "_fsdp_param_groups", None)
+    if several is not None:
+        return list(several)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]

@@ -62,7 +62,7 @@ takes longer than the memory is worth."""
 
 
 class ShardedModel:
-    """The FSDP2 backend's `Policy` and `Model`, with the methods of both protocols.
+    """The FSDP2 backend's `Policy` and `Model`: one class, because a policy is a model with more methods.
 
     Raises ConfigError if it cannot be loaded or cut, or the state of its optimizer cannot be offloaded.
 
@@ -135,7 +135,7 @@ class ShardedModel:
     def accumulate(self, batches: Sequence[MicroBatch], loss: Loss) -> None:
         if self._masters.optimizer is None:
             raise TypeError("a frozen model is not trained: it has no gradient")
-        self._check(batches)
+        check_batches(self.network, batches, pipelined=self._pipeline is not None)
         self._masters.begin_accumulation()
         if self._pipeline is not None:
             self._pipeline.accumulate(batches, loss)
@@ -155,33 +155,13 @@ class ShardedModel:
     @torch.no_grad()
     def _first_output(self, batch: MicroBatch, **options: Any) -> Tensor:
         """Collective: float32 on the CPU of every rank."""
-        self._check([batch])
+        check_batches(self.network, [batch], pipelined=self._pipeline is not None)
         if self._pipeline is not None:
             return self._pipeline.predict(batch, **options)
         here = batch.to(self._device)
         first, *_ = self.network(here, self._documents(batch), **options)
         reshard(self.network)
         return cast(Tensor, first).float().cpu()
-
-    def _check(self, batches: Sequence[MicroBatch]) -> None:
-        """Raises TrainingError as `check_tokens`."""
-        config = self.network.body.config
-        name = config.name_or_path or type(self.network.body).__name__
-        for batch in batches:
-            check_tokens(batch, config.get_text_config().vocab_size, name)
-            if batch.media:
-                self._check_media(name)
-
-    def _check_media(self, name: str) -> None:
-        """Raises TrainingError for a network that cannot read images, or not as it is cut."""
-        network = self.network
-        if not isinstance(network, LanguageModel) or not towers(network.causal_lm):
-            raise TrainingError(f"a group has images, and a {type(network).__name__} of {name} reads none")
-        if self._pipeline is not None or network.token_multiple > 1:
-            raise TrainingError(
-                "a group has images, which are read where one rank has the whole stream: set "
-                "learner.parallel.pipeline=1 and learner.parallel.sequence=false"
-            )
 
     def _documents(self, batch: MicroBatch) -> Documents:
         """batch: on the CPU."""
@@ -233,15 +213,15 @@ class ShardedModel:
             here = {name: p if p.is_meta else here[name] for name, p in named.items()}
         return {name: parameter.detach() for name, parameter in here.items()}
 
-    def adapters(self) -> Mapping[str, Tensor]:
-        """Live and sharded, in PEFT's names; empty where all weights are trained. Other stages' have no memory."""
+    def adapters(self) -> tuple[Layout, Mapping[str, BoxTensors]]:
+        """Those of other stages have no memory."""
         here = self._masters.parameters
         every = self._stages.of_all_ranks(here) if self._stages else here
-        return peft_names(every) if self._masters.has_adapters else {}
+        return layout_of_dtensors(peft_names(every), Names())
 
     def without_adapters(self) -> Model:
-        """The network that the adapters were put into."""
-        return BaseUnderAdapters(self._stages or self.network, self.predict)
+        every = (self._stages or self.network).modules()
+        return BaseUnderAdapters([module for module in every if isinstance(module, Adapted)], self.predict)
 
     def constants(self) -> Mapping[str, Tensor]:
         """The checkpoint's tensors that are not trained, such as the biases of DeepSeek-V3's routers: whole on every
@@ -251,6 +231,23 @@ class ShardedModel:
 
     def in_checkpoint(self) -> tuple[Layout, dict[str, BoxTensors]]:
         return layout_of_dtensors(self.parameters(), _names(self.network))
+
+
+def check_batches(network: LanguageModel | Critic, batches: Sequence[MicroBatch], pipelined: bool) -> None:
+    """Raises TrainingError as `check_tokens`, and for images that this network does not read, or not as it is cut."""
+    config = network.body.config
+    name = config.name_or_path or type(network.body).__name__
+    for batch in batches:
+        check_tokens(batch, config.get_text_config().vocab_size, name)
+    if not any(batch.media for batch in batches):
+        return
+    if not isinstance(network, LanguageModel) or not towers(network.causal_lm):
+        raise TrainingError(f"a group has images, and a {type(network).__name__} of {name} reads none")
+    if pipelined or network.token_multiple > 1:
+        raise TrainingError(
+            "a group has images, which are read where one rank has the whole stream: set "
+            "learner.parallel.pipeline=1 and learner.parallel.sequence=false"
+        )
 
 
 def _names(network: nn.Module) -> Names:

@@ -20,8 +20,8 @@ from typing import Any, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.rules import require
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.models.attention import Documents
 from asyncrl.learner.models.networks import (

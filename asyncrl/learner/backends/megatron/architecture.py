@@ -13,7 +13,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, cast
 
-from asyncrl.config.sections.rules import require
+from asyncrl.config.rules import require
 from asyncrl.sync.layout.megatron import MIXTRAL, Gpt, Mixture
 
 DENSE = ("qwen2", "qwen3", "llama", "mistral")

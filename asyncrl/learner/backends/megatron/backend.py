@@ -20,6 +20,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +33,21 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from asyncrl.config.schema import Config, ModelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.learner import ranks
+from asyncrl.learner import process_group
 from asyncrl.learner.backends import storage
 from asyncrl.learner.backends.backend import Backend, check_reference
 from asyncrl.learner.backends.checkpoint_source import Slices
+from asyncrl.learner.backends.megatron.adapters import PartsOf, adapters_at_start, add_adapters
 from asyncrl.learner.backends.megatron.architecture import architecture
 from asyncrl.learner.backends.megatron.boxes import BoxShard, cuts
 from asyncrl.learner.backends.megatron.grid import check_model, make_grid
 from asyncrl.learner.backends.megatron.model import MegatronModel, Shard, StepCounter
-from asyncrl.learner.backends.megatron.network import Head, build
+from asyncrl.learner.backends.megatron.network import Head, PackedGpt, build
 from asyncrl.learner.models.networks import Critic, blueprint, check_vocabularies
 from asyncrl.learner.models.roles import POLICY
 from asyncrl.models.loading import checkpoint_tensors, load_causal_lm, load_model_config
 from asyncrl.sync.layout.layout import Box
-from asyncrl.sync.layout.megatron import Gpt, MegatronPlace, megatron_parts
+from asyncrl.sync.layout.megatron import Gpt, megatron_parts
 from asyncrl.system.rank_process import rank_and_world
 
 Read = Callable[[str, Sequence[int], Box], Tensor]
@@ -65,14 +67,15 @@ class MegatronBackend(Backend):
         logging.getLogger("megatron").setLevel(logging.WARNING)  # else it lists every parameter
         rank, world = rank_and_world()
         self._grid = make_grid(config.learner.parallel, rank, world)
-        super().__init__(config, self._grid.data_rank, self._grid.data_leaders)
+        super().__init__(config, models, self._grid.data_rank, self._grid.data_leaders)
         self._device = _device(config)
         # Megatron needs a group even for one process.
-        ranks.join_process_group(self._device, config, alone=world == 1)
+        process_group.join_process_group(self._device, config, alone=world == 1)
         self._initialise()
         self._models = {}
         for name in (POLICY, *sorted(models)):  # the same order on every rank
-            self._models[name] = self._load(name)
+            if not self.is_base(name):
+                self._models[name] = self._load(name)
         self.policy = self._models[POLICY]
         if "reference" in models and config.reference.update_every is not None:
             check_reference(self._models["reference"].gpt == self.policy.gpt, config)
@@ -86,7 +89,7 @@ class MegatronBackend(Backend):
             virtual_pipeline_model_parallel_size=found.chunks if found.chunks > 1 else None,
             expert_model_parallel_size=found.expert,
             expert_tensor_parallel_size=found.expert_tensor,
-            distributed_timeout_minutes=int(ranks.COLLECTIVE_DEADLINE.total_seconds() // 60),
+            distributed_timeout_minutes=int(process_group.COLLECTIVE_DEADLINE.total_seconds() // 60),
         )
         model_parallel_cuda_manual_seed(self._config.run.seed)
 
@@ -103,8 +106,19 @@ class MegatronBackend(Backend):
             chunk.wide_head = model.wide_head
         gpt, read = shape.padded(found.tensor), _reader(model, config.run.seed, plan.key)
         for chunk in chunks:
-            _fill(chunk.body_parameters(), gpt, chunk.place, read)
-        return MegatronModel(name, chunks, gpt, found, plan.optimizer, self._device, self._models.get(POLICY))
+            _fill(chunk.body_parameters(), partial(megatron_parts, gpt=gpt, place=chunk.place), read)
+        adapted = name == POLICY and model.lora.rank > 0
+        if adapted:
+            self._add_adapters(chunks, gpt, model)
+        merges, policy = adapted and not model.lora.travels, self._models.get(POLICY)
+        return MegatronModel(name, chunks, gpt, found, plan.optimizer, self._device, policy, merges)
+
+    def _add_adapters(self, chunks: Sequence[PackedGpt], gpt: Gpt, model: ModelConfig) -> None:
+        whole = adapters_at_start(model, self._config.run.seed, gpt, chunks[0].place)
+        for chunk in chunks:
+            add_adapters(chunk, model.lora, partial(chunk.parts, gpt=gpt), self._grid.sequence)
+            parameters = chunk.adapter_parameters()
+            _fill(parameters, partial(chunk.parts, gpt=gpt), lambda name, _, box: whole[name][box.slices()])
 
     def close(self) -> None:
         ps.destroy_model_parallel()
@@ -133,7 +147,7 @@ class MegatronBackend(Backend):
 
 
 def _device(config: Config) -> torch.device:
-    ranks.own_device()
+    process_group.own_device()
     try:
         return torch.device(torch.cuda.current_device())
     except (RuntimeError, AssertionError) as error:
@@ -187,11 +201,11 @@ def _reader(model: ModelConfig, seed: int, key: str) -> Read:
 
 
 @torch.no_grad()
-def _fill(parameters: Mapping[str, nn.Parameter], gpt: Gpt, place: MegatronPlace, read: Read) -> None:
+def _fill(parameters: Mapping[str, nn.Parameter], parts_of: PartsOf, read: Read) -> None:
     """Fill a chunk's parameters. Padding rows of the vocabulary become 0."""
     for name, parameter in parameters.items():
         start = 0
-        for part in megatron_parts(name, gpt, place):
+        for part in parts_of(name):
             stop = start + part.box.shape[0]
             parameter[start:stop].copy_(read(part.name, part.shape, part.box))
             start = stop

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from asyncrl.config.rules import require
 from asyncrl.config.sections.learner import ParallelConfig
-from asyncrl.config.sections.rules import require
 from asyncrl.sync.layout.megatron import Gpt, MegatronPlace
 
 

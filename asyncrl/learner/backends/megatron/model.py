@@ -13,7 +13,7 @@ Axes:  N packed tokens
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -30,12 +30,15 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from asyncrl.config.sections.learner import OptimizerConfig
+from asyncrl.learner.backends.megatron.adapters import LinearAdapters, merged_weights
 from asyncrl.learner.backends.megatron.grid import Grid
 from asyncrl.learner.backends.megatron.network import Packed, PackedGpt
 from asyncrl.learner.data.batch import MicroBatch
+from asyncrl.learner.models.lora import BaseUnderAdapters
 from asyncrl.learner.models.networks import check_tokens
 from asyncrl.learner.models.roles import Loss
-from asyncrl.sync.layout.layout import ParamLayout
+from asyncrl.models.adapters import peft_name
+from asyncrl.sync.layout.layout import Layout, ParamLayout
 from asyncrl.sync.layout.megatron import Gpt, MegatronPart, checkpoint_views
 from asyncrl.sync.tensors.shards import BoxTensors, dtype_name
 
@@ -59,7 +62,9 @@ class MegatronModel:
         optimizer: OptimizerConfig | None,
         device: torch.device,
         policy: MegatronModel | None,
+        merges: bool = False,
     ) -> None:
+        """merges: whether versions of merged weights are published"""
         self.name, self.chunks, self.gpt = name, list(chunks), gpt
         self._grid, self._device, self._policy = found, device, policy
         self._clip = optimizer.grad_clip if optimizer else 0.0
@@ -68,6 +73,7 @@ class MegatronModel:
         self.changes = optimizer is not None  # from what it was loaded with: then checkpoints keep it
         self._wrapped: list[nn.Module] = list(chunks)  # under Megatron's data parallelism, if trained
         self._optimizer: Any = None
+        self._merged: list[dict[str, Tensor]] | None = self._merge() if merges else None
         if optimizer is None:
             for chunk in chunks:
                 chunk.requires_grad_(False)
@@ -186,6 +192,7 @@ class MegatronModel:
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
             self._optimizer.step_with_ready_grads()
+            self._refresh_merged()
         self.forget_gradients()
         return norm
 
@@ -208,15 +215,41 @@ class MegatronModel:
     # ------------------------------------------------------------------ checkpoints
 
     def in_checkpoint(self) -> tuple[dict[str, ParamLayout], dict[str, BoxTensors]]:
-        """Weights tied between two stages belong to the first."""
+        """Weights tied between two stages belong to the first. Adapters are merged, live if versions have them so."""
         layout: dict[str, ParamLayout] = {}
         views: dict[str, BoxTensors] = {}
-        for chunk in self.chunks:
-            own = {name: p.detach() for name, p in chunk.body_parameters().items() if not is_copy(p)}
+        for chunk, merged in zip(self.chunks, self._merged or self._merge(), strict=True):
+            own = {name: p.detach() for name, p in chunk.body_parameters().items() if not is_copy(p)} | merged
             held, found = checkpoint_views(own, dtype_name(chunk.config.params_dtype), self.gpt, chunk.place)
             layout |= held
             views |= {name: boxes[0] if len(boxes) == 1 else boxes for name, boxes in found.items()}
         return layout, views
+
+    def adapters(self) -> tuple[Layout, Mapping[str, BoxTensors]]:
+        layout: dict[str, ParamLayout] = {}
+        views: dict[str, BoxTensors] = {}
+        for chunk in self.chunks:
+            for name, parameter in chunk.adapter_parameters().items():
+                parts = chunk.parts(name, self.gpt)
+                boxes, there = [part.box for part in parts], peft_name(parts[0].name)
+                dtype = dtype_name(chunk.config.params_dtype)
+                layout[there] = ParamLayout(parts[0].shape, dtype, tuple(boxes))
+                pieces = parameter.detach().split([box.shape[0] for box in boxes])
+                views[there] = pieces[0] if len(pieces) == 1 else list(pieces)
+        return layout, views
+
+    def without_adapters(self) -> BaseUnderAdapters:
+        every = [module for chunk in self.chunks for module in chunk.modules()]
+        return BaseUnderAdapters([m for m in every if isinstance(m, LinearAdapters)], self.predict)
+
+    def _merge(self) -> list[dict[str, Tensor]]:
+        """The weights with their adapters, of each chunk; empty where there are none."""
+        return [dict(merged_weights(chunk)) for chunk in self.chunks]
+
+    def _refresh_merged(self) -> None:
+        for chunk, kept in zip(self.chunks, self._merged or [], strict=False):
+            for name, merged in merged_weights(chunk):
+                kept[name].copy_(merged)
 
     def shards(self) -> Iterator[Shard]:
         """The live tensors of this rank that a checkpoint keeps: masters and moments, or a frozen network's
@@ -239,6 +272,7 @@ class MegatronModel:
                 owner._copy_main_params_to_model_params()
             for chunk in self._wrapped:
                 cast(Any, chunk).start_param_sync(force_sync=True)
+            self._refresh_merged()
 
 
 class Shard(NamedTuple):

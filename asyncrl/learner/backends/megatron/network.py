@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from asyncrl.device.copies import on_device
+from asyncrl.learner.backends.megatron.adapters import CHILD, adapter_parts
 from asyncrl.learner.backends.megatron.architecture import Architecture
 from asyncrl.learner.backends.megatron.grid import Grid
 from asyncrl.learner.data.batch import MicroBatch
@@ -175,14 +176,21 @@ class PackedGpt(GPTModel):
         return tuple(values_T.new_zeros(batch.tokens).index_copy(0, at_T, values_T) for values_T in out)
 
     def body_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters that checkpoints of language models have: all but a critic's head."""
-        return {name: p for name, p in self.named_parameters() if name not in VALUE_HEAD}
+        """The parameters that checkpoints of language models have: all but a critic's head and adapters."""
+        every = self.named_parameters()
+        return {name: p for name, p in every if name not in VALUE_HEAD and CHILD not in name}
+
+    def adapter_parameters(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.named_parameters() if CHILD in name}
 
     def parts(self, name: str, gpt: Gpt) -> list[MegatronPart]:
         """The checkpoint boxes that a parameter consists of, in the names of a run's checkpoints."""
         if name in VALUE_HEAD:
             shape = tuple(self.get_parameter(name).shape)
             return [MegatronPart(name, shape, Box.whole(shape))]
+        if CHILD in name:
+            shape = self.get_parameter(name).shape
+            return adapter_parts(name, shape, lambda frozen: megatron_parts(frozen, gpt, self.place))
         parts = megatron_parts(name, gpt, self.place)
         if self.head == "logprobs":
             return parts

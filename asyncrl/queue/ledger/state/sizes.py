@@ -13,7 +13,7 @@ MEMORY = 32
 """Groups after which an older size hardly counts any more: lengths drift while a policy learns."""
 
 NO_LENGTH = -1
-"""The bin of tasks that were given up under a lease: nobody knows how long they would have become."""
+"""The bin of tasks that were given up under a lease: their final length is unknown."""
 
 
 @dataclass(slots=True)

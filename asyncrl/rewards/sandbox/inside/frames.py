@@ -49,8 +49,8 @@ def send(fd: int, raw: bytes, deadline: float | None = None, watched: int | None
             raise FrameError(f"the other end is gone: {error}") from None
 
 
-def drain(fd: int) -> None:
-    """Forget what lies in a pipe that does not block."""
+def discard_unread(fd: int) -> None:
+    """Read all that waits in a pipe, which must not block, and discard it."""
     try:
         while os.read(fd, 1 << 16):
             pass

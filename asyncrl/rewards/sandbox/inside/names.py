@@ -34,7 +34,7 @@ class TestNames(NamedTuple):
 
 
 def names_of(texts: Sequence[str], entry: Sequence[str]) -> TestNames:
-    """Raises TestsRefused, with a remedy, if they are no Python or the program's names cannot be told.
+    """Raises TestsRefused, with a remedy, if they are no Python or the program's names cannot be determined.
 
     >>> names_of(["import math", "assert math.isclose(area(2), abs(len(x)))"], [])
     TestNames(program=('area', 'x'), modules={})

@@ -64,7 +64,7 @@ def run(text: str, limits: dict[str, Any]) -> int:
     return code
 
 
-def serve(text: str, limits: dict[str, Any], tests: int) -> int:
+def serve_tests(text: str, limits: dict[str, Any], tests: int) -> int:
     """Run a program, then its functions as the judge requests. CPU time is that of all tests; the judge limits each."""
     world = enter(limits, limits["cpu_s"] * (tests + 1), first_closed=5)
     status = execute(text, world)
@@ -77,7 +77,7 @@ def serve(text: str, limits: dict[str, Any], tests: int) -> int:
 
 
 class Served:
-    """The objects of a program that the judge knows by number, and what the judge may do with them."""
+    """The objects of a program, numbered for the judge, and the operations that it may request."""
 
     def __init__(self, world: World) -> None:
         self._world = world

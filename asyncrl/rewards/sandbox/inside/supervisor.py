@@ -3,7 +3,7 @@
     stdin: {limits, program, inputs, tests: how many}, then {texts, entry}      stdout: [result of each run, …]
         ▾                                                                          ▴
     process 1 ── without tests: fork per input ──▸ program.run ── output ──────────┤
-              └─ with tests: template.py ──▸ program.serve ◂── requests ── judge.py ┘
+              └─ with tests: template.py ──▸ program.serve_tests ◂── requests ── judge.py ┘
 
 Process 1 has no rights and receives no signal from inside (`confinement.become_supervisor`). The processes that it
 starts never hold a pipe that leads outside.
@@ -48,7 +48,7 @@ def main(packages: list[str]) -> int:
 
 
 def _judged(job: Job) -> Job:
-    """The result of a program's tests. The template is made before this process knows them."""
+    """The result of a program's tests. The template is made before this process has read them."""
     from .judge import Judge  # with tests alone: they take as long to import as all else
     from .template import Template
 

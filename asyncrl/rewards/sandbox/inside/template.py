@@ -85,8 +85,8 @@ class Template:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass  # its own children are this process's now
-        frames.drain(self._requests[0])
-        frames.drain(self._replies[0])
+        frames.discard_unread(self._requests[0])
+        frames.discard_unread(self._replies[0])
         return -signal.SIGKILL if self.status is None else self.status
 
     def _ended(self) -> None:
@@ -116,7 +116,7 @@ def _forking(
             above = [fcntl.fcntl(fd, fcntl.F_DUPFD, 64) for fd in (requests, replies)]
             for fd, place in zip(above, (program.REQUESTS, program.REPLIES), strict=True):
                 os.dup2(fd, place)
-            exit_after(lambda: program.serve(text, limits, tests))
+            exit_after(lambda: program.serve_tests(text, limits, tests))
         os.write(news, STATUS.pack(pid))
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         os.write(news, STATUS.pack(status))

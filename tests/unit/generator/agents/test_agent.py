@@ -18,14 +18,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.config.schema import Config, ModelConfig
-from asyncrl.config.sections.generator import AgentConfig
+from asyncrl.config.sections.agent import AgentConfig
 from asyncrl.errors import ConfigError
 from asyncrl.generator.agents.agent import Agent, EnvironmentFailedError
 from asyncrl.generator.agents.chat import Message
 from asyncrl.generator.agents.env import Action, Environment, Observation, ToolEnvironment
 from asyncrl.generator.agents.trajectory import Trajectory
-from asyncrl.generator.agents.trajectory_entries import WIDEST, ContextEntry, PolicyEntry, TrajectoryEnd
+from asyncrl.generator.agents.trajectory_entries import (
+    WIDEST,
+    ContextEntry,
+    PolicyEntry,
+    TrajectoryEnd,
+    recorded_experts,
+)
 from asyncrl.generator.engines.engine import PromptTooLongError, SampleRequest, StoppingSampler
+from asyncrl.telemetry import tracing
 from asyncrl.types import NO_VERSION, Task, Turn
 
 PACKED = Trajectory()
@@ -382,7 +389,7 @@ def with_experts(*shapes: tuple[int, int]) -> bytes:
 
 
 def test_experts_of_its_own_tokens_are_read() -> None:
-    experts = Trajectory.unpack(with_experts((5, 4), (3, 4))).experts()
+    experts = recorded_experts(Trajectory.unpack(with_experts((5, 4), (3, 4))).segments())
     assert experts is not None
     assert experts.shape == (7, 4)
 
@@ -520,3 +527,16 @@ def test_settings_that_do_not_fit_are_refused(chosen: dict[str, Any], key: str) 
     with pytest.raises(ConfigError) as caught:
         config(**chosen)
     assert caught.value.key == key
+
+
+async def test_turns_steps_and_tools_are_spans_of_the_trace(trace: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(tracing, "RESOLUTION_S", 0.0)
+    await play(agent(Speaker(calculating)))
+    lanes = trace().lanes
+    about = [{"task": TASK.ordinal, "sample": 0, "turn": turn} for turn in (0, 1)]
+    assert [(span.name, span.about) for span in lanes["turns"].spans] == [("turn", each) for each in about]
+    assert [span.name for span in lanes["environments"].spans] == ["making", "reset", "step", "step", "close"]
+    (tool,) = lanes["tools"].spans
+    step = lanes["environments"].spans[2]
+    assert tool.name == "multiply"
+    assert step.start <= tool.start <= tool.end <= step.end

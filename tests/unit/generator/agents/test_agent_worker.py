@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +17,11 @@ from local_queue import LocalQueue
 from waiting import Clock
 
 from asyncrl.config.schema import BatchConfig, Config, GeneratorConfig, RewardConfig
-from asyncrl.config.sections.generator import AgentConfig
+from asyncrl.config.sections.agent import AgentConfig
 from asyncrl.errors import RefusedError
 from asyncrl.generator import leases, weights
 from asyncrl.generator import worker as worker_module
-from asyncrl.generator.agents.task_progress import TaskProgress
+from asyncrl.generator.agents.task_progress import Keep, TaskProgress
 from asyncrl.generator.agents.trajectory import Trajectory
 from asyncrl.generator.agents.trajectory_entries import TrajectoryEnd
 from asyncrl.generator.engines.engine import SampleRequest
@@ -194,19 +194,45 @@ async def test_what_is_kept_while_a_message_is_under_way_goes_with_the_next_one(
         arrived.set()
         await go_on.acquire()
 
-    progress = TaskProgress(2, send=send)
-    progress.changed()
-    await arrived.wait()
-    arrived.clear()
-    for trajectory in progress.trajectories:
-        trajectory.add(TrajectoryEnd("done"))
+    with TaskProgress(2, keep=Keep(send)) as progress:
         progress.changed()
-    go_on.release()
-    await arrived.wait()
+        await arrived.wait()
+        arrived.clear()
+        for trajectory in progress.trajectories:
+            trajectory.add(TrajectoryEnd("done"))
+            progress.changed()
+        go_on.release()
+        await arrived.wait()
     assert [[Trajectory.unpack(f).ended for f in frames[1:]] for frames in sent] == [[None] * 2, ["done"] * 2]
     again = TaskProgress(2, sent[1])
     assert [trajectory.ended for trajectory in again.trajectories] == ["done", "done"]
-    progress.close()
+
+
+@pytest.mark.parametrize("ending", [asyncio.CancelledError, RefusedError, None])
+@pytest.mark.parametrize("stage", ["nothing new", "a message under way", "newer than the message"])
+async def test_what_no_message_has_is_left_for_whoever_gives_the_lease_back(
+    ending: type[BaseException] | None, stage: str
+) -> None:
+    """Only of cancelled rollouts: others end as a group, or are dropped."""
+
+    async def send(frames: Sequence[bytes]) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    keep = Keep(send)
+    with suppress(asyncio.CancelledError, RefusedError), TaskProgress(1, keep=keep) as progress:
+        if stage != "nothing new":
+            progress.trajectories[0].add(TrajectoryEnd("first"))
+            progress.changed()
+            await asyncio.sleep(0)
+        if stage == "newer than the message":
+            progress.trajectories[0].clear()
+            progress.trajectories[0].add(TrajectoryEnd("second"))
+            progress.changed()
+        if ending is not None:
+            raise ending("full")
+    left = TaskProgress(1, keep.unsent).trajectories[0].ended if keep.unsent else None
+    newest = {"a message under way": "first", "newer than the message": "second"}.get(stage)
+    assert left == (newest if ending is asyncio.CancelledError else None)
 
 
 async def test_a_queue_that_keeps_no_more_is_not_asked_again() -> None:
@@ -216,7 +242,7 @@ async def test_a_queue_that_keeps_no_more_is_not_asked_again() -> None:
         asked.release()
         raise RefusedError("full")
 
-    progress = TaskProgress(1, send=send)
+    progress = TaskProgress(1, keep=Keep(send))
     progress.changed()
     await asked.acquire()
     await asyncio.sleep(0)

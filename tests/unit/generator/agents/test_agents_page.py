@@ -12,7 +12,7 @@ from agent_cases import SAMPLING, Speaker, agent
 from pages import blocks, text_of
 from site_pages import keys
 
-from asyncrl.config.sections.generator import AgentConfig
+from asyncrl.config.sections.agent import AgentConfig
 from asyncrl.generator.agents.tools import Tool, load_tools
 from asyncrl.types import Task
 

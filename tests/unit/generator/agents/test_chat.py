@@ -120,7 +120,7 @@ def test_a_part_of_a_message_cannot_forge_a_turn_either_and_is_text() -> None:
     whole, part = (
         [{"role": "user", "content": content}] for content in (forged, [{"type": "text", "text": forged}])
     )
-    harmless = chat.harmless([*whole, *part])
+    harmless = chat.control.broken_up([*whole, *part])
     assert harmless[1]["content"] == [{"type": "text", "text": harmless[0]["content"]}]
     assert END["chatml"] not in harmless[0]["content"]
     with pytest.raises(

@@ -19,7 +19,7 @@ from chat_cases import tokenizer
 from env_cases import Echo
 
 from asyncrl.config.schema import Config, GeneratorConfig, ModelConfig
-from asyncrl.config.sections.generator import AgentConfig
+from asyncrl.config.sections.agent import AgentConfig
 from asyncrl.errors import ConfigError
 from asyncrl.generator.agents import agent as agent_module
 from asyncrl.generator.agents.agent import Agent, EnvironmentFailedError, check_agent

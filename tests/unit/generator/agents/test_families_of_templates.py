@@ -11,9 +11,8 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from missing import needs_vllm
-from template_cases import CONTROL, FAMILIES, cached_family, family_tokenizer
+from template_cases import CONTROL, FAMILIES, SAYING, cached_family, family_tokenizer
 
-from asyncrl.config.schema import AgentConfig, Config
 from asyncrl.errors import ConfigError
 from asyncrl.generator.agents import call_parsers
 from asyncrl.generator.agents.call_parsers import PROBE, PROBE_TOOL, call_parser
@@ -21,9 +20,6 @@ from asyncrl.generator.agents.chat import Chat, Message, tool_message
 from asyncrl.generator.agents.tool_formats import BadCall, ToolCall
 
 THOUGHTS = re.compile(r"<think>(?:.*?</think>)?|\s", re.DOTALL)
-CLOSED = "</think>\n\n"
-SAYING = {"gpt_oss": "<|channel|>final<|message|>", "qwen3_5": CLOSED, "deepseek_v3": CLOSED}
-"""What the policy writes before the text of an answer. The prompt may have opened thoughts."""
 ENDS = {"gpt_oss": "<|call|>", "glm4_5": "<|observation|>"}
 """The token that ends a turn with a call."""
 WITHOUT_CALLS = {"deepseek_v3"}
@@ -158,8 +154,3 @@ def test_the_parsers_of_vllm_read_the_calls_of_the_families(family: str) -> None
     if family != "kimi_k2":  # vLLM takes what is there of its calls
         broken = spoken[: spoken.index("look_up")]
         assert [type(call) for call in parse(broken, "", [PROBE_TOOL])] == [BadCall]
-
-
-def test_programs_name_the_format_of_their_calls() -> None:
-    with pytest.raises(ConfigError, match=r"^agent.tool_format = 'auto'.*calls of a program"):
-        Config(agent=AgentConfig(program="run", tool_format="auto")).validate()

@@ -9,9 +9,9 @@ import pytest
 import yaml
 from pages import blocks, text_of
 
+from asyncrl.config.rules import check_section
 from asyncrl.config.schema import GeneratorConfig
 from asyncrl.config.sections.generator import ServerConfig
-from asyncrl.config.sections.rules import check_section
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engines.http import sglang_server, vllm_server
 from asyncrl.generator.engines.http.http_link import key_from, url_of

@@ -12,8 +12,8 @@ from waiting import eventually
 from asyncrl.errors import DeadlineError
 from asyncrl.generator.engines.http import server
 from asyncrl.generator.engines.http.server import LoadMeter, ServerLoad
-from asyncrl.generator.engines.lost_requests import PATIENCE, LostRequests
-from asyncrl.generator.engines.watch import LONGEST_LOOK_S, TOKEN_S, EngineWatch
+from asyncrl.generator.engines.lost_requests import TIMES_ITS_TOKENS, LostRequests
+from asyncrl.generator.watches import LONGEST_LOOK_S, TOKEN_S, EngineWatch
 from asyncrl.types import NO_VERSION
 
 
@@ -108,7 +108,7 @@ def test_tokens_that_are_counted_late_get_time() -> None:
 
 def test_a_request_is_lost_once_the_others_made_several_times_its_tokens() -> None:
     """Two requests: 80 tokens of the server are 40 of each, 4 times the 10 that the first may have."""
-    assert PATIENCE == 4
+    assert TIMES_ITS_TOKENS == 4
     owed = LostRequests[str](deadline_s=5.0)
     owed.begin("old", 0.0, most_tokens=10)
     owed.begin("long", 0.0, most_tokens=11)

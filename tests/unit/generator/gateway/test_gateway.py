@@ -21,9 +21,10 @@ from asyncrl.generator.agents.trajectory_entries import PolicyEntry
 from asyncrl.generator.engines.engine import RequestFailedError, SampleRequest, StoppingSampler
 from asyncrl.generator.gateway import gateway
 from asyncrl.generator.gateway.call_record import CallRecord
-from asyncrl.generator.gateway.chat_completions import Function, schema
 from asyncrl.generator.gateway.conversation import Conversation
 from asyncrl.generator.gateway.gateway import ProgramSession
+from asyncrl.generator.gateway.openai_chat import Function, tool_schema
+from asyncrl.telemetry import tracing
 from asyncrl.types import Task, Turn
 
 TOOLS: Any = [{"type": "function", "function": {"name": "multiply", "description": "", "parameters": SCHEMA}}]
@@ -392,7 +393,7 @@ async def test_a_turn_that_is_given_again_is_a_sign_of_life() -> None:
     assert session.quiet_s >= 1000
     tool = TOOLS[0]["function"]
     asked = Conversation(
-        "m", [user(str(TASK.prompt))], [schema(Function(tool["name"], "", tool["parameters"]))]
+        "m", [user(str(TASK.prompt))], [tool_schema(Function(tool["name"], "", tool["parameters"]))]
     )
     assert (await session.reply(asked, repeated=False)).calls
     assert (session.quiet_s, made.stats()["agent/given_again"]) == (0, 1)
@@ -435,3 +436,17 @@ async def test_a_client_that_repeats_its_request_is_given_the_same_turn() -> Non
 
     record = await played(harness(speaker("a"), run))
     assert record.given == 1
+
+
+async def test_a_call_of_a_program_is_a_span_of_the_trace(
+    trace: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run(url: str, key: str, task: Task) -> None:
+        async with client_of(url, key) as client:
+            await client.turn(user("hi"))
+            await client.turn(user("on"))
+
+    monkeypatch.setattr(tracing, "RESOLUTION_S", 0.0)
+    await played(harness(speaker("a", "b"), run))
+    spans = trace().lanes["gateway"].spans
+    assert [(span.name, span.about) for span in spans] == [("turn", {"task": TASK.ordinal, "sample": 0})] * 2

@@ -17,7 +17,7 @@ from gateway_cases import harness, played, speaker
 from processes import runs, until
 
 from asyncrl.config.schema import Config, ModelConfig
-from asyncrl.config.sections.generator import AgentConfig, GatewayConfig
+from asyncrl.config.sections.agent import AgentConfig, GatewayConfig
 from asyncrl.errors import ConfigError
 from asyncrl.generator.agents.agent import EnvironmentFailedError
 from asyncrl.generator.gateway import harness as harness_module
@@ -161,6 +161,27 @@ os.wait()
     await played(harness(speaker("a"), program=program(tmp_path, lines)))
     pid = int((tmp_path / "pid").read_text())
     until(lambda: not runs(pid), "end of the daemon")
+
+
+async def test_one_search_serves_all_programs_that_ended_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first search finds one program; the three that end meanwhile share the second."""
+    searches: list[list[str]] = []
+    begun, going_on = threading.Event(), threading.Event()
+
+    def search(ended: dict[str, int | None]) -> None:
+        searches.append([*ended])
+        begun.set()
+        assert going_on.wait(60)
+
+    monkeypatch.setattr(harness_module, "_kill_started", search)
+    leftovers = harness_module.Leftovers()
+    calls = [asyncio.create_task(leftovers.kill(None, "a"))]
+    await asyncio.to_thread(begun.wait, 60)
+    calls += [asyncio.create_task(leftovers.kill(None, mark)) for mark in "bcd"]
+    await asyncio.sleep(0)
+    going_on.set()
+    await asyncio.wait_for(asyncio.gather(*calls), 60)
+    assert searches == [["a"], ["b", "c", "d"]]
 
 
 async def test_a_function_that_blocks_its_loop_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -18,7 +19,8 @@ from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.errors import ConfigError
 from asyncrl.generator.scoring.rewards import RewardError, Scorer
 from asyncrl.generator.scoring.scores import Score, combined, score_of
-from asyncrl.launch import local
+from asyncrl.launch import local_run
+from asyncrl.telemetry import tracing
 from asyncrl.types import Rollout, Scored, Step, Task
 
 TASK = Task(3, "1+1=", {"answer": "2"})
@@ -131,7 +133,7 @@ async def test_only_one_function_may_speak_of_steps() -> None:
 
     (one,) = await scores({"steps": stepwise, "length": by_length}, ["a"], {"steps/steps": 2.0})
     assert one == Score(3.0, {"steps": 1.0, "steps/steps": 0.5, "length": 1.0}, (Step(0, 1, reward=1.0),))
-    with pytest.raises(RewardError, match="task 3: two functions speak of steps"):
+    with pytest.raises(RewardError, match="task 3: two functions return steps"):
         await scores({"one": stepwise, "two": stepwise}, ["a"])
 
 
@@ -283,13 +285,30 @@ def test_bad_entries_are_refused_under_their_key(base: Path, word: str, key: str
     assert refusal.value.key == key
 
 
-def test_several_functions_of_a_script(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_functions_of_a_script(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Config] = []
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("asyncrl.launch.preflight.preflight", lambda config: None)
-    monkeypatch.setattr(local, "train", lambda config: seen.append(config) or {})
+    monkeypatch.setattr(local_run, "train", lambda config: seen.append(config) or {})
     asyncrl.train(base, ["reward.functions.best.per=group"], reward={"right": by_length, "best": best})
     functions = seen[0].reward.functions
     assert functions["right"]["function"].endswith(":by_length")
     assert functions["best"]["per"] == "group"
     with pytest.raises(ConfigError, match=r"reward\['bad'\] = .* cannot be imported by name"):
         asyncrl.train(base, reward={"bad": lambda task, text: 1.0})
+
+
+async def test_long_calls_are_spans_of_the_trace_and_short_ones_are_not(trace: Any) -> None:
+    async def slow(task: Task, text: str) -> float:
+        await asyncio.sleep(2 * tracing.SHORT_S)
+        return 1.0
+
+    await scores({"slow": slow, "style": AsyncStyle()}, ["a", "b"])
+    spans = trace().lanes["reward functions"].spans
+    assert [(span.name, span.about) for span in spans if span.name == "slow"] == [("slow", {"task": 3})] * 2
+    assert all(span.end - span.start >= tracing.SHORT_S for span in spans)
+
+
+class AsyncStyle:
+    async def __call__(self, task: Task, text: str) -> float:
+        return 1.0

@@ -13,10 +13,10 @@ import pytest
 from waiting import eventually
 
 from asyncrl.config.functions.function_spec import load_function
+from asyncrl.config.rules import check_section
 from asyncrl.config.schema import RewardConfig
-from asyncrl.config.sections.rules import check_section
 from asyncrl.errors import ConfigError, RewardFailedError
-from asyncrl.generator.scoring.calls import FIRST, LATER, LEAST
+from asyncrl.generator.scoring.reward_calls import FIRST, LATER, LEAST
 from asyncrl.generator.scoring.rewards import MISSED_AFTER, RewardError, Scorer
 from asyncrl.generator.scoring.scores import Score
 from asyncrl.telemetry.status import ProcessStatus

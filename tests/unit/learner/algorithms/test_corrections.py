@@ -148,4 +148,4 @@ def test_with_the_current_policy_as_proximal_the_gradient_is_weighted_reinforce(
     (grad_N,) = torch.autograd.grad(total, logp_N)
     w_N = (logp_N.detach() - batch.behaviour_N).exp().clamp(max=1.2)
     torch.testing.assert_close(grad_N, -w_N * batch.advantages_N * batch.loss_mask_N)
-    assert metrics.values()["share/cut_out"] == 0
+    assert metrics.values()["train/zero_weight_fraction"] == 0

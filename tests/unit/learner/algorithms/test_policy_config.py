@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from asyncrl.config.rules import check_section
 from asyncrl.config.schema import BatchConfig, Config, LearnerConfig
 from asyncrl.config.sections.algorithm import AlgorithmConfig, CorrectionConfig, KlLossConfig, ShapingConfig
-from asyncrl.config.sections.rules import check_section
 from asyncrl.errors import ConfigError
 
 

@@ -86,7 +86,10 @@ def test_measures() -> None:
     config = AlgorithmConfig(shaping=ShapingConfig(kl_coef=0.1, overlong_buffer=3))
     _, metrics = shape(batch, config, 4, 0.2, AlgorithmContext())
     # the mean of the rollouts' means 2 and 6; lengths 2 and 1 of 4 with 3 to go: ⅓ and 0
-    assert metrics.values() == {"kl/reward": 4.0, "reward/overlong_penalty": pytest.approx(1 / 6)}
+    assert metrics.values() == {
+        "train/kl/reward": 4.0,
+        "rollout/reward/overlong_penalty": pytest.approx(1 / 6),
+    }
 
 
 def test_a_kl_without_a_reference_is_refused() -> None:

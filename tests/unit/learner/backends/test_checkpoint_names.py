@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, PretrainedConfig, 
 
 from asyncrl.config.schema import ModelConfig
 from asyncrl.models.loading import checkpoint_shapes, checkpoint_tensors
-from asyncrl.sync.layout.hf_sharding import Heads
+from asyncrl.sync.layout.predicted_sharding import Heads
 
 SMALL = {
     "vocab_size": 11,

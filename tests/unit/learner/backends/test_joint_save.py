@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from asyncrl.learner import ranks
+from asyncrl.learner import process_group
 from asyncrl.learner.backends import joint_save
 from asyncrl.learner.backends.checkpoint_reader import read_metadata
 from asyncrl.learner.backends.storage import Boxes
@@ -41,13 +41,13 @@ def test_a_failure_of_another_rank_is_an_error_here_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int
 ) -> None:
     """At each of the four exchanges: the plan, the shares, the tensors, the metadata."""
-    alone, calls = ranks.exchange, []
+    alone, calls = process_group.exchange, []
 
     def exchange(value: Any, group: Any = None) -> list[Any]:
         calls.append(value)
         return [*alone(value, group), *([[False, None]] if len(calls) == place + 1 else [])]
 
-    monkeypatch.setattr(ranks, "exchange", exchange)
+    monkeypatch.setattr(process_group, "exchange", exchange)
     with pytest.raises(OSError, match="another rank could not write its part"):
         joint_save.save_jointly(STATE, dcp.FileSystemWriter(tmp_path))
     assert len(calls) == place + 1
@@ -57,7 +57,7 @@ def test_a_failure_of_another_rank_is_an_error_here_too(
 def test_a_failure_here_is_told_to_the_others_and_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    alone, told = ranks.exchange, []
+    alone, told = process_group.exchange, []
 
     def exchange(value: Any, group: Any = None) -> list[Any]:
         told.append(value[0])
@@ -66,7 +66,7 @@ def test_a_failure_here_is_told_to_the_others_and_raised(
     def full(*_: Any, **__: Any) -> Callable[..., Any]:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(ranks, "exchange", exchange)
+    monkeypatch.setattr(process_group, "exchange", exchange)
     monkeypatch.setattr(dcp.FileSystemWriter, name, full)
     with pytest.raises(OSError, match="No space left"):
         joint_save.save_jointly(STATE, dcp.FileSystemWriter(tmp_path))

@@ -47,7 +47,7 @@ def with_(**fields: Any) -> Change:
 def column(name: str, dtype: str, value: Any, missing: int = 0) -> Change:
     """Add a column of one value, by so many values too short."""
     return lambda group: dataclasses.replace(
-        group, columns={**group.columns, name: np.full(group.tokens - missing, value, dtype)}
+        group, columns={**group.columns, name: np.full(group.tokens - missing, value).astype(dtype)}
     )
 
 

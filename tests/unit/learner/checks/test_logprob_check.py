@@ -166,14 +166,14 @@ def test_a_report_is_compared_at_its_temperature_once_and_in_its_lineage(tmp_pat
     report = {"lineage": 2, "version": 4, "temperature": 0.5, "tokens": [1, 0], "logprobs": right}
     told = probes.judge({"g0": {"probes": [report]}, "g1": {}, "g2": {"probes": [report]}})
     assert told == {
-        "logprob_gap/probe/tokens": 4,
-        "logprob_gap/probe/max": pytest.approx(0, abs=1e-6),
-        "logprob_gap/probe/mean": pytest.approx(0, abs=1e-6),
+        "train/logprob_gap/probe/tokens": 4,
+        "train/logprob_gap/probe/max": pytest.approx(0, abs=1e-6),
+        "train/logprob_gap/probe/mean": pytest.approx(0, abs=1e-6),
     }
     wrong = {**report, "temperature": 1.0}
-    assert probes.judge({"g0": {"probes": [wrong]}}) == {"logprob_gap/probe/tokens": 0}
+    assert probes.judge({"g0": {"probes": [wrong]}}) == {"train/logprob_gap/probe/tokens": 0}
     for other in ({**wrong, "lineage": 1}, {**wrong, "version": 5}):
-        assert probes.judge({"g3": {"probes": [other]}}) == {"logprob_gap/probe/tokens": 0}
+        assert probes.judge({"g3": {"probes": [other]}}) == {"train/logprob_gap/probe/tokens": 0}
     with pytest.raises(BehaviourMismatchError, match=r"version 4.*\(g3\)"):
         probes.judge({"g3": {"probes": [wrong]}})
 
@@ -183,7 +183,9 @@ def test_versions_long_gone_are_forgotten(tmp_path: Path) -> None:
     for version in range(20):
         probes.note(version)
     wrong = {"lineage": 0, "temperature": 1.0, "tokens": [0], "logprobs": [-9.0]}
-    assert probes.judge({"g": {"probes": [{**wrong, "version": 10}]}}) == {"logprob_gap/probe/tokens": 0}
+    assert probes.judge({"g": {"probes": [{**wrong, "version": 10}]}}) == {
+        "train/logprob_gap/probe/tokens": 0
+    }
     with pytest.raises(BehaviourMismatchError):
         probes.judge({"g": {"probes": [{**wrong, "version": 11}]}})
 
@@ -296,7 +298,7 @@ def trained_with(pool: LivePool) -> list[dict[str, Any]]:
     )
     trainer.run()
     assert trainer.version == config.run.versions
-    return [row for row in read_rows(folder / "metrics.jsonl") if "step_s" in row]
+    return [row for row in read_rows(folder / "metrics.jsonl") if "perf/step_s" in row]
 
 
 def heavier(pool: LivePool) -> None:
@@ -310,14 +312,14 @@ def hotter(pool: LivePool) -> None:
 
 def test_an_engine_with_the_learners_weights_passes_every_step(tmp_path: Path) -> None:
     rows = trained_with(LivePool(config=config_of(tmp_path)))
-    assert [row["logprob_gap/train/tokens"] > 0 for row in rows] == [True] * 3
-    assert max(row["logprob_gap/train/max"] for row in rows) < 1e-4
-    assert max(row["logprob_gap/probe/max"] for row in rows) < 1e-4
+    assert [row["train/logprob_gap/train/tokens"] > 0 for row in rows] == [True] * 3
+    assert max(row["train/logprob_gap/train/max"] for row in rows) < 1e-4
+    assert max(row["train/logprob_gap/probe/max"] for row in rows) < 1e-4
     # The parameters do move: what is compared is not the same in every version.
     lagging = trained_with(LivePool(config=config_of(tmp_path / "lagging"), lag=1))
-    assert [row["logprob_gap/train/tokens"] > 0 for row in lagging] == [True, False, False]
-    assert min(row["ratio/max"] for row in lagging[1:]) > 1.01
-    assert max(row["logprob_gap/probe/max"] for row in lagging) < 1e-4
+    assert [row["train/logprob_gap/train/tokens"] > 0 for row in lagging] == [True, False, False]
+    assert min(row["train/ratio/max"] for row in lagging[1:]) > 1.01
+    assert max(row["train/logprob_gap/probe/max"] for row in lagging) < 1e-4
 
 
 @pytest.mark.parametrize("spoil", [heavier, hotter])
@@ -389,3 +391,12 @@ def test_the_configurations_of_the_page_are_valid(tmp_path: Path) -> None:
     file.write_text(base + "generator: {top_p: 0.98}\nalgorithm: {truncated: weigh, proximal: frozen}\n")
     with pytest.raises(ConfigError, match=r"^algorithm.truncated"):
         load_config(file)
+
+
+def test_a_mismatch_is_an_event_of_the_trace(tmp_path: Path, trace: Any) -> None:
+    gate = LogprobGate(config_of(tmp_path, LogprobGateConfig(on_mismatch="warn")))
+    gate.judge(LogprobGap(100, 0.05, 0.009, "task 1"), 2)
+    gate.judge(LogprobGap(10, 0.02, 0.009, "task 1"), 3)
+    (event,) = trace().events
+    assert (event.name, event.about["version"], event.about["where"]) == ("logprob_mismatch", 3, "task 1")
+    assert event.about["mean"] == pytest.approx(0.002)

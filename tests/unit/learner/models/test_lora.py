@@ -276,9 +276,6 @@ def test_what_does_not_go_with_adapters_is_refused(tmp_path: Path) -> None:
     model: Any = config_in(tmp_path).model
     with pytest.raises(ConfigError, match=r"reference.update_every = 2"):
         small_config(tmp_path, model=model, reference=ReferenceConfig(update_every=2))
-    learner = LearnerConfig(backend="megatron")
-    with pytest.raises(ConfigError, match=r"learner.backend=megatron trains no adapters"):
-        small_config(tmp_path, model=model, learner=learner)
     alone = dataclasses.replace(model, lora=dataclasses.replace(model.lora, publish="adapter"))
     server = ServerConfig(urls=["http://127.0.0.1:1"], folder=str(tmp_path))
     with pytest.raises(ConfigError, match=r"generator.engine = 'sglang': takes whole weights"):

@@ -138,12 +138,12 @@ def test_an_evaluation_is_whole_when_all_chunks_of_all_sets_are_in() -> None:
     assert whole == Evaluation(
         5,
         {
-            "heldout/accuracy": pytest.approx(4 / 6),
-            "heldout/unscored": 0.0,
-            "heldout/math/accuracy": pytest.approx(2 / 6),
-            "heldout/math/unscored": 0.0,
-            "heldout/math/pass@2": pytest.approx(2 / 3),
-            "heldout/math/maj@2": pytest.approx(0.5 / 3),  # the first task's two answers tie
+            "eval/accuracy": pytest.approx(4 / 6),
+            "eval/unscored": 0.0,
+            "eval/math/accuracy": pytest.approx(2 / 6),
+            "eval/math/unscored": 0.0,
+            "eval/math/pass@2": pytest.approx(2 / 3),
+            "eval/math/maj@2": pytest.approx(0.5 / 3),  # the first task's two answers tie
         },
     )
     assert made.pending == []
@@ -190,3 +190,18 @@ def test_a_task_with_more_samples_than_a_chunk_is_a_chunk_of_its_own() -> None:
     config = EvaluationConfig(source="main.jsonl", samples=8, temperature=1.0, chunk=4)
     evaluations(client, config).start(0)
     assert [task.data["stop"] for task, _ in client.asked] == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_trace_has_an_evaluation_from_its_start_until_it_is_whole(trace: Any) -> None:
+    client = FakeClient()
+    made = evaluations(client, math=3)
+    made.start(5)
+    assert not trace().lanes
+    first, second, third, fourth = (task for task, _ in client.asked)
+    client.done = [chunk(first, [1, 0, 0, 0]), chunk(second, [1, 0]), chunk(third, [0, 1, 0, 0])]
+    made.poll()
+    client.done = [chunk(fourth, [1, 0])]
+    made.poll()
+    (span,) = trace().lanes["evaluation"].spans
+    assert span.about["version"] == 5
+    assert span.about["eval/accuracy"] == pytest.approx(1 / 3)

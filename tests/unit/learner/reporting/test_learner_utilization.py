@@ -55,16 +55,21 @@ def test_the_health_of_a_version(tmp_path: Path) -> None:
     health = Utilization(config)
     assert health.peak_flops == 1e9
     health.training_flops = TrainingFlops(weights=1000, attention=10)
-    metrics = {"tokens_with_prompts": 800.0, "rollouts": 40.0, PASSED: 500.0, PASSED_SQUARES: 5000.0}
+    metrics = {
+        "train/tokens_with_prompts": 800.0,
+        "train/rollouts": 40.0,
+        PASSED: 500.0,
+        PASSED_SQUARES: 5000.0,
+    }
     seconds = {"compute/forward_backward": 1.0, "wait/groups": 0.75, "wait/ranks": 0.25}
     assert health.values(metrics, seconds, [1 << 30, 3 << 30]) == pytest.approx(
         {
-            "learner/tokens_per_s": 400,
-            "learner/samples_per_s": 20,
-            "learner/mfu": 6 * (1000 * 500 + 10 * 5000) / (2.0 * 1e9 * 2),
-            "learner/memory_gib": 3.0,
-            "share/wait/groups": 0.375,
-            "share/wait/ranks": 0.125,
+            "perf/learner/tokens_per_s": 400,
+            "perf/learner/samples_per_s": 20,
+            "perf/learner/mfu": 6 * (1000 * 500 + 10 * 5000) / (2.0 * 1e9 * 2),
+            "perf/learner/memory_gib": 3.0,
+            "perf/wait_fraction/groups": 0.375,
+            "perf/wait_fraction/ranks": 0.125,
         }
     )
     assert health.values(metrics, {}, [1]) == {}
@@ -85,14 +90,14 @@ def test_metrics_are_split_by_the_age_of_tokens() -> None:
     logp_N = torch.tensor([0.0, -1.0, -1.5, -2.0, -1.0, 1.0])
     clipped_N = torch.tensor([True, False, True, True, False, False])
     assert age_metrics(batch, logp_N, clipped_N, version=9).values() == {
-        "age/0/log_ratio": 0.0,
-        "age/0/clipped": 0.0,
-        "age/1/log_ratio": -0.5,
-        "age/1/clipped": 1.0,
-        "age/2-3/log_ratio": -0.5,
-        "age/2-3/clipped": 0.5,
-        "age/4-7/log_ratio": 2.0,
-        "age/4-7/clipped": 0.0,
+        "train/age/0/log_ratio": 0.0,
+        "train/age/0/clip_fraction": 0.0,
+        "train/age/1/log_ratio": -0.5,
+        "train/age/1/clip_fraction": 1.0,
+        "train/age/2-3/log_ratio": -0.5,
+        "train/age/2-3/clip_fraction": 0.5,
+        "train/age/4-7/log_ratio": 2.0,
+        "train/age/4-7/clip_fraction": 0.0,
     }
     nobody = dataclasses.replace(batch, loss_mask_N=torch.zeros(6, dtype=torch.bool))
     assert age_metrics(nobody, logp_N, clipped_N, version=9).values() == {}

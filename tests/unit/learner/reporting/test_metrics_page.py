@@ -5,27 +5,42 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from metrics_page import listed, summary_keys, unlisted
+from metrics_page import listed, migrating_tables, summary_keys, unlisted
 from stream_cases import SMALL, Learner
 
 import asyncrl.learner
+import asyncrl.offline
 from asyncrl.config.schema import SyncConfig
 from asyncrl.learner.reporting.report import publish_values, run_summary, step_row
 from asyncrl.queue.ledger.ledger import Ledger
 from asyncrl.sync.factory import open_publisher
 from asyncrl.sync.stream.snapshot import PublishReport
 from asyncrl.sync.tensors.shards import Shards
+from asyncrl.telemetry.spans import WAIT
 
 SPAN = re.compile(r'"((?:compute|wait)/[a-z_]+)"')
 OF_MEMBERS = {"sync/held", "sync/lag"}
 """There only once a generator has a version."""
 
+OF_GENERATORS = {"sync/flips", "sync/pause_ms_p50", "sync/pause_floor_ms", "sync/fetch_ms_p50"}
+
 
 def test_families_take_their_keys_and_no_others() -> None:
-    known = ["version", "reward/part/right", "queue/dropped/reward", "heldout/hard/pass@8", "critic/loss"]
-    assert unlisted(known) == []
-    others = ["reward/right", "version/of", "loss/policy", "part/right", "heldout", "sync/any", "time/any"]
+    known = ["version", "rollout/reward/part/right", "queue/dropped/reward", "eval/hard/pass@8"]
+    assert unlisted([*known, "train/critic/loss"]) == []
+    others = ["reward/mean", "version/of", "loss", "part/right", "heldout", "sync/any", "perf/time/any"]
     assert unlisted(others) == sorted(others)
+
+
+def test_every_key_is_in_a_section() -> None:
+    sections = ("train/", "rollout/", "eval/", "perf/", "sync/", "queue/")
+    assert [key for key in sorted(listed("")) if not key.startswith(sections)] == ["time", "version"]
+
+
+def test_other_trainers_names_lead_to_listed_ones() -> None:
+    tables = migrating_tables()
+    assert {"actor/pg_loss", "val-core/…", "reward_std", "num_tokens"} <= tables.keys()
+    assert unlisted(ours for row in tables.values() for ours in row) == []
 
 
 def test_every_key_of_the_summary_is_listed() -> None:
@@ -33,16 +48,22 @@ def test_every_key_of_the_summary_is_listed() -> None:
 
 
 def test_every_span_of_the_learner_is_listed() -> None:
-    sources = Path(asyncrl.learner.__file__).parent.rglob("*.py")
+    rooms = (Path(room.__file__).parent for room in (asyncrl.learner, asyncrl.offline))
+    sources = (source for room in rooms for source in room.rglob("*.py"))
     spans = {name for source in sources for name in SPAN.findall(source.read_text("utf-8"))} | {"other"}
-    assert listed("time/") == {f"time/{name}" for name in spans}
-    assert listed("share/wait/") == {f"share/{name}" for name in spans if name.startswith("wait/")}
+    assert listed("perf/time/") == {f"perf/time/{name}" for name in spans}
+    waits = {name.removeprefix(WAIT) for name in spans if name.startswith(WAIT)}
+    assert listed("perf/wait_fraction/") == {f"perf/wait_fraction/{name}" for name in waits}
 
 
 def test_every_count_of_the_queue_is_listed() -> None:
-    counts = {**Ledger().counts(0.0), "lead": 3}  # null without queue.wait_share
+    # null without queue.wait_share; absent without a group that is ready
+    counts = {**Ledger().counts(0.0), "lead": 3, "age/oldest": 1, "age/mean": 0.5}
     row = step_row(1, {}, {"other": 1.0}, counts, {})
-    assert {key for key in row if key.startswith("queue/")} == listed("queue/") - {"queue/dropped/<reason>"}
+    assert {key for key in row if key.startswith("queue/")} == listed("queue/") - {
+        "queue/dropped/<reason>",
+        "queue/held_min",
+    }
 
 
 def test_every_figure_of_the_weight_stream_is_listed(tmp_path: Path) -> None:
@@ -55,4 +76,4 @@ def test_every_figure_of_the_weight_stream_is_listed(tmp_path: Path) -> None:
         learner.close()
         stored.close()
     keys = publish_values(PublishReport(0.0, 0, 0.0), stats).keys()
-    assert listed("sync/") == keys | OF_MEMBERS
+    assert listed("sync/") == keys | OF_MEMBERS | OF_GENERATORS

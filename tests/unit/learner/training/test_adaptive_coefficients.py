@@ -18,15 +18,19 @@ def test_the_kl_coefficient_follows_the_mean_kl_of_the_version() -> None:
     start = AdaptiveCoefficients.start(ADAPTIVE)
     assert start.adapted(ADAPTIVE) == {"kl_coef": 0.1}
     # A KL of 0.55 is 10 % above the target; 20 rollouts of a horizon of 100.
-    assert start.after({"kl/reward": 0.55, "rollouts": 20.0}, ADAPTIVE).kl_coef == pytest.approx(0.1 * 1.02)
-    assert start.after({"kl/reward": 9.0, "rollouts": 20.0}, ADAPTIVE).kl_coef == pytest.approx(0.1 * 1.04)
+    assert start.after({"train/kl/reward": 0.55, "train/rollouts": 20.0}, ADAPTIVE).kl_coef == pytest.approx(
+        0.1 * 1.02
+    )
+    assert start.after({"train/kl/reward": 9.0, "train/rollouts": 20.0}, ADAPTIVE).kl_coef == pytest.approx(
+        0.1 * 1.04
+    )
 
 
 def test_the_multiplier_grows_while_the_mean_cost_is_above_the_limit() -> None:
     start = AdaptiveCoefficients.start(SAFE)
-    after = start.after({"reward/part/cost": 1.5}, SAFE)
+    after = start.after({"rollout/reward/part/cost": 1.5}, SAFE)
     assert after.cost_multiplier == pytest.approx(2.0 * math.exp(0.1 * 2.0 * 1.0))
-    assert start.after({"reward/part/cost": 0.0}, SAFE).cost_multiplier < 2.0
+    assert start.after({"rollout/reward/part/cost": 0.0}, SAFE).cost_multiplier < 2.0
     assert after.adapted(SAFE) == {"cost_multiplier": after.cost_multiplier}
 
 
@@ -38,6 +42,6 @@ def test_what_is_fixed_stays_as_configured() -> None:
 
 
 def test_what_adapts_is_restored() -> None:
-    moved = AdaptiveCoefficients.start(SAFE).after({"reward/part/cost": 1.5}, SAFE)
+    moved = AdaptiveCoefficients.start(SAFE).after({"rollout/reward/part/cost": 1.5}, SAFE)
     assert AdaptiveCoefficients.start(SAFE).restored(moved.adapted(SAFE), SAFE) == moved
     assert AdaptiveCoefficients.start(SAFE).restored({}, SAFE) == AdaptiveCoefficients.start(SAFE)

@@ -12,7 +12,6 @@ from asyncrl.config.schema import (
     Config,
     CriticConfig,
     LearnerConfig,
-    ModelConfig,
     ReferenceConfig,
     RewardConfig,
     RewardModelConfig,
@@ -20,7 +19,6 @@ from asyncrl.config.schema import (
 )
 from asyncrl.config.sections.algorithm import AlgorithmConfig, KlLossConfig, ShapingConfig
 from asyncrl.config.sections.learner import ParallelConfig
-from asyncrl.config.sections.models import LoraConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.training import requirements
 
@@ -57,12 +55,6 @@ def test_what_a_backend_cannot_do_is_refused(learner: dict[str, Any], key: str) 
     with pytest.raises(ConfigError) as error:
         Config(learner=LearnerConfig(**learner))
     assert error.value.key == f"learner.{key}"
-
-
-def test_adapters_are_not_trained_by_megatron(tmp_path: Path) -> None:
-    model = ModelConfig(path=str(tmp_path), lora=LoraConfig(rank=4))
-    with pytest.raises(ConfigError, match="trains no adapters"):
-        small_config(tmp_path, model=model, learner=LearnerConfig(backend="megatron"))
 
 
 def test_values_of_models_are_within_their_limits() -> None:

@@ -22,10 +22,10 @@ def test_measures_what_the_oracle_measures() -> None:
     _, metrics = PolicyObjective(VERL, 9)(oracle_batch(), logp_N, torch.zeros_like(logp_N))
     values, plain = metrics.values(), ORACLE["correction"]["is=token|th=2.0|bn=False"]
     expected = ORACLE["loss"]["vanilla|token-mean|is=False"]["clipped"]
-    assert values["share/clipped"] == pytest.approx(expected, abs=1e-6)
-    assert values["kl/k1"] == pytest.approx(plain["k1"], abs=1e-6)
-    assert values["kl/k3"] == pytest.approx(plain["k3"], abs=1e-6)
-    assert values["ratio/ess"] == pytest.approx(plain["ess"], abs=1e-6)
+    assert values["train/clip_fraction"] == pytest.approx(expected, abs=1e-6)
+    assert values["train/approx_kl_k1"] == pytest.approx(plain["k1"], abs=1e-6)
+    assert values["train/approx_kl"] == pytest.approx(plain["k3"], abs=1e-6)
+    assert values["train/effective_sample_size"] == pytest.approx(plain["ess"], abs=1e-6)
 
 
 @pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS))
@@ -116,7 +116,7 @@ def test_gmpo_weighs_a_rollout_by_the_geometric_mean(
     assert total.dtype == logp_N.dtype
     assert total.item() == pytest.approx(sum(slopes) - 1.0)
     assert slope_N.tolist() == pytest.approx([0.0, *slopes, 0.0, -1.0])
-    assert metrics.values()["share/cut_out"] == pytest.approx(slopes.count(0.0) / 3)
+    assert metrics.values()["train/zero_weight_fraction"] == pytest.approx(slopes.count(0.0) / 3)
 
 
 def test_rejected_tokens_have_no_gradient_and_all_others_have_one() -> None:

@@ -269,7 +269,7 @@ def test_what_is_rejected_concerns_the_policy_alone(advantage: str) -> None:
     rejecting = config_of(AlgorithmConfig(advantage=advantage, correction=reject, **FROZEN))
     everything, _ = run(base, ONE_CLAIM)
     found, report = run(rejecting, ONE_CLAIM)
-    assert report.values["share/rejected"] > 0
+    assert report.values["train/rejected_fraction"] > 0
     assert not torch.allclose(found["policy"][0], everything["policy"][0])
     other = "critic" if advantage == "gae" else "reward_model"
     close({other: found[other]}, {other: everything[other]})
@@ -282,7 +282,7 @@ def test_weights_of_a_loglinear_proximal_follow_the_policy_from_step_to_step() -
         AlgorithmConfig(loss="reinforce", proximal="loglinear", correction=correction), epochs=3
     )
     found, report = run(config, ONE_CLAIM, make=old_group)
-    assert report.values["share/rejected"] == 0
+    assert report.values["train/rejected_fraction"] == 0
     batch, policy = MicroBatch.of([old_group(o) for o in range(GROUPS)]), FakeBackend().policy
     mask_N, advantages_N = batch.loss_mask_N, advantages(batch, config.algorithm)
     for gradient in found["policy"]:
@@ -366,8 +366,8 @@ def test_recorded_log_probs_are_compared_before_the_first_step_alone() -> None:
     _, report = run(config, ONE_CLAIM, make=as_recorded)
     first, _ = mini_batches(range(GROUPS), 2, 1, config.run.seed, 2)
     compared = sum(int(as_recorded(ordinal).loss_mask.sum()) for ordinal in first)
-    assert report.values["logprob_gap/train/tokens"] == compared
-    assert report.values["logprob_gap/train/max"] < 1e-5
+    assert report.values["train/logprob_gap/train/tokens"] == compared
+    assert report.values["train/logprob_gap/train/max"] < 1e-5
 
 
 def test_the_policy_waits_while_its_critic_warms_up() -> None:
@@ -385,9 +385,9 @@ def test_the_policy_waits_while_its_critic_warms_up() -> None:
     for version in range(5):
         step.add([group(version), group(version + 1)], version)
         report = step.step(version)
-        assert report.values["critic/loss"] > 0
+        assert report.values["train/critic/loss"] > 0
         assert torch.equal(backend.policy.table, start) == (version < 2)
-        rates.append(report.values.get("lr"))
+        rates.append(report.values.get("train/lr"))
     assert len(backend.models["critic"].gradients) == 5 * 4
     # The policy's schedule spans the 12 steps that it makes; reported is the mean over the four of a version.
     assert rates[:2] == [None, None]
@@ -407,11 +407,11 @@ def test_coefficients_adapt_from_version_to_version() -> None:
         return reports
 
     first, second = ranks(2, work, requirements.models(config))[1]
-    assert (first.values["kl_coef"], first.values["cost_multiplier"]) == (0.1, 1.0)
+    assert (first.values["train/kl_coef"], first.values["train/cost_multiplier"]) == (0.1, 1.0)
     # The KL is far above its target: + 20 % of 8 rollouts / 100. Costs are above their limit.
-    assert second.values["kl_coef"] == pytest.approx(0.1 * (1 + 0.2 * 8 / 100))
+    assert second.values["train/kl_coef"] == pytest.approx(0.1 * (1 + 0.2 * 8 / 100))
     cost = np.concatenate([group(o).reward_parts["cost"] for o in range(2)]).mean()
-    assert second.values["cost_multiplier"] == pytest.approx(math.exp(0.5 * (cost + 1)), rel=1e-5)
+    assert second.values["train/cost_multiplier"] == pytest.approx(math.exp(0.5 * (cost + 1)), rel=1e-5)
 
 
 def test_coefficients_wait_while_the_critic_warms_up() -> None:
@@ -421,7 +421,7 @@ def test_coefficients_wait_while_the_critic_warms_up() -> None:
     step, seen = version_step(FakeBackend(requirements.models(config)), config), []
     for version in range(3):
         step.add([group(version)], version)
-        seen.append(step.step(version).values["cost_multiplier"])
+        seen.append(step.step(version).values["train/cost_multiplier"])
     assert seen[0] == seen[1] == 1.0 < seen[2]
 
 
@@ -555,7 +555,7 @@ def test_what_was_abandoned_leaves_no_trace() -> None:
         step.add([group(17), group(18)], 2)
         step.abandon()
         step.add([group(ordinal) for ordinal in range(GROUPS)], 2)
-        assert step.step(2).values["groups"] == GROUPS
+        assert step.step(2).values["train/groups"] == GROUPS
         close({"policy": backend.policy.gradients}, {"policy": expected["policy"]})
 
 
@@ -608,7 +608,11 @@ def test_rollouts_that_were_not_drawn_need_no_pass() -> None:
     step = version_step(backend, config)
     step.add([group(ordinal) for ordinal in range(GROUPS)], 2)
     report = step.step(2)
-    assert backend.policy.passes == round(report.values["share/resampled"] * GROUPS * SIZE) < GROUPS * SIZE
+    assert (
+        backend.policy.passes
+        == round(report.values["rollout/resampled_fraction"] * GROUPS * SIZE)
+        < GROUPS * SIZE
+    )
 
 
 def test_the_reward_model_learns_the_outcomes_from_before_any_shaping() -> None:
@@ -617,7 +621,7 @@ def test_the_reward_model_learns_the_outcomes_from_before_any_shaping() -> None:
     config = config_of(AlgorithmConfig(advantage="prime", prm_beta=0.7, shaping=shaping))
     config = dataclasses.replace(config, generator=dataclasses.replace(config.generator, max_tokens=1))
     found, report = run(config, ONE_CLAIM)
-    assert report.values["reward/overlong_penalty"] == 10
+    assert report.values["rollout/reward/overlong_penalty"] == 10
     backend = FakeBackend(["reference", "reward_model"])
     batch = MicroBatch.of([group(ordinal) for ordinal in range(GROUPS)])
     model, log_ref_N = backend.models["reward_model"], backend.models["reference"].predict(batch)
@@ -628,8 +632,8 @@ def test_the_reward_model_learns_the_outcomes_from_before_any_shaping() -> None:
     loss.backward()
     assert model.table.grad is not None
     close({"reward_model": found["reward_model"]}, {"reward_model": [model.table.grad]})
-    assert report.values["reward_model/loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
-    assert report.values["reward_model/accuracy"] == ((reward_R > 0) == success_R).double().mean()
+    assert report.values["train/reward_model/loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
+    assert report.values["train/reward_model/accuracy"] == ((reward_R > 0) == success_R).double().mean()
 
 
 def test_what_has_succeeded_is_imitated_whatever_was_taken_off_its_reward() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cuda_ops import CudaOps
 from gpu_without_values import GPU, GpuWithoutValues
 from learner_cases import random_group, small_config, tiny_model
 from model_families import FAMILIES
@@ -106,6 +107,18 @@ def test_no_objective_waits_for_the_gpu(name: str) -> None:
         objective = OBJECTIVES[name]
         objective.total(here, *outputs[: 1 if name == "critic" else 2], version=1).backward()
     assert gpu.waits == []
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_each_objective_calls_what_cuda_has(name: str) -> None:
+    batch = MicroBatch.of([random_group(0), random_group(1)])
+    columns = {column: torch.zeros(batch.tokens) for column in READS}
+    selections = dict.fromkeys(("kept", "selected"), batch.loss_mask_N)
+    outputs = [torch.zeros(batch.tokens, requires_grad=True) for _ in range(2)]
+    with CudaOps() as ops:
+        here = batch.with_columns(**columns, **selections)
+        OBJECTIVES[name].total(here, *outputs[: 1 if name == "critic" else 2], version=1).backward()
+    assert ops.called
 
 
 WAITING: dict[str, Callable[[Tensor], object]] = {

@@ -299,6 +299,7 @@ def test_every_request_may_come_again_after_a_restart() -> None:
     twice("hello", again=ANY)
     twice("post", key="k", value=b"v")
     twice("lookup", key="k")
+    twice("trace", again=ANY, process="elsewhere", rows=b"{}\n")
     opened = twice.on_stream("open", settings=settings, call=1)
     queue.epoch = opened["learner_epoch"]
     learner = {"learner_epoch": queue.epoch, "step": 0}

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import JournalError
-from asyncrl.queue.ledger.events import Event
+from asyncrl.queue.ledger.events import LATER, Event
 from asyncrl.queue.ledger.lookahead import Lookahead
 from asyncrl.queue.protocol.settings import MAX_COUNT, Frontier, StageSettings, StreamSettings
 from asyncrl.queue.storage.records import SCHEMA, Happened, decode_record, encode_record
@@ -101,6 +101,15 @@ def test_fields_that_are_no_msgpack_are_refused(fields: bytes) -> None:
 def test_garbage_is_refused(packed: bytes) -> None:
     with suppress(JournalError):
         decode_record(packed)
+
+
+def test_fields_that_older_journals_lack_have_their_defaults() -> None:
+    older = decode_record(msgpack.packb(["Committed", "train", [1, 2, 3, 4, 5]]))
+    assert isinstance(older, Happened)
+    assert older.event == EVENTS["Committed"](1, 2, 3, 4, 5)
+    for name in LATER & {f"{kind}.{field}" for kind, event in EVENTS.items() for field in event._fields}:
+        kind, _, field = name.partition(".")
+        assert field in EVENTS[kind]._field_defaults
 
 
 def test_the_schema_has_every_class_of_a_record() -> None:

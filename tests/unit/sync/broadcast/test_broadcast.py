@@ -252,3 +252,15 @@ def test_a_learner_that_stands_still_when_ranks_join_is_named_at_the_deadline() 
         place = msgpack.packb(["secret", *silent.getsockname(), 0.1]).ljust(ID_BYTES, b"\0")
         with pytest.raises(DeadlineError, match=r"rank 2 waited 0.1 s for learner rank 0: "):
             GlooCommunicator.from_unique_id_bytes(place, 2, 3, 0)
+
+
+def test_the_trace_has_each_turn_of_an_engine(
+    learner: Learner, engine_of: Callable[[str, Learner], Engine], trace: Callable[[], Any]
+) -> None:
+    engine = engine_of("a", learner)
+    learner.publish(0)
+    engine.take(0)
+    learner.close()
+    (span,) = [span for span in trace().lanes["weights"].spans if span.name == "broadcast"]
+    whole = sum(tensor.nbytes for tensor in learner.at(0).values())
+    assert span.about == {"version": 0, "generator": "a", "bytes": RANKS * whole}

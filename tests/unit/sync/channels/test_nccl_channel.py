@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import socket
 import threading
+import weakref
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -13,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_nccl import WAIT_S, Fabric, FakeGroup, Kernel, nccl_channels
+from fake_nccl import WAIT_S, Deaf, Fabric, FakeGroup, Kernel, nccl_channels
 
 from asyncrl.errors import DeadlineError, WeightSyncError
 from asyncrl.sync.channels import nccl_transport
@@ -128,21 +130,6 @@ def test_a_peer_that_is_gone_ends_its_own_pair_alone(
     assert fabric.aborted == ["rank 0", "rank 0"]
 
 
-class Deaf(FakeGroup):
-    """A group whose calls do not return until they are aborted."""
-
-    def __init__(self) -> None:
-        super().__init__(Fabric(), "rank 0", "A", 0)
-        self.over = threading.Event()
-
-    def _launch(self, verb: str, direction: int, data: torch.Tensor) -> Kernel:
-        self.over.wait(WAIT_S)
-        raise RuntimeError("aborted")
-
-    def abort(self) -> None:
-        self.over.set()
-
-
 @pytest.mark.parametrize("dies", [False, True])
 def test_an_nccl_that_never_connects_costs_the_deadline_and_not_the_thread(
     dies: bool, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
@@ -161,6 +148,34 @@ def test_an_nccl_that_never_connects_costs_the_deadline_and_not_the_thread(
     ):
         making.result(WAIT_S)
     assert group.over.is_set()
+    theirs.close()
+
+
+def test_an_error_of_a_transfer_that_has_ended_breaks_the_channel() -> None:
+    class Failing(FakeGroup):
+        def _launch(self, verb: str, direction: int, data: torch.Tensor) -> Kernel:
+            return Kernel(self.gpu, self.pair, direction, 0, data, aborted=True)
+
+    source, target = nccl_channels("rank 0", "A")
+    source._group = Failing(source._group.fabric, "rank 0", "A", 0)
+    target._socket.send(b"T")
+    with pytest.raises(WeightSyncError, match="the channel to A broke: the communicator was aborted"):
+        source.send(data(1)).wait(WAIT_S)
+    source.close()
+    target.close()
+
+
+def test_a_channel_keeps_the_store_that_nccl_calls() -> None:
+    """torch does not keep the Python object, and NCCL reads the store in the first transfer of a direction."""
+    ours, theirs = socket.socketpair()
+    store = Fabric()  # anything that a weak reference can name
+    alive = weakref.ref(store)
+    meeting = Meeting("epoch-1", SOURCE, "rank 0", "A", CPU, WAIT_S)
+    channel = NcclChannel(FakeGroup(Fabric(), "rank 0", "A", 0), store, ours, meeting, TransferLocks())
+    del store
+    gc.collect()
+    assert alive() is not None
+    channel.close()
     theirs.close()
 
 

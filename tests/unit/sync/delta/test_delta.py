@@ -17,7 +17,6 @@ from asyncrl.sync.delta.delta import (
     Changes,
     add,
     changes_to_bytes,
-    encode_delta,
     find_changes,
     most_bytes,
     read,
@@ -35,6 +34,11 @@ def random_bits(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 def header(record: torch.Tensor) -> list[int]:
     return record[:HEADER_BYTES].view(torch.int64).tolist()
+
+
+def encode_delta(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """The record [bytes] uint8 that makes `old` into `new`."""
+    return changes_to_bytes(find_changes(old, new))
 
 
 @st.composite

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import WeightSyncError
-from asyncrl.sync.layout.hf_sharding import Heads, Plane, experts_of, mesh_layout, tensor_split
 from asyncrl.sync.layout.layout import Box, ParamLayout, are_disjoint, layout_bytes, whole_layout
+from asyncrl.sync.layout.predicted_sharding import Heads, Plane, experts_of, mesh_layout, tensor_split
 from asyncrl.sync.layout.sharding import Local, MeshLayout, RankMesh, Sharding, Split, chunk
 from asyncrl.sync.plan.plan import Plans, plan
 

@@ -9,7 +9,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.sync_plan import _broadcast_rows, learner_pool, print_plan
-from asyncrl.sync.layout.hf_sharding import Heads
+from asyncrl.sync.layout.predicted_sharding import Heads
 from asyncrl.sync.plan.cost_model import (
     ModelCost,
     PoolShape,

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from delta_cases import DRIFTING, stepped
+from pretended_gpu import PretendedGpu
 from sharding import full_tensors, local_tensors, same_bits
 from stream_cases import by_rows
 
@@ -209,3 +211,37 @@ def test_auto_stores_changes_where_the_store_is_slow(
         assert [int(file.stem) for file in series.glob("*.delta")] == deltas
     finally:
         publisher.close()
+
+
+def test_the_trace_has_what_each_version_took_in_the_store(tmp_path: Path, trace: Any) -> None:
+    layout = whole_layout(DRIFTING)
+    full = full_tensors(layout)
+    config = SyncConfig(backend="file", folder=str(tmp_path / "store"), deadline_s=20.0)
+    publisher = StoredPublisher(0, 1, Shards(layout, full), config, 1, FolderBlobs(tmp_path / "store"))
+    publisher.publish(0)
+    publisher.close(20.0)
+    (span,) = [span for span in trace().lanes["weights"].spans if span.name == "store"]
+    assert span.about == {"version": 0, "bytes": publisher.stats()["bytes"]}
+    assert span.about["bytes"] > sum(tensor.nbytes for parts in full.values() for tensor in parts)
+
+
+def test_a_gpu_reads_versions_and_changes(store: Store) -> None:
+    with PretendedGpu() as gpu:
+        zeros = {name: torch.zeros_like(tensor) for name, tensor in store.full[0].items()}
+        staging = {
+            name: [gpu.tensor(part) for part in parts]
+            for name, parts in local_tensors(COLUMNS, zeros).items()
+        }
+        endpoints = [publisher.endpoint for publisher in store.publishers]
+        blobs = FolderBlobs(store.folder)
+        stream = StoredSubscriber("gpu", endpoints, Shards(COLUMNS, staging), store.config, 1, blobs)
+        for version in (1, 2):
+            store.publish(version)
+            staged = stream.stage(version)
+            for name, expected in local_tensors(COLUMNS, store.full[version]).items():
+                assert all(
+                    same_bits(part.memory, of) for part, of in zip(staging[name], expected, strict=True)
+                )
+            assert staged.checksum is not None
+        stream.close()
+    assert store.files("delta") == [2]

@@ -134,10 +134,10 @@ def test_every_rank_fences_a_subscriber_that_it_does_not_hear(closing: Callable)
         assert link.pin(0, 0.0)
     for server in servers(learner):
         for sender in server._senders.values():
-            sender.heard_at -= CONFIG.silence_s + 1
+            sender.seen_at -= CONFIG.silence_s + 1
     lively.subscriber.held(0)
     heard = [{s.who: s for s in server._senders.values()}["lively"] for server in servers(learner)]
-    until(lambda: all(s.heard_at > time.monotonic() - CONFIG.silence_s for s in heard), "sign of life")
+    until(lambda: all(s.seen_at > time.monotonic() - CONFIG.silence_s for s in heard), "sign of life")
     learner.publish(1)
     for server in servers(learner):
         until(lambda server=server: [s.who for s in server._senders.values()] == ["lively"], "fence")
@@ -171,10 +171,10 @@ def test_a_child_without_a_new_version_is_not_silent_at_its_relay(
     for generator in (parent, child):
         generator.check(generator.fetch(-1, WAIT_S), 0)
     (session,) = parent.relay.server._senders.values()
-    session.heard_at -= CHAIN.silence_s + 1
-    silent_since = session.heard_at
+    session.seen_at -= CHAIN.silence_s + 1
+    silent_since = session.seen_at
     child.subscriber.held(0)
-    until(lambda: session.heard_at > silent_since, "sign of life")
+    until(lambda: session.seen_at > silent_since, "sign of life")
 
 
 def test_a_member_in_the_middle_of_a_transfer_is_not_silent(closing: Callable) -> None:
@@ -183,7 +183,7 @@ def test_a_member_in_the_middle_of_a_transfer_is_not_silent(closing: Callable) -
     learner.publish(0)
     generator.check(generator.fetch(-1, WAIT_S), 0)
     publisher = learner.publishers[0]
-    publisher._members._entries["g"].heard_at -= CONFIG.silence_s + 1
+    publisher._members._entries["g"].seen_at -= CONFIG.silence_s + 1
     assert generator.subscriber._links[0].pin(0, 0.0), "a request of its session, none of its membership"
     learner.publish(1)
     assert generator.subscriber._links[0].newest(0, WAIT_S) == 1

@@ -148,7 +148,7 @@ def test_publish_waits_for_no_generator_and_takes_the_younger_snapshot_back(
 CHILD = """
 import json, sys, torch
 import asyncrl.sync.stream.link as link
-from asyncrl.config.schema import SyncConfig
+from asyncrl.config.schema import (SyncConfig)
 from asyncrl.sync.tensors.bucket import bucket_views
 from asyncrl.sync.tensors.shards import Shards
 from asyncrl.sync.layout.layout import from_wire
@@ -393,3 +393,24 @@ def test_a_malformed_message_is_answered_and_counted(frame: bytes, closing: Call
     generator = closing(Generator("generator-0", learner, learner.whole, CONFIG))
     learner.publish(0)
     generator.check(generator.fetch(-1, 10.0), 0)
+
+
+def test_the_trace_has_each_copy_and_each_transfer(closing: Callable, trace: Callable) -> None:
+    learner = closing(Learner(SMALL, 1, CONFIG))
+    generator = closing(Generator("generator-0", learner, learner.whole, CONFIG))
+    for version in (0, 1):
+        learner.publish(version)
+        generator.check(generator.fetch(version - 1, 10.0), version)
+    until(lambda: len(spans_of(trace(), "send")) == 2, "two transfers")
+    size = sum(tensor.nbytes for tensor in learner.at(0).values())
+    about = [{"version": version, "generator": "generator-0", "bytes": size} for version in (0, 1)]
+    assert spans_of(trace(), "send") == about
+    assert spans_of(trace(), "snapshot") == [{"version": version, "bytes": size} for version in (0, 1)]
+    (joined,) = [event for event in trace().events if event.name == "subscribed"]
+    assert joined.about == {"generator": "generator-0"}
+
+
+def spans_of(trace: Any, name: str) -> list[dict[str, Any]]:
+    return [
+        span.about for span in trace.lanes["weights"].spans if span.name == name and span.end >= span.start
+    ]

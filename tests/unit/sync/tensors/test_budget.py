@@ -10,18 +10,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl.config.rules import check_section
 from asyncrl.config.schema import Config, ModelConfig, SyncConfig
 from asyncrl.config.sections.generator import GeneratorConfig, VllmConfig
 from asyncrl.config.sections.learner import LearnerConfig
-from asyncrl.config.sections.rules import check_section
 from asyncrl.device import accelerator
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engines import receiver
 from asyncrl.generator.engines.vllm import vllm_memory
 from asyncrl.launch.memory import check_memory, generator_memory, learner_memory
 from asyncrl.sync.channels.shared_memory import allocated_bytes
-from asyncrl.sync.layout.hf_sharding import Heads
 from asyncrl.sync.layout.layout import Layout
+from asyncrl.sync.layout.predicted_sharding import Heads
 from asyncrl.sync.plan.cost_model import ModelCost, PoolShape, generator_layout
 from asyncrl.sync.stream.snapshot import SnapshotMemory
 from asyncrl.sync.tensors.budget import MemoryPart, copy_bytes, stages_on_device, total

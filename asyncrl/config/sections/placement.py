@@ -1,0 +1,87 @@
+"""The section `placement`: which models and reward functions run in processes of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from asyncrl.config.rules import Processes, Rule, Seconds, Section, Threads, device_rules, key
+
+REWARDS = "rewards"
+"""The only pool that is no model of the learner's: the reward functions."""
+
+
+@dataclass(frozen=True)
+class PlaceConfig(Section):
+    where: Literal["colocated", "pool"] = key(
+        "colocated",
+        "colocated: in the processes of the learner (of the generators, for rewards); pool: in processes of "
+        "its own",
+    )
+    processes: Processes = key(
+        1, "that `asyncrl train` starts; each holds the whole model (one that learns: 1)"
+    )
+    ranks: Processes = key(1, "of one process, over which its model is sharded; on all machines together")
+    devices: str | None = key(
+        None, "CUDA_VISIBLE_DEVICES of the pool, dealt out to them; none: as the shell has it"
+    )
+    threads: Threads | None = key(
+        None, "CPU threads of one process; none: cores shared out over the run's processes"
+    )
+    deadline_s: Seconds = key(
+        600.0, "of the pool's work on one group; where it learns, on one call of the learner"
+    )
+
+    def rules(self, at: str) -> Iterator[Rule]:
+        yield from device_rules(at, self.devices)
+        ranks_on = len(self.devices.split(",")) if self.devices else self.ranks
+        yield Rule(
+            self.ranks <= ranks_on,
+            "ranks",
+            f"is more than {at}.devices={self.devices} has GPUs, and each rank needs one of its own",
+            f"set {at}.ranks={ranks_on}, or name more GPUs",
+        )
+        unset = type(self)()
+        for name, value in vars(self).items():
+            yield Rule(
+                self.where == "pool" or value == getattr(unset, name),
+                name,
+                f"is of a pool, and {at}.where=colocated",
+                f"set {at}.where=pool",
+            )
+
+
+@dataclass(frozen=True)
+class RewardsPlaceConfig(PlaceConfig):
+    functions: list[str] = key([], "of reward.functions, that run in the pool; none: all")
+
+
+@dataclass(frozen=True)
+class PlacementConfig(Section):
+    """Where models run, and reward functions. Pools reach groups through the queue: docs/pools.md."""
+
+    reference: PlaceConfig = field(default_factory=PlaceConfig)
+    teacher: PlaceConfig = field(default_factory=PlaceConfig)
+    reward_model: PlaceConfig = field(default_factory=PlaceConfig)
+    critic: PlaceConfig = field(default_factory=PlaceConfig)
+    cost_critic: PlaceConfig = field(default_factory=PlaceConfig)
+    rewards: RewardsPlaceConfig = field(default_factory=RewardsPlaceConfig)
+
+    def rules(self, at: str) -> Iterator[Rule]:
+        yield Rule(
+            self.rewards.ranks == 1,
+            "rewards.ranks",
+            "reward functions are not split over ranks",
+            "set placement.rewards.processes in its place",
+        )
+
+    @property
+    def places(self) -> Mapping[str, PlaceConfig]:
+        return {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
+
+    @property
+    def pools(self) -> Mapping[str, PlaceConfig]:
+        """Models that run in processes of their own, by name."""
+        return {name: place for name, place in self.places.items() if place.where == "pool"}

@@ -1,0 +1,245 @@
+"""What a learner says when no groups come."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from learner_cases import random_group
+
+from asyncrl.config.schema import Config, LearnerConfig
+from asyncrl.errors import RefusedError
+from asyncrl.learner import train_stream
+from asyncrl.learner.checks.group_check import Fault, GroupCheck
+from asyncrl.learner.train_stream import GroupsRefused, LeaveLoop, NoGroups, TrainStream, _counts_text
+from asyncrl.queue.protocol.replies import Claim
+from asyncrl.telemetry.spans import Spans
+from asyncrl.telemetry.status import ProcessStatus
+
+
+class Dry:
+    """A queue without groups, and the backend of a single rank."""
+
+    rank = data_rank = 0
+    workers: Mapping[str, Any] = {"generator-0": {"under_way/x.py:quick": 0, "late/x.py:quick": 1}}
+
+    def __init__(self, dropped: Mapping[str, int] | None) -> None:
+        self._dropped = dropped
+
+    def claim(self, stream: str, **_: Any) -> Claim | None:
+        return None
+
+    def status(self) -> dict[str, Any]:
+        if self._dropped is None:
+            raise RefusedError("full")
+        counts = {"pending": 6, "leased": 4, "ready": 0, "trained": 12, "dropped_by_reason": self._dropped}
+        return {"streams": {"train": counts}, "workers": self.workers}
+
+    def exchange(self, mine: Any) -> list[Any]:
+        return [mine]
+
+
+@pytest.mark.parametrize(
+    ("dropped", "says"),
+    [
+        (
+            {"reward": 3, "filtered": 900},
+            "tasks: 6 pending, 4 leased, 0 ready, 12 trained; dropped: 900 filtered, 3 reward; nearly all groups have "
+            "equal rewards: give tasks that are solved now and then, raise batch.group_size, or set "
+            "algorithm.filter=none",
+        ),
+        (
+            {"filtered": 2, "reward": 3},
+            "tasks: 6 pending, 4 leased, 0 ready, 12 trained; dropped: 3 reward, 2 filtered",
+        ),
+        ({}, "tasks: 6 pending, 4 leased, 0 ready, 12 trained; dropped: none"),
+        (None, "the queue does not say why (full)"),
+    ],
+)
+def test_a_wait_in_vain_tells_where_the_tasks_are(dropped: Mapping[str, int] | None, says: str) -> None:
+    dry = Dry(dropped)
+    stream = TrainStream(
+        dry,  # type: ignore[arg-type]
+        dry,  # type: ignore[arg-type]
+        Config(learner=LearnerConfig(groups_deadline_s=1e-6)),
+        Spans(),
+        check=GroupCheck(rollouts=4, longest=32, vocabulary=33),
+        learner_epoch=0,
+        stop=threading.Event(),
+        idle=lambda: None,
+        status=ProcessStatus(),
+    )
+    with pytest.raises(NoGroups) as error:
+        next(stream.step(3))
+    stream.close()
+    expected = (
+        "learner rank 0 waited 0.0 s for the generators: a group for version 4 (claim 0) did not come; "
+    )
+    assert str(error.value) == expected + says
+
+
+def test_a_wait_in_vain_names_the_rewards_whose_calls_do_not_end() -> None:
+    """They are not late yet: their deadline is longer than the learner's patience."""
+    dry = Dry({})
+    dry.workers = {
+        "generator-0": {"under_way/x.py:slow": 64},
+        "rewards-0": {"under_way/x.py:slow": 8, "groups": 3},
+    }
+    stream = TrainStream(
+        dry,  # type: ignore[arg-type]
+        dry,  # type: ignore[arg-type]
+        Config(learner=LearnerConfig(groups_deadline_s=1e-6)),
+        Spans(),
+        check=GroupCheck(rollouts=4, longest=32, vocabulary=33),
+        learner_epoch=0,
+        stop=threading.Event(),
+        idle=lambda: None,
+        status=ProcessStatus(),
+    )
+    with pytest.raises(NoGroups, match=r"dropped: none; reward calls under way: 72 of x\.py:slow$"):
+        next(stream.step(3))
+    stream.close()
+
+
+@pytest.mark.parametrize(
+    ("other", "end"), [([None, False, "", True, []], NoGroups), ([None, True, "", False, []], LeaveLoop)]
+)
+def test_all_ranks_give_up_together(other: list[Any], end: type[Exception]) -> None:
+    """Rank 1 has its group. Rank 0 waits for its own in vain, or was asked to stop: both must leave the version, or the
+    other never would."""
+
+    class Full(Dry):
+        rank = data_rank = 1
+
+        def claim(self, stream: str, **_: Any) -> Claim:
+            return Claim([], last=True, so_far=0)
+
+        def exchange(self, mine: Any) -> list[Any]:
+            return [other, mine]
+
+    full = Full({})
+    stream = TrainStream(
+        full,  # type: ignore[arg-type]
+        full,  # type: ignore[arg-type]
+        Config(learner=LearnerConfig(groups_deadline_s=600.0)),
+        Spans(),
+        check=GroupCheck(rollouts=4, longest=32, vocabulary=33),
+        learner_epoch=0,
+        stop=threading.Event(),
+        idle=lambda: None,
+        status=ProcessStatus(),
+    )
+    with pytest.raises(end):
+        next(stream.step(3))
+    stream.close()
+
+
+def test_a_corrupt_group_of_another_rank_restarts_the_step_here_too() -> None:
+    """Rank 0 has a group of its own, which is good. It drops the one of rank 1, which cannot."""
+
+    class Full(Dry):
+        rank = data_rank = 0
+        dropped: tuple[Any, ...] = ()
+
+        def claim(self, stream: str, **_: Any) -> Claim:
+            return Claim([random_group(4)], last=True, so_far=2, attempt=3, workers=["g0"])
+
+        def abandon(self, stream: str, *, attempt: int, dropped: Sequence[int], reason: str, **_: Any) -> int:
+            self.dropped = (attempt, list(dropped), reason)
+            return attempt + 1
+
+        def exchange(self, mine: Any) -> list[Any]:
+            return [
+                mine,
+                mine and [3, False, "", False, [[5, "corrupt", "a text"], [6, "not_finite", "another"]]],
+            ]
+
+    full = Full({})
+    stream = TrainStream(
+        full,  # type: ignore[arg-type]
+        full,  # type: ignore[arg-type]
+        Config(),
+        Spans(),
+        check=GroupCheck(rollouts=4, longest=32, vocabulary=33),
+        learner_epoch=0,
+        stop=threading.Event(),
+        idle=lambda: None,
+        status=ProcessStatus(),
+    )
+    with pytest.raises(GroupsRefused, match="1 groups cannot be trained on; task 5: a text") as refused:
+        next(stream.step(3))
+    stream.close()
+    assert refused.value.faults == [Fault(5, "corrupt", "a text")]
+    assert full.dropped == (3, [5], "corrupt")
+
+
+def test_a_wait_in_vain_tells_which_pool_has_groups() -> None:
+    stages = {"reference": {"waiting": 3, "leased": 1}, "rewards": {"waiting": 0, "leased": 0}}
+    places = {"pending": 0, "leased": 0, "ready": 0, "trained": 12, "dropped_by_reason": {}}
+    assert _counts_text({**places, "stages": stages}).endswith(
+        "; groups that wait for a pool: 4 reference, 0 rewards"
+    )
+
+
+def test_a_group_that_takes_900_seconds_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deadline is 600 s; the generators make tokens all the time."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(train_stream, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    class Slow(Dry):
+        def claim(self, stream: str, **request: Any) -> Claim | None:
+            clock.now += request["wait_s"]
+            return Claim([], last=True, so_far=0) if clock.now > 900.0 else None
+
+        def status(self) -> dict[str, Any]:
+            return {**super().status(), "workers": {"generator-0": {"tokens": clock.now}}}
+
+    slow = Slow({})
+    stream = TrainStream(
+        slow,  # type: ignore[arg-type]
+        slow,  # type: ignore[arg-type]
+        Config(),
+        Spans(),
+        learner_epoch=0,
+        check=GroupCheck(rollouts=4, longest=32, vocabulary=33),
+        stop=threading.Event(),
+        idle=lambda: None,
+        status=ProcessStatus(),
+    )
+    assert list(stream.step(3)) == [[]]
+    stream.close()
+    assert clock.now > 900.0
+
+
+def test_a_claim_is_an_event_with_the_ages_of_its_groups(trace: Any) -> None:
+    class Full(Dry):
+        def claim(self, stream: str, **_: Any) -> Claim:
+            groups = [random_group(0, version=version) for version in (3, 1, 3)]
+            return Claim(groups, last=True, so_far=3, workers=["g"] * 3)
+
+    full = Full({})
+    stream = TrainStream(
+        full,  # type: ignore[arg-type]
+        full,  # type: ignore[arg-type]
+        Config(),
+        Spans(),
+        check=GroupCheck(rollouts=4, longest=32, vocabulary=33),
+        learner_epoch=0,
+        stop=threading.Event(),
+        idle=lambda: None,
+        status=ProcessStatus(),
+    )
+    assert len(next(stream.step(3))) == 3
+    stream.close()
+    (event,) = trace().events
+    assert event.name == "claim"
+    assert event.about == {
+        "version": 3,
+        "groups": 3,
+        "ages": {"0": 2, "2": 1},
+        "last": True,
+        "tasks": [0, 0, 0],
+    }
