@@ -31,7 +31,7 @@ from asyncrl.generator.scoring.rewards import Scorer
 from asyncrl.learner import checkpoint
 from asyncrl.learner.reporting.heldout import of_group, scores
 from asyncrl.models.prompts import policy_tokenizer
-from asyncrl.tasks.rows import framed
+from asyncrl.tasks.datasets.rows import framed
 from asyncrl.tasks.source import held_out
 from asyncrl.telemetry.bars import tracked_work
 from asyncrl.types import Group, Task, Turn

@@ -21,7 +21,7 @@ from asyncrl.config.rules import require
 from asyncrl.errors import ConfigError
 from asyncrl.generator.agents.env import ToolEnvironment
 from asyncrl.system.packages import imported
-from asyncrl.tasks.rows import JsonlRows
+from asyncrl.tasks.datasets.rows import JsonlRows
 
 KINDS = (".txt", ".md", ".jsonl")
 TEXT_FIELDS = ("text", "contents", "content")

@@ -63,7 +63,7 @@ class Batches:
         return (self._batch(kept) if kept else None), len(made) - len(kept)
 
     def chunks(self, tasks: Iterable[Task]) -> Iterator[Sequence[Task]]:
-        """Of at most CHUNK tasks."""
+        """The tasks in chunks of at most CHUNK."""
         chunk: list[Task] = []
         for task in tasks:
             chunk.append(task)

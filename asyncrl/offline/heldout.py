@@ -41,7 +41,7 @@ class HeldOutLoss:
     batches: Sequence[MicroBatch | None]
 
     def scores(self) -> dict[str, float]:
-        """Of all ranks; nothing without tasks."""
+        """The scores over all ranks' tasks; empty without tasks."""
         total, counts, metrics = 0.0, Counts(), Metrics()
         for batch in self.batches:
             out_N = self.experience.predict({"now": self.backend.policy.predict}, batch)["now"]

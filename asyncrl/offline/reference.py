@@ -87,7 +87,7 @@ class ReferenceMargins:
 
 
 def _digests(batch: MicroBatch) -> list[bytes]:
-    """Of each pair: its tokens, which of them are learned, and what they show."""
+    """A digest of each pair: its tokens, which of them are learned, and its pictures."""
     found, end = [], 0
     shown = [item.digest for item in batch.media]
     for length in batch.lengths_R:

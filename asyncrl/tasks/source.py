@@ -20,7 +20,7 @@ from asyncrl.config.functions.function_spec import load_function
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.tasks import SourceConfig
 from asyncrl.errors import ConfigError, SourceEndedError, TaskError
-from asyncrl.tasks.rows import HUB, Check, JsonlRows, RowReader, data_set
+from asyncrl.tasks.datasets.rows import HUB, Check, JsonlRows, RowReader, data_set
 from asyncrl.tasks.stream import IteratorStream, MixtureStream, SequenceStream, TaskStream
 from asyncrl.types import Task
 

@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from asyncrl.errors import SourceEndedError, TaskError
-from asyncrl.tasks.rows import Row
+from asyncrl.tasks.datasets.rows import Row
 from asyncrl.types import Task
 
 ToTask = Callable[[int, int, Row], Task]

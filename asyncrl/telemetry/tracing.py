@@ -199,7 +199,7 @@ class Trace:
 class LoopLane:
     """A loop that does one thing at a time. Pauses that are shorter than `RESOLUTION_S` are left out.
 
-    Used by one thread. paused_at: when the pause under way began; 0 in none. Of the trace, with its lock.
+    Used by one thread. paused_at: when the pause under way began; 0 in none. The lock of the trace guards it.
     """
 
     def __init__(self, name: str) -> None:

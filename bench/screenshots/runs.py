@@ -17,8 +17,9 @@ from bench.process import ONE_THREAD, ROOT
 RECIPE = "configs/recipes/demo.yaml"
 COMMON = ("run.target_accuracy=null", "evaluation.every=5", "telemetry.rollouts_every=2", "launch.quiet=true")
 DEADLINE_S = 900.0
-SLOW = {"slow-generator": ("generator-1", 0.6), "stale-data": ("learner", 0.3)}
-"""A process of a run that stands still for so many seconds, then goes on for RUNS_S, by turns: its machine is busy."""
+SLOW = {"slow-generator": ("generator-1", b'"generate"', 0.6), "stale-data": ("learner", b'"lane"', 0.3)}
+"""A process of a run that stands still for so many seconds, then goes on for RUNS_S, by turns: its machine is busy.
+That begins when its trace has the text, e.g. its first group."""
 
 RUNS_S = 0.1
 
@@ -47,9 +48,9 @@ def make(name: str, folder: Path, *keys: str) -> None:
     env = {**os.environ, **ONE_THREAD, "PYTHONPATH": str(ROOT)}
     ended = threading.Event()
     if name in SLOW:
-        process, stops_s = SLOW[name]
+        process, begun, stops_s = SLOW[name]
         trace = folder / name / "trace" / f"{process}.jsonl"
-        threading.Thread(target=_slow_down, args=(trace, stops_s, ended), daemon=True).start()
+        threading.Thread(target=_slow_down, args=(trace, begun, stops_s, ended), daemon=True).start()
     try:
         subprocess.run(
             [*words, *COMMON, *RUNS[name], *keys],
@@ -66,10 +67,10 @@ def make(name: str, folder: Path, *keys: str) -> None:
         ended.set()
 
 
-def _slow_down(trace: Path, stops_s: float, ended: threading.Event) -> None:
-    """Stop a process for most of the time, once it has its first lane."""
+def _slow_down(trace: Path, begun: bytes, stops_s: float, ended: threading.Event) -> None:
+    """Stop a process for most of the time, once its trace has `begun`."""
     while not ended.wait(0.2):
-        if trace.exists() and b'"lane"' in (rows := trace.read_bytes()):
+        if trace.exists() and begun in (rows := trace.read_bytes()):
             process = psutil.Process(json.loads(rows.partition(b"\n")[0])["pid"])
             break
     else:

@@ -1,4 +1,4 @@
-"""How many generators a run on one machine is to have from now on.
+"""Requests for more or fewer generators of a run on one machine.
 
 asyncrl scale RUN N ──writes──▸ RUN/generators ──taken away by──▸ the launcher: starts generators, or has some leave
                     ◂─────────────── is gone: the launcher has taken it
@@ -50,7 +50,7 @@ def scale(target: str, count: int, deadline_s: float = DEADLINE_S) -> Path:
 
 
 def take_request(folder: Path) -> int | None:
-    """The number that was requested last, once; None without a request. What is no number counts for nothing."""
+    """The number that was requested last, once; None without a request, or for one that is no number."""
     with suppress(OSError, ValueError):
         path = folder / FILE
         text = path.read_text(encoding="ascii", errors="replace")

@@ -20,8 +20,8 @@ from transformers import AutoConfig
 from asyncrl.config.load import CONFIGS
 from asyncrl.config.recipes import RecipeHead, recipe_heads
 from asyncrl.config.schema import Config
+from asyncrl.tasks.datasets.rows import HUB
 from asyncrl.tasks.pictures import write_viewer
-from asyncrl.tasks.rows import HUB
 from asyncrl.tasks.tiny_model import save_tokenizer, text_shape
 
 BIG = {

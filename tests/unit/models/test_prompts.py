@@ -17,7 +17,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from asyncrl.config.schema import ModelConfig
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.models.prompts import ImageReader
-from asyncrl.tasks.images import with_images
+from asyncrl.tasks.datasets.images import with_images
 from asyncrl.types import Task
 
 

@@ -5,7 +5,7 @@
     live_code_bench   the statement and the code to begin with become one prompt; the tests stay as they are stored
 
     evaluation:
-      source: asyncrl.tasks.benchmarks:gpqa
+      source: asyncrl.tasks.datasets.benchmarks:gpqa
       options: {source: "hf:Idavidrein/gpqa", subset: gpqa_diamond}
 
 `source` may also be a folder of files, a .parquet or a .jsonl file with the same columns.
@@ -20,12 +20,12 @@ from random import Random
 from typing import Any
 
 from asyncrl.errors import TaskError
-from asyncrl.tasks.rows import JsonlRows, data_set
+from asyncrl.tasks.datasets.rows import JsonlRows, data_set
 
 Columns = Mapping[str, Any]
 
 ANSWER_MARK = "####"
-"""Of GSM8K: the answer follows."""
+"""The answer of a GSM8K solution follows it."""
 
 LETTERS = "ABCD"
 CHOICES = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")

@@ -20,7 +20,7 @@ import msgpack
 from asyncrl.config.sections.tasks import SourceConfig
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.system.packages import imported
-from asyncrl.tasks.images import with_images
+from asyncrl.tasks.datasets.images import with_images
 from asyncrl.telemetry.bars import bars_wanted
 from asyncrl.types import Task
 

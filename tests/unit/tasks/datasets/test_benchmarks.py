@@ -17,7 +17,7 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.rewards import MathVerify
 from asyncrl.rewards.contests import ContestTests
-from asyncrl.tasks.benchmarks import gpqa, gsm8k, live_code_bench
+from asyncrl.tasks.datasets.benchmarks import gpqa, gsm8k, live_code_bench
 from asyncrl.tasks.source import held_out
 from asyncrl.types import Task
 
