@@ -51,6 +51,9 @@ def preflight(config: Config) -> None:
     if (engine := config.generator.own_engine) is not None:
         made = load_function(engine, "generator.own_engine")
         check_arguments(made, engine, "generator.own_engine", "config", "tokenizer", "name")
+    if (backend := config.learner.own_backend) is not None:
+        made = load_function(backend, "learner.own_backend")
+        check_arguments(made, backend, "learner.own_backend", "config", "models")
     check_telemetry(config)
     if config.launch.dash:
         check_package("aiohttp", "server", "launch.dash", config.launch.dash)

@@ -15,8 +15,10 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from asyncrl.config.config_consistency import AGREED, posted
+from asyncrl.config.functions.function_spec import load_function
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.placement import REWARDS
 from asyncrl.learner import checkpoint
@@ -69,8 +71,12 @@ class OpenedStreams:
 
 
 def open_backend(config: Config) -> Backend:
-    """The backend that `learner.backend` names. Raises ConfigError if its package is missing."""
+    """The backend that `learner.own_backend`, or else `learner.backend` names. Raises ConfigError if its package is
+    missing."""
     models = requirements.colocated(config)
+    if config.learner.own_backend is not None:
+        make = load_function(config.learner.own_backend, "learner.own_backend")
+        return cast(Backend, make(config, models))
     if config.learner.backend == "fsdp":
         return FsdpBackend(config, models)
     check_package("megatron", "megatron", "learner.backend", config.learner.backend, "megatron-core")

@@ -96,6 +96,7 @@ class LearnerConfig(Section):
     backend: Literal["fsdp", "megatron"] = key(
         "fsdp", "megatron: Megatron-core, on GPUs; see docs/megatron.md"
     )
+    own_backend: str | None = key(None, "in place of backend, see docs/learner.md")
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     micro_batch_tokens: Count = key(16384, "most tokens of one forward/backward of one rank")
     mini_batches: Count = key(

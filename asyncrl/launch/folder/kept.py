@@ -149,6 +149,7 @@ def _functions(config: Config) -> Iterator[tuple[str, str]]:
     yield "agent.environment", config.agent.environment or ""
     yield "agent.function", config.agent.function or ""
     yield "generator.own_engine", config.generator.own_engine or ""
+    yield "learner.own_backend", config.learner.own_backend or ""
     yield "algorithm.own_advantage", config.algorithm.own_advantage or ""
     yield "algorithm.own_loss", config.algorithm.own_loss or ""
 

@@ -40,6 +40,7 @@ BAD = [
     ("reward.options={digits: 2}",),
     ("algorithm.own_loss=nowhere.py:loss",),
     ("generator.own_engine=nowhere.py:engine",),
+    ("learner.own_backend=nowhere.py:backend",),
     ("agent.program=true", "agent.tools=[os:getpid]"),
     ("agent.program=true", "agent.history=2"),
     ("agent.function=a.py:run", "agent.environment=a:B"),
@@ -59,6 +60,7 @@ BAD = [
     ("reward.function=os:getpid",),
     ("algorithm.own_loss=os:getpid",),
     ("generator.own_engine=os:getpid",),
+    ("learner.own_backend=os:getpid",),
     ("learner.parallel.tensor=8", "learner.processes=8"),  # of 4 heads
     ("learner.parallel.context=2", "learner.processes=2", "learner.backend=megatron"),
     ("learner.parallel.pipeline=3", "learner.processes=3", "learner.backend=megatron"),  # of 2 layers
