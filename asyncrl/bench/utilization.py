@@ -41,8 +41,10 @@ WARM_UP_VERSIONS = 3
 RIVALS = ("sync_split", "sync_colocated")
 """Modes that `async` is compared with."""
 
+TURNS = ("placement.colocate=true", "sync.staging=host", "sync.snapshot_device=host")
+
 VLLM_SHARE, LEARNER_SHARE = 0.45, 0.5
-"""Of a GPU that both pools use; the rest is for CUDA itself."""
+"""Shares of a GPU that both pools use at once; the rest is for CUDA itself."""
 
 REWARD_VERSIONS = 5
 """A reward counts as reached when its mean over this many versions is."""
@@ -66,7 +68,7 @@ def modes(config: Config) -> list[Mode]:
     bits: no fixed shapes at max_staleness 0.
 
     sync_split       each pool on its own devices, one phase at a time (max_staleness 0)
-    sync_colocated   every device given to each phase in turn: what a colocated trainer does, the fair rival
+    sync_colocated   every device given to each phase in turn (docs/colocation.md): the fair rival
     one_step         pools overlap, data is at most one version old
     async            pools overlap, up to the config's own max_staleness (at least 2)
     """
@@ -93,8 +95,10 @@ def _own_threads(config: Config) -> tuple[str, ...]:
 
 
 def _everything_to_both(config: Config) -> tuple[str, ...]:
-    """On GPUs both pools get the union of the devices: as many engines as have `tensor_parallel` of them each, as many
-    ranks as the learner's axes divide, and half of the memory each. On the CPU both get all cores."""
+    """On GPUs both pools get the union of the devices, on the CPU all cores: as many engines as have `tensor_parallel`
+    devices each, and as many ranks as the learner's axes divide. They take turns if engine and backend can, else each
+    has half of a GPU's memory."""
+    turns = TURNS if _take_turns(config) else ()
     pools = (config.generator.devices, config.learner.devices)
     devices = dict.fromkeys(one.strip() for pool in pools if pool for one in pool.split(","))
     if devices:
@@ -106,12 +110,20 @@ def _everything_to_both(config: Config) -> tuple[str, ...]:
             f"learner.devices='{','.join(devices)}'",
             f"generator.count={max(1, len(devices) // of_an_engine)}",
             f"learner.processes={max(1, len(devices) // of_a_copy) * of_a_copy}",
-            *(_half_the_memory() if on_vllm else ()),
+            *(_half_the_memory() if on_vllm and not turns else ()),
+            *turns,
         )
     return (
+        *turns,
         f"generator.threads={max(1, cores() // config.generator.count)}",
         f"learner.threads={max(1, cores() // config.learner.processes)}",
     )
+
+
+def _take_turns(config: Config) -> bool:
+    generator, learner = config.generator, config.learner
+    own = generator.own_engine is not None or learner.own_backend is not None
+    return not own and generator.engine in ("transformers", "vllm") and learner.backend == "fsdp"
 
 
 def _half_the_memory() -> tuple[str, ...]:

@@ -88,7 +88,13 @@ OF_THE_LEARNER = (
     ),
     *("run.versions", "run.target_accuracy", "algorithm.", "checkpoint."),
     *("sync.keep", "sync.snapshots", "sync.fanout", "sync.delta", "sync.delta_share"),
-    *("learner.backend", "learner.own_backend", "learner.mini_batches", "learner.epochs", "learner.optimizer."),
+    *(
+        "learner.backend",
+        "learner.own_backend",
+        "learner.mini_batches",
+        "learner.epochs",
+        "learner.optimizer.",
+    ),
 )
 """Keys whose value at the learner counts. Another process may have another value, and warns that it does nothing."""
 

@@ -87,7 +87,10 @@ class Config(Section):
         yield from _model_rules(self)
         yield from _broadcast_rules(self)
         yield from _pool_rules(self)
-        yield from sharing_rules(self.generator, self.learner.devices, self.learner.gpu_memory_share)
+        if self.placement.colocate:
+            yield from _colocation_rules(self)
+        else:
+            yield from sharing_rules(self.generator, self.learner.devices, self.learner.gpu_memory_share)
 
     def rewards_of(self, kind: Literal["generator", "pool"]) -> RewardConfig | None:
         """The reward functions that this kind of process calls; None if it calls none."""
@@ -364,6 +367,51 @@ def _broadcast_rules(config: Config) -> Iterator[Rule]:
         ),
     ):
         yield Rule(config.sync.backend != "vllm" or holds, name, why, remedy)
+
+
+def _colocation_rules(config: Config) -> Iterator[Rule]:
+    """Pools that take turns have the same devices, and while one has them the other's memory is the host's."""
+    generator, learner, sync = config.generator, config.learner, config.sync
+    theirs, ours = (set((names or "").split(",")) for names in (generator.devices, learner.devices))
+    for name, holds, why, remedy in (
+        (
+            "generator.engine",
+            generator.own_engine is not None or generator.engine in ("transformers", "vllm"),
+            "gives no memory up, and with placement.colocate it takes turns with the learner",
+            "set generator.engine=vllm or transformers",
+        ),
+        (
+            "learner.backend",
+            learner.own_backend is not None or learner.backend == "fsdp",
+            "gives no memory up, and with placement.colocate it takes turns with the generators",
+            "set learner.backend=fsdp",
+        ),
+        (
+            "learner.devices",
+            theirs == ours,
+            f"are not generator.devices={generator.devices}, and with placement.colocate both take turns on the same",
+            f"set learner.devices='{generator.devices}'",
+        ),
+        (
+            "sync.staging",
+            sync.receives_on_host,
+            "lies on the device while the learner has it, with placement.colocate",
+            "set sync.staging=host",
+        ),
+        (
+            "sync.snapshot_device",
+            sync.snapshot_device == "host",
+            "keeps snapshots on the device while generators have it, with placement.colocate",
+            "set sync.snapshot_device=host",
+        ),
+        (
+            "sync.backend",
+            sync.backend not in ("nccl", "vllm"),
+            "sends from device to device, and with placement.colocate both ends are one",
+            "set sync.backend=auto",
+        ),
+    ):
+        yield Rule(holds, name, why, f"{remedy}, or placement.colocate=false")
 
 
 def _pool_rules(config: Config) -> Iterator[Rule]:

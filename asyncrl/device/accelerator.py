@@ -105,6 +105,12 @@ def memory_bytes(device: torch.device) -> tuple[int, int]:
     return int(free), int(total)
 
 
+def free_cached(device: torch.device) -> None:
+    """Let other processes have the memory that torch keeps for later; nothing for the CPU."""
+    if is_accelerator(device):
+        torch.get_device_module(device).empty_cache()
+
+
 def limit_memory(device: torch.device, share: float) -> None:
     """Let this process allocate at most this share of an accelerator; nothing for the CPU."""
     if is_accelerator(device) and share < 1:

@@ -14,6 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from asyncrl.config.config_consistency import Registry, check_with_learner
 from asyncrl.config.functions.function_spec import load_function
 from asyncrl.config.schema import Config
+from asyncrl.device.turns import TURN
+from asyncrl.generator.engines.device_turn import TurnTakingEngine, engine_lock
 from asyncrl.generator.engines.engine import Engine, RetryingSampler, Sampler
 from asyncrl.generator.engines.http.http_engine import HttpEngine
 from asyncrl.generator.engines.http.http_link import HttpLink, key_from, url_of
@@ -62,7 +64,14 @@ async def run_generator(
     scorer = Scorer({}, config.reward) if mine is None else Scorer.from_config(mine)
     scorer.start(status)
     tokenizer = policy_tokenizer(config)
+    lock = engine_lock(config, name)
+    if lock is not None:
+        deadline_s = config.placement.turn_deadline_s
+        with status.waiting(TURN, deadline_s):
+            await asyncio.to_thread(lock.take, deadline_s)
     engine = load_engine(config, tokenizer, name)
+    if lock is not None:
+        engine = TurnTakingEngine(engine, lock, status, deadline_s)
     client = QueueClient.of(config, name, status)
     rollouts: Rollouts | None = None
     try:

@@ -44,8 +44,8 @@ class Standstill:
 class EngineWatch:
     """Waits for the next progress of one engine. who: its generator
 
-    An engine without samples or without weights counts as progressing: samples that wait for the learner's weights are
-    not its fault.
+    An engine counts as progressing without samples, without weights, and while it waits for its turn on the device:
+    samples that wait for the learner are not its fault.
     """
 
     def __init__(self, who: str, engine: Engine, deadline_s: float) -> None:
@@ -57,7 +57,9 @@ class EngineWatch:
         """stats: of the engine, now. Raises DeadlineError."""
         before, self._before = self._before, (stats["tokens"], flipping)
         busy = stats["running"] + stats["waiting"] > 0 and self._engine.version != NO_VERSION
-        self._still.look(now, progressed=before != self._before or not (busy or flipping))
+        self._still.look(
+            now, progressed=before != self._before or not (busy or flipping) or bool(stats.get("asleep"))
+        )
         waited_s = self._still.seconds
         if waited_s > 0 and waited_s >= self._deadline_s + TOKEN_S * stats.get("uncounted", 0.0):
             version = self._engine.version

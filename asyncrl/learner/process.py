@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import os
 import signal
 import threading
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ import torch
 
 from asyncrl.config.schema import Config
 from asyncrl.device import accelerator
+from asyncrl.device.turns import TURN, DeviceLock, DeviceTurn, dealt, devices_here, run_locks
 from asyncrl.errors import StoppedError
 from asyncrl.learner import process_group
 from asyncrl.learner.backends.backend import Backend
@@ -28,7 +30,7 @@ from asyncrl.sync.factory import open_publisher
 from asyncrl.sync.layout.layout import whole_layout
 from asyncrl.sync.stream.publisher import RankPublisher
 from asyncrl.sync.tensors.shards import Shards
-from asyncrl.system.rank_process import end_rank
+from asyncrl.system.rank_process import end_rank, rank_and_world
 from asyncrl.system.signals import stop_signals
 from asyncrl.telemetry.status import ProcessStatus
 
@@ -42,7 +44,12 @@ def run_learner(config: Config, heldout: Mapping[str, int], status: ProcessStatu
     process here when all went well. Raises StoppedError after a requested stop; KeyboardInterrupt instead, after
     SIGINT.
     """
+    lock = rank_lock(config)
+    if lock is not None:
+        with status.waiting(TURN, config.placement.turn_deadline_s):
+            lock.take(config.placement.turn_deadline_s)
     backend = open_rank(config)
+    turn = DeviceTurn(lock, backend.park, backend.fetch, status.waiting, config.placement.turn_deadline_s)
     status.loaded.set()
     keys = client_keys(config.queue.keys)
     client = BlockingClient(QueueClient.of(config, f"learner rank {backend.rank}", status))
@@ -56,7 +63,15 @@ def run_learner(config: Config, heldout: Mapping[str, int], status: ProcessStatu
         stop_on_interrupt(stop, interrupts)  # before this there is nothing to save
         make_publisher = functools.partial(_publisher, config, backend, keys)
         trainer = open_trainer(
-            config, backend, client, make_publisher, keys=keys, stop=stop, heldout=heldout, status=status
+            config,
+            backend,
+            client,
+            make_publisher,
+            keys=keys,
+            stop=stop,
+            heldout=heldout,
+            status=status,
+            turn=turn,
         )
         trainer.run()
     except StoppedError as stopped:
@@ -71,6 +86,17 @@ def run_learner(config: Config, heldout: Mapping[str, int], status: ProcessStatu
         backend.close()
     if backend.world > 1:
         end_rank(code)
+
+
+def rank_lock(config: Config) -> DeviceLock | None:
+    """The lock of this rank's device; None unless the learner takes turns with generators."""
+    if not config.placement.colocate:
+        return None
+    rank, world = rank_and_world()
+    here = devices_here()
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    devices = [here[local % len(here)]] if here else dealt(rank, world, config.generator.count)
+    return DeviceLock(run_locks(config.run.dir, config.run.name), devices, f"learner rank {rank}")
 
 
 def open_rank(config: Config) -> Backend:

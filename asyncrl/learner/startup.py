@@ -21,6 +21,7 @@ from asyncrl.config.config_consistency import AGREED, posted
 from asyncrl.config.functions.function_spec import load_function
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.placement import REWARDS
+from asyncrl.device.turns import DeviceTurn
 from asyncrl.learner import checkpoint
 from asyncrl.learner.algorithms.registry import needs
 from asyncrl.learner.backends.backend import Backend
@@ -95,10 +96,12 @@ def open_trainer(
     stop: threading.Event,
     heldout: Mapping[str, int],
     status: ProcessStatus,
+    turn: DeviceTurn,
 ) -> Trainer:
     """Collective: the trainer of this rank, at the version that it begins with, which is published.
 
     keys: those of the run's pools · heldout: the number of tasks of each evaluation set, by its name
+    turn: of this rank's device, which it has now
     """
     spans, run_folder = Spans("learner"), Path(config.run.dir) / config.run.name
     pools, records = requirements.models_trained_in_pools(config), RunRecords(run_folder, config)
@@ -123,7 +126,7 @@ def open_trainer(
         check=group_check(config, published=max(abandoned, default=0)),
         learner_epoch=learner_epoch,
         stop=stop,
-        idle=functools.partial(_idle, remote_models, evaluations),
+        idle=functools.partial(_idle, remote_models, evaluations, turn),
         status=status,
     )
     empty_eval, saved = (opened.empty_eval if opened else None), (version if meta else None)
@@ -144,6 +147,7 @@ def open_trainer(
         status=status,
         spans=spans,
         stop=stop,
+        turn=turn,
     )
 
 
@@ -285,8 +289,9 @@ def _open_records(
     return EvaluationSchedule(config, records, evaluations, records.evaluated())
 
 
-def _idle(models: Mapping[str, RemoteModel], evaluations: EvaluationSchedule) -> None:
-    """While the learner waits for groups; none come from a pool that is gone."""
+def _idle(models: Mapping[str, RemoteModel], evaluations: EvaluationSchedule, turn: DeviceTurn) -> None:
+    """While the learner waits for groups. None come from a pool that is gone, or a generator without its device."""
+    turn.offer()
     for model in models.values():
         model.check()
     evaluations.poll()

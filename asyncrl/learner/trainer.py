@@ -26,6 +26,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from asyncrl.config.schema import Config, LearnerConfig
+from asyncrl.device.turns import DeviceTurn
 from asyncrl.errors import StoppedError, TrainingError
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.checkpoint import Checkpoints
@@ -69,6 +70,7 @@ class Trainer:
     """One rank of the learner, with everything open (`startup.open_trainer`).
 
     version  of the policy now, published
+    turn     of this rank's device, which generators may want while it waits
     stop     set from any thread or signal handler: the version under way is finished if its optimizer steps have begun,
              and abandoned otherwise; then a checkpoint is written and the loop ends
     """
@@ -89,6 +91,7 @@ class Trainer:
     status: ProcessStatus
     spans: Spans
     stop: threading.Event
+    turn: DeviceTurn
 
     def run(self) -> None:
         """Train to the last version, the target accuracy, or the requested stop.
@@ -154,6 +157,7 @@ class Trainer:
         some: list[Group] = []
         self.kept_groups.begin(self.version + 1)
         for groups in self.stream.step(self.version):
+            self._hold_device()
             self.kept_groups.add(groups)
             self.version_step.add(groups, self.version)
             some += groups[: GROUPS - len(some)]
@@ -200,7 +204,7 @@ class Trainer:
         if reason != STOPPED:
             with tracing.span("disk", "export", version=self.version):
                 self.backend.export_hf(self.records.folder / "final")
-            self.evaluations.finish(self.backend, self.status, self.stop.is_set)
+            self.evaluations.finish(self.backend, self.status, self.stop.is_set, self.turn.offer)
         else:
             self.evaluations.write_rest()
         if self.backend.rank == 0:
@@ -208,7 +212,12 @@ class Trainer:
             self.client.finish(reason or "done")
         self.backend.exchange(None)
 
+    def _hold_device(self) -> None:
+        with self.spans("wait/device"):
+            self.turn.hold()
+
     def _checkpoint(self) -> None:
+        self._hold_device()
         self.checkpoints.save(self.version, self._coefficients())
         self.checkpoints.finish()
 

@@ -72,12 +72,17 @@ def _train_on(ray: Any, config: Config, gpus: Gpus) -> dict[str, Any]:
 
 
 def refuse_devices(config: Config) -> None:
-    """Raise ConfigError for a pool of processes whose devices the configuration names."""
+    """Raise ConfigError where the configuration names the devices of processes, or has two pools share some."""
     named = {"generator": config.generator.devices, "learner": config.learner.devices}
     named |= {f"placement.{name}": place.devices for name, place in config.placement.pools.items()}
     for pool, devices in named.items():
         rule = "names devices of one machine, and Ray gives each process those that are free on its node"
         require(devices is None, f"{pool}.devices", devices, rule, "leave it out")
+    rule, remedy = (
+        "shares devices, and Ray gives each process some of its own",
+        "set placement.colocate=false",
+    )
+    require(not config.placement.colocate, "placement.colocate", True, rule, remedy)
 
 
 def reachable(config: Config, host: str) -> Config:

@@ -45,7 +45,7 @@ NOT_FOR_VLLM: Mapping[str, str] = {
     "worker_extension_cls": "new weights come in by asyncrl's own extension",
     "skip_tokenizer_init": "prompts and answers are token ids",
     "quantization": "new weights are copied over the parameters, and quantized parameters have another form",
-    "enable_sleep_mode": "a generator has its devices alone, and weights that sleep cannot be updated",
+    "enable_sleep_mode": "placement.colocate=true sets it",
     "cpu_offload_gb": "an update of weights that lie in the host's memory was never tried",
     "pipeline_parallel_size": "an update of stages was never tried: vLLM's CPU build fails at the first sample",
     "enable_expert_parallel": "an update of experts that ranks share out was never tried: vLLM's CPU build fails there",

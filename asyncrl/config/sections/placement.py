@@ -68,6 +68,10 @@ class PlacementConfig(Section):
     critic: PlaceConfig = field(default_factory=PlaceConfig)
     cost_critic: PlaceConfig = field(default_factory=PlaceConfig)
     rewards: RewardsPlaceConfig = field(default_factory=RewardsPlaceConfig)
+    colocate: bool = key(
+        False, "generators and the learner take turns on the same devices, see docs/colocation.md"
+    )
+    turn_deadline_s: Seconds = key(3600.0, "of the wait for a turn, which lasts as long as the other's phase")
 
     def rules(self, at: str) -> Iterator[Rule]:
         yield Rule(
@@ -79,7 +83,8 @@ class PlacementConfig(Section):
 
     @property
     def places(self) -> Mapping[str, PlaceConfig]:
-        return {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
+        values = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, PlaceConfig)}
 
     @property
     def pools(self) -> Mapping[str, PlaceConfig]:

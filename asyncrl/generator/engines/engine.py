@@ -151,8 +151,8 @@ class Engine(Sampler, Protocol):
     def stats(self) -> dict[str, float]:
         """tokens (output tokens so far), running (samples being decoded), waiting (samples with no slot yet),
         and seconds/<span> since the last call; some engines add kv_usage (share of the KV cache in use) and
-        preemptions (samples that lost their KV and were computed again, so far), and uncounted (most tokens of one
-        sample that `tokens` may lack until they all are made)."""
+        preemptions (samples that lost their KV and were computed again, so far), uncounted (most tokens of one
+        sample that `tokens` may lack until they all are made), and asleep (whether it waits for its turn)."""
         ...
 
     async def close(self) -> None:

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
+from asyncrl.errors import ConfigError
 from asyncrl.learner import process_group
 from asyncrl.learner.backends import storage
 from asyncrl.learner.data.batch import MicroBatch
@@ -188,6 +189,16 @@ class Backend(ABC):
         if self.rank == 0:
             storage.write_hf_configs(folder, self._causal_lm(), self._config)
         self.exchange(None)
+
+    def park(self) -> None:
+        """Move everything to the host's memory and free the device's, for `placement.colocate`. Raises ConfigError if
+        this backend cannot."""
+        rule = f"takes turns with a backend that parks its memory, which {type(self).__name__} does not"
+        raise ConfigError("placement.colocate", True, rule, "set placement.colocate=false")
+
+    def fetch(self) -> None:
+        """Have everything on the device again, bit for bit. Nothing is parked to begin with."""
+        return
 
     @abstractmethod
     def close(self) -> None: ...

@@ -160,8 +160,14 @@ class EvaluationSchedule:
         if self._evaluations is not None:
             self._write(self._evaluations.poll(wait_s))
 
-    def finish(self, backend: Backend, status: ProcessStatus, stopping: Callable[[], bool]) -> None:
-        """Collective: wait for pending evaluations, for `learner.groups_deadline_s` at most.
+    def finish(
+        self,
+        backend: Backend,
+        status: ProcessStatus,
+        stopping: Callable[[], bool],
+        idle: Callable[[], None],
+    ) -> None:
+        """Collective: wait for pending evaluations, for `learner.groups_deadline_s` at most. idle: called between waits
 
         All ranks wait together: a rank that waited alone would outlast the others' collectives.
         """
@@ -173,6 +179,7 @@ class EvaluationSchedule:
 
         with status.waiting("the last evaluation from the generators", deadline_s):
             while backend.exchange(pending() and time.monotonic() < until)[0]:
+                idle()
                 self.poll(PARK_S)
         late = pending()
         self.write_rest()

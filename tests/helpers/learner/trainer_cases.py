@@ -14,6 +14,7 @@ from learner_cases import random_group, rollout, tiny_model
 
 from asyncrl.config.schema import CheckpointConfig, Config, QueueConfig, RunConfig
 from asyncrl.config.sections.tasks import MAIN
+from asyncrl.device.turns import DeviceTurn
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.checkpoint import Checkpoints, to_resume
 from asyncrl.learner.startup import open_trainer
@@ -205,6 +206,7 @@ class Case:
             stop=self.stop,
             heldout=heldout,
             status=ProcessStatus(),
+            turn=DeviceTurn.always(),
         )
 
     @property

@@ -115,6 +115,15 @@ def test_colocated_pools_fit_the_devices(tensor: int, parallel: int, engines: in
     colocated = modes(load_config(demo, given))[1]
     config = load_config(demo, [*given, *colocated.overrides])
     assert (config.generator.count, config.learner.processes) == (engines, ranks)
+    assert config.placement.colocate
+
+
+def test_colocated_pools_that_cannot_take_turns_have_half_of_the_memory_each() -> None:
+    gpus = ["generator.devices='0'", "learner.devices='1'", "learner.backend=megatron"]
+    given = ["model.path=somewhere", "generator.engine=vllm", *gpus]
+    demo = Path(__file__).parents[3] / "configs" / "recipes" / "demo.yaml"
+    config = load_config(demo, [*given, *modes(load_config(demo, given))[1].overrides])
+    assert not config.placement.colocate
     assert config.generator.vllm.gpu_memory_share + config.learner.gpu_memory_share <= 0.95
 
 

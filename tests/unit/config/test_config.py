@@ -439,6 +439,28 @@ def test_shares_of_one_gpu_are_at_most_the_gpu(base: Path, learner: str, words: 
             load_config(base, given)
 
 
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [
+        ("generator.engine=vllm_server generator.server.urls=[http://127.0.0.1:1]", "generator.engine"),
+        ("learner.backend=megatron", "learner.backend"),
+        ("learner.devices='1'", "learner.devices"),
+        ("sync.staging=auto", "sync.staging"),
+        ("sync.snapshot_device=device", "sync.snapshot_device"),
+        ("sync.backend=nccl", "sync.backend"),
+    ],
+)
+def test_pools_that_take_turns_have_the_same_devices_and_leave_nothing_on_them(
+    base: Path, word: str, key: str
+) -> None:
+    turns = ["placement.colocate=true", "sync.staging=host", "sync.snapshot_device=host"]
+    gpus = ["generator.devices='0'", "learner.devices='0'", "generator.engine=vllm"]
+    assert load_config(base, [*turns, *gpus]).placement.colocate  # each with nearly all of its memory
+    with pytest.raises(ConfigError) as caught:
+        load_config(base, [*turns, *gpus, *word.split()])
+    assert caught.value.key == key
+
+
 def test_every_rule_that_is_broken_is_named_at_once(base: Path) -> None:
     words = ["queue.depth=1", "generator.kv=drain", "generator.engine=scripted", "batch.group_size=1"]
     assert keys_of(base, *words) == ["generator.kv", "batch.group_size", "queue.depth"]

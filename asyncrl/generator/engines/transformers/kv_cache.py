@@ -67,6 +67,11 @@ class KVCache:
         self.layers: dict[int, Stores] = {}
         self.recurrent: dict[int, Stores] = {}
 
+    def tensors(self) -> Iterator[Tensor]:
+        """The stores of all layers that have run."""
+        for stores in (*self.layers.values(), *self.recurrent.values()):
+            yield from stores
+
     def move_rows(self, source: Tensor, destination: Tensor, columns: int) -> None:
         """Copy the first `columns` of whole rows onto others; the two sets do not meet."""
         for pair in self.layers.values():

@@ -22,7 +22,7 @@ Axes:  R rows of the cache · A rows in use (all R at fixed shape) · C columns,
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -70,12 +70,12 @@ class SlotBatch:
         self.model, self.version, self.fixed_shape = model, version, fixed_shape
         self.slots, self.max_length = slots, max_length
         self.tokens_made = 0
-        self._device = model.device
+        self.device = model.device
         self._end_ids = np.array(sorted(set(end_ids)), np.int64)
         self.cache = KVCache(slots, max_length)
         self._recurrent = keep_states(model)
-        self._column_indices = torch.arange(max_length, device=self._device)
-        self._row_indices = torch.arange(slots, device=self._device)
+        self._column_indices = torch.arange(max_length, device=self.device)
+        self._row_indices = torch.arange(slots, device=self.device)
         self._waiting: list[BatchedRequest] = []  # by ordinal
         self._recorder = recorder
         self._rows = BatchRows(slots, max_length, recorder.shape.width if recorder else 0)
@@ -94,6 +94,13 @@ class SlotBatch:
     @property
     def idle(self) -> bool:
         return not self._rows.used and not self._waiting
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All that the batch has on its device."""
+        yield from self.model.parameters()
+        yield from self.model.buffers()
+        yield from (self._column_indices, self._row_indices)
+        yield from self.cache.tensors()
 
     def take_pieces(self) -> list[tuple[Pieces, int, Turn]]:
         """The pieces of the last step: (the receiver of pieces, sample, turn)."""
@@ -134,7 +141,7 @@ class SlotBatch:
         """
         torch._foreach_copy_(list(targets.values()), [staged[name] for name in targets])
         # Staging may now be overwritten, and the live weights hashed, on any stream.
-        accelerator.wait_for_stream(self._device)
+        accelerator.wait_for_stream(self.device)
         self.version, rows = version, self._rows
         unanswered_R = rows.known_R == rows.prompt_R
         rows.routed_R[unanswered_R] = 0
@@ -279,11 +286,11 @@ class SlotBatch:
 
     def _forward_media(self, token_N: Array, media: MediaInputs, of: Prefill, keep: Tensor) -> Tensor:
         """As `_forward`, where tokens stand for images."""
-        places = (tensor.to(self._device) for tensor in (media.at_T, media.row_T))
+        places = (tensor.to(self.device) for tensor in (media.at_T, media.row_T))
         with attending(self.cache, of):
             out = text_body(self.model)(
                 **decoder_inputs(self.model, self._tensor(token_N)[None], media.items, *places),
-                position_ids=media.position_3N[:, None].to(self._device),
+                position_ids=media.position_3N[:, None].to(self.device),
                 use_cache=False,
             )
         logits: Tensor = self.model.get_output_embeddings()(out.last_hidden_state[0, keep])
@@ -344,4 +351,4 @@ class SlotBatch:
         return left
 
     def _tensor(self, array: Array) -> Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+        return torch.from_numpy(array).to(self.device, non_blocking=True)

@@ -36,6 +36,7 @@ from asyncrl.config.rules import require
 from asyncrl.config.schema import Config, ModelConfig
 from asyncrl.config.sections.generator import KvAtFlip
 from asyncrl.device import accelerator
+from asyncrl.device.parked import ParkedTensors, storages_of
 from asyncrl.device.products import wide_product
 from asyncrl.errors import ConfigError, RunClosedError
 from asyncrl.generator.engines.engine import SampleRequest, check_complete, span_seconds
@@ -101,6 +102,7 @@ class TransformersEngine:
             recorder=_recorder(model) if record_experts else None,
         )
         self._thread = OneThread("engine")
+        self._parked = ParkedTensors()
         self._inbox: deque[Callable[[], None]] = deque()
         self._requested = self._added = 0  # samples; the loop changes the first, the thread the other
         self._flips: deque[_Flip] = deque()
@@ -147,6 +149,13 @@ class TransformersEngine:
         self._flips.append(_Flip(staged, version, done, time.monotonic()))
         self._wake.set()
         return await done
+
+    async def sleep(self) -> None:
+        """See `SleepingEngine`."""
+        await self._thread(self._park)
+
+    async def wake(self) -> None:
+        await self._thread(self._parked.fetch)
 
     def receiver(self, reader: WeightReader) -> WeightReceiver:
         return LocalReceiver(self.targets, self.flip, reader)
@@ -216,6 +225,10 @@ class TransformersEngine:
         self._flips.popleft()
 
     # ---- in the thread
+
+    def _park(self) -> None:
+        self._parked.park(storages_of(self._batch.tensors()))
+        accelerator.free_cached(self._batch.device)
 
     def _steps(self) -> None:
         while not self._may_flip and not self._ended:

@@ -21,6 +21,7 @@ import numpy as np
 
 from asyncrl.config.schema import Config
 from asyncrl.counter_rng import stream_key
+from asyncrl.device import accelerator
 from asyncrl.errors import ProcessDiedError, RunClosedError
 from asyncrl.generator.engines.engine import SampleRequest, check_fits, span_seconds
 from asyncrl.generator.engines.lost_requests import LostRequests, lost_error
@@ -167,6 +168,15 @@ class VllmEngine:
             if self._closed:
                 raise RunClosedError("the engine was closed") from None
             raise
+
+    async def sleep(self) -> None:
+        """See `SleepingEngine`. vLLM's sleep of level 1; its build for CPUs has none, and keeps its memory."""
+        if accelerator.count():
+            await self._called(self._llm.sleep(level=1))
+
+    async def wake(self) -> None:
+        if accelerator.count():
+            await self._called(self._llm.wake_up())
 
     def stats(self) -> dict[str, float]:
         samples = sum(n for n, _ in self._in_flight.values())

@@ -204,6 +204,8 @@ def engine_arguments(
         "worker_extension_cls": EXTENSION,
         "skip_tokenizer_init": not has_stop_texts(config),  # ids in, ids out
     }
+    if config.placement.colocate and not on_cpu:
+        fixed["enable_sleep_mode"] = True
     if config.model.router_replay:
         fixed["enable_return_routed_experts"] = True
     if config.sync.backend == "vllm":

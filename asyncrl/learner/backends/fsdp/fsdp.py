@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from asyncrl.config.schema import Config
+from asyncrl.device import accelerator
+from asyncrl.device.parked import ParkedTensors, storages_of
 from asyncrl.learner import process_group
 from asyncrl.learner.backends import storage
 from asyncrl.learner.backends.backend import Backend, check_reference
@@ -40,7 +42,8 @@ class FsdpBackend(Backend):
         names = (POLICY, *sorted(models))  # the same order on every rank
         rank, world = rank_and_world()
         sizes = [axis_sizes(config.learner.parallel, world, _shape(name, config)) for name in names]
-        device = device or process_group.own_device()
+        self._device = device = device or process_group.own_device()
+        self._parked = ParkedTensors()
         if world > 1:
             process_group.join_process_group(device, config)
         mesh = Mesh(sizes[0], rank, device.type, config.learner.parallel.expert)
@@ -61,6 +64,14 @@ class FsdpBackend(Backend):
         """Collective: load the policy's weights alone, for an export."""
         storage.load_weights(folder, POLICY, self.policy.state().masters)
         self.policy.write_parameters()
+
+    def park(self) -> None:
+        live = (tensor for model in self._models.values() for tensor in model.live())
+        self._parked.park(storages_of(live))
+        accelerator.free_cached(self._device)
+
+    def fetch(self) -> None:
+        self._parked.fetch()
 
     def close(self) -> None:
         if self.world > 1 and dist.is_initialized():

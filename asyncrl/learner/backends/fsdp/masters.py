@@ -11,7 +11,7 @@ their own masters, and so are frozen ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -156,6 +156,18 @@ class Masters:
         if self._parked is not None:
             self._parked.fetch()
         return ModelState(self._trained if self.optimizer else self.tensors, self.optimizer)
+
+    def live(self) -> Iterator[Tensor]:
+        """All that this rank has on its device: of optimizer state, the part that is not parked."""
+        for tensor in (*self.parameters.values(), *self.tensors.values()):
+            yield tensor.data
+            if tensor.grad is not None:
+                yield tensor.grad
+        if self.merged is not None:
+            yield from self.merged.tensors.values()
+        if self.optimizer is not None:
+            for state in self.optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, Tensor))
 
     def _gradients(self) -> list[Tensor]:
         return [master.grad for master in self.tensors.values() if master.grad is not None]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from asyncrl.config.rules import require
 from asyncrl.config.schema import LearnerConfig
 from asyncrl.device import accelerator
+from asyncrl.device.parked import ParkedTensors, on_host
 from asyncrl.learner.parallel.mesh import local_part
 
 
@@ -48,38 +50,20 @@ class Offload(NamedTuple):
 
 
 class ParkedState:
-    """Moves an optimizer's state back and forth. Its tensors stay the same objects; parked ones have no storage."""
+    """Moves an optimizer's state back and forth."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, offload: Offload) -> None:
-        self._optimizer, self._folder = optimizer, offload.folder
-        self._elsewhere: list[Tensor] = []  # used again at each parking
-        self._parked: list[tuple[Tensor, Tensor]] = []
+        folder = offload.folder
+        self._optimizer = optimizer
+        self._parked = ParkedTensors(on_host if folder is None else partial(in_a_file, folder))
 
     def park(self) -> None:
         """Move the state away, unless it is parked already. Raises OSError for a full disk."""
-        if self._parked:
-            return
-        tensors = list(self._tensors())
-        if [(t.shape, t.dtype) for t in tensors] != [(e.shape, e.dtype) for e in self._elsewhere]:
-            self._elsewhere = [self._room_for(tensor) for tensor in tensors]
-        for tensor, elsewhere in zip(tensors, self._elsewhere, strict=True):
-            elsewhere.copy_(tensor)
-            tensor.untyped_storage().resize_(0)
-        self._parked = list(zip(tensors, self._elsewhere, strict=True))
+        self._parked.park(self._tensors())
 
     def fetch(self) -> None:
         """Move parked state back to the device, bit for bit."""
-        for tensor, elsewhere in self._parked:
-            tensor.untyped_storage().resize_(elsewhere.untyped_storage().nbytes())
-            tensor.copy_(elsewhere)
-        self._parked = []
-
-    def _room_for(self, tensor: Tensor) -> Tensor:
-        if self._folder is None:
-            return torch.empty_like(
-                tensor, device="cpu", pin_memory=accelerator.is_accelerator(tensor.device)
-            )
-        return in_a_file(self._folder, tensor)
+        self._parked.fetch()
 
     @torch.no_grad()
     def _tensors(self) -> Iterator[Tensor]:

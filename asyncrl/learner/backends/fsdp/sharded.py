@@ -8,7 +8,7 @@ Axes:  N packed tokens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, cast
 
@@ -195,6 +195,10 @@ class ShardedModel:
         for name, parameter in self._masters.parameters.items():
             parameter.copy_(self._policy._masters.parameters[name])
         self.changes = True
+
+    def live(self) -> Iterator[Tensor]:
+        """All that this rank has on its device."""
+        return self._masters.live()
 
     def state(self) -> ModelState:
         """The live tensors that a checkpoint keeps."""

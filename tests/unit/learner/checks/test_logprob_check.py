@@ -22,6 +22,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import CheckpointConfig, Config, GeneratorConfig, LearnerConfig, RunConfig
 from asyncrl.config.sections.algorithm import AlgorithmConfig, CorrectionConfig
 from asyncrl.config.sections.learner import LogprobGateConfig, OptimizerConfig
+from asyncrl.device.turns import DeviceTurn
 from asyncrl.errors import BehaviourMismatchError, ConfigError
 from asyncrl.generator.engines.engine import SampleRequest
 from asyncrl.generator.engines.transformers.kv_cache import ATTENTION
@@ -295,6 +296,7 @@ def trained_with(pool: LivePool) -> list[dict[str, Any]]:
         stop=threading.Event(),
         heldout={},
         status=ProcessStatus(),
+        turn=DeviceTurn.always(),
     )
     trainer.run()
     assert trainer.version == config.run.versions

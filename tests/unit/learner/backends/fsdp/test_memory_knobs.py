@@ -136,6 +136,32 @@ def test_a_learner_with_its_state_on_disk_goes_the_same_way(tmp_path: Path) -> N
     assert not list((tmp_path / "nvme").iterdir())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_backend_that_is_parked_between_and_within_steps_goes_the_same_way(
+    tmp_path: Path, dtype: str
+) -> None:
+    """For `placement.colocate`. Meanwhile nothing of the model, its gradients and Adam's moments has memory here."""
+    weights = []
+    for parks in (False, True):
+        backend = FsdpBackend(config_in(tmp_path, dtype), models=["reference"])
+        for _ in range(2):
+            gradients(backend)
+            if parks:
+                parked_and_back(backend)
+            backend.policy.optimizer_step(0.1, lr=1e-2)
+            if parks:
+                parked_and_back(backend)
+        weights.append({name: tensor.clone() for name, tensor in backend.local_tensors().items()})
+    assert same(*weights)
+
+
+def parked_and_back(backend: FsdpBackend) -> None:
+    live = [tensor for model in backend._models.values() for tensor in model.live() if tensor.dim() > 0]
+    backend.park()
+    assert {tensor.untyped_storage().nbytes() for tensor in live} == {0}
+    backend.fetch()
+
+
 def step(backend: FsdpBackend) -> None:
     gradients(backend)
     backend.policy.optimizer_step(0.1, lr=1e-2)
