@@ -16,8 +16,10 @@ import os
 import platform
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 from asyncrl.device import accelerator
 from asyncrl.device.visible import VARIABLES
@@ -170,6 +172,12 @@ class DeviceTurn:
         if self._lock is not None and self._lock.wanted():
             self._park()
             self._lock.give()
+
+    def offer_until(self, done: Future[Any]) -> None:
+        """Offer the devices while this process waits for a result, which it does anyway."""
+        while self._lock is not None and not done.done():
+            self.offer()
+            wait([done], LOOK_S)
 
 
 def _lock(file: int) -> bool:

@@ -126,7 +126,8 @@ def open_trainer(
         check=group_check(config, published=max(abandoned, default=0)),
         learner_epoch=learner_epoch,
         stop=stop,
-        idle=functools.partial(_idle, remote_models, evaluations, turn),
+        idle=functools.partial(_idle, remote_models, evaluations),
+        turn=turn,
         status=status,
     )
     empty_eval, saved = (opened.empty_eval if opened else None), (version if meta else None)
@@ -289,9 +290,8 @@ def _open_records(
     return EvaluationSchedule(config, records, evaluations, records.evaluated())
 
 
-def _idle(models: Mapping[str, RemoteModel], evaluations: EvaluationSchedule, turn: DeviceTurn) -> None:
-    """While the learner waits for groups. None come from a pool that is gone, or a generator without its device."""
-    turn.offer()
+def _idle(models: Mapping[str, RemoteModel], evaluations: EvaluationSchedule) -> None:
+    """While the learner waits for groups; none come from a pool that is gone."""
     for model in models.values():
         model.check()
     evaluations.poll()

@@ -22,6 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from asyncrl.config.schema import Config
+from asyncrl.device.turns import DeviceTurn
 from asyncrl.errors import AsyncRLError, DeadlineError, RefusedError, StoppedError
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.checks.finite_check import NOT_FINITE
@@ -86,6 +87,7 @@ class TrainStream:
 
     check  of every group that is claimed
     idle   called between waits
+    turn   of this rank's device, which generators may want while it waits
     """
 
     def __init__(
@@ -99,11 +101,12 @@ class TrainStream:
         learner_epoch: int,
         stop: threading.Event,
         idle: Callable[[], None],
+        turn: DeviceTurn,
         status: ProcessStatus,
     ) -> None:
         self._check = check
         self._client, self._backend, self._spans, self._status = client, backend, spans, status
-        self._learner_epoch, self._stop, self._idle = learner_epoch, stop, idle
+        self._learner_epoch, self._stop, self._idle, self._turn = learner_epoch, stop, idle, turn
         self._max_tokens = requirements.claim_tokens(config)
         self._in_order = config.queue.max_staleness == 0
         self._deadline_s = config.learner.groups_deadline_s
@@ -207,7 +210,7 @@ class TrainStream:
     def _agreed(self, request: Future[Claim | None], step: int, index: int, attempt: int | None) -> Claim:
         """The claim, once every rank has its own. A repeated request gets the same claim."""
         wait = GroupWait(self._deadline_s, self._client.status, time.monotonic())
-        claim, refusal = _result(request)
+        claim, refusal = self._result(request)
         while True:
             late = claim is None and wait.is_over(time.monotonic())
             claimed = None if claim is None else claim.attempt
@@ -231,7 +234,17 @@ class TrainStream:
                 raise NoGroups(who, "the generators", what, waited_s, self._task_counts())
             self._idle()
             if claim is None:
-                claim, refusal = _result(self._request(step, index, attempt))
+                claim, refusal = self._result(self._request(step, index, attempt))
+
+    def _result(self, request: Future[Claim | None]) -> tuple[Claim | None, str]:
+        """(the claim if there is one, why there will be none)."""
+        self._turn.offer_until(request)
+        try:
+            return request.result(), ""
+        except RefusedError as refusal:
+            if refusal.reason not in ("exhausted", "abandoned"):
+                raise
+            return None, refusal.reason
 
     def _faults(self, claim: Claim | None, step: int) -> list[Fault]:
         """The faults of this rank's groups."""
@@ -296,13 +309,3 @@ def _calls_under_way(workers: Mapping[str, Mapping[str, Any]]) -> str:
         )
     named = ", ".join(f"{count} of {function}" for function, count in calls.most_common())
     return f"; reward calls under way: {named}" if named else ""
-
-
-def _result(request: Future[Claim | None]) -> tuple[Claim | None, str]:
-    """(the claim if there is one, why there will be none)."""
-    try:
-        return request.result(), ""
-    except RefusedError as refusal:
-        if refusal.reason not in ("exhausted", "abandoned"):
-            raise
-        return None, refusal.reason

@@ -11,6 +11,7 @@ import pytest
 from learner_cases import random_group
 
 from asyncrl.config.schema import Config, LearnerConfig
+from asyncrl.device.turns import DeviceTurn
 from asyncrl.errors import RefusedError
 from asyncrl.learner import train_stream
 from asyncrl.learner.checks.group_check import Fault, GroupCheck
@@ -70,6 +71,7 @@ def test_a_wait_in_vain_tells_where_the_tasks_are(dropped: Mapping[str, int] | N
         learner_epoch=0,
         stop=threading.Event(),
         idle=lambda: None,
+        turn=DeviceTurn.always(),
         status=ProcessStatus(),
     )
     with pytest.raises(NoGroups) as error:
@@ -97,6 +99,7 @@ def test_a_wait_in_vain_names_the_rewards_whose_calls_do_not_end() -> None:
         learner_epoch=0,
         stop=threading.Event(),
         idle=lambda: None,
+        turn=DeviceTurn.always(),
         status=ProcessStatus(),
     )
     with pytest.raises(NoGroups, match=r"dropped: none; reward calls under way: 72 of x\.py:slow$"):
@@ -130,6 +133,7 @@ def test_all_ranks_give_up_together(other: list[Any], end: type[Exception]) -> N
         learner_epoch=0,
         stop=threading.Event(),
         idle=lambda: None,
+        turn=DeviceTurn.always(),
         status=ProcessStatus(),
     )
     with pytest.raises(end):
@@ -167,6 +171,7 @@ def test_a_corrupt_group_of_another_rank_restarts_the_step_here_too() -> None:
         learner_epoch=0,
         stop=threading.Event(),
         idle=lambda: None,
+        turn=DeviceTurn.always(),
         status=ProcessStatus(),
     )
     with pytest.raises(GroupsRefused, match="1 groups cannot be trained on; task 5: a text") as refused:
@@ -207,6 +212,7 @@ def test_a_group_that_takes_900_seconds_is_waited_for(monkeypatch: pytest.Monkey
         check=GroupCheck(rollouts=4, longest=32, vocabulary=33),
         stop=threading.Event(),
         idle=lambda: None,
+        turn=DeviceTurn.always(),
         status=ProcessStatus(),
     )
     assert list(stream.step(3)) == [[]]
@@ -230,6 +236,7 @@ def test_a_claim_is_an_event_with_the_ages_of_its_groups(trace: Any) -> None:
         learner_epoch=0,
         stop=threading.Event(),
         idle=lambda: None,
+        turn=DeviceTurn.always(),
         status=ProcessStatus(),
     )
     assert len(next(stream.step(3))) == 3

@@ -23,6 +23,7 @@ from asyncrl.config.schema import CheckpointConfig, Config, LearnerConfig, Rewar
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.config.sections.learner import OptimizerConfig
 from asyncrl.config.sections.tasks import EvaluationConfig
+from asyncrl.device.turns import DeviceTurn
 from asyncrl.errors import DeadlineError, RefusedError, StoppedError, TrainingError
 from asyncrl.learner import checkpoint
 from asyncrl.learner.checks.group_check import GroupCheck
@@ -292,6 +293,7 @@ def test_all_ranks_begin_a_step_anew_together(other: list[Any]) -> None:
         learner_epoch=1,
         stop=threading.Event(),
         idle=lambda: None,
+        turn=DeviceTurn.always(),
         status=ProcessStatus(),
     )
     with pytest.raises(StepRestarted):
