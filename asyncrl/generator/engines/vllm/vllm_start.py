@@ -36,6 +36,9 @@ GENERATOR = "ASYNCRL_GENERATOR"
 BLOCK = 32
 """Tokens of one KV block on a CPU: vLLM's own 128 would leave shorter prompts unshared."""
 
+PLAIN_LATENT = "CPU_MLA"
+"""The backend of latent attention that keeps no copies of weights: that for AMX packs them."""
+
 POLICY_ADAPTER = 1
 """vLLM's number of the adapter that is the policy."""
 
@@ -233,6 +236,8 @@ def engine_arguments(
         "seed": config.run.seed,
         **({"block_size": BLOCK} if on_cpu else {}),
     }
+    if on_cpu and _latent_width(config.model) is not None:
+        free["attention_backend"] = PLAIN_LATENT
     return {**free, **ours.extra, **fixed}
 
 
@@ -285,6 +290,11 @@ def _kv_bytes(config: Config) -> int:
     slots = math.ceil(config.generator.slots / ours.data_parallel)
     tokens = slots * (math.ceil(config.generator.max_length / BLOCK) + 1) * BLOCK
     return tokens * _kv_numbers(load_model_config(config.model), ours.tensor_parallel) * int(dtype.itemsize)
+
+
+def _latent_width(model: ModelConfig) -> int | None:
+    """The width of the latent vectors that attention caches; None for attention by heads."""
+    return getattr(load_model_config(model).get_text_config(), "kv_lora_rank", None)
 
 
 def _kv_numbers(model: PretrainedConfig, ranks: int) -> int:

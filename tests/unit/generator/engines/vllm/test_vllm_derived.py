@@ -88,6 +88,7 @@ def test_an_engine_that_waits_for_the_learner_loads_what_nobody_sends(
     (tmp_path / "model.safetensors").touch()
     arguments = engine_arguments(Config(model=model, generator=GeneratorConfig(engine="vllm")))
     assert arguments["load_format"] == ("auto" if constants else "dummy")
+    assert arguments.get("attention_backend") == ("CPU_MLA" if family == "deepseek-v3" else None)
 
 
 def test_a_constant_that_was_drawn_at_random_is_refused_by_name() -> None:
