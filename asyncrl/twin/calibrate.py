@@ -31,7 +31,8 @@ FIRST = 3
 LEAST = 5
 """Versions after these that a calibration needs."""
 
-QUANTILES = 33
+QUANTILES, ENOUGH = 33, 100
+"""Of the distribution of lengths; rollouts that it takes to know it."""
 
 
 def calibrate(folder: Path) -> StageTimes:
@@ -81,12 +82,18 @@ def _lengths(run: RunFiles, rows: Sequence[Mapping[str, Any]]) -> Lengths:
         _total(rows, "train/tokens") / rollouts,
         _total(rows, "train/tokens_with_prompts") / rollouts,
     )
+    prompt = max(0.0, prompts - mean)
     logged = [float(row["tokens"]) for row in run.rollout_rows if row.get("tokens")]
-    if len(logged) < QUANTILES:
-        return Lengths(median=mean, prompt=max(0.0, prompts - mean))
-    points = np.quantile(logged, np.linspace(0, 1, QUANTILES))
+    if len(logged) >= ENOUGH:
+        points = np.quantile(logged, np.linspace(0, 1, QUANTILES))
+    else:  # a curve from the shortest to the longest, by the mean
+        least, most = (
+            float(np.mean([row[f"rollout/length/{name}"] for row in rows])) for name in ("min", "max")
+        )
+        power = (most - least) / (mean - least) - 1 if least < mean < most else 0.0
+        points = least + (most - least) * np.linspace(0, 1, QUANTILES) ** power
     scaled = np.maximum(1.0, points * mean / Lengths(quantiles=points.tolist()).mean())
-    return Lengths(quantiles=scaled.tolist(), prompt=max(0.0, prompts - mean))
+    return Lengths(quantiles=scaled.tolist(), prompt=prompt)
 
 
 def _generation(

@@ -66,7 +66,13 @@ def _spread(setup: Setup, generators: int, ranks: int, level: int) -> Setup:
     """Pools of this size. A generator leases as much as its slots take: with more slots than its share of the groups
     under way, some take the work of others."""
     setup = replace(
-        setup, generators=generators, data_ranks=ranks, max_staleness=level, window=None, depth=None, colocated=False
+        setup,
+        generators=generators,
+        data_ranks=ranks,
+        max_staleness=level,
+        window=None,
+        depth=None,
+        colocated=False,
     )
     share = -(-(setup.spare_versions + 1) * setup.groups // generators)
     return replace(setup, slots=min(setup.slots, share * setup.group_size))
