@@ -5,7 +5,7 @@
     rollouts  lengths of some; their mean is corrected to that of all
 
 The time of a group over the tokens of its longest rollout, against the sequences that its generator decoded meanwhile,
-is a line: step_s + n · sequence_s. Its height is then set by the engines' seconds of computation and their tokens.
+is a line: step_s + n · sequence_s. Its height is then set by the engines' seconds of computation.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def calibrate(folder: Path) -> StageTimes:
     config = load_config(folder / "config.yaml")
     lengths = _lengths(run, rows)
     return StageTimes(
-        generation=_generation(run, rows, config, lengths),
+        generation=_generation(run, config, lengths),
         lengths=lengths,
         learner=_learner(run, rows, config),
         sync=SyncTimes(
@@ -96,13 +96,11 @@ def _lengths(run: RunFiles, rows: Sequence[Mapping[str, Any]]) -> Lengths:
     return Lengths(quantiles=scaled.tolist(), prompt=prompt)
 
 
-def _generation(
-    run: RunFiles, rows: Sequence[Mapping[str, Any]], config: Config, lengths: Lengths
-) -> GenerationTimes:
+def _generation(run: RunFiles, config: Config, lengths: Lengths) -> GenerationTimes:
     size, most = config.batch.group_size, longest(lengths, config.batch.group_size)
     alike = lengths.mean() / most  # of a group's time, its mean rollout is under way for so long
     each: list[tuple[float, float]] = []  # sequences, seconds a step
-    sequence_seconds = span_seconds = 0.0
+    busy = 0.0
     for trace in run.timeline.processes.values():
         lane = trace.lanes.get("rollouts")
         spans = (
@@ -120,19 +118,14 @@ def _generation(
         )
         decoded = np.minimum(sequences, config.generator.slots)
         each += zip(decoded, seconds * decoded / sequences / most, strict=True)
-        sequence_seconds += float((decoded * seconds).sum())
-        span_seconds += float(seconds.sum())
+        busy += float(np.diff(moments)[np.diff(integral) > 0].sum())
     found = np.array(each)
     step_s, sequence_s = line(found[:, 0], found[:, 1])
-    count = sequence_seconds / span_seconds
     computed = sum(
-        row.get("perf/generator/time/compute", 0.0) * row.get("rollout/generators", 1) for row in rows
+        row.get("perf/generator/time/compute", 0.0) * row.get("rollout/generators", 1)
+        for row in run.metrics.versions
     )
-    tokens = rows[-1].get("rollout/tokens_generated", 0.0) - rows[0].get("rollout/tokens_generated", 0.0)
-    share = (len(rows) - 1) / len(rows)
-    height = (
-        computed * share * count / (tokens * (step_s + sequence_s * count)) if computed and tokens else 1.0
-    )
+    height = computed / busy if computed else 1.0
     groups = max(1, len(_spans(run, "generate")))
     return GenerationTimes(
         step_s=step_s * height,
@@ -169,11 +162,11 @@ def line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
 
 def _learner(run: RunFiles, rows: Sequence[Mapping[str, Any]], config: Config) -> LearnerTimes:
     ranks = config.learner.processes / rank_devices(config)
-    claims = Counter(
-        event.about.get("version", -1)
-        for name, event in run.timeline.events()
-        if event.name == "claim" and not name.endswith("1")
+    first = next(
+        iter(sorted(name for name, trace in run.timeline.processes.items() if trace.role == "learner")), ""
     )
+    events = run.timeline.processes[first].events if first else []  # every rank has the same claims
+    claims = Counter(event.about.get("version", -1) for event in events if event.name == "claim")
     each = [
         (_compute(row), row["train/tokens_with_prompts"] / ranks, claims.get(row["version"] - 1, 1))
         for row in rows
