@@ -13,7 +13,7 @@ def _plan(arguments: Arguments) -> int:
     return 0
 
 
-def _positive(word: str) -> int:
+def _count(word: str) -> int:
     number = int(word)
     if number < 1:
         raise ValueError
@@ -32,7 +32,7 @@ COMMANDS: dict[str, Command] = {
             option(
                 "--devices",
                 metavar="N",
-                type=_positive,
+                type=_count,
                 required=True,
                 help="of generators and learner together",
             ),

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from asyncrl.config.schema import Config
+from asyncrl.config.yaml_values import one_line
 from asyncrl.errors import ConfigError
 from asyncrl.launch.folder.run_folder import find_run
 from asyncrl.learner.training.requirements import claim_tokens, whole_batch
 from asyncrl.sync.plan.cost_model import Speeds
 from asyncrl.twin.calibrate import calibrate, generator_devices, rank_devices
 from asyncrl.twin.outcome import Outcome, Setup
-from asyncrl.twin.plan import Job, recommended, search, verdict
-from asyncrl.twin.times import StageTimes, read_times, write_times
+from asyncrl.twin.plan import Job, search
+from asyncrl.twin.times import StageTimes, read_times
+
+WORTH = 1.05
+"""Asynchrony must be so many times as fast as the best synchronous way to be worth stale data."""
+
 
 COLUMNS = (
     "mode",
@@ -77,6 +84,28 @@ def setup_of(config: Config) -> Setup:
     )
 
 
+def verdict(outcomes: Sequence[Outcome]) -> str:
+    """Whether asynchrony helps, in one sentence, with both figures."""
+    synchronous = next((each for each in outcomes if each.setup.max_staleness == 0), None)
+    overlapping = next((each for each in outcomes if each.setup.max_staleness > 0), None)
+    if synchronous is None or overlapping is None:
+        return "asynchrony needs two pools: these devices hold one generator or one learner rank alone"
+    ratio = overlapping.groups_per_s / synchronous.groups_per_s
+    figures = (
+        f"{overlapping.groups_per_s:.4g} groups/s ({overlapping.setup.mode}) against "
+        f"{synchronous.groups_per_s:.4g} ({synchronous.setup.mode}), {ratio:.2f} x"
+    )
+    if ratio < WORTH:
+        return f"asynchrony will not help you: {figures}"
+    return f"asynchrony helps: {figures}"
+
+
+def recommended(outcomes: Sequence[Outcome]) -> Outcome:
+    """The fastest; of those that are as fast but for WORTH, one with the least staleness."""
+    fast = [each for each in outcomes if each.groups_per_s * WORTH > outcomes[0].groups_per_s]
+    return min(fast, key=lambda each: (each.setup.max_staleness, -each.groups_per_s))
+
+
 def print_plan(
     config: Config, devices: int, run: str | None, file: str | None, save: str | None, as_json: bool
 ) -> None:
@@ -92,7 +121,7 @@ def print_plan(
     best = recommended(outcomes)
     if as_json:
         found = {
-            "outcomes": [outcome.as_json() for outcome in outcomes],
+            "outcomes": [_as_json(outcome) for outcome in outcomes],
             "verdict": verdict(outcomes),
             "keys": dict(keys(best, times)),
         }
@@ -148,3 +177,47 @@ def _number(value: float) -> str:
     """
     digits = 2 - math.floor(math.log10(value)) if value > 0 else 0
     return f"{round(value, digits):.{max(0, digits)}f}"
+
+
+def _as_json(outcome: Outcome) -> dict[str, Any]:
+    setup, pools = outcome.setup, ("generators", "learner")
+    return {
+        "mode": setup.mode,
+        "generators": setup.generators,
+        "slots": setup.slots,
+        "data_ranks": setup.data_ranks,
+        "max_staleness": setup.max_staleness,
+        "groups_per_s": outcome.groups_per_s,
+        "bound_groups_per_s": outcome.bound,
+        "tokens_per_s": outcome.tokens_per_s,
+        "version_s": outcome.version_s,
+        "busy": {pool: outcome.busy(pool) for pool in pools},
+        "shares": {pool: outcome.shares(pool) for pool in pools},
+        "staleness": {str(age): count for age, count in sorted(outcome.staleness.items())},
+        "lag_s": outcome.lag_s,
+    }
+
+
+def write_times(times: StageTimes, path: Path, about: str) -> None:
+    """A file that `read_times` takes. about: its first line"""
+    lines = [f"# {about}"]
+    for name, value in _plain(times).items():
+        if isinstance(value, dict):
+            lines += [f"{name}:", *(f"  {inner}: {one_line(number)}" for inner, number in value.items())]
+        else:
+            lines.append(f"{name}: {one_line(value)}")
+    path.write_text("\n".join([*lines, ""]), encoding="utf-8")
+
+
+def _plain(times: StageTimes) -> dict[str, Any]:
+    """Numbers with six digits; more are noise."""
+
+    def shorter(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: shorter(inner) for name, inner in value.items()}
+        if isinstance(value, list):
+            return [shorter(inner) for inner in value]
+        return float(f"{value:.6g}") if isinstance(value, float) else value
+
+    found: dict[str, Any] = shorter(dataclasses.asdict(times))
+    return found

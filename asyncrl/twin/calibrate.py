@@ -21,7 +21,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 from asyncrl.observability.run_files import RunFiles
-from asyncrl.observability.timeline import Span
+from asyncrl.observability.timeline import ProcessTrace, Span
 from asyncrl.telemetry.spans import WAIT
 from asyncrl.twin.times import GenerationTimes, LearnerTimes, Lengths, StageTimes, SyncTimes
 
@@ -30,6 +30,8 @@ FIRST = 3
 
 LEAST = 5
 """Versions after these that a calibration needs."""
+
+Rows = Sequence[Mapping[str, Any]]
 
 QUANTILES, ENOUGH = 33, 100
 """Of the distribution of lengths; rollouts that it takes to know it."""
@@ -50,9 +52,9 @@ def calibrate(folder: Path) -> StageTimes:
         lengths=lengths,
         learner=_learner(run, rows, config),
         sync=SyncTimes(
-            fetch_s=_mean(_spans(run, "fetch")) + _mean(_spans(run, "verify")),
-            flip_s=_mean(_spans(run, "flip")),
-            queue_s=float(np.mean([row.get("perf/time/wait/queue", 0.0) for row in rows])),
+            fetch_s=_median_s(run, "fetch") + _median_s(run, "verify"),
+            flip_s=_median_s(run, "flip"),
+            queue_s=_mean(rows, "perf/time/wait/queue"),
         ),
         generator_devices=generator_devices(config),
         rank_devices=rank_devices(config),
@@ -76,62 +78,43 @@ def longest(lengths: Lengths, group_size: int) -> float:
     return float(np.interp(shares, np.linspace(0, 1, len(table)), table).mean())
 
 
-def _lengths(run: RunFiles, rows: Sequence[Mapping[str, Any]]) -> Lengths:
-    rollouts = _total(rows, "train/rollouts")
-    mean, prompts = (
-        _total(rows, "train/tokens") / rollouts,
-        _total(rows, "train/tokens_with_prompts") / rollouts,
-    )
-    prompt = max(0.0, prompts - mean)
+def _lengths(run: RunFiles, rows: Rows) -> Lengths:
+    mean = _mean(rows, "train/tokens") / _mean(rows, "train/rollouts")
+    prompt = _mean(rows, "train/tokens_with_prompts") / _mean(rows, "train/rollouts") - mean
     logged = [float(row["tokens"]) for row in run.rollout_rows if row.get("tokens")]
     if len(logged) >= ENOUGH:
         points = np.quantile(logged, np.linspace(0, 1, QUANTILES))
     else:  # a curve from the shortest to the longest, by the mean
-        least, most = (
-            float(np.mean([row[f"rollout/length/{name}"] for row in rows])) for name in ("min", "max")
-        )
+        least, most = _mean(rows, "rollout/length/min"), _mean(rows, "rollout/length/max")
         power = (most - least) / (mean - least) - 1 if least < mean < most else 0.0
         points = least + (most - least) * np.linspace(0, 1, QUANTILES) ** power
     scaled = np.maximum(1.0, points * mean / Lengths(quantiles=points.tolist()).mean())
-    return Lengths(quantiles=scaled.tolist(), prompt=prompt)
+    return Lengths(quantiles=scaled.tolist(), prompt=max(0.0, prompt))
 
 
 def _generation(run: RunFiles, config: Config, lengths: Lengths) -> GenerationTimes:
     size, most = config.batch.group_size, longest(lengths, config.batch.group_size)
-    alike = lengths.mean() / most  # of a group's time, its mean rollout is under way for so long
-    each: list[tuple[float, float]] = []  # sequences, seconds a step
-    busy = 0.0
+    alike = size * lengths.mean() / most  # sequences of a group that are under way, by the mean over its time
+    sequences, step_s, busy = [np.zeros(0)], [np.zeros(0)], 0.0
     for trace in run.timeline.processes.values():
-        lane = trace.lanes.get("rollouts")
-        spans = (
-            [span for span in lane.spans if span.name == "generate" and span.end > span.start] if lane else []
-        )
-        if len(spans) <= FIRST:
+        if not (spans := _named([trace], "generate")):
             continue
         starts, ends, moments, integral = under_way(spans)
-        seconds = ends - starts
-        sequences = (
-            size
-            * alike
-            * (np.interp(ends, moments, integral) - np.interp(starts, moments, integral))
-            / seconds
+        all_of_them = (
+            alike * np.diff(np.interp([starts, ends], moments, integral), axis=0)[0] / (ends - starts)
         )
-        decoded = np.minimum(sequences, config.generator.slots)
-        each += zip(decoded, seconds * decoded / sequences / most, strict=True)
+        decoded = np.minimum(all_of_them, config.generator.slots)
+        sequences.append(decoded)
+        step_s.append((ends - starts) * decoded / all_of_them / most)
         busy += float(np.diff(moments)[np.diff(integral) > 0].sum())
-    found = np.array(each)
-    step_s, sequence_s = line(found[:, 0], found[:, 1])
+    offset, slope = line(np.concatenate(sequences), np.concatenate(step_s))
     computed = sum(
         row.get("perf/generator/time/compute", 0.0) * row.get("rollout/generators", 1)
         for row in run.metrics.versions
     )
     height = computed / busy if computed else 1.0
-    groups = max(1, len(_spans(run, "generate")))
-    return GenerationTimes(
-        step_s=step_s * height,
-        sequence_s=sequence_s * height,
-        reward_s=sum(span.end - span.start for span in _spans(run, "score")) / groups,
-    )
+    scored = sum(span.end - span.start for span in _spans(run, "score"))
+    return GenerationTimes(offset * height, slope * height, reward_s=scored / len(_spans(run, "generate")))
 
 
 def under_way(spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -160,52 +143,51 @@ def line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     return (offset, slope) if offset >= 0 else (0.0, float((x * y).sum() / (x * x).sum()))
 
 
-def _learner(run: RunFiles, rows: Sequence[Mapping[str, Any]], config: Config) -> LearnerTimes:
+def _learner(run: RunFiles, rows: Rows, config: Config) -> LearnerTimes:
+    """Every rank has the same claims: those of the first are counted."""
     ranks = config.learner.processes / rank_devices(config)
-    first = next(
-        iter(sorted(name for name, trace in run.timeline.processes.items() if trace.role == "learner")), ""
-    )
-    events = run.timeline.processes[first].events if first else []  # every rank has the same claims
-    claims = Counter(event.about.get("version", -1) for event in events if event.name == "claim")
-    each = [
-        (_compute(row), row["train/tokens_with_prompts"] / ranks, claims.get(row["version"] - 1, 1))
-        for row in rows
-    ]
-    seconds, tokens, number = (np.array(column, float) for column in zip(*each, strict=True))
-    of_claim, of_token = line(tokens / number, seconds / number)
-    rest = [sum(_seconds(row).values()) - _compute(row) - _waits(row) for row in rows]
+    traces = [trace for _, trace in sorted(run.timeline.processes.items()) if trace.role == "learner"]
+    events = [event for trace in traces[:1] for event in trace.events if event.name == "claim"]
+    claims = Counter(event.about.get("version", -1) for event in events)
+    number = np.array([claims.get(row["version"] - 1, 1) for row in rows], float)
+    tokens = np.array([row["train/tokens_with_prompts"] / ranks for row in rows])
+    work = [_seconds(row) for row in rows]
+    passes = np.array([s for s, _ in work])
+    of_claim, of_token = line(tokens / number, passes / number)
+    if number.min() == number.max():
+        of_claim, of_token = 0.0, float(passes.sum() / tokens.sum())
     return LearnerTimes(
-        token_s=of_token if len(set(number)) > 1 else float(seconds.sum() / tokens.sum()),
-        claim_s=of_claim if len(set(number)) > 1 else 0.0,
-        version_s=float(np.mean(rest)),
-        publish_s=float(np.mean([row.get("perf/time/wait/publish", 0.0) for row in rows])),
+        token_s=of_token,
+        claim_s=of_claim,
+        version_s=float(np.mean([rest for _, rest in work])),
+        publish_s=_mean(rows, "perf/time/wait/publish"),
     )
 
 
-def _seconds(row: Mapping[str, Any]) -> dict[str, float]:
-    return {name[len("perf/time/") :]: s for name, s in row.items() if name.startswith("perf/time/")}
-
-
-def _compute(row: Mapping[str, Any]) -> float:
-    """Seconds of a version that grow with its tokens."""
-    found = _seconds(row)
-    return sum(s for name, s in found.items() if name.startswith("compute") and name != "compute/optimizer")
-
-
-def _waits(row: Mapping[str, Any]) -> float:
-    """Waits that the simulation has by itself."""
-    return sum(_seconds(row).get(f"{WAIT}{name}", 0.0) for name in ("groups", "publish", "queue"))
+def _seconds(row: Mapping[str, Any]) -> tuple[float, float]:
+    """The learner's seconds of a version that grow with its tokens, and the rest, without waits that are simulated."""
+    seconds = {name.removeprefix("perf/time/"): s for name, s in row.items() if name.startswith("perf/time/")}
+    for wait in ("groups", "publish", "queue"):
+        seconds.pop(f"{WAIT}{wait}", None)
+    passes = sum(
+        s for name, s in seconds.items() if name.startswith("compute") and name != "compute/optimizer"
+    )
+    return passes, sum(seconds.values()) - passes
 
 
 def _spans(run: RunFiles, name: str) -> list[Span]:
-    lanes = [lane for trace in run.timeline.processes.values() for lane in trace.lanes.values()]
+    return _named(run.timeline.processes.values(), name)
+
+
+def _named(traces: Iterable[ProcessTrace], name: str) -> list[Span]:
+    lanes = [lane for trace in traces for lane in trace.lanes.values()]
     return [span for lane in lanes for span in lane.spans if span.name == name and span.end > span.start]
 
 
-def _mean(spans: Iterable[Span]) -> float:
-    seconds = [span.end - span.start for span in spans]
+def _median_s(run: RunFiles, name: str) -> float:
+    seconds = [span.end - span.start for span in _spans(run, name)]
     return float(np.median(seconds)) if seconds else 0.0
 
 
-def _total(rows: Sequence[Mapping[str, Any]], name: str) -> float:
-    return float(sum(row[name] for row in rows))
+def _mean(rows: Rows, name: str) -> float:
+    return float(np.mean([row.get(name, 0.0) for row in rows]))

@@ -5,17 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from asyncrl.telemetry.spans import busy_share
 from asyncrl.twin.times import StageTimes
-
-MODES = {
-    "sync_colocated": "synchronous, all devices generate, then all of them train",
-    "sync_split": "synchronous, two pools (max_staleness 0)",
-    "one_step": "pools overlap, one version (max_staleness 1)",
-    "async": "pools overlap (max_staleness 2 or more)",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,22 +111,6 @@ class Outcome:
         seconds: Mapping[str, float] = getattr(self, pool)
         total = sum(seconds.values())
         return {name: value / total for name, value in seconds.items()}
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "mode": self.setup.mode,
-            "generators": self.setup.generators,
-            "data_ranks": self.setup.data_ranks,
-            "max_staleness": self.setup.max_staleness,
-            "groups_per_s": self.groups_per_s,
-            "tokens_per_s": self.tokens_per_s,
-            "version_s": self.version_s,
-            "bound_groups_per_s": self.bound,
-            "busy": {"generators": self.busy("generators"), "learner": self.busy("learner")},
-            "shares": {pool: self.shares(pool) for pool in ("generators", "learner")},
-            "staleness": {str(age): count for age, count in sorted(self.staleness.items())},
-            "lag_s": self.lag_s,
-        }
 
 
 def bound(setup: Setup, times: StageTimes, tokens: float, learn_s: float) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from asyncrl.sync.plan.cost_model import Speeds
@@ -19,9 +19,6 @@ EVENTS, FEWEST, MOST = 400_000, 6, 30
 
 OF_A_VERSION = 8
 """Events of one generator for each version, beside its rollouts."""
-
-WORTH = 1.05
-"""Asynchrony must be so many times as fast as the best synchronous way to be worth stale data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,28 +105,6 @@ def fetch_times(job: Job, setup: Setup) -> list[float] | None:
     sizes, bucket = {"": round(sync.model_gb * 1e9)}, job.bucket_bytes * of_one
     seconds = predict(members, assign(members, sizes, bucket, links), sizes, bucket, links)
     return [seconds[member.who] for member in members]
-
-
-def verdict(outcomes: Sequence[Outcome]) -> str:
-    """Whether asynchrony helps, in one sentence, with both figures."""
-    synchronous = next((each for each in outcomes if each.setup.max_staleness == 0), None)
-    overlapping = next((each for each in outcomes if each.setup.max_staleness > 0), None)
-    if synchronous is None or overlapping is None:
-        return "asynchrony needs two pools: these devices hold one generator or one learner rank alone"
-    ratio = overlapping.groups_per_s / synchronous.groups_per_s
-    figures = (
-        f"{overlapping.groups_per_s:.4g} groups/s ({overlapping.setup.mode}) against "
-        f"{synchronous.groups_per_s:.4g} ({synchronous.setup.mode}), {ratio:.2f} x"
-    )
-    if ratio < WORTH:
-        return f"asynchrony will not help you: {figures}"
-    return f"asynchrony helps: {figures}"
-
-
-def recommended(outcomes: Sequence[Outcome]) -> Outcome:
-    """The fastest; of those that are as fast but for WORTH, one with the least staleness."""
-    fast = [each for each in outcomes if each.groups_per_s * WORTH > outcomes[0].groups_per_s]
-    return min(fast, key=lambda each: (each.setup.max_staleness, -each.groups_per_s))
 
 
 def _divisors(number: int) -> list[int]:

@@ -59,8 +59,7 @@ def simulate(
     pools run as they will
     """
     left_out = WARM_UP + setup.max_staleness if warm_up is None else warm_up
-    run = Run(setup, times, left_out, versions, seed, fetch_s)
-    return run.outcome()
+    return Run(setup, times, left_out, versions, seed, fetch_s).outcome()
 
 
 class _Draws:
@@ -201,18 +200,16 @@ class Run:
     def _commit(self, ordinal: int) -> None:
         epoch, held = self._leases.pop(ordinal)
         tokens = sum(self._draws.group(ordinal)) + self.setup.group_size * self.times.lengths.prompt
-        generator_commands.commit(
-            self.ledger,
-            rq.CommitRequest(
-                stream=TRAIN,
-                nbytes=0,
-                ordinal=ordinal,
-                epoch=epoch,
-                tokens=round(tokens),
-                start_version=held,
-                digest=0,
-            ),
+        request = rq.CommitRequest(
+            stream=TRAIN,
+            ordinal=ordinal,
+            epoch=epoch,
+            tokens=round(tokens),
+            start_version=held,
+            nbytes=0,
+            digest=0,
         )
+        generator_commands.commit(self.ledger, request)
         self._learner.groups_came()
 
     # ------------------------------------------------------------------ weights
@@ -277,23 +274,17 @@ class _Measured:
 
     def outcome(self, setup: Setup, times: StageTimes) -> Outcome:
         start = (0.0, Counter[str](), Counter[str]())  # without a warm-up
-        (begun, generators, learner), (ended, *last) = [start, *self.marks][-2:]
+        (begun, *before), (ended, *now) = [start, *self.marks][-2:]
         versions = sum(self.staleness.values()) // setup.groups
-        in_pools = [
-            {name: (now[name] - before[name]) / count for name in now}
-            for before, now, count in zip((generators, learner), last, (setup.generators, 1), strict=True)
-        ]
-        learn_s = sum(s for name, s in in_pools[1].items() if name != WAIT_GROUPS) / versions
+        generators, learner = (
+            {name: (last[name] - first[name]) / count for name in last}
+            for first, last, count in zip(before, now, (setup.generators, 1), strict=True)
+        )
+        learn_s = sum(s for name, s in learner.items() if name != WAIT_GROUPS) / versions
+        most = bound(setup, times, self.tokens / versions, learn_s)
+        lag_s, seconds = sum(self.lags) / max(1, len(self.lags)), ended - begun
         return Outcome(
-            setup=setup,
-            versions=versions,
-            seconds=ended - begun,
-            tokens=self.tokens,
-            generators=in_pools[0],
-            learner=in_pools[1],
-            staleness=self.staleness,
-            lag_s=sum(self.lags) / max(1, len(self.lags)),
-            bound=bound(setup, times, self.tokens / versions, learn_s),
+            setup, versions, seconds, self.tokens, generators, learner, self.staleness, lag_s, most
         )
 
 

@@ -9,7 +9,6 @@ a version to a generator       sync.fetch_s beside the decoding, sync.flip_s dur
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,6 @@ import numpy as np
 
 from asyncrl.config.load import parse_file
 from asyncrl.config.rules import NotNegative, Positive, Rule, Section, as_section, key, require
-from asyncrl.config.yaml_values import one_line
 
 AT = "times"
 """Begins the dotted names of the keys in errors."""
@@ -143,28 +141,3 @@ def times_of(tree: Mapping[str, Any]) -> StageTimes:
         name: as_section(schema, f"{AT}.{name}", tree.get(name, {})) for name, schema in SECTIONS.items()
     }
     return StageTimes(**found, **{name: tree[name] for name in DEVICES if name in tree})
-
-
-def write_times(times: StageTimes, path: Path, about: str) -> None:
-    """A file that `read_times` takes. about: its first line"""
-    lines = [f"# {about}"]
-    for name, value in _plain(times).items():
-        if isinstance(value, dict):
-            lines += [f"{name}:", *(f"  {inner}: {one_line(number)}" for inner, number in value.items())]
-        else:
-            lines.append(f"{name}: {one_line(value)}")
-    path.write_text("\n".join([*lines, ""]), encoding="utf-8")
-
-
-def _plain(times: StageTimes) -> dict[str, Any]:
-    """Numbers with six digits; more are noise."""
-
-    def shorter(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: shorter(inner) for name, inner in value.items()}
-        if isinstance(value, list):
-            return [shorter(inner) for inner in value]
-        return float(f"{value:.6g}") if isinstance(value, float) else value
-
-    found: dict[str, Any] = shorter(dataclasses.asdict(times))
-    return found

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from asyncrl.queue.ledger import learner_commands
@@ -51,15 +52,9 @@ class Learner:
         """Request the next claim, unless one is here that the computation has not begun."""
         if self._next is not None or self._all_claimed:
             return
-        request = rq.ClaimRequest(
-            stream=TRAIN,
-            learner_epoch=self._epoch,
-            step=self._ledger.state.steps.version,
-            index=self._claims,
-            rank=0,
-            max_tokens=self._most_tokens,
-            whole=self._setup.max_staleness == 0,
-        )
+        step, whole = self._ledger.state.steps.version, self._setup.max_staleness == 0
+        of_step = partial(rq.ClaimRequest, stream=TRAIN, learner_epoch=self._epoch, step=step, rank=0)
+        request = of_step(index=self._claims, max_tokens=self._most_tokens, whole=whole)
         claimed = learner_commands.claim(self._ledger, request)
         if claimed is not None:
             self._next, self._all_claimed = claimed.ordinals, claimed.last
@@ -75,13 +70,13 @@ class Learner:
 
     def _compute(self) -> None:
         assert self._next is not None
+        self._computing = True
         self._spend(WAIT_GROUPS)
         ordinals, self._next = self._next, None
         self._groups += ordinals
         last = self._all_claimed
         self._claim()
-        seconds = self._seconds_of(ordinals, last)
-        self._run.after(seconds, self._computed, last)
+        self._run.after(self._seconds_of(ordinals, last), self._computed, last)
 
     def _seconds_of(self, ordinals: Sequence[int], last: bool) -> float:
         learner = self._times.learner
@@ -101,7 +96,6 @@ class Learner:
             return
         self._computing = False
         if self._next is not None:  # it came while the learner computed
-            self._computing = True
             self._compute()
 
     def _publish(self) -> None:

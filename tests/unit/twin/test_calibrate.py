@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import ConfigError
+from asyncrl.launch.run_plan import write_times
 from asyncrl.twin.calibrate import calibrate, longest
-from asyncrl.twin.times import GenerationTimes, Lengths, StageTimes, read_times, write_times
+from asyncrl.twin.times import GenerationTimes, Lengths, StageTimes, read_times
 
 SIZE, TOKENS, PROMPT = 4, 10, 6
 STEP_S, SEQUENCE_S, REWARD_S = 0.02, 0.001, 0.05

@@ -10,9 +10,10 @@ import pytest
 from test_calibrate import write_run
 
 from asyncrl import cli
+from asyncrl.launch.run_plan import recommended, verdict
 from asyncrl.sync.plan.cost_model import Speeds
 from asyncrl.twin.outcome import Setup
-from asyncrl.twin.plan import Job, expected_bound, fetch_times, recommended, search, splits, verdict
+from asyncrl.twin.plan import Job, expected_bound, fetch_times, search, splits
 from asyncrl.twin.times import GenerationTimes, LearnerTimes, Lengths, StageTimes, SyncTimes
 
 CONFIG = (

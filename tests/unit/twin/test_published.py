@@ -56,14 +56,9 @@ def test_the_synchronous_steps_are_those_of_the_sources() -> None:
 
 def test_generators_do_not_pay_where_the_learner_is_the_bottleneck() -> None:
     """verl's page on fully asynchronous training: an idle rollouter beside a busy trainer calls for trainer devices."""
-    case = CASES["verl-fully-async-128"]
-    more = {
-        **case,
-        "asynchronous": {
-            **case["asynchronous"],
-            "setup": {"generators": 128, "slots": 128, "max_staleness": 2},
-        },
-    }
-    before, after = outcome(case, "asynchronous"), outcome(more, "asynchronous")
-    assert after.groups_per_s == pytest.approx(before.groups_per_s, rel=0.05)
+    case = CASES["verl-one-step-16"]
+    more = {"generators": 8, "slots": 1024, "max_staleness": 1}
+    wider = {**case, "asynchronous": {**case["asynchronous"], "setup": more}}
+    before, after = outcome(case, "asynchronous"), outcome(wider, "asynchronous")
+    assert after.groups_per_s == pytest.approx(before.groups_per_s, rel=0.01)
     assert after.busy("generators") < before.busy("generators")
