@@ -12,7 +12,7 @@ import argparse
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -82,14 +82,15 @@ def live(args: argparse.Namespace, name: str) -> Path:
 
 
 def measured(folder: Path) -> Measured:
+    """Means over the time, not over the versions."""
     rows = [each for each in read_rows(folder / "metrics.jsonl") if "perf/step_s" in each][FIRST:]
-    return {
-        "rollouts_per_s": sum(each["train/rollouts"] for each in rows)
-        / sum(each["perf/step_s"] for each in rows),
-        "busy.generator": mean(each["perf/busy/generator"] for each in rows),
-        "busy.learner": mean(each["perf/busy/learner"] for each in rows),
-        "staleness": mean(each["train/staleness/mean"] for each in rows),
+    seconds = sum(each["perf/step_s"] for each in rows)
+    busy = {
+        f"busy.{pool}": sum(each[f"perf/busy/{pool}"] * each["perf/step_s"] for each in rows) / seconds
+        for pool in ("generator", "learner")
     }
+    rate, staleness = sum(each["train/rollouts"] for each in rows) / seconds, "train/staleness/mean"
+    return {"rollouts_per_s": rate, **busy, "staleness": mean(each[staleness] for each in rows)}
 
 
 def predicted(args: argparse.Namespace, name: str, times: StageTimes) -> Measured:
@@ -131,8 +132,8 @@ def table(found: Mapping[str, Mapping[str, Any]], versions: int) -> str:
     lines = [
         "# Predictions of the twin beside real runs",
         "",
-        f"`python -m bench.twin`, runs of {versions} versions of the demo, the first {FIRST} left out. Stage times are of "
-        f"the first run alone. {machine()}",
+        f"`python -m bench.twin`, runs of {versions} versions of the demo, the first {FIRST} left out. "
+        f"Stage times are of the first run alone. {machine()}",
         "",
         "| run | rollouts/s, predicted | measured | error | generators busy, predicted | measured | learner busy, "
         "predicted | measured | staleness, predicted | measured |",

@@ -5,7 +5,7 @@
     rollouts  lengths of some; their mean is corrected to that of all
 
 The time of a group over the tokens of its longest rollout, against the sequences that its generator decoded meanwhile,
-is a line: step_s + n · sequence_s. Its height is then set by the engines' seconds of computation.
+is a line: step_s + n · sequence_s. Its height is then set by the engines' seconds of computation and their tokens.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ def _lengths(run: RunFiles, rows: Rows) -> Lengths:
 def _generation(run: RunFiles, config: Config, lengths: Lengths) -> GenerationTimes:
     size, most = config.batch.group_size, longest(lengths, config.batch.group_size)
     alike = size * lengths.mean() / most  # sequences of a group that are under way, by the mean over its time
-    sequences, step_s, busy = [np.zeros(0)], [np.zeros(0)], 0.0
+    found: list[np.ndarray] = []  # sequences and seconds a step, by group
+    passed: list[np.ndarray] = []  # sequences and seconds, by stretch of time
     for trace in run.timeline.processes.values():
         if not (spans := _named([trace], "generate")):
             continue
@@ -104,17 +105,28 @@ def _generation(run: RunFiles, config: Config, lengths: Lengths) -> GenerationTi
             alike * np.diff(np.interp([starts, ends], moments, integral), axis=0)[0] / (ends - starts)
         )
         decoded = np.minimum(all_of_them, config.generator.slots)
-        sequences.append(decoded)
-        step_s.append((ends - starts) * decoded / all_of_them / most)
-        busy += float(np.diff(moments)[np.diff(integral) > 0].sum())
-    offset, slope = line(np.concatenate(sequences), np.concatenate(step_s))
+        found.append(np.array([decoded, (ends - starts) * decoded / all_of_them / most]))
+        seconds = np.diff(moments)
+        counts = np.divide(np.diff(integral), seconds, where=seconds > 0, out=np.zeros_like(seconds))
+        passed.append(np.array([np.minimum(alike * counts, config.generator.slots), seconds]))
+    step_s, sequence_s = line(*np.concatenate(found, axis=1))
+    height = _height(run.metrics.versions, np.concatenate(passed, axis=1), step_s, sequence_s)
+    reward_s = sum(span.end - span.start for span in _spans(run, "score")) / len(_spans(run, "generate"))
+    return GenerationTimes(step_s * height, sequence_s * height, reward_s)
+
+
+def _height(rows: Rows, passed: np.ndarray, step_s: float, sequence_s: float) -> float:
+    """By how much the engines were slower than the line says: the tokens that it gives for the seconds that they
+    computed, over those that they made."""
     computed = sum(
-        row.get("perf/generator/time/compute", 0.0) * row.get("rollout/generators", 1)
-        for row in run.metrics.versions
+        row.get("perf/generator/time/compute", 0.0) * row.get("rollout/generators", 1) for row in rows
     )
-    height = computed / busy if computed else 1.0
-    scored = sum(span.end - span.start for span in _spans(run, "score"))
-    return GenerationTimes(offset * height, slope * height, reward_s=scored / len(_spans(run, "generate")))
+    made = rows[-1].get("rollout/tokens_generated", 0.0)
+    if not computed or not made:
+        return 1.0
+    sequences, seconds = passed[:, passed[0] > 0]
+    tokens = float((seconds * sequences / (step_s + sequence_s * sequences)).sum())
+    return tokens * computed / float(seconds.sum()) / made
 
 
 def under_way(spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

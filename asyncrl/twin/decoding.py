@@ -4,8 +4,8 @@
                 │
                 └ a step takes step_s + n · sequence_s, so that n sequences slow each other down
 
-Steps are counted with fractions. Between two ends of sequences n does not change, so that the next end is known at
-once, and no step is simulated by itself.
+Sequences join between two steps, so that their ends coincide. Between two ends n does not change: the next end is known
+at once, and no step is simulated by itself.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Decoder:
     def _fill(self) -> None:
         while self._waiting and len(self._running) < self._slots:
             tokens, group = self._waiting.popleft()
-            end = self._steps + tokens
+            end = math.ceil(self._steps - CLOSE * max(1.0, self._steps)) + tokens
             if self._grain:
                 end = max(self._steps, self._grain * round(end / self._grain))
             heapq.heappush(self._running, (end, group))
