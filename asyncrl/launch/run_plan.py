@@ -64,6 +64,7 @@ def job(config: Config, times: StageTimes) -> Job:
         times=times,
         speeds=Speeds(config.sync.network_gb_s * 1e9, config.sync.local_gb_s * 1e9, config.sync.hop_ms / 1e3),
         max_staleness=config.queue.max_staleness,
+        copies=config.learner.parallel.replicate,
         bucket_bytes=config.sync.bucket_bytes,
     )
 
@@ -123,22 +124,25 @@ def print_plan(
         found = {
             "outcomes": [_as_json(outcome) for outcome in outcomes],
             "verdict": verdict(outcomes),
-            "keys": dict(keys(best, times)),
+            "keys": dict(keys(best, times, config)),
         }
         print(json.dumps(found, indent=2))
         return
     print("\n".join(_table(outcomes)))
     print(f"\n{verdict(outcomes)}")
-    print("keys to set: " + " ".join(f"{name}={value}" for name, value in keys(best, times)))
+    print("keys to set: " + " ".join(f"{name}={value}" for name, value in keys(best, times, config)))
 
 
-def keys(best: Outcome, times: StageTimes) -> Iterator[tuple[str, int]]:
-    """The keys of a setup, and their values."""
+def keys(best: Outcome, times: StageTimes, config: Config) -> Iterator[tuple[str, object]]:
+    """The keys of a setup, and their values. Depth and window follow max_staleness."""
     setup = best.setup
     yield "generator.count", setup.generators
     yield "learner.processes", setup.data_ranks * times.rank_devices
     yield "generator.slots", setup.slots
     yield "queue.max_staleness", setup.max_staleness
+    for name in ("window", "depth"):
+        if getattr(config.queue, name) is not None:
+            yield f"queue.{name}", "null"
 
 
 def _table(outcomes: Sequence[Outcome]) -> Iterator[str]:

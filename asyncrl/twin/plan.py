@@ -26,12 +26,14 @@ class Job:
     """A run without its pools.
 
     setup: its sizes; the pools and max_staleness in it are replaced · max_staleness: the highest that is tried
+    copies: of the sharded model, which divide the data ranks (`learner.parallel.replicate`)
     """
 
     setup: Setup
     times: StageTimes
     speeds: Speeds
     max_staleness: int
+    copies: int = 1
     bucket_bytes: int = 64 << 20
     host_devices: int = 8
 
@@ -54,7 +56,7 @@ def _candidates(job: Job, devices: int) -> Iterator[list[Setup]]:
     for level in levels:
         yield [_spread(job.setup, generators, ranks, level) for generators, ranks in ways]
     generators = devices // job.times.generator_devices
-    ranks = max((r for r in _divisors(job.setup.groups) if r * job.times.rank_devices <= devices), default=0)
+    ranks = max((r for r in _rank_counts(job) if r * job.times.rank_devices <= devices), default=0)
     if generators and ranks:
         yield [replace(_spread(job.setup, generators, ranks, 0), colocated=True)]
 
@@ -78,7 +80,7 @@ def _spread(setup: Setup, generators: int, ranks: int, level: int) -> Setup:
 def splits(job: Job, devices: int) -> list[tuple[int, int]]:
     """(generators, data ranks) of two pools: whole generators, and ranks that divide the groups of a version."""
     of_one, of_rank = job.times.generator_devices, job.times.rank_devices
-    ways = [((devices - ranks * of_rank) // of_one, ranks) for ranks in _divisors(job.setup.groups)]
+    ways = [((devices - ranks * of_rank) // of_one, ranks) for ranks in _rank_counts(job)]
     return [(generators, ranks) for generators, ranks in ways if generators > 0]
 
 
@@ -107,5 +109,6 @@ def fetch_times(job: Job, setup: Setup) -> list[float] | None:
     return [seconds[member.who] for member in members]
 
 
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+def _rank_counts(job: Job) -> list[int]:
+    groups = job.setup.groups
+    return [ranks for ranks in range(job.copies, groups + 1, job.copies) if groups % ranks == 0]

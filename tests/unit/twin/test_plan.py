@@ -49,6 +49,7 @@ def test_splits_have_whole_generators_and_ranks_that_divide_the_groups() -> None
     of_two = dataclasses.replace(TIMES, generator_devices=2, rank_devices=3)
     assert splits(dataclasses.replace(JOB, times=of_two), 10) == [(3, 1), (2, 2)]
     assert splits(JOB, 1) == []
+    assert splits(dataclasses.replace(JOB, copies=2), 7) == [(5, 2), (3, 4), (1, 6)]
 
 
 def test_the_balanced_split_is_found() -> None:
@@ -127,6 +128,7 @@ def test_the_command_prints_a_table_and_keys(
 
 def test_the_keys_it_prints_are_keys(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     config, times = files
+    Path(config).write_text(CONFIG + "queue: {max_staleness: 1, depth: 24}\n")
     cli.main(["plan", config, "--devices", "4", "--times", times])
     keys = capsys.readouterr().out.splitlines()[-1].removeprefix("keys to set: ").split()
     assert cli.main(["config", config, "--rules-only", *keys]) == 0
