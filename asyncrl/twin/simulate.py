@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.generator.sample_limit import SampleLimit
 from asyncrl.queue.ledger import generator_commands
 from asyncrl.queue.ledger.ledger import Ledger
 from asyncrl.queue.protocol import requests as rq
@@ -35,9 +36,6 @@ from asyncrl.types import TRAIN
 
 WARM_UP = 3
 """Versions that are left out of an outcome, beside those that the staleness bound lets pass."""
-
-LEAD = 0.25
-"""Samples that wait for slots, as a share of these: a generator's own limit (generator/sample_limit.py)."""
 
 ROLLOUTS, GRAINS = 200_000, 64
 """From so many rollouts on, the ends of sequences are rounded to the mean length over GRAINS."""
@@ -111,8 +109,7 @@ class Run:
         rollouts = (self._last + setup.max_staleness) * setup.groups * setup.group_size
         grain = self._draws.mean / GRAINS if rollouts > ROLLOUTS else 0.0
         self._decoders = [Decoder(setup.slots, self.times.generation, grain) for _ in range(setup.generators)]
-        slots, size = setup.slots, setup.group_size
-        self._limit = slots + max(size, math.ceil(LEAD * slots))
+        self._limit = SampleLimit(setup.slots, setup.group_size)
         self._held = [0] * setup.generators
         self._coming = [0] * setup.generators  # samples that are leased and not yet in the engine
         self._fetching = [False] * setup.generators
@@ -142,16 +139,15 @@ class Run:
 
     def _ask(self, number: int) -> bool:
         """Lease as many groups as the generator has room for. Returns whether it got all."""
-        size = self.setup.group_size
-        room = self._limit - self._decoders[number].samples - self._coming[number]
-        if (most := room // size) <= 0:
+        most = self._limit.groups_wanted(self._decoders[number].samples + self._coming[number])
+        if not most:
             return True
         held = self._held[number]
         request = rq.LeaseRequest(stream=TRAIN, held=held, lineage=0, most=most)
         grants = generator_commands.lease(self.ledger, request, str(number), self.now)
         if grants:
             self._feed()
-            self._coming[number] += size * len(grants)
+            self._coming[number] += self.setup.group_size * len(grants)
             for grant in grants:
                 self._leases[grant.ordinal] = (grant.epoch, held)
             self.after(self.times.sync.queue_s, self._begin, number, [grant.ordinal for grant in grants])
