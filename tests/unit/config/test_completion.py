@@ -44,6 +44,7 @@ def folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
         ("asyncrl config mine.yaml --sch", ["--schema"]),
         ("asyncrl queue status --j", ["--json"]),
         ("asyncrl sync plan mine.yaml batch.groups", ["batch.groups="]),
+        ("asyncrl plan mine.yaml --sa", ["--save"]),
         ("asyncrl keys queue.max_st", []),
     ],
 )

@@ -1,0 +1,151 @@
+"""Predictions of the twin beside real runs: rollouts a second, busy shares and staleness.
+
+    make demo && python -m bench.twin --json F --table F
+
+One short run of the demo is the calibration. From its stage times the twin predicts runs with other keys, and these are
+made afterwards. The calibration is predicted too: its error is that of the model, without that of other keys.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from asyncrl.config.load import load_config
+from asyncrl.errors import DeadlineError, ProcessDiedError
+from asyncrl.launch.run_plan import setup_of
+from asyncrl.system.signals import die_with_parent
+from asyncrl.telemetry.sinks import read_rows
+from asyncrl.twin.calibrate import calibrate
+from asyncrl.twin.simulate import simulate
+from asyncrl.twin.times import StageTimes
+from bench.bars import Measured, number, row
+from bench.output import bench_parser, machine, write_results
+
+CALIBRATION = "calibration"
+RUNS: Mapping[str, tuple[str, ...]] = {
+    CALIBRATION: (),
+    "two generators": ("generator.count=2",),
+    "one-step": ("queue.max_staleness=1",),
+    "synchronous": ("queue.max_staleness=0", "generator.fixed_shape=false"),
+    "max_staleness 8": ("queue.max_staleness=8",),
+    "less depth": ("queue.depth=128",),
+    "slower generator": ("generator.slots=32",),
+}
+"""Keys that differ from those of the calibration. With 32 slots a generator decodes fewer sequences at once: slower."""
+
+FIRST = 3
+"""Versions that are left out, as in a calibration."""
+
+DEADLINE_S = 900.0
+FORMS = {"rollouts_per_s": ".0f", "busy.generator": ".0%", "busy.learner": ".0%", "staleness": ".2f"}
+
+
+def overrides(args: argparse.Namespace, name: str) -> list[str]:
+    """The keys of a run, as words."""
+    return [
+        *(f"run.name={run_name(name)}", f"run.dir={args.dir}", f"run.versions={args.versions}"),
+        *(f"model.path={args.model}", "run.target_accuracy=null", "evaluation.source=null"),
+        *(
+            f"checkpoint.every={args.versions}",
+            "launch.quiet=true",
+            "generator.threads=1",
+            "learner.threads=1",
+        ),
+        *RUNS[name],
+    ]
+
+
+def run_name(name: str) -> str:
+    return f"twin-{name.replace(' ', '-')}"
+
+
+def live(args: argparse.Namespace, name: str) -> Path:
+    """The folder of a run that has been made."""
+    folder = Path(args.dir) / run_name(name)
+    shutil.rmtree(folder, ignore_errors=True)
+    command = [sys.executable, "-m", "asyncrl", "train", args.config, *overrides(args, name)]
+    print(f"{name}: {' '.join(RUNS[name])}", flush=True)
+    try:
+        ended = subprocess.run(command, preexec_fn=die_with_parent, timeout=DEADLINE_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise DeadlineError("bench.twin", f"the run {run_name(name)}", "its end", DEADLINE_S) from None
+    if ended.returncode:
+        raise ProcessDiedError(f"the run {run_name(name)} ended with {ended.returncode}")
+    return folder
+
+
+def measured(folder: Path) -> Measured:
+    """Means over the time, not over the versions."""
+    rows = [each for each in read_rows(folder / "metrics.jsonl") if "perf/step_s" in each][FIRST:]
+    seconds = sum(each["perf/step_s"] for each in rows)
+    busy = {
+        f"busy.{pool}": sum(each[f"perf/busy/{pool}"] * each["perf/step_s"] for each in rows) / seconds
+        for pool in ("generator", "learner")
+    }
+    rate, staleness = sum(each["train/rollouts"] for each in rows) / seconds, "train/staleness/mean"
+    return {"rollouts_per_s": rate, **busy, "staleness": mean(each[staleness] for each in rows)}
+
+
+def predicted(args: argparse.Namespace, name: str, times: StageTimes) -> Measured:
+    """From the configuration and the stage times alone."""
+    config = load_config(args.config, overrides(args, name))
+    outcome = simulate(setup_of(config), times)
+    return {
+        "rollouts_per_s": outcome.groups_per_s * config.batch.group_size,
+        "busy.generator": outcome.busy("generators"),
+        "busy.learner": outcome.busy("learner"),
+        "staleness": outcome.mean_staleness,
+    }
+
+
+def main() -> None:
+    parser = bench_parser("twin", __doc__ or "")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--config", default="configs/recipes/demo.yaml")
+    parser.add_argument("--model", default="runs/addition/warm", help="warm-started model folder")
+    parser.add_argument("--dir", default="runs", help="where the run folders go")
+    parser.add_argument("--versions", type=int, default=40, help="of each run (default: %(default)s)")
+    args = parser.parse_args()
+    first = live(args, CALIBRATION)
+    times = calibrate(first)
+    found = {name: {"predicted": predicted(args, name, times)} for name in RUNS}
+    for name, each in found.items():
+        each["measured"] = measured(first if name == CALIBRATION else live(args, name))
+    figures = {f"error.{name}": error(each) for name, each in found.items()}
+    print(text := table(found, args.versions))
+    write_results(args.json, {"figures": figures, "runs": found}, args.table, text)
+
+
+def error(found: Mapping[str, Measured]) -> float:
+    """Of the predicted rollouts a second, as a share of the measured ones."""
+    return found["predicted"]["rollouts_per_s"] / found["measured"]["rollouts_per_s"] - 1
+
+
+def table(found: Mapping[str, Mapping[str, Any]], versions: int) -> str:
+    lines = [
+        "# Predictions of the twin beside real runs",
+        "",
+        f"`python -m bench.twin`, runs of {versions} versions of the demo, the first {FIRST} left out. "
+        f"Stage times are of the first run alone. {machine()}",
+        "",
+        "| run | rollouts/s, predicted | measured | error | generators busy, predicted | measured | learner busy, "
+        "predicted | measured | staleness, predicted | measured |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for name, each in found.items():
+        cells = [
+            number(each[side][key], form) for key, form in FORMS.items() for side in ("predicted", "measured")
+        ]
+        lines.append(row([name, *cells[:2], f"{error(each):+.0%}", *cells[2:]]))
+    return "\n".join([*lines, ""])
+
+
+if __name__ == "__main__":
+    main()
