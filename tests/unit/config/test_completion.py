@@ -45,6 +45,7 @@ def folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
         ("asyncrl queue status --j", ["--json"]),
         ("asyncrl sync plan mine.yaml batch.groups", ["batch.groups="]),
         ("asyncrl plan mine.yaml --sa", ["--save"]),
+        ("asyncrl tune mine.yaml --re", ["--repetitions"]),
         ("asyncrl keys queue.max_st", []),
     ],
 )
