@@ -137,7 +137,11 @@ def keys(best: Outcome, times: StageTimes, config: Config) -> Iterator[tuple[str
     """The keys of a setup, and their values. Depth and window follow max_staleness."""
     setup = best.setup
     if setup.colocated:
-        yield from {"placement.colocate": "true", "sync.staging": "host", "sync.snapshot_device": "host"}.items()
+        yield from {
+            "placement.colocate": "true",
+            "sync.staging": "host",
+            "sync.snapshot_device": "host",
+        }.items()
     yield "generator.count", setup.generators
     yield "learner.processes", setup.data_ranks * times.rank_devices
     yield "generator.slots", setup.slots
