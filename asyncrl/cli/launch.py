@@ -1,0 +1,73 @@
+"""`asyncrl launch`: a run for the scheduler of a cluster."""
+
+from __future__ import annotations
+
+from asyncrl.cli.command import Arguments, Command, option, read_config
+
+
+def _kubernetes(arguments: Arguments) -> int:
+    from asyncrl.cluster.kubernetes.manifests import as_yaml, manifests
+    from asyncrl.cluster.kubernetes.order import PodOrder
+
+    order = PodOrder(
+        image=arguments.image,
+        namespace=arguments.namespace,
+        claim=arguments.claim,
+        storage=arguments.storage,
+        kueue_queue=arguments.queue,
+        env_secret=arguments.env_secret,
+        gpus_per_node=arguments.gpus_per_node,
+        gpu_resource=arguments.gpu_resource,
+        max_generators=arguments.max_generators,
+    )
+    print(as_yaml(manifests(read_config(arguments), order)), end="")
+    return 0
+
+
+GPUS_PER_NODE = option(
+    "--gpus-per-node",
+    type=int,
+    default=8,
+    metavar="N",
+    help="of one node, 8 unless given; 0: no rank gets a GPU",
+)
+
+COMMANDS: dict[str, Command] = {
+    "launch k8s": Command(
+        _kubernetes,
+        "the objects of a run on Kubernetes, as YAML",
+        "Print the objects of a run for `kubectl apply -f -`: queue, learner, generators, pools, the configuration, "
+        "and the keys of queue.keys as secrets. Nothing is started. docs/kubernetes.md has what the cluster needs.",
+        "asyncrl launch k8s configs/recipes/demo.yaml --image asyncrl:gpu queue.keys=KEYS | kubectl apply -f -",
+        (
+            option("--image", required=True, help="of all processes: packaging/docker makes one"),
+            option("--namespace", default="default", metavar="NAME", help="of all objects"),
+            option(
+                "--claim",
+                metavar="NAME",
+                help="a volume that all pods may write to; one is claimed unless given",
+            ),
+            option("--storage", default="100Gi", metavar="SIZE", help="of volumes that are claimed"),
+            option("--queue", metavar="NAME", help="of Kueue, which then admits the pods"),
+            option(
+                "--env-secret",
+                metavar="NAME",
+                help="a secret whose entries become variables, e.g. HF_TOKEN",
+            ),
+            GPUS_PER_NODE,
+            option(
+                "--gpu-resource",
+                default="nvidia.com/gpu",
+                metavar="NAME",
+                help="of one GPU; nvidia.com/gpu unless given",
+            ),
+            option(
+                "--max-generators",
+                type=int,
+                default=0,
+                metavar="N",
+                help="up to which an autoscaler starts more than generator.count, while the learner waits",
+            ),
+        ),
+    ),
+}
