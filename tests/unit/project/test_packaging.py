@@ -18,7 +18,7 @@ SKY = {"name", "resources", "envs", "file_mounts", "workdir", "setup", "run"}
 
 def installs(text: str) -> list[str]:
     """Parts that packaging/install.py is called with."""
-    return re.findall(r"packaging/install\.py (\w+)", text.split("envs:")[-1])
+    return re.findall(r"python packaging/install\.py (\w+)", text)
 
 
 def extras(text: str) -> set[str]:
