@@ -24,6 +24,26 @@ def _kubernetes(arguments: Arguments) -> int:
     return 0
 
 
+def _slurm(arguments: Arguments) -> int:
+    from asyncrl.cluster.slurm.job import JobOrder, launcher_command, script, submit
+
+    config = read_config(arguments)
+    order = JobOrder(
+        partition=arguments.partition,
+        account=arguments.account,
+        time=arguments.time,
+        gpus_per_node=arguments.gpus_per_node,
+        cpus_per_node=arguments.cpus_per_node,
+        more=arguments.sbatch,
+    )
+    text = script(config, order, launcher_command(arguments.config, arguments.overrides))
+    if arguments.dry_run:
+        print(text, end="")
+    else:
+        print(f"job {submit(config, text)}: {config.run.name}")
+    return 0
+
+
 GPUS_PER_NODE = option(
     "--gpus-per-node",
     type=int,
@@ -68,6 +88,35 @@ COMMANDS: dict[str, Command] = {
                 metavar="N",
                 help="up to which an autoscaler starts more than generator.count, while the learner waits",
             ),
+        ),
+    ),
+    "launch slurm": Command(
+        _slurm,
+        "a run as a job of Slurm",
+        "Submit a job with a component for the learner, one for the generators and one for each pool, in which "
+        "`asyncrl train --on slurm` starts a step for each process. A job that is queued again goes on from the newest "
+        "checkpoint. docs/slurm.md has what the nodes must share.",
+        "asyncrl launch slurm configs/recipes/math/math_7b.yaml --partition gpu --time 24:00:00",
+        (
+            option("--partition", metavar="NAME", help="of all components, as the next two"),
+            option("--account", metavar="NAME", help="that is charged"),
+            option("--time", metavar="TIME", help="until the run is saved and queued again, e.g. 24:00:00"),
+            GPUS_PER_NODE,
+            option(
+                "--cpus-per-node",
+                type=int,
+                default=0,
+                metavar="N",
+                help="of one node; unless given, nodes have as many as they need",
+            ),
+            option(
+                "--sbatch",
+                action="append",
+                default=[],
+                metavar="WORD",
+                help="a further word for each component, e.g. --sbatch=--constraint=h100; may be repeated",
+            ),
+            option("--dry-run", action="store_true", help="print the script, and submit nothing"),
         ),
     ),
 }
