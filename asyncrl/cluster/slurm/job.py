@@ -18,7 +18,7 @@ from pathlib import Path
 from asyncrl.cluster.roles import Role, fewest_nodes, refuse_devices, roles
 from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
-from asyncrl.errors import ConfigError, StoppedError
+from asyncrl.errors import ConfigError
 from asyncrl.launch.processes import LEARNER, QUEUE
 
 LAUNCHER_CPUS = 1
@@ -26,19 +26,6 @@ LAUNCHER_CPUS = 1
 UNKNOWN = 1 << 20
 """CPUs of a node, where nobody says how many there are: as many as are needed."""
 SUBMIT_S = 60.0
-
-SCRIPT = """
-# Before the time limit the run is saved and queued again; SIGTERM to this script saves it and ends the job.
-trap 'kill -TERM "$run"' TERM
-trap 'again=yes; kill -TERM "$run"' USR1
-{command} &
-run=$!
-while kill -0 "$run" 2> /dev/null; do wait "$run"; done
-wait "$run"
-code=$?
-if [ "$again" = yes ] && [ "$code" = {stopped} ]; then scontrol requeue "$SLURM_JOB_ID"; fi
-exit "$code"
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +90,8 @@ def _component(role: Role, order: JobOrder) -> Component:
 def script(config: Config, order: JobOrder, command: Sequence[str]) -> str:
     """The job. command: of the launcher"""
     lines = [f"#SBATCH {' '.join(map(shlex.quote, words))}" for words in _options(config, order)]
-    body = SCRIPT.format(command=shlex.join(command), stopped=StoppedError.exit_code)
-    return "\n".join(["#!/bin/bash", *lines, *body.splitlines()]) + "\n"
+    # The launcher itself must get the signals of the script, and each once.
+    return "\n".join(["#!/bin/sh", *lines, f"exec {shlex.join(command)}"]) + "\n"
 
 
 def _options(config: Config, order: JobOrder) -> Iterator[list[str]]:

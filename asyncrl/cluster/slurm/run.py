@@ -15,16 +15,18 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from asyncrl.cluster.roles import reachable, refuse_devices
-from asyncrl.cluster.slurm.allocation import Allocation
+from asyncrl.cluster.slurm.allocation import Allocation, ask
 from asyncrl.cluster.slurm.step import KILLED
 from asyncrl.config.schema import Config
-from asyncrl.errors import INTERRUPTED
+from asyncrl.errors import INTERRUPTED, StoppedError
 from asyncrl.launch.folder.run_folder import locked_run_folder, remove_empty
 from asyncrl.launch.local_run import train
 from asyncrl.launch.processes import DASH, QUEUE
@@ -32,6 +34,10 @@ from asyncrl.launch.supervise import Child, Supervisor
 
 HERE = (QUEUE, DASH)
 """Processes that run beside the launcher."""
+
+SHIELD = ("sh", "-c", 'trap "" TERM; exec "$@"', "sh")
+"""A job that is cancelled gets SIGTERM in all of its processes at once, and the learner needs the queue to save
+itself."""
 
 KILL_S = 40.0
 """srun waits so long for the end of a step that it has killed."""
@@ -46,12 +52,31 @@ def train_on_slurm(config: Config) -> dict[str, Any]:
         run = dataclasses.replace(config.run, resume=True)
         config = dataclasses.replace(config, run=run)
         print(f"asyncrl: the job was queued again ({allocation.restarts}): the run goes on", file=sys.stderr)
-    with locked_run_folder(config) as folder:
+    with locked_run_folder(config) as folder, _queued_again():
         try:
             config = reachable(config, allocation.address())
             return train(config, partial(SlurmSupervisor, allocation=allocation))
         finally:
             remove_empty(folder)
+
+
+@contextmanager
+def _queued_again() -> Iterator[None]:
+    """Inside, SIGUSR1 stops the run, which is saved, and has the job queued again: its time is over soon."""
+    asked: list[int] = []
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    signal.signal(signal.SIGUSR1, on_signal)
+    try:
+        yield
+    except StoppedError:
+        if asked:
+            print("asyncrl: saved; the job is queued again", file=sys.stderr, flush=True)
+            ask("requeue", os.environ["SLURM_JOB_ID"])
+        raise
 
 
 class SlurmSupervisor(Supervisor):
@@ -84,7 +109,12 @@ class SlurmSupervisor(Supervisor):
             ]
             command = ["srun", *seat.words(), f"--job-name={name}", *step, *command]
             env = {**(env or {}), "OMP_NUM_THREADS": str(seat.threads)}
+        elif name == QUEUE:
+            command = [*SHIELD, *command]
         super().start(name, command, env, announces=announces, streams=streams, passed=passed)
+
+    def send(self, name: str, number: signal.Signals) -> None:
+        super().send(name, signal.SIGINT if name == QUEUE and number == signal.SIGTERM else number)
 
     def _ends(self, name: str) -> Path:
         return self.log(name).with_suffix(".ends").absolute()

@@ -12,8 +12,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from types import FrameType
 
 from asyncrl.device.visible import VARIABLES, visible_devices
@@ -21,6 +22,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.ranks import CLEAN
 from asyncrl.system.signals import die_with
 
+STOPS = (signal.SIGUSR1,)
 KILLED = 128
 """Exit codes above are those of signals, as in a shell."""
 
@@ -37,11 +39,9 @@ def main(words: Sequence[str]) -> int:
 
 def run(command: Sequence[str], env: Mapping[str, str], ends: str) -> int:
     """Start the process, pass a stop on, and return its exit code."""
-    stops = (signal.SIGUSR1,)
-    signal.pthread_sigmask(signal.SIG_BLOCK, stops)  # one that comes now waits for the process
-    process = subprocess.Popen(
-        command, env={**os.environ, **env}, preexec_fn=lambda: _begin(os.getppid(), stops)
-    )
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # one that comes now waits for the process
+    begin = partial(_begin, die_with(os.getpid()))
+    process = subprocess.Popen(command, env={**os.environ, **env}, preexec_fn=begin)
 
     def stop(number: int, frame: FrameType | None) -> None:
         process.send_signal(signal.SIGTERM)
@@ -50,7 +50,7 @@ def run(command: Sequence[str], env: Mapping[str, str], ends: str) -> int:
     # Slurm gives these to all processes of a step when a job is cancelled: the process of the run has got it already.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, stops)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     code = process.wait()
     code = code if code >= 0 else KILLED - code
     if code not in CLEAN:
@@ -59,9 +59,11 @@ def run(command: Sequence[str], env: Mapping[str, str], ends: str) -> int:
     return code
 
 
-def _begin(parent: int, blocked: Sequence[signal.Signals]) -> None:
-    die_with(parent)()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
+def _begin(die_with_parent: Callable[[], None]) -> None:
+    """Between fork and exec. srun gives its signal to all processes of the step: this one alone listens."""
+    die_with_parent()
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
 
 
 def devices_of(variables: Mapping[str, str], first: int, count: int) -> str | None:
