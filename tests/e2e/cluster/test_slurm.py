@@ -124,7 +124,7 @@ def test_a_signal_to_the_script_stops_the_run_in_order(
 def test_before_its_time_is_over_a_job_saves_and_is_queued_again(
     config_file: Path, cluster: SlurmCluster, submit: Submit
 ) -> None:
-    """The signal that Slurm sends before the time limit; then a node is lost."""
+    """By the signal that Slurm then sends."""
     run = config_file.parent / "it"
     job = submit(FOR_EVER, "checkpoint.every=1000")
     until_trained(run, 2)
@@ -132,6 +132,7 @@ def test_before_its_time_is_over_a_job_saves_and_is_queued_again(
     until(lambda: cluster.job(job).get("Restarts") == "1", "the job in the queue again")
     saved = newest_checkpoint(run)
     assert saved == versions(run)[-1]
+    cluster.until_queued_again(job)
     until_trained(run, saved + 1)
     assert "the job was queued again (1): the run goes on" in output(config_file, job)
     assert versions(run)[: saved + 1] == list(range(1, saved + 2))
@@ -146,9 +147,8 @@ def test_a_lost_node_has_the_job_queued_again_and_it_goes_on(
     node = cluster.job(str(int(job) + 1))["NodeList"]
     cluster.ask("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
     try:
-        until(lambda: cluster.job(job).get("Restarts") == "1", "the job in the queue again")
+        cluster.until_queued_again(job)
         assert "DUE TO NODE FAILURE" in output(config_file, job)
-        until(lambda: cluster.job(job)["JobState"] == "RUNNING", "the job on other nodes")
         until_trained(run, newest_checkpoint(run) + 2)
         assert versions(run) == list(range(1, versions(run)[-1] + 1))
         assert versions(run)[-1] > saved
