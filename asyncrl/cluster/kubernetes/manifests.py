@@ -27,6 +27,7 @@ from asyncrl.cluster.kubernetes.pods import (
 )
 from asyncrl.cluster.roles import GENERATORS, Role, fewest_nodes, roles
 from asyncrl.config.commented_yaml import render
+from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.processes import LEARNER, QUEUE
@@ -64,6 +65,12 @@ def manifests(config: Config, order: PodOrder) -> list[Object]:
     password, keys = redis_password(config), Path(config.queue.keys or "")
     config = in_pods(config, order)
     every = {role.name: role for role in roles(config, order.gpus_per_node > 0)}
+    for role in every.values():
+        least, most = role.gpus if role.name != LEARNER else 0, order.gpus_per_node
+        rule = f"{role.name}: a node must have {least}, for the ranks of one process lie on it together"
+        require(
+            least <= most, "--gpus-per-node", most, rule, "name larger nodes, or give a process fewer ranks"
+        )
     queue, learner, generators = (every.pop(name) for name in (QUEUE, LEARNER, GENERATORS))
     return [
         *_stored(config, order, keys),

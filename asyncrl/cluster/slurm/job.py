@@ -70,6 +70,8 @@ def _component(role: Role, order: JobOrder) -> Component:
         node = {"CPU": cpus, "GPU": order.gpus_per_node}
         rank = {"CPU": role.threads, "GPU": role.gpus // role.ranks}
         nodes = fewest_nodes(role.ranks, rank, [node] * role.ranks)
+        if role.cpus > nodes * cpus or role.gpus > nodes * order.gpus_per_node:
+            nodes = role.ranks  # no node holds one of them
         made = Component(role, nodes, role.cpus // nodes + LAUNCHER_CPUS, role.gpus // nodes)
     else:
         room = min(cpus // role.cpus, order.gpus_per_node // role.gpus if role.gpus else cpus)

@@ -39,7 +39,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=1,sched_interval=1,batch_sched_delay=0
-ReturnToService=2
+ReturnToService=1
 MpiDefault=none
 SwitchType=switch/none
 JobRequeue=1

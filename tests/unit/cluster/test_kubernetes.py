@@ -261,9 +261,15 @@ def test_what_cannot_work_in_pods_is_refused_by_key(words: list[str], word: str,
     assert str(caught.value).startswith(message)
 
 
+def test_a_process_that_no_node_holds_is_refused(words: list[str]) -> None:
+    order = dataclasses.replace(ORDER, gpus_per_node=1)
+    with pytest.raises(ConfigError, match="--gpus-per-node = 1: generators: a node must have 2"):
+        manifests(config_of(words, *EVERYTHING), order)
+
+
 def test_an_own_redis_needs_a_password(words: list[str]) -> None:
     config = config_of(words, "queue.store=redis", "queue.redis_url=redis://127.0.0.1:6379/0")
-    with pytest.raises(ConfigError, match="queue.redis_url = .*so it needs one password"):
+    with pytest.raises(ConfigError, match=r"queue\.redis_url = .*so it needs one password"):
         manifests(config, ORDER)
 
 
