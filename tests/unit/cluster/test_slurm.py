@@ -151,6 +151,10 @@ def test_a_job_that_was_queued_again_goes_on(tmp_path: Path, monkeypatch: pytest
         signal.signal(signal.SIGUSR1, before)
 
 
+def test_each_process_gets_the_devices_of_its_seat() -> None:
+    assert step.devices_of({"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, 2, 2) == "6,7"
+
+
 def test_devices_that_slurm_does_not_show_are_named(
     capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -187,6 +191,13 @@ def test_a_stop_reaches_the_process_as_sigterm_and_its_code_comes_back(on_cpus: 
     on_cpus.start("learner", [sys.executable, "-c", STOPS])
     until_ready(on_cpus, "learner")
     on_cpus.send("learner", signal.SIGTERM)
+    assert on_cpus.next_event(60.0) == ChildEnded("learner", 10)
+
+
+def test_a_signal_of_srun_to_all_processes_of_a_step_is_one_stop(on_cpus: SlurmSupervisor) -> None:
+    on_cpus.start("learner", [sys.executable, "-c", STOPS])
+    until_ready(on_cpus, "learner")
+    os.killpg(on_cpus.pid("learner"), signal.SIGUSR1)
     assert on_cpus.next_event(60.0) == ChildEnded("learner", 10)
 
 
