@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from asyncrl.cli.command import Arguments, Command, option, read_config
 
 
 def _kubernetes(arguments: Arguments) -> int:
     from asyncrl.cluster.kubernetes.manifests import as_yaml, manifests
     from asyncrl.cluster.kubernetes.order import PodOrder
+    from asyncrl.config.load import OWN_EYES
+    from asyncrl.system.disk import replace_text
 
     order = PodOrder(
         image=arguments.image,
@@ -20,7 +24,11 @@ def _kubernetes(arguments: Arguments) -> int:
         gpu_resource=arguments.gpu_resource,
         max_generators=arguments.max_generators,
     )
-    print(as_yaml(manifests(read_config(arguments), order)), end="")
+    text = as_yaml(manifests(read_config(arguments), order))
+    if arguments.output is None:
+        print(text, end="")
+    else:
+        replace_text(Path(arguments.output), text, mode=OWN_EYES)
     return 0
 
 
@@ -61,6 +69,11 @@ COMMANDS: dict[str, Command] = {
         "asyncrl launch k8s configs/recipes/demo.yaml --image asyncrl:gpu queue.keys=KEYS | kubectl apply -f -",
         (
             option("--image", required=True, help="of all processes: packaging/docker makes one"),
+            option(
+                "--output",
+                metavar="FILE",
+                help="that gets the objects, for your eyes alone; stdout unless given",
+            ),
             option("--namespace", default="default", metavar="NAME", help="of all objects"),
             option(
                 "--claim",

@@ -273,7 +273,9 @@ def test_an_own_redis_needs_a_password(words: list[str]) -> None:
         manifests(config, ORDER)
 
 
-def test_the_command_prints_them(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_them(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = [
         "launch",
         "k8s",
@@ -287,5 +289,9 @@ def test_the_command_prints_them(words: list[str], capsys: pytest.CaptureFixture
     assert main(command) == 0
     objects = [*yaml.safe_load_all(capsys.readouterr().out)]
     assert {one["metadata"]["namespace"] for one in objects} == {"rl"}
+    file = tmp_path / "run.yaml"
+    assert main([*command, "--output", str(file)]) == 0
+    assert [*yaml.safe_load_all(file.read_text())] == objects
+    assert file.stat().st_mode & 0o777 == 0o600
     assert main([*command, "queue.keys=null"]) == 2
     assert "asyncrl keys DIR" in capsys.readouterr().err
