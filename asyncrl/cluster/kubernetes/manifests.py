@@ -206,7 +206,7 @@ def _deployment(config: Config, order: PodOrder, role: Role) -> Object:
     scaled = role.name == GENERATORS and order.max_generators > len(role.processes)
     spec = {
         **({} if scaled else {"replicas": len(role.processes)}),
-        # Of two at a time there may be no room, and of a model that learns there is one process.
+        # There may be no room for two at a time, and a model that learns has one process.
         "strategy": {"type": "Recreate"},
         "selector": {"matchLabels": labels(config.run.name, role.name)},
         "template": pod_template(config, order, role, role.words(CONFIG, *NAMED)),

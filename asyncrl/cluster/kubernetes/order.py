@@ -1,4 +1,4 @@
-"""What a run asks of a Kubernetes cluster: the user's words, and the configuration that its pods get.
+"""A run on Kubernetes as its user orders it, and the configuration that its pods get.
 
 Config, PodOrder ──▸ in_pods ──▸ Config with addresses of the cluster ──▸ manifests.py
 """

@@ -40,7 +40,7 @@ def labels(name: str, component: str) -> dict[str, str]:
 
 
 def metadata(config: Config, order: PodOrder, part: str, *, queued: bool = False) -> Object:
-    """Of an object of the run. queued: whether Kueue admits it"""
+    """The metadata of an object of the run. queued: whether Kueue admits it"""
     name = f"{config.run.name}-{part}".replace("_", "-")
     kueue = {"kueue.x-k8s.io/queue-name": order.kueue_queue} if queued and order.kueue_queue else {}
     return {

@@ -54,7 +54,7 @@ def run_needs(config: Config, nodes: Sequence[NodeResources], gpus: bool) -> lis
 
 
 def _spread_need(role: Role, nodes: Sequence[NodeResources]) -> RoleNeed:
-    """Of a process whose ranks may lie on several nodes."""
+    """The need of a process whose ranks may lie on several nodes."""
     count = fewest_nodes(role.ranks, {"CPU": role.threads, "GPU": role.gpus // role.ranks}, nodes)
     share = role.processes * count
     return RoleNeed(role.name, share, role.cpus // count, role.gpus // count, role.threads, "STRICT_SPREAD")

@@ -18,7 +18,7 @@ from asyncrl.launch.processes import LEARNER, QUEUE
 from asyncrl.sync.channels.addresses import LOOPBACK, own_address
 
 ANSWER_S = 60.0
-"""Of Slurm's controller."""
+"""For an answer of Slurm's controller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Seat:
 
 
 class Allocation:
-    """What the job has. Raises ConfigError outside of a job, and in one of another shape."""
+    """The nodes of this job. Raises ConfigError outside of a job, and in one of another shape."""
 
     def __init__(self, config: Config, variables: Mapping[str, str]) -> None:
         self._variables = variables
@@ -68,7 +68,7 @@ class Allocation:
         return int(self._variables.get("SLURM_RESTART_COUNT", 0))
 
     def seat(self, process: str) -> Seat:
-        """Of any process but the queue. Generators beyond generator.count share the devices of others."""
+        """The seat of any process but the queue. Generators beyond generator.count share the devices of others."""
         for index, role in enumerate(self._roles):
             if process in role.processes:
                 return self._seat(index, role, role.processes.index(process))
@@ -78,7 +78,7 @@ class Allocation:
         raise KeyError(process)
 
     def address(self) -> str:
-        """Of this node, as the other nodes of the job see it."""
+        """The address of this node, as the other nodes of the job see it."""
         here = self._variables.get("SLURMD_NODENAME", "")
         others = [node for nodes in self._nodes for node in nodes if node != here]
         return own_address(node_address(others[0]), 1) if others else LOOPBACK
@@ -111,7 +111,7 @@ def node_address(node: str) -> str:
 
 
 def ask(*words: str) -> str:
-    """What scontrol prints. Raises ConfigError if it fails."""
+    """The output of scontrol. Raises ConfigError if it fails."""
     done = subprocess.run(["scontrol", *words], capture_output=True, text=True, timeout=ANSWER_S)
     if done.returncode:
         rule = f"scontrol {' '.join(words)} failed ({done.stderr.strip() or done.stdout.strip()})"

@@ -22,7 +22,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.processes import LEARNER, QUEUE
 
 LAUNCHER_CPUS = 1
-"""Of the launcher and the queue."""
+"""For the launcher and the queue."""
 UNKNOWN = 1 << 20
 """CPUs of a node, where nobody says how many there are: as many as are needed."""
 SUBMIT_S = 60.0
@@ -97,7 +97,7 @@ def script(config: Config, order: JobOrder, command: Sequence[str]) -> str:
 
 
 def _options(config: Config, order: JobOrder) -> Iterator[list[str]]:
-    """Of the job, then of each component."""
+    """The options of the job, then those of each component."""
     named = {"partition": order.partition, "account": order.account, "time": order.time}
     of_all = [*(f"--{name}={value}" for name, value in named.items() if value is not None), *order.more]
     output = Path(config.run.dir).absolute() / f"{config.run.name}.slurm-%j.log"

@@ -26,7 +26,7 @@ from asyncrl.cluster.roles import reachable, refuse_devices
 from asyncrl.cluster.slurm.allocation import Allocation, ask
 from asyncrl.cluster.slurm.step import KILLED
 from asyncrl.config.schema import Config
-from asyncrl.errors import INTERRUPTED, StoppedError
+from asyncrl.errors import INTERRUPTED, DeadlineError, StoppedError
 from asyncrl.launch.folder.run_folder import locked_run_folder, remove_empty
 from asyncrl.launch.local_run import train
 from asyncrl.launch.processes import DASH, QUEUE
@@ -62,7 +62,8 @@ def train_on_slurm(config: Config) -> dict[str, Any]:
 
 @contextmanager
 def _queued_again() -> Iterator[None]:
-    """Inside, SIGUSR1 stops the run, which is saved, and has the job queued again: its time is over soon."""
+    """Inside, SIGUSR1 stops the run, which is saved, and has the job queued again: its time is over soon. A learner
+    that does not save itself in time goes on from an older checkpoint."""
     asked: list[int] = []
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -72,9 +73,9 @@ def _queued_again() -> Iterator[None]:
     signal.signal(signal.SIGUSR1, on_signal)
     try:
         yield
-    except StoppedError:
+    except (StoppedError, DeadlineError):
         if asked:
-            print("asyncrl: saved; the job is queued again", file=sys.stderr, flush=True)
+            print("asyncrl: the job is queued again", file=sys.stderr, flush=True)
             ask("requeue", os.environ["SLURM_JOB_ID"])
         raise
 

@@ -99,7 +99,7 @@ def _serve(
 
 
 def _listening(host: str, port: int) -> tuple[Any, threading.Thread]:
-    """Of the ranks of one machine, the first one has the first port."""
+    """The first rank of a machine has the first port."""
     from prometheus_client import start_http_server
 
     first = port and port + int(os.environ.get("LOCAL_RANK", "0"))

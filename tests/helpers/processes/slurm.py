@@ -75,7 +75,7 @@ class SlurmCluster:
         until(lambda: self.states() == {"idle"}, f"idle nodes: {folder / 'slurmctld.log'}")
 
     def ask(self, *words: str) -> str:
-        """What a command of Slurm prints."""
+        """The output of a command of Slurm."""
         done = subprocess.run(
             words, env={**os.environ, **self.env}, capture_output=True, text=True, timeout=DEADLINE_S
         )

@@ -23,7 +23,7 @@ JOBSET_SPEC = {
     "replicatedJobs", "network", "successPolicy", "failurePolicy", "startupPolicy", "suspend", "coordinator",
     "managedBy", "ttlSecondsAfterFinished", "volumeClaimPolicies",
 }  # fmt: skip
-"""Of JobSetSpec, ReplicatedJob, FailurePolicy and FailurePolicyRule in v1alpha2, here and below."""
+"""The fields of JobSetSpec in v1alpha2; below those of ReplicatedJob, FailurePolicy and FailurePolicyRule."""
 REPLICATED_JOB = {"name", "groupName", "template", "replicas", "dependsOn"}
 FAILURE_POLICY = {"maxRestarts", "restartStrategy", "rules"}
 FAILURE_RULE = {

@@ -13,15 +13,15 @@ import pytest
 from processes import until
 
 from asyncrl.cli import main
-from asyncrl.cluster.slurm import allocation, step
+from asyncrl.cluster.slurm import allocation, run, step
 from asyncrl.cluster.slurm.allocation import Allocation, Seat
 from asyncrl.cluster.slurm.job import JobOrder, components, script
 from asyncrl.cluster.slurm.run import SlurmSupervisor, StepChild, train_on_slurm
 from asyncrl.config.schema import Config, GeneratorConfig, LearnerConfig, RunConfig
 from asyncrl.config.sections.generator import VllmConfig
 from asyncrl.config.sections.placement import PlacementConfig, RewardsPlaceConfig
-from asyncrl.errors import ConfigError
-from asyncrl.launch.supervise import ChildEnded
+from asyncrl.errors import ConfigError, StoppedError
+from asyncrl.launch.supervise import ChildEnded, Supervisor
 
 JOB = {
     "SLURM_JOB_ID": "7",
@@ -33,7 +33,7 @@ JOB = {
     "SLURM_CPUS_PER_TASK_HET_GROUP_1": "4",
     "SLURM_GPUS_PER_NODE_HET_GROUP_0": "8",
 }
-"""Of the script of a job."""
+"""Variables of the script of a job."""
 
 SRUN = """#!/bin/sh
 # srun's stand-in: the command of the step, with the variables of one of its tasks.
@@ -136,8 +136,6 @@ def test_a_run_outside_of_a_job_of_its_shape_is_refused() -> None:
 
 
 def test_a_job_that_was_queued_again_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncrl.cluster.slurm import run
-
     config = Config(run=RunConfig(name="it", dir=str(tmp_path)))
     monkeypatch.setattr(run, "train", lambda config, supervisor_of: {"resume": config.run.resume})
     for name, value in JOB.items():
@@ -149,6 +147,29 @@ def test_a_job_that_was_queued_again_goes_on(tmp_path: Path, monkeypatch: pytest
         assert train_on_slurm(config) == {"resume": True}
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_job_whose_time_is_over_stops_and_is_queued_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def train(config: Config, supervisor_of: object) -> None:
+        with Supervisor().interrupts():
+            os.kill(os.getpid(), signal.SIGUSR1)
+            raise StoppedError("stopped")
+
+    monkeypatch.setattr(run, "train", train)
+    monkeypatch.setattr(run, "ask", lambda *words: asked.append(words))
+    for name, value in JOB.items():
+        monkeypatch.setenv(name, value)
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        with pytest.raises(StoppedError):
+            train_on_slurm(Config(run=RunConfig(name="it", dir=str(tmp_path))))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert asked == [("requeue", "7")]
 
 
 def test_each_process_gets_the_devices_of_its_seat() -> None:

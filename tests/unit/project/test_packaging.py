@@ -13,7 +13,7 @@ from asyncrl.cluster.kubernetes.pods import USER
 ROOT = Path(__file__).parents[3]
 IMAGES = sorted((ROOT / "packaging" / "docker").glob("*.Dockerfile"))
 SKY = {"name", "resources", "envs", "file_mounts", "workdir", "setup", "run"}
-"""Of SkyPilot's task YAML."""
+"""Fields of SkyPilot's task YAML."""
 
 
 def installs(text: str) -> list[str]:
