@@ -19,7 +19,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from asyncrl.cli import explain, groups, imports, models, observe, offline, plan, queue, run, workers
+from asyncrl.cli import explain, groups, imports, launch, models, observe, offline, plan, queue, run, workers
 from asyncrl.cli.command import Arguments, Command, option
 from asyncrl.errors import INTERRUPTED, AsyncRLError, ConfigError, RunClosedError
 from asyncrl.launch.views.output import drop_output, lasting_output, without_control
@@ -222,6 +222,7 @@ COMMANDS: dict[str, Command] = {
     **queue.COMMANDS,
     **workers.COMMANDS,
     **plan.COMMANDS,
+    **launch.COMMANDS,
     "config": explain.COMMANDS["config"],
     "completion": Command(
         _completion,

@@ -20,6 +20,10 @@ def _train(arguments: Arguments) -> int:
     loading(arguments, f"the tasks, and what is needed to check {arguments.config}")
     if arguments.on is None:
         return _run(config)
+    if arguments.on == "slurm":
+        from asyncrl.cluster.slurm.run import train_on_slurm
+
+        return _run(config, train_on_slurm)
     from asyncrl.cluster.ray.run import train_on_ray
 
     return _run(config, partial(train_on_ray, address=arguments.ray_address, gpus=arguments.ray_gpus))
@@ -99,7 +103,11 @@ COMMANDS: dict[str, Command] = {
         "checkpoint, run.resume=true goes on; Ctrl-C twice kills it.",
         "asyncrl train configs/recipes/demo.yaml run.name=mine queue.max_staleness=0",
         (
-            option("--on", choices=["ray"], help="start the processes on a cluster: docs/ray.md"),
+            option(
+                "--on",
+                choices=["ray", "slurm"],
+                help="start the processes on a cluster: docs/ray.md, docs/slurm.md",
+            ),
             option(
                 "--ray-address",
                 default="auto",

@@ -104,7 +104,7 @@ class Supervisor:
             if streams is None:
                 log = closing.enter_context(self.log(name).open("ab"))
                 streams = log.fileno(), log.fileno()
-            self._children[name] = subprocess.Popen(
+            process = subprocess.Popen(
                 words,
                 env={**os.environ, **(env or {})},
                 stdin=subprocess.DEVNULL,
@@ -114,6 +114,7 @@ class Supervisor:
                 pass_fds=[*passed, *([writing] if announces else [])],
                 preexec_fn=die_with(os.getpid()),
             )
+            self._children[name] = self._child(name, process)
         child = self._children[name]
         tracing.event("started", process=name, pid=child.pid)
         reader: threading.Thread | None = None
@@ -121,6 +122,10 @@ class Supervisor:
             os.close(writing)
             reader = self._thread(lambda: self._events.put(ChildMessage(name, _first_line(reading))))
         self._thread(lambda: self._report_end(name, child.wait(), reader))
+
+    def _child(self, name: str, process: subprocess.Popen[bytes]) -> Child:
+        """The child that a process stands for."""
+        return process
 
     def next_event(self, seconds: float) -> ChildEvent | None:
         """The next event, or None if there was none in `seconds`."""

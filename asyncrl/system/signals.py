@@ -13,10 +13,10 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """SIGTERM, and SIGHUP of a terminal that closes, unless the process was started with nohup."""
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-        return (signal.SIGTERM,)
-    return signal.SIGTERM, signal.SIGHUP
+    """SIGTERM, and SIGHUP of a terminal that closes, but for those that the process was started to ignore: as nohup
+    starts it, and as the queue of a job that a scheduler may signal as a whole."""
+    both = (signal.SIGTERM, signal.SIGHUP)
+    return tuple(number for number in both if signal.getsignal(number) != signal.SIG_IGN)
 
 
 def die_with_parent() -> None:

@@ -13,7 +13,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.cluster.ray.needs import NodeResources, RoleNeed
+from asyncrl.cluster.ray.needs import RoleNeed
+from asyncrl.cluster.roles import NodeResources
 from asyncrl.errors import ConfigError, DeadlineError
 
 COUNTED = ("CPU", "GPU")

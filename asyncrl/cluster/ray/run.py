@@ -9,7 +9,6 @@ the queue and weights through the weight-broadcast service: Ray carries commands
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import sys
@@ -23,13 +22,12 @@ from asyncrl.cluster.ray.host import HostActor, StartOrder
 from asyncrl.cluster.ray.hosted import HostedChild
 from asyncrl.cluster.ray.needs import run_needs
 from asyncrl.cluster.ray.reserve import Seat, connected, node_address, node_resources, reserved
-from asyncrl.config.rules import require
+from asyncrl.cluster.roles import reachable, refuse_devices
 from asyncrl.config.schema import Config
-from asyncrl.launch.folder.run_folder import locked_run_folder, remove_empty, run_folder
+from asyncrl.launch.folder.run_folder import locked_run_folder, remove_empty
 from asyncrl.launch.local_run import train
 from asyncrl.launch.processes import DASH, QUEUE
 from asyncrl.launch.supervise import Child, Supervisor
-from asyncrl.rpc.keys import SERVER_FILE, make_keys
 from asyncrl.system.packages import imported
 from asyncrl.telemetry import tracing
 
@@ -52,7 +50,7 @@ def train_on_ray(config: Config, address: str = "auto", gpus: Gpus = "auto") -> 
     cluster, and DeadlineError for room that the cluster does not have.
     """
     ray = imported("ray", "ray", "--on", "ray")
-    refuse_devices(config)
+    refuse_devices(config, "Ray")
     with locked_run_folder(config) as folder:
         try:
             with connected(ray, address):
@@ -69,35 +67,6 @@ def _train_on(ray: Any, config: Config, gpus: Gpus) -> dict[str, Any]:
     with reserved(ray, needs, seconds) as seats:
         config = reachable(config, node_address(ray, seats[QUEUE][0]))
         return train(config, partial(RaySupervisor, ray=ray, seats=seats, start_s=seconds))
-
-
-def refuse_devices(config: Config) -> None:
-    """Raise ConfigError where the configuration names the devices of processes, or has two pools share some."""
-    named = {"generator": config.generator.devices, "learner": config.learner.devices}
-    named |= {f"placement.{name}": place.devices for name, place in config.placement.pools.items()}
-    for pool, devices in named.items():
-        rule = "names devices of one machine, and Ray gives each process those that are free on its node"
-        require(devices is None, f"{pool}.devices", devices, rule, "leave it out")
-    rule, remedy = (
-        "shares devices, and Ray gives each process some of its own",
-        "set placement.colocate=false",
-    )
-    require(not config.placement.colocate, "placement.colocate", True, rule, remedy)
-
-
-def reachable(config: Config, host: str) -> Config:
-    """The configuration with which the queue listens at `host`, at the port of queue.address, for owners of keys alone:
-    those of queue.keys, else keys in the run folder, which are made."""
-    keys = config.queue.keys
-    if keys is None:
-        folder = run_folder(config).absolute() / "keys"
-        if not (folder / SERVER_FILE).exists():
-            make_keys(folder)
-        keys = str(folder)
-    port = config.queue.address.rpartition(":")[2]
-    name = f"[{host}]" if ":" in host else host
-    queue = dataclasses.replace(config.queue, address=f"tcp://{name}:{port}", keys=keys)
-    return dataclasses.replace(config, queue=queue)
 
 
 class RaySupervisor(Supervisor):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import socket
 import sys
@@ -98,9 +99,11 @@ def _serve(
 
 
 def _listening(host: str, port: int) -> tuple[Any, threading.Thread]:
+    """The first rank of a machine has the first port."""
     from prometheus_client import start_http_server
 
-    for number in range(port, port + PORTS if port else 1):
+    first = port and port + int(os.environ.get("LOCAL_RANK", "0"))
+    for number in range(first, port + PORTS if port else 1):
         try:
             return start_http_server(number, host)
         except OSError as error:

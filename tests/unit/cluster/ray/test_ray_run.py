@@ -17,14 +17,12 @@ from asyncrl.cli import main
 from asyncrl.cluster.ray import run as ray_run
 from asyncrl.cluster.ray.needs import RoleNeed
 from asyncrl.cluster.ray.reserve import Seat, connected, node_address, reserved
-from asyncrl.cluster.ray.run import Gpus, RaySupervisor, reachable, refuse_devices, train_on_ray
-from asyncrl.config.schema import Config, GeneratorConfig, LaunchConfig, LearnerConfig, QueueConfig, RunConfig
-from asyncrl.config.sections.placement import PlaceConfig, PlacementConfig
+from asyncrl.cluster.ray.run import Gpus, RaySupervisor, train_on_ray
+from asyncrl.config.schema import Config, LaunchConfig, RunConfig
 from asyncrl.errors import ConfigError, DeadlineError, ProcessDiedError
 from asyncrl.launch import local_run, processes
 from asyncrl.launch.folder.run_folder import run_folder
 from asyncrl.launch.supervise import ChildEnded
-from asyncrl.rpc.keys import client_keys, server_keys
 from asyncrl.system import packages
 
 SHELL = "import os, sys; os.execvp('sh', ['sh', '-c', *sys.argv[1:]])"
@@ -214,35 +212,6 @@ def test_an_address_without_a_cluster_is_refused(
 def test_a_driver_stays_one() -> None:
     with connected(SimpleNamespace(is_initialized=lambda: True), "auto"):
         pass
-
-
-@pytest.mark.parametrize(("host", "address"), [("10.0.0.7", "10.0.0.7"), ("fd00::1", "[fd00::1]")])
-def test_the_queue_listens_on_its_node_for_owners_of_the_keys_of_the_run(
-    config: Config, tmp_path: Path, host: str, address: str
-) -> None:
-    config = dataclasses.replace(config, queue=QueueConfig(address="tcp://127.0.0.1:5555"))
-    queue = reachable(config, host).queue
-    assert (queue.address, queue.keys) == (f"tcp://{address}:5555", str(tmp_path / "it" / "keys"))
-    made = server_keys(queue.keys), client_keys(queue.keys)
-    assert (server_keys(reachable(config, host).queue.keys), client_keys(queue.keys)) == made
-    own = dataclasses.replace(config.queue, keys="mine")
-    assert reachable(dataclasses.replace(config, queue=own), host).queue.keys == "mine"
-
-
-@pytest.mark.parametrize(
-    ("config", "key"),
-    [
-        (Config(generator=GeneratorConfig(devices="0")), "generator.devices"),
-        (Config(learner=LearnerConfig(devices="0")), "learner.devices"),
-        (
-            Config(placement=PlacementConfig(teacher=PlaceConfig(where="pool", devices="0"))),
-            "placement.teacher.devices",
-        ),
-    ],
-)
-def test_devices_are_rays_to_give(config: Config, key: str) -> None:
-    with pytest.raises(ConfigError, match=f"{key} = '0': names devices of one machine"):
-        refuse_devices(config)
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,20 @@ def test_a_taken_port_leads_to_the_next_and_none_to_a_warning(
     assert not target.exists()
 
 
+def test_the_first_rank_of_a_machine_has_the_first_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However late it comes: a pod is scraped at that one."""
+    status = ProcessStatus()
+    status.loaded.set()
+    port, target = free_port(), tmp_path / "prometheus" / "p.json"
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with endpoint(TelemetryConfig(prometheus_port=port), tmp_path, "p", "learner", status):
+        until(target.exists, "the target")
+        ((group,),) = (json.loads(target.read_text()),)
+    assert int(group["targets"][0].rpartition(":")[2]) > port
+
+
 def test_nothing_is_served_unless_a_port_is_set(tmp_path: Path) -> None:
     with endpoint(TelemetryConfig(), tmp_path, "p", "learner", ProcessStatus()):
         assert not (tmp_path / "prometheus").exists()

@@ -1,0 +1,1 @@
+"""A run on Kubernetes: its objects as YAML. Nothing here talks to a cluster."""
