@@ -64,7 +64,7 @@ def job(config: Config, times: StageTimes) -> Job:
         times=times,
         speeds=Speeds(config.sync.network_gb_s * 1e9, config.sync.local_gb_s * 1e9, config.sync.hop_ms / 1e3),
         max_staleness=config.queue.max_staleness,
-        copies=config.learner.parallel.replicate,
+        rank_multiple=config.learner.parallel.replicate * config.learner.parallel.expert,
         bucket_bytes=config.sync.bucket_bytes,
     )
 

@@ -62,7 +62,9 @@ def calibrate(folder: Path) -> StageTimes:
 
 
 def generator_devices(config: Config) -> int:
-    return config.generator.vllm.tensor_parallel if config.generator.on_vllm else 1
+    """Devices of one generator, all its replicas together."""
+    ours = config.generator.vllm
+    return ours.tensor_parallel * ours.data_parallel if config.generator.on_vllm else 1
 
 
 def rank_devices(config: Config) -> int:

@@ -26,14 +26,14 @@ class Job:
     """A run without its pools.
 
     setup: its sizes; the pools and max_staleness in it are replaced · max_staleness: the highest that is tried
-    copies: of the sharded model, which divide the data ranks (`learner.parallel.replicate`)
+    rank_multiple: divides the data ranks, for copies of a sharded model and for ranks with different experts
     """
 
     setup: Setup
     times: StageTimes
     speeds: Speeds
     max_staleness: int
-    copies: int = 1
+    rank_multiple: int = 1
     bucket_bytes: int = 64 << 20
     host_devices: int = 8
 
@@ -111,4 +111,4 @@ def fetch_times(job: Job, setup: Setup) -> list[float] | None:
 
 def _rank_counts(job: Job) -> list[int]:
     groups = job.setup.groups
-    return [ranks for ranks in range(job.copies, groups + 1, job.copies) if groups % ranks == 0]
+    return [ranks for ranks in range(job.rank_multiple, groups + 1, job.rank_multiple) if groups % ranks == 0]

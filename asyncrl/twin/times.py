@@ -1,10 +1,12 @@
 """The stage times that a simulation runs on: calibrated from a run, or written by hand as a YAML file.
 
-decode step of n sequences     generation.step_s + n · generation.sequence_s
-a group, once it is decoded    generation.reward_s, beside the decoding of others
-a claim of the learner         learner.claim_s + learner.token_s · tokens of the busiest data rank
-a version of the learner       learner.version_s once, then learner.publish_s
-a version to a generator       sync.fetch_s beside the decoding, sync.flip_s during which the engine stands still
+    decode step of n sequences     generation.step_s + n · generation.sequence_s
+    a group, once it is decoded    generation.reward_s, beside the decoding of others
+    a claim of the learner         learner.claim_s + learner.token_s · tokens of the busiest data rank
+    a version of the learner       learner.version_s once, then learner.publish_s
+    a version to a generator       sync.fetch_s beside the decoding, sync.flip_s during which the engine stands still
+
+All are seconds.
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ class Lengths(Section):
     def mean(self) -> float:
         """Mean tokens of a rollout, the prompt left out."""
         table = self.table()
-        return float(table[0]) if len(table) == 1 else float(np.trapezoid(table, dx=1 / (len(table) - 1)))
+        return float(table[0]) if len(table) == 1 else float((table[1:] + table[:-1]).mean() / 2)
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def test_splits_have_whole_generators_and_ranks_that_divide_the_groups() -> None
     of_two = dataclasses.replace(TIMES, generator_devices=2, rank_devices=3)
     assert splits(dataclasses.replace(JOB, times=of_two), 10) == [(3, 1), (2, 2)]
     assert splits(JOB, 1) == []
-    assert splits(dataclasses.replace(JOB, copies=2), 7) == [(5, 2), (3, 4), (1, 6)]
+    assert splits(dataclasses.replace(JOB, rank_multiple=2), 7) == [(5, 2), (3, 4), (1, 6)]
 
 
 def test_the_balanced_split_is_found() -> None:
