@@ -23,8 +23,8 @@ from asyncrl.launch.local_run import train
 from asyncrl.launch.run_plan import job, setup_of
 from asyncrl.telemetry.sinks import read_rows
 from asyncrl.twin.calibrate import FIRST, LEAST, calibrate
-from asyncrl.twin.outcome import Outcome
-from asyncrl.twin.plan import Job
+from asyncrl.twin.outcome import Simulated
+from asyncrl.twin.plan import PlannedRun
 from asyncrl.twin.tune import KEYS, LEAST_GAIN, Change, tune
 
 GIVEN, TUNED = "given", "tuned"
@@ -37,7 +37,7 @@ class Tuning:
 
     keys: Mapping[str, Any]
     changes: Sequence[Change]
-    best: Outcome
+    best: Simulated
     measured: Ratio | None
 
 
@@ -90,7 +90,7 @@ class _Runs:
         return float(sum(row["train/rollouts"] for row in rows) / sum(row["perf/step_s"] for row in rows))
 
 
-def _keys(config: Config, job: Job, best: Outcome) -> Iterator[tuple[str, Any]]:
+def _keys(config: Config, job: PlannedRun, best: Simulated) -> Iterator[tuple[str, Any]]:
     """The keys whose values differ from those of the configuration."""
     given = setup_of(config)
     for field, key in KEYS.items():
@@ -102,7 +102,7 @@ def _keys(config: Config, job: Job, best: Outcome) -> Iterator[tuple[str, Any]]:
 
 
 def print_tuning(tuning: Tuning, write: Path | None, path: str) -> None:
-    """What to set and why, in words; `write` gets a configuration that includes the given one."""
+    """Print the keys to set, and why. `write` gets a configuration that includes the given one."""
     for change in tuning.changes:
         names = " ".join(f"{KEYS[field]}={_word(value)}" for field, value in change.fields.items())
         print(f"{names}: {change.gain:.2f} × ({change.reason()})")

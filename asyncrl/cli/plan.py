@@ -9,9 +9,11 @@ from asyncrl.cli.command import Arguments, Command, option, read_config
 
 def _plan(arguments: Arguments) -> int:
     config = read_config(arguments)
-    from asyncrl.launch.run_plan import print_plan
+    from asyncrl.launch.run_plan import print_run_plan
 
-    print_plan(config, arguments.devices, arguments.run_of, arguments.times, arguments.save, arguments.json)
+    print_run_plan(
+        config, arguments.devices, arguments.run_of, arguments.times, arguments.save, arguments.json
+    )
     return 0
 
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from asyncrl.device import accelerator
 
 
-def on_host(like: Tensor) -> Tensor:
+def host_room(like: Tensor) -> Tensor:
     """Memory of the host for a copy of a tensor: pinned, if that is on an accelerator."""
     return torch.empty_like(like, device="cpu", pin_memory=accelerator.is_accelerator(like.device))
 
@@ -24,7 +24,7 @@ def on_host(like: Tensor) -> Tensor:
 class ParkedTensors:
     """room: allocates the memory elsewhere for one tensor; it is used again at each parking of equal tensors"""
 
-    def __init__(self, room: Callable[[Tensor], Tensor] = on_host) -> None:
+    def __init__(self, room: Callable[[Tensor], Tensor] = host_room) -> None:
         self._room = room
         self._elsewhere: list[Tensor] = []
         self._parked: list[tuple[Tensor, Tensor]] = []

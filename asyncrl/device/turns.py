@@ -120,7 +120,7 @@ class DeviceLock:
             _close(files)
 
     def _holder(self) -> str:
-        """Who has the first device that is not free."""
+        """The process that has the first device that is not free."""
         for name in self._names:
             with suppress(OSError):
                 if text := (self._folder / f"{name}.lock").read_text():
@@ -156,7 +156,7 @@ class DeviceTurn:
 
     @classmethod
     def always(cls) -> DeviceTurn:
-        """That of a process which shares its devices with nobody."""
+        """The turn of a process that shares its devices with nobody."""
         return cls(None, lambda: None, lambda: None, lambda *_: nullcontext(), 0.0)
 
     def hold(self) -> None:

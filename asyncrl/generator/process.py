@@ -64,14 +64,7 @@ async def run_generator(
     scorer = Scorer({}, config.reward) if mine is None else Scorer.from_config(mine)
     scorer.start(status)
     tokenizer = policy_tokenizer(config)
-    lock = engine_lock(config, name)
-    if lock is not None:
-        deadline_s = config.placement.turn_deadline_s
-        with status.waiting(TURN, deadline_s):
-            await asyncio.to_thread(lock.take, deadline_s)
-    engine = load_engine(config, tokenizer, name)
-    if lock is not None:
-        engine = TurnTakingEngine(engine, lock, status, deadline_s)
+    engine = await _load_in_turn(config, tokenizer, name, status)
     client = QueueClient.of(config, name, status)
     rollouts: Rollouts | None = None
     try:
@@ -103,6 +96,18 @@ async def run_generator(
         await engine.close()
         await client.close()
         scorer.close()
+
+
+async def _load_in_turn(
+    config: Config, tokenizer: PreTrainedTokenizerBase, name: str, status: ProcessStatus
+) -> Engine:
+    """The engine, loaded once it has its turn on the device, if it takes turns. Raises DeadlineError."""
+    lock, deadline_s = engine_lock(config, name), config.placement.turn_deadline_s
+    if lock is None:
+        return load_engine(config, tokenizer, name)
+    with status.waiting(TURN, deadline_s):
+        await asyncio.to_thread(lock.take, deadline_s)
+    return TurnTakingEngine(load_engine(config, tokenizer, name), lock, status, deadline_s)
 
 
 def load_engine(

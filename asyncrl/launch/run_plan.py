@@ -16,8 +16,8 @@ from asyncrl.launch.folder.run_folder import find_run
 from asyncrl.learner.training.requirements import claim_tokens, whole_batch
 from asyncrl.sync.plan.cost_model import Speeds
 from asyncrl.twin.calibrate import calibrate, generator_devices, rank_devices
-from asyncrl.twin.outcome import Outcome, Setup
-from asyncrl.twin.plan import Job, search
+from asyncrl.twin.outcome import Setup, Simulated
+from asyncrl.twin.plan import PlannedRun, search
 from asyncrl.twin.times import StageTimes, read_times
 
 WORTH = 1.05
@@ -49,7 +49,7 @@ def stage_times(run: str | None, file: str | None) -> StageTimes:
     return read_times(Path(file)) if file is not None else calibrate(find_run(str(run)))
 
 
-def job(config: Config, times: StageTimes) -> Job:
+def job(config: Config, times: StageTimes) -> PlannedRun:
     """Raises ConfigError where the times are of pools with another parallelism than the configuration's."""
     for key, of_times, here in (
         ("generator_devices", times.generator_devices, generator_devices(config)),
@@ -59,7 +59,7 @@ def job(config: Config, times: StageTimes) -> Job:
             what = "generator" if key == "generator_devices" else "data rank of the learner"
             rule = f"the configuration has {here} devices for one {what}, whose times differ"
             raise ConfigError(f"times.{key}", of_times, rule, "calibrate with a run of this parallelism")
-    return Job(
+    return PlannedRun(
         setup=setup_of(config),
         times=times,
         speeds=Speeds(config.sync.network_gb_s * 1e9, config.sync.local_gb_s * 1e9, config.sync.hop_ms / 1e3),
@@ -85,7 +85,7 @@ def setup_of(config: Config) -> Setup:
     )
 
 
-def verdict(outcomes: Sequence[Outcome]) -> str:
+def worth(outcomes: Sequence[Simulated]) -> str:
     """Whether asynchrony helps, in one sentence, with both figures."""
     synchronous = next((each for each in outcomes if each.setup.max_staleness == 0), None)
     overlapping = next((each for each in outcomes if each.setup.max_staleness > 0), None)
@@ -101,13 +101,13 @@ def verdict(outcomes: Sequence[Outcome]) -> str:
     return f"asynchrony helps: {figures}"
 
 
-def recommended(outcomes: Sequence[Outcome]) -> Outcome:
+def recommended(outcomes: Sequence[Simulated]) -> Simulated:
     """The fastest; of those that are as fast but for WORTH, one with the least staleness."""
     fast = [each for each in outcomes if each.groups_per_s * WORTH > outcomes[0].groups_per_s]
     return min(fast, key=lambda each: (each.setup.max_staleness, -each.groups_per_s))
 
 
-def print_plan(
+def print_run_plan(
     config: Config, devices: int, run: str | None, file: str | None, save: str | None, as_json: bool
 ) -> None:
     """Raises ConfigError as `stage_times` and `job`, and for devices that hold no run."""
@@ -123,17 +123,17 @@ def print_plan(
     if as_json:
         found = {
             "outcomes": [_as_json(outcome) for outcome in outcomes],
-            "verdict": verdict(outcomes),
+            "verdict": worth(outcomes),
             "keys": dict(keys(best, times, config)),
         }
         print(json.dumps(found, indent=2))
         return
     print("\n".join(_table(outcomes)))
-    print(f"\n{verdict(outcomes)}")
+    print(f"\n{worth(outcomes)}")
     print("keys to set: " + " ".join(f"{name}={value}" for name, value in keys(best, times, config)))
 
 
-def keys(best: Outcome, times: StageTimes, config: Config) -> Iterator[tuple[str, object]]:
+def keys(best: Simulated, times: StageTimes, config: Config) -> Iterator[tuple[str, object]]:
     """The keys of a setup, and their values. Depth and window follow max_staleness."""
     setup = best.setup
     if setup.colocated:
@@ -151,7 +151,7 @@ def keys(best: Outcome, times: StageTimes, config: Config) -> Iterator[tuple[str
             yield f"queue.{name}", "null"
 
 
-def _table(outcomes: Sequence[Outcome]) -> Iterator[str]:
+def _table(outcomes: Sequence[Simulated]) -> Iterator[str]:
     rows = [COLUMNS, *map(_row, outcomes)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
     for row in rows:
@@ -162,7 +162,7 @@ def _table(outcomes: Sequence[Outcome]) -> Iterator[str]:
         yield "  ".join([first, *others]).rstrip()
 
 
-def _row(outcome: Outcome) -> tuple[str, ...]:
+def _row(outcome: Simulated) -> tuple[str, ...]:
     oldest = max(outcome.staleness)
     return (
         outcome.setup.mode + (f" {outcome.setup.max_staleness}" if outcome.setup.max_staleness > 1 else ""),
@@ -189,7 +189,7 @@ def _number(value: float) -> str:
     return f"{round(value, digits):.{max(0, digits)}f}"
 
 
-def _as_json(outcome: Outcome) -> dict[str, Any]:
+def _as_json(outcome: Simulated) -> dict[str, Any]:
     setup, pools = outcome.setup, ("generators", "learner")
     return {
         "mode": setup.mode,

@@ -22,8 +22,10 @@ LAST_TRANSFERS_S = 5.0
 
 
 class Publication:
-    """One rank's part of the weight stream. Collective: `publish` and `note_probes`. gate: None if the generators make
-    no real tokens."""
+    """One rank's part of the weight stream. Collective: `begin`, `publish` and `note_probes`.
+
+    gate: None if the generators make no real tokens
+    """
 
     def __init__(
         self,
@@ -48,6 +50,12 @@ class Publication:
             "lineage": self._lineage,
         }
         client.post(f"weights/{self._backend.rank}", endpoint)
+
+    def begin(self, client: BlockingClient, version: Version) -> None:
+        """Let subscribers find this rank, and publish the version that it begins with."""
+        self.post_endpoint(client)
+        self.publish(version)
+        self.note_probes(version)
 
     def publish(self, version: Version) -> None:
         """Publish the live weights. Returns once they may change again."""

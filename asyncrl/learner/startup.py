@@ -112,11 +112,9 @@ def open_trainer(
     opened = _open_streams(config, backend, client, records, meta)
     learner_epoch, lineage = backend.exchange(opened and [opened.train_epoch, opened.lineage])[0]
     _open_remote_models(config, remote_models, learner_epoch, folder, version, status)
-    abandoned = _abandoned_versions(backend, records, version) if config.run.resume else range(0)
-    if training.gate is not None and meta is not None:
-        training.gate.abandoned = abandoned
+    abandoned = _note_abandoned(backend, records, training, meta) if config.run.resume else range(0)
     publication = Publication(config, backend, make_publisher(lineage), training.gate, lineage, spans)
-    _begin_publishing(publication, client, version)
+    publication.begin(client, version)
     evaluations = _open_records(config, client, opened, records, version, heldout)
     stream = TrainStream(
         client,
@@ -150,13 +148,6 @@ def open_trainer(
         stop=stop,
         turn=turn,
     )
-
-
-def _begin_publishing(publication: Publication, client: BlockingClient, version: Version) -> None:
-    """Collective: let subscribers find this rank, and publish the version that it begins with."""
-    publication.post_endpoint(client)
-    publication.publish(version)
-    publication.note_probes(version)
 
 
 def _restore(
@@ -266,11 +257,16 @@ def _open_remote_models(
             model.open(learner_epoch, folder.name if folder else None, version)
 
 
-def _abandoned_versions(backend: Backend, records: RunRecords, version: Version) -> range:
-    """Versions beyond the restored one that a former learner may have published, with weights of its own."""
+def _note_abandoned(backend: Backend, records: RunRecords, training: VersionStep, meta: Meta | None) -> range:
+    """Versions beyond the restored one that a former learner may have published, with weights of its own. The gate
+    does not compare these."""
+    version = meta.version if meta else 0
     # A version is published before its row is written.
     last = records.last_version(version) + 1 if backend.rank == 0 else 0
-    return range(version + 1, backend.exchange(last)[0] + 1)
+    abandoned = range(version + 1, backend.exchange(last)[0] + 1)
+    if training.gate is not None and meta is not None:
+        training.gate.abandoned = abandoned
+    return abandoned
 
 
 def _open_records(

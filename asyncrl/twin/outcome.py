@@ -63,7 +63,7 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Simulated:
     """Steady state of one simulated run: the first versions are left out.
 
     generators, learner  seconds of one process by name; names with wait/ before them are waits

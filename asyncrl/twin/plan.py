@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from asyncrl.sync.plan.cost_model import Speeds
 from asyncrl.sync.plan.tree import Links, Member, assign, predict
-from asyncrl.twin.outcome import Outcome, Setup, bound
+from asyncrl.twin.outcome import Setup, Simulated, bound
 from asyncrl.twin.simulate import simulate
 from asyncrl.twin.times import StageTimes
 
@@ -22,7 +22,7 @@ OF_A_VERSION = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class PlannedRun:
     """A run without its pools.
 
     setup: its sizes; the pools and max_staleness in it are replaced · max_staleness: the highest that is tried
@@ -38,9 +38,9 @@ class Job:
     host_devices: int = 8
 
 
-def search(job: Job, devices: int, seed: int = 0) -> list[Outcome]:
+def search(job: PlannedRun, devices: int, seed: int = 0) -> list[Simulated]:
     """Outcomes of the splits that were simulated, the fastest first; empty if the devices hold no run."""
-    found: list[Outcome] = []
+    found: list[Simulated] = []
     for candidates in _candidates(job, devices):
         for setup in sorted(candidates, key=lambda each: -expected_bound(each, job.times))[:TRIED]:
             events = setup.groups * setup.group_size + OF_A_VERSION * setup.generators
@@ -49,7 +49,7 @@ def search(job: Job, devices: int, seed: int = 0) -> list[Outcome]:
     return sorted(found, key=lambda outcome: -outcome.groups_per_s)
 
 
-def _candidates(job: Job, devices: int) -> Iterator[list[Setup]]:
+def _candidates(job: PlannedRun, devices: int) -> Iterator[list[Setup]]:
     """The setups of each mode."""
     levels = [0, 1, *([max(2, job.max_staleness)] if job.max_staleness != 1 else [])]
     ways = splits(job, devices)
@@ -77,7 +77,7 @@ def _spread(setup: Setup, generators: int, ranks: int, level: int) -> Setup:
     return replace(setup, slots=min(setup.slots, share * setup.group_size))
 
 
-def splits(job: Job, devices: int) -> list[tuple[int, int]]:
+def splits(job: PlannedRun, devices: int) -> list[tuple[int, int]]:
     """(generators, data ranks) of two pools: whole generators, and ranks that divide the groups of a version."""
     of_one, of_rank = job.times.generator_devices, job.times.rank_devices
     ways = [((devices - ranks * of_rank) // of_one, ranks) for ranks in _rank_counts(job)]
@@ -92,7 +92,7 @@ def expected_bound(setup: Setup, times: StageTimes) -> float:
     return bound(setup, times, tokens * setup.groups, learn_s)
 
 
-def fetch_times(job: Job, setup: Setup) -> list[float] | None:
+def fetch_times(job: PlannedRun, setup: Setup) -> list[float] | None:
     """Seconds until each generator has a version: the tree of the weight stream, if `sync.model_gb` is given. Sends and
     receipts count as even over the ranks, as `asyncrl sync plan` finds them but for a few percent."""
     sync, of_one = job.times.sync, job.times.generator_devices
@@ -109,6 +109,6 @@ def fetch_times(job: Job, setup: Setup) -> list[float] | None:
     return [seconds[member.who] for member in members]
 
 
-def _rank_counts(job: Job) -> list[int]:
+def _rank_counts(job: PlannedRun) -> list[int]:
     groups = job.setup.groups
     return [ranks for ranks in range(job.rank_multiple, groups + 1, job.rank_multiple) if groups % ranks == 0]

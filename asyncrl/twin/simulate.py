@@ -29,9 +29,9 @@ from asyncrl.queue.ledger.ledger import Ledger
 from asyncrl.queue.protocol import requests as rq
 from asyncrl.queue.protocol.settings import StreamSettings
 from asyncrl.twin.decoding import Decoder
-from asyncrl.twin.outcome import Outcome, Setup, bound
+from asyncrl.twin.outcome import Setup, Simulated, bound
 from asyncrl.twin.times import Lengths, StageTimes
-from asyncrl.twin.training import NO_LIMIT, WAIT_GROUPS, Learner
+from asyncrl.twin.training import NO_LIMIT, WAIT_GROUPS, SimulatedLearner
 from asyncrl.types import TRAIN
 
 WARM_UP = 3
@@ -50,7 +50,7 @@ def simulate(
     seed: int = 0,
     fetch_s: Sequence[float] | None = None,
     warm_up: int | None = None,
-) -> Outcome:
+) -> Simulated:
     """Simulate `versions` versions after the warm-up. The same arguments give the same outcome.
 
     fetch_s: seconds to each generator, by number; None: `sync.fetch_s` to all · warm_up: versions; None: until the
@@ -102,7 +102,7 @@ class Run:
         self.ledger.open(_settings(setup), None)
         self._measured = _Measured()
         self._open_generators()
-        self._learner = Learner(self)
+        self._learner = SimulatedLearner(self)
 
     def _open_generators(self) -> None:
         setup = self.setup
@@ -119,7 +119,7 @@ class Run:
 
     # ------------------------------------------------------------------ the events
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> Simulated:
         self._feed()
         for number in range(self.setup.generators):
             self._ask(number)
@@ -268,7 +268,7 @@ class _Measured:
         self.lags: list[float] = []
         self.published: dict[int, float] = {}
 
-    def outcome(self, setup: Setup, times: StageTimes) -> Outcome:
+    def outcome(self, setup: Setup, times: StageTimes) -> Simulated:
         start = (0.0, Counter[str](), Counter[str]())  # without a warm-up
         (begun, *before), (ended, *now) = [start, *self.marks][-2:]
         versions = sum(self.staleness.values()) // setup.groups
@@ -279,7 +279,7 @@ class _Measured:
         learn_s = sum(s for name, s in learner.items() if name != WAIT_GROUPS) / versions
         most = bound(setup, times, self.tokens / versions, learn_s)
         lag_s, seconds = sum(self.lags) / max(1, len(self.lags)), ended - begun
-        return Outcome(
+        return Simulated(
             setup, versions, seconds, self.tokens, generators, learner, self.staleness, lag_s, most
         )
 

@@ -26,7 +26,7 @@ COMPUTE, WAIT_GROUPS, WAIT_PUBLISH = "compute", "wait/groups", "wait/publish"
 """Names of the learner's seconds, as its spans have them."""
 
 
-class Learner:
+class SimulatedLearner:
     """Claims, one ahead of the computation (learner/train_stream.py), then the end of the version."""
 
     def __init__(self, run: Run) -> None:

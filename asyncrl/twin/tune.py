@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncrl.telemetry.spans import WAIT
-from asyncrl.twin.outcome import Outcome, Setup
-from asyncrl.twin.plan import Job, fetch_times, splits
+from asyncrl.twin.outcome import Setup, Simulated
+from asyncrl.twin.plan import PlannedRun, fetch_times, splits
 from asyncrl.twin.simulate import simulate
 
 LEAST_GAIN = 1.02
@@ -42,8 +42,8 @@ class Change:
     """One step of the search: fields of the setup with their new values, and the outcomes before and after."""
 
     fields: Mapping[str, Any]
-    before: Outcome
-    after: Outcome
+    before: Simulated
+    after: Simulated
 
     @property
     def gain(self) -> float:
@@ -52,9 +52,14 @@ class Change:
     def reason(self) -> str:
         """The wait that it changes most, in words: 'learner waits for groups 31 % → 4 %'."""
         moved = [
-            (shares(self.before, pool).get(name, 0.0), shares(self.after, pool).get(name, 0.0), pool, name)
+            (
+                named_waits(self.before, pool).get(name, 0.0),
+                named_waits(self.after, pool).get(name, 0.0),
+                pool,
+                name,
+            )
             for pool in ("learner", "generators")
-            for name in {*shares(self.before, pool), *shares(self.after, pool)}
+            for name in {*named_waits(self.before, pool), *named_waits(self.after, pool)}
         ]
         if not moved:
             return "neither pool waits"
@@ -63,13 +68,13 @@ class Change:
         return f"{pool} {verb} for {name} {was:.0%} → {now:.0%} of the time"
 
 
-def shares(outcome: Outcome, pool: str) -> dict[str, float]:
+def named_waits(outcome: Simulated, pool: str) -> dict[str, float]:
     """The named waits of a pool as shares of its time, by what is waited for."""
     found = outcome.shares(pool)
     return {name.removeprefix(WAIT): share for name, share in found.items() if name.startswith(WAIT)}
 
 
-def tune(job: Job, devices: int | None = None, seed: int = 0) -> tuple[Outcome, list[Change]]:
+def tune(job: PlannedRun, devices: int | None = None, seed: int = 0) -> tuple[Simulated, list[Change]]:
     """The outcome of the best setup, and the changes that lead to it from `job.setup`, in their order.
 
     devices: to be split into generators and data ranks; None: the pools stay as they are
@@ -89,8 +94,8 @@ def tune(job: Job, devices: int | None = None, seed: int = 0) -> tuple[Outcome, 
 
 
 def _with_younger_data(
-    job: Job, outcome: Outcome, changes: list[Change], seed: int
-) -> tuple[Outcome, list[Change]]:
+    job: PlannedRun, outcome: Simulated, changes: list[Change], seed: int
+) -> tuple[Simulated, list[Change]]:
     """The least staleness that is as fast."""
     for level in STALENESS:
         if level >= outcome.setup.max_staleness:
@@ -102,7 +107,7 @@ def _with_younger_data(
     return outcome, changes
 
 
-def _axes(job: Job, setup: Setup, devices: int | None) -> Iterator[list[dict[str, Any]]]:
+def _axes(job: PlannedRun, setup: Setup, devices: int | None) -> Iterator[list[dict[str, Any]]]:
     """The values of each key that are tried, as fields of the setup."""
     if devices is not None:
         yield [
@@ -124,5 +129,5 @@ def _axes(job: Job, setup: Setup, devices: int | None) -> Iterator[list[dict[str
     yield [{"depth": depth} for depth in sorted(depths - {setup.depth_groups})]
 
 
-def _outcome(job: Job, setup: Setup, seed: int) -> Outcome:
+def _outcome(job: PlannedRun, setup: Setup, seed: int) -> Simulated:
     return simulate(setup, job.times, VERSIONS, seed, fetch_times(job, setup))

@@ -64,7 +64,7 @@ class Allocation:
 
     @property
     def restarts(self) -> int:
-        """How often the job was queued again."""
+        """The number of times that the job was queued again."""
         return int(self._variables.get("SLURM_RESTART_COUNT", 0))
 
     def seat(self, process: str) -> Seat:

@@ -10,10 +10,10 @@ import pytest
 from test_calibrate import write_run
 
 from asyncrl import cli
-from asyncrl.launch.run_plan import recommended, verdict
+from asyncrl.launch.run_plan import recommended, worth
 from asyncrl.sync.plan.cost_model import Speeds
 from asyncrl.twin.outcome import Setup
-from asyncrl.twin.plan import Job, expected_bound, fetch_times, search, splits
+from asyncrl.twin.plan import PlannedRun, expected_bound, fetch_times, search, splits
 from asyncrl.twin.times import GenerationTimes, LearnerTimes, Lengths, StageTimes, SyncTimes
 
 CONFIG = (
@@ -28,7 +28,7 @@ TIMES = StageTimes(
     lengths=Lengths(median=100.0),
     learner=LearnerTimes(token_s=1e-3, version_s=0.0),
 )
-JOB = Job(
+JOB = PlannedRun(
     setup=Setup(groups=12, group_size=2, slots=64),
     times=TIMES,
     speeds=Speeds(1e9, 1e9, 0.002),
@@ -66,7 +66,7 @@ def test_the_balanced_split_is_found() -> None:
 def test_equal_rollouts_on_balanced_devices_gain_nothing_from_asynchrony() -> None:
     stops = dataclasses.replace(TIMES, sync=SyncTimes(flip_s=0.6, switch_s=0.05))
     found = search(dataclasses.replace(JOB, times=stops), 2)
-    assert verdict(found).startswith("asynchrony will not help you: ")
+    assert worth(found).startswith("asynchrony will not help you: ")
     assert recommended(found).setup.max_staleness == 0
 
 
@@ -77,14 +77,14 @@ def test_a_long_tail_makes_asynchrony_pay() -> None:
         lengths=Lengths(median=100.0, sigma=1.0, most=2000.0),
     )
     found = search(dataclasses.replace(JOB, times=tail), 4)
-    assert verdict(found).startswith("asynchrony helps: ")
+    assert worth(found).startswith("asynchrony helps: ")
     assert recommended(found).setup.max_staleness > 0
 
 
 def test_one_device_has_no_two_pools() -> None:
     found = search(JOB, 1)
     assert [outcome.setup.mode for outcome in found] == ["sync_colocated"]
-    assert verdict(found).startswith("asynchrony needs two pools")
+    assert worth(found).startswith("asynchrony needs two pools")
 
 
 def test_a_generator_gets_slots_for_its_share_of_the_groups() -> None:

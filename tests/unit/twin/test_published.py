@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config.yaml_values import parse_yaml
-from asyncrl.twin.outcome import Outcome, Setup
+from asyncrl.twin.outcome import Setup, Simulated
 from asyncrl.twin.simulate import simulate
 from asyncrl.twin.times import SECTIONS, times_of
 
@@ -21,11 +21,11 @@ PAGE = Path(__file__).parents[3] / "docs" / "twin.md"
 
 
 @cache
-def known(name: str, way: str) -> Outcome:
+def known(name: str, way: str) -> Simulated:
     return outcome(CASES[name], way)
 
 
-def outcome(case: dict[str, Any], way: str) -> Outcome:
+def outcome(case: dict[str, Any], way: str) -> Simulated:
     found = {**case["shared"], **case[way]}
     sizes = {name: found[name] for name in ("groups", "group_size", "whole_batch")}
     times = times_of({name: found[name] for name in SECTIONS if name in found})

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from asyncrl.twin.outcome import Outcome, Setup
+from asyncrl.twin.outcome import Setup, Simulated
 from asyncrl.twin.simulate import simulate
 from asyncrl.twin.times import GenerationTimes, LearnerTimes, Lengths, StageTimes, SyncTimes
 from asyncrl.twin.training import busiest
@@ -155,7 +155,7 @@ any_setups = st.builds(
 some = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-def simulated(setup: Setup, times: StageTimes, **more: object) -> Outcome:
+def simulated(setup: Setup, times: StageTimes, **more: object) -> Simulated:
     return simulate(setup, times, versions=8, **more)  # type: ignore[arg-type]
 
 

@@ -15,10 +15,10 @@ from asyncrl.bench.report import Ratio
 from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.sync.plan.cost_model import Speeds
-from asyncrl.twin.outcome import Outcome, Setup
-from asyncrl.twin.plan import Job
+from asyncrl.twin.outcome import Setup, Simulated
+from asyncrl.twin.plan import PlannedRun
 from asyncrl.twin.times import GenerationTimes, LearnerTimes, Lengths, StageTimes
-from asyncrl.twin.tune import LEAST_GAIN, Change, shares, tune
+from asyncrl.twin.tune import LEAST_GAIN, Change, named_waits, tune
 
 LONG_TAIL = StageTimes(
     generation=GenerationTimes(step_s=0.01, sequence_s=0.0001),
@@ -27,13 +27,15 @@ LONG_TAIL = StageTimes(
 )
 
 
-def job_of(times: StageTimes = LONG_TAIL, **setup: Any) -> Job:
+def job_of(times: StageTimes = LONG_TAIL, **setup: Any) -> PlannedRun:
     given = Setup(groups=12, group_size=2, slots=24, max_staleness=0)
-    return Job(setup=replace(given, **setup), times=times, speeds=Speeds(1e9, 1e9, 0.002), max_staleness=2)
+    return PlannedRun(
+        setup=replace(given, **setup), times=times, speeds=Speeds(1e9, 1e9, 0.002), max_staleness=2
+    )
 
 
 @cache
-def long_tail() -> tuple[Outcome, list[Change]]:
+def long_tail() -> tuple[Simulated, list[Change]]:
     return tune(job_of())
 
 
@@ -78,7 +80,7 @@ def test_slots_stay_large_enough_for_a_group() -> None:
 
 def test_waits_are_named_as_in_the_rows() -> None:
     best, _ = long_tail()
-    assert "groups" in shares(best, "learner")
+    assert "groups" in named_waits(best, "learner")
 
 
 CONFIG = (

@@ -234,10 +234,8 @@ def engine_arguments(
         "enable_prefix_caching": True,
         "scheduling_policy": "priority",  # of requests: their ordinals
         "seed": config.run.seed,
-        **({"block_size": BLOCK} if on_cpu else {}),
+        **(_on_cpu(config.model) if on_cpu else {}),
     }
-    if on_cpu and _latent_width(config.model) is not None:
-        free["attention_backend"] = PLAIN_LATENT
     return {**free, **ours.extra, **fixed}
 
 
@@ -292,9 +290,10 @@ def _kv_bytes(config: Config) -> int:
     return tokens * _kv_numbers(load_model_config(config.model), ours.tensor_parallel) * int(dtype.itemsize)
 
 
-def _latent_width(model: ModelConfig) -> int | None:
-    """The width of the latent vectors that attention caches; None for attention by heads."""
-    return getattr(load_model_config(model).get_text_config(), "kv_lora_rank", None)
+def _on_cpu(model: ModelConfig) -> dict[str, Any]:
+    """Arguments for vLLM's build for CPUs."""
+    latent = getattr(load_model_config(model).get_text_config(), "kv_lora_rank", None) is not None
+    return {"block_size": BLOCK, **({"attention_backend": PLAIN_LATENT} if latent else {})}
 
 
 def _kv_numbers(model: PretrainedConfig, ranks: int) -> int:

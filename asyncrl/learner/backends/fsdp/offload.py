@@ -18,7 +18,7 @@ from torch import Tensor
 from asyncrl.config.rules import require
 from asyncrl.config.schema import LearnerConfig
 from asyncrl.device import accelerator
-from asyncrl.device.parked import ParkedTensors, on_host
+from asyncrl.device.parked import ParkedTensors, host_room
 from asyncrl.learner.parallel.mesh import local_part
 
 
@@ -55,7 +55,7 @@ class ParkedState:
     def __init__(self, optimizer: torch.optim.Optimizer, offload: Offload) -> None:
         folder = offload.folder
         self._optimizer = optimizer
-        self._parked = ParkedTensors(on_host if folder is None else partial(in_a_file, folder))
+        self._parked = ParkedTensors(host_room if folder is None else partial(in_a_file, folder))
 
     def park(self) -> None:
         """Move the state away, unless it is parked already. Raises OSError for a full disk."""
