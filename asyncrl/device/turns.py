@@ -64,6 +64,7 @@ class DeviceLock:
         self._folder, self._who = folder, who
         self._names = [f"{platform.node()}-{device}" for device in sorted(devices)]
         self._held: list[int] = []
+        self._taken = ""  # a device that another process had at the last try
         self._passed_on = False
 
     @property
@@ -103,7 +104,8 @@ class DeviceLock:
         for file in waiting:
             _lock(file)
         locks = self._opened("lock")
-        if not all(_lock(file) for file in locks):
+        self._taken = next((name for name, file in zip(self._names, locks, strict=True) if not _lock(file)), "")
+        if self._taken:
             _close(locks)
             return False
         for file in locks:
@@ -120,12 +122,10 @@ class DeviceLock:
             _close(files)
 
     def _holder(self) -> str:
-        """The process that has the first device that is not free."""
-        for name in self._names:
-            with suppress(OSError):
-                if text := (self._folder / f"{name}.lock").read_text():
-                    return text
-        return "the process that has it"
+        """The process that had a device at the last try."""
+        with suppress(OSError):
+            return (self._folder / f"{self._taken}.lock").read_text() or "the process that has it"
+        return "the process that waits for it"
 
     def _opened(self, kind: str) -> list[int]:
         self._folder.mkdir(parents=True, exist_ok=True)

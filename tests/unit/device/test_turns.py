@@ -70,6 +70,8 @@ def test_a_rank_of_two_engines_waits_for_both_and_takes_neither_alone(tmp_path: 
         learner.take(0.1)
     assert second.take(1.0)
     first.give()
+    with pytest.raises(DeadlineError, match=r"learner rank 0 .*generator-1"):
+        learner.take(0.1)
     second.give()
     assert learner.take(1.0)
 
