@@ -67,7 +67,13 @@ def test_a_seed_is_a_run() -> None:
     assert "fault: " in printed.pop()
 
 
-@pytest.mark.parametrize("rule", MUTATIONS)
+SLOW = {"grants_that_nobody_takes", "payloads_are_kept_after_the_journal"}
+"""Rules whose breach takes many runs to show."""
+
+
+@pytest.mark.parametrize(
+    "rule", [pytest.param(rule, marks=[pytest.mark.slow] * (rule in SLOW)) for rule in MUTATIONS]
+)
 def test_a_broken_rule_is_found_soon(rule: str) -> None:
     with MUTATIONS[rule](), pytest.raises(SeedError, match="play it again"):
         simulate_all(range(SOON))

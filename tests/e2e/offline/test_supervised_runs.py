@@ -81,6 +81,7 @@ def stop(process: Process) -> int:
     return finished(process)[0]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_and_then_stopped_ends_with_equal_weights(config: Path) -> None:
     """The same steps, on the same rows, at the same learning rates."""
     whole, run = sft(config, "whole"), config.parent / "it-sft"

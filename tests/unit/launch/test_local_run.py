@@ -659,6 +659,7 @@ def test_threads_are_shared_out(config: Config, monkeypatch: pytest.MonkeyPatch)
     assert processes.shared_threads(config) == 1
 
 
+@pytest.mark.slow
 def test_generators_are_started_and_leave_as_requested(
     config: Config,
     scripts: dict[str, str],
