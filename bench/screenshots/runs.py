@@ -30,7 +30,7 @@ RUNS = {
         "run.versions=40",
         "generator.count=2",
         "queue.max_staleness=16",
-        "learner.optimizer.lr=6e-4",
+        "learner.optimizer.lr=1.5e-3",
     ),
     "hacked-reward": (
         "run.versions=60",

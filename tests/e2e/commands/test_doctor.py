@@ -38,9 +38,9 @@ def test_a_healthy_run_has_none(tmp_path: Path, warm: Path) -> None:
 
 def test_a_slow_generator_is_named(tmp_path: Path, warm: Path) -> None:
     findings = found(tmp_path, warm, "slow-generator")
-    assert [(one.rule, one.about, one.key) for one in findings] == [
-        ("straggler", "generator-1", "queue.hedge_s")
-    ]
+    first, *others = [(one.rule, one.about, one.key) for one in findings]
+    assert first == ("straggler", "generator-1", "queue.hedge_s")
+    assert {about for _, about, _ in others} <= {"sync/lag"}, "it takes versions late, too"
 
 
 def test_stale_data_is_named(tmp_path: Path, warm: Path) -> None:
