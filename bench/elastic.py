@@ -82,10 +82,12 @@ class ElasticRun:
 
 
 def phase(rows: Sequence[Mapping[str, Any]]) -> Measured:
+    """Busy shares are of the versions of which some generator has reported one: not all have, while it starts."""
+    busy = [row["perf/busy/generator"] for row in rows if "perf/busy/generator" in row]
     seconds = sum(each["perf/step_s"] for each in rows)
     return {
         "rollouts_per_s": sum(each["train/rollouts"] for each in rows) / seconds,
-        "busy.generator": mean(each["perf/busy/generator"] for each in rows),
+        "busy.generator": mean(busy) if busy else 0.0,
         "busy.learner": mean(each["perf/busy/learner"] for each in rows),
         "staleness": mean(each["train/staleness/mean"] for each in rows),
     }
