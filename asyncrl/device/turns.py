@@ -104,7 +104,9 @@ class DeviceLock:
         for file in waiting:
             _lock(file)
         locks = self._opened("lock")
-        self._taken = next((name for name, file in zip(self._names, locks, strict=True) if not _lock(file)), "")
+        self._taken = next(
+            (name for name, file in zip(self._names, locks, strict=True) if not _lock(file)), ""
+        )
         if self._taken:
             _close(locks)
             return False
