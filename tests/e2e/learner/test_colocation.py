@@ -36,6 +36,7 @@ def test_a_colocated_run_is_the_split_one_bit_for_bit_and_pools_never_compute_to
     config_file: Path,
 ) -> None:
     shared = ("run.versions=3", "generator.count=2", "generator.max_tokens=6", "generator.slots=8")
+    shared += ("launch.learner_restarts=0",)
     split, colocated = synchronous_runs(config_file, shared, split=(), colocated=TURNS)
     theirs, ours = final_weights(split), final_weights(colocated)
     assert theirs.keys() == ours.keys()

@@ -15,6 +15,7 @@ from waiting import eventually
 
 from asyncrl.device.turns import DeviceLock
 from asyncrl.errors import ConfigError, RunClosedError
+from asyncrl.generator.engines import device_turn
 from asyncrl.generator.engines.device_turn import TurnTakingEngine
 from asyncrl.generator.engines.engine import SampleRequest
 from asyncrl.generator.engines.scripted_engine import ScriptedEngine
@@ -66,10 +67,14 @@ def with_turns(folder: Path, act: Callable[[TurnTakingEngine, DeviceLock, Sleepe
 
 
 def test_an_idle_engine_sleeps_only_when_the_learner_waits_and_wakes_for_the_next_sample(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(device_turn, "LOOK_S", 0.0)  # it looks in each turn of the event loop
+
     async def act(turns: TurnTakingEngine, learner: DeviceLock, engine: Sleeper) -> None:
         await turns.sample(REQUEST)
+        for _ in range(20):
+            await asyncio.sleep(0)
         assert (engine.slept, turns.stats()["asleep"]) == ([], 0.0)
         await asyncio.to_thread(learner.take, 30.0)
         assert (engine.slept, turns.stats()["asleep"]) == (["sleep"], 1.0)

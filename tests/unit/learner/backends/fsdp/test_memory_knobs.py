@@ -156,7 +156,10 @@ def test_a_backend_that_is_parked_between_and_within_steps_goes_the_same_way(
 
 
 def parked_and_back(backend: FsdpBackend) -> None:
+    masters = backend.policy._masters.tensors.values()
+    gradients = [master.grad for master in masters if master.grad is not None]
     live = [tensor for model in backend._models.values() for tensor in model.live() if tensor.dim() > 0]
+    live += gradients
     backend.park()
     assert {tensor.untyped_storage().nbytes() for tensor in live} == {0}
     backend.fetch()
