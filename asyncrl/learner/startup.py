@@ -98,17 +98,15 @@ def open_trainer(
     status: ProcessStatus,
     turn: DeviceTurn,
 ) -> Trainer:
-    """Collective: the trainer of this rank, at the version that it begins with, which is published.
+    """Collective: the trainer of this rank, which has its device, at the version that it begins with, published.
 
     keys: those of the run's pools · heldout: the number of tasks of each evaluation set, by its name
-    turn: of this rank's device, which it has now
     """
     spans, run_folder = Spans("learner"), Path(config.run.dir) / config.run.name
     pools, records = requirements.models_trained_in_pools(config), RunRecords(run_folder, config)
     remote_models = {name: RemoteModel(name, config, backend, client, keys) for name in pools}
     training = version_step(backend, config, spans, remote_models)
-    folder, meta = _restore(config, backend, training, run_folder, status)
-    version = meta.version if meta else 0
+    folder, meta, version = _restore(config, backend, training, run_folder, status)
     opened = _open_streams(config, backend, client, records, meta)
     learner_epoch, lineage = backend.exchange(opened and [opened.train_epoch, opened.lineage])[0]
     _open_remote_models(config, remote_models, learner_epoch, folder, version, status)
@@ -152,19 +150,19 @@ def open_trainer(
 
 def _restore(
     config: Config, backend: Backend, training: VersionStep, run_folder: Path, status: ProcessStatus
-) -> tuple[Path | None, Meta | None]:
-    """Load the newest checkpoint under `run.resume`. Returns its folder and its metadata. Raises ConfigError unless all
+) -> tuple[Path | None, Meta | None, Version]:
+    """Load the newest checkpoint under `run.resume`. Returns its folder, metadata and version. Raises ConfigError unless all
     ranks see one run folder."""
     checkpoint.require_one_folder(run_folder, backend)
     found = checkpoint.to_resume(run_folder, set_aside=backend.rank == 0) if config.run.resume else None
     if found is None:
-        return None, None
+        return None, None, 0
     folder, meta = found
     with status.waiting(f"{folder} to be read"):
         backend.load(folder / checkpoint.STATE)
     training.controls = training.controls.restored(meta.controls, config.algorithm)
     log.info("restored version %d from %s", meta.version, folder)
-    return folder, meta
+    return folder, meta, meta.version
 
 
 def _open_streams(
