@@ -151,8 +151,8 @@ def open_trainer(
 def _restore(
     config: Config, backend: Backend, training: VersionStep, run_folder: Path, status: ProcessStatus
 ) -> tuple[Path | None, Meta | None, Version]:
-    """Load the newest checkpoint under `run.resume`. Returns its folder, metadata and version. Raises ConfigError unless all
-    ranks see one run folder."""
+    """Load the newest checkpoint under `run.resume`. Returns its folder, its metadata and its version. Raises
+    ConfigError unless all ranks see one run folder."""
     checkpoint.require_one_folder(run_folder, backend)
     found = checkpoint.to_resume(run_folder, set_aside=backend.rank == 0) if config.run.resume else None
     if found is None:
