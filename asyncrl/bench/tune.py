@@ -7,7 +7,6 @@ CONFIG ──▸ a short run ──▸ its stage times ──▸ simulations, ke
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +15,11 @@ from typing import Any
 import yaml
 
 from asyncrl.bench.report import Ratio
+from asyncrl.bench.utilization import short_run
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.local_run import train
 from asyncrl.launch.run_plan import job, setup_of
-from asyncrl.telemetry.sinks import read_rows
 from asyncrl.twin.calibrate import FIRST, LEAST, calibrate
 from asyncrl.twin.outcome import Simulated
 from asyncrl.twin.plan import PlannedRun
@@ -76,17 +74,8 @@ class _Runs:
     def rate(self, name: str, keys: Mapping[str, Any]) -> float:
         """Rollouts a second of a run with these keys, without its first versions."""
         print(f"asyncrl tune: a run of {self.versions} versions, {name}", flush=True)
-        shutil.rmtree(self.folder / name, ignore_errors=True)
-        words = [
-            *(f"run.dir={self.folder}", f"run.name={name}", f"run.versions={self.versions}"),
-            *("run.resume=false", "run.target_accuracy=null", "evaluation.source=null"),
-            *(f"checkpoint.every={self.versions}", "launch.quiet=true"),
-            *(f"{key}={'null' if value is None else value}" for key, value in keys.items()),
-        ]
-        train(load_config(self.path, [*self.overrides, *words]))
-        rows = [row for row in read_rows(self.folder / name / "metrics.jsonl") if "perf/step_s" in row][
-            FIRST:
-        ]
+        words = ["launch.quiet=true", *(f"{key}={_word(value)}" for key, value in keys.items())]
+        rows = short_run(self.path, self.overrides, self.folder / name, self.versions, words)[FIRST:]
         return float(sum(row["train/rollouts"] for row in rows) / sum(row["perf/step_s"] for row in rows))
 
 

@@ -31,6 +31,7 @@ from rich.console import Console
 from asyncrl.bench.report import Length, Ratio, draw, print_report, shortest, verdict
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.placement import COLOCATED
 from asyncrl.launch.local_run import train
 from asyncrl.launch.processes import cores
 from asyncrl.telemetry.sinks import read_rows
@@ -40,8 +41,6 @@ LEAST_ASYNC_STALENESS = 2
 WARM_UP_VERSIONS = 3
 RIVALS = ("sync_split", "sync_colocated")
 """Modes that `async` is compared with."""
-
-TURNS = ("placement.colocate=true", "sync.staging=host", "sync.snapshot_device=host")
 
 VLLM_SHARE, LEARNER_SHARE = 0.45, 0.5
 """Shares of a GPU that both pools use at once; the rest is for CUDA itself."""
@@ -98,7 +97,7 @@ def _everything_to_both(config: Config) -> tuple[str, ...]:
     """On GPUs both pools get the union of the devices, on the CPU all cores: as many engines as have `tensor_parallel`
     devices each, and as many ranks as the learner's axes divide. They take turns if engine and backend can, else each
     has half of a GPU's memory."""
-    turns = TURNS if _take_turns(config) else ()
+    turns = [f"{key}={value}" for key, value in COLOCATED.items()] if _take_turns(config) else []
     pools = (config.generator.devices, config.learner.devices)
     devices = dict.fromkeys(one.strip() for pool in pools if pool for one in pool.split(","))
     if devices:
@@ -183,21 +182,24 @@ def summarise(
 
 
 def _run(arguments: argparse.Namespace, base: Config, mode: Mode) -> list[Row]:
-    name = f"{base.run.name}-{mode.name}"
-    folder = Path(arguments.dir) / name
+    folder = Path(arguments.dir) / f"{base.run.name}-{mode.name}"
+    return short_run(arguments.config, arguments.overrides, folder, arguments.versions, mode.overrides)
+
+
+def short_run(
+    path: str, overrides: Sequence[str], folder: Path, versions: int, changes: Sequence[str]
+) -> list[Row]:
+    """Train a configuration anew in `folder`, without evaluations. Returns the rows of its versions.
+
+    overrides: the user's · changes: made to them, the last ones
+    """
     shutil.rmtree(folder, ignore_errors=True)
-    overrides = [
-        *arguments.overrides,
-        f"run.dir={arguments.dir}",
-        f"run.name={name}",
-        f"run.versions={arguments.versions}",
-        "run.resume=false",
-        "run.target_accuracy=null",
-        "evaluation.source=null",
-        f"checkpoint.every={arguments.versions}",
-        *mode.overrides,
+    words = [
+        *(f"run.dir={folder.parent}", f"run.name={folder.name}", f"run.versions={versions}"),
+        *("run.resume=false", "run.target_accuracy=null", "evaluation.source=null"),
+        f"checkpoint.every={versions}",
     ]
-    train(load_config(arguments.config, overrides))
+    train(load_config(path, [*overrides, *words, *changes]))
     return [row for row in read_rows(folder / "metrics.jsonl") if "perf/step_s" in row]
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.placement import COLOCATED
 from asyncrl.config.yaml_values import one_line
 from asyncrl.errors import ConfigError
 from asyncrl.launch.folder.run_folder import find_run
@@ -137,11 +138,7 @@ def keys(best: Simulated, times: StageTimes, config: Config) -> Iterator[tuple[s
     """The keys of a setup, and their values. Depth and window follow max_staleness."""
     setup = best.setup
     if setup.colocated:
-        yield from {
-            "placement.colocate": "true",
-            "sync.staging": "host",
-            "sync.snapshot_device": "host",
-        }.items()
+        yield from COLOCATED.items()
     yield "generator.count", setup.generators
     yield "learner.processes", setup.data_ranks * times.rank_devices
     yield "generator.slots", setup.slots

@@ -12,6 +12,13 @@ from asyncrl.config.rules import Processes, Rule, Seconds, Section, Threads, dev
 REWARDS = "rewards"
 """The only pool that is no model of the learner's: the reward functions."""
 
+COLOCATED: Mapping[str, str] = {
+    "placement.colocate": "true",
+    "sync.staging": "host",
+    "sync.snapshot_device": "host",
+}
+"""The keys of pools that take turns on the same devices, as configs/placement/colocated.yaml has them."""
+
 
 @dataclass(frozen=True)
 class PlaceConfig(Section):
