@@ -43,6 +43,22 @@ class Dry:
         return [mine]
 
 
+def stream_of(both: Any, config: Config | None = None) -> TrainStream:
+    """The stream of a rank whose queue and backend are one object."""
+    return TrainStream(
+        both,
+        both,
+        config or Config(),
+        Spans(),
+        check=GroupCheck(rollouts=4, longest=32, vocabulary=33),
+        learner_epoch=0,
+        stop=threading.Event(),
+        idle=lambda: None,
+        turn=DeviceTurn.always(),
+        status=ProcessStatus(),
+    )
+
+
 @pytest.mark.parametrize(
     ("dropped", "says"),
     [
@@ -62,18 +78,7 @@ class Dry:
 )
 def test_a_wait_in_vain_tells_where_the_tasks_are(dropped: Mapping[str, int] | None, says: str) -> None:
     dry = Dry(dropped)
-    stream = TrainStream(
-        dry,  # type: ignore[arg-type]
-        dry,  # type: ignore[arg-type]
-        Config(learner=LearnerConfig(groups_deadline_s=1e-6)),
-        Spans(),
-        check=GroupCheck(rollouts=4, longest=32, vocabulary=33),
-        learner_epoch=0,
-        stop=threading.Event(),
-        idle=lambda: None,
-        turn=DeviceTurn.always(),
-        status=ProcessStatus(),
-    )
+    stream = stream_of(dry, Config(learner=LearnerConfig(groups_deadline_s=1e-6)))
     with pytest.raises(NoGroups) as error:
         next(stream.step(3))
     stream.close()
@@ -90,18 +95,7 @@ def test_a_wait_in_vain_names_the_rewards_whose_calls_do_not_end() -> None:
         "generator-0": {"under_way/x.py:slow": 64},
         "rewards-0": {"under_way/x.py:slow": 8, "groups": 3},
     }
-    stream = TrainStream(
-        dry,  # type: ignore[arg-type]
-        dry,  # type: ignore[arg-type]
-        Config(learner=LearnerConfig(groups_deadline_s=1e-6)),
-        Spans(),
-        check=GroupCheck(rollouts=4, longest=32, vocabulary=33),
-        learner_epoch=0,
-        stop=threading.Event(),
-        idle=lambda: None,
-        turn=DeviceTurn.always(),
-        status=ProcessStatus(),
-    )
+    stream = stream_of(dry, Config(learner=LearnerConfig(groups_deadline_s=1e-6)))
     with pytest.raises(NoGroups, match=r"dropped: none; reward calls under way: 72 of x\.py:slow$"):
         next(stream.step(3))
     stream.close()
@@ -124,18 +118,7 @@ def test_all_ranks_give_up_together(other: list[Any], end: type[Exception]) -> N
             return [other, mine]
 
     full = Full({})
-    stream = TrainStream(
-        full,  # type: ignore[arg-type]
-        full,  # type: ignore[arg-type]
-        Config(learner=LearnerConfig(groups_deadline_s=600.0)),
-        Spans(),
-        check=GroupCheck(rollouts=4, longest=32, vocabulary=33),
-        learner_epoch=0,
-        stop=threading.Event(),
-        idle=lambda: None,
-        turn=DeviceTurn.always(),
-        status=ProcessStatus(),
-    )
+    stream = stream_of(full, Config(learner=LearnerConfig(groups_deadline_s=600.0)))
     with pytest.raises(end):
         next(stream.step(3))
     stream.close()
@@ -162,18 +145,7 @@ def test_a_corrupt_group_of_another_rank_restarts_the_step_here_too() -> None:
             ]
 
     full = Full({})
-    stream = TrainStream(
-        full,  # type: ignore[arg-type]
-        full,  # type: ignore[arg-type]
-        Config(),
-        Spans(),
-        check=GroupCheck(rollouts=4, longest=32, vocabulary=33),
-        learner_epoch=0,
-        stop=threading.Event(),
-        idle=lambda: None,
-        turn=DeviceTurn.always(),
-        status=ProcessStatus(),
-    )
+    stream = stream_of(full)
     with pytest.raises(GroupsRefused, match="1 groups cannot be trained on; task 5: a text") as refused:
         next(stream.step(3))
     stream.close()
@@ -203,18 +175,7 @@ def test_a_group_that_takes_900_seconds_is_waited_for(monkeypatch: pytest.Monkey
             return {**super().status(), "workers": {"generator-0": {"tokens": clock.now}}}
 
     slow = Slow({})
-    stream = TrainStream(
-        slow,  # type: ignore[arg-type]
-        slow,  # type: ignore[arg-type]
-        Config(),
-        Spans(),
-        learner_epoch=0,
-        check=GroupCheck(rollouts=4, longest=32, vocabulary=33),
-        stop=threading.Event(),
-        idle=lambda: None,
-        turn=DeviceTurn.always(),
-        status=ProcessStatus(),
-    )
+    stream = stream_of(slow)
     assert list(stream.step(3)) == [[]]
     stream.close()
     assert clock.now > 900.0
@@ -227,18 +188,7 @@ def test_a_claim_is_an_event_with_the_ages_of_its_groups(trace: Any) -> None:
             return Claim(groups, last=True, so_far=3, workers=["g"] * 3)
 
     full = Full({})
-    stream = TrainStream(
-        full,  # type: ignore[arg-type]
-        full,  # type: ignore[arg-type]
-        Config(),
-        Spans(),
-        check=GroupCheck(rollouts=4, longest=32, vocabulary=33),
-        learner_epoch=0,
-        stop=threading.Event(),
-        idle=lambda: None,
-        turn=DeviceTurn.always(),
-        status=ProcessStatus(),
-    )
+    stream = stream_of(full)
     assert len(next(stream.step(3))) == 3
     stream.close()
     (event,) = trace().events
