@@ -103,7 +103,7 @@ class Broadcaster:
                 reply({"status": "gone", "detail": str(error)})
             except Exception as error:
                 self._counts.add("failures")
-                log.warning("version %d to %s: %s", version, who, error)
+                log.warning("version %d to %s: %s", version, who, str(error))  # the error holds the buffers
                 reply({"status": "failed", "detail": str(error)})
 
         threading.Thread(target=work, name=f"version {version} to {who}", daemon=True).start()

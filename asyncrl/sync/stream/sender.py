@@ -179,7 +179,9 @@ class Sender:
         except (DeadlineError, WeightSyncError) as error:
             failure = str(error)
             self._counts.add("failures")
-            log.warning("weights to %s: %s", self.who, error)
+            log.warning(
+                "weights to %s: %s", self.who, failure
+            )  # not the error, whose traceback holds the channel
         finally:
             self._end(failure)
             hasher.shutdown(wait=False)

@@ -140,7 +140,7 @@ class Subscriber:
                 self._evicted += 1
                 raise
             except AsyncRLError as error:
-                log.warning("%s takes version %d from the learner: %s", self.who, version, error)
+                log.warning("%s takes version %d from the learner: %s", self.who, version, str(error))
                 self._failed = parent.who
                 self._leave_parent()
         self._evicted = 0

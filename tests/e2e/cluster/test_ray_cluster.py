@@ -135,11 +135,12 @@ def test_a_run_outlives_a_lost_node_and_a_killed_learner_and_ctrl_c_saves(
         assert [one.pid for one in again] != [lost.pid]
         until_trained(run, versions(run)[-1] + 2, launcher)
 
-        saved = until(
-            lambda: newest_checkpoint(run) >= 2 and newest_checkpoint(run), "a checkpoint", launcher
-        )
-        the_process(config_file, "learner").kill()
-        until_trained(run, saved + 4, launcher)
+        until(lambda: newest_checkpoint(run) >= 2, "a checkpoint", launcher)
+        killed = the_process(config_file, "learner")
+        killed.kill()
+        until(lambda: not killed.is_running(), "the end of the learner", launcher)
+        until(lambda: processes_of(config_file, "learner"), "the learner again", launcher)
+        until_trained(run, versions(run)[-1] + 2, launcher)
 
         interrupt(launcher)
         code, printed = finished(launcher)

@@ -29,10 +29,6 @@ CHAIN = replace(LARGE_CONFIG, fanout=1)
 SUBSCRIBER = str(Path(__file__).with_name("subscriber_process.py"))
 
 
-SNAPSHOTS = 8
-"""Descriptors of shared memory that two publishers may need for further snapshots; fewer than subscribers that die."""
-
-
 def resources() -> tuple[list[str], int]:
     """Names of this process's threads, and the number of its open descriptors."""
     gc.collect()
@@ -46,13 +42,13 @@ def until(look: Callable[[], bool], what: str) -> None:
         time.sleep(0.01)
 
 
-def freed(before: tuple[list[str], int], snapshots: int = 0) -> None:
-    """Wait until there is no thread more than before, and no descriptor but those of `snapshots`."""
+def freed(before: tuple[list[str], int]) -> None:
+    """Wait until there is no thread and no descriptor more than before."""
     threads, descriptors = before
 
     def back() -> bool:
         threads_now, descriptors_now = resources()
-        return not Counter(threads_now) - Counter(threads) and descriptors_now <= descriptors + snapshots
+        return not Counter(threads_now) - Counter(threads) and descriptors_now <= descriptors
 
     until(back, f"return to {before} from {resources()}")
 
@@ -217,6 +213,6 @@ def test_a_hundred_killed_subscribers_leave_nothing(backend: str, closing: Calla
         learner.publish(round_ + 1)
         until(lambda: not any(publisher.stats()["subscribers"] for publisher in learner.publishers), "end")
     del victims, victim, stack
-    freed(before, SNAPSHOTS)
+    freed(before)
     other = closing(Generator("other", learner, learner.whole, config))
     other.check(other.fetch(-1, WAIT_S), 20)
