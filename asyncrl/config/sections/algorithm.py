@@ -23,7 +23,7 @@ FLAT_WITHOUT_SPREAD = (
 OWN_WEIGHTS = ("decoupled_ppo", "aipo", "dppo_tv", "dppo_kl")
 """Losses that weigh a token against μ themselves."""
 
-WITHOUT_RATIO = ("reinforce", "sppo", "gspo", "gmpo", "sapo")
+WITHOUT_RATIO = ("reinforce", "sppo", "gspo", "gmpo", "sapo", "dro")
 """Losses in which a token's own ρ = π/π_p is no factor of its gradient."""
 
 
@@ -71,7 +71,7 @@ class KlLossConfig(Section):
     """KL to the reference as a term of the loss; needs a reference where coef > 0."""
 
     coef: NotNegative = key(0.0, "weight of the term")
-    form: Literal["k1", "k2", "k3", "abs", "k1+", "k3+"] = key(
+    form: Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"] = key(
         "k3", "'+': this value with the unbiased gradient of k2"
     )
 
@@ -170,6 +170,7 @@ class AlgorithmConfig(Section):
         "kl_cov",
         "aipo",
         "reinforce",
+        "dro",
         "sppo",
     ] = "ppo"
     own_advantage: str | None = key(
@@ -218,6 +219,7 @@ class AlgorithmConfig(Section):
     )
     weight_cap: Positive = key(5.0, "decoupled_ppo: most that π_p/μ multiplies · aipo: ρ_max · dppo: c")
     sapo_tau: tuple[float, float] = key((1.0, 1.05), "τ for positive and negative advantages")
+    dro_beta: Positive = key(0.1, "β: weight of the penalty on log² ρ")
     dppo_bound: Positive = key(0.2, "divergence of a sampled token past which it moves no further out")
     cov_share: Positive = key(
         0.0002, "clip_cov, kl_cov: share of the batch's tokens that are detached or penalised"
@@ -296,7 +298,7 @@ class AlgorithmConfig(Section):
             "set algorithm.filter=none, or an advantage that compares rewards within a group, such as grpo",
         )
         terms = {
-            "loss=sppo": self.built_in_loss == "sppo",
+            **{f"loss={name}": self.built_in_loss == name for name in ("sppo", "dro")},
             "kl_loss.coef": self.kl_loss.coef > 0,
             "shaping.kl_coef": self.shaping.kl_coef > 0,
             "entropy_bonus": self.entropy_bonus != 0,

@@ -14,7 +14,7 @@ from asyncrl.learner.algorithms.losses.aggregation import AGGREGATIONS, Counts
 from asyncrl.learner.algorithms.losses.policy_loss import PolicyTerms, policy_loss
 from asyncrl.learner.data.batch import MicroBatch
 
-TOKENS = ("ppo", "decoupled_ppo", "cispo", "sapo", "aipo", "reinforce", "dppo_tv", "dppo_kl")
+TOKENS = ("ppo", "decoupled_ppo", "cispo", "sapo", "aipo", "reinforce", "dro", "dppo_tv", "dppo_kl")
 ROLLOUTS = ("gspo", "gmpo", "sppo")
 SELECTING = ("clip_cov", "kl_cov")
 EVERY_LOSS = TOKENS + ROLLOUTS + SELECTING

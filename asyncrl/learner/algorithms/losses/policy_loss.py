@@ -108,7 +108,7 @@ def kl(logp_N: Tensor, other_N: Tensor, form: str) -> Tensor:
     """[N]: the estimate of KL(π‖π_other) at each token, with the gradient of logp_N.
 
     form, with r = π_other / π: k1 = −log r, k2 = ½ log² r, k3 = r − 1 − log r (http://joschu.net/blog/kl-approx.html),
-    abs = |log r|. k1+ and k3+ have that value and the gradient of k2, which alone is unbiased on the policy's own
+    abs = |log r|. k1+, k3+ and abs+ have that value and the gradient of k2, which alone is unbiased on the policy's own
     samples. In k3 the log-ratio is clamped to ±20 and the result to 10, as in verl.
     """
     if form.endswith("+"):

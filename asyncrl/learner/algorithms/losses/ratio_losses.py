@@ -70,7 +70,7 @@ def cispo(terms: PolicyTerms, config: AlgorithmConfig) -> TokenLoss:
 def sapo(terms: PolicyTerms, config: AlgorithmConfig) -> TokenLoss:
     """−A · 4/τ · σ(τ(ρ − 1)), with a τ for A > 0 and another for the rest: a soft gate in place of the clip.
 
-    Its slope in ρ is 1 at ρ = 1. verl always aggregates it as 'seq-mean-token-mean'; here `aggregation` decides.
+    Its slope in ρ is 1 at ρ = 1. The paper aggregates it as 'seq-mean-token-mean'; here `aggregation` decides.
     """
     a_N = terms.advantages_N
     rho_N = ratio(terms.logp_N, terms.proximal_N)
@@ -97,6 +97,16 @@ def reinforce(terms: PolicyTerms, config: AlgorithmConfig) -> TokenLoss:
     return TokenLoss(-terms.advantages_N * terms.logp_N, none_of(terms))
 
 
+@loss("dro", source="DRO, arXiv 2405.19107, whose value is here the advantage's baseline")
+def dro(terms: PolicyTerms, config: AlgorithmConfig) -> TokenLoss:
+    """−(A · log π − β/2 · log² ρ): a quadratic penalty in place of a trust region, β being `dro_beta`.
+
+    Its slope −A + β log ρ has no ratio in it, so that tokens of any age have the same weight. log ρ is not clamped.
+    """
+    moved_N = terms.logp_N - terms.proximal_N
+    return TokenLoss(config.dro_beta / 2 * moved_N**2 - terms.advantages_N * terms.logp_N, none_of(terms))
+
+
 # --- the ratio of the whole rollout: every policy token of it has the same
 
 
@@ -105,8 +115,8 @@ def gspo(terms: PolicyTerms, config: AlgorithmConfig) -> TokenLoss:
     """−min(sA, clip(s, 1 − ε_lo, 1 + ε_hi)A) with s = exp(mean of log ρ over the rollout).
 
     The gradient of s goes through the token's own log π (the paper's GSPO-token: sg(s) · π / sg(π)), so that an
-    advantage may differ from token to token. verl always aggregates it as 'seq-mean-token-mean'; here `aggregation`
-    decides.
+    advantage may differ from token to token. The paper aggregates it as 'seq-mean-token-mean'; here, as in verl since
+    0.9.1, `aggregation` decides.
     """
     a_N = terms.advantages_N
     mean_N = rollout_means((terms.logp_N - terms.proximal_N).detach(), terms)[terms.seq_N]

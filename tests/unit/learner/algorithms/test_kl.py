@@ -30,6 +30,7 @@ def value_and_slope(log_ratio: float, form: str) -> tuple[float, float]:
         ("k3", 0.5 - 1 + log(2), 1 - 0.5),  # r = π_ref / π = ½
         ("k1+", log(2), log(2)),
         ("k3+", 0.5 - 1 + log(2), log(2)),
+        ("abs+", log(2), log(2)),
     ],
 )
 def test_by_hand(form: str, value: float, slope: float) -> None:

@@ -102,6 +102,19 @@ def test_reinforce() -> None:
 
 
 @pytest.mark.parametrize(
+    ("advantage", "ratio", "expected"),
+    [
+        (2.0, 1.0, [2.0, -2.0, 0]),
+        (2.0, 4.0, [-2 * (log(4) - 1) + 0.25 * log(4) ** 2, -2 + 0.5 * log(4), 0]),
+        (-2.0, 0.5, [2 * (log(0.5) - 1) + 0.25 * log(0.5) ** 2, 2 + 0.5 * log(0.5), 0]),
+        (0.0, 4.0, [0.25 * log(4) ** 2, 0.5 * log(4), 0]),  # drawn back without an advantage, too
+    ],
+)
+def test_dro_is_quadratic_in_the_log_ratio(advantage: float, ratio: float, expected: list[float]) -> None:
+    assert by_hand("dro", advantage, ratio, dro_beta=0.5) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
     ("mu", "pi", "advantage", "held"),
     [
         (0.4, 0.7, 1.0, True),  # 0.3 up, wants up

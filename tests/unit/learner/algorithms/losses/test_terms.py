@@ -46,7 +46,7 @@ def test_kl_takes_form_and_coefficient() -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "slope"), [("k1", 1), ("k2", -1), ("k3", 1 - exp(1)), ("k1+", -1), ("k3+", -1)]
+    ("form", "slope"), [("k1", 1), ("k2", -1), ("k3", 1 - exp(1)), ("k1+", -1), ("k3+", -1), ("abs+", -1)]
 )
 @pytest.mark.parametrize("outside", [float("nan"), float("inf"), -1e30])
 def test_what_a_reference_says_outside_the_mask_has_no_gradient(
