@@ -269,7 +269,10 @@ def _of_another_algorithm(key: str, config: Config) -> str | None:
         ("advantage", algorithm.advantage),
         ("loss", algorithm.loss),
         ("correction.kind", algorithm.correction.kind),
-        ("correction.reject", algorithm.correction.reject),
+        *(
+            ("correction.reject", name)
+            for name in (algorithm.correction.reject, *algorithm.correction.also_reject)
+        ),
     }
     own = {kind for kind in ("advantage", "loss") if getattr(algorithm, f"own_{kind}") is not None}
     if readers & chosen or own & {kind for kind, _ in readers}:

@@ -82,14 +82,36 @@ def _correction(old: Translation) -> None:
         old.set("algorithm.correction.high", high, bounds)
         if low:
             old.set("algorithm.correction.low", low, bounds)
-    if "," in (old[reject] or ""):
-        old.leave("algorithm.correction.reject takes one of them", reject, most)
-    elif old[reject] is not None and old[most] is not None:
-        low, high = _bounds(old[most])
-        old.set("algorithm.correction.reject", old[reject], reject)
-        if low:  # verl bounds μ/π_p
-            old.set("algorithm.correction.reject_low", 1 / high, most)
-        old.set("algorithm.correction.reject_high", 1 / low if low else high, most)
+    if old[reject] is not None and old[most] is not None:
+        _rejections(old, reject, most)
+
+
+def _rejections(old: Translation, reject: str, most: str) -> None:
+    """verl takes one threshold for all criteria, or one for each; those of k1 bound μ/π_p."""
+    criteria, thresholds = str(old[reject]).split(","), str(old[most]).split(",")
+    if len(thresholds) not in (1, len(criteria)):
+        old.leave("there are not as many thresholds as criteria", reject, most)
+        return
+    bounds = [_bounds(text) for text in thresholds] * (len(criteria) // len(thresholds))
+    ours = [
+        (name.strip(), 1 / high if low else None, 1 / low if low else high)
+        for name, (low, high) in zip(criteria, bounds, strict=True)
+    ]
+    uneven = [(name, low, high) for name, low, high in ours if low and not math.isclose(low * high, 1)]
+    if len(uneven) > 1:
+        old.leave(
+            "algorithm.correction.also_reject has the upper bound alone, and the lower is its inverse",
+            reject,
+            most,
+        )
+        return
+    (first, low, high), *rest = sorted(ours, key=lambda one: one not in uneven)
+    old.set("algorithm.correction.reject", first, reject)
+    if low:
+        old.set("algorithm.correction.reject_low", low, most)
+    old.set("algorithm.correction.reject_high", high, most)
+    if rest:
+        old.set("algorithm.correction.also_reject", {name: high for name, _, high in rest}, reject, most)
 
 
 def _bounds(threshold: object) -> tuple[float | None, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from asyncrl.config.rules import Amount, Count, NotNegative, Positive, Rule, Section, Share, key
 
@@ -76,6 +76,25 @@ class KlLossConfig(Section):
     )
 
 
+Criterion = Literal[
+    "none",
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "seq_sum_k1",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_max_k1",
+    "seq_max_k2",
+    "seq_max_k3",
+    "m2po",
+]
+CRITERIA: tuple[str, ...] = get_args(Criterion)[1:]
+
+
 @dataclass(frozen=True)
 class CorrectionConfig(Section):
     """Off-policy correction: what multiplies or masks the loss of a token whose μ is not the proximal policy."""
@@ -89,28 +108,16 @@ class CorrectionConfig(Section):
     low: NotNegative = key(0.5, "least weight that icepop keeps")
     high: Positive = key(2.0, "where tis truncates a weight; the most that icepop keeps")
     normalise: bool = key(False, "divide the weights by their mean over the batch (needs the whole batch)")
-    reject: Literal[
-        "none",
-        "token_k1",
-        "token_k2",
-        "token_k3",
-        "seq_sum_k1",
-        "seq_sum_k2",
-        "seq_sum_k3",
-        "seq_mean_k1",
-        "seq_mean_k2",
-        "seq_mean_k3",
-        "seq_max_k1",
-        "seq_max_k2",
-        "seq_max_k3",
-        "m2po",
-    ] = key(
+    reject: Criterion = key(
         "none",
         "leave out tokens (token_*) or rollouts (seq_*) too far from μ; m2po: by the batch's second moment",
     )
     reject_low: float | None = key(None, "k1: least π_p/μ that is kept; none: 1 / reject_high")
     reject_high: Positive = key(
         2.0, "k1: most π_p/μ that is kept; k2, k3: most divergence; m2po: τ (the paper: 0.04)"
+    )
+    also_reject: dict[str, float] = key(
+        {}, "further values of reject, each with its reject_high: what any of them leaves out is left out"
     )
 
     def rules(self, at: str) -> Iterator[Rule]:
@@ -127,6 +134,20 @@ class CorrectionConfig(Section):
             f"and reject_high={self.reject_high} bound a ratio π_p/μ; unset, it is 1 / reject_high",
             f"set {at}.reject_low=0.5 and {at}.reject_high=2.0",
         )
+        for name, high in self.also_reject.items():
+            yield Rule(
+                name in CRITERIA and name != self.reject != "none",
+                "also_reject",
+                f"has {name}, which is no criterion besides {at}.reject={self.reject}",
+                f"set {at}.reject, and name others of {', '.join(CRITERIA)}",
+            )
+            least = 1.0 if name.endswith("k1") else 0.0
+            yield Rule(
+                isinstance(high, float | int) and high >= least and high != 0,
+                "also_reject",
+                f"has {name}={high}, where a number above {least:g} is what reject_high is",
+                f"set {at}.also_reject.{name}=2.0",
+            )
         yield Rule(
             not self.normalise or self.kind != "none",
             "normalise",

@@ -144,9 +144,18 @@ def _mean(weight_N: Tensor, drift: Drift, config: CorrectionConfig, gather: Gath
 
 
 def kept(drift: Drift, config: CorrectionConfig, gather: Gather) -> Tensor:
-    """[N] bool: the part of the mask that `correction.reject` keeps. gather: used for rejections that need 'batch';
-    every rank calls then, with its part of the whole batch."""
-    return drift.loss_mask_N & REJECTIONS[config.reject].function(drift, config, gather)
+    """[N] bool: the part of the mask that all criteria keep, each of which judges the whole mask.
+
+    gather: used for rejections that need 'batch'; every rank calls then, with its part of the whole batch.
+    """
+    others = (
+        dataclasses.replace(config, reject=name, reject_low=None, reject_high=high, also_reject={})
+        for name, high in config.also_reject.items()
+    )
+    keep_N = drift.loss_mask_N
+    for one in (config, *others):
+        keep_N = keep_N & REJECTIONS[one.reject].function(drift, one, gather)
+    return keep_N
 
 
 def unrejected(batch: MicroBatch) -> MicroBatch:

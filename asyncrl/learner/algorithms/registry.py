@@ -136,8 +136,9 @@ def loss_of(config: AlgorithmConfig) -> Algorithm[Callable[..., Any]]:
 def needs(config: AlgorithmConfig) -> frozenset[Need]:
     """All needs of the section `algorithm:`; the number of optimizer steps per version does not matter here."""
     correction = config.correction
-    of_correction = CORRECTIONS[correction.kind].needs | REJECTIONS[correction.reject].needs
-    found = set(advantage_of(config).needs | loss_of(config).needs | of_correction)
+    of_rejections = (REJECTIONS[name].needs for name in (correction.reject, *correction.also_reject))
+    found = set(advantage_of(config).needs | loss_of(config).needs | CORRECTIONS[correction.kind].needs)
+    found.update(*of_rejections)
     if config.shaping.kl_coef > 0 or config.kl_loss.coef > 0:
         found.add("reference")
     if config.shaping.kl_target is not None or config.shaping.resample != "none" or config.lm_coef > 0:

@@ -39,7 +39,7 @@ from asyncrl.learner.reporting.batch_metrics import age_metrics, token_metrics
 from asyncrl.telemetry.metrics import Mean, Metrics
 from asyncrl.types import Version
 
-MOVES_WITHOUT_ADVANTAGE: Final = frozenset({"sppo", "kl_cov"})
+MOVES_WITHOUT_ADVANTAGE: Final = frozenset({"sppo", "kl_cov", "dro"})
 """Losses with a gradient where the advantage is 0: a target of 0, a penalty."""
 
 WEIGHED_BY_ROLLOUT: Final = frozenset({"gmpo"})

@@ -195,6 +195,19 @@ def test_keys_that_nobody_knows_are_named(tmp_path: Path) -> None:
         (
             "verl",
             [
+                "algorithm.rollout_correction.rollout_rs=seq_max_k2,token_k1",
+                "algorithm.rollout_correction.rollout_rs_threshold=0.5,0.25_2",
+            ],
+            {
+                "algorithm.correction.reject": "token_k1",  # whose bounds are no inverses of each other
+                "algorithm.correction.reject_low": 0.5,
+                "algorithm.correction.reject_high": 4.0,
+                "algorithm.correction.also_reject": {"seq_max_k2": 0.5},
+            },
+        ),
+        (
+            "verl",
+            [
                 *("async_training.staleness_threshold=0.5", "async_training.trigger_parameter_sync_step=4"),
                 *("actor_rollout_ref.actor.ppo_mini_batch_size=32", "async_training.require_batches=2"),
             ],

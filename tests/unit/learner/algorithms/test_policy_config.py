@@ -64,6 +64,17 @@ def test_refused_with_a_remedy(keys: dict[str, Any], key: str, remedy: str) -> N
         (CorrectionConfig, {"kind": "icepop", "low": 3.0}, "algorithm.correction.low"),
         (CorrectionConfig, {"reject": "token_k1", "reject_high": 0.5}, "algorithm.correction.reject_low"),
         (CorrectionConfig, {"reject": "seq_max_k1", "reject_low": 0.0}, "algorithm.correction.reject_low"),
+        *(
+            (CorrectionConfig, {"reject": reject, "also_reject": also}, "algorithm.correction.also_reject")
+            for reject, also in (
+                ("none", {"token_k2": 1.0}),
+                ("token_k2", {"token_k2": 1.0}),
+                ("token_k2", {"none": 1.0}),
+                ("token_k2", {"token_k9": 1.0}),
+                ("token_k2", {"token_k3": 0.0}),
+                ("token_k2", {"token_k1": 0.5}),
+            )
+        ),
         (CorrectionConfig, {"normalise": True}, "algorithm.correction.normalise"),
         (AlgorithmConfig, {"dual_clip": 1.0}, "algorithm.dual_clip"),
         (AlgorithmConfig, {"sapo_tau": (1.0, 0.0)}, "algorithm.sapo_tau"),

@@ -54,6 +54,15 @@ def test_by_hand(raw: list[float], reject: str, low: float | None, high: float, 
     assert kept(raw, reject, high, low) == expected
 
 
+def test_several_criteria_judge_the_whole_mask_each() -> None:
+    """Ratios 2 and 1 in one rollout, 9 and 1 in the other: a token goes by itself, a rollout by all its tokens."""
+    config = CorrectionConfig(
+        reject="token_k1", reject_low=0.1, reject_high=1.5, also_reject={"seq_max_k2": 1.0, "token_k3": 9.0}
+    )
+    keep_N = corrections.kept(drift_of(f64([2.0, 1.0, 9.0, 1.0]).log(), SEQ), config, alone)
+    assert keep_N.tolist() == [False, True, False, False]
+
+
 @pytest.mark.parametrize("reject", sorted(REJECTIONS))
 def test_tokens_outside_the_mask_have_no_part(reject: str) -> None:
     config = CorrectionConfig(reject=reject, reject_high=1.5)

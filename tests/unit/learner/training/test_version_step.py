@@ -124,6 +124,14 @@ CASES: dict[str, Config] = {
     "clip_cov": several(AlgorithmConfig(loss="clip_cov", cov_share=0.1, cov_range=(-1.0, 1.0), **FROZEN)),
     "kl_cov": several(AlgorithmConfig(loss="kl_cov", cov_share=0.1)),
     "m2po": config_of(AlgorithmConfig(correction=CorrectionConfig(reject="m2po", reject_high=0.5), **FROZEN)),
+    "several rejections": config_of(
+        AlgorithmConfig(
+            correction=CorrectionConfig(
+                reject="token_k1", reject_low=0.15, reject_high=0.3, also_reject={"m2po": 2.0}
+            ),
+            **FROZEN,
+        )
+    ),
     "rejections": config_of(
         AlgorithmConfig(
             correction=CorrectionConfig("tis", reject="token_k1", reject_low=0.15, reject_high=0.3), **FROZEN
@@ -582,7 +590,7 @@ def test_leaving_flat_groups_out_is_exact(loss: str) -> None:
         gradients.append({"policy": backend.policy.gradients})
         passes.append(backend.policy.passes)
     close(*gradients, atol=1e-12)
-    assert passes == ([24, 24] if loss in ("sppo", "kl_cov") else [8, 24])
+    assert passes == ([24, 24] if loss in ("sppo", "kl_cov", "dro") else [8, 24])
 
 
 @pytest.mark.parametrize(
