@@ -119,6 +119,9 @@ class CorrectionConfig(Section):
     also_reject: dict[str, float] = key(
         {}, "further values of reject, each with its reject_high: what any of them leaves out is left out"
     )
+    reject_first: bool = key(
+        False, "reject before advantages are made, so that their returns and whitening skip what is rejected"
+    )
 
     def rules(self, at: str) -> Iterator[Rule]:
         yield Rule(
@@ -148,6 +151,12 @@ class CorrectionConfig(Section):
                 f"has {name}={high}, where a number above {least:g} is what reject_high is",
                 f"set {at}.also_reject.{name}=2.0",
             )
+        yield Rule(
+            not self.reject_first or self.reject != "none",
+            "reject_first",
+            f"has nothing to do: with {at}.reject=none nothing is left out",
+            f"set {at}.reject=seq_mean_k1",
+        )
         yield Rule(
             not self.normalise or self.kind != "none",
             "normalise",

@@ -125,11 +125,10 @@ class Experience:
         batch = batch.with_columns(outcome=batch.rewards_R[batch.seq_N])
         batch, shaped = shape(batch, config, self._config.generator.max_tokens, controls.kl_coef, context)
         batch = batch.with_columns(**value_targets(batch, config))
-        batch = batch.with_advantages(advantages(batch, config, context))
-        if self._proximal:
-            batch, rejected = self._corrected(batch, version)
-            metrics.merge([rejected])
-        metrics.merge([shaped, advantage_metrics(batch), value_metrics(batch)])
+        corrected, rejected = self._corrected(batch, version) if self._proximal else (batch, Metrics())
+        judged = unrejected(corrected) if config.correction.reject_first else batch
+        batch = corrected.with_advantages(advantages(judged, config, context))
+        metrics.merge([rejected, shaped, advantage_metrics(batch), value_metrics(batch)])
         return batch, metrics
 
     def _corrected(self, batch: MicroBatch, version: Version) -> tuple[MicroBatch, Metrics]:

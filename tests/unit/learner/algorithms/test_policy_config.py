@@ -64,6 +64,7 @@ def test_refused_with_a_remedy(keys: dict[str, Any], key: str, remedy: str) -> N
         (CorrectionConfig, {"kind": "icepop", "low": 3.0}, "algorithm.correction.low"),
         (CorrectionConfig, {"reject": "token_k1", "reject_high": 0.5}, "algorithm.correction.reject_low"),
         (CorrectionConfig, {"reject": "seq_max_k1", "reject_low": 0.0}, "algorithm.correction.reject_low"),
+        (CorrectionConfig, {"reject_first": True}, "algorithm.correction.reject_first"),
         *(
             (CorrectionConfig, {"reject": reject, "also_reject": also}, "algorithm.correction.also_reject")
             for reject, also in (

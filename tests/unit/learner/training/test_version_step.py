@@ -269,6 +269,26 @@ def test_what_is_rejected_leaves_what_the_policy_counts() -> None:
     assert torch.equal(ready.loss_mask_N, scored.loss_mask_N)
 
 
+@pytest.mark.parametrize("first", [False, True])
+def test_advantages_are_whitened_over_what_is_kept_if_it_is_rejected_first(first: bool) -> None:
+    reject = CorrectionConfig(reject="token_k1", reject_low=0.15, reject_high=0.3, reject_first=first)
+    config = config_of(AlgorithmConfig(advantage="reinforce_pp", correction=reject, **FROZEN))
+
+    def work(backend: FakeBackend) -> MicroBatch | None:
+        experience = Experience(backend, config, Spans())
+        scored = experience.score([group(0), group(1)])
+        return experience.ready(scored, 2, AdaptiveCoefficients.start(config.algorithm))[0]
+
+    (ready,) = ranks(1, work)
+    assert ready is not None
+    over = unrejected(ready) if first else ready
+    assert 0 < unrejected(ready).loss_mask_N.sum() < ready.loss_mask_N.sum()
+    whitened = ready.advantages_N[over.loss_mask_N].double()
+    assert whitened.mean().item() == pytest.approx(0, abs=1e-6)
+    assert whitened.std().item() == pytest.approx(1, abs=1e-4)
+    assert not ready.advantages_N[~over.loss_mask_N].any()
+
+
 @pytest.mark.parametrize("advantage", ["gae", "prime"])
 def test_what_is_rejected_concerns_the_policy_alone(advantage: str) -> None:
     """Critic and reward model learn from the tokens that are too far from μ too: as if nothing were rejected."""
