@@ -10,7 +10,7 @@ from asyncrl.config.rules import Amount, Count, NotNegative, Positive, Rule, Sec
 
 GROUP_ADVANTAGES = (
     *("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "gpg", "gdpo", "pass_at_k", "sppo", "prime"),
-    *("gigpo", "hgpo"),
+    *("gigpo", "hgpo", "optimal_token_baseline"),
 )
 """Advantages that compare the rollouts of a task: those that need 'group' in `learner/algorithms/registry.py`."""
 
@@ -175,6 +175,7 @@ class AlgorithmConfig(Section):
         "reinforce_pp",
         "reinforce_pp_baseline",
         "remax",
+        "optimal_token_baseline",
         "opo",
         "gpg",
         "gdpo",

@@ -21,12 +21,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
 import torch
 from torch import Tensor
 
-from asyncrl.config.sections.algorithm import CorrectionConfig
+from asyncrl.config.sections.algorithm import CorrectionConfig, Criterion
 from asyncrl.learner.algorithms.losses.policy_loss import MAX_LOG_RATIO
 from asyncrl.learner.algorithms.reductions import (
     PackedRollouts,
@@ -149,7 +149,9 @@ def kept(drift: Drift, config: CorrectionConfig, gather: Gather) -> Tensor:
     gather: used for rejections that need 'batch'; every rank calls then, with its part of the whole batch.
     """
     others = (
-        dataclasses.replace(config, reject=name, reject_low=None, reject_high=high, also_reject={})
+        dataclasses.replace(
+            config, reject=cast(Criterion, name), reject_low=None, reject_high=high, also_reject={}
+        )
         for name, high in config.also_reject.items()
     )
     keep_N = drift.loss_mask_N

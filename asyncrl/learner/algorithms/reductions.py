@@ -160,6 +160,15 @@ def reverse_sums(values_K: Tensor, decay_R: Tensor, owner_K: Tensor) -> Tensor:
     return sums_TR[time_K, owner_K]
 
 
+def running_sums(values_K: Tensor, owner_K: Tensor) -> Tensor:
+    """[K]: the sum of the values up to and with this one within each owner, whose values are adjacent."""
+    sums_K = values_K.double().cumsum(0)
+    first_K = torch.ones_like(owner_K, dtype=torch.bool)
+    first_K[1:] = owner_K[1:] != owner_K[:-1]
+    before_K = (sums_K - values_K)[first_K]
+    return sums_K - before_K[first_K.cumsum(0) - 1]
+
+
 def returns_to_go(rewards_N: Tensor, decay_R: Tensor | float, batch: MicroBatch) -> Tensor:
     """[N]: G_t = r_t + decay · G of the rollout's next policy token; 0 outside the mask."""
     mask_N = batch.loss_mask_N

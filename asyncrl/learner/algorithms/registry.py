@@ -34,6 +34,7 @@ Need = Literal[
     "teacher",
     "parts",
     "proximal",
+    "squares",
     "rollout",
 ]
 """
@@ -45,6 +46,7 @@ greedy        the reward of one greedy rollout of each task: `MicroBatch.greedy_
 steps         where steps begin and in which state: the columns step, anchor, step_rewards
 parts         the reward in parts: `MicroBatch.parts_R`
 proximal      log-probs of the policy at the version's start, of the whole batch before the loss: the column proximal
+squares       Σπ² over the vocabulary at each token, under the policy at the version's start: the column squares
 rollout       of losses: all segments of a rollout in one pass, however many tokens these are
 """
 
@@ -145,7 +147,8 @@ def needs(config: AlgorithmConfig) -> frozenset[Need]:
         found.add("batch")
     if correction.normalise:
         found.add("batch")
-    if config.proximal != "behaviour" and (correction.normalise or correction.reject != "none"):
+    judged = correction.normalise or correction.reject != "none"
+    if "squares" in found or (judged and config.proximal != "behaviour"):
         found.add("proximal")
     return frozenset(found)
 

@@ -59,6 +59,8 @@ class Experience:
         }
         if self._proximal:
             self._models["proximal"] = backend.policy.predict
+        if "squares" in needs(config.algorithm):
+            self._models["sharper"] = lambda batch: backend.policy.predict(_at_half_temperature(batch))
 
     def score(self, groups: Sequence[Group]) -> MicroBatch | None:
         """Pack one claim's groups, with a column of each other model's outputs and, where it is needed, `proximal`: the
@@ -66,6 +68,8 @@ class Experience:
         with self._spans("compute/pack"):
             batch = MicroBatch.of(groups) if groups else None
         columns = self.predict(self._models, batch)
+        if (sharper_N := columns.pop("sharper", None)) is not None:
+            columns["squares"] = (2 * columns["proximal"] - sharper_N).exp()
         return batch and batch.with_columns(**columns)
 
     def ready(
@@ -174,6 +178,12 @@ class Experience:
     def _gather(self, mine: Tensor) -> list[Tensor]:
         with self._spans("wait/ranks"):
             return self._backend.gather(mine)
+
+
+def _at_half_temperature(batch: MicroBatch) -> MicroBatch:
+    """For Σπ². With z the logits over the temperature, log π(y) = z_y − log Σ e^z, and log π'(y) = 2z_y − log Σ e^2z at
+    half of it; so 2 log π(y) − log π'(y) = log (Σ e^2z / (Σ e^z)²) = log Σπ², whatever y is."""
+    return replace(batch, temperature_R=batch.temperature_R / 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,16 @@ def random_batch(seed: int, groups: int = 3, size: int = 3, scale: float = 1.0) 
     lengths = random.integers(3, 9, rollouts)
     masks = ["01" + "".join(random.choice(["0", "1"], length - 2, p=[0.25, 0.75])) for length in lengths]
     rewards, costs = (scale * random.normal(size=(2, rollouts))).astype(np.float32)
-    floats = ("values", "cost_values", "reference", "reward_model", "teacher", "proximal", "behaviour")
+    floats = (
+        "values",
+        "cost_values",
+        "reference",
+        "reward_model",
+        "teacher",
+        "proximal",
+        "squares",
+        "behaviour",
+    )
     columns: dict[str, Sequence[Sequence[float]]] = {
         name: [random.normal(size=length).tolist() for length in lengths] for name in floats
     }

@@ -59,7 +59,8 @@ class Bigram:
         if self._critic:
             said_N, entropy_N = self.table[before_N], torch.zeros(batch.tokens)
         else:
-            logp_NV = self.table[before_N].log_softmax(-1)
+            temperature_N = batch.temperature_R[batch.seq_N]
+            logp_NV = (self.table[before_N] / temperature_N[:, None]).log_softmax(-1)
             said_N = logp_NV.gather(1, batch.token_ids_N[:, None])[:, 0]
             entropy_N = -(logp_NV.exp() * logp_NV).sum(-1)
         return said_N * batch.loss_mask_N, entropy_N * batch.loss_mask_N

@@ -8,6 +8,7 @@ Axes:  R rollouts · N tokens
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
@@ -15,20 +16,28 @@ from torch import Tensor
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.errors import TrainingError
+from asyncrl.learner.algorithms.corrections import Drift, correction_weights
 from asyncrl.learner.algorithms.reductions import (
+    above_least,
     at_last_token,
     column,
+    group_sums,
     leave_one_out,
     of_next_token,
+    on_policy_tokens,
     policy_tokens,
     returns_to_go,
     reward_part,
     rollout_means,
+    running_sums,
     token_rewards,
     whiten,
 )
 from asyncrl.learner.algorithms.registry import AlgorithmContext, advantage, advantage_of
 from asyncrl.learner.data.batch import MicroBatch
+
+LEAST_PATH = 1e-8
+"""Added to W of the optimal token baseline: where the policy is certain of all tokens, the baseline is the mean."""
 
 MAX_LOG_STEP = 1.0
 """Largest change of a multiplier's logarithm in one version, so that no single version drives it to 0."""
@@ -76,6 +85,33 @@ def remax(batch: MicroBatch, config: AlgorithmConfig, context: AlgorithmContext)
         ordinal = int(batch.ordinals_R[missing_R][0])
         raise TrainingError(f"task {ordinal} lacks the reward of a greedy rollout, which remax compares with")
     return returns_to_go(token_rewards(batch), 1.0, batch) - batch.greedy_R.double()[batch.seq_N]
+
+
+@advantage(
+    "optimal_token_baseline",
+    source="Optimal Token Baseline, arXiv 2602.07078",
+    needs={"group", "squares"},
+)
+def optimal_token_baseline(batch: MicroBatch, config: AlgorithmConfig, context: AlgorithmContext) -> Tensor:
+    """G_t − Σ W_t · G_t / Σ W_t over the t-th policy tokens of the group, with W_t = Σ_{j≤t} (1 − 2π_j + Σπ_j²).
+
+    W stands for the squared norm of the gradient up to the token: the baseline is the one of least variance. π is the
+    policy at the version's start; with a `correction` each part of W has its weight squared. A token past the end of
+    all other rollouts of its group gets 0. This is both of verl's, optimal_token_baseline and, since only policy tokens
+    count, tir_optimal_token_baseline; where `handle_zero_tail` is set, verl leaves G_t to the tokens that get 0 here.
+    """
+    mask_N, policy_N = batch.loss_mask_N, column(batch, "proximal").double()
+    drift = Drift.of(policy_N - batch.behaviour_N, batch)
+    weight_N = correction_weights(drift, dataclasses.replace(config.correction, normalise=False))
+    norm_N = (1 - 2 * policy_N.exp() + column(batch, "squares").double()).clamp(min=0) * weight_N**2
+    place_N, paths_N = torch.ones_like(norm_N), norm_N
+    place_P, path_P = (running_sums(values_N[mask_N], batch.seq_N[mask_N]) for values_N in (place_N, paths_N))
+    groups_P = batch.group_R[batch.seq_N[mask_N]]
+    _, peers_P = torch.stack([groups_P, place_P.long()]).unique(dim=1, return_inverse=True)
+    gain_P = above_least(returns_to_go(token_rewards(batch), 1.0, batch)[mask_N], peers_P)
+    path_P = path_P + LEAST_PATH
+    baseline_P = group_sums(path_P * gain_P, peers_P) / group_sums(path_P, peers_P)
+    return on_policy_tokens(gain_P - baseline_P, batch)
 
 
 @advantage("prime", source="PRIME, arXiv 2502.01456", needs={"group", "reward_model", "reference"})

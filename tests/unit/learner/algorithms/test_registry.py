@@ -86,6 +86,7 @@ def test_a_script_that_is_executed_twice_notes_its_functions_again(tmp_path: Pat
         (AlgorithmConfig(advantage="gae"), {"critic", "batch"}),
         (AlgorithmConfig(advantage="remax", loss="reinforce"), {"greedy"}),
         (AlgorithmConfig(loss="clip_cov"), {"group", "batch", "proximal"}),
+        (AlgorithmConfig(advantage="optimal_token_baseline"), {"group", "squares", "proximal"}),
         (AlgorithmConfig(lm_coef=0.1), {"group", "batch"}),
         (AlgorithmConfig(kl_loss=KlLossConfig(coef=0.1)), {"group", "reference"}),
         (AlgorithmConfig(shaping=ShapingConfig(kl_coef=0.1)), {"group", "reference"}),

@@ -121,6 +121,7 @@ CASES: dict[str, Config] = {
     "sppo": several(
         AlgorithmConfig(advantage="sppo", loss="sppo", aggregation="seq-mean-token-sum", **FROZEN)
     ),
+    "optimal_token_baseline": config_of(AlgorithmConfig(advantage="optimal_token_baseline")),
     "clip_cov": several(AlgorithmConfig(loss="clip_cov", cov_share=0.1, cov_range=(-1.0, 1.0), **FROZEN)),
     "kl_cov": several(AlgorithmConfig(loss="kl_cov", cov_share=0.1)),
     "m2po": config_of(AlgorithmConfig(correction=CorrectionConfig(reject="m2po", reject_high=0.5), **FROZEN)),
@@ -267,6 +268,27 @@ def test_what_is_rejected_leaves_what_the_policy_counts() -> None:
     assert torch.equal(unrejected(ready).loss_mask_N, kept_N)
     assert PolicyObjective(config.algorithm, 1).counts(ready).tokens == kept_N.sum()
     assert torch.equal(ready.loss_mask_N, scored.loss_mask_N)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_squares_of_all_probabilities_are_summed_at_the_temperature_of_the_rollout(
+    temperature: float,
+) -> None:
+    config = config_of(AlgorithmConfig(advantage="optimal_token_baseline"))
+    asked = group(0)
+    asked = dataclasses.replace(asked, sampling=dataclasses.replace(asked.sampling, temperature=temperature))
+
+    def work(backend: FakeBackend) -> tuple[MicroBatch | None, Tensor]:
+        return Experience(backend, config, Spans()).score([asked]), backend.policy.table.detach()
+
+    ((scored, table),) = ranks(1, work)
+    assert scored is not None
+    before_N = torch.cat([scored.token_ids_N[:1], scored.token_ids_N[:-1]])
+    expected_N = (table[before_N] / temperature).softmax(-1).square().sum(-1)
+    mask_N = scored.loss_mask_N
+    torch.testing.assert_close(
+        scored.columns["squares"][mask_N].double(), expected_N[mask_N], atol=1e-5, rtol=0
+    )
 
 
 @pytest.mark.parametrize("first", [False, True])

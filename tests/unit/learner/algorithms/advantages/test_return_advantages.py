@@ -9,7 +9,7 @@ import torch
 from advantage_cases import flat_column, tokens_batch
 from learner_cases import ORACLE, flat, oracle_batch
 
-from asyncrl.config.sections.algorithm import AlgorithmConfig
+from asyncrl.config.sections.algorithm import AlgorithmConfig, CorrectionConfig
 from asyncrl.errors import TrainingError
 from asyncrl.learner.algorithms.advantages import advantages
 from asyncrl.learner.algorithms.advantages.return_advantages import (
@@ -110,6 +110,52 @@ def test_remax_without_a_greedy_rollout_names_the_task() -> None:
     batch = tokens_batch(["01", "01"], [1.0, 1.0], groups=[0, 7], greedy=[1.0, math.nan])
     with pytest.raises(TrainingError, match="task 7 lacks the reward of a greedy rollout"):
         advantages(batch, AlgorithmConfig(advantage="remax"))
+
+
+def otb(config: CorrectionConfig, rewards: list[float], behaviour: float = 0.0) -> list[float]:
+    """Of three rollouts of three, two (with a tool between them) and one policy tokens. 1 − 2π + Σπ² of them:
+
+    ½ 1 ½ | ¾ ½ | ¼, so that W = ½ 3/2 2 | ¾ 5/4 | ¼. behaviour: log π − log μ of the first token
+    """
+    pi = [[1.0, 0.5, 0.25, 0.5], [1.0, 0.25, 1.0, 0.5], [1.0, 0.5]]
+    batch = tokens_batch(
+        ["0111", "0101", "01"],
+        rewards,
+        proximal=[[math.log(p) for p in each] for each in pi],
+        squares=[[1.0, 0.5, 0.5, 0.5], [1.0, 0.25, 1.0, 0.5], [1.0, 0.25]],
+        behaviour=[[math.log(p) - behaviour * (at == 1) for at, p in enumerate(each)] for each in pi],
+    )
+    algorithm = AlgorithmConfig(
+        advantage="optimal_token_baseline", loss="reinforce", proximal="frozen", correction=config
+    )
+    return advantages(batch, algorithm).tolist()
+
+
+def test_the_optimal_token_baseline_by_hand() -> None:
+    # The baselines are ½ / (½ + ¾ + ¼) = 1/3 and 3/2 / (3/2 + 5/4) = 6/11. The longest is alone at its third token.
+    ours_N = otb(CorrectionConfig(), [1.0, 0.0, 0.0])
+    assert ours_N == pytest.approx([0, 2 / 3, 5 / 11, 0, 0, -1 / 3, 0, -6 / 11, 0, -1 / 3], abs=1e-6)
+
+
+def test_the_optimal_token_baseline_has_the_squared_weights_of_the_correction() -> None:
+    # π_p/μ is 8, and 2 after truncation: W = 2 3 … | 3 7/2 | 1
+    ours_N = otb(CorrectionConfig("tis", high=2.0), [1.0, 0.0, 0.0], behaviour=math.log(8))
+    assert ours_N == pytest.approx([0, 2 / 3, 7 / 13, 0, 0, -1 / 3, 0, -6 / 13, 0, -1 / 3], abs=1e-6)
+
+
+def test_the_optimal_token_baseline_of_equal_rewards_is_the_reward() -> None:
+    assert otb(CorrectionConfig(), [0.1, 0.1, 0.1]) == [0] * 10
+
+
+def test_the_optimal_token_baseline_of_a_certain_policy_is_the_mean() -> None:
+    sure = [[0.0, 0.0], [0.0, 0.0]]
+    batch = tokens_batch(["01", "01"], [1.0, 0.0], proximal=sure, squares=[[1.0, 1.0], [1.0, 1.0]])
+    assert advantages(batch, AlgorithmConfig(advantage="optimal_token_baseline")).tolist() == [
+        0,
+        0.5,
+        0,
+        -0.5,
+    ]
 
 
 def test_prime_by_hand() -> None:
