@@ -165,9 +165,10 @@ def test_dead_processes_are_named_and_started_again(
     until_trained(run, 1)
     process_of(config_file, "generator", "generator-1").kill()
     until(lambda: "generator-1 ended" in output(config_file, job), "its end")
-    saved = until(lambda: newest_checkpoint(run) >= 2 and newest_checkpoint(run), "a checkpoint")
+    until(lambda: newest_checkpoint(run) >= 2, "a checkpoint")
     process_of(config_file, "learner", "--node", "1").kill()
-    until_trained(run, saved + 4)
+    until(lambda: "learner ended" in output(config_file, job), "the learner's end")
+    until_trained(run, versions(run)[-1] + 2)
     printed = output(config_file, job)
     assert "generator-1 ended (killed by SIGKILL) and is started again" in printed
     assert "learner ended (killed by SIGKILL) and is started again from the newest checkpoint" in printed
