@@ -41,7 +41,10 @@ COLUMNS = (
 
 
 def stage_times(run: str | None, file: str | None) -> StageTimes:
-    """The stage times of a run, or of a file. Raises ConfigError unless exactly one is given, and as the readers of both do."""
+    """The stage times of a run, or of a file.
+
+    Raises ConfigError unless exactly one is given, and as the readers of both do.
+    """
     if (run is None) == (file is None):
         rule = "stage times come from a short run or from a file, and from one of them"
         raise ConfigError(

@@ -87,7 +87,10 @@ class _Counters:
 
 class VllmEngine:
     """See `Engine`. It has more attributes than other classes: state of requests, of flips, and of the tasks that
-    watch both; the protocol asks for most of its methods. name: of the generator, for errors · load_weights: begin with those of model.path, as version 0."""
+    watch both; the protocol asks for most of its methods.
+
+    name: of the generator, for errors · load_weights: begin with those of model.path, as version 0
+    """
 
     def __init__(self, config: Config, name: str, end_ids: Sequence[int], load_weights: bool = False) -> None:
         check_vllm()
