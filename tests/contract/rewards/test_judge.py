@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from missing import skip_without_sandbox
 
 from asyncrl.rewards.sandbox import Limits, ProgramRun, Sandbox, Tests, TestsError
 from asyncrl.rewards.sandbox.choice import KINDS
+from asyncrl.rewards.sandbox.inside.frames import FrameError
+from asyncrl.rewards.sandbox.inside.judge import Judge, Proxy
 
 PATIENT = Limits(wall_s=30.0, total_s=60.0, cpu_s=30)
 
@@ -306,6 +311,31 @@ unittest.main()
 """
     assert judged(one_sandbox, "def f(x): return 2", text.format(expected=2)) == [True]
     assert judged(one_sandbox, "def f(x): return 2", text.format(expected=3)) == [False]
+
+
+def test_an_alarm_in_the_moment_after_a_late_reply_fails_the_test_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both have the same deadline. Here the alarm comes when the test has failed by the late reply."""
+
+    class Late:
+        status = epoch = 0
+
+        def start(self, deadline: float) -> bool:
+            return True
+
+        def exchange(self, request: bytes, deadline: float) -> Any:
+            raise FrameError("late")
+
+    def alarm_at_the_end(which: int, seconds: float) -> None:
+        if seconds == 0 and callable(late := signal.getsignal(signal.SIGALRM)):
+            late(signal.SIGALRM, None)
+
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    judge = Judge(Late(), wall_s=1.0, total_s=10.0)  # type: ignore[arg-type]
+    judge._world["f"] = Proxy(judge._link, ["n", "f"], 0)
+    monkeypatch.setattr(signal, "setitimer", alarm_at_the_end)
+    assert not judge._passes("f(1)")
 
 
 def test_each_test_has_its_own_time_and_a_program_that_dies_is_started_again() -> None:

@@ -221,7 +221,7 @@ class Judge:
     def __init__(self, template: Template, wall_s: float, total_s: float) -> None:
         self._template, self._wall_s = template, wall_s
         self._end = time.monotonic() + total_s
-        self._link = ProgramLink(template)
+        self._link, self._in_test = ProgramLink(template), False
         sys.modules["__main__"] = types.ModuleType("__main__")
         self._world = vars(sys.modules["__main__"])
 
@@ -276,16 +276,25 @@ class Judge:
         signal.signal(signal.SIGALRM, self._late)
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
-            return execute_test(text, self._world) and not self._link.lost
+            return self._ends_well(text)
         except ProgramLost:
             return False
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
+    def _ends_well(self, text: str) -> bool:
+        self._in_test = True
+        try:
+            return execute_test(text, self._world) and not self._link.lost
+        finally:
+            self._in_test = False
+
     def _late(self, *_: Any) -> None:
-        self._link.lost = True
-        raise ProgramLost("the test took too long")
+        """The alarm has the deadline of the program's replies: it may come when the test has failed by that already."""
+        if self._in_test:
+            self._link.lost = True
+            raise ProgramLost("the test took too long")
 
 
 def execute_test(text: str, world: dict[str, Any]) -> bool:

@@ -124,8 +124,10 @@ def test_a_learner_that_finds_no_node_ends_the_run_by_name(config: Config, scrip
         def get(self, answer: Any, timeout: float) -> Any:
             return super().get(answer, 60.0 if len(self.actors) < 2 else timeout)
 
+    # Time enough for the learner to end before its generator is started again.
+    patient = dataclasses.replace(config, launch=dataclasses.replace(config.launch, restart_pause_s=60.0))
     with pytest.raises(ProcessDiedError, match="room for learner did not come; its 1 nodes") as caught:
-        train(config, OfTheQueue(NODE), start_s=0.0)
+        train(patient, OfTheQueue(NODE), start_s=0.0)
     assert caught.value.exit_code == 4
 
 
