@@ -178,6 +178,19 @@ def test_keys_that_nobody_knows_are_named(tmp_path: Path) -> None:
     [
         ("verl", [], {"algorithm.advantage": "gae", "algorithm.clip_high": 0.2, "algorithm.dual_clip": 3.0}),
         ("verl", ["actor_rollout_ref.actor.policy_loss.loss_mode=sapo"], {"algorithm.sapo_tau": [1.0, 1.05]}),
+        (
+            "verl",
+            [f"actor_rollout_ref.actor.policy_loss.{key}" for key in ("loss_mode=dro", "dro_beta=0.05")],
+            {"algorithm.loss": "dro", "algorithm.dro_beta": 0.05},
+        ),
+        (
+            "verl",
+            [
+                "algorithm.adv_estimator=tir_optimal_token_baseline",
+                "actor_rollout_ref.actor.calculate_sum_pi_squared=true",
+            ],
+            {"algorithm.advantage": "optimal_token_baseline"},
+        ),
         ("verl", ["actor_rollout_ref.rollout.top_p=0.9"], {"algorithm.truncated": "weigh"}),
         (
             "verl",
