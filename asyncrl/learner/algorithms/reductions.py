@@ -146,14 +146,20 @@ def by_group(function: Callable[[Tensor], Tensor], values_R: Tensor, batch: Micr
 # --- time
 
 
+def places(owner_K: Tensor) -> Tensor:
+    """[K] int64: how many values of the same owner come before this one; they are adjacent, owners' numbers rise."""
+    counts_R = torch.bincount(owner_K)
+    return torch.arange(len(owner_K)) - (counts_R.cumsum(0) - counts_R)[owner_K]
+
+
 def reverse_sums(values_K: Tensor, decay_R: Tensor, owner_K: Tensor) -> Tensor:
     """[K]: x_k = v_k + decay · x_{k+1} within each owner, whose values are adjacent and in order of time.
 
     One loop over time for all owners at once. decay_R [R] of each owner, owner_K int64 its number, rising.
     """
-    counts_R = torch.bincount(owner_K, minlength=len(decay_R))
-    time_K = torch.arange(len(owner_K)) - (counts_R.cumsum(0) - counts_R)[owner_K]
-    sums_TR = torch.zeros(int(counts_R.max()), len(decay_R), dtype=torch.float64)
+    time_K = places(owner_K)
+    longest = int(time_K.max()) + 1 if len(time_K) else 0
+    sums_TR = torch.zeros(longest, len(decay_R), dtype=torch.float64)
     sums_TR[time_K, owner_K] = values_K.double()
     for t in range(len(sums_TR) - 2, -1, -1):
         sums_TR[t] += decay_R * sums_TR[t + 1]
@@ -163,10 +169,8 @@ def reverse_sums(values_K: Tensor, decay_R: Tensor, owner_K: Tensor) -> Tensor:
 def running_sums(values_K: Tensor, owner_K: Tensor) -> Tensor:
     """[K]: the sum of the values up to and with this one within each owner, whose values are adjacent."""
     sums_K = values_K.double().cumsum(0)
-    first_K = torch.ones_like(owner_K, dtype=torch.bool)
-    first_K[1:] = owner_K[1:] != owner_K[:-1]
-    before_K = (sums_K - values_K)[first_K]
-    return sums_K - before_K[first_K.cumsum(0) - 1]
+    first_K = torch.arange(len(owner_K)) - places(owner_K)
+    return sums_K - (sums_K - values_K)[first_K]
 
 
 def returns_to_go(rewards_N: Tensor, decay_R: Tensor | float, batch: MicroBatch) -> Tensor:

@@ -179,9 +179,8 @@ class Sender:
         except (DeadlineError, WeightSyncError) as error:
             failure = str(error)
             self._counts.add("failures")
-            log.warning(
-                "weights to %s: %s", self.who, failure
-            )  # not the error, whose traceback holds the channel
+            # Not the error itself, whose traceback holds the channel.
+            log.warning("weights to %s: %s", self.who, failure)
         finally:
             self._end(failure)
             hasher.shutdown(wait=False)

@@ -59,7 +59,7 @@ def right_order(model: Path) -> float:
 def test_a_reward_model_scores_held_out_answers_as_the_classifier_reads_it(config: Path) -> None:
     run = train("reward-model", config, "it")
     last = scores(run)[-1]
-    assert last["eval/accuracy"] >= 0.7, "guesses are right in one half"
+    assert last["eval/accuracy"] >= 0.75, "guesses are right in one half"
     assert right_order(run / "final") == last["eval/accuracy"], "the same scores in training and afterwards"
     described = json.loads((run / "final/config.json").read_text())
     assert described["architectures"] == ["Qwen2ForSequenceClassification"]

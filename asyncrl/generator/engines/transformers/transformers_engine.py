@@ -69,8 +69,7 @@ class _Flip(NamedTuple):
 
 
 class TransformersEngine:
-    """See `Engine`. Makes a causal LM's tokens with continuous batching (`SlotBatch`). The protocol asks for most of
-    its methods.
+    """See `Engine`. Makes a causal LM's tokens with continuous batching (`SlotBatch`). Most methods are the protocol's.
 
     targets: the live parameters under their checkpoint names, of tied ones the first name only; of a model with
     adapters these alone

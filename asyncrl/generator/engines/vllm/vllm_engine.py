@@ -87,7 +87,7 @@ class _Counters:
 
 class VllmEngine:
     """See `Engine`. It has more attributes than other classes: state of requests, of flips, and of the tasks that
-    watch both; the protocol asks for most of its methods.
+    watch both; most methods are the protocol's.
 
     name: of the generator, for errors · load_weights: begin with those of model.path, as version 0
     """

@@ -25,6 +25,7 @@ from asyncrl.learner.algorithms.reductions import (
     leave_one_out,
     of_next_token,
     on_policy_tokens,
+    places,
     policy_tokens,
     returns_to_go,
     reward_part,
@@ -104,12 +105,10 @@ def optimal_token_baseline(batch: MicroBatch, config: AlgorithmConfig, context: 
     drift = Drift.of(policy_N - batch.behaviour_N, batch)
     weight_N = correction_weights(drift, dataclasses.replace(config.correction, normalise=False))
     norm_N = (1 - 2 * policy_N.exp() + column(batch, "squares").double()).clamp(min=0) * weight_N**2
-    place_N, paths_N = torch.ones_like(norm_N), norm_N
-    place_P, path_P = (running_sums(values_N[mask_N], batch.seq_N[mask_N]) for values_N in (place_N, paths_N))
-    groups_P = batch.group_R[batch.seq_N[mask_N]]
-    _, peers_P = torch.stack([groups_P, place_P.long()]).unique(dim=1, return_inverse=True)
+    owner_P = batch.seq_N[mask_N]
+    _, peers_P = torch.stack([batch.group_R[owner_P], places(owner_P)]).unique(dim=1, return_inverse=True)
     gain_P = above_least(returns_to_go(token_rewards(batch), 1.0, batch)[mask_N], peers_P)
-    path_P = path_P + LEAST_PATH
+    path_P = running_sums(norm_N[mask_N], owner_P) + LEAST_PATH
     baseline_P = group_sums(path_P * gain_P, peers_P) / group_sums(path_P, peers_P)
     return on_policy_tokens(gain_P - baseline_P, batch)
 

@@ -115,7 +115,7 @@ def gspo(terms: PolicyTerms, config: AlgorithmConfig) -> TokenLoss:
     """−min(sA, clip(s, 1 − ε_lo, 1 + ε_hi)A) with s = exp(mean of log ρ over the rollout).
 
     The gradient of s goes through the token's own log π (the paper's GSPO-token: sg(s) · π / sg(π)), so that an
-    advantage may differ from token to token. The paper aggregates it as 'seq-mean-token-mean'; here, as in verl since
+    advantage may differ from token to token. The paper aggregates it as 'seq-mean-token-mean'; here, as in verl
     0.9.1, `aggregation` decides.
     """
     a_N = terms.advantages_N
