@@ -229,6 +229,12 @@ class BehaviourMismatchError(TrainingError):
     """
 
 
+class DivergedError(AsyncRLError):
+    """A run that was made again came to something else than the recorded one. The text names the first difference."""
+
+    exit_code = 13
+
+
 def first_failure(failures: BaseExceptionGroup[AsyncRLError]) -> AsyncRLError:
     """The first error of loops that fail one after another, which is the cause of the others."""
     found = failures.exceptions[0]

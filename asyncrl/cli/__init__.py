@@ -19,7 +19,20 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from asyncrl.cli import explain, groups, imports, launch, models, observe, offline, plan, queue, run, workers
+from asyncrl.cli import (
+    explain,
+    groups,
+    imports,
+    launch,
+    models,
+    observe,
+    offline,
+    plan,
+    queue,
+    replay,
+    run,
+    workers,
+)
 from asyncrl.cli.command import Arguments, Command, option
 from asyncrl.errors import INTERRUPTED, AsyncRLError, ConfigError, RunClosedError
 from asyncrl.launch.views.output import drop_output, lasting_output, without_control
@@ -62,6 +75,7 @@ exit codes:
   10   stopped by SIGTERM or SIGHUP (its terminal was closed) and saved: run.resume=true goes on
   11   a pool that trains a model is gone: start the learner again, from its newest checkpoint
   12   a rank of several hung and was killed: start the process again, the learner from its newest checkpoint
+  13   a run that was made again, or another one, differs from the recorded one; the message has the first difference
   130  interrupted with Ctrl-C: a generator or pool has returned its leases, a learner has written a checkpoint
 """
 
@@ -241,4 +255,5 @@ COMMANDS: dict[str, Command] = {
     **models.COMMANDS,
     **observe.COMMANDS,
     **groups.COMMANDS,
+    **replay.COMMANDS,
 }

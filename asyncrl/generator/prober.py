@@ -22,6 +22,15 @@ RECENT = 8
 """Reports that stay: more than flips between two heartbeats."""
 
 
+PROBE = "probe"
+"""The first word of its requests' names; then lineage, version and the number of the prompt."""
+
+
+def probe(request_id: str, number: int, prompts: Sequence[Array], sampling: Sampling) -> SampleRequest:
+    """The request of one token after a prompt. sampling: that of training"""
+    return SampleRequest(request_id, prompts[number], replace(sampling, max_tokens=1), ordinal=number)
+
+
 class Prober:
     """sampling: that of training; prompts: the same in the learner."""
 
@@ -29,7 +38,7 @@ class Prober:
         self, engine: Sampler, follower: WeightFollower, prompts: Sequence[Array], sampling: Sampling
     ) -> None:
         self._engine, self._follower, self._prompts = engine, follower, prompts
-        self._sampling = replace(sampling, max_tokens=1)
+        self._sampling = sampling
         self._reports: deque[dict[str, Any]] = deque(maxlen=RECENT)
 
     async def run(self) -> None:
@@ -39,8 +48,8 @@ class Prober:
             await self._follower.past(lineage, held)
             lineage, held = self._follower.lineage, self._follower.held
             requests = (
-                SampleRequest(f"probe/{lineage}/{held}/{p}", prompt, self._sampling, ordinal=p)
-                for p, prompt in enumerate(self._prompts)
+                probe(f"{PROBE}/{lineage}/{held}/{p}", p, self._prompts, self._sampling)
+                for p in range(len(self._prompts))
             )
             try:
                 turns = [turn for (turn,) in await asyncio.gather(*map(self._engine.sample, requests))]

@@ -37,6 +37,7 @@ from asyncrl.models.loading import load_causal_lm, load_model_config
 from asyncrl.models.prompts import policy_tokenizer
 from asyncrl.probes import prompts
 from asyncrl.queue.client.client import QueueClient
+from asyncrl.telemetry import decisions
 from asyncrl.telemetry.status import ProcessStatus
 from asyncrl.types import Task
 
@@ -60,6 +61,7 @@ async def run_generator(
     status = status or ProcessStatus()
     if config.generator.threads is not None:
         torch.set_num_threads(config.generator.threads)
+    decisions.note("threads", torch.get_num_threads())
     mine = config.rewards_of("generator")
     scorer = Scorer({}, config.reward) if mine is None else Scorer.from_config(mine)
     scorer.start(status)

@@ -26,7 +26,7 @@ from asyncrl.errors import DeadlineError, RefusedError, WeightSyncError
 from asyncrl.generator.engines.receiver import Learner, LostWeightsError, WeightReceiver
 from asyncrl.sync.stream.snapshot import SnapshotEvictedError
 from asyncrl.sync.stream.subscriber import StagedWeights
-from asyncrl.telemetry import tracing
+from asyncrl.telemetry import decisions, tracing
 from asyncrl.telemetry.status import ProcessStatus
 from asyncrl.types import NO_VERSION, Version
 
@@ -194,6 +194,7 @@ class WeightFollower:
                 await (
                     self._acknowledge()
                 )  # an evaluation takes long, and the learner fences silent generators
+        decisions.note("weights", learner.lineage, staged.version)
         try:
             with tracing.span("weights", "flip", version=staged.version):
                 pause_s = await self._receiver.flip(staged.version)

@@ -41,7 +41,7 @@ from asyncrl.generator.telemetry import WorkerTelemetry
 from asyncrl.generator.watches import EngineWatch, LoopWatch
 from asyncrl.generator.weights import WeightFollower
 from asyncrl.queue.client.client import QueueClient
-from asyncrl.telemetry import tracing
+from asyncrl.telemetry import decisions, tracing
 from asyncrl.telemetry.status import ProcessStatus
 from asyncrl.types import EVAL, NO_VERSION, TRAIN, Group, StreamName, Task, Version
 
@@ -192,6 +192,7 @@ class Worker:
             await self._leases.drop(one, drop_reason(error), error)
             return
         pool_rewards = REWARDS in self._config.placement.pools
+        decisions.flush()
         if one.stream == TRAIN and not pool_rewards and not passes_filter(group, self._config):
             await self._leases.drop(one, FILTERED)
         else:
@@ -201,9 +202,12 @@ class Worker:
         async def send(frames: Sequence[bytes]) -> None:
             """Hand finished turns to the task's next lease. As with a commit, not those of unverified weights."""
             await self._follower.settled()
+            decisions.flush()
             await self._client.progress(TRAIN, one.lease, frames)
 
         one.keep = Keep(send)
+        if one.lease.progress:
+            decisions.note("kept", one.request_id, [bytes(frame) for frame in one.lease.progress])
         about = {"task": one.task.ordinal, "version": self._follower.held}
         with tracing.span("rollouts", "generate", **about):
             samples = await self._rollouts.sample(one.task, one.request_id, one.lease.progress, one.keep)
@@ -213,7 +217,9 @@ class Worker:
 
     async def _evaluate(self, one: LeasedTask) -> Group:
         task, name = one.task, str(one.task.data["set"])
-        chunk = self._held_out[name][int(task.data["start"]) : int(task.data["stop"])]
+        start, stop = int(task.data["start"]), int(task.data["stop"])
+        chunk = self._held_out[name][start:stop]
+        decisions.note("evaluate", one.request_id, name, start, stop)
         async with self._follower.pinned() as version:
             with tracing.span("rollouts", "evaluate", task=task.ordinal, version=version):
                 return await self._rollouts.evaluate(task, chunk, one.request_id, name)

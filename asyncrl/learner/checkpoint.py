@@ -35,7 +35,7 @@ from asyncrl.errors import ConfigError, DeadlineError
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.remote.remote_model import RemoteModel
 from asyncrl.system.disk import make_folder, sync_folder, writing
-from asyncrl.telemetry import tracing
+from asyncrl.telemetry import decisions, tracing
 from asyncrl.telemetry.spans import Spans
 from asyncrl.types import Version
 
@@ -253,6 +253,7 @@ class Checkpoints:
             make_folder(self._folder, fsync=self._fsync)
             folder.mkdir()
         self._backend.exchange(None)
+        decisions.note("saved", meta.version)
         remote = [model.save(folder) for model in self._remote_models]
         beside = self._settings.asynchronous
         save = self._backend.copy_state() if beside else self._backend.save

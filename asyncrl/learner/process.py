@@ -32,6 +32,7 @@ from asyncrl.sync.stream.publisher import RankPublisher
 from asyncrl.sync.tensors.shards import Shards
 from asyncrl.system.rank_process import end_rank, rank_and_world
 from asyncrl.system.signals import stop_signals
+from asyncrl.telemetry import decisions
 from asyncrl.telemetry.status import ProcessStatus
 
 log = logging.getLogger(__name__)
@@ -103,6 +104,7 @@ def open_rank(config: Config) -> Backend:
     """Set up this process for the learner's section, and load its part of the models."""
     if config.learner.threads:
         torch.set_num_threads(config.learner.threads)
+    decisions.note("threads", torch.get_num_threads())
     torch.manual_seed(config.run.seed)
     accelerator.limit_memory(process_group.own_device(), config.learner.gpu_memory_share)
     check_flash(config, process_group.own_device())

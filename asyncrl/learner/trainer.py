@@ -37,6 +37,7 @@ from asyncrl.learner.reporting.evaluation import EvaluationSchedule
 from asyncrl.learner.reporting.report import RunRecords
 from asyncrl.learner.reporting.rollout_log import GROUPS, due
 from asyncrl.learner.reporting.saved_groups import KeptGroups
+from asyncrl.learner.reporting.version_decisions import VersionDecisions
 from asyncrl.learner.train_stream import (
     STOPPED,
     GroupsRefused,
@@ -86,6 +87,7 @@ class Trainer:
     evaluations: EvaluationSchedule
     records: RunRecords
     kept_groups: KeptGroups
+    decisions: VersionDecisions
     failures: FailurePolicy
     remote_models: Mapping[str, RemoteModel]
     status: ProcessStatus
@@ -144,6 +146,7 @@ class Trainer:
             self.version_step.abandon()
             self._checkpoint()
             raise
+        self.decisions.write(self.version + 1, bool(report.refused), report.values)
         if report.refused:
             self.failures.refuse_step(report.refused, self.version)
         else:
@@ -156,9 +159,11 @@ class Trainer:
         """Hand the step's groups to the version step as they arrive. Returns some of them, for the rollout log."""
         some: list[Group] = []
         self.kept_groups.begin(self.version + 1)
+        self.decisions.begin()
         for groups in self.stream.step(self.version):
             self._hold_device()
             self.kept_groups.add(groups)
+            self.decisions.add(groups)
             self.version_step.add(groups, self.version)
             some += groups[: GROUPS - len(some)]
         if requirements.whole_batch(self.config) and (reason := self._agreed_reason_to_leave()):

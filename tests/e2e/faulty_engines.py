@@ -61,7 +61,7 @@ class Hanging(Wrapped):
 
     def __init__(self, engine: TransformersEngine, mark: Path) -> None:
         super().__init__(engine)
-        step, steps = engine._batch.step, count(1)
+        step, steps = engine.batch.step, count(1)
 
         def hanging_step(admit: bool = True) -> Any:
             if next(steps) == 30 and not mark.exists():
@@ -69,7 +69,7 @@ class Hanging(Wrapped):
                 threading.Event().wait()
             return step(admit)
 
-        engine._batch.step = hanging_step  # type: ignore[method-assign]
+        engine.batch.step = hanging_step  # type: ignore[method-assign]
 
 
 def hanging(config: Config, tokenizer: PreTrainedTokenizerBase, name: str) -> Hanging:

@@ -33,18 +33,18 @@ also if one row of a task is ahead of the other."""
 def load(config: Config, tokenizer: PreTrainedTokenizerBase, name: str) -> TransformersEngine:
     """The embedded engine without end tokens."""
     engine, folder = load_transformers_engine(config, tokenizer), Path(config.run.dir)
-    engine._batch._end_ids = engine._batch._end_ids[:0]
+    engine.batch._end_ids = engine.batch._end_ids[:0]
     _report_requests(engine, folder)
     _report_progress(folder)
     if name == "first":
-        step, rows = engine._batch.step, engine._batch._rows
+        step, rows = engine.batch.step, engine.batch._rows
 
         def held_step(admit: bool = True) -> Any:
             if rows.used_R.all() and (rows.known_R - rows.prompt_R).min() >= HELD_AT:
                 threading.Event().wait()
             return step(admit)
 
-        engine._batch.step = held_step  # type: ignore[method-assign]
+        engine.batch.step = held_step  # type: ignore[method-assign]
     return engine
 
 

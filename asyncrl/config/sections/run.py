@@ -89,6 +89,11 @@ class TelemetryConfig(Section):
         64, "most megabytes of the trace of each process, whose oldest part is removed; 0: no traces"
     )
 
+    decisions: bool = key(
+        True,
+        "record what each process decides, in decisions/, so that `asyncrl replay` can make the run again",
+    )
+
     def rules(self, at: str) -> Iterator[Rule]:
         for name in self.trackers:
             yield Rule(

@@ -2,6 +2,7 @@
 
 runs/demo/config.yaml            of now
 runs/demo/config.v000012.yaml    up to version 12, from which the run went on with the next one
+runs/demo/decisions/config-4f1c….yaml    of a process whose decisions are recorded
 runs/demo/code.json              {"rewards.py:right": {"file": "/home/me/rewards.py", "digest": "…",
                                   "keys": ["reward.function"]}}
 """
@@ -64,6 +65,17 @@ def keep_config(config: Config, folder: Path) -> bool:
         queue_begins_anew(folder)
     save_config(config, path)
     return (folder / ANEW).exists()
+
+
+def keep_of_process(config: Config, folder: Path) -> str:
+    """Write the configuration of this process, which may have keys of its own, into `folder`. Returns the name of the
+    file; processes with equal configurations share it."""
+    digest = hashlib.blake2b(json.dumps(as_texts(config)).encode(), digest_size=6).hexdigest()
+    path = folder / f"config-{digest}.yaml"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        save_config(config, path)
+    return path.name
 
 
 def queue_begins_anew(folder: Path) -> None:

@@ -24,6 +24,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.folder.inputs import FOLDER as INPUTS
 from asyncrl.launch.folder.kept import FILE, keep_code, keep_config, queue_begins_anew
 from asyncrl.system.disk import remove_partials, replace_text
+from asyncrl.telemetry.decisions import FOLDER as DECISIONS
 from asyncrl.telemetry.sinks import read_rows
 from asyncrl.telemetry.trace_file import FOLDER as TRACES
 
@@ -41,7 +42,7 @@ OF_A_LEARNER = (
     "images",
     "reference_margins.msgpack",
 )
-REMOVED = ("logs", TRACES, "prometheus", "profile")
+REMOVED = ("logs", TRACES, DECISIONS, "prometheus", "profile")
 """Folders that a new run removes."""
 
 OF_A_RUN = (*OF_A_LEARNER, "code.json", "address", *REMOVED)

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.live import Live
 
 from asyncrl.config.schema import Config
+from asyncrl.launch.folder.kept import keep_of_process
 from asyncrl.launch.folder.run_folder import run_folder
 from asyncrl.launch.views.dashboard import (
     MOST_NAMED,
@@ -38,6 +39,7 @@ from asyncrl.launch.views.process_reports import SILENT_S, SUFFIX, beside, repor
 from asyncrl.launch.views.prometheus import endpoint
 from asyncrl.observability.times import duration
 from asyncrl.system.rank_process import LAUNCHED
+from asyncrl.telemetry import decisions
 from asyncrl.telemetry.status import LATE, UNDER_WAY, ProcessStatus, without_timely_calls
 from asyncrl.telemetry.tracing import recording
 from asyncrl.types import TRAIN
@@ -246,8 +248,17 @@ def shown(
     process = f"{name}-rank-{rank}" if rank else name
     trace = recording(run_folder(config), process, role or name, config.telemetry.trace_mb)
     figures = endpoint(config.telemetry, run_folder(config), process, role or name, status)
-    with trace, figures, _view(name, source, status, config, rank):
+    with trace, figures, _decisions(process, role or name, config), _view(name, source, status, config, rank):
         yield
+
+
+def _decisions(process: str, role: str, config: Config) -> AbstractContextManager[None]:
+    """Of generators and of the learner."""
+    if not config.telemetry.decisions or role not in ("generator", "learner"):
+        return nullcontext()
+    folder = run_folder(config) / decisions.FOLDER
+    about = {"format": decisions.FORMAT, "role": role, "config": keep_of_process(config, folder)}
+    return decisions.recording(folder, process, about)
 
 
 def _view(

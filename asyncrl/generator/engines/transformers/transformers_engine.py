@@ -47,6 +47,7 @@ from asyncrl.generator.threads import OneThread
 from asyncrl.models.adapters import adapt, live_tensors
 from asyncrl.models.loading import load_causal_lm, load_model_config, text_body
 from asyncrl.models.routing import ExpertRecorder
+from asyncrl.telemetry import decisions
 from asyncrl.telemetry.spans import Spans
 from asyncrl.types import NO_VERSION, Sampling, Turn, Version
 
@@ -74,6 +75,8 @@ class TransformersEngine:
     targets: the live parameters under their checkpoint names, of tied ones the first name only; of a model with
     adapters these alone
     record_experts: give turns the experts of their tokens, if the model has some
+
+    batch: used by the engine's thread alone, once it has started
     """
 
     def __init__(
@@ -92,7 +95,7 @@ class TransformersEngine:
         self._kv, self._drain_s = kv, drain_s
         self.targets = live_tensors(model)
         check_attention(model, max_length)
-        self._batch = SlotBatch(
+        self.batch = SlotBatch(
             model,
             slots=slots,
             max_length=max_length,
@@ -115,7 +118,7 @@ class TransformersEngine:
 
     @property
     def version(self) -> Version:
-        return self._batch.version
+        return self.batch.version
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -127,7 +130,7 @@ class TransformersEngine:
             raise ValueError(f"request {request.request_id} is in flight already")
         rule = "feeds prompts token by token, and a task has images, which are read at once"
         remedy = "set generator.fixed_shape=false"
-        require(not (request.media and self._batch.fixed_shape), "generator.fixed_shape", True, rule, remedy)
+        require(not (request.media and self.batch.fixed_shape), "generator.fixed_shape", True, rule, remedy)
         result: asyncio.Future[list[Turn]] = self._loop.create_future()
         self._results[request.request_id] = result
         self._requested += request.n
@@ -140,7 +143,7 @@ class TransformersEngine:
 
     async def abort(self, request_id: str) -> None:
         """`sample` of that request returns soon: partial tokens and finish "abort" where it was not done."""
-        self._put(lambda: self._report(request_id, self._batch.remove(request_id) or []))
+        self._put(lambda: self._remove(request_id))
 
     async def flip(self, staged: Mapping[str, Tensor], version: Version) -> float:
         self._check_running()
@@ -162,10 +165,10 @@ class TransformersEngine:
 
     def stats(self) -> dict[str, float]:
         return {
-            "tokens": float(self._batch.tokens_made),
-            "running": float(self._batch.running),
-            "waiting": float(self._requested - self._added + self._batch.waiting),
-            "kv_usage": self._batch.running / self._batch.slots,
+            "tokens": float(self.batch.tokens_made),
+            "running": float(self.batch.running),
+            "waiting": float(self._requested - self._added + self.batch.waiting),
+            "kv_usage": self.batch.running / self.batch.slots,
             "preemptions": 0.0,
             **span_seconds(self._spans),
         }
@@ -184,7 +187,7 @@ class TransformersEngine:
                 if self._may_flip:
                     with self._spans("wait/weights"):
                         await self._flip_next()
-                elif self._inbox or not self._batch.idle:
+                elif self._inbox or not self.batch.idle:
                     with self._spans("compute"):
                         await self._thread(self._steps)
                 else:
@@ -201,23 +204,24 @@ class TransformersEngine:
     def _may_flip(self) -> bool:
         if not self._flips:
             return False
-        drains = self._kv == "drain" and self._batch.running > 0
+        drains = self._kv == "drain" and self.batch.running > 0
         return not drains or time.monotonic() - self._flips[0].since >= self._drain_s
 
     async def _flip_next(self) -> None:
         """The flip stays in the list until it is settled: if the engine ends meanwhile, `_end` settles it."""
         flip = self._flips[0]
         start, recompute = time.perf_counter(), self._kv != "keep"
-        if self._kv == "drain" and self._batch.running:
+        if self._kv == "drain" and self.batch.running:
             log.warning(
                 "%d samples still run %.0f s after version %d came: they go on with it, as with generator.kv=recompute",
-                self._batch.running,
+                self.batch.running,
                 time.monotonic() - flip.since,
                 flip.version,
             )
         arguments = flip.staged, self.targets, flip.version, recompute
+        decisions.note("flip", recompute)
         try:
-            await self._thread(self._batch.flip, *arguments)
+            await self._thread(self.batch.flip, *arguments)
         except (RuntimeError, KeyError) as error:
             _settle(flip.done, error)
         else:
@@ -227,17 +231,19 @@ class TransformersEngine:
     # ---- in the thread
 
     def _park(self) -> None:
-        self._parked.park(storages_of(self._batch.tensors()))
-        accelerator.free_cached(self._batch.device)
+        self._parked.park(storages_of(self.batch.tensors()))
+        accelerator.free_cached(self.batch.device)
 
     def _steps(self) -> None:
         while not self._may_flip and not self._ended:
             while self._inbox:
                 self._inbox.popleft()()
-            if self._batch.idle:
+            if self.batch.idle:
                 return
-            finished = self._batch.step(admit=not self._flips)
-            for pieces, sample, turn in self._batch.take_pieces():
+            admit = not self._flips
+            decisions.step(admit)
+            finished = self.batch.step(admit)
+            for pieces, sample, turn in self.batch.take_pieces():
                 self._loop.call_soon_threadsafe(pieces.take, sample, turn)
             for request_id, turns in finished:
                 self._report(request_id, turns)
@@ -245,10 +251,17 @@ class TransformersEngine:
     def _add(self, request: SampleRequest, result: asyncio.Future[list[Turn]]) -> None:
         if not result.done():
             try:
-                self._batch.add(request)
+                self.batch.add(request)
+                decisions.joined(request.request_id)
             except ValueError as error:
                 self._report(request.request_id, error)
         self._added += request.n
+
+    def _remove(self, request_id: str) -> None:
+        turns = self.batch.remove(request_id)
+        if turns is not None:
+            decisions.note("remove", request_id)
+        self._report(request_id, turns or [])
 
     def _report(self, request_id: str, result: list[Turn] | Exception) -> None:
         self._loop.call_soon_threadsafe(self._end_request, request_id, result)

@@ -406,7 +406,7 @@ async def test_a_flip_is_settled_however_the_engine_ends(ended: Any, monkeypatch
         if ended != "close":
             raise ended("unexpected")
 
-    monkeypatch.setattr(engine._batch, "flip", flip)
+    monkeypatch.setattr(engine.batch, "flip", flip)
     await engine.start()
     flips = [asyncio.ensure_future(engine.flip(staged, version)) for version in (1, 2)]
     await eventually(begun.is_set)
