@@ -28,7 +28,7 @@ from asyncrl.tasks.source import held_out, training_tasks
 from asyncrl.telemetry.decisions import FOLDER, FORMAT, Claimed, Life, Trained, read_lives
 from asyncrl.types import Version
 
-LEARNERS = "algorithm.", "learner.", "reference.", "critic.", "batch."
+LEARNERS = "algorithm.", "learner.", "reference.", "critic."
 """Sections with rules of the learner's step."""
 
 BISECT = "compare runs by their decisions: asyncrl bisect RUN RUN"

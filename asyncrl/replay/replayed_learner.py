@@ -67,7 +67,8 @@ class OpenLearner:
 
     def __init__(self, config: Config, state: Path | None) -> None:
         self.backend = open_rank(config)
-        self._step, self._config = version_step(self.backend, config), config
+        # The run has compared log-probs; here, versions of former lives and other rules would differ.
+        self._step, self._config = version_step(self.backend, config, gated=False), config
         if state is not None:
             self.backend.load(state / STATE)
             controls = json.loads((state / CONTROLS).read_text())

@@ -58,7 +58,10 @@ class VersionReport:
 class VersionStep(ABC):
     """One version after the other: `add` each claim, then `step` or `abandon`.
 
-    Collective: every method, also on ranks without groups. remote_models: models that learn in pools.
+    Collective: every method, also on ranks without groups.
+
+    remote_models  models that learn in pools
+    gated          whether `learner.logprob_gate` is asked
     """
 
     def __init__(
@@ -67,11 +70,12 @@ class VersionStep(ABC):
         config: Config,
         spans: Spans | None = None,
         remote_models: RemoteModels | None = None,
+        gated: bool = True,
     ) -> None:
         spans = spans or Spans()
         self._backend, self._config = backend, config
         self._experience = Experience(backend, config, spans)
-        self.gate = LogprobGate(config) if config.generator.makes_real_tokens else None
+        self.gate = LogprobGate(config) if gated and config.generator.makes_real_tokens else None
         self._accumulator = Accumulator(backend, config, spans, self.gate, remote_models)
         self._spans = spans
         self.controls = AdaptiveCoefficients.start(config.algorithm)
@@ -246,8 +250,12 @@ def mini_batches(
 
 
 def version_step(
-    backend: Backend, config: Config, spans: Spans | None = None, remote_models: RemoteModels | None = None
+    backend: Backend,
+    config: Config,
+    spans: Spans | None = None,
+    remote_models: RemoteModels | None = None,
+    gated: bool = True,
 ) -> VersionStep:
-    """The version step that the configuration needs. remote_models: models that learn in pools."""
+    """The version step that the configuration needs, see there."""
     chosen = WholeBatch if requirements.whole_batch(config) else Streaming
-    return chosen(backend, config, spans, remote_models)
+    return chosen(backend, config, spans, remote_models, gated)
