@@ -8,11 +8,8 @@
 then items of msgpack in their order.
 
     3, -2                            so many steps of the engine; below 0: no sample may begin in them
-    [4, 1]                           a request joins the batch, of a training lease: its ordinal, less the ordinal of
-                                     the one before; the epoch of the lease
-    [7, 0, 1]                        of an evaluation: ordinal, epoch, and the held-out task, less the one before
-    [2]                              a probe of the version that was flipped to: the number of its prompt
-    ["add", id] ["remove", id]       another request joins, a request leaves unfinished
+    [0, 1, 1]                        a request joins the batch: its name, see `RequestNames`
+    ["add", id] ["remove", id]       one of another name joins, one leaves unfinished
     ["weights", lineage, version]    the version of the next flip
     ["flip", recompute]              it is live from the next step on
     ["kept", id, frames]             parts of the task of this request that came with its lease
@@ -117,47 +114,44 @@ class Life:
         return str(self.about["role"])
 
 
+STREAMS = TRAIN, EVAL, "probe"
+"""First words of the names of requests; all others are numbers."""
+
+
 class RequestNames:
-    """The names of requests as a few small numbers, relative to those before. Writer and reader have one each."""
+    """The names of requests as small numbers: the stream, then each number less that of the request before, of the same
+    stream. Writer and reader have one each.
+
+    >>> writer, reader = RequestNames(), RequestNames()
+    >>> [writer.short(name) for name in ("train/4/5", "train/5/6/0/28", "sub-agent/1")]
+    [[0, 4, 5], [0, 1, 1, 0, 28], None]
+    >>> [reader.whole(short) for short in ([0, 4, 5], [0, 1, 1, 0, 28])]
+    ['train/4/5', 'train/5/6/0/28']
+    """
 
     def __init__(self) -> None:
-        self._ordinal = self._held_out = 0
-        self._named = self._flipped = (0, 0)
+        self._before: list[list[int]] = [[] for _ in STREAMS]
 
-    def note(self, kind: str, *values: Any) -> None:
-        """Any other item."""
-        if kind == "weights":
-            self._named = values[0], values[1]
-        elif kind == "flip":
-            self._flipped = self._named
-
-    def short(self, request_id: str) -> list[int] | None:
+    def short(self, name: str) -> list[int] | None:
         """None for a name of another form."""
-        stream, *texts = request_id.split("/")
-        if not all(text.isdigit() for text in texts):
+        stream, *texts = name.split("/")
+        if stream not in STREAMS or not all(text.isdecimal() for text in texts):
             return None
-        match stream, [int(text) for text in texts]:
-            case "train", [ordinal, epoch]:
-                self._ordinal, before = ordinal, self._ordinal
-                return [ordinal - before, epoch]
-            case "eval", [ordinal, epoch, held_out]:
-                self._held_out, before = held_out, self._held_out
-                return [ordinal, epoch, held_out - before]
-            case "probe", [lineage, version, number] if (lineage, version) == self._flipped:
-                return [number]
-        return None
+        number, numbers = STREAMS.index(stream), [int(text) for text in texts]
+        before, self._before[number] = self._before[number], numbers
+        return [number, *(now - then for now, then in zip(numbers, _padded(before, numbers), strict=True))]
 
     def whole(self, short: Sequence[int]) -> str:
-        match short:
-            case [number]:
-                return "probe/{}/{}/{}".format(*self._flipped, number)
-            case [further, epoch]:
-                self._ordinal += further
-                return f"{TRAIN}/{self._ordinal}/{epoch}"
-            case [ordinal, epoch, further]:
-                self._held_out += further
-                return f"{EVAL}/{ordinal}/{epoch}/{self._held_out}"
-        raise ValueError(f"no short name of a request: {short}")
+        number, *steps = short
+        before = self._before[number]
+        numbers = [then + step for step, then in zip(steps, _padded(before, steps), strict=True)]
+        self._before[number] = numbers
+        return "/".join([STREAMS[number], *map(str, numbers)])
+
+
+def _padded(before: Sequence[int], like: Sequence[int]) -> list[int]:
+    """With zeros behind it, or cut, to the length of another."""
+    return [*before, *[0] * len(like)][: len(like)]
 
 
 class DecisionLog:
@@ -185,7 +179,6 @@ class DecisionLog:
 
     def note(self, *item: Any) -> None:
         with self._lock:
-            self._names.note(*item)
             self._put(item)
 
     def flush(self) -> None:
@@ -314,7 +307,6 @@ def _life(process: str, number: int, data: bytes) -> Life:
             case [int(), *_]:
                 items.append(("add", names.whole(item)))
             case _:
-                names.note(*item)
                 items.append(tuple(item))
     return Life(process, number, about, items)
 
