@@ -1,6 +1,6 @@
 """The files of a replay by other rules, beside those of the run: RUN/what_if/<keys>/.
 
-metrics.jsonl  {"version": 12, "what_if": ["algorithm.loss=gspo"], "train/loss": …, "run": {"train/loss": …}}
+metrics.jsonl  {"version": 12, "what_if": ["algorithm.loss=gspo"], "train/loss": …}: each step by these rules
 final/         the last policy by these rules
 """
 
@@ -33,7 +33,7 @@ class WhatIf:
         return self.folder / "final"
 
     def write(self, made: Replayed) -> None:
-        """The metrics of a step by other rules, and those of the run."""
+        """The metrics of a step by other rules."""
         assert made.otherwise is not None
-        values, run = dict(made.otherwise.values), dict(made.report.values)
-        self._rows.write({"version": made.recorded.version, "what_if": self._keys, **values, "run": run})
+        row = {"version": made.recorded.version, "what_if": self._keys}
+        self._rows.write(row | dict(made.otherwise.values))

@@ -1,0 +1,96 @@
+"""Asynchronous runs of several processes, some of them killed, made again in one: weights equal to the last bit."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from own_functions import LENGTH
+from processes import child, finished, newest_checkpoint, ran, started, succeeded, until, until_trained
+
+from asyncrl.telemetry.decisions import Trained, read_lives
+
+KEYS = (LENGTH, "generator.count=2", "checkpoint.every=2", "run.versions=100000")
+
+
+def run_keys(staleness: int) -> tuple[str, ...]:
+    return (*KEYS, f"queue.max_staleness={staleness}")
+
+
+def trained(run: Path) -> list[Trained]:
+    """All steps of all lives of the learner."""
+    items = [item for life in read_lives(run / "decisions") for item in life.items]
+    return [Trained.from_wire(item) for item in items if item[0] == "trained"]
+
+
+def assert_made_again(run: Path, *words: str) -> str:
+    """The last weights, which all differ from each other; a step that was made twice has the same."""
+    steps = trained(run)
+    assert len({step.weights for step in steps}) == len({step.version for step in steps}) >= 6
+    printed = ran("asyncrl", "replay", str(run), *words)
+    lines = re.findall(r"version (\d+): (\d+) groups, weights (\w+) as recorded", printed)
+    assert [(int(version), int(groups), weights) for version, groups, weights in lines] == [
+        (step.version, sum(map(len, step.claims)), f"{step.weights:016x}") for step in steps
+    ]
+    return printed
+
+
+def test_a_run_with_a_killed_generator(config_file: Path) -> None:
+    run = config_file.parent / "it"
+    with started("asyncrl", "train", str(config_file), *run_keys(2), "run.versions=8") as launcher:
+        until_trained(run, 3, launcher)
+        child(launcher, "generator-0").kill()
+        succeeded(launcher)
+    assert [life.number for life in read_lives(run / "decisions") if life.process == "generator-0"] == [0, 1]
+    assert_made_again(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 8])
+def test_a_run_with_killed_processes_that_was_resumed(config_file: Path, staleness: int) -> None:
+    run, keys = config_file.parent / "it", run_keys(staleness)
+    with started("asyncrl", "train", str(config_file), *keys) as launcher:
+        until(lambda: newest_checkpoint(run) >= 2, "a checkpoint to go on from", launcher)
+        child(launcher, "generator-1").kill()
+        until_trained(run, 5, launcher)
+        child(launcher, "asyncrl", "learner").kill()
+        until_trained(run, 9, launcher)
+        launcher.terminate()
+        assert finished(launcher)[0] == 10
+    goal = newest_checkpoint(run) + 3
+    ran("asyncrl", "train", str(config_file), *keys, "run.resume=true", f"run.versions={goal}")
+    lives = read_lives(run / "decisions")
+    assert len([life for life in lives if life.role == "learner"]) == 3
+    printed = assert_made_again(run, "algorithm.loss=gspo")
+    assert f"{run}/what_if/algorithm.loss=gspo" in printed
+    assert (run / "what_if" / "algorithm.loss=gspo" / "final" / "config.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("generator.kv=recompute", "learner.mini_batches=2", "learner.epochs=2", "algorithm.advantage=gae"),
+        ("generator.kv=drain", "model.lora.rank=4"),
+        ("generator.progress_tokens=2", "generator.slots=8"),
+    ],
+)
+def test_a_run_of_another_kind(config_file: Path, keys: tuple[str, ...]) -> None:
+    run = config_file.parent / "it"
+    ran("asyncrl", "train", str(config_file), *run_keys(2), "run.versions=6", *keys)
+    assert_made_again(run)
+
+
+@pytest.mark.slow
+def test_synchronous_runs_are_alike_until_a_rule_differs(config_file: Path) -> None:
+    shared = (*run_keys(0), "run.versions=3", "evaluation.source=null", "telemetry.groups_every=1")
+    for name, keys in {"one": (), "two": (), "warmer": ("generator.temperature=1.01",)}.items():
+        ran("asyncrl", "train", str(config_file), *shared, f"run.name={name}", *keys)
+    one, two, warmer = (str(config_file.parent / name) for name in ("one", "two", "warmer"))
+    assert f"{one} and {two} are alike" in ran("asyncrl", "bisect", one, two)
+    with started("asyncrl", "bisect", one, warmer) as process:
+        code, printed = finished(process)
+    assert code == 13
+    assert "groups, after 0 steps that are alike: for version 1 the groups of task 0 differ: " in printed
+    assert re.search(r"(token_ids|logprobs) of rollout \d, token \d+: ", printed)
