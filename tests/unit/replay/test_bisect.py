@@ -59,11 +59,11 @@ def test_first_weights(tmp_path: Path) -> None:
         ),
         ({"claims": [[Claimed(2, 7)]]}, "decision", "on task 3 in .*/one, on no further group in .*/two"),
         (
-            {"claims": [[Claimed(2, 9), Claimed(3, 8)]]},
+            {"claims": [[Claimed(2, 9), Claimed(3, 8)]], "norm": 0.75, "weights": 1},
             "groups",
             "the groups of task 2 differ: tokens, log-probs",
         ),
-        ({"norm": 0.75}, "gradient", r"has the norm 0\.5 in .*/one, 0\.75 in .*/two"),
+        ({"norm": 0.75, "weights": 1}, "gradient", r"has the norm 0\.5 in .*/one, 0\.75 in .*/two"),
         ({"weights": 1}, "weights", "version 2, after gradients of equal norm, has other weights"),
     ],
 )

@@ -171,7 +171,9 @@ def test_a_second_learner_trains_by_other_rules_and_publishes_nothing(
     learner, *_ = replayed(lives, config, tmp_path, otherwise=[slower, slower])
     made: list[Replayed] = [*learner.advance()]
     assert all(one.same for one in made)
-    rates = [(one.otherwise.values["train/lr"], one.report.values["train/lr"]) for one in made if one.otherwise]
+    rates = [
+        (one.otherwise.values["train/lr"], one.report.values["train/lr"]) for one in made if one.otherwise
+    ]
     assert [slow / fast for slow, fast in rates] == pytest.approx([0.1] * 4)
     first, again = made[1], made[2]  # both learners went back to version 1
     assert first.otherwise is not None
