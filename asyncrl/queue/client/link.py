@@ -137,8 +137,18 @@ class SocketLink:
             elif event == zmq.EVENT_DISCONNECTED:
                 self._up = False
                 self._listener.disconnected()
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and self._was_up:
+                self._renew()
             elif self._hopeless(event):
                 self._listener.rejected(self._misfit())
+
+    def _renew(self) -> None:
+        """Encrypted bytes were changed on their way, which libzmq reports as a failed handshake: it would go on with
+        this connection, which brings nothing any more, until heartbeats stop."""
+        self._up = False
+        self._listener.disconnected()
+        self._socket.disconnect(self.address)
+        self._socket.connect(self.address)
 
     def _hopeless(self, event: int) -> bool:
         """Whether the next handshake would fail too."""

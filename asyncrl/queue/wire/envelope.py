@@ -4,6 +4,11 @@
     broker ▸ client   frame 0: {replies: [[number, value, error, frames], …]}
                       frames 1…: the payload of the first one, of the second, …  each has `frames` of them
 
+    frame 0 as bytes  b"ARLQ" · version byte · xxh3-64 of the map, 8 · msgpack map
+
+The broker reads envelopes only; payload frames (payload.py) have seals of their own and pass through it untouched. A
+message whose envelope was changed on its way is refused and counted, and its sender repeats it.
+
 All requests or replies of one turn of a loop travel in one message: both sides and their I/O threads are woken once.
 Arguments and replies are packed each by itself: one that cannot be read is nobody else's problem, and a reply that is
 kept to be sent again is packed once.
@@ -16,15 +21,21 @@ not is handled once, however often it comes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
+import xxhash
 from msgspec import Meta, Struct
 
 from asyncrl.errors import WireError
 from asyncrl.queue.protocol.requests import UNREADABLE
 from asyncrl.queue.wire import wire
+
+MAGIC, SEAL = b"ARLQ" + bytes([6]), struct.Struct("<Q")
+SEALED = len(MAGIC) + SEAL.size
+"""Where the map begins."""
 
 Message = list[Any]
 """Frames of a message, its envelope first; or of one reply in a message, its packed value first."""
@@ -107,6 +118,21 @@ class ReplyRoom:
         return True
 
 
+def pack_envelope(message: Mapping[str, Any]) -> bytes:
+    """The first frame of a message."""
+    return sealed(wire.pack_value(message))
+
+
+def sealed(packed: bytes) -> bytes:
+    """An envelope of bytes that should be a packed map."""
+    return b"".join([MAGIC, SEAL.pack(xxhash.xxh3_64_intdigest(packed)), packed])
+
+
+def unpack_envelope(frame: Any) -> dict[str, Any]:
+    """The map of an envelope. WireError for anything else."""
+    return wire.unpack_map(_opened(frame))
+
+
 def pack_calls(call: ClientMessage) -> list[Message]:
     """As few messages as the limits allow; one for a call without requests."""
     parts = [[request.args, *request.frames] for request in call.requests]
@@ -162,7 +188,7 @@ def unpack_replies(frames: Sequence[Any]) -> list[tuple[int, Any, Any, Sequence[
 
 def _packed_call(call: ClientMessage, requests: Sequence[WireRequest]) -> Message:
     entries = [[each.number, each.op, each.args, len(each.frames)] for each in requests]
-    head = wire.pack(
+    head = pack_envelope(
         {
             "newest": call.newest,
             "waiting": call.waiting,
@@ -175,14 +201,26 @@ def _packed_call(call: ClientMessage, requests: Sequence[WireRequest]) -> Messag
 
 
 def _packed_replies(parts: Sequence[Message]) -> Message:
-    head = wire.pack({"replies": [part[0] for part in parts]})
+    head = pack_envelope({"replies": [part[0] for part in parts]})
     return [head, *(frame for part in parts for frame in part[1:])]
 
 
 def _envelope(frames: Sequence[Any]) -> memoryview:
     if not 0 < len(frames) <= wire.MAX_FRAMES:
         raise WireError(f"a message of {len(frames)} frames; 1 to {wire.MAX_FRAMES} are allowed")
-    return wire.opened(frames[0])
+    return _opened(frames[0])
+
+
+def _opened(frame: Any) -> memoryview:
+    view = memoryview(frame)
+    wire.check_magic(view, MAGIC)
+    if not SEALED <= len(view) <= wire.MAX_ENVELOPE_BYTES:
+        raise WireError(f"an envelope of {len(view)} bytes; {wire.MAX_ENVELOPE_BYTES} are allowed")
+    packed = view[SEALED:]
+    (seal,) = SEAL.unpack_from(view, len(MAGIC))
+    if xxhash.xxh3_64_intdigest(packed) != seal:
+        raise WireError("an envelope that is not as it was sealed")
+    return packed
 
 
 def _requests(entries: Iterable[tuple[int, str, bytes, int]], frames: Sequence[Any]) -> list[WireRequest]:

@@ -1,8 +1,8 @@
 """Bytes of the queue: versioned msgpack envelopes, and the plain values in them. No pickle.
 
-    envelope frame   b"ARLQ" · version byte · msgpack map
+    packed map   b"ARLQ" · version byte · msgpack map
 
-The broker reads envelopes only; payload frames (payload.py) pass through it untouched.
+Messages have a seal besides (envelope.py).
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def check_magic(view: memoryview, magic: bytes) -> None:
     if start == magic:
         return
     if start[:-1] == magic[:-1] and len(start) == len(magic):
-        raise WireError(f"protocol version {start[-1]}, this side speaks {VERSION}")
+        raise WireError(f"protocol version {start[-1]}, this side speaks {magic[-1]}")
     raise WireError(f"not a message of this protocol: begins with {start!r}")
 
 

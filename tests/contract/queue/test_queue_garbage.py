@@ -23,7 +23,7 @@ from asyncrl.queue.broker.broker import Broker
 from asyncrl.queue.client.client import BlockingClient, QueueClient
 from asyncrl.queue.protocol.settings import StreamSettings
 from asyncrl.queue.wire import wire
-from asyncrl.queue.wire.envelope import MAX_REQUESTS, unpack_replies
+from asyncrl.queue.wire.envelope import MAX_REQUESTS, pack_envelope, sealed, unpack_replies
 from asyncrl.types import Task
 
 
@@ -68,15 +68,16 @@ GARBAGE = {
     "empty": b"",
     "noise": b"\xff\xfe\x00garbage",
     "old protocol": b"ARLQ\x00\x80",
-    "not a map": wire.ENVELOPE_MAGIC + b"\x01",
-    "no fields": wire.pack({}),
-    "fields of a wrong kind": wire.pack(
+    "changed on its way": envelope("hello")[:-1] + b"?",
+    "not a map": sealed(b"\x01"),
+    "no fields": pack_envelope({}),
+    "fields of a wrong kind": pack_envelope(
         {"newest": "1", "waiting": 2, "run": None, "session": [], "requests": 0}
     ),
-    "a request of a wrong kind": wire.pack({**HEAD, "requests": [[1, 2, {}, "x"]]}),
-    "frames that are not there": wire.pack({**HEAD, "requests": [[1, "hello", b"\x80", 1]]}),
-    "less than no frames": wire.pack({**HEAD, "requests": [[1, "hello", b"\x80", -1]]}),
-    "arguments that are no map": wire.pack({**HEAD, "requests": [[1, "hello", b"\x90", 0]]}),
+    "a request of a wrong kind": pack_envelope({**HEAD, "requests": [[1, 2, {}, "x"]]}),
+    "frames that are not there": pack_envelope({**HEAD, "requests": [[1, "hello", b"\x80", 1]]}),
+    "less than no frames": pack_envelope({**HEAD, "requests": [[1, "hello", b"\x80", -1]]}),
+    "arguments that are no map": pack_envelope({**HEAD, "requests": [[1, "hello", b"\x90", 0]]}),
     "unknown operation": envelope("explode"),
     "no arguments": envelope("lease"),
     "a wait without end": envelope("lookup", key="x", wait_s=float("nan")),
@@ -86,13 +87,13 @@ GARBAGE = {
     "strange leases": envelope("give_back", stream="train", leases=[["a", {}]]),
     "a key of a wrong kind": envelope("post", key=["list"], value=b""),
     "a key without end": envelope("post", key="k" * 10_000, value=b""),
-    "a name that is no line": wire.pack({**HEAD, "session": "gen\nversion 9/1", "requests": []}),
-    "a name that turns the writing around": wire.pack({**HEAD, "session": "\u202egen/1", "requests": []}),
-    "a name without end": wire.pack({**HEAD, "session": "x" * 300, "requests": []}),
-    "a run without end": wire.pack({**HEAD, "run": "x" * 300, "requests": []}),
+    "a name that is no line": pack_envelope({**HEAD, "session": "gen\nversion 9/1", "requests": []}),
+    "a name that turns the writing around": pack_envelope({**HEAD, "session": "\u202egen/1", "requests": []}),
+    "a name without end": pack_envelope({**HEAD, "session": "x" * 300, "requests": []}),
+    "a run without end": pack_envelope({**HEAD, "run": "x" * 300, "requests": []}),
     "requests that it cannot know of": envelope("hello", 5, waiting=[5, 6]),
-    "too much in a list": wire.ENVELOPE_MAGIC + b"\xdd\xff\xff\xff\xff",
-    "lists in lists": wire.ENVELOPE_MAGIC + b"\x91" * 100_000,
+    "too much in a list": sealed(b"\xdd\xff\xff\xff\xff"),
+    "lists in lists": sealed(b"\x91" * 100_000),
     "a payload that is missing": envelope(
         "commit", stream="train", ordinal=0, epoch=1, tokens=1, nbytes=9, start_version=0, digest=0
     ),
@@ -236,10 +237,12 @@ def test_a_client_that_takes_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch)
         silent.connect(broker.bound_address)
         numbers, looking = [*range(1, 33)], wire.pack_value({"key": "large", "wait_s": 0.0})
         head: dict[str, Any] = HEAD | {"newest": 32, "waiting": numbers}
-        silent.send(wire.pack(head | {"requests": [[number, "lookup", looking, 0] for number in numbers]}))
+        silent.send(
+            pack_envelope(head | {"requests": [[number, "lookup", looking, 0] for number in numbers]})
+        )
         assert silent.poll(WAIT_S * 1000)
         end = time.monotonic() + WAIT_S
         while connected() > 1:
             assert time.monotonic() < end
-            silent.send(wire.pack(head | {"requests": []}))
+            silent.send(pack_envelope(head | {"requests": []}))
             assert learner.lookup("large", 0.0) == bytes(1_000_000)

@@ -8,6 +8,7 @@ from asyncrl.queue.broker.queue_state import SessionRequest
 from asyncrl.queue.protocol.requests import Request, unpack_request
 from asyncrl.queue.storage.store import Frames
 from asyncrl.queue.wire import wire
+from asyncrl.queue.wire.envelope import pack_envelope
 
 
 def envelope(
@@ -17,7 +18,7 @@ def envelope(
 
     frames: behind it
     """
-    return wire.pack(
+    return pack_envelope(
         {
             "newest": request_id,
             "waiting": [request_id] if waiting is None else list(waiting),

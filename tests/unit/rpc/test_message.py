@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.errors import WireError
 from asyncrl.rpc import message
-from asyncrl.rpc.message import OK, PROTOCOL, decode, encode
+from asyncrl.rpc.message import OK, PROTOCOL, decode, encode, sealed
 
 
 def test_a_message_comes_out_as_it_went_in() -> None:
@@ -43,4 +43,4 @@ def test_a_flood_of_lists_is_not_unpacked_to_its_end(monkeypatch: pytest.MonkeyP
 def packed(inner: bytes, count: int) -> bytes:
     """A message with so many of these in a list."""
     head = msgpack.packb([PROTOCOL, 1, OK])[1:]
-    return b"\x94" + head + b"\x81\xa1x\xdd" + count.to_bytes(4, "big") + inner * count
+    return sealed(b"\x94" + head + b"\x81\xa1x\xdd" + count.to_bytes(4, "big") + inner * count)

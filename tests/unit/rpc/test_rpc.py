@@ -98,6 +98,19 @@ def test_a_refusal_names_the_server(counter: Counter, connect: Callable[[str], R
     assert counter.server.malformed == 1
 
 
+def test_a_request_that_was_changed_on_its_way_fails_at_once_and_so_do_those_beside_it(
+    counter: Counter, connect: Callable[[str], RpcClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither side knows which request it was: the client begins a new connection, and asks again."""
+    client = connect(counter.server.endpoint)
+    waiting = client.request("never", {})
+    monkeypatch.setattr("asyncrl.rpc.client.encode", lambda *request: encode(*request)[:-1] + b"?")
+    for reply in (client.request("now", {"number": 4}), waiting):
+        with pytest.raises(WeightSyncError, match="a request arrived there unreadable"):
+            client.wait(reply, "a product", WAIT_S)
+    assert counter.server.malformed == 1
+
+
 def test_an_error_quotes_no_more_of_a_request_than_a_bound(
     counter: Counter, connect: Callable[[str], RpcClient]
 ) -> None:

@@ -20,7 +20,7 @@ from asyncrl.queue.broker.handlers import handle
 from asyncrl.queue.client.session import BUSY_S, CREDIT_BYTES, CREDIT_REQUESTS, RESEND_S, ReplyValue, Session
 from asyncrl.queue.protocol.requests import VERBS, HelloRequest, PostRequest, Request
 from asyncrl.queue.wire import wire
-from asyncrl.queue.wire.envelope import MAX_REQUESTS, UNKNOWN
+from asyncrl.queue.wire.envelope import MAX_REQUESTS, UNKNOWN, pack_envelope, sealed, unpack_envelope
 
 # ---------------------------------------------------------------------- waiting
 
@@ -343,7 +343,7 @@ def test_the_status_has_how_long_each_client_is_silent_until_its_goodbye() -> No
 
 
 def _named(name: str, op: str, number: int) -> bytes:
-    return wire.pack({**wire.unpack(envelope(op, number)), "session": f"{name}/1"})
+    return pack_envelope({**unpack_envelope(envelope(op, number)), "session": f"{name}/1"})
 
 
 # ---------------------------------------------------------------------- a session's time
@@ -367,7 +367,7 @@ def test_a_request_is_sent_again_until_its_deadline_which_names_everybody() -> N
         "lonely waited 11.0 s for the queue at tcp://10.0.0.1:5: an answer to 'lease' did not come"
     )
     ((notice,),) = session.outgoing()
-    assert wire.unpack(notice)["waiting"] == []
+    assert unpack_envelope(notice)["waiting"] == []
     assert session.next_time() is None
 
 
@@ -417,8 +417,8 @@ def test_a_deadline_says_what_the_broker_complained_of() -> None:
         [],
         [b""],
         [b"noise"],
-        [wire.pack({"replies": 1})],
-        [wire.pack({"replies": [b"\x90"]})],
+        [pack_envelope({"replies": 1})],
+        [pack_envelope({"replies": [b"\x90"]})],
         reply([1]),
         reply("1"),
     ],
@@ -498,8 +498,8 @@ def test_any_operation_with_any_arguments_is_answered_parked_or_over(asked: list
 @settings(max_examples=200, deadline=None)
 def test_an_envelope_with_strange_fields_is_answered_or_over(fields: dict[str, Any]) -> None:
     desk = opened_desk()
-    message = wire.unpack(envelope("hello"))
-    letters = desk.receive(b"odd", [wire.pack({**message, **fields})], 0.0)
+    message = unpack_envelope(envelope("hello"))
+    letters = desk.receive(b"odd", [pack_envelope({**message, **fields})], 0.0)
     assert letters or desk.parked or fields.keys() & {"newest", "waiting", "requests"}
     assert serves(desk)
 
@@ -513,7 +513,7 @@ def test_noise_and_damaged_envelopes_are_counted_and_answered(noise: list[bytes]
     damaged[at % len(damaged)] ^= 1 << bit
     desk.receive(b"odd", [bytes(damaged)], 0.0)
     desk.receive(b"odd", [bytes(damaged[: at % len(damaged)])], 0.0)
-    assert desk.queue.refused["malformed"] >= 2
+    assert desk.queue.refused["malformed"] == 3
     assert serves(desk)
 
 
@@ -535,7 +535,7 @@ BOMBS = {
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_bombs_are_malformed(bomb: str, monkeypatch: pytest.MonkeyPatch) -> None:
     desk = opened_desk()
-    frames = [wire.ENVELOPE_MAGIC + (BOMBS[bomb] or b"")]
+    frames = [sealed(BOMBS[bomb] or b"")]
     if bomb == "too many frames":
         frames = [envelope("hello", frames=wire.MAX_FRAMES), *([b""] * wire.MAX_FRAMES)]
     if bomb == "too many bytes":

@@ -15,7 +15,7 @@ from stream_cases import CONFIG, SMALL, Generator, Learner, closing_all
 
 from asyncrl.errors import WeightSyncError
 from asyncrl.rpc.keys import ClientKeys, client_keys, make_keys
-from asyncrl.rpc.message import PROTOCOL
+from asyncrl.rpc.message import PROTOCOL, SEAL, sealed
 from asyncrl.rpc.server import LONGEST_WAIT_S
 from asyncrl.sync.stream.sender import MOST_JOBS
 
@@ -97,7 +97,7 @@ def evil(draw: st.DrawFn) -> bytes:
     for name in draw(st.lists(st.sampled_from(NAMES), max_size=3)):
         fields[name] = draw(VALUES)
     message = [PROTOCOL, draw(st.integers(0, 2**64 - 1)), draw(st.sampled_from(KINDS)), fields]
-    return bytes(msgpack.packb(draw(st.sampled_from([message, fields, message[:2]]))))
+    return sealed(msgpack.packb(draw(st.sampled_from([message, fields, message[:2]]))))
 
 
 @pytest.fixture(scope="module")
@@ -119,10 +119,10 @@ def test_no_request_ends_the_control_thread(
     learner, dealer = fuzzed
     for frame in frames:
         dealer.send(frame)
-    dealer.send(msgpack.packb([PROTOCOL, 7, "hello", {"lineage": 1, "who": "g"}]))
+    dealer.send(sealed(msgpack.packb([PROTOCOL, 7, "hello", {"lineage": 1, "who": "g"}])))
     while True:
         assert dealer.poll(10_000), "no answer to a good request"
-        _, number, verdict, fields = msgpack.unpackb(dealer.recv())
+        _, number, verdict, fields = msgpack.unpackb(dealer.recv()[SEAL.size :])
         if number == 7 and verdict == "ok" and "world" in fields:
             break
     assert learner.publishers[0]._server.server._thread.is_alive()
@@ -136,12 +136,14 @@ def test_a_wait_that_is_no_time_is_refused(wait_s: float, closing: Callable) -> 
         dealer.connect(learner.endpoints[0])
         asked = {"lineage": 1, "who": "g"}
         joined = {**asked, "host": "h", "layout": "l", "bytes": 1, "endpoint": None}
-        dealer.send(msgpack.packb([PROTOCOL, 1, "join", joined]))
-        dealer.send(msgpack.packb([PROTOCOL, 2, "newest", {**asked, "newer_than": -1, "wait_s": wait_s}]))
+        dealer.send(sealed(msgpack.packb([PROTOCOL, 1, "join", joined])))
+        dealer.send(
+            sealed(msgpack.packb([PROTOCOL, 2, "newest", {**asked, "newer_than": -1, "wait_s": wait_s}]))
+        )
         answers = []
         for _ in range(2):
             assert dealer.poll(10_000)
-            answers.append(msgpack.unpackb(dealer.recv())[1:3])
+            answers.append(msgpack.unpackb(dealer.recv()[SEAL.size :])[1:3])
     assert answers == [[1, "ok"], [2, "error"]]
 
 
@@ -156,16 +158,16 @@ def test_what_a_peer_makes_a_rank_keep_is_bounded(closing: Callable) -> None:
         asked = {"lineage": 1, "who": "g", "session": 1, "version": 0, "junk": "x" * 100_000}
 
         def answer(kind: str, **fields: Any) -> list[Any]:
-            dealer.send(msgpack.packb([PROTOCOL, 1, kind, {**asked, **fields}]))
+            dealer.send(sealed(msgpack.packb([PROTOCOL, 1, kind, {**asked, **fields}])))
             assert dealer.poll(10_000)
-            return list(msgpack.unpackb(dealer.recv())[2:])
+            return list(msgpack.unpackb(dealer.recv()[SEAL.size :])[2:])
 
         assert answer("attach", plan=PLAN, place=PLACE)[0] == "ok"
         assert answer("pin", wait_s=0.0) == ["ok", {"pinned": True}]
         for _ in range(MOST_JOBS):
-            dealer.send(msgpack.packb([PROTOCOL, 1, "send", asked]))
+            dealer.send(sealed(msgpack.packb([PROTOCOL, 1, "send", asked])))
         assert answer("send")[1]["reason"] == "busy"
-        dealer.send(msgpack.packb([PROTOCOL, 1, "pin", {**asked, "version": 1, "wait_s": 60.0}]))
+        dealer.send(sealed(msgpack.packb([PROTOCOL, 1, "pin", {**asked, "version": 1, "wait_s": 60.0}])))
         assert answer("alive")[0] == "ok"
         assert [parked.request.fields for parked in server._parked.values()] == [{}]
         place = {"host": "h", "layout": "l", "bytes": 1, "endpoint": None}

@@ -21,7 +21,7 @@ from stream_cases import CONFIG, LARGE, LARGE_CONFIG, SMALL, Generator, Learner,
 import asyncrl.sync.stream.link as link_module
 from asyncrl.config.schema import SyncConfig
 from asyncrl.errors import DeadlineError, RefusedError, WeightSyncError
-from asyncrl.rpc.message import PROTOCOL
+from asyncrl.rpc.message import PROTOCOL, SEAL, sealed
 from asyncrl.rpc.server import RpcServer
 from asyncrl.sync.channels.channel import Channel
 from asyncrl.sync.layout.layout import Box, ParamLayout
@@ -365,19 +365,21 @@ def test_a_break_is_named_with_its_version_at_both_ends(
     until(lambda: noted in caplog.text, "the learner's warning")
 
 
+FAR_PLAN = [[["embed", [0, 0], [99, 8], 0]]]
+
+
 @pytest.mark.parametrize(
     "frame",
     [
         b"",
         b"\xc1",
-        msgpack.packb([99, 1, "hello", {}]),
-        msgpack.packb([PROTOCOL, 1, "hello", []]),
-        msgpack.packb([PROTOCOL, 1, "hello", {"lineage": 1}]),
-        msgpack.packb([PROTOCOL, 1, "hello", {"lineage": 1, "who": "g" * 257}]),
-        msgpack.packb([PROTOCOL, 1, "newest", {"lineage": 1, "newer_than": "x", "wait_s": 0}]),
-        msgpack.packb(
-            [PROTOCOL, 1, "attach", {"lineage": 1, "who": "g", "plan": [[["embed", [0, 0], [99, 8], 0]]]}]
-        ),
+        sealed(msgpack.packb([99, 1, "hello", {}])),
+        sealed(msgpack.packb([PROTOCOL, 1, "hello", []])),
+        sealed(msgpack.packb([PROTOCOL, 1, "hello", {"lineage": 1}])),
+        sealed(msgpack.packb([PROTOCOL, 1, "hello", {"lineage": 1, "who": "g" * 257}])),
+        sealed(msgpack.packb([PROTOCOL, 1, "newest", {"lineage": 1, "newer_than": "x", "wait_s": 0}])),
+        sealed(msgpack.packb([PROTOCOL, 1, "attach", {"lineage": 1, "who": "g", "plan": FAR_PLAN}])),
+        sealed(msgpack.packb([PROTOCOL, 1, "hello", {"lineage": 1, "who": "g"}]))[:-1] + b"h",
     ],
 )
 def test_a_malformed_message_is_answered_and_counted(frame: bytes, closing: Callable) -> None:
@@ -387,7 +389,7 @@ def test_a_malformed_message_is_answered_and_counted(frame: bytes, closing: Call
         dealer.connect(learner.endpoints[0])
         dealer.send(frame)
         assert dealer.poll(10_000)
-        _, _, verdict, fields = msgpack.unpackb(dealer.recv())
+        _, _, verdict, fields = msgpack.unpackb(dealer.recv()[SEAL.size :])
     assert (verdict, fields["reason"]) == ("error", "malformed")
     assert learner.publishers[0].stats()["malformed"] == 1
     generator = closing(Generator("generator-0", learner, learner.whole, CONFIG))
