@@ -1,8 +1,9 @@
-"""The cost of traces: of each row, of all rows of a run as a share of its time, and in steps per second of the demo.
+"""The cost of traces and of decisions: of each row, of all rows of a run as a share of its time, in steps per second of
+the demo, and in bytes.
 
     make demo && python -m bench.telemetry --json F --table F
 
-The demo is trained with traces and without, in turns, every other round in reverse order, from the same warm start.
+The demo is trained with both, and without each, in turns, every other round in reverse order, from the same warm start.
 CPU seconds of a process's tracing are its rows times the measured cost of a row of their kind; their share is that of
 the time that the process has lived.
 """
@@ -23,14 +24,22 @@ import msgspec
 from asyncrl.config.load import load_config
 from asyncrl.launch.local_run import train
 from asyncrl.telemetry import tracing
+from asyncrl.telemetry.decisions import FOLDER as DECISIONS
+from asyncrl.telemetry.decisions import SUFFIX as DECIDED
 from asyncrl.telemetry.sinks import read_rows
 from asyncrl.telemetry.spans import Spans
 from asyncrl.telemetry.trace_file import FOLDER, SUFFIX
 from bench.bars import Bar, Measured, figures, number, row, verdict_table
 from bench.output import bench_parser, machine, write_results
 
-ARMS = {"with": 64, "without": 0}
-"""telemetry.trace_mb"""
+ARMS = {
+    "with": "telemetry.trace_mb=64",
+    "without": "telemetry.trace_mb=0",
+    "undecided": "telemetry.decisions=false",
+}
+
+TOKEN_BYTES = 17
+"""Of a rollout in memory: token id, log-prob, version, loss mask."""
 
 WARM_UP_VERSIONS = 5
 SPAN, UNWRITTEN, SWITCH, EVENT = "span", "unwritten span", "switch", "event"
@@ -39,6 +48,8 @@ PROCESSES = ("generator-0", "learner", "queue", "launcher")
 BARS = [
     *(Bar(f"share.{process}", 0.01, most=True) for process in PROCESSES),
     Bar("steps_s.with", 0.99, over="steps_s.without"),
+    Bar("steps_s.with", 0.98, over="steps_s.undecided"),
+    Bar("decisions_share", 0.01, most=True),
 ]
 
 
@@ -93,7 +104,7 @@ def run(args: argparse.Namespace, arm: str) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     overrides = (f"run.name={name}", f"run.dir={args.dir}", f"run.versions={args.versions}")
     start = (f"model.path={args.model}", "run.target_accuracy=null", "launch.quiet=true")
-    train(load_config(args.config, [*overrides, *start, f"telemetry.trace_mb={ARMS[arm]}"]))
+    train(load_config(args.config, [*overrides, *start, ARMS[arm]]))
     return folder
 
 
@@ -102,8 +113,12 @@ def measured(args: argparse.Namespace, cost: dict[str, float], backwards: bool) 
     found: dict[str, float] = {f"cost_us.{kind}": 1e6 * cost[kind] for kind in KINDS}
     for arm in sorted(ARMS, reverse=backwards):
         folder = run(args, arm)
-        steps = [each["perf/step_s"] for each in read_rows(folder / "metrics.jsonl") if "perf/step_s" in each]
-        found[f"steps_s.{arm}"] = 1 / median(steps[WARM_UP_VERSIONS:])
+        rows = [each for each in read_rows(folder / "metrics.jsonl") if "perf/step_s" in each]
+        found[f"steps_s.{arm}"] = 1 / median(each["perf/step_s"] for each in rows[WARM_UP_VERSIONS:])
+        if arm == "with":
+            rollouts = TOKEN_BYTES * sum(each["train/tokens_with_prompts"] for each in rows)
+            written = sum(path.stat().st_size for path in (folder / DECISIONS).glob(f"*{DECIDED}"))
+            found["decisions_bytes"], found["decisions_share"] = written, written / rollouts
         for path in (folder / FOLDER).glob(f"*{SUFFIX}"):
             process, (kinds, seconds) = path.name.removesuffix(SUFFIX), rows_of(path)
             found[f"rows_s.{process}"] = (kinds.total() - kinds[UNWRITTEN]) / seconds
@@ -113,7 +128,7 @@ def measured(args: argparse.Namespace, cost: dict[str, float], backwards: bool) 
 
 def table(found: Measured, rounds: int, versions: int) -> str:
     lines = [
-        "# The cost of traces",
+        "# The cost of traces and decisions",
         "",
         f"`python -m bench.telemetry`, medians of {rounds} rounds of {versions} versions of the demo. {machine()}",
         "",
@@ -127,10 +142,11 @@ def table(found: Measured, rounds: int, versions: int) -> str:
     for process in PROCESSES:
         cells = (number(found.get(f"rows_s.{process}"), ".0f"), number(found.get(f"share.{process}"), ".3%"))
         lines.append(row([process, *cells]))
-    steps = "steps_s.with", "steps_s.without", "steps_s.with / steps_s.without"
-    lines += ["", "| steps/s with traces | without | ratio |", "|--:|--:|--:|"]
-    lines += [row(number(found.get(name), ".4f") for name in steps), "", *verdict_table(found, BARS), ""]
-    return "\n".join(lines)
+    lines += ["", "| steps/s with both | without traces | without decisions |", "|--:|--:|--:|"]
+    lines.append(row(number(found.get(f"steps_s.{arm}"), ".4f") for arm in ARMS))
+    decided = number(found["decisions_bytes"], ",.0f"), number(found["decisions_share"], ".2%")
+    lines += ["", "| bytes of decisions | of the rollouts in memory |", "|--:|--:|", row(decided)]
+    return "\n".join([*lines, "", *verdict_table(found, BARS), ""])
 
 
 def main() -> None:
