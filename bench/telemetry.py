@@ -23,12 +23,13 @@ import msgspec
 
 from asyncrl.config.load import load_config
 from asyncrl.launch.local_run import train
-from asyncrl.telemetry import tracing
+from asyncrl.telemetry import decisions, tracing
 from asyncrl.telemetry.decisions import FOLDER as DECISIONS
 from asyncrl.telemetry.decisions import SUFFIX as DECIDED
 from asyncrl.telemetry.sinks import read_rows
 from asyncrl.telemetry.spans import Spans
 from asyncrl.telemetry.trace_file import FOLDER, SUFFIX
+from asyncrl.types import TRAIN
 from bench.bars import Bar, Measured, figures, number, row, verdict_table
 from bench.output import bench_parser, machine, write_results
 
@@ -44,11 +45,14 @@ TOKEN_BYTES = 17
 WARM_UP_VERSIONS = 5
 SPAN, UNWRITTEN, SWITCH, EVENT = "span", "unwritten span", "switch", "event"
 KINDS = (SPAN, UNWRITTEN, SWITCH, EVENT)
+GROUP = "decisions of a group"
+"""A request that joins, a step, and what is written before the commit."""
 PROCESSES = ("generator-0", "learner", "queue", "launcher")
 BARS = [
     *(Bar(f"share.{process}", 0.01, most=True) for process in PROCESSES),
     Bar("steps_s.with", 0.99, over="steps_s.without"),
     Bar("steps_s.with", 0.98, over="steps_s.undecided"),
+    Bar("decisions_time", 0.02, most=True),
     Bar("decisions_share", 0.01, most=True),
 ]
 
@@ -77,8 +81,17 @@ def costs(count: int) -> dict[str, float]:
             with loop("wait/tasks"):
                 pass
 
-        with loop("compute"):
+        decided = (Path(folder), "bench", {"role": "generator"})
+        with loop("compute"), decisions.recording(*decided):
+            numbers = iter(range(10**9))
+
+            def decide() -> None:
+                decisions.joined(f"{TRAIN}/{next(numbers)}/1")
+                decisions.step(True)
+                decisions.flush()
+
             return {
+                GROUP: cost_of(decide, count),
                 SPAN: cost_of(span, count),
                 UNWRITTEN: cost_of(lambda: span(3600.0), count),
                 SWITCH: cost_of(switch, count) / 2,
@@ -110,7 +123,7 @@ def run(args: argparse.Namespace, arm: str) -> Path:
 
 def measured(args: argparse.Namespace, cost: dict[str, float], backwards: bool) -> Measured:
     """One round: both arms."""
-    found: dict[str, float] = {f"cost_us.{kind}": 1e6 * cost[kind] for kind in KINDS}
+    found: dict[str, float] = {f"cost_us.{kind}": 1e6 * seconds for kind, seconds in cost.items()}
     for arm in sorted(ARMS, reverse=backwards):
         folder = run(args, arm)
         rows = [each for each in read_rows(folder / "metrics.jsonl") if "perf/step_s" in each]
@@ -119,6 +132,8 @@ def measured(args: argparse.Namespace, cost: dict[str, float], backwards: bool) 
             rollouts = TOKEN_BYTES * sum(each["train/tokens_with_prompts"] for each in rows)
             written = sum(path.stat().st_size for path in (folder / DECISIONS).glob(f"*{DECIDED}"))
             found["decisions_bytes"], found["decisions_share"] = written, written / rollouts
+            groups = sum(each["train/groups"] for each in rows)
+            found["decisions_time"] = cost[GROUP] * groups / sum(each["perf/step_s"] for each in rows)
         for path in (folder / FOLDER).glob(f"*{SUFFIX}"):
             process, (kinds, seconds) = path.name.removesuffix(SUFFIX), rows_of(path)
             found[f"rows_s.{process}"] = (kinds.total() - kinds[UNWRITTEN]) / seconds
@@ -134,7 +149,7 @@ def table(found: Measured, rounds: int, versions: int) -> str:
         "",
         "| kind of row | CPU µs |",
         "|---|--:|",
-        *(row([kind, number(found[f"cost_us.{kind}"], ".1f")]) for kind in KINDS),
+        *(row([kind, number(found[f"cost_us.{kind}"], ".1f")]) for kind in (*KINDS, GROUP)),
         "",
         "| process | rows/s | share of its time |",
         "|---|--:|--:|",
@@ -144,8 +159,14 @@ def table(found: Measured, rounds: int, versions: int) -> str:
         lines.append(row([process, *cells]))
     lines += ["", "| steps/s with both | without traces | without decisions |", "|--:|--:|--:|"]
     lines.append(row(number(found.get(f"steps_s.{arm}"), ".4f") for arm in ARMS))
-    decided = number(found["decisions_bytes"], ",.0f"), number(found["decisions_share"], ".2%")
-    lines += ["", "| bytes of decisions | of the rollouts in memory |", "|--:|--:|", row(decided)]
+    decided = [found["decisions_bytes"], found["decisions_share"], found["decisions_time"]]
+    texts = [number(value, form) for value, form in zip(decided, (",.0f", ".2%", ".3%"), strict=True)]
+    lines += [
+        "",
+        "| bytes of decisions | of the rollouts in memory | CPU of the generator |",
+        "|--:|--:|--:|",
+        row(texts),
+    ]
     return "\n".join([*lines, "", *verdict_table(found, BARS), ""])
 
 

@@ -16,6 +16,8 @@ from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
+import msgpack
+
 from asyncrl.config.load import load_config
 from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
@@ -86,7 +88,11 @@ async def _versions(
 def recorded_lives(run_folder: Path) -> list[Life]:
     """Raises ConfigError for a run that has no decisions, or none in this format."""
     folder = run_folder / FOLDER
-    lives = read_lives(folder)
+    try:
+        lives = read_lives(folder)
+    except (ValueError, TypeError, IndexError, msgpack.UnpackException) as error:
+        rule = f"has a file in {folder} that no process wrote, or that was changed: {error}"
+        raise ConfigError("RUN", str(run_folder), rule, "replay another run") from error
     if not lives:
         remedy = "give a run with telemetry.decisions=true, of this version of asyncrl or a later one"
         raise ConfigError("RUN", str(run_folder), f"has no decisions in {folder}", remedy)

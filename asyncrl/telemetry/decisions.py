@@ -8,7 +8,7 @@
 then items of msgpack in their order.
 
     3, -2                            so many steps of the engine; below 0: no sample may begin in them
-    [0, 1, 1]                        a request joins the batch: its name, see `RequestNames`
+    [1, 1]                           a request joins the batch: its name, see `RequestNames`
     ["add", id] ["remove", id]       one of another name joins, one leaves unfinished
     ["weights", lineage, version]    the version of the next flip
     ["flip", recompute]              it is live from the next step on
@@ -50,6 +50,20 @@ FORMAT = 1
 
 MOST_BUFFERED = 1 << 16
 """Bytes that are written at once, whether or not anything leaves the process."""
+
+ENTRIES = {
+    "add": 1,
+    "remove": 1,
+    "weights": 2,
+    "flip": 1,
+    "kept": 2,
+    "evaluate": 4,
+    "threads": 1,
+    "begun": 3,
+    "trained": 7,
+    "saved": 1,
+}
+"""Values of an item, by its kind."""
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -120,12 +134,12 @@ STREAMS = TRAIN, EVAL, "probe"
 
 class RequestNames:
     """The names of requests as small numbers: the stream, then each number less that of the request before, of the same
-    stream. Writer and reader have one each.
+    stream. The commonest, of training and with two numbers, goes without the stream. Writer and reader have one each.
 
     >>> writer, reader = RequestNames(), RequestNames()
     >>> [writer.short(name) for name in ("train/4/5", "train/5/6/0/28", "sub-agent/1")]
-    [[0, 4, 5], [0, 1, 1, 0, 28], None]
-    >>> [reader.whole(short) for short in ([0, 4, 5], [0, 1, 1, 0, 28])]
+    [[4, 5], [0, 1, 1, 0, 28], None]
+    >>> [reader.whole(short) for short in ([4, 5], [0, 1, 1, 0, 28])]
     ['train/4/5', 'train/5/6/0/28']
     """
 
@@ -135,14 +149,15 @@ class RequestNames:
     def short(self, name: str) -> list[int] | None:
         """None for a name of another form."""
         stream, *texts = name.split("/")
-        if stream not in STREAMS or not all(text.isdecimal() for text in texts):
+        if stream not in STREAMS or len(texts) < 2 or not all(text.isdecimal() for text in texts):
             return None
         number, numbers = STREAMS.index(stream), [int(text) for text in texts]
         before, self._before[number] = self._before[number], numbers
-        return [number, *(now - then for now, then in zip(numbers, _padded(before, numbers), strict=True))]
+        steps = [now - then for now, then in zip(numbers, _padded(before, numbers), strict=True)]
+        return steps if number == 0 and len(steps) == 2 else [number, *steps]
 
     def whole(self, short: Sequence[int]) -> str:
-        number, *steps = short
+        number, *steps = short if len(short) > 2 else (0, *short)
         before = self._before[number]
         numbers = [then + step for step, then in zip(steps, _padded(before, steps), strict=True)]
         self._before[number] = numbers
@@ -281,7 +296,8 @@ def flush() -> None:
 
 
 def read_lives(folder: Path) -> list[Life]:
-    """All lives of all processes, by name and number. What a kill has cut off at the end of a file is left out.
+    """All lives of all processes, by name and number. What a kill has cut off at the end of a file is left out, and a
+    life that had written nothing.
 
     Raises OSError, and ValueError for a file of another kind.
     """
@@ -289,7 +305,7 @@ def read_lives(folder: Path) -> list[Life]:
     for path in folder.glob(f"*{SUFFIX}"):
         process, _, number = path.name.removesuffix(SUFFIX).rpartition(".")
         lives.append(_life(process, int(number), path.read_bytes()))
-    return sorted(lives, key=lambda life: (life.process, life.number))
+    return sorted((life for life in lives if life.about), key=lambda life: (life.process, life.number))
 
 
 def _life(process: str, number: int, data: bytes) -> Life:
@@ -306,8 +322,10 @@ def _life(process: str, number: int, data: bytes) -> Life:
                 items.append(("step", abs(steps), steps > 0))
             case [int(), *_]:
                 items.append(("add", names.whole(item)))
+            case [str(kind), *values] if ENTRIES.get(kind) == len(values):
+                items.append((kind, *values))
             case _:
-                items.append(tuple(item))
+                raise ValueError(f"{process}.{number} has an unknown item: {str(item)[:80]}")
     return Life(process, number, about, items)
 
 

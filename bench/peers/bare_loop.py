@@ -85,6 +85,8 @@ class BareLoop:
         advantage_R = ((reward_GS - reward_GS.mean(1, keepdim=True)) * goal.SCALE).flatten()
         made_RT = (new_RT == self.end_id).cumsum(1) - (new_RT == self.end_id).long() == 0
         learned_R = advantage_R != 0  # others have no gradient
+        if not learned_R.any():
+            return
         tokens = torch.cat([prompt_RP, new_RT], 1)[learned_R]
         width = prompt_RP.shape[1] + int(made_RT.sum(1).max())
         logits = self.model(tokens[:, :width]).logits[:, prompt_RP.shape[1] - 1 : -1]

@@ -1,6 +1,6 @@
 """python -m bench.peers.race: the time to the same accuracy, on the same two cores, from the same warm model.
 
-    make demo bench-peers && python -m bench.peers.race --json F --table F
+    make bench-race
 
 Each system is a process of its own, one after the other, every other round in reverse order. The clock runs from the
 start of the process to the look at the held-out tasks that finds the target: imports, loading and looks are in it.

@@ -45,6 +45,13 @@ def test_other_rules_are_those_of_the_learners_step() -> None:
     assert refused.value.key == "batch.group_size"
 
 
+def test_a_file_that_was_changed_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "decisions").mkdir()
+    (tmp_path / "decisions" / "learner.0.msgpack").write_bytes(b"\x93\x01\x02\x03")
+    with pytest.raises(ConfigError, match="that no process wrote, or that was changed"):
+        recorded_lives(tmp_path)
+
+
 def test_a_record_of_another_form_is_refused(tmp_path: Path) -> None:
     log = DecisionLog(
         tmp_path / "decisions", "learner", {"format": 99, "role": "learner", "config": "c.yaml"}

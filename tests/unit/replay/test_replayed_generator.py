@@ -122,14 +122,11 @@ async def test_the_same_groups_come_of_it(recorded: Recorded) -> None:
 async def test_a_flip_at_another_token_makes_other_groups(recorded: Recorded) -> None:
     """The test above can fail."""
     life = recorded[1]
-    flips = [at for at, item in enumerate(life.items) if item[0] == "flip"]
-    items = [*life.items]
-    at = next(at for at in range(flips[1], len(items)) if items[at][0] == "step")
-    items[at] = ("step", items[at][1] + 1, items[at][2])
-    later = next(at for at in range(at + 1, len(items)) if items[at][0] == "step" and items[at][1] > 1)
-    items[later] = ("step", items[later][1] - 1, items[later][2])
-    before = next(at for at in range(flips[1]) if items[at][0] == "step" and items[at][1] > 1)
-    items[before] = ("step", items[before][1] - 1, items[before][2])
+    first, second, *_ = (at for at, item in enumerate(life.items) if item[0] == "flip")
+    named = next(at for at, item in enumerate(life.items) if item == ("weights", 1, 1))
+    early = [life.items[named], life.items[second]]
+    rest = [item for at, item in enumerate(life.items) if at not in (named, second)]
+    items = [*rest[: first + 1], *early, *rest[first + 1 :]]
     generator, groups, weights = replayed(recorded, replace(life, items=items))
     for version in range(3):
         publish(recorded, weights, version)

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from asyncrl.telemetry.decisions import SUFFIX, Claimed, DecisionLog, Trained, r
 ABOUT = {"format": decisions.FORMAT, "role": "generator", "config": "config.yaml"}
 
 NUMBER = st.integers(0, 1 << 40)
-NAMES = st.lists(NUMBER, min_size=2, max_size=5).flatmap(
+NAMES = st.lists(NUMBER, min_size=1, max_size=5).flatmap(
     lambda numbers: st.sampled_from(["train", "eval", "probe", "other", "train/greedy"]).map(
         lambda stream: "/".join([stream, *map(str, numbers)])
     )
@@ -68,14 +69,14 @@ def test_a_kill_costs_the_end_of_a_file_alone(
     assert list(life.items) == told(events)
     whole = path.read_bytes()
     path.write_bytes(whole[: data.draw(st.integers(0, len(whole)))])
-    (cut,) = read_lives(folder)
-    assert list(cut.items) == told(events)[: len(cut.items)]
+    for cut in read_lives(folder):  # none, if not even the map is left
+        assert list(cut.items) == told(events)[: len(cut.items)]
 
 
-def test_a_groups_request_and_its_step_take_five_bytes(tmp_path: Path) -> None:
+def test_a_groups_request_and_its_step_take_four_bytes(tmp_path: Path) -> None:
     groups = 1000
     events = [event for n in range(groups) for event in (("add", f"train/{n}/{n + 3}"), ("step", True))]
-    assert len(written(tmp_path, events).read_bytes()) < 5 * groups + 100
+    assert len(written(tmp_path, events).read_bytes()) < 4 * groups + 100
 
 
 @given(
@@ -201,7 +202,20 @@ def test_two_threads_lose_no_item(tmp_path: Path) -> None:
     assert [item[2] for item in items if item[0] == "weights"] == list(range(500))
 
 
-def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
-    (tmp_path / f"generator-0.0{SUFFIX}").write_bytes(b"\x93\x01\x02\x03")
-    with pytest.raises(ValueError, match=r"generator-0\.0 does not begin with a map"):
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [
+        ([1, 2, 3], r"generator-0\.0 does not begin with a map"),
+        (ABOUT, r"generator-0\.0 has an unknown item: \['flip'\]"),
+    ],
+)
+def test_a_file_of_something_else_is_refused(tmp_path: Path, data: Any, error: str) -> None:
+    path = tmp_path / f"generator-0.0{SUFFIX}"
+    path.write_bytes(msgpack.packb(data) + msgpack.packb(["flip"]))
+    with pytest.raises(ValueError, match=error):
         read_lives(tmp_path)
+
+
+def test_a_process_that_was_killed_at_its_start_has_no_life(tmp_path: Path) -> None:
+    DecisionLog(tmp_path, "generator-0", ABOUT)
+    assert read_lives(tmp_path) == []
