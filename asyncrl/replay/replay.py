@@ -54,6 +54,7 @@ async def replay(
     for _, config in lives:
         check(config)
     learners = [one for one in lives if one[0].role == "learner"]
+    require(bool(learners), "RUN", str(run_folder), "has no decisions of its learner", "replay another run")
     check_keys(keys)
     otherwise = [_configured(run_folder, life, keys) for life, _ in learners] if keys else []
     groups = GroupStore(claim for life, _ in learners for claim in _claims(life))
@@ -166,6 +167,8 @@ class _Generators:
             if not self._lives[name]:
                 return False
             generator = self._loaded[name] = self._load(*self._lives[name].popleft())
+            await generator.advance()
+            return True
         return await generator.advance()
 
     def _load(self, life: Life, config: Config) -> ReplayedGenerator:

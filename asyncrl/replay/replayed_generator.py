@@ -56,9 +56,13 @@ class RecordedEngine:
     async def request(self, request_id: str) -> SampleRequest:
         """The request of this name, once it is there."""
         while request_id not in self._waiting:
-            self._news.clear()
-            await self._news.wait()
+            await self.news()
         return self._waiting.pop(request_id)
+
+    async def news(self) -> None:
+        """Wait for another request."""
+        self._news.clear()
+        await self._news.wait()
 
     def samples_for(self, job: str) -> bool:
         """Whether samples of the job of this name are awaited."""
@@ -106,7 +110,6 @@ class ReplayedGenerator:
         self._next: Published | None = None
         self._jobs: dict[str, asyncio.Task[None]] = {}
         self._kept: dict[str, Sequence[bytes]] = {}
-        self._chunks: dict[str, tuple[str, int, int]] = {}
         self._threads = torch.get_num_threads()
 
     @property
@@ -131,12 +134,16 @@ class ReplayedGenerator:
         return self._at > before
 
     async def settle(self) -> None:
-        """Wait until groups whose samples are all made are scored. Raises their errors."""
-        scoring = [job for name, job in self._jobs.items() if not self._engine.samples_for(name)]
-        done = await asyncio.wait(scoring, timeout=WAIT_S) if scoring else (set(), set())
-        for job in done[0]:
-            if not job.cancelled():
-                job.result()
+        """Wait until each task is done, or waits for the engine. Raises the errors of those that are done."""
+        while acting := {job for name, job in self._jobs.items() if not self._engine.samples_for(name)}:
+            news = asyncio.ensure_future(self._engine.news())
+            done, _ = await asyncio.wait({*acting, news}, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)
+            news.cancel()
+            for job in done & acting:
+                if not job.cancelled():
+                    job.result()
+            if not done:  # a call hangs; in the run too, maybe
+                return
 
     async def _follow(self, kind: str, *values: Any) -> bool:
         """Follow one decision. Returns False for a flip whose version is not made yet."""

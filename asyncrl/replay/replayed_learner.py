@@ -20,10 +20,9 @@ import torch
 from asyncrl.config.schema import Config
 from asyncrl.errors import DivergedError
 from asyncrl.learner.process import open_rank
-from asyncrl.learner.reporting.version_decisions import NORM, weights_hash
+from asyncrl.learner.reporting.version_decisions import NORM, live_weights, weights_hash
 from asyncrl.learner.training.version_step import VersionReport, version_step
 from asyncrl.replay.stores import GroupStore, Published, WeightStore
-from asyncrl.sync.tensors.shards import Shards
 from asyncrl.telemetry.decisions import Claimed, Life, Trained
 from asyncrl.types import Group, Version
 
@@ -185,10 +184,7 @@ class ReplayedLearner:
         return Replayed(recorded, self._lineage, weights, report, *otherwise)
 
     def _publish(self, version: Version) -> None:
-        backend = self._opened[0].backend
-        self._weights.put(
-            Published(self._lineage, version), Shards(backend.layout(), backend.local_tensors())
-        )
+        self._weights.put(Published(self._lineage, version), live_weights(self._opened[0].backend))
 
 
 def _begun(life: Life) -> Version | None:

@@ -33,7 +33,12 @@ def mark_of(group: Group) -> int:
 
 def weights_hash(backend: Backend) -> int:
     """Of this rank's part of the policy as it is now, in [0, 2^64)."""
-    return hash_of_all(Shards(backend.layout(), backend.local_tensors()))
+    return hash_of_all(live_weights(backend))
+
+
+def live_weights(backend: Backend) -> Shards:
+    """This rank's part of the policy. It is that of later versions, too."""
+    return Shards(backend.layout(), backend.local_tensors())
 
 
 class VersionDecisions:
@@ -41,6 +46,7 @@ class VersionDecisions:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
+        self._live: Shards | None = None
         self._claims: list[list[Claimed]] = []
 
     def begin(self) -> None:
@@ -54,6 +60,7 @@ class VersionDecisions:
     def write(self, version: Version, refused: bool, values: Mapping[str, float]) -> None:
         """Record that these groups were trained on. version: that comes of it · values: metrics of the step"""
         if decisions.recorded():
-            weights, norm = weights_hash(self._backend), float(values.get(NORM, 0.0))
+            self._live = self._live or live_weights(self._backend)
+            weights, norm = hash_of_all(self._live), float(values.get(NORM, 0.0))
             decisions.note(*Trained(version, refused, weights, norm, self._claims).to_wire())
             decisions.flush()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from waiting import eventually
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import DivergedError
+from asyncrl.generator.engines.engine import SampleRequest
 from asyncrl.generator.engines.transformers.transformers_engine import (
     TransformersEngine,
     load_transformers_engine,
@@ -29,6 +31,7 @@ from asyncrl.sync.tensors.shards import Shards, layout_of
 from asyncrl.tasks.source import training_tasks
 from asyncrl.telemetry import decisions
 from asyncrl.telemetry.decisions import Claimed, Life, read_lives
+from asyncrl.types import Sampling
 
 CONFIG = """
 model: {{path: {model}}}
@@ -146,4 +149,20 @@ async def test_a_request_that_does_not_come_is_named(recorded: Recorded) -> None
         patch.setattr("asyncrl.replay.replayed_generator.WAIT_S", 0.2)
         with pytest.raises(DivergedError, match=r"generator-0\.0 had a request train/3/4/5/6"):
             await generator.advance()
+    await generator.close()
+
+
+async def test_a_task_between_two_requests_is_awaited_until_the_second_one(recorded: Recorded) -> None:
+    """As after a tool call of a rollout whose generator was killed."""
+    generator, *_ = replayed(recorded)
+    request = SampleRequest("train/9/9", np.ones(1, np.int64), Sampling(), ordinal=9)
+
+    async def act() -> None:
+        await asyncio.sleep(0)
+        await generator._engine.sample(request)
+
+    generator._begin("train/9/9", act())
+    async with asyncio.timeout(10):
+        await generator.settle()
+    assert generator._engine.samples_for("train/9/9")
     await generator.close()
