@@ -21,7 +21,6 @@ from pathlib import Path
 
 from asyncrl.cli import (
     explain,
-    groups,
     imports,
     launch,
     models,
@@ -29,7 +28,7 @@ from asyncrl.cli import (
     offline,
     plan,
     queue,
-    replay,
+    recorded,
     run,
     workers,
 )
@@ -254,6 +253,5 @@ COMMANDS: dict[str, Command] = {
     **offline.COMMANDS,
     **models.COMMANDS,
     **observe.COMMANDS,
-    **groups.COMMANDS,
-    **replay.COMMANDS,
+    **recorded.COMMANDS,
 }

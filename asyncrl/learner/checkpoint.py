@@ -254,6 +254,7 @@ class Checkpoints:
             folder.mkdir()
         self._backend.exchange(None)
         decisions.note("saved", meta.version)
+        decisions.flush()  # the next learner may begin from it
         remote = [model.save(folder) for model in self._remote_models]
         beside = self._settings.asynchronous
         save = self._backend.copy_state() if beside else self._backend.save

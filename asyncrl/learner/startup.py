@@ -35,7 +35,7 @@ from asyncrl.learner.remote.remote_model import RemoteModel
 from asyncrl.learner.reporting.evaluation import Evaluations, EvaluationSchedule
 from asyncrl.learner.reporting.report import RunRecords
 from asyncrl.learner.reporting.saved_groups import KeptGroups
-from asyncrl.learner.reporting.version_decisions import VersionDecisions, weights_hash
+from asyncrl.learner.reporting.version_decisions import VersionDecisions
 from asyncrl.learner.train_stream import TrainStream
 from asyncrl.learner.trainer import FailurePolicy, Trainer
 from asyncrl.learner.training import requirements
@@ -47,7 +47,6 @@ from asyncrl.queue.protocol.settings import Frontier, StreamSettings
 from asyncrl.queue.wire import wire
 from asyncrl.rpc.keys import ClientKeys
 from asyncrl.system.packages import check_package
-from asyncrl.telemetry import decisions
 from asyncrl.telemetry.spans import Spans
 from asyncrl.telemetry.status import ProcessStatus
 from asyncrl.types import EVAL, TRAIN, Version
@@ -112,9 +111,8 @@ def open_trainer(
     opened = _open_streams(config, backend, client, records, meta)
     learner_epoch, lineage = backend.exchange(opened and [opened.train_epoch, opened.lineage])[0]
     _open_remote_models(config, remote_models, learner_epoch, folder, version, status)
-    if decisions.recorded():
-        decisions.note("begun", version, lineage, weights_hash(backend))
     abandoned = _note_abandoned(backend, records, training, meta) if config.run.resume else range(0)
+    decided = VersionDecisions(backend, version, lineage)
     publication = Publication(config, backend, make_publisher(lineage), training.gate, lineage, spans)
     publication.begin(client, version)
     evaluations = _open_records(config, client, opened, records, version, heldout)
@@ -143,7 +141,7 @@ def open_trainer(
         evaluations=evaluations,
         records=records,
         kept_groups=KeptGroups(run_folder, config.telemetry.groups_every),
-        decisions=VersionDecisions(backend),
+        decisions=decided,
         failures=FailurePolicy(config.learner, stream),
         remote_models=remote_models,
         status=status,

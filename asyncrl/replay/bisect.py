@@ -19,7 +19,7 @@ import numpy as np
 
 from asyncrl.learner.reporting.saved_groups import SUFFIX, folder_of, load_groups
 from asyncrl.replay.replay import recorded_lives
-from asyncrl.telemetry.decisions import Claimed, Trained
+from asyncrl.telemetry.decisions import ClaimedGroup, TrainedVersion
 from asyncrl.types import Array, Group, Version
 
 Kind = Literal["start", "decision", "groups", "gradient", "weights"]
@@ -42,10 +42,10 @@ class _Step:
 
     version: Version
     weights: int
-    trained: Trained | None = None
+    trained: TrainedVersion | None = None
 
     @property
-    def claimed(self) -> list[Claimed]:
+    def claimed(self) -> list[ClaimedGroup]:
         return [] if self.trained is None else [one for claim in self.trained.claims for one in claim]
 
     @property
@@ -58,7 +58,8 @@ class _Step:
 
 
 def bisect(first: Path, second: Path) -> Divergence | None:
-    """None for runs that are alike in all that they have recorded. Raises ConfigError for a run without decisions."""
+    """The first difference; None for runs that are alike in all that they have recorded. Raises ConfigError for a run
+    without decisions."""
     steps = 0
     for ours, theirs in zip_longest(_steps(first), _steps(second)):
         if (found := _difference(ours, theirs, first, second)) is not None:
@@ -73,7 +74,7 @@ def _steps(run: Path) -> Iterator[_Step]:
         if item[0] == BEGUN:
             yield _Step(item[1], item[3])
         elif item[0] == TRAINED:
-            trained = Trained.from_wire(item)
+            trained = TrainedVersion.from_wire(item)
             yield _Step(trained.version, trained.weights, trained)
 
 
@@ -113,7 +114,7 @@ def _difference(
     return None
 
 
-def _task(claimed: Claimed | None) -> str:
+def _task(claimed: ClaimedGroup | None) -> str:
     return "no further group" if claimed is None else f"task {claimed.ordinal}"
 
 

@@ -27,7 +27,7 @@ from asyncrl.replay.replayed_generator import ReplayedGenerator
 from asyncrl.replay.replayed_learner import Replayed, ReplayedLearner
 from asyncrl.replay.stores import GroupStore, Published, WeightStore
 from asyncrl.tasks.source import held_out, training_tasks
-from asyncrl.telemetry.decisions import FOLDER, FORMAT, Claimed, Life, Trained, read_lives
+from asyncrl.telemetry.decisions import FOLDER, FORMAT, ClaimedGroup, Life, TrainedVersion, read_lives
 from asyncrl.types import Version
 
 LEARNERS = "algorithm.", "learner.", "reference.", "critic."
@@ -138,7 +138,7 @@ def check_keys(words: Sequence[str]) -> None:
 
 
 class _Generators:
-    """All generators. Of each, one life at a time is loaded."""
+    """All generators, each with one of its lives loaded at a time."""
 
     def __init__(
         self, lives: Sequence[tuple[Life, Config]], groups: GroupStore, weights: WeightStore
@@ -186,10 +186,10 @@ class _Generators:
             await generator.close()
 
 
-def _claims(life: Life) -> Iterator[Claimed]:
+def _claims(life: Life) -> Iterator[ClaimedGroup]:
     for item in life.items:
         if item[0] == "trained":
-            for claim in Trained.from_wire(item).claims:
+            for claim in TrainedVersion.from_wire(item).claims:
                 yield from claim
 
 

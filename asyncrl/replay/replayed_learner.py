@@ -23,7 +23,7 @@ from asyncrl.learner.process import open_rank
 from asyncrl.learner.reporting.version_decisions import NORM, live_weights, weights_hash
 from asyncrl.learner.training.version_step import VersionReport, version_step
 from asyncrl.replay.stores import GroupStore, Published, WeightStore
-from asyncrl.telemetry.decisions import Claimed, Life, Trained
+from asyncrl.telemetry.decisions import ClaimedGroup, Life, TrainedVersion
 from asyncrl.types import Group, Version
 
 STATE, CONTROLS = "learner", "controls.json"
@@ -38,7 +38,7 @@ class Replayed:
     otherwise  the report of the same step by other rules, if there are some
     """
 
-    recorded: Trained
+    recorded: TrainedVersion
     lineage: int
     weights: int
     report: VersionReport
@@ -50,7 +50,7 @@ class Replayed:
 
     @property
     def difference(self) -> str:
-        """What differs first, for errors; its groups are the recorded ones."""
+        """The first difference, for errors; the groups are the recorded ones."""
         norm, recorded = self.report.values.get(NORM, 0.0), self.recorded.norm
         if norm != recorded:
             return f"the gradient norm is {norm!r}, and was {recorded!r}"
@@ -114,11 +114,11 @@ class ReplayedLearner:
         return self._at == len(self._items)
 
     @property
-    def lacks(self) -> Claimed | None:
+    def lacks(self) -> ClaimedGroup | None:
         """A group that the next version needs, and that is not made yet."""
         if self.ended or self._items[self._at][1][0] != "trained":
             return None
-        recorded = Trained.from_wire(self._items[self._at][1])
+        recorded = TrainedVersion.from_wire(self._items[self._at][1])
         wanted = (one for claim in recorded.claims for one in claim)
         return next((one for one in wanted if not self._groups.has(one)), None)
 
@@ -140,7 +140,7 @@ class ReplayedLearner:
                     for number, learner in enumerate(self._opened):
                         learner.save(self._state(version, number))
                 case "trained", *_:
-                    yield self._train(Trained.from_wire(item))
+                    yield self._train(TrainedVersion.from_wire(item))
 
     def export(self, folder: Path) -> None:
         """Write the policy that was trained by other rules, as a model that plain `transformers` loads."""
@@ -169,7 +169,7 @@ class ReplayedLearner:
         torch.set_num_threads(self._threads)
         self._publish(first.version)
 
-    def _train(self, recorded: Trained) -> Replayed:
+    def _train(self, recorded: TrainedVersion) -> Replayed:
         claims = [[self._groups.take(one) for one in claim] for claim in recorded.claims]
         torch.set_num_threads(self._threads)
         report, *otherwise = (learner.train(claims, recorded.version - 1) for learner in self._opened)

@@ -18,36 +18,36 @@ from torch import Tensor
 from asyncrl.learner.reporting.version_decisions import mark_of
 from asyncrl.queue.wire.payload import decode_group, encode_group
 from asyncrl.sync.tensors.shards import Shards
-from asyncrl.telemetry.decisions import Claimed
+from asyncrl.telemetry.decisions import ClaimedGroup
 from asyncrl.types import Group, Version
 
 
 class GroupStore:
     """wanted: all claims of all versions to be trained, one entry each"""
 
-    def __init__(self, wanted: Iterable[Claimed]) -> None:
+    def __init__(self, wanted: Iterable[ClaimedGroup]) -> None:
         self._wanted = Counter(wanted)
         self._ordinals = {one.ordinal for one in self._wanted}
-        self._groups: dict[Claimed, Group] = {}
+        self._groups: dict[ClaimedGroup, Group] = {}
         self._others: defaultdict[int, set[int]] = defaultdict(set)
 
     def put(self, group: Group) -> None:
         """As the queue carries it."""
         group = decode_group([bytes(frame) for frame in encode_group(group).frames])
-        claimed = Claimed(group.task.ordinal, mark_of(group))
+        claimed = ClaimedGroup(group.task.ordinal, mark_of(group))
         if self._wanted[claimed]:
             self._groups[claimed] = group
         elif claimed.ordinal in self._ordinals:
             self._others[claimed.ordinal].add(claimed.mark)
 
-    def has(self, claimed: Claimed) -> bool:
+    def has(self, claimed: ClaimedGroup) -> bool:
         return claimed in self._groups
 
     def others(self, ordinal: int) -> int:
-        """How many different groups of this task were made that nobody wants."""
+        """The number of different groups of this task that were made and that nobody wants."""
         return len(self._others[ordinal])
 
-    def take(self, claimed: Claimed) -> Group:
+    def take(self, claimed: ClaimedGroup) -> Group:
         group = self._groups[claimed]
         self._wanted[claimed] -= 1
         if not self._wanted[claimed]:

@@ -16,7 +16,7 @@ then items of msgpack in their order.
     ["evaluate", id, set, start, stop]    the held-out tasks of this request
     ["threads", n]                   threads of a computation, from here on
     ["begun", version, lineage, weights]    the learner begins with this version; a hash of its weights
-    ["trained", …]                   see `Trained`
+    ["trained", …]                   see `TrainedVersion`
     ["saved", version]               a checkpoint of this version begins
 
 An error of the disk ends the file, with one warning: it never ends a run.
@@ -68,7 +68,7 @@ ENTRIES = {
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class Claimed(NamedTuple):
+class ClaimedGroup(NamedTuple):
     """A group in training. mark: 16 bits of a hash of its tokens, log-probs, versions and rewards: which group it was,
     if its task was rolled out more than once"""
 
@@ -77,7 +77,7 @@ class Claimed(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class TrainedVersion:
     """One version's training, as the learner records it.
 
     version  that it published, or would have
@@ -91,7 +91,7 @@ class Trained:
     refused: bool
     weights: int
     norm: float
-    claims: Sequence[Sequence[Claimed]]
+    claims: Sequence[Sequence[ClaimedGroup]]
 
     def to_wire(self) -> list[Any]:
         flat = [one for claim in self.claims for one in claim]
@@ -102,16 +102,18 @@ class Trained:
         return ["trained", self.version, self.refused, self.weights, self.norm, sizes, steps, marks]
 
     @staticmethod
-    def from_wire(item: Sequence[Any]) -> Trained:
+    def from_wire(item: Sequence[Any]) -> TrainedVersion:
         _, version, refused, weights, norm, sizes, steps, packed = item
         marks = struct.unpack(f"<{len(steps)}H", packed)
-        flat = map(Claimed, itertools.accumulate(steps), marks)
-        return Trained(version, refused, weights, norm, [[*itertools.islice(flat, size)] for size in sizes])
+        flat = map(ClaimedGroup, itertools.accumulate(steps), marks)
+        return TrainedVersion(
+            version, refused, weights, norm, [[*itertools.islice(flat, size)] for size in sizes]
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """What a file has of one life of a process. about: the map at its beginning · items: each a tuple whose first
+    """One life of a process, as its file has it. about: the map at its beginning · items: each a tuple whose first
     entry is its kind; steps are ("step", n, whether samples may begin), and all requests that join are ("add", id)"""
 
     process: str
@@ -147,7 +149,7 @@ class RequestNames:
         self._before: list[list[int]] = [[] for _ in STREAMS]
 
     def short(self, name: str) -> list[int] | None:
-        """None for a name of another form."""
+        """The numbers; None for a name of another form."""
         stream, *texts = name.split("/")
         if stream not in STREAMS or len(texts) < 2 or not all(text.isdecimal() for text in texts):
             return None
@@ -296,8 +298,8 @@ def flush() -> None:
 
 
 def read_lives(folder: Path) -> list[Life]:
-    """All lives of all processes, by name and number. What a kill has cut off at the end of a file is left out, and a
-    life that had written nothing.
+    """All lives of all processes, by name and number. An item that a kill has cut off is left out, and a life that had
+    written nothing.
 
     Raises OSError, and ValueError for a file of another kind.
     """

@@ -253,7 +253,7 @@ def shown(
 
 
 def _decisions(process: str, role: str, config: Config) -> AbstractContextManager[None]:
-    """Of generators and of the learner."""
+    """Records the decisions of a generator or the learner."""
     if not config.telemetry.decisions or role not in ("generator", "learner"):
         return nullcontext()
     folder = run_folder(config) / decisions.FOLDER

@@ -15,7 +15,7 @@ from asyncrl.learner.backends.backend import Backend
 from asyncrl.sync.tensors.checksum import hash_of_all
 from asyncrl.sync.tensors.shards import Shards
 from asyncrl.telemetry import decisions
-from asyncrl.telemetry.decisions import Claimed, Trained
+from asyncrl.telemetry.decisions import ClaimedGroup, TrainedVersion
 from asyncrl.types import Group, Version
 
 NORM = "train/grad_norm"
@@ -32,7 +32,7 @@ def mark_of(group: Group) -> int:
 
 
 def weights_hash(backend: Backend) -> int:
-    """Of this rank's part of the policy as it is now, in [0, 2^64)."""
+    """The hash of this rank's part of the policy as it is now, in [0, 2^64)."""
     return hash_of_all(live_weights(backend))
 
 
@@ -42,25 +42,29 @@ def live_weights(backend: Backend) -> Shards:
 
 
 class VersionDecisions:
-    """Collects the claims of the version in training. Does nothing where the process records no decisions."""
+    """Records with which version the learner begins, before that is published, and the claims of the one in training.
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._live: Shards | None = None
-        self._claims: list[list[Claimed]] = []
+    Does nothing where the process records no decisions.
+    """
+
+    def __init__(self, backend: Backend, version: Version, lineage: int) -> None:
+        self._live = live_weights(backend) if decisions.recorded() else None
+        self._claims: list[list[ClaimedGroup]] = []
+        if self._live is not None:
+            decisions.note("begun", version, lineage, hash_of_all(self._live))
+            decisions.flush()
 
     def begin(self) -> None:
         self._claims = []
 
     def add(self, groups: Sequence[Group]) -> None:
         """Take the groups of one claim."""
-        if decisions.recorded():
-            self._claims.append([Claimed(group.task.ordinal, mark_of(group)) for group in groups])
+        if self._live is not None:
+            self._claims.append([ClaimedGroup(group.task.ordinal, mark_of(group)) for group in groups])
 
     def write(self, version: Version, refused: bool, values: Mapping[str, float]) -> None:
         """Record that these groups were trained on. version: that comes of it · values: metrics of the step"""
-        if decisions.recorded():
-            self._live = self._live or live_weights(self._backend)
+        if self._live is not None:
             weights, norm = hash_of_all(self._live), float(values.get(NORM, 0.0))
-            decisions.note(*Trained(version, refused, weights, norm, self._claims).to_wire())
+            decisions.note(*TrainedVersion(version, refused, weights, norm, self._claims).to_wire())
             decisions.flush()

@@ -9,7 +9,7 @@ import pytest
 from own_functions import LENGTH
 from processes import child, finished, newest_checkpoint, ran, started, succeeded, until, until_trained
 
-from asyncrl.telemetry.decisions import Trained, read_lives
+from asyncrl.telemetry.decisions import TrainedVersion, read_lives
 
 KEYS = (LENGTH, "generator.count=2", "checkpoint.every=2", "run.versions=100000")
 
@@ -18,10 +18,10 @@ def run_keys(staleness: int) -> tuple[str, ...]:
     return (*KEYS, f"queue.max_staleness={staleness}")
 
 
-def trained(run: Path) -> list[Trained]:
+def trained(run: Path) -> list[TrainedVersion]:
     """All steps of all lives of the learner."""
     items = [item for life in read_lives(run / "decisions") for item in life.items]
-    return [Trained.from_wire(item) for item in items if item[0] == "trained"]
+    return [TrainedVersion.from_wire(item) for item in items if item[0] == "trained"]
 
 
 def assert_made_again(run: Path, *words: str) -> str:

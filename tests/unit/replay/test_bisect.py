@@ -7,20 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_stores import group
+from decided_groups import group
 
 from asyncrl.errors import ConfigError
 from asyncrl.learner.reporting.saved_groups import folder_of, save_groups
 from asyncrl.replay.bisect import Divergence, bisect
-from asyncrl.telemetry.decisions import FORMAT, Claimed, DecisionLog, Trained
+from asyncrl.telemetry.decisions import FORMAT, ClaimedGroup, DecisionLog, TrainedVersion
 
 STEPS = [
-    Trained(version, False, 0xA0 + version, 0.5, [[Claimed(version, 7), Claimed(version + 1, 8)]])
+    TrainedVersion(
+        version, False, 0xA0 + version, 0.5, [[ClaimedGroup(version, 7), ClaimedGroup(version + 1, 8)]]
+    )
     for version in (1, 2, 3)
 ]
 
 
-def recorded(run: Path, steps: list[Trained], begun: tuple[Any, ...] = (0, 0, 0xA0)) -> Path:
+def recorded(run: Path, steps: list[TrainedVersion], begun: tuple[Any, ...] = (0, 0, 0xA0)) -> Path:
     log = DecisionLog(
         run / "decisions", "learner", {"format": FORMAT, "role": "learner", "config": "config.yaml"}
     )
@@ -31,11 +33,11 @@ def recorded(run: Path, steps: list[Trained], begun: tuple[Any, ...] = (0, 0, 0x
     return run
 
 
-def found(folder: Path, steps: list[Trained], **other: Any) -> Divergence | None:
+def found(folder: Path, steps: list[TrainedVersion], **other: Any) -> Divergence | None:
     return bisect(recorded(folder / "one", STEPS), recorded(folder / "two", steps, **other))
 
 
-def changed(at: int, **values: Any) -> list[Trained]:
+def changed(at: int, **values: Any) -> list[TrainedVersion]:
     return [replace(step, **values) if number == at else step for number, step in enumerate(STEPS)]
 
 
@@ -53,13 +55,17 @@ def test_first_weights(tmp_path: Path) -> None:
     [
         ({"version": 9}, "decision", "/one trains version 2; .*/two trains version 9"),
         (
-            {"claims": [[Claimed(2, 7), Claimed(4, 8)]]},
+            {"claims": [[ClaimedGroup(2, 7), ClaimedGroup(4, 8)]]},
             "decision",
             "on task 3 in .*/one, on task 4 in .*/two",
         ),
-        ({"claims": [[Claimed(2, 7)]]}, "decision", "on task 3 in .*/one, on no further group in .*/two"),
         (
-            {"claims": [[Claimed(2, 9), Claimed(3, 8)]], "norm": 0.75, "weights": 1},
+            {"claims": [[ClaimedGroup(2, 7)]]},
+            "decision",
+            "on task 3 in .*/one, on no further group in .*/two",
+        ),
+        (
+            {"claims": [[ClaimedGroup(2, 9), ClaimedGroup(3, 8)]], "norm": 0.75, "weights": 1},
             "groups",
             "the groups of task 2 differ: tokens, log-probs",
         ),
@@ -79,7 +85,7 @@ def test_the_cause_comes_before_its_effects(
 
 
 def test_how_claims_are_cut_is_no_difference_of_groups(tmp_path: Path) -> None:
-    assert found(tmp_path, changed(1, claims=[[Claimed(2, 7)], [Claimed(3, 8)]])) is None
+    assert found(tmp_path, changed(1, claims=[[ClaimedGroup(2, 7)], [ClaimedGroup(3, 8)]])) is None
 
 
 def test_one_run_is_longer(tmp_path: Path) -> None:
@@ -100,7 +106,7 @@ def test_the_token_is_named_where_groups_are_saved(tmp_path: Path, other: Any, t
     divergence = None
     for run, saved in (("one", group()), ("two", other)):
         save_groups(folder_of(tmp_path / run, 2), [saved])
-    divergence = found(tmp_path, changed(1, claims=[[Claimed(2, 7), Claimed(3, 9)]]))
+    divergence = found(tmp_path, changed(1, claims=[[ClaimedGroup(2, 7), ClaimedGroup(3, 9)]]))
     assert divergence is not None
     assert divergence.text == f"for version 2 the groups of task 3 differ: {text}"
 

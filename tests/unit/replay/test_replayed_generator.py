@@ -30,7 +30,7 @@ from asyncrl.replay.stores import GroupStore, Published, WeightStore
 from asyncrl.sync.tensors.shards import Shards, layout_of
 from asyncrl.tasks.source import training_tasks
 from asyncrl.telemetry import decisions
-from asyncrl.telemetry.decisions import Claimed, Life, read_lives
+from asyncrl.telemetry.decisions import ClaimedGroup, Life, read_lives
 from asyncrl.types import Sampling
 
 CONFIG = """
@@ -43,7 +43,7 @@ learner: {{threads: 1}}
 """
 GROUPS = 6
 
-Recorded = tuple[Config, Life, list[Claimed], dict[int, Mapping[str, Tensor]]]
+Recorded = tuple[Config, Life, list[ClaimedGroup], dict[int, Mapping[str, Tensor]]]
 
 
 @pytest.fixture(scope="module")
@@ -61,17 +61,17 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Re
     return config, life, claimed, weights
 
 
-async def _generate(config: Config) -> tuple[list[Claimed], dict[int, Mapping[str, Tensor]]]:
+async def _generate(config: Config) -> tuple[list[ClaimedGroup], dict[int, Mapping[str, Tensor]]]:
     tokenizer, tasks = policy_tokenizer(config), training_tasks(config)
     engine = load_transformers_engine(config, tokenizer)
     await engine.start()
     rollouts = Rollouts(engine, tokenizer, Scorer.from_config(config.reward), config)
     weights: dict[int, Mapping[str, Tensor]] = {}
 
-    async def make(ordinal: int) -> Claimed:
+    async def make(ordinal: int) -> ClaimedGroup:
         samples = await rollouts.sample(tasks.task_at(ordinal), f"train/{ordinal}/{ordinal + 1}")
         group = await rollouts.score(tasks.task_at(ordinal), samples)
-        return Claimed(ordinal, mark_of(group))
+        return ClaimedGroup(ordinal, mark_of(group))
 
     await _flip(engine, 0, weights)
     jobs = [asyncio.create_task(make(ordinal)) for ordinal in range(GROUPS + 1)]

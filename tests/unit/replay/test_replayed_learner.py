@@ -16,7 +16,7 @@ from asyncrl.errors import DivergedError
 from asyncrl.learner.reporting.version_decisions import mark_of, weights_hash
 from asyncrl.replay.replayed_learner import OpenLearner, Replayed, ReplayedLearner
 from asyncrl.replay.stores import GroupStore, Published, WeightStore
-from asyncrl.telemetry.decisions import Claimed, Life, Trained
+from asyncrl.telemetry.decisions import ClaimedGroup, Life, TrainedVersion
 from asyncrl.types import Group, Rollout, Sampling, Task
 
 CONFIG = """
@@ -49,14 +49,14 @@ GROUPS = [group(ordinal) for ordinal in range(6)]
 CLAIMS = {1: [GROUPS[:1], GROUPS[1:2]], 2: [GROUPS[2:4]], 3: [GROUPS[4:]]}
 
 
-def claimed(claims: Sequence[Sequence[Group]]) -> list[list[Claimed]]:
-    return [[Claimed(one.task.ordinal, mark_of(one)) for one in claim] for claim in claims]
+def claimed(claims: Sequence[Sequence[Group]]) -> list[list[ClaimedGroup]]:
+    return [[ClaimedGroup(one.task.ordinal, mark_of(one)) for one in claim] for claim in claims]
 
 
-def trained(learner: OpenLearner, version: int) -> Trained:
+def trained(learner: OpenLearner, version: int) -> TrainedVersion:
     report = learner.train(CLAIMS[version], version - 1)
     norm = report.values["train/grad_norm"]
-    return Trained(version, False, weights_hash(learner.backend), norm, claimed(CLAIMS[version]))
+    return TrainedVersion(version, False, weights_hash(learner.backend), norm, claimed(CLAIMS[version]))
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def lives(config: Config, tmp_path_factory: pytest.TempPathFactory) -> list[Life
 def replayed(
     lives: Sequence[Life], config: Config, folder: Path, groups: Sequence[Group] = GROUPS, **rules: Any
 ) -> tuple[ReplayedLearner, GroupStore, WeightStore]:
-    steps = [Trained.from_wire(item) for life in lives for item in life.items if item[0] == "trained"]
+    steps = [TrainedVersion.from_wire(item) for life in lives for item in life.items if item[0] == "trained"]
     store = GroupStore(one for step in steps for claim in step.claims for one in claim)
     for one in groups:
         store.put(one)
@@ -120,14 +120,14 @@ def test_all_lives_come_to_their_weights(lives: list[Life], config: Config, tmp_
 def test_it_waits_for_its_groups(lives: list[Life], config: Config, tmp_path: Path) -> None:
     learner, store, _ = replayed(lives, config, tmp_path, GROUPS[:3])
     assert [one.recorded.version for one in learner.advance()] == [1]
-    assert learner.lacks == Claimed(3, mark_of(GROUPS[3]))
+    assert learner.lacks == ClaimedGroup(3, mark_of(GROUPS[3]))
     store.put(GROUPS[3])
     assert [one.recorded.version for one in learner.advance()] == [2, 2]
     learner.close()
 
 
 def test_other_weights_are_found_and_explained(lives: list[Life], config: Config, tmp_path: Path) -> None:
-    was = Trained.from_wire(lives[0].items[2])
+    was = TrainedVersion.from_wire(lives[0].items[2])
     texts = {}
     for name, other in {
         "weights": replace(was, weights=1),
@@ -145,7 +145,7 @@ def test_other_weights_are_found_and_explained(lives: list[Life], config: Config
 
 
 def test_a_step_that_was_refused_is_not_published(lives: list[Life], config: Config, tmp_path: Path) -> None:
-    was = Trained.from_wire(lives[0].items[2])
+    was = TrainedVersion.from_wire(lives[0].items[2])
     refused = changed(lives, 0, 2, tuple(replace(was, refused=True).to_wire()))
     learner, *_ = replayed(refused, config, tmp_path)
     with pytest.raises(DivergedError, match="the step to version 1 was refused in the run, and is made here"):

@@ -6,28 +6,17 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from decided_groups import group
 
 from asyncrl.learner.reporting.version_decisions import mark_of
 from asyncrl.replay.stores import GroupStore, Published, WeightStore
 from asyncrl.sync.tensors.shards import Shards, layout_of
-from asyncrl.telemetry.decisions import Claimed
-from asyncrl.types import Group, Rollout, Sampling, Task
+from asyncrl.telemetry.decisions import ClaimedGroup
+from asyncrl.types import Group
 
 
-def group(ordinal: int = 3, reward: float = 0.5, logprob: float = -0.25, version: int = 2) -> Group:
-    rollout = Rollout(
-        token_ids=np.array([5, 6, 7]),
-        loss_mask=np.array([0, 1, 1], np.int8),
-        logprobs=np.array([0, logprob, -0.5], np.float32),
-        versions=np.array([-1, version, 3], np.int32),
-        finish="stop",
-        reward=reward,
-    )
-    return Group.from_rollouts(Task(ordinal, "1+1="), Sampling(), [rollout, rollout])
-
-
-def claimed(one: Group) -> Claimed:
-    return Claimed(one.task.ordinal, mark_of(one))
+def claimed(one: Group) -> ClaimedGroup:
+    return ClaimedGroup(one.task.ordinal, mark_of(one))
 
 
 def test_a_group_is_known_by_each_of_its_numbers() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.telemetry import decisions
-from asyncrl.telemetry.decisions import SUFFIX, Claimed, DecisionLog, Trained, read_lives
+from asyncrl.telemetry.decisions import SUFFIX, ClaimedGroup, DecisionLog, TrainedVersion, read_lives
 
 ABOUT = {"format": decisions.FORMAT, "role": "generator", "config": "config.yaml"}
 
@@ -80,22 +80,22 @@ def test_a_groups_request_and_its_step_take_four_bytes(tmp_path: Path) -> None:
 
 
 @given(
-    st.lists(st.lists(st.builds(Claimed, NUMBER, st.integers(0, 0xFFFF)), max_size=4), max_size=4),
+    st.lists(st.lists(st.builds(ClaimedGroup, NUMBER, st.integers(0, 0xFFFF)), max_size=4), max_size=4),
     st.booleans(),
     st.integers(0, (1 << 64) - 1),
     st.floats(allow_nan=False),
 )
 def test_a_step_is_read_as_it_was(
     tmp_path_factory: pytest.TempPathFactory,
-    claims: list[list[Claimed]],
+    claims: list[list[ClaimedGroup]],
     refused: bool,
     weights: int,
     norm: float,
 ) -> None:
-    step = Trained(7, refused, weights, norm, claims)
+    step = TrainedVersion(7, refused, weights, norm, claims)
     folder = tmp_path_factory.mktemp("run")
     written(folder, [tuple(step.to_wire())])
-    assert Trained.from_wire(read_lives(folder)[0].items[0]) == step
+    assert TrainedVersion.from_wire(read_lives(folder)[0].items[0]) == step
 
 
 def test_each_life_of_a_process_has_a_file_that_its_owner_alone_may_read(tmp_path: Path) -> None:
