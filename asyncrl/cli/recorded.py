@@ -70,17 +70,17 @@ def _replay(arguments: Arguments) -> int:
     run = find_run(arguments.run)
     config_of(run)
     loading(arguments, f"torch and the model of {run}")
-    return asyncio.run(_made_again(run, arguments.until, arguments.overrides))
+    return asyncio.run(_made_again(run, arguments.until, arguments.overrides, arguments.saved_groups))
 
 
-async def _made_again(run: Path, until: int | None, keys: Sequence[str]) -> int:
+async def _made_again(run: Path, until: int | None, keys: Sequence[str], saved: bool) -> int:
     from asyncrl.errors import DivergedError
     from asyncrl.replay.replay import replay
     from asyncrl.replay.what_if import WhatIf
 
     what_if = WhatIf(run, keys) if keys else None
     versions = 0
-    async for made in replay(run, until, keys, None if what_if is None else what_if.model):
+    async for made in replay(run, until, keys, None if what_if is None else what_if.model, saved):
         if not made.same:
             raise DivergedError(
                 f"version {made.recorded.version} of {run} is made anew otherwise: {made.difference}"
@@ -166,6 +166,11 @@ COMMANDS: dict[str, Command] = {
                 type=int,
                 metavar="VERSION",
                 help="the last version to make; by default the run's last",
+            ),
+            option(
+                "--saved-groups",
+                action="store_true",
+                help="take groups from the run's files (telemetry.groups_every=1): for any engine",
             ),
         ),
         takes_config=False,

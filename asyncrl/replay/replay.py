@@ -22,6 +22,8 @@ from asyncrl.config.load import load_config
 from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, DivergedError
+from asyncrl.learner.reporting.saved_groups import folder_of, load_groups
+from asyncrl.learner.training import requirements
 from asyncrl.models.prompts import policy_tokenizer
 from asyncrl.replay.replayed_generator import ReplayedGenerator
 from asyncrl.replay.replayed_learner import Replayed, ReplayedLearner
@@ -34,16 +36,25 @@ LEARNERS = "algorithm.", "learner.", "reference.", "critic."
 """Sections with rules of the learner's step."""
 
 BISECT = "compare runs by their decisions: asyncrl bisect RUN RUN"
+SAVED = (
+    f"make the learner's part again with --saved-groups, of a run with telemetry.groups_every=1; or {BISECT}"
+)
 
 
 async def replay(
-    run_folder: Path, until: Version | None = None, keys: Sequence[str] = (), export: Path | None = None
+    run_folder: Path,
+    until: Version | None = None,
+    keys: Sequence[str] = (),
+    export: Path | None = None,
+    saved: bool = False,
 ) -> AsyncIterator[Replayed]:
     """Make the versions of a run again, up to `until` or the last one that is recorded.
 
     Args:
         keys: Words key=value by which a second learner trains on the same groups. Its policy made none of them.
         export: A folder for the last policy of that learner.
+        saved: Take the groups from the run's files (`telemetry.groups_every`), whoever made them, and make only the
+            learner's part again.
 
     Raises:
         ConfigError: The run has no decisions, or cannot be made again in one process, or not by these keys.
@@ -52,16 +63,19 @@ async def replay(
     """
     lives = [(life, _configured(run_folder, life)) for life in recorded_lives(run_folder)]
     for _, config in lives:
-        check(config)
+        check_learner(config)
+        if not saved:
+            check_rollouts(config)
     learners = [one for one in lives if one[0].role == "learner"]
     require(bool(learners), "RUN", str(run_folder), "has no decisions of its learner", "replay another run")
     check_keys(keys)
     otherwise = [_configured(run_folder, life, keys) for life, _ in learners] if keys else []
     groups = GroupStore(claim for life, _ in learners for claim in _claims(life))
     weights = WeightStore(flip for life, _ in lives for flip in _flips(life))
-    generators = _Generators([one for one in lives if one[0].role == "generator"], groups, weights)
     with tempfile.TemporaryDirectory(prefix="asyncrl-replay-") as scratch:
         learner = ReplayedLearner(learners, Path(scratch), groups, weights, otherwise)
+        makers = [one for one in lives if one[0].role == "generator"]
+        generators = _Saved(run_folder, learner, groups) if saved else _Generators(makers, groups, weights)
         try:
             async for made in _versions(learner, generators, groups):
                 yield made
@@ -75,7 +89,7 @@ async def replay(
 
 
 async def _versions(
-    learner: ReplayedLearner, generators: _Generators, groups: GroupStore
+    learner: ReplayedLearner, generators: _Generators | _Saved, groups: GroupStore
 ) -> AsyncIterator[Replayed]:
     while not learner.ended:
         moved = False
@@ -109,21 +123,25 @@ def _configured(run_folder: Path, life: Life, keys: Sequence[str] = ()) -> Confi
     return load_config(run_folder / FOLDER / str(life.about["config"]), keys)
 
 
-def check(config: Config) -> None:
-    """Raises ConfigError for a run whose rollouts or steps are no function of its decisions in one process."""
-    ours = config.generator.engine == "transformers" and config.generator.own_engine is None
-    engine = config.generator.own_engine or config.generator.engine
-    rule = "only the embedded engine makes the same tokens again: its batches are recorded"
-    require(ours, "generator.engine", engine, rule, BISECT)
+def check_learner(config: Config) -> None:
+    """Raises ConfigError for a run whose learner's steps one process cannot make."""
     rule = "a learner of several ranks sums in another order than one process"
     require(config.learner.processes == 1, "learner.processes", config.learner.processes, rule, BISECT)
-    pools = [*config.placement.pools]
+    taught = requirements.models_trained_in_pools(config)
+    rule = "models that learn in pools keep no record of their decisions"
+    require(not taught, "placement", [*taught], rule, BISECT)
+
+
+def check_rollouts(config: Config) -> None:
+    """Raises ConfigError for a run whose rollouts are no function of its decisions."""
+    engine, harness, pools = config.generator.engine, config.agent.harness, [*config.placement.pools]
+    ours = engine == "transformers" and config.generator.own_engine is None
+    shown = config.generator.own_engine or engine
+    rule = "only the embedded engine makes the same tokens again: its batches are recorded"
+    require(ours, "generator.engine", shown, rule, SAVED)
+    require(not pools, "placement", pools, "pools keep no record of their decisions", SAVED)
     require(
-        not pools, "placement", pools, "pools decide in processes whose decisions are not recorded", BISECT
-    )
-    harness = config.agent.harness
-    require(
-        harness is None, "agent", harness, "a program of yours plays the rollouts, at its own pace", BISECT
+        harness is None, "agent", harness, "a program of yours plays the rollouts, at its own pace", SAVED
     )
 
 
@@ -135,6 +153,32 @@ def check_keys(words: Sequence[str]) -> None:
         require(
             key.startswith(LEARNERS), key, value, rule, f"give keys that begin with {', '.join(LEARNERS)}"
         )
+
+
+class _Saved:
+    """The groups that the run has written, in place of generators."""
+
+    def __init__(self, run_folder: Path, learner: ReplayedLearner, groups: GroupStore) -> None:
+        self._run_folder, self._learner, self._groups = run_folder, learner, groups
+        self._read: set[Version] = set()
+
+    async def advance(self) -> bool:
+        """Read the groups of the next version. Returns False if they are read already, or not there."""
+        version = None if self._learner.next is None else self._learner.next.version
+        if version is None or version in self._read or not folder_of(self._run_folder, version).is_dir():
+            return False
+        self._read.add(version)
+        for group in load_groups([folder_of(self._run_folder, version)]):
+            self._groups.put(group)
+        return True
+
+    def waits(self) -> list[str]:
+        """For errors."""
+        return [
+            "the run has not written it, or another group of the task later: telemetry.groups_every must be 1"
+        ]
+
+    async def close(self) -> None: ...
 
 
 class _Generators:
@@ -203,7 +247,7 @@ def _flips(life: Life) -> Iterator[Published]:
             yield named
 
 
-def _stuck(learner: ReplayedLearner, generators: _Generators, groups: GroupStore) -> DivergedError:
+def _stuck(learner: ReplayedLearner, generators: _Generators | _Saved, groups: GroupStore) -> DivergedError:
     lacks = learner.lacks
     assert lacks is not None
     made = groups.others(lacks.ordinal)

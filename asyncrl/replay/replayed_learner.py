@@ -114,12 +114,16 @@ class ReplayedLearner:
         return self._at == len(self._items)
 
     @property
-    def lacks(self) -> ClaimedGroup | None:
-        """A group that the next version needs, and that is not made yet."""
+    def next(self) -> TrainedVersion | None:
+        """The version to be trained now."""
         if self.ended or self._items[self._at][1][0] != "trained":
             return None
-        recorded = TrainedVersion.from_wire(self._items[self._at][1])
-        wanted = (one for claim in recorded.claims for one in claim)
+        return TrainedVersion.from_wire(self._items[self._at][1])
+
+    @property
+    def lacks(self) -> ClaimedGroup | None:
+        """A group that the next version needs, and that is not made yet."""
+        wanted = (one for claim in (self.next.claims if self.next else ()) for one in claim)
         return next((one for one in wanted if not self._groups.has(one)), None)
 
     def advance(self) -> Iterator[Replayed]:

@@ -83,6 +83,23 @@ def test_a_run_of_another_kind(config_file: Path, keys: tuple[str, ...]) -> None
 
 
 @pytest.mark.slow
+def test_the_learner_alone_from_saved_groups_of_any_engine(config_file: Path) -> None:
+    run = config_file.parent / "it"
+    keys = (
+        "generator.engine=scripted",
+        "telemetry.groups_every=1",
+        "run.versions=6",
+        "algorithm.filter=none",
+    )
+    ran("asyncrl", "train", str(config_file), *run_keys(2), *keys)
+    with started("asyncrl", "replay", str(run)) as process:
+        code, printed = finished(process)
+    assert code == 2
+    assert "only the embedded engine makes the same tokens again" in printed
+    assert_made_again(run, "--saved-groups")
+
+
+@pytest.mark.slow
 def test_synchronous_runs_are_alike_until_a_rule_differs(config_file: Path) -> None:
     shared = (*run_keys(0), "run.versions=3", "evaluation.source=null", "telemetry.groups_every=1")
     for name, keys in {"one": (), "two": (), "warmer": ("generator.temperature=1.01",)}.items():

@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
-from asyncrl.replay.replay import check, check_keys, recorded_lives
+from asyncrl.replay.replay import check_keys, check_learner, check_rollouts, recorded_lives
 from asyncrl.telemetry.decisions import DecisionLog
 
 CONFIG = """
@@ -23,7 +23,6 @@ reward: {function: "asyncrl.tasks.addition:reward"}
     [
         (["generator.engine=vllm"], "generator.engine"),
         (["generator.own_engine=mine.py:engine"], "generator.engine"),
-        (["learner.processes=2"], "learner.processes"),
         (["placement.reference.where=pool", "algorithm.shaping.kl_coef=0.1"], "placement"),
         (["placement.rewards.where=pool"], "placement"),
         (["agent.program=python play.py"], "agent"),
@@ -32,9 +31,28 @@ reward: {function: "asyncrl.tasks.addition:reward"}
 def test_a_run_that_decides_elsewhere_is_refused_by_key(tmp_path: Path, keys: list[str], key: str) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(CONFIG)
-    check(load_config(path))
+    for config in (load_config(path), load_config(path, keys)):
+        check_learner(config)  # that part can be made again from saved groups
+    check_rollouts(load_config(path))
+    with pytest.raises(ConfigError, match=r"--saved-groups.* asyncrl bisect RUN RUN") as refused:
+        check_rollouts(load_config(path, keys))
+    assert refused.value.key == key
+
+
+@pytest.mark.parametrize(
+    ("keys", "key"),
+    [
+        (["learner.processes=2"], "learner.processes"),
+        (["placement.critic.where=pool", "algorithm.advantage=gae"], "placement"),
+    ],
+)
+def test_a_learner_that_is_not_one_process_is_refused_by_key(
+    tmp_path: Path, keys: list[str], key: str
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG)
     with pytest.raises(ConfigError, match="asyncrl bisect RUN RUN") as refused:
-        check(load_config(path, keys))
+        check_learner(load_config(path, keys))
     assert refused.value.key == key
 
 
