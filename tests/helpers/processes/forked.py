@@ -213,6 +213,7 @@ def become(
 ) -> NoReturn:
     """Run the words that follow `python` in a command line. `fds`: stdin, stdout, stderr and what is to be `passed`."""
     code: Any = 1
+    _forget_handlers()
     try:
         os.setsid()
         die_with_parent()
@@ -243,6 +244,15 @@ def become(
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code or 0)
+
+
+def _forget_handlers() -> None:
+    """As a program that is executed does: a launcher's handlers would take a signal to its child for one to itself."""
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGALRM):
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
