@@ -100,7 +100,7 @@ gpu-check:  ## ten minutes on a machine with a GPU: does everything work there; 
 gpu-wheels:  ## for a GPU's machine that has torch, Python $(FOR) and no network: build/wheels
 	$$(test -x $(PY) && echo $(PY) || echo $(PYTHON)) -m bench.gpu.packages $(FOR)
 
-bench-soak: $(TEST)  ## eight days of versions with scripted answers: what grows? about 25 minutes
+bench-soak: $(TEST)  ## eight days of versions with scripted answers: what grows? about 5 minutes
 	$(PY) -m bench.soak --json runs/bench/soak.json --table runs/bench/soak.md
 
 bench-race: $(TEST) $(TRL)/.installed  ## the time to the same accuracy, beside TRL and a plain loop; about 25 minutes
