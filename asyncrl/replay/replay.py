@@ -71,10 +71,10 @@ async def replay(
     check_keys(keys)
     otherwise = [_configured(run_folder, life, keys) for life, _ in learners] if keys else []
     groups = GroupStore(claim for life, _ in learners for claim in _claims(life))
-    weights = WeightStore(flip for life, _ in lives for flip in _flips(life))
+    makers = [] if saved else [one for one in lives if one[0].role == "generator"]
+    weights = WeightStore(flip for life, _ in makers for flip in _flips(life))
     with tempfile.TemporaryDirectory(prefix="asyncrl-replay-") as scratch:
         learner = ReplayedLearner(learners, Path(scratch), groups, weights, otherwise)
-        makers = [one for one in lives if one[0].role == "generator"]
         generators = _Saved(run_folder, learner, groups) if saved else _Generators(makers, groups, weights)
         try:
             async for made in _versions(learner, generators, groups):

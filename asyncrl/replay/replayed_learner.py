@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -102,7 +103,7 @@ class ReplayedLearner:
         weights: WeightStore,
         otherwise: Sequence[Config] = (),
     ) -> None:
-        self._items = [(number, item) for number, (life, _) in enumerate(lives) for item in life.items]
+        self._items = [(number, _read(item)) for number, (life, _) in enumerate(lives) for item in life.items]
         self._lives, self._scratch, self._groups, self._weights = lives, scratch, groups, weights
         self._at = 0
         self._begins = [_begun(life) for life, _ in lives]
@@ -116,14 +117,14 @@ class ReplayedLearner:
     @property
     def next(self) -> TrainedVersion | None:
         """The version to be trained now."""
-        if self.ended or self._items[self._at][1][0] != "trained":
-            return None
-        return TrainedVersion.from_wire(self._items[self._at][1])
+        item = None if self.ended else self._items[self._at][1]
+        return item if isinstance(item, TrainedVersion) else None
 
     @property
     def lacks(self) -> ClaimedGroup | None:
         """A group that the next version needs, and that is not made yet."""
-        wanted = (one for claim in (self.next.claims if self.next else ()) for one in claim)
+        trained = self.next
+        wanted = (one for claim in (trained.claims if trained else ()) for one in claim)
         return next((one for one in wanted if not self._groups.has(one)), None)
 
     def advance(self) -> Iterator[Replayed]:
@@ -143,8 +144,8 @@ class ReplayedLearner:
                 case "saved", version if version in self._begins[life + 1 :]:
                     for number, learner in enumerate(self._opened):
                         learner.save(self._state(version, number))
-                case "trained", *_:
-                    yield self._train(TrainedVersion.from_wire(item))
+                case TrainedVersion():
+                    yield self._train(item)
 
     def export(self, folder: Path) -> None:
         """Write the policy that was trained by other rules, as a model that plain `transformers` loads."""
@@ -189,6 +190,11 @@ class ReplayedLearner:
 
     def _publish(self, version: Version) -> None:
         self._weights.put(Published(self._lineage, version), live_weights(self._opened[0].backend))
+
+
+def _read(item: tuple[Any, ...]) -> tuple[Any, ...] | TrainedVersion:
+    """An item, read once: it is looked at often while its groups are made."""
+    return TrainedVersion.from_wire(item) if item[0] == "trained" else item
 
 
 def _begun(life: Life) -> Version | None:
