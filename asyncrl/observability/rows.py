@@ -130,6 +130,12 @@ class MetricRows:
                 _insert(self.evaluations if evaluation else self.versions, version, row)
         return bool(rows)
 
+    def thin(self, most: int) -> None:
+        """Forget every second row of the older half, until there are `most`: of versions, and of evaluations."""
+        for rows in (self.versions, self.evaluations):
+            while len(rows) > most:
+                del rows[1 : len(rows) // 2 : 2]
+
 
 def series(rows: Sequence[Row], key: str) -> list[tuple[int, float]]:
     """(version, value) of each row that has a finite number under `key`.

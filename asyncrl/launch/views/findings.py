@@ -26,6 +26,9 @@ ENDS_WITHIN_S = 5.0
 KEEPS_S = 600.0
 """Lanes before those that rules look at, for comparison."""
 
+MOST_ROWS = 2000
+"""Of versions, that rules look at in a run that goes on for long; the oldest ones lie ever further apart."""
+
 INDENT = 10
 
 log = logging.getLogger(__name__)
@@ -78,7 +81,7 @@ def finding_lines(finding: dict[str, str], width: int) -> list[str]:
 
 
 class LiveFindings:
-    """Findings of a run that goes on for long: lanes that no rule looks at are forgotten."""
+    """Findings of a run that goes on for long: lanes that no rule looks at are forgotten, old rows are thinned out."""
 
     def __init__(self, run: RunFiles) -> None:
         self._run, self._seen = run, set[tuple[str, str]]()
@@ -88,6 +91,7 @@ class LiveFindings:
         self._run.read()
         facts = RunFacts.of(self._run)
         self._run.timeline.forget(facts.since - KEEPS_S)
+        self._run.metrics.thin(MOST_ROWS)
         return findings(facts)
 
     def new(self) -> list[Finding]:

@@ -69,6 +69,19 @@ def test_a_resumed_run_replaces_rows(metrics: Path, tmp_path: Path) -> None:
     assert series(rows.versions, "a") == [(1, 1), (2, 30)]
 
 
+def test_old_rows_are_thinned_out_and_new_ones_kept(metrics: Path, tmp_path: Path) -> None:
+    rows = MetricRows(tmp_path)
+    append(metrics, *[{"version": version} for version in range(1, 9)])
+    rows.read()
+    rows.thin(8)
+    assert len(rows.versions) == 8
+    rows.thin(7)
+    assert [row["version"] for row in rows.versions] == [1, 3, 5, 6, 7, 8]
+    append(metrics, {"version": 4}, {"version": 9})
+    rows.read()
+    assert [row["version"] for row in rows.versions] == [1, 3, 4, 5, 6, 7, 8, 9]
+
+
 def test_damaged_lines_are_counted(metrics: Path, tmp_path: Path) -> None:
     rows = MetricRows(tmp_path)
     append(metrics, {"version": 1})

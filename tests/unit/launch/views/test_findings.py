@@ -11,7 +11,7 @@ import pytest
 from processes import until
 
 from asyncrl.cli import main
-from asyncrl.launch.views.findings import LiveFindings, warnings_beside
+from asyncrl.launch.views.findings import MOST_ROWS, LiveFindings, warnings_beside
 from asyncrl.observability.doctor.facts import RunFacts
 from asyncrl.observability.run_files import RunFiles
 
@@ -173,6 +173,19 @@ def test_lanes_that_no_rule_looks_at_are_forgotten(run: Path) -> None:
     process = live._run.timeline.processes["generator-0"]
     assert [span.start for span in process.lanes["rollouts"].spans[:1]] == [1e9 + 3020 - 20 - 600 + 1 - 0.5]
     assert process.figures["sync/held"] == ([1e9 + 3019], [3019])
+
+
+def test_a_long_run_is_looked_at_whole_in_few_rows(run: Path) -> None:
+    live = LiveFindings(RunFiles(run))
+    few = MOST_ROWS // 10
+    for first in range(21, 4 * MOST_ROWS, few):
+        append(run, few, first)
+        live.all()
+    versions = [row["version"] for row in live._run.metrics.versions]
+    assert versions[0] == 1
+    assert len(versions) <= MOST_ROWS
+    newest = MOST_ROWS // 3
+    assert versions[-newest:] == [*range(versions[-1] - newest + 1, versions[-1] + 1)]
 
 
 def test_the_thread_gives_lines_and_outlives_damage(run: Path, caplog: pytest.LogCaptureFixture) -> None:
