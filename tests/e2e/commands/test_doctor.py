@@ -37,10 +37,10 @@ def test_a_healthy_run_has_none(tmp_path: Path, warm: Path) -> None:
 
 
 def test_a_slow_generator_is_named(tmp_path: Path, warm: Path) -> None:
-    findings = found(tmp_path, warm, "slow-generator")
-    first, *others = [(one.rule, one.about, one.key) for one in findings]
-    assert first == ("straggler", "generator-1", "queue.hedge_s")
-    assert {about for _, about, _ in others} <= {"sync/lag"}, "it takes versions late, too"
+    findings = {(one.rule, one.about, one.key) for one in found(tmp_path, warm, "slow-generator")}
+    assert ("straggler", "generator-1", "queue.hedge_s") in findings
+    others = {about for _, about, _ in findings} - {"generator-1"}
+    assert others <= {"generator-1 is", "sync/lag"}, "it may hold the learner up, and takes versions late"
 
 
 def test_stale_data_is_named(tmp_path: Path, warm: Path) -> None:
