@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Annotated, Any, NamedTuple, TypeVar, cast
-from urllib.parse import urlsplit
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from asyncrl.config.yaml_values import escaped_references
 from asyncrl.errors import ConfigError, call_all, raise_all
+from asyncrl.system.redis_url import is_redis_url
 
 T = TypeVar("T")
 S = TypeVar("S", bound="Section")
@@ -328,15 +328,9 @@ def device_rules(at: str, devices: str | None) -> Iterator[Rule]:
 
 def redis_url_rule(at: str, url: str | None) -> Rule:
     """For a URL that redis-py can read; whether a server answers there is not looked at."""
-    try:
-        parts = urlsplit(url or "redis:")
-        fits = parts.scheme in ("redis", "rediss", "unix") and (parts.port is None or bool(parts.hostname))
-    except ValueError:  # a port that is no number: its text may be a part of the password
-        fits = False
-    example = f"{at}.redis_url=redis://127.0.0.1:6379/0"
     return Rule(
-        url is None or fits,
+        url is None or is_redis_url(url),
         "redis_url",
-        "is no URL of a Redis server: redis://, rediss:// (TLS) or unix://",
-        f"write e.g. {example}; in a password write %2F for /, %40 for @ and %3A for :",
+        "is no URL of Redis: redis://, rediss:// (TLS), unix:// or redis+sentinel://HOST:PORT,HOST:PORT/PRIMARY/DB",
+        f"write e.g. {at}.redis_url=redis://127.0.0.1:6379/0; in a password write %2F for /, %40 for @ and %3A for :",
     )

@@ -6,7 +6,7 @@
                      │           └─▸ detour.py: its generators and learner reach all others through …
                      ├─▸ proxy.py      … a proxy that cuts, delays and corrupts
                      ├─▸ faults.py     what strikes, and whom
-                     │     └─▸ processes.py, redis_server.py
+                     │     └─▸ processes.py, redis_pair.py, jumping_clock.py
                      ├─▸ history.py    what the queue's journal says of every task: each must have ended once
                      └─▸ verdict.py    what must hold, and the table
 

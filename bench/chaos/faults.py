@@ -1,4 +1,4 @@
-"""Faults of seven kinds: what each does to a run, and how it ends.
+"""Faults of eight kinds: what each does to a run, and how it ends.
 
 kill      SIGKILL to the queue, the learner or a generator
 stop      SIGSTOP to one of them or to Redis, and SIGCONT some seconds later
@@ -6,7 +6,8 @@ cut       half of the connections through the proxy, or all, are closed; new one
 delay     each connection is late by a time of its own
 corrupt   a byte is changed in some of the next pieces of bytes on their way
 disk      no process of the run can write to a file
-redis     SIGKILL to Redis, which starts again some seconds later
+redis     SIGKILL to the primary of Redis, which starts again some seconds later, unless it is replaced before
+clock     the wall clock of all processes jumps, by up to a day forward or back, and stays there
 """
 
 from __future__ import annotations
@@ -17,19 +18,24 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import psutil
 
+from bench.chaos.jumping_clock import JumpingClock
 from bench.chaos.processes import PARTIES, family, limit_files, send
 from bench.chaos.proxy import Proxy
-from bench.chaos.redis_server import LastingRedis
+from bench.chaos.redis_pair import RedisPair
 
-KINDS = ("kill", "stop", "cut", "delay", "corrupt", "disk", "redis")
+KINDS = ("kill", "stop", "cut", "delay", "corrupt", "disk", "redis", "clock")
 
 LASTS_S = (0.5, 3.0)
 """Shortest and longest time for which a fault lasts that is not over at once."""
 
 MOST_CORRUPTED = 5
+
+JUMPS_S = (60.0, 86400.0)
+"""Shortest and longest jump of the clock."""
 
 
 @dataclass
@@ -73,9 +79,14 @@ class Faults:
     """
 
     def __init__(
-        self, kinds: Sequence[str], proxy: Proxy, redis: LastingRedis | None, rng: random.Random
+        self,
+        kinds: Sequence[str],
+        proxy: Proxy,
+        clock: JumpingClock,
+        redis: RedisPair | None,
+        rng: random.Random,
     ) -> None:
-        self._proxy, self._redis, self._rng = proxy, redis, rng
+        self._proxy, self._clock, self._redis, self._rng = proxy, clock, redis, rng
         self._parties = (*PARTIES, *(("redis",) if redis is not None else ()))
         every: dict[str, Callable[[int], Strike | None]] = {
             "kill": self._kill,
@@ -85,6 +96,7 @@ class Faults:
             "corrupt": self._corrupt,
             "disk": self._fill_disk,
             "redis": self._kill_redis,
+            "clock": self._jump,
         }
         self._begin = {kind: every[kind] for kind in kinds}
         self._left: list[str] = []
@@ -112,7 +124,7 @@ class Faults:
     def _stop(self, launcher: int) -> Strike | None:
         party = self._rng.choice(self._parties)
         if party == "redis" and self._redis is not None:
-            stopped = psutil.Process(self._redis.pid)
+            stopped = psutil.Process(self._redis.primary_pid)
             stopped.suspend()
         elif (found := send(launcher, party, signal.SIGSTOP, self._rng)) is not None:
             stopped = found
@@ -143,8 +155,12 @@ class Faults:
     def _kill_redis(self, launcher: int) -> Strike | None:
         if self._redis is None:
             return None
-        self._redis.kill()
-        return Strike("redis", self._lasts(), self._redis.start)
+        return Strike("redis", self._lasts(), partial(self._redis.start, self._redis.kill()))
+
+    def _jump(self, launcher: int) -> Strike:
+        forward = self._rng.random() < 0.5
+        self._clock.jump(self._rng.uniform(*JUMPS_S) * (1 if forward else -1))
+        return Strike("forward" if forward else "back")
 
 
 def _continue(stopped: psutil.Process) -> None:

@@ -12,8 +12,6 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
-import redis
-
 from asyncrl.config.schema import Config
 from asyncrl.launch.folder.run_folder import run_folder
 from asyncrl.queue.ledger import events as ev
@@ -21,6 +19,8 @@ from asyncrl.queue.ledger.state.tasks import END
 from asyncrl.queue.storage.file_journal import FileJournal
 from asyncrl.queue.storage.journal import split
 from asyncrl.queue.storage.records import SCHEMA, Happened, Record, StreamState, decode_record
+from asyncrl.queue.storage.redis_run import KEY
+from asyncrl.system.redis_place import RedisPlace
 
 BEFORE = "before"
 """How a task has ended of which a snapshot only says that it has."""
@@ -146,6 +146,8 @@ class JournalReader:
 
     def _redis_records(self) -> list[bytes]:
         assert self._config.queue.redis_url is not None
-        with redis.Redis.from_url(self._config.queue.redis_url) as client:
-            batches = client.lrange(f"asyncrl:{{{self._config.run.name}}}:journal", 1, -1)  # 0 is the header
+        place = RedisPlace(self._config.queue.redis_url, who="bench.chaos", key=KEY)
+        name = f"asyncrl:{{{self._config.run.name}}}:journal"
+        batches = place.call(lambda: place.client.lrange(name, 1, -1))  # 0 is the header
+        place.close()
         return [record for batch in batches for record in split(batch)]

@@ -24,9 +24,10 @@ from asyncrl.system.signals import die_with_parent
 from asyncrl.telemetry.sinks import read_rows
 from bench.chaos.faults import Fault, Faults, Strike
 from bench.chaos.history import History, JournalReader
+from bench.chaos.jumping_clock import FOLDER, JumpingClock
 from bench.chaos.processes import PARTIES
 from bench.chaos.proxy import Proxy
-from bench.chaos.redis_server import LastingRedis
+from bench.chaos.redis_pair import RedisPair
 
 DEADLINE_S = 3600.0
 RECOVERY_S = 180.0
@@ -53,7 +54,7 @@ HARDY = (
 class Outcome:
     """seconds: of the launcher, from start to end · longest_pause_s: from one new version to the next · rows: of its
     versions · corrupted: bytes, by where they were going · refused: messages, by reason, as the queue counted ·
-    load: average over a minute, at the end"""
+    failovers: how often Redis got another primary · load: average over a minute, at the end"""
 
     seconds: float
     faults: list[Fault]
@@ -64,6 +65,7 @@ class Outcome:
     refused: Counter[str]
     summary: dict[str, Any]
     history: History
+    failovers: int = 0
     load: float = field(default_factory=lambda: os.getloadavg()[0])
 
     @property
@@ -99,6 +101,7 @@ class FaultyRun:
         self._folder = run_folder(load_config(config, self._words))
         self._queue_ports: set[int] = set()
         self._log = self._folder.with_suffix(".log")
+        self._clock = JumpingClock(self._folder.with_suffix(".clock"))
 
     def live(self) -> Outcome:
         """To its end. ProcessDiedError if it does not end well, DeadlineError if it hangs."""
@@ -108,15 +111,17 @@ class FaultyRun:
         self._folder.mkdir(parents=True)
         self._log.unlink(missing_ok=True)
         with ExitStack() as closing:
-            redis = LastingRedis(redis_folder) if "redis" in self._kinds else None
+            redis = RedisPair(redis_folder) if "redis" in self._kinds else None
             if redis is not None:
-                closing.callback(redis.kill)
+                closing.callback(redis.close)
                 self._words += ["queue.store=redis", f"queue.redis_url={redis.url}"]
             proxy = Proxy(self._seed)
             closing.callback(proxy.close)
             journal = JournalReader(load_config(self._config, self._words))
-            faults = Faults(self._kinds, proxy, redis, self._rng)
-            return self._live(_Launched(self, proxy.port), proxy, journal, faults)
+            faults = Faults(self._kinds, proxy, self._clock, redis, self._rng)
+            outcome = self._live(_Launched(self, proxy.port), proxy, journal, faults)
+            outcome.failovers = 0 if redis is None else redis.failovers()
+            return outcome
 
     def _live(self, launched: _Launched, proxy: Proxy, journal: JournalReader, faults: Faults) -> Outcome:
         watch = _Watch(self._folder, journal)
@@ -171,7 +176,11 @@ class FaultyRun:
 
     def start(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         """Its output is appended to the log."""
-        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        env = {
+            **os.environ,
+            **self._clock.environment(),
+            "PYTHONPATH": os.pathsep.join([str(FOLDER), str(ROOT)]),
+        }
         with self._log.open("ab") as log:
             return subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, preexec_fn=die_with_parent, env=env

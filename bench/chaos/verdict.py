@@ -43,6 +43,7 @@ def figures(outcome: Outcome) -> dict[str, Any]:
         "tasks": {"ended": len(history.ends), "twice": len(history.twice), "not": len(history.unended)},
         "dropped": dict(Counter(history.dropped.values())),
         "restarts": outcome.restarts,
+        "failovers": outcome.failovers,
         "corrupted_bytes": dict(outcome.corrupted),
         "refused": dict(outcome.refused),
         "by_fault": by_fault(outcome.faults),
@@ -78,6 +79,7 @@ def table(report: dict[str, Any]) -> str:
         "tasks ended once": lambda run: str(run["tasks"]["ended"] - run["tasks"]["twice"]),
         "twice, or not": lambda run: str(run["tasks"]["twice"] + run["tasks"]["not"]),
         "restarts": lambda run: str(run["restarts"]),
+        "failovers of Redis": lambda run: str(run["failovers"]),
         "load": lambda run: f"{run['load']:.1f}",
     }
     both = [report[name] for name in ("undisturbed", "faults") if name in report]

@@ -42,7 +42,11 @@ class QueueConfig(Section):
         "metadata", "metadata: ready groups are generated again; payload: kept"
     )
     fsync: bool = key(False, "survive a power failure too, not only the end of the process (store: file)")
-    redis_url: str | None = key(None, "redis://, rediss:// (TLS) or unix://, with user:password@ as needed")
+    redis_url: str | None = key(
+        None,
+        "redis://, rediss:// (TLS) or unix://, with user:password@ as needed; "
+        "redis+sentinel://HOST:PORT,HOST:PORT/PRIMARY/DB[?replicas=1] for a primary that may be replaced",
+    )
     lease_s: Seconds | None = key(
         None,
         "a lease not renewed for this long goes back to pending; none: 3 * generator.heartbeat_s, but 6 at least",

@@ -6,20 +6,20 @@
 
 Every write that counts goes through a script that compares the epoch first, so that a broker which was taken for dead
 can write no more. A command whose answer was lost is sent again: every script does its work once, however often it
-comes.
+comes. So it may also come to the next primary, after a failover, whether or not the last one had passed it on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import redis
 from redis.client import Pipeline
 
 from asyncrl.errors import ConfigError, JournalError
-from asyncrl.masking import masked_url
-from asyncrl.system.redis_place import DEADLINE_S, open_redis, patiently, refused
+from asyncrl.system.redis_place import DEADLINE_S, RedisPlace
 
 KEY = "queue.redis_url"
 
@@ -44,10 +44,10 @@ class RedisRun:
     """
 
     def __init__(self, url: str, run: str, *, room: int = 0, deadline_s: float = DEADLINE_S) -> None:
-        self.run, self.where, self._deadline_s = run, masked_url(url), deadline_s
-        self.client = open_redis(url, KEY)
+        self._place = RedisPlace(url, who=f"the queue of run {run}", key=KEY, deadline_s=deadline_s)
+        self.run, self.where, self.client = run, self._place.where, self._place.client
         self._check_memory(room)
-        self.epoch: int = self.call(lambda: self.client.incr(self.key("broker")))
+        self.epoch = int(self.pipeline(lambda pipeline: pipeline.incr(self.key("broker")))[0])
 
     def key(self, *words: str) -> str:
         """The braces keep all keys of a run on one node of a cluster."""
@@ -61,7 +61,9 @@ class RedisRun:
             every = {"keys": [self.key("broker"), *keys], "args": [self.epoch, *args]}
             if pipeline is not None:
                 return script(client=pipeline, **every)
-            return self.call(lambda: script(**every))
+            if self._place.replicas:
+                return self.pipeline(lambda alone: script(client=alone, **every))[0]
+            return self.call(lambda: script(**every))  # a pipeline looks for the script first: twice the time
 
         return run
 
@@ -70,25 +72,18 @@ class RedisRun:
 
         DeadlineError after `deadline_s`; JournalError if another broker has the run, or the server has no memory.
         """
-        who = f"the queue of run {self.run}"
         try:
-            return patiently(command, who=who, where=self.where, key=KEY, deadline_s=self._deadline_s)
+            return self._place.call(command)
         except redis.ResponseError as error:
             raise self._named(error) from error
 
-    def pipeline(self, fill: Callable[[Pipeline], None]) -> list[Any]:
+    def pipeline(self, fill: Callable[[Pipeline], object]) -> list[Any]:
         """The answers to the commands that `fill` puts into a pipeline; it may be called again."""
-
-        def run() -> list[Any]:
-            with self.client.pipeline(transaction=False) as pipeline:
-                fill(pipeline)
-                return pipeline.execute()
-
-        return self.call(run)
+        return list(self.call(partial(self._place.written, fill)))
 
     def close(self) -> None:
         """Idempotent."""
-        self.client.close()
+        self._place.close()
 
     def _check_memory(self, room: int) -> None:
         memory = self.call(lambda: self.client.info("memory"))
@@ -114,5 +109,5 @@ class RedisRun:
                 f"Redis at {self.where} has lost what this broker wrote; was it started again without appendonly?"
             )
         if isinstance(error, redis.exceptions.NoPermissionError) or "NOAUTH" in text:
-            return refused(error, self.where, KEY)
+            return self._place.refused(error)
         return JournalError(f"Redis at {self.where} will not write: {text}")

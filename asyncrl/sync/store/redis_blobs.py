@@ -16,11 +16,11 @@ from typing import Any
 
 import msgpack
 import redis
+from redis.client import Pipeline
 
 from asyncrl.errors import WeightSyncError
-from asyncrl.masking import masked_url
 from asyncrl.sync.store.blobs import Bytes, checked_key, ends_early, missing
-from asyncrl.system.redis_place import DEADLINE_S, open_redis, patiently, refused
+from asyncrl.system.redis_place import DEADLINE_S, RedisPlace
 
 CHUNK = 64 << 20
 """Bytes."""
@@ -35,10 +35,10 @@ class RedisBlobs:
     """One connection, made with the first command. ConfigError (key sync.redis_url) for a bad URL."""
 
     def __init__(self, url: str, run: str, *, chunk: int = CHUNK, deadline_s: float = DEADLINE_S) -> None:
-        self.where = masked_url(url)
-        self._index = f"asyncrl:{{{run}}}:weights"
-        self._run, self._chunk, self._deadline_s = run, chunk, deadline_s
-        self._client = open_redis(url, CONFIG_KEY)
+        who = f"the weight stream of run {run}"
+        self._place = RedisPlace(url, who=who, key=CONFIG_KEY, deadline_s=deadline_s)
+        self.where, self._client = self._place.where, self._place.client
+        self._index, self._chunk = f"asyncrl:{{{run}}}:weights", chunk
 
     def put(self, key: str, parts: Iterable[Bytes]) -> None:
         name, size, count = secrets.token_hex(8), 0, 0
@@ -46,9 +46,10 @@ class RedisBlobs:
         try:
             for chunk in _chunks(parts, self._chunk):
                 place = self._chunk_key(name, count)
-                self._call(partial(self._client.set, place, memoryview(chunk), ex=EXPIRES_S))
+                self._write(partial(_set, place, memoryview(chunk)))
                 size, count = size + len(chunk), count + 1
-            self._call(lambda: self._client.hset(self._index, key, msgpack.packb([name, size])))
+            entry = msgpack.packb([name, size])
+            self._write(lambda pipeline: pipeline.hset(self._index, key, entry))
         except BaseException:
             self._unlink(name, count)
             raise
@@ -82,7 +83,7 @@ class RedisBlobs:
                 self.delete(key)
 
     def close(self) -> None:
-        self._client.close()
+        self._place.close()
 
     def _read(self, key: str, entry: tuple[str, int], start: int, into: memoryview) -> None:
         name, size = entry
@@ -127,14 +128,20 @@ class RedisBlobs:
     def _chunk_key(self, name: str, number: int) -> str:
         return f"{self._index}:{name}:{number}"
 
+    def _write(self, fill: Callable[[Pipeline], object]) -> None:
+        self._call(partial(self._place.written, fill))
+
     def _call(self, command: Callable[[], Any]) -> Any:
-        who = f"the weight stream of run {self._run}"
         try:
-            return patiently(command, who=who, where=self.where, key=CONFIG_KEY, deadline_s=self._deadline_s)
+            return self._place.call(command)
         except redis.exceptions.NoPermissionError as error:
-            raise refused(error, self.where, CONFIG_KEY) from error
+            raise self._place.refused(error) from error
         except redis.ResponseError as error:
             raise WeightSyncError(f"stored weights: Redis at {self.where} refuses: {error}") from error
+
+
+def _set(place: str, chunk: memoryview, pipeline: Pipeline) -> None:
+    pipeline.set(place, chunk, ex=EXPIRES_S)
 
 
 def _chunks(parts: Iterable[Bytes], size: int) -> Iterator[bytearray]:

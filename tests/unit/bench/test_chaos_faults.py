@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import subprocess
 import sys
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import pytest
 from bench.chaos.__main__ import kinds_of
 from bench.chaos.faults import KINDS, Fault, Faults
 from bench.chaos.history import History
+from bench.chaos.jumping_clock import FOLDER, JumpingClock
 from bench.chaos.processes import limit_files
 from bench.chaos.proxy import Proxy
 from bench.chaos.runs import Outcome
@@ -32,11 +35,11 @@ for line in sys.stdin:
 """
 
 
-def order(seed: int, postponed: str = "") -> list[str]:
+def order(folder: Path, seed: int, postponed: str = "") -> list[str]:
     """Kinds of two rounds; one of them is put off once."""
     found = []
     with closing(Proxy()) as proxy:
-        faults = Faults(KINDS, proxy, None, random.Random(seed))
+        faults = Faults(KINDS, proxy, JumpingClock(folder / "clock"), None, random.Random(seed))
         while len(found) < 2 * len(KINDS):
             kind = faults.next_kind()
             if kind == postponed:
@@ -47,9 +50,10 @@ def order(seed: int, postponed: str = "") -> list[str]:
     return found
 
 
-def test_a_seed_draws_the_same_order_again_and_each_kind_once_a_round() -> None:
-    assert order(3) == order(3) != order(4)
-    for found in (order(3), order(3, postponed=order(3)[0])):
+def test_a_seed_draws_the_same_order_again_and_each_kind_once_a_round(tmp_path: Path) -> None:
+    first = order(tmp_path, 3)
+    assert first == order(tmp_path, 3) != order(tmp_path, 4)
+    for found in (first, order(tmp_path, 3, postponed=first[0])):
         assert sorted(found[: len(KINDS)]) == sorted(found[len(KINDS) :]) == sorted(KINDS)
 
 
@@ -68,6 +72,18 @@ def test_a_process_cannot_write_until_there_is_room_again(tmp_path: Path) -> Non
             print("x", file=writer.stdin, flush=True)
             answers.append(writer.stdout.readline().strip())
     assert answers == ["written", "File too large", "written"]
+
+
+def test_the_clock_of_another_process_jumps_and_its_monotonic_one_does_not(tmp_path: Path) -> None:
+    clock = JumpingClock(tmp_path / "clock")
+    clock.jump(-7200.0)
+    words = [sys.executable, "-c", "import time; print(time.time(), time.time_ns() / 1e9, time.monotonic())"]
+    env = {**os.environ, **clock.environment(), "PYTHONPATH": str(FOLDER)}
+    before = time.monotonic()
+    printed = subprocess.run(words, env=env, capture_output=True, text=True, check=True).stdout
+    seconds, from_ns, monotonic = map(float, printed.split())
+    assert time.time() - 7300.0 < seconds <= from_ns < time.time() - 7100.0
+    assert before <= monotonic <= time.monotonic()
 
 
 def outcome(versions: list[int], staleness: float, groups: float = 0) -> Outcome:
