@@ -125,7 +125,7 @@ def presets() -> list[str]:
 
 def climb(preset: str, folder: Path, overrides: Sequence[str] = ()) -> Climb:
     """Train the preset on the echo task; models and configuration go to `folder`. overrides: "key=value" texts."""
-    if preset == "distill":
+    if preset.startswith("distill"):
         overrides = [f"teacher.path={_teacher(folder)}", *overrides]
     config = toy_config(preset, folder, overrides)
     started = time.perf_counter()

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from asyncrl.cli.command import Arguments, Command, option
 from asyncrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from asyncrl.observability.scaling_curve import Forecast
 
 
 def _dash(arguments: Arguments) -> int:
@@ -83,6 +88,58 @@ def _trace(arguments: Arguments) -> int:
     return 0
 
 
+def _fit(arguments: Arguments) -> int:
+    from dataclasses import asdict
+
+    from asyncrl.observability.rows import EVALUATION, MetricRows
+    from asyncrl.observability.scaling_curve import forecast, points_of
+
+    (folder,) = _folders(arguments)
+    rows = MetricRows(folder)
+    rows.read()
+    metric = arguments.metric
+    points = points_of(rows, metric, hours=arguments.hours)
+    try:
+        share = metric.rpartition("/")[2].startswith(SHARES) and all(score <= 1.0 for _, score in points)
+        found = forecast(points, most=1.0 if share else math.inf)
+    except ValueError as error:
+        known = sorted({key for row in rows.evaluations for key in row if key.startswith(EVALUATION)})
+        remedy = (
+            f"run longer, or with a lower evaluation.every; it has {', '.join(known) or 'no evaluations'}"
+        )
+        raise ConfigError("--metric", metric, str(error), remedy) from None
+    if arguments.json:
+        print(json.dumps({"run": folder.name, "metric": metric, **asdict(found)}, indent=2))
+    else:
+        print(_fit_text(f"{metric} of {folder.name}", found, "hours" if arguments.hours else "versions"))
+    return 0
+
+
+def _fit_text(what: str, found: Forecast, unit: str) -> str:
+    first, last = found.points[found.half], found.points[-1]
+    lines = [
+        f"{what}: {len(found.points)} evaluations, {found.points[0][0]:g} to {last[0]:g} {unit}",
+        "",
+        f"{'fit of':<16}{'asymptote':>10}{'midpoint':>10}{'exponent':>10}{'error':>8}",
+    ]
+    for name, curve, points in (
+        ("the first half", found.early, found.points[: found.half]),
+        ("all", found.whole, found.points),
+    ):
+        figures = f"{curve.asymptote:>10.3f}{curve.midpoint:>10.3g}{curve.exponent:>10.2f}{curve.error(points):>8.3f}"
+        lines.append(f"{name:<16}{figures}")
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"From {first[0]:g} {unit} on, the fit of the first half is off by {found.early_error:.3f} "
+            f"(root mean square); its last score, carried on, by {found.carried_error:.3f}.",
+            f"At {last[0]:g} {unit}: {found.early.at(last[0]):.3f} by the first half, {last[1]:.3f} in the run. "
+            f"At {2 * last[0]:g}: {found.whole.at(2 * last[0]):.3f} by the fit of all.",
+        ]
+    )
+
+
 def _folders(arguments: Arguments) -> list[Path]:
     """Raises ConfigError (key run) for one that is no folder of a run."""
     from asyncrl.launch.folder.run_folder import find_run
@@ -96,6 +153,9 @@ def _folders(arguments: Arguments) -> list[Path]:
             raise ConfigError("run", given, f"holds none of {', '.join(SIGNS_OF_A_RUN)}", remedy)
     return folders
 
+
+SHARES = ("accuracy", "pass@", "maj@")
+"""Begin the names of scores that are at most 1, where rewards are."""
 
 SIGNS_OF_A_RUN = ("config.yaml", "metrics.jsonl", "trace")
 
@@ -154,6 +214,21 @@ COMMANDS: dict[str, Command] = {
         (
             RUNS,
             option("--output", default="report.html", metavar="FILE", help="report.html unless given"),
+        ),
+        takes_config=False,
+    ),
+    "fit": Command(
+        _fit,
+        "how far a run will get: a sigmoid of its held-out scores",
+        "Fit a sigmoid to the evaluations of a run (ScaleRL, arXiv 2510.13786). A fit of the first half is compared "
+        "with the second half, and with the first half's last score carried on; a fit of all says what twice as "
+        "much training would bring. It only reads the folder.",
+        "asyncrl fit demo",
+        (
+            RUN,
+            option("--metric", default="eval/accuracy", help="of evaluations; eval/accuracy unless given"),
+            option("--hours", action="store_true", help="against hours of training instead of versions"),
+            option("--json", action="store_true", help="for programs"),
         ),
         takes_config=False,
     ),

@@ -85,6 +85,7 @@ class Config(Section):
         yield from _lora_rules(self)
         yield from _router_rules(self)
         yield from _model_rules(self)
+        yield _curriculum_rule(self)
         yield from _broadcast_rules(self)
         yield from _pool_rules(self)
         if self.placement.colocate:
@@ -312,14 +313,23 @@ def _router_rules(config: Config) -> Iterator[Rule]:
         )
 
 
+def _curriculum_rule(config: Config) -> Rule:
+    return Rule(
+        config.tasks.curriculum.solved is None or REWARDS not in config.placement.pools,
+        "tasks.curriculum.solved",
+        "needs the rewards of each group in its generator, and placement.rewards has them on a pool",
+        "set placement.rewards.where=colocated, or tasks.curriculum.solved=null",
+    )
+
+
 def _model_rules(config: Config) -> Iterator[Rule]:
     """An algorithm needs certain models beside the policy, and certain rewards."""
     algorithm = config.algorithm
     advantage, cost = algorithm.built_in_advantage, algorithm.cost_part
     yield Rule(
-        advantage != "distill" or config.teacher.path is not None,
+        (advantage != "distill" and "teacher" not in algorithm.kl_terms) or config.teacher.path is not None,
         "teacher.path",
-        "names the model that advantage 'distill' learns from",
+        "names the model that advantage 'distill' and algorithm.teacher_loss learn from",
         "set it to a model with the tokenizer of model.path",
     )
     yield Rule(

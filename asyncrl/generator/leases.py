@@ -123,12 +123,20 @@ class WorkerLeases:
         one.sampling_since = None
         self.freed.set()
 
-    async def commit(self, one: LeasedTask, group: Group, columns: Sequence[str] | None) -> None:
-        """Hand in the group. columns: as `QueueClient.commit`."""
-        if await self._end(one, self._client.commit(one.stream, one.lease, group, columns)):
+    async def commit(
+        self, one: LeasedTask, group: Group, columns: Sequence[str] | None, score: float | None
+    ) -> None:
+        """Hand in the group. columns, score: as `QueueClient.commit`."""
+        if await self._end(one, self._client.commit(one.stream, one.lease, group, columns, score)):
             self.counts[f"groups/{one.stream}"] += 1
 
-    async def drop(self, one: LeasedTask, reason: str, failure: Exception | None = None) -> None:
+    async def drop(
+        self,
+        one: LeasedTask,
+        reason: str,
+        failure: Exception | None = None,
+        score: float | None = None,
+    ) -> None:
         """failure: logged, and shown in the status."""
         self.counts[f"dropped/{reason}"] += 1
         count = self.counts[f"dropped/{reason}"]
@@ -139,7 +147,7 @@ class WorkerLeases:
                 log.warning(
                     "%s drops %s, its drop %d of reason %s: %s", self._who, which, count, reason, failure
                 )
-        await self._end(one, self._client.drop(one.stream, one.lease, reason))
+        await self._end(one, self._client.drop(one.stream, one.lease, reason, score))
 
     async def return_one(self, one: LeasedTask, failure: SampleLostError) -> None:
         """Give the task back, for another generator, or drop it if that was done RETURNS times."""

@@ -193,10 +193,12 @@ class Worker:
             return
         pool_rewards = REWARDS in self._config.placement.pools
         decisions.flush()
+        scored = one.stream == TRAIN and self._config.tasks.curriculum.solved is not None
+        score = float(group.rewards.mean()) if scored else None
         if one.stream == TRAIN and not pool_rewards and not passes_filter(group, self._config):
-            await self._leases.drop(one, FILTERED)
+            await self._leases.drop(one, FILTERED, score=score)
         else:
-            await self._leases.commit(one, group, [*group.columns] if pool_rewards else None)
+            await self._leases.commit(one, group, [*group.columns] if pool_rewards else None, score)
 
     async def _generate(self, one: LeasedTask) -> Group:
         async def send(frames: Sequence[bytes]) -> None:

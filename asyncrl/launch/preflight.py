@@ -19,12 +19,13 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engines.http import http_link
 from asyncrl.generator.scoring.rewards import Scorer
+from asyncrl.launch.folder.run_folder import run_folder
 from asyncrl.learner.algorithms.catalogue import KINDS, algorithm_rows
 from asyncrl.learner.backends.megatron.grid import check_model, make_grid
 from asyncrl.learner.parallel.mesh import ModelShape, axis_sizes
 from asyncrl.learner.training import requirements
 from asyncrl.system.packages import check_package
-from asyncrl.tasks.source import held_out, training_tasks
+from asyncrl.tasks.source import held_out, tasks_of_run
 from asyncrl.telemetry.trackers.open import check_tracker
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -81,7 +82,8 @@ def check_telemetry(config: Config) -> None:
 
 def _check_prompts(config: Config) -> None:
     """Raise for sources without tasks, and for messages without a chat template."""
-    first = [training_tasks(config).task_at(0), *(tasks[0] for tasks in held_out(config).values() if tasks)]
+    tasks = tasks_of_run(config, run_folder(config))
+    first = [tasks.task_at(0), *(tasks[0] for tasks in held_out(config).values() if tasks)]
     if config.tasks.chat_template is None and all(isinstance(task.prompt, str) for task in first):
         return
     from asyncrl.models.prompts import (  # takes seconds, for transformers
@@ -219,6 +221,7 @@ SWITCHES: Mapping[str, tuple[str, object]] = {
     "algorithm.shaping.overlong_penalty": ("algorithm.shaping.overlong_buffer", 0),
     "algorithm.shaping.resample_power": ("algorithm.shaping.resample", "none"),
     "algorithm.kl_loss.form": ("algorithm.kl_loss.coef", 0),
+    "algorithm.teacher_loss.form": ("algorithm.teacher_loss.coef", 0),
 }
 """Beginning of keys → the key that turns them off, and the value by which it does."""
 

@@ -36,7 +36,8 @@ from asyncrl.queue.client.client import QueueClient
 from asyncrl.queue.feeder import feed
 from asyncrl.rpc.keys import server_keys
 from asyncrl.system.signals import stop_signals
-from asyncrl.tasks.source import TaskStream, training_tasks
+from asyncrl.tasks.curriculum import CurriculumStream
+from asyncrl.tasks.source import TaskStream, tasks_of_run
 from asyncrl.telemetry import tracing
 from asyncrl.telemetry.status import ProcessStatus
 from asyncrl.types import TRAIN
@@ -73,8 +74,8 @@ def run_queue(
         TaskError: A task cannot be read.
         JournalError, DeadlineError, OSError: The journal, Redis or the disk does not keep records any more.
     """
-    tasks = training_tasks(config)
     folder = run_folder(config)
+    tasks = tasks_of_run(config, folder)
     broker = _bound(config, folder)
     interrupts = _stop_on_signals(broker)
     address = broker.bound_address
@@ -88,6 +89,8 @@ def run_queue(
     again = ", going on from its journal" if recovery.recovered else ""
     print(f"run {config.run.name}: queue at {address}, process {os.getpid()}{again}", flush=True)
     status = status or ProcessStatus()
+    if isinstance(tasks, CurriculumStream):
+        tasks.begin(anew)
     feeder = Feeder(config, address, tasks, broker, status)
     feeder.start()
     status.loaded.set()
@@ -185,6 +188,23 @@ class QueueChanges:
         self._counted[event] = Counter(counts)
 
 
+class EpochDraws:
+    """Draws the epochs of a curriculum as the queue has room for them, by the scores of groups until then."""
+
+    def __init__(self, client: QueueClient, tasks: CurriculumStream) -> None:
+        self._client, self._tasks, self._scores = client, tasks, 0
+
+    async def draw_until(self, ordinal: int) -> None:
+        """Those that the tasks below `ordinal` are of."""
+        self._scores, found = await self._client.scores(TRAIN, self._scores)
+        self._tasks.take(found)
+        while self._tasks.end < ordinal:
+            drawn = self._tasks.draw()
+            tracing.event("epoch", **drawn)
+            line = "epoch {epoch}: {tasks} tasks, {again} of them solved before; {rest} rest"
+            print(line.format(**drawn), flush=True)
+
+
 class Feeder(threading.Thread):
     """Submits tasks as the queue has room for them. An error that ends it ends the queue too."""
 
@@ -229,7 +249,9 @@ class Feeder(threading.Thread):
         looking = asyncio.create_task(self._look(client))
         try:
             await self._agree(client)
-            reason = await feed(client, TRAIN, self._tasks.task_at)
+            tasks = self._tasks
+            draws = EpochDraws(client, tasks) if isinstance(tasks, CurriculumStream) else None
+            reason = await feed(client, TRAIN, tasks.task_at, None if draws is None else draws.draw_until)
             print(
                 f"run {self._config.run.name}: closed by the learner ({reason}); the queue ends", flush=True
             )

@@ -7,7 +7,7 @@ The feeder waits only for the queue, which requests more tasks when at most half
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from asyncrl.errors import RefusedError, RunClosedError, SourceEndedError
 from asyncrl.queue.client.client import QueueClient
@@ -17,17 +17,26 @@ WAIT_S = 30.0
 """Duration of one long poll for room."""
 
 
-async def feed(client: QueueClient, stream: str, task_at: Callable[[int], Task]) -> str:
+async def feed(
+    client: QueueClient,
+    stream: str,
+    task_at: Callable[[int], Task],
+    before: Callable[[int], Awaitable[None]] | None = None,
+) -> str:
     """Submit `task_at(ordinal)` for every ordinal that the stream has room for, until the run is over.
 
     Returns the reason that the learner gave for the end.
 
     `task_at` is pure, so a rewound stream gets the same tasks again; SourceEndedError means that there are no more,
     which is reported to the queue.
+
+    before: awaited with the first ordinal that is not wanted yet, before any task below it is made
     """
     while True:
         try:
             first, count = await client.room(stream, WAIT_S)
+            if before is not None:
+                await before(first + count)
             tasks = _take(task_at, first, count)
             if tasks:
                 await client.submit(stream, tasks)

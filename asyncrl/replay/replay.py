@@ -28,7 +28,8 @@ from asyncrl.models.prompts import policy_tokenizer
 from asyncrl.replay.replayed_generator import ReplayedGenerator
 from asyncrl.replay.replayed_learner import Replayed, ReplayedLearner
 from asyncrl.replay.stores import GroupStore, Published, WeightStore
-from asyncrl.tasks.source import held_out, training_tasks
+from asyncrl.tasks.curriculum import CurriculumStream
+from asyncrl.tasks.source import held_out, tasks_of_run
 from asyncrl.telemetry.decisions import FOLDER, FORMAT, ClaimedGroup, Life, TrainedVersion, read_lives
 from asyncrl.types import Version
 
@@ -75,7 +76,9 @@ async def replay(
     weights = WeightStore(flip for life, _ in makers for flip in _flips(life))
     with tempfile.TemporaryDirectory(prefix="asyncrl-replay-") as scratch:
         learner = ReplayedLearner(learners, Path(scratch), groups, weights, otherwise)
-        generators = _Saved(run_folder, learner, groups) if saved else _Generators(makers, groups, weights)
+        generators = (
+            _Saved(run_folder, learner, groups) if saved else _Generators(run_folder, makers, groups, weights)
+        )
         try:
             async for made in _versions(learner, generators, groups):
                 yield made
@@ -185,8 +188,13 @@ class _Generators:
     """All generators, each with one of its lives loaded at a time."""
 
     def __init__(
-        self, lives: Sequence[tuple[Life, Config]], groups: GroupStore, weights: WeightStore
+        self,
+        run_folder: Path,
+        lives: Sequence[tuple[Life, Config]],
+        groups: GroupStore,
+        weights: WeightStore,
     ) -> None:
+        self._run_folder = run_folder
         self._lives: dict[str, deque[tuple[Life, Config]]] = defaultdict(deque)
         for life, config in lives:
             self._lives[life.process].append((life, config))
@@ -216,7 +224,9 @@ class _Generators:
         return await generator.advance()
 
     def _load(self, life: Life, config: Config) -> ReplayedGenerator:
-        tokenizer, tasks = policy_tokenizer(config), training_tasks(config)
+        tokenizer, tasks = policy_tokenizer(config), tasks_of_run(config, self._run_folder)
+        if isinstance(tasks, CurriculumStream):
+            tasks.read()
         return ReplayedGenerator(
             life, config, tokenizer, tasks, held_out(config), self._groups, self._weights
         )

@@ -20,11 +20,12 @@ from asyncrl.config.functions.function_spec import load_function
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.tasks import SourceConfig
 from asyncrl.errors import ConfigError, SourceEndedError, TaskError
+from asyncrl.tasks.curriculum import FILE, CurriculumStream
 from asyncrl.tasks.datasets.rows import HUB, Check, JsonlRows, RowReader, data_set
 from asyncrl.tasks.stream import IteratorStream, MixtureStream, SequenceStream, TaskStream
 from asyncrl.types import Task
 
-__all__ = ["TaskStream", "every_task", "held_out", "load_source", "training_tasks"]
+__all__ = ["TaskStream", "every_task", "held_out", "load_source", "tasks_of_run", "training_tasks"]
 
 
 def load_source(
@@ -77,6 +78,20 @@ def training_tasks(config: Config, check: Check | None = None) -> TaskStream:
         stream = load_source(mixed, section=f"tasks.mixture.{name}", shuffle_key=key, check=check)
         parts[name] = (stream, mixed.weight)
     return MixtureStream(parts)
+
+
+def tasks_of_run(config: Config, folder: Path) -> TaskStream:
+    """`training_tasks`, by `tasks.curriculum` where it is on. folder: of the run, which keeps the epochs.
+
+    Raises ConfigError as `load_source`, and for a curriculum of a source without epochs.
+    """
+    stream, chosen = training_tasks(config), config.tasks.curriculum
+    if chosen.solved is None:
+        return stream
+    if not isinstance(stream, SequenceStream):
+        rule = "needs a source with a length: an iterator has no epochs"
+        raise ConfigError("tasks.curriculum.solved", chosen.solved, rule, "return a list, or unset it")
+    return CurriculumStream(stream, chosen, abs(config.run.seed), folder / FILE)
 
 
 def held_out(config: Config) -> dict[str, list[Task]]:

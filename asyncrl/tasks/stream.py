@@ -60,14 +60,20 @@ class SequenceStream:
         self._order = None if key is None else Order(self.size, key)
 
     def place_of(self, ordinal: int) -> str:
-        return self._place(self._index(ordinal))
-
-    def _index(self, ordinal: int) -> int:
-        epoch, index = divmod(ordinal, self.size)
-        return index if self._order is None else self._order.at(epoch, index)
+        return self.place_of_row(self._row_at(*divmod(ordinal, self.size)))
 
     def task_at(self, ordinal: int) -> Task:
-        index = self._index(ordinal)
+        return self.task_of_row(ordinal, self._row_at(*divmod(ordinal, self.size)))
+
+    def order_of(self, epoch: int) -> Iterator[int]:
+        """The rows of an epoch, in its order."""
+        return (self._row_at(epoch, place) for place in range(self.size))
+
+    def place_of_row(self, index: int) -> str:
+        return self._place(index)
+
+    def task_of_row(self, ordinal: int, index: int) -> Task:
+        """The row as the task of an ordinal. TaskError for a bad one."""
         try:
             row = self._rows[index]
         except TaskError:
@@ -75,6 +81,9 @@ class SequenceStream:
         except Exception as error:
             raise TaskError(f"row {index} of the task source cannot be read: {error!r}") from error
         return self._to_task(ordinal, index, row)
+
+    def _row_at(self, epoch: int, place: int) -> int:
+        return place if self._order is None else self._order.at(epoch, place)
 
 
 class IteratorStream:

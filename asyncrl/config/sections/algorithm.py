@@ -23,7 +23,7 @@ FLAT_WITHOUT_SPREAD = (
 OWN_WEIGHTS = ("decoupled_ppo", "aipo", "dppo_tv", "dppo_kl")
 """Losses that weigh a token against μ themselves."""
 
-WITHOUT_RATIO = ("reinforce", "sppo", "gspo", "gmpo", "sapo", "dro")
+WITHOUT_RATIO = ("reinforce", "sppo", "gspo", "gmpo", "sapo", "dro", "none")
 """Losses in which a token's own ρ = π/π_p is no factor of its gradient."""
 
 
@@ -68,7 +68,8 @@ class ShapingConfig(Section):
 
 @dataclass(frozen=True)
 class KlLossConfig(Section):
-    """KL to the reference as a term of the loss; needs a reference where coef > 0."""
+    """KL to another model as a term of the loss: `kl_loss` to the reference; `teacher_loss` to the teacher, with the
+    off-policy weights of the policy loss. Where coef > 0, that model is needed."""
 
     coef: NotNegative = key(0.0, "weight of the term")
     form: Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"] = key(
@@ -203,6 +204,7 @@ class AlgorithmConfig(Section):
         "reinforce",
         "dro",
         "sppo",
+        "none",
     ] = "ppo"
     own_advantage: str | None = key(
         None, "'file.py:function' or 'package.module:function' in place of advantage"
@@ -272,6 +274,7 @@ class AlgorithmConfig(Section):
     # around both
     shaping: ShapingConfig = field(default_factory=ShapingConfig)
     kl_loss: KlLossConfig = field(default_factory=KlLossConfig)
+    teacher_loss: KlLossConfig = field(default_factory=KlLossConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     filter: Literal["none", "no_spread"] = key(
         "none",
@@ -293,6 +296,12 @@ class AlgorithmConfig(Section):
             "set algorithm.filter=none",
         )
         yield from self._filter_rules()
+        yield Rule(
+            self.built_in_loss != "none" or bool(self.kl_terms or self.entropy_bonus or self.lm_coef),
+            "loss",
+            "leaves nothing to learn: no term stands beside it",
+            "set algorithm.teacher_loss.coef=1.0 for distillation, or algorithm.loss=ppo",
+        )
         yield Rule(
             self.dual_clip is None or self.dual_clip > 1,
             "dual_clip",
@@ -331,6 +340,7 @@ class AlgorithmConfig(Section):
         terms = {
             **{f"loss={name}": self.built_in_loss == name for name in ("sppo", "dro")},
             "kl_loss.coef": self.kl_loss.coef > 0,
+            "teacher_loss.coef": self.teacher_loss.coef > 0,
             "shaping.kl_coef": self.shaping.kl_coef > 0,
             "entropy_bonus": self.entropy_bonus != 0,
             "lm_coef": self.lm_coef > 0,
@@ -349,6 +359,12 @@ class AlgorithmConfig(Section):
         if self.own_loss or self.loss in OWN_WEIGHTS or self.correction.kind != "none":
             return True
         return self.proximal == "behaviour" and self.loss not in WITHOUT_RATIO
+
+    @property
+    def kl_terms(self) -> dict[str, KlLossConfig]:
+        """KL terms of the loss that count, by the model that they draw the policy to."""
+        terms = {"reference": self.kl_loss, "teacher": self.teacher_loss}
+        return {model: term for model, term in terms.items() if term.coef > 0}
 
     @property
     def built_in_advantage(self) -> str | None:

@@ -129,6 +129,6 @@ class RewardModelConfig(Section):
 
 @dataclass(frozen=True)
 class TeacherConfig(Section):
-    """The policy that `advantage: distill` learns from; the same tokenizer as the policy's."""
+    """The policy that `advantage: distill` and `teacher_loss` learn from; the same tokenizer as the policy's."""
 
-    path: str | None = key(None, "required for distill", home=True)
+    path: str | None = key(None, "required for distill and algorithm.teacher_loss", home=True)

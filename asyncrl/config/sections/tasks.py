@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.config.rules import (
@@ -12,6 +12,7 @@ from asyncrl.config.rules import (
     NotNegative,
     Rule,
     Section,
+    Share,
     as_sections,
     key,
     name_rule,
@@ -80,6 +81,19 @@ class MixedSource(SourceConfig):
 
 
 @dataclass(frozen=True)
+class CurriculumConfig(Section):
+    """Which tasks come again, by what they still teach. Epochs after the first leave out tasks that are solved."""
+
+    solved: float | None = key(
+        None,
+        "a task rests once the mean reward of its last groups is at least this, e.g. 0.9 where rewards are 0 to 1; "
+        "none: no curriculum",
+    )
+    visits: Count = key(1, "groups whose mean that is; a task with fewer does not rest")
+    revisit: Share = key(0.1, "share of the resting tasks that come again, drawn anew in each epoch")
+
+
+@dataclass(frozen=True)
 class TasksConfig(SourceConfig):
     mixture: dict[str, Any] = key(
         {},
@@ -87,6 +101,7 @@ class TasksConfig(SourceConfig):
         "system, chat}}; task.data.mixture is the name",
     )
     shuffle: bool = key(True, "a new order each epoch of a source, fixed by run.seed")
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     chat_template: str | None = key(
         None, "file with a Jinja template for all messages, held-out ones too; none: the tokenizer's own"
     )
@@ -107,6 +122,12 @@ class TasksConfig(SourceConfig):
             "make it one of tasks.mixture, or set tasks.source=null",
         )
         as_sections(MixedSource, "tasks.mixture", self.mixture)  # raises the errors of entries
+        yield Rule(
+            self.curriculum.solved is None or not self.mixture,
+            "curriculum.solved",
+            "is of the epochs of one source, and tasks.mixture has several",
+            "set tasks.curriculum.solved=null, or tasks.source in the place of the mixture",
+        )
         for name, value in self.chat_template_kwargs.items():
             yield Rule(
                 name not in SET_BY_CALLER,

@@ -18,13 +18,14 @@ from asyncrl.launch.views.output import within_line
 from asyncrl.observability.doctor.facts import Finding, RunFacts
 from asyncrl.observability.doctor.rules import RULES, findings
 from asyncrl.observability.overview import overview
+from asyncrl.observability.rows import number
 from asyncrl.observability.run_files import RunFiles
 
 EVERY_S = 30.0
 ENDS_WITHIN_S = 5.0
 
-KEEPS_S = 600.0
-"""Lanes before those that rules look at, for comparison."""
+KEEPS_S, KEEPS_VERSIONS = 600.0, 200
+"""Lanes before those that rules look at, for comparison: so long, and of so many versions."""
 
 MOST_ROWS = 2000
 """Of versions, that rules look at in a run that goes on for long; the oldest ones lie ever further apart."""
@@ -90,7 +91,8 @@ class LiveFindings:
         """Those of now."""
         self._run.read()
         facts = RunFacts.of(self._run)
-        self._run.timeline.forget(facts.since - KEEPS_S)
+        oldest = next((number(row, "time") for row in facts.rows[-KEEPS_VERSIONS:]), None)
+        self._run.timeline.forget(max(facts.since - KEEPS_S, oldest or 0.0))
         self._run.metrics.thin(MOST_ROWS)
         return findings(facts)
 

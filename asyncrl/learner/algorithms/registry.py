@@ -141,7 +141,8 @@ def needs(config: AlgorithmConfig) -> frozenset[Need]:
     of_rejections = (REJECTIONS[name].needs for name in (correction.reject, *correction.also_reject))
     found = set(advantage_of(config).needs | loss_of(config).needs | CORRECTIONS[correction.kind].needs)
     found.update(*of_rejections)
-    if config.shaping.kl_coef > 0 or config.kl_loss.coef > 0:
+    found.update(cast(set[Need], set(config.kl_terms)))
+    if config.shaping.kl_coef > 0:
         found.add("reference")
     if config.shaping.kl_target is not None or config.shaping.resample != "none" or config.lm_coef > 0:
         found.add("batch")

@@ -1,7 +1,8 @@
 """The objective of each model that learns: its outputs for a micro-batch → a sum to differentiate, and metrics.
 
-    policy            π ── ρ = π/π_p ── loss(ρ, A) ─┐
-                      π_p ─ w = π_p/μ ─ correction ─┴─▸ Σ share_N · (w_N · loss_N + entropy, KL and LM terms)
+    policy            π ── ρ = π/π_p ── loss(ρ, A), KL to a teacher ─┐
+                      π_p ─ w = π_p/μ ─ correction ─────────┬────────┘
+                                                            └─▸ Σ share_N · (w_N · loss_N + entropy, KL and LM terms)
     critics           V, clipped around V at the version's start ── against the returns
     reward model      σ(implicit reward of the rollout)          ── against its success
 
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.algorithm import AlgorithmConfig
+from asyncrl.config.sections.algorithm import AlgorithmConfig, KlLossConfig
 from asyncrl.learner.algorithms.corrections import (
     Drift,
     correction_weights,
@@ -85,7 +86,8 @@ class PolicyObjective:
         loss = policy_loss(PolicyTerms.of(batch, logp_N, proximal_N), self.config)
         if self.config.built_in_loss in WEIGHED_BY_ROLLOUT:
             weight_N = geometric_means(weight_N, batch)
-        per_token_N = weight_N * loss.loss_N + other_terms(logp_N, entropy_N, batch, self.config)
+        weighed_N = loss.loss_N + kl_term("teacher", self.config.teacher_loss, logp_N, batch)
+        per_token_N = weight_N * weighed_N + other_terms(logp_N, entropy_N, batch, self.config)
         share_N = self._share(batch).to(per_token_N.dtype)
         # where, not a product: values outside the mask may be infinite, and 0 · ∞ is not 0.
         total = (torch.where(batch.loss_mask_N, per_token_N, 0.0) * share_N).sum()
@@ -119,7 +121,7 @@ class PolicyObjective:
     def skips_flat_groups(self) -> bool:
         """Whether a group without advantages adds exactly nothing to the gradient."""
         config = self.config
-        beside = config.entropy_bonus or config.kl_loss.coef or config.lm_coef or config.own_loss
+        beside = config.entropy_bonus or config.kl_terms or config.lm_coef or config.own_loss
         return not beside and config.loss not in MOVES_WITHOUT_ADVANTAGE
 
 
@@ -129,17 +131,22 @@ def other_terms(logp_N: Tensor, entropy_N: Tensor, batch: MicroBatch, config: Al
 
     Raises TrainingError for a batch without a column that `config` needs for them.
     """
-    total_N = torch.zeros_like(logp_N)
+    total_N = kl_term("reference", config.kl_loss, logp_N, batch)
     if config.entropy_bonus:
         total_N = total_N - config.entropy_bonus * entropy_N
-    if config.kl_loss.coef:
-        # Masked before the KL, not after it: its slope at what stands outside may be NaN, and 0 · NaN is not 0.
-        inside_N = torch.where(batch.loss_mask_N, logp_N, 0.0)
-        reference_N = torch.where(batch.loss_mask_N, column(batch, "reference"), 0.0)
-        total_N = total_N + config.kl_loss.coef * kl(inside_N, reference_N, config.kl_loss.form)
     if config.lm_coef:
         total_N = total_N - config.lm_coef * column(batch, "lm") * logp_N
     return total_N
+
+
+def kl_term(model: str, term: KlLossConfig, logp_N: Tensor, batch: MicroBatch) -> Tensor:
+    """[N]: coef · KL(π‖model), 0 for a coef of 0. Raises TrainingError for a batch without the model's column."""
+    if not term.coef:
+        return torch.zeros_like(logp_N)
+    # Masked before the KL, not after it: its slope at what stands outside may be NaN, and 0 · NaN is not 0.
+    inside_N = torch.where(batch.loss_mask_N, logp_N, 0.0)
+    other_N = torch.where(batch.loss_mask_N, column(batch, model), 0.0)
+    return term.coef * kl(inside_N, other_N, term.form)
 
 
 @dataclass(frozen=True, slots=True)

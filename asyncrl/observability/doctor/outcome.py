@@ -115,7 +115,7 @@ def held_out_scores(facts: RunFacts) -> Iterator[str]:
 def _fallen(reward: Trend) -> bool:
     """Far below its best, and by half of what was gained."""
     fall, gain = reward.best - reward.last, reward.best - reward.first
-    return fall >= max(0.5 * gain, 6 * reward.noise, 0.25 * abs(reward.best))
+    return 0 < fall >= max(0.5 * gain, 6 * reward.noise, 0.25 * abs(reward.best))
 
 
 def _is_solved(facts: RunFacts) -> bool:

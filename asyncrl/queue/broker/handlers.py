@@ -190,6 +190,10 @@ def submit(queue: QueueState, request: rq.SubmitRequest, context: Context) -> Re
     return Reply()
 
 
+def scores(queue: QueueState, request: rq.ScoresRequest, context: Context) -> Reply:
+    return Reply(queue.stream(request.stream).scores_since(request.since))
+
+
 # ---------------------------------------------------------------------- generators
 
 
@@ -238,6 +242,14 @@ def commit(queue: QueueState, request: rq.CommitRequest, context: Context) -> Re
         )
     if generator_commands.commit(stream.ledger, request):
         stream.put_group(request.ordinal, context.frames, request.digest, context.session)
+        stream.note_score(request.ordinal, request.score)
+    return Reply()
+
+
+def drop(queue: QueueState, request: rq.DropRequest, context: Context) -> Reply:
+    stream = queue.stream(request.stream)
+    generator_commands.drop(stream.ledger, request)
+    stream.note_score(request.ordinal, request.score)
     return Reply()
 
 
@@ -354,11 +366,12 @@ HANDLERS: dict[type[rq.Request], Handler] = {
     rq.FinishRequest: finish,
     rq.RoomRequest: room,
     rq.SubmitRequest: submit,
+    rq.ScoresRequest: scores,
     rq.ExhaustRequest: by_ledger(lambda ledger, request: ledger.exhaust(request.at)),
     rq.LeaseRequest: lease,
     rq.ProgressRequest: progress,
     rq.CommitRequest: commit,
-    rq.DropRequest: by_ledger(generator_commands.drop),
+    rq.DropRequest: drop,
     rq.StageLeaseRequest: stage_lease,
     rq.StageCommitRequest: stage_commit,
     rq.StageDropRequest: by_ledger(generator_commands.drop),

@@ -7,6 +7,7 @@ more use.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +25,9 @@ from asyncrl.types import Version
 
 PROGRESS, GROUP = "progress", "group"
 COLUMN = "column/"
+
+MOST_SCORES = 1 << 16
+"""Scores that wait for the feeder; beyond it, the oldest are forgotten."""
 
 NOT_COMPARED = 0
 """The stamp of progress: the latest part is used, whichever it is."""
@@ -55,6 +59,8 @@ class Stream:
         self.changes = 0  # events so far
         self.tasks: dict[int, bytes] = {}
         self._committed_by: dict[int, str] = {}
+        self._scores: deque[tuple[int, float]] = deque()
+        self._first_score = 0  # number of the oldest
         self._name, self._store, self._note = name, store, note
 
     # ------------------------------------------------------------------ in
@@ -84,7 +90,23 @@ class Stream:
         """Keep a result that the ledger has taken."""
         self._store.put(self._name, ordinal, part, frames, stamp)
 
+    def note_score(self, ordinal: int, score: float | None) -> None:
+        """Keep the score of a finished group for the feeder. It goes with this broker."""
+        if score is not None:
+            self._scores.append((ordinal, score))
+            self._forget_scores(len(self._scores) - MOST_SCORES)
+
     # ------------------------------------------------------------------ out
+
+    def scores_since(self, number: int) -> tuple[int, list[tuple[int, float]]]:
+        """The number of the next score, and (ordinal, score) of each from `number` on. Those before are forgotten."""
+        self._forget_scores(number - self._first_score)
+        return self._first_score + len(self._scores), [*self._scores]
+
+    def _forget_scores(self, count: int) -> None:
+        for _ in range(min(count, len(self._scores))):
+            self._scores.popleft()
+            self._first_score += 1
 
     def progress_of(self, ordinal: int) -> Frames:
         """The part of a task that earlier leases finished."""

@@ -182,6 +182,14 @@ class QueueClient:
         """There is no task at ordinal `at` or beyond: the run ends with those before. RefusedError 'gap'."""
         await self._value(rq.ExhaustRequest(stream=stream, at=at))
 
+    async def scores(self, stream: str, since: int) -> tuple[int, list[tuple[int, float]]]:
+        """The number of the next score, and (ordinal, score) of the groups that came with one, from number `since` on.
+
+        Those before are forgotten.
+        """
+        after, found = await self._value(rq.ScoresRequest(stream=stream, since=since))
+        return after, [(ordinal, score) for ordinal, score in found]
+
     # ------------------------------------------------------------------ generators
 
     async def lease(
@@ -220,11 +228,17 @@ class QueueClient:
         return Renewal(lost, value["closed"])
 
     async def commit(
-        self, stream: str, lease: Lease, group: Group, columns: Sequence[str] | None = None
+        self,
+        stream: str,
+        lease: Lease,
+        group: Group,
+        columns: Sequence[str] | None = None,
+        score: float | None = None,
     ) -> None:
         """Hand the finished group over. RefusedError 'fenced' (the lease is over), 'stale' (too old).
 
         columns: those that stages and claims may rely on; by default its rewards and its own columns.
+        score: for whoever asks for `scores`
         """
         payload = encode_group(group)
         request = rq.CommitRequest(
@@ -237,6 +251,7 @@ class QueueClient:
             start_version=payload.start_version,
             digest=payload.digest,
             columns=(REWARDS, *group.columns) if columns is None else tuple(columns),
+            score=score,
         )
         await self._end_lease(lease, request, payload.frames)
 
@@ -246,9 +261,11 @@ class QueueClient:
         self._leases.get(stream, set()).difference_update(pairs)
         await self._value(rq.GiveBackRequest(stream=stream, leases=pairs))
 
-    async def drop(self, stream: str, lease: Lease, reason: str) -> None:
-        """A task that cannot be done ends as DROPPED(reason). RefusedError 'fenced'."""
-        request = rq.DropRequest(stream=stream, ordinal=lease.task.ordinal, epoch=lease.epoch, reason=reason)
+    async def drop(self, stream: str, lease: Lease, reason: str, score: float | None = None) -> None:
+        """A task that cannot be done ends as DROPPED(reason). RefusedError 'fenced'. score: as for `commit`"""
+        request = rq.DropRequest(
+            stream=stream, ordinal=lease.task.ordinal, epoch=lease.epoch, reason=reason, score=score
+        )
         await self._end_lease(lease, request)
 
     # ------------------------------------------------------------------ stages

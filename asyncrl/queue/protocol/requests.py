@@ -163,6 +163,13 @@ class ExhaustRequest(StreamRequest, frozen=True, kw_only=True):
     at: int
 
 
+class ScoresRequest(StreamRequest, frozen=True, kw_only=True):
+    """Wants the scores that groups came with, from number `since` on; those before are forgotten."""
+
+    verb = "scores"
+    since: int
+
+
 # ---------------------------------------------------------------------- generators
 
 
@@ -187,6 +194,7 @@ class CommitRequest(PayloadRequest, frozen=True, kw_only=True):
     columns  the columns that it has beyond those of every group
     squares  sum of the squared lengths of its segments
     digest   xxh3-64 of the payload
+    score    mean reward of its rollouts, for a curriculum; None: nobody asks for it
     """
 
     verb = "commit"
@@ -197,16 +205,20 @@ class CommitRequest(PayloadRequest, frozen=True, kw_only=True):
     digest: int
     columns: Names = ()
     squares: int = 0
+    score: float | None = None
 
     def __post_init__(self) -> None:
         check_names("columns", self.columns)
 
 
 class DropRequest(StreamRequest, frozen=True, kw_only=True):
+    """score: of a finished group, as in `CommitRequest`"""
+
     verb = "drop"
     ordinal: int
     epoch: int
     reason: Text
+    score: float | None = None
 
 
 # ---------------------------------------------------------------------- stages

@@ -169,6 +169,23 @@ async def test_goodbye_give_back_and_drop(queue: AnyQueue) -> None:
     assert (await learner.status())["streams"]["train"]["dropped_by_reason"] == {"reward": 1}
 
 
+async def test_scores_of_groups_are_given_out_until_they_have_come(queue: AnyQueue) -> None:
+    """Of those that came with one: trained on, or dropped by a filter."""
+    learner, feeder, worker = [await queue.client(who) for who in ("learner", "feeder", "worker")]
+    await learner.open("train", TRAIN)
+    await learner.submit("train", tasks(0, 4))
+    first, second, third, fourth = await lease(worker, 4)
+    await worker.commit("train", first, group(first.task, 0), score=0.25)
+    await worker.commit("train", second, group(second.task, 0))
+    await worker.drop("train", third, "filtered", score=1.0)
+    assert await feeder.scores("train", since=0) == (2, [(0, 0.25), (2, 1.0)])
+    assert await feeder.scores("train", since=0) == (2, [(0, 0.25), (2, 1.0)]), "an answer may be lost"
+    assert await feeder.scores("train", since=1) == (2, [(2, 1.0)])
+    assert await refusal(worker.drop("train", third, "filtered", score=1.0)) == "fenced"
+    await worker.drop("train", fourth, "reward")
+    assert await feeder.scores("train", since=2) == (2, [])
+
+
 async def test_a_cancelled_lease_request_leaves_nothing_behind(queue: AnyQueue) -> None:
     learner, fickle, worker = [await queue.client(who) for who in ("learner", "fickle", "worker")]
     await learner.open("train", TRAIN)

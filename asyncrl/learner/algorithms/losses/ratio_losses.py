@@ -42,6 +42,12 @@ def ppo(terms: PolicyTerms, config: AlgorithmConfig) -> TokenLoss:
     return TokenLoss(loss_N, clipped_N)
 
 
+@loss("none", source="verl's distillation without policy gradient")
+def no_loss(terms: PolicyTerms, config: AlgorithmConfig) -> TokenLoss:
+    """0 · log π: the terms beside it are all that is learned from, e.g. `teacher_loss`."""
+    return TokenLoss(0.0 * terms.logp_N, none_of(terms))
+
+
 @loss("decoupled_ppo", source="arXiv 2110.00641; AReaL, 2505.24298")
 def decoupled_ppo(terms: PolicyTerms, config: AlgorithmConfig) -> TokenLoss:
     """min(w, cap) · ppo(ρ): a trust region around π_p, and w = π_p/μ for what made the tokens; cap is `weight_cap`.

@@ -171,7 +171,7 @@ def test_lanes_that_no_rule_looks_at_are_forgotten(run: Path) -> None:
     live = LiveFindings(RunFiles(run))
     live.new()
     process = live._run.timeline.processes["generator-0"]
-    assert [span.start for span in process.lanes["rollouts"].spans[:1]] == [1e9 + 3020 - 20 - 600 + 1 - 0.5]
+    assert [span.start for span in process.lanes["rollouts"].spans[:1]] == [1e9 + 3020 - 200 + 1 - 0.5]
     assert process.figures["sync/held"] == ([1e9 + 3019], [3019])
 
 

@@ -82,6 +82,7 @@ def test_refused_with_a_remedy(keys: dict[str, Any], key: str, remedy: str) -> N
         (AlgorithmConfig, {"weight_cap": 0.0}, "algorithm.weight_cap"),
         (AlgorithmConfig, {"lm_coef": -0.1}, "algorithm.lm_coef"),
         (AlgorithmConfig, {"norm_tokens": -1}, "algorithm.norm_tokens"),
+        (AlgorithmConfig, {"loss": "none"}, "algorithm.loss"),
         (KlLossConfig, {"coef": -1.0}, "algorithm.kl_loss.coef"),
         (ShapingConfig, {"overlong_penalty": -1.0}, "algorithm.shaping.overlong_penalty"),
     ],

@@ -89,6 +89,7 @@ def test_a_script_that_is_executed_twice_notes_its_functions_again(tmp_path: Pat
         (AlgorithmConfig(advantage="optimal_token_baseline"), {"group", "squares", "proximal"}),
         (AlgorithmConfig(lm_coef=0.1), {"group", "batch"}),
         (AlgorithmConfig(kl_loss=KlLossConfig(coef=0.1)), {"group", "reference"}),
+        (AlgorithmConfig(teacher_loss=KlLossConfig(coef=0.1)), {"group", "teacher"}),
         (AlgorithmConfig(shaping=ShapingConfig(kl_coef=0.1)), {"group", "reference"}),
         (
             AlgorithmConfig(shaping=ShapingConfig(kl_coef=0.1, kl_target=1.0)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from math import log
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from advantage_cases import tokens_batch
 from learner_cases import ORACLE, flat, oracle_batch
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig, CorrectionConfig, KlLossConfig
+from asyncrl.errors import TrainingError
 from asyncrl.learner.algorithms.losses.aggregation import AGGREGATIONS, Counts
 from asyncrl.learner.training.objectives import PolicyObjective
 
@@ -54,6 +56,34 @@ def test_any_split_of_a_batch_gives_the_gradient_of_the_whole(aggregation: str, 
     split_N = gradient([[11, 0], [3, 4, 5, 7], [1], [2, 6, 8, 9, 10]])
     assert whole_N.abs().sum() > 0
     torch.testing.assert_close(whole_N, split_N, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("form", ["k2", "k1+", "k3+", "abs+"])
+def test_a_teacher_in_the_loss_has_the_gradient_of_the_policy_gradient_to_it(form: str) -> None:
+    """∇ ½ (log π − log q)² = −(log q − log π) ∇ log π, with the same off-policy weights and rejections."""
+    logp_N = flat(ORACLE["inputs"]["log_prob"]).requires_grad_()
+    teacher_N = flat(ORACLE["inputs"]["ref_log_prob"])
+    batch = oracle_batch().with_columns(teacher=teacher_N, proximal=logp_N.detach())
+    batch = dataclasses.replace(batch, advantages_N=teacher_N - logp_N.detach())
+    shared = {
+        "advantage": "distill",
+        "proximal": "frozen",
+        "correction": CorrectionConfig("tis", reject="seq_mean_k3"),
+    }
+
+    def gradient(**keys: Any) -> torch.Tensor:
+        objective = PolicyObjective(AlgorithmConfig(**shared, **keys), norm_tokens=9)
+        return torch.autograd.grad(objective.total(batch, logp_N, torch.zeros(108)), logp_N)[0]
+
+    by_term_N = gradient(loss="none", teacher_loss=KlLossConfig(0.5, form))  # type: ignore[arg-type]
+    assert by_term_N.abs().sum() > 0
+    torch.testing.assert_close(by_term_N, 0.5 * gradient(loss="reinforce"), atol=1e-12, rtol=0)
+
+
+def test_a_batch_without_the_teacher_is_refused() -> None:
+    objective = PolicyObjective(AlgorithmConfig(loss="none", teacher_loss=KlLossConfig(1.0)), 9)
+    with pytest.raises(TrainingError, match="column"):
+        objective.total(oracle_batch(), flat(ORACLE["inputs"]["log_prob"]), torch.zeros(108))
 
 
 @pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS))

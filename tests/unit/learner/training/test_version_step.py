@@ -114,6 +114,9 @@ CASES: dict[str, Config] = {
     "remax": config_of(AlgorithmConfig(advantage="remax", loss="reinforce")),
     "gigpo": config_of(AlgorithmConfig(advantage="gigpo")),
     "distill": config_of(AlgorithmConfig(advantage="distill", loss="reinforce")),
+    "distill by a term of the loss": config_of(
+        AlgorithmConfig(advantage="distill", loss="none", teacher_loss=KlLossConfig(coef=0.5, form="k2"))
+    ),
     "gae, several steps": several(
         AlgorithmConfig(advantage="gae", lam=0.9, correction=CorrectionConfig(kind="tis"), **FROZEN)
     ),
@@ -613,7 +616,7 @@ def mostly_flat(ordinal: int) -> Group:
     return group(ordinal, flat=ordinal % 3 > 0)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", [name for name in LOSSES if name != "none"])  # alone, it is refused
 def test_leaving_flat_groups_out_is_exact(loss: str) -> None:
     """Where nothing is left out, no pass is saved either."""
     whole = "seq-mean-token-sum" if loss == "sppo" else "token-mean"
@@ -637,7 +640,12 @@ def test_leaving_flat_groups_out_is_exact(loss: str) -> None:
 
 @pytest.mark.parametrize(
     "term",
-    [{"entropy_bonus": 0.1}, {"kl_loss": KlLossConfig(coef=0.1)}, {"lm_coef": 0.1}],
+    [
+        {"entropy_bonus": 0.1},
+        {"kl_loss": KlLossConfig(coef=0.1)},
+        {"teacher_loss": KlLossConfig(coef=0.1)},
+        {"lm_coef": 0.1},
+    ],
     ids=lambda t: next(iter(t)),
 )
 def test_a_term_beside_the_loss_takes_flat_groups_too(term: dict[str, Any]) -> None:

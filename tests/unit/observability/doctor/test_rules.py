@@ -451,6 +451,10 @@ NEAR_MISSES: dict[str, tuple[str, Callable[[Path], RunFacts]]] = {
         "reward falls",
         lambda at: facts(at, rows=rows(rollout__reward__mean=lambda v: 0.9 + 0.002 * min(v, 40 - v))),
     ),
+    "a reward that was never above 0": (
+        "reward falls",
+        lambda at: facts(at, rows=rows(rollout__reward__mean=0.0)),
+    ),
     "flat groups where the reward has fallen": (
         "nothing to learn",
         lambda at: facts(

@@ -306,6 +306,7 @@ def test_every_request_may_come_again_after_a_restart() -> None:
     tasks = [[ordinal, b"task"] for ordinal in range(6)]
     twice.on_stream("submit", tasks=tasks, min_version=0)
     twice.on_stream("room")
+    twice.on_stream("scores", since=0)
     twice.on_stream("exhaust", at=6)
 
     ordinal, epoch = twice.leased(held=0, lineage=0)

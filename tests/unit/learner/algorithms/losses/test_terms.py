@@ -60,7 +60,13 @@ def test_what_a_reference_says_outside_the_mask_has_no_gradient(
     assert term_N[0] == 0
 
 
-@pytest.mark.parametrize("config", [AlgorithmConfig(kl_loss=KlLossConfig(1.0)), AlgorithmConfig(lm_coef=1.0)])
+@pytest.mark.parametrize(
+    "config",
+    [
+        AlgorithmConfig(kl_loss=KlLossConfig(1.0)),
+        AlgorithmConfig(lm_coef=1.0),
+    ],
+)
 def test_a_batch_without_the_column_is_refused(config: AlgorithmConfig) -> None:
     with pytest.raises(TrainingError, match="column"):
         terms(f64([0.0, 0.0]), tokens_batch(["01"], [1.0]), config)

@@ -1,0 +1,178 @@
+"""A curriculum: from its second epoch on, tasks of a source that are solved rest, and some of them come again.
+
+    generators ── mean reward of each group ──▸ queue ──▸ feeder: take ──▸ RUN/curriculum.jsonl
+                                                            └── draw: who rests in the next epoch ──▸ the same file
+
+`task_at` is a pure function of the ordinal and of that file, which has an epoch before any of its tasks is submitted:
+a run that is rewound, restarted or made again gets the same tasks.
+
+Source: No-Positive-Resampling, ScaleRL, arXiv 2510.13786 (solved tasks never come again there: revisit 0).
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from asyncrl.config.sections.tasks import CurriculumConfig
+from asyncrl.counter_rng import uniform
+from asyncrl.errors import TaskError
+from asyncrl.tasks.stream import SequenceStream
+from asyncrl.types import Array, Task
+
+FILE = "curriculum.jsonl"
+
+REVISITS = 7
+"""Sets the draws of who comes again apart from others of `run.seed`."""
+
+OrdinalScore = tuple[int, float]
+"""Ordinal of a task, and the mean reward of a group of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """first: ordinal of its first task · rows: of the source, in the epoch's order"""
+
+    first: int
+    rows: Array
+
+
+class CurriculumStream:
+    """A stream of epochs, each known once it is drawn or read; the first one has all tasks."""
+
+    size = None
+
+    def __init__(self, stream: SequenceStream, chosen: CurriculumConfig, seed: int, path: Path) -> None:
+        self._stream, self._chosen, self._seed, self._path = stream, chosen, seed, path
+        self._file: BinaryIO | None = None
+        self._seen: dict[int, deque[float]] = {}
+        self._epochs: list[Epoch] = []
+        self._add(())
+
+    @property
+    def end(self) -> int:
+        """The first ordinal whose epoch is not drawn."""
+        last = self._epochs[-1]
+        return last.first + len(last.rows)
+
+    def place_of(self, ordinal: int) -> str:
+        return self._stream.place_of_row(self._row(ordinal))
+
+    def task_at(self, ordinal: int) -> Task:
+        """TaskError for one whose epoch is not drawn."""
+        return self._stream.task_of_row(ordinal, self._row(ordinal))
+
+    def read(self) -> None:
+        """Take in what the file has, if there is one.
+
+        TaskError for one that is damaged before its last line, or is of another source.
+        """
+        if self._path.exists():
+            *lines, _ = self._path.read_bytes().split(
+                b"\n"
+            )  # behind the last end of line: nothing, or half a row
+            for number, line in enumerate(lines, 1):
+                if wrong := self._take_in(line):
+                    rule = f"{wrong}; take the file away to begin its epochs anew"
+                    raise TaskError(f"{self._path}, line {number}: {rule}")
+
+    # ------------------------------------------------------------------ the feeder
+
+    def begin(self, anew: bool) -> None:
+        """Write from now on: to an empty file (`anew`), or behind what it has, without a last line that is not whole.
+
+        Raises as `read`, and OSError.
+        """
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if anew:
+            self._path.unlink(missing_ok=True)
+        self.read()
+        self._file = self._path.open("ab")
+        self._file.truncate(self._path.read_bytes().rfind(b"\n") + 1)
+
+    def take(self, scores: Sequence[OrdinalScore]) -> None:
+        """Note scores of tasks of this stream. OSError if they cannot be written."""
+        if scores:
+            self._write({"scores": scores})
+            self._note(scores)
+
+    def draw(self) -> dict[str, Any]:
+        """Add an epoch, by the scores so far. Returns its row, with `rest` as a number. OSError as for `take`."""
+        epoch, seen = len(self._epochs), self._seen
+        solved = [
+            row
+            for row, scores in sorted(seen.items())
+            if len(scores) == self._chosen.visits and fmean(scores) >= self._chosen.solved  # type: ignore[operator]
+        ]
+        back = uniform(self._seed, REVISITS, epoch, np.array(solved, np.int64)) < self._chosen.revisit
+        rest = [row for row, again in zip(solved, back, strict=True) if not again]
+        if len(rest) == self._stream.size:  # all is solved: there is nothing else to learn from
+            rest = []
+        first, resting = self.end, set(rest)
+        means = {row: fmean(scores) for row, scores in seen.items()}
+        drawn = [mean for row, mean in means.items() if row not in resting]
+        found = {
+            "epoch": epoch,
+            "first": first,
+            "tasks": self._stream.size - len(rest),
+            "again": len(solved) - len(rest),
+            "mean_of_all": fmean(means.values()) if means else None,
+            "mean_of_drawn": fmean(drawn) if drawn else None,
+        }
+        self._write({**found, "rest": rest})
+        self._add(rest)
+        return {**found, "rest": len(rest)}
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._file is not None:
+            self._file.close()
+
+    # ------------------------------------------------------------------ inside
+
+    def _row(self, ordinal: int) -> int:
+        """The row of the source that an ordinal has."""
+        if ordinal >= self.end:
+            raise TaskError(
+                f"task {ordinal}: its epoch is not drawn yet; {self._path} has those before {self.end}"
+            )
+        epoch = self._epochs[bisect_right(self._epochs, ordinal, key=lambda each: each.first) - 1]
+        return int(epoch.rows[ordinal - epoch.first])
+
+    def _add(self, rest: Iterable[int]) -> None:
+        first = self.end if self._epochs else 0
+        order = np.fromiter(self._stream.order_of(len(self._epochs)), np.int64, self._stream.size)
+        self._epochs.append(Epoch(first, order[~np.isin(order, np.array([*rest], np.int64))]))
+
+    def _note(self, scores: Iterable[OrdinalScore]) -> None:
+        for ordinal, score in scores:
+            if ordinal < self.end:
+                self._seen.setdefault(self._row(ordinal), deque(maxlen=self._chosen.visits)).append(score)
+
+    def _write(self, row: dict[str, Any]) -> None:
+        assert self._file is not None, "begin comes first"
+        self._file.write(json.dumps(row).encode() + b"\n")
+        self._file.flush()
+
+    def _take_in(self, line: bytes) -> str:
+        """What is wrong with a line of the file; empty for nothing."""
+        try:
+            row = json.loads(line)
+            if "scores" in row:
+                self._note(row["scores"])
+                return ""
+            in_order = row["epoch"] == len(self._epochs) and row["first"] == self.end
+            if not in_order or any(not 0 <= each < self._stream.size for each in row["rest"]):
+                return "it is of another source or of another run"
+            self._add(row["rest"])
+        except (ValueError, KeyError, TypeError) as damage:
+            return f"it is damaged: {damage!r}"
+        return ""
