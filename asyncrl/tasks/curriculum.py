@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -75,14 +75,13 @@ class CurriculumStream:
 
         TaskError for one that is damaged before its last line, or is of another source.
         """
-        if self._path.exists():
-            *lines, _ = self._path.read_bytes().split(
-                b"\n"
-            )  # behind the last end of line: nothing, or half a row
-            for number, line in enumerate(lines, 1):
-                if wrong := self._take_in(line):
-                    rule = f"{wrong}; take the file away to begin its epochs anew"
-                    raise TaskError(f"{self._path}, line {number}: {rule}")
+        if not self._path.exists():
+            return
+        *lines, _half = self._path.read_bytes().split(b"\n")
+        for number, line in enumerate(lines, 1):
+            if wrong := self._take_in(line):
+                rule = f"{wrong}; take the file away to begin its epochs anew"
+                raise TaskError(f"{self._path}, line {number}: {rule}")
 
     # ------------------------------------------------------------------ the feeder
 
@@ -106,26 +105,14 @@ class CurriculumStream:
 
     def draw(self) -> dict[str, Any]:
         """Add an epoch, by the scores so far. Returns its row, with `rest` as a number. OSError as for `take`."""
-        epoch, seen = len(self._epochs), self._seen
-        solved = [
-            row
-            for row, scores in sorted(seen.items())
-            if len(scores) == self._chosen.visits and fmean(scores) >= self._chosen.solved  # type: ignore[operator]
-        ]
-        back = uniform(self._seed, REVISITS, epoch, np.array(solved, np.int64)) < self._chosen.revisit
-        rest = [row for row, again in zip(solved, back, strict=True) if not again]
-        if len(rest) == self._stream.size:  # all is solved: there is nothing else to learn from
-            rest = []
-        first, resting = self.end, set(rest)
-        means = {row: fmean(scores) for row, scores in seen.items()}
-        drawn = [mean for row, mean in means.items() if row not in resting]
+        solved = self._solved()
+        rest = self._resting(solved)
         found = {
-            "epoch": epoch,
-            "first": first,
+            "epoch": len(self._epochs),
+            "first": self.end,
             "tasks": self._stream.size - len(rest),
             "again": len(solved) - len(rest),
-            "mean_of_all": fmean(means.values()) if means else None,
-            "mean_of_drawn": fmean(drawn) if drawn else None,
+            **self._means({*rest}),
         }
         self._write({**found, "rest": rest})
         self._add(rest)
@@ -146,6 +133,27 @@ class CurriculumStream:
             )
         epoch = self._epochs[bisect_right(self._epochs, ordinal, key=lambda each: each.first) - 1]
         return int(epoch.rows[ordinal - epoch.first])
+
+    def _solved(self) -> list[int]:
+        visits, solved = self._chosen.visits, self._chosen.solved
+        assert solved is not None
+        judged = ((row, scores) for row, scores in sorted(self._seen.items()) if len(scores) == visits)
+        return [row for row, scores in judged if fmean(scores) >= solved]
+
+    def _resting(self, solved: Sequence[int]) -> list[int]:
+        """Those of the solved rows that do not come again; none where nothing else would be left."""
+        draws = uniform(self._seed, REVISITS, len(self._epochs), np.array(solved, np.int64))
+        rest = [row for row, draw in zip(solved, draws, strict=True) if draw >= self._chosen.revisit]
+        return rest if len(rest) < self._stream.size else []
+
+    def _means(self, rest: Set[int]) -> dict[str, float | None]:
+        """Of the last scores of all rows that have some, and of those that do not rest."""
+        means = {row: fmean(scores) for row, scores in self._seen.items()}
+        drawn = [mean for row, mean in means.items() if row not in rest]
+        return {
+            "mean_of_all": fmean(means.values()) if means else None,
+            "mean_of_drawn": fmean(drawn) if drawn else None,
+        }
 
     def _add(self, rest: Iterable[int]) -> None:
         first = self.end if self._epochs else 0
