@@ -1,4 +1,4 @@
-"""How far a run will get: a sigmoid of its held-out scores, and how well the first half of a run predicts the second.
+"""A sigmoid of a run's held-out scores: how far it will get, and how well its first half predicts the second.
 
     evaluations ──▸ points (x, score) ── first half ──▸ sigmoid ──▸ error on the second half
                                        └─ all ────────▸ sigmoid ──▸ the score at twice as much
@@ -65,7 +65,7 @@ class Sigmoid:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What two fits of a run say.
+    """Two fits of a run.
 
     Attributes:
         points: (x, score), in order of x.
@@ -132,7 +132,7 @@ def _best(
 
 
 def _share(x: Floats, midpoint: float | Floats, exponent: float | Floats) -> Floats:
-    """Of the gain, that is reached at x."""
+    """The share of the gain that is reached at x."""
     with np.errstate(divide="ignore", over="ignore"):
         return np.asarray(1.0 / (1.0 + (midpoint / x) ** exponent))
 

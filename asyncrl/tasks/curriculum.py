@@ -147,7 +147,7 @@ class CurriculumStream:
         return rest if len(rest) < self._stream.size else []
 
     def _means(self, rest: Set[int]) -> dict[str, float | None]:
-        """Of the last scores of all rows that have some, and of those that do not rest."""
+        """Means of the last scores: of all rows that have some, and of those that do not rest."""
         means = {row: fmean(scores) for row, scores in self._seen.items()}
         drawn = [mean for row, mean in means.items() if row not in rest]
         return {
@@ -171,7 +171,7 @@ class CurriculumStream:
         self._file.flush()
 
     def _take_in(self, line: bytes) -> str:
-        """What is wrong with a line of the file; empty for nothing."""
+        """Returns the fault of a line of the file; empty for none."""
         try:
             row = json.loads(line)
             if "scores" in row:
