@@ -215,6 +215,7 @@ def _check_gpus(config: Config) -> None:
 
 SWITCHES: Mapping[str, tuple[str, object]] = {
     "model.lora.": ("model.lora.rank", 0),
+    "tasks.curriculum.": ("tasks.curriculum.solved", None),
     "learner.parallel.pipeline_": ("learner.parallel.pipeline", 1),
     "learner.optimizer.min_lr_ratio": ("learner.optimizer.schedule", "constant"),
     "algorithm.shaping.kl_": ("algorithm.shaping.kl_coef", 0),

@@ -90,7 +90,7 @@ def run_queue(
     print(f"run {config.run.name}: queue at {address}, process {os.getpid()}{again}", flush=True)
     status = status or ProcessStatus()
     if isinstance(tasks, CurriculumStream):
-        tasks.begin(anew)
+        tasks.begin(anew and not config.run.resume)  # a queue may forget its groups, and the tasks go on
     feeder = Feeder(config, address, tasks, broker, status)
     feeder.start()
     status.loaded.set()

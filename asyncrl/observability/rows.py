@@ -133,7 +133,7 @@ class MetricRows:
     def thin(self, most: int) -> None:
         """Forget every second row of the older half, until there are `most`: of versions, and of evaluations."""
         for rows in (self.versions, self.evaluations):
-            while len(rows) > most:
+            while len(rows) > max(most, 3):
                 del rows[1 : len(rows) // 2 : 2]
 
 

@@ -148,4 +148,7 @@ def points_of(rows: MetricRows, metric: str, hours: bool) -> list[Point]:
         return [(float(version), score) for version, score in scores]
     took = [(row["version"], number(row, STEP_S) or 0.0) for row in rows.versions]
     until = dict(zip((version for version, _ in took), accumulate(s / 3600.0 for _, s in took), strict=True))
-    return [(until.get(version, 0.0), score) for version, score in scores if version == 0 or version in until]
+    known = [
+        (until.get(version, 0.0), score) for version, score in scores if version == 0 or version in until
+    ]
+    return known if any(x > 0.0 for x, _ in known) else []

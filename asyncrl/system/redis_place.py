@@ -43,14 +43,18 @@ PAUSE_S = 0.1
 ATTEMPT_S, SENTINEL_S = 10.0, 2.0
 """Longest silence of one attempt, and of one sentinel."""
 
-REPLICATED_S = 1.0
-"""Seconds that one attempt of a write waits for replicas."""
+REPLICATED_S = 5.0
+"""Seconds that one attempt of a write waits for replicas; less than ATTEMPT_S."""
+
+BARRIER, BARRIER_S = "asyncrl:barrier", 24 * 3600
+"""A key that every write behind sentinels sets last: WAIT answers at once to a connection that has changed nothing, and
+a script that finds its work done changes nothing. It expires."""
 
 UNREACHABLE = (redis.ConnectionError, redis.TimeoutError, redis.exceptions.ReadOnlyError)
 """Errors that may pass: not there, not there yet (loading), a replica that is about to be promoted."""
 
-DEMOTED = "UNBLOCKED"
-"""Begins the answer of a primary that became a replica while somebody waited there."""
+PASSING = ("UNBLOCKED", "NOREPLICAS")
+"""Begin answers that may be others soon: a primary became a replica while somebody waited there, or lacks replicas."""
 
 
 class RedisPlace:
@@ -83,7 +87,7 @@ class RedisPlace:
             try:
                 found = command()
             except UNREACHABLE as error:
-                if isinstance(error, redis.AuthenticationError):
+                if isinstance(error, redis.AuthenticationError) or "AuthenticationError" in str(error):
                     raise self.refused(error) from error
                 if time.monotonic() >= until:
                     whom = f"Redis at {self.where} ({type(error).__name__}: {error})"
@@ -108,15 +112,17 @@ class RedisPlace:
             fill(pipeline)
             if not self.replicas:
                 return pipeline.execute()
+            pipeline.set(BARRIER, 1, ex=BARRIER_S)
             pipeline.wait(self.replicas, round(REPLICATED_S * 1e3))
             try:
-                *answers, having = pipeline.execute()
+                *answers, _, having = pipeline.execute()
             except redis.ResponseError as error:
-                if DEMOTED in str(error):
+                if any(word in str(error) for word in PASSING):
                     raise redis.ConnectionError(str(error)) from error
                 raise
         if having < self.replicas:
-            self.client.connection_pool.disconnect()  # the next attempt asks the sentinels: it may have been replaced
+            # The next attempt asks the sentinels: this primary may have been replaced.
+            self.client.connection_pool.disconnect(inuse_connections=False)
             raise redis.TimeoutError(
                 f"{having} of {self.replicas} replicas have a write after {REPLICATED_S} s"
             )
@@ -128,6 +134,7 @@ class RedisPlace:
         remedy = (
             f"give name and password as in redis://name:password@host:6379/0, or the password in {PASSWORD}"
         )
+        remedy += f"; the password of sentinels in {SENTINEL_PASSWORD}" * bool(self.replicas)
         return ConfigError(self._key, self.where, rule, remedy)
 
     def close(self) -> None:

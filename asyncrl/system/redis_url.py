@@ -6,12 +6,16 @@ redis+sentinel://[NAME:PASSWORD@]HOST:PORT,HOST:PORT/PRIMARY/DB[?replicas=1]
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 SERVERS = ("redis", "rediss", "unix")
 SENTINELS = ("redis+sentinel", "rediss+sentinel")
 SENTINEL_PORT = 26379
+
+FLAGS: Mapping[str, str | bool] = {"true": True, "yes": True, "false": False, "no": False}
+"""Values of options that are no texts."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class SentinelUrl:
     credentials: dict[str, str]
     replicas: int
     tls: bool
-    tls_options: dict[str, str]
+    tls_options: dict[str, str | bool]
 
     @staticmethod
     def of(url: str) -> SentinelUrl:
@@ -43,16 +47,17 @@ class SentinelUrl:
         >>> SentinelUrl.of("redis+sentinel://a:1,[::1]:2,c/main/3?replicas=2").hosts
         (('a', 1), ('::1', 2), ('c', 26379))
         """
-        parts = urlsplit(url)
-        if parts.scheme not in SENTINELS:
-            raise ValueError("no URL of sentinels")
-        login, _, hosts = parts.netloc.rpartition("@")
+        scheme, _, rest = url.partition("://")
+        place, _, query = rest.partition("?")
+        servers, _, path = place.partition("/")
+        login, _, hosts = servers.rpartition("@")
         username, _, password = map(unquote, login.partition(":"))
-        primary, _, db = parts.path.removeprefix("/").partition("/")
-        options = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
-        replicas = int(options.pop("replicas", "1"))
-        if not primary or replicas < 1 or any(not name.startswith("ssl_") for name in options):
-            raise ValueError("no primary, no replica, or an unknown option")
+        primary, _, db = path.partition("/")
+        options = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
+        replicas, tls = int(options.pop("replicas", "1")), scheme == SENTINELS[1]
+        known = all(tls and name.startswith("ssl_") for name in options)
+        if scheme not in SENTINELS or not primary or replicas < 1 or int(db or "0") < 0 or not known:
+            raise ValueError("no URL of sentinels, no primary, no replica, or an unknown option")
         credentials = {"username": username, "password": password}
         return SentinelUrl(
             hosts=tuple(_host(each) for each in hosts.split(",")),
@@ -60,8 +65,8 @@ class SentinelUrl:
             db=int(db or "0"),
             credentials={name: value for name, value in credentials.items() if value},
             replicas=replicas,
-            tls=parts.scheme.startswith("rediss"),
-            tls_options=options,
+            tls=tls,
+            tls_options={name: FLAGS.get(value.lower(), value) for name, value in options.items()},
         )
 
 
@@ -72,9 +77,9 @@ def is_redis_url(url: str) -> bool:
     [True, False, False, True]
     """
     try:
-        parts = urlsplit(url)
-        if parts.scheme in SENTINELS:
+        if url.startswith(SENTINELS):
             return bool(SentinelUrl.of(url))
+        parts = urlsplit(url)
         return parts.scheme in SERVERS and (parts.port is None or bool(parts.hostname))
     except ValueError:  # its text may hold a part of the password
         return False

@@ -3,8 +3,12 @@
     generators ── mean reward of each group ──▸ queue ──▸ feeder: take ──▸ RUN/curriculum.jsonl
                                                             └── draw: who rests in the next epoch ──▸ the same file
 
+    {"about": …}        the first row: the source, its size and its order
+    {"scores": […]}     ordinal and score of groups
+    {"epoch": n, …}     the rows that rest now and did not in the epoch before, and those that do not rest any more
+
 `task_at` is a pure function of the ordinal and of that file, which has an epoch before any of its tasks is submitted:
-a run that is rewound, restarted or made again gets the same tasks.
+a run that is rewound, resumed or made again gets the same tasks.
 
 Source: No-Positive-Resampling, ScaleRL, arXiv 2510.13786 (solved tasks never come again there: revisit 0).
 """
@@ -12,9 +16,10 @@ Source: No-Positive-Resampling, ScaleRL, arXiv 2510.13786 (solved tasks never co
 from __future__ import annotations
 
 import json
+import os
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -33,6 +38,9 @@ FILE = "curriculum.jsonl"
 REVISITS = 7
 """Sets the draws of who comes again apart from others of `run.seed`."""
 
+LEAST_TASKS = 64
+"""Of an epoch: solved tasks come again before there are fewer, as far as the source has so many."""
+
 OrdinalScore = tuple[int, float]
 """Ordinal of a task, and the mean reward of a group of it."""
 
@@ -46,16 +54,29 @@ class Epoch:
 
 
 class CurriculumStream:
-    """A stream of epochs, each known once it is drawn or read; the first one has all tasks."""
+    """A stream of epochs, each known once it is drawn or read; the first one has all tasks.
+
+    about: what tells this stream from another · fsync: whether an epoch is on the disk before its tasks are submitted
+    """
 
     size = None
 
-    def __init__(self, stream: SequenceStream, chosen: CurriculumConfig, seed: int, path: Path) -> None:
+    def __init__(
+        self,
+        stream: SequenceStream,
+        chosen: CurriculumConfig,
+        seed: int,
+        path: Path,
+        about: Mapping[str, Any],
+        fsync: bool = False,
+    ) -> None:
         self._stream, self._chosen, self._seed, self._path = stream, chosen, seed, path
+        self._about, self._fsync = {**about, "seed": seed, "rows": stream.size}, fsync
         self._file: BinaryIO | None = None
         self._seen: dict[int, deque[float]] = {}
         self._epochs: list[Epoch] = []
-        self._add(())
+        self._rest: set[int] = set()
+        self._add(set())
 
     @property
     def end(self) -> int:
@@ -96,6 +117,8 @@ class CurriculumStream:
         self.read()
         self._file = self._path.open("ab")
         self._file.truncate(self._path.read_bytes().rfind(b"\n") + 1)
+        if self._file.tell() == 0:
+            self._write({"about": self._about})
 
     def take(self, scores: Sequence[OrdinalScore]) -> None:
         """Note scores of tasks of this stream. OSError if they cannot be written."""
@@ -104,7 +127,7 @@ class CurriculumStream:
             self._note(scores)
 
     def draw(self) -> dict[str, Any]:
-        """Add an epoch, by the scores so far. Returns its row, with `rest` as a number. OSError as for `take`."""
+        """Add an epoch, by the scores so far. Returns its figures. OSError as for `take`."""
         solved = self._solved()
         rest = self._resting(solved)
         found = {
@@ -112,11 +135,12 @@ class CurriculumStream:
             "first": self.end,
             "tasks": self._stream.size - len(rest),
             "again": len(solved) - len(rest),
-            **self._means({*rest}),
+            "rest": len(rest),
+            **self._means(rest),
         }
-        self._write({**found, "rest": rest})
+        self._write({**found, "begin": sorted(rest - self._rest), "end": sorted(self._rest - rest)})
         self._add(rest)
-        return {**found, "rest": len(rest)}
+        return found
 
     def close(self) -> None:
         """Idempotent."""
@@ -140,13 +164,14 @@ class CurriculumStream:
         judged = ((row, scores) for row, scores in sorted(self._seen.items()) if len(scores) == visits)
         return [row for row, scores in judged if fmean(scores) >= solved]
 
-    def _resting(self, solved: Sequence[int]) -> list[int]:
-        """Those of the solved rows that do not come again; none where nothing else would be left."""
+    def _resting(self, solved: Sequence[int]) -> set[int]:
+        """Those of the solved rows that do not come again, which are those with the least draws."""
         draws = uniform(self._seed, REVISITS, len(self._epochs), np.array(solved, np.int64))
-        rest = [row for row, draw in zip(solved, draws, strict=True) if draw >= self._chosen.revisit]
-        return rest if len(rest) < self._stream.size else []
+        lacking = min(LEAST_TASKS, self._stream.size) - (self._stream.size - len(solved))
+        again = max(int((draws < self._chosen.revisit).sum()), lacking)
+        return {solved[at] for at in np.argsort(draws, kind="stable")[again:]}
 
-    def _means(self, rest: Set[int]) -> dict[str, float | None]:
+    def _means(self, rest: set[int]) -> dict[str, float | None]:
         """Means of the last scores: of all rows that have some, and of those that do not rest."""
         means = {row: fmean(scores) for row, scores in self._seen.items()}
         drawn = [mean for row, mean in means.items() if row not in rest]
@@ -155,10 +180,13 @@ class CurriculumStream:
             "mean_of_drawn": fmean(drawn) if drawn else None,
         }
 
-    def _add(self, rest: Iterable[int]) -> None:
+    def _add(self, rest: set[int]) -> None:
         first = self.end if self._epochs else 0
         order = np.fromiter(self._stream.order_of(len(self._epochs)), np.int64, self._stream.size)
-        self._epochs.append(Epoch(first, order[~np.isin(order, np.array([*rest], np.int64))]))
+        rests = np.zeros(self._stream.size, bool)
+        rests[[*rest]] = True
+        self._epochs.append(Epoch(first, order[~rests[order]]))
+        self._rest = rest
 
     def _note(self, scores: Iterable[OrdinalScore]) -> None:
         for ordinal, score in scores:
@@ -169,18 +197,25 @@ class CurriculumStream:
         assert self._file is not None, "begin comes first"
         self._file.write(json.dumps(row).encode() + b"\n")
         self._file.flush()
+        if self._fsync:
+            os.fsync(self._file.fileno())
 
     def _take_in(self, line: bytes) -> str:
         """Returns the fault of a line of the file; empty for none."""
         try:
             row = json.loads(line)
+            if "about" in row:
+                same = row["about"] == self._about
+                return "" if same else f"it is of {row['about']}, and not of {self._about}"
             if "scores" in row:
                 self._note(row["scores"])
                 return ""
+            begin, end = {*row["begin"]}, {*row["end"]}
             in_order = row["epoch"] == len(self._epochs) and row["first"] == self.end
-            if not in_order or any(not 0 <= each < self._stream.size for each in row["rest"]):
-                return "it is of another source or of another run"
-            self._add(row["rest"])
+            known = all(0 <= each < self._stream.size for each in begin) and end <= self._rest
+            if not in_order or not known:
+                return "it does not follow the one before"
+            self._add((self._rest | begin) - end)
         except (ValueError, KeyError, TypeError) as damage:
             return f"it is damaged: {damage!r}"
         return ""

@@ -22,7 +22,7 @@ from asyncrl.config.sections.tasks import SourceConfig
 from asyncrl.errors import ConfigError, SourceEndedError, TaskError
 from asyncrl.tasks.curriculum import FILE, CurriculumStream
 from asyncrl.tasks.datasets.rows import HUB, Check, JsonlRows, RowReader, data_set
-from asyncrl.tasks.stream import IteratorStream, MixtureStream, SequenceStream, TaskStream
+from asyncrl.tasks.stream import LISTED, IteratorStream, MixtureStream, SequenceStream, TaskStream
 from asyncrl.types import Task
 
 __all__ = ["TaskStream", "every_task", "held_out", "load_source", "tasks_of_run", "training_tasks"]
@@ -91,7 +91,12 @@ def tasks_of_run(config: Config, folder: Path) -> TaskStream:
     if not isinstance(stream, SequenceStream):
         rule = "needs a source with a length: an iterator has no epochs"
         raise ConfigError("tasks.curriculum.solved", chosen.solved, rule, "return a list, or unset it")
-    return CurriculumStream(stream, chosen, abs(config.run.seed), folder / FILE)
+    if stream.size > LISTED:
+        rule = f"is for sources of at most {LISTED} tasks; this one has {stream.size}"
+        raise ConfigError("tasks.curriculum.solved", chosen.solved, rule, "unset it: an epoch is long enough")
+    about = {"source": config.tasks.source, "shuffle": config.tasks.shuffle}
+    path, seed = folder / FILE, abs(config.run.seed)
+    return CurriculumStream(stream, chosen, seed, path, about, fsync=config.queue.fsync)
 
 
 def held_out(config: Config) -> dict[str, list[Task]]:

@@ -209,10 +209,11 @@ class _Launched:
         return self._process.returncode
 
     def goes_on(self, faults: list[Fault]) -> bool:
-        """Whether it runs, maybe again."""
+        """Whether it runs, maybe again. A checkpoint that found no room may end the learner at its next one only."""
         code = self._process.poll()
-        if code and faults and faults[-1].kind == "disk" and not faults[-1].resumed:
-            faults[-1].resumed = True
+        full = next((fault for fault in faults[-2:] if fault.kind == "disk" and not fault.resumed), None)
+        if code and full is not None:
+            full.resumed = True
             self._process = self._run.start(self._run.command(self._port, "run.resume=true"))
             return True
         return code is None

@@ -68,8 +68,8 @@ class ShapingConfig(Section):
 
 @dataclass(frozen=True)
 class KlLossConfig(Section):
-    """KL to another model as a term of the loss: `kl_loss` to the reference; `teacher_loss` to the teacher, with the
-    off-policy weights of the policy loss. Where coef > 0, that model is needed."""
+    """KL to another model as a term of the loss: `kl_loss` to the reference; `teacher_loss` to the teacher, weighed
+    by `correction`. Where coef > 0, that model is needed."""
 
     coef: NotNegative = key(0.0, "weight of the term")
     form: Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"] = key(

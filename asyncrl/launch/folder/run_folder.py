@@ -24,6 +24,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.folder.inputs import FOLDER as INPUTS
 from asyncrl.launch.folder.kept import FILE, keep_code, keep_config, queue_begins_anew
 from asyncrl.system.disk import remove_partials, replace_text
+from asyncrl.tasks.curriculum import FILE as CURRICULUM
 from asyncrl.telemetry.decisions import FOLDER as DECISIONS
 from asyncrl.telemetry.sinks import read_rows
 from asyncrl.telemetry.trace_file import FOLDER as TRACES
@@ -45,7 +46,7 @@ OF_A_LEARNER = (
 REMOVED = ("logs", TRACES, DECISIONS, "prometheus", "profile")
 """Folders that a new run removes."""
 
-OF_A_RUN = (*OF_A_LEARNER, "code.json", "address", *REMOVED)
+OF_A_RUN = (*OF_A_LEARNER, "code.json", "address", CURRICULUM, *REMOVED)
 """Names that a new run replaces."""
 
 MOST_TRIES = 20
@@ -71,6 +72,7 @@ def claimed_run_folder(config: Config) -> Iterator[tuple[Path, bool]]:
             refuse_a_past_run(folder, config)
             for old in REMOVED:
                 shutil.rmtree(folder / old, ignore_errors=True)
+            (folder / CURRICULUM).unlink(missing_ok=True)
         for written in (folder, folder / "logs", folder / INPUTS):
             remove_partials(written)
         changed = keep_config(config, folder)

@@ -14,7 +14,7 @@ from asyncrl.tasks.source import tasks_of_run
 
 CODE = """
 def rows():
-    return [{"prompt": f"{index % 10}+1=", "solved": index % 2 == 0} for index in range(20)]
+    return [{"prompt": f"{index % 10}+1=", "solved": index >= 64} for index in range(80)]
 
 
 def reward(task, text):
@@ -24,7 +24,7 @@ def reward(task, text):
 
 @pytest.mark.parametrize("filtered", ["none", "no_spread"])
 def test_solved_tasks_rest(config_file: Path, filtered: str) -> None:
-    """With the filter, no group of a solved task reaches the learner."""
+    """With the filter, no group of a solved task reaches the learner. An epoch has 64 tasks at least."""
     code = config_file.parent / "code.py"
     code.write_text(CODE)
     config = yaml.safe_load(config_file.read_text())
@@ -35,17 +35,17 @@ def test_solved_tasks_rest(config_file: Path, filtered: str) -> None:
         "tasks.curriculum.revisit=0",
         f"algorithm.filter={filtered}",
         "queue.max_staleness=1",
-        "run.versions=30",
+        "run.versions=50",
     )
     with started("asyncrl", "train", str(config_file), *keys) as launcher:
         kill_after(config_file.parent / "it", (8,), launcher, "asyncrl", "queue")
         succeeded(launcher)
     run = config_file.parent / "it"
-    assert versions(run) == list(range(1, 31))
+    assert versions(run) == list(range(1, 51))
     tasks = tasks_of_run(config_of(run), run)
     assert isinstance(tasks, CurriculumStream)
     tasks.read()
-    last = [tasks.task_at(ordinal) for ordinal in range(tasks.end - 10, tasks.end)]
-    assert sorted(int(tasks.place_of(task.ordinal).split()[-1]) for task in last) == list(range(1, 20, 2))
+    last = [tasks.task_at(ordinal) for ordinal in range(tasks.end - 64, tasks.end)]
+    assert sorted(int(tasks.place_of(task.ordinal).split()[-1]) for task in last) == list(range(64))
     assert all(not task.data["solved"] for task in last)
     assert rows(run)[-1]["rollout/reward/mean"] < 0.5

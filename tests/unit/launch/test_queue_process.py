@@ -51,7 +51,7 @@ class Tasks:
 @pytest.fixture
 def tasks(monkeypatch: pytest.MonkeyPatch) -> Tasks:
     tasks = Tasks()
-    monkeypatch.setattr(queue_process, "training_tasks", lambda config: tasks)
+    monkeypatch.setattr(queue_process, "tasks_of_run", lambda config, folder: tasks)
     return tasks
 
 

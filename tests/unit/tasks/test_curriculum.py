@@ -12,9 +12,15 @@ from hypothesis import strategies as st
 
 from asyncrl.config.sections.tasks import CurriculumConfig
 from asyncrl.errors import TaskError
+from asyncrl.tasks import curriculum
 from asyncrl.tasks.curriculum import FILE, CurriculumStream
 from asyncrl.tasks.stream import SequenceStream
 from asyncrl.types import Task
+
+
+@pytest.fixture(autouse=True)
+def epochs_may_be_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(curriculum, "LEAST_TASKS", 1)
 
 
 def to_task(ordinal: int, index: int, row: Any) -> Task:
@@ -26,7 +32,7 @@ def opened(
 ) -> CurriculumStream:
     stream = SequenceStream([*range(rows)], to_task, (seed,) if shuffled else None)
     chosen = CurriculumConfig(**{"solved": 0.9, "revisit": 0.0, **keys})
-    return CurriculumStream(stream, chosen, seed, folder / FILE)
+    return CurriculumStream(stream, chosen, seed, folder / FILE, {"source": "numbers", "shuffle": shuffled})
 
 
 def fed(folder: Path, anew: bool = True, **keys: Any) -> CurriculumStream:
@@ -61,7 +67,23 @@ def test_a_task_is_judged_by_its_last_visits(tmp_path: Path) -> None:
     assert stream.draw()["rest"] == 1
     assert prompts(stream, stream.end - 1, 1) == [1]
     stream.take([(stream.end - 1, 1.0)])
-    assert stream.draw()["rest"] == 0, "both are solved now, and there is nothing else"
+    assert stream.draw()["tasks"] == 1, "both are solved now, and one comes again"
+
+
+def test_an_epoch_is_not_too_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(curriculum, "LEAST_TASKS", 64)
+    stream = fed(tmp_path, rows=100)
+    stream.take([(ordinal, 1.0) for ordinal in range(90)])
+    drawn = stream.draw()
+    assert (drawn["tasks"], drawn["again"], drawn["rest"]) == (64, 54, 36)
+    assert {*range(90, 100)} < {*prompts(stream, 100, 64)}
+
+
+def test_another_source_is_named(tmp_path: Path) -> None:
+    fed(tmp_path)
+    for other in (opened(tmp_path, rows=6), opened(tmp_path, seed=4), opened(tmp_path, shuffled=True)):
+        with pytest.raises(TaskError, match=r"line 1: it is of {'source': 'numbers', .*take the file away"):
+            other.read()
 
 
 def test_a_resting_task_comes_again_and_may_be_forgotten(tmp_path: Path) -> None:
@@ -138,14 +160,19 @@ def test_a_task_beyond_the_last_epoch_is_refused(tmp_path: Path) -> None:
         (b"[]", "line 2: it is damaged"),
         (b"7", "line 2: it is damaged"),
         (b'{"epoch": 2, "first": 9}', "line 2: it is damaged"),
-        (b'{"epoch": 2, "first": 9, "rest": 3}', "line 2: it is damaged"),
-        (b'{"epoch": 1, "first": 5, "rest": []}', "line 2: it is of another source or of another run"),
-        (b'{"epoch": 2, "first": 10, "rest": []}', "line 2: it is of another source or of another run"),
-        (b'{"epoch": 2, "first": 9, "rest": [5]}', "line 2: it is of another source or of another run"),
+        (b'{"epoch": 2, "first": 9, "begin": 3, "end": []}', "line 2: it is damaged"),
+        (b'{"epoch": 1, "first": 5, "begin": [], "end": []}', "line 2: it does not follow the one before"),
+        (b'{"epoch": 2, "first": 10, "begin": [], "end": []}', "line 2: it does not follow the one before"),
+        (b'{"epoch": 2, "first": 9, "begin": [5], "end": []}', "line 2: it does not follow the one before"),
+        (b'{"epoch": 2, "first": 9, "begin": [], "end": [1]}', "line 2: it does not follow the one before"),
+        (
+            b'{"about": {"source": "letters"}}',
+            "line 2: it is of {'source': 'letters'}, and not of .*'rows': 5",
+        ),
         (b'{"scores": [[0]]}', "line 2: it is damaged"),
     ],
 )
 def test_a_file_that_this_run_cannot_have_written_is_refused(tmp_path: Path, line: bytes, wrong: str) -> None:
-    (tmp_path / FILE).write_bytes(b'{"epoch": 1, "first": 5, "rest": [2]}\n' + line + b"\n")
+    (tmp_path / FILE).write_bytes(b'{"epoch": 1, "first": 5, "begin": [2], "end": []}\n' + line + b"\n")
     with pytest.raises(TaskError, match=wrong):
         opened(tmp_path).read()
