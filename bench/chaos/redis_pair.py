@@ -19,6 +19,9 @@ from asyncrl.system.signals import die_with_parent
 STARTS_S = 30.0
 NAME = "main"
 
+DOWN_MS = 1000
+"""A primary that is silent for so long is replaced."""
+
 NODE = """\
 port {port}
 bind 127.0.0.1
@@ -42,12 +45,10 @@ sentinel failover-timeout {name} 5000
 class RedisPair:
     """Three processes on free ports of the loopback; `url` is that of the sentinel.
 
-    down_ms: a primary that is silent for so long is replaced
-
     FileNotFoundError if there is no redis-server here.
     """
 
-    def __init__(self, folder: Path, down_ms: int = 1000) -> None:
+    def __init__(self, folder: Path) -> None:
         program = shutil.which("redis-server")
         if program is None:
             raise FileNotFoundError("redis-server is missing; `make redis` installs it")
@@ -61,7 +62,7 @@ class RedisPair:
         self._start(replica, "--replicaof", "127.0.0.1", str(primary))
         self._until(lambda: _has_replica(primary), "a replica that has all")
         words = {"port": sentinel, "folder": self.folder_of(sentinel), "primary": primary}
-        self._write(sentinel, SENTINEL.format(name=NAME, down_ms=down_ms, **words))
+        self._write(sentinel, SENTINEL.format(name=NAME, down_ms=DOWN_MS, **words))
         self._start(sentinel, "--sentinel")
         self._sentinel = redis.Redis(port=sentinel, socket_timeout=1.0)
         self._until(lambda: bool(self._sentinel.sentinel_slaves(NAME)), "a sentinel that knows the replica")

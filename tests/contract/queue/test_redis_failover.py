@@ -27,7 +27,7 @@ KEY = PayloadKey("train", 0, "group")
 def pair(tmp_path: Path) -> Iterator[RedisPair]:
     if shutil.which("redis-server") is None:
         pytest.skip(missing.REDIS)
-    pair = RedisPair(tmp_path / "redis", down_ms=300)
+    pair = RedisPair(tmp_path / "redis")
     yield pair
     pair.close()
 
@@ -76,7 +76,7 @@ def test_a_write_that_no_replica_has_does_not_count_and_is_kept_once_it_has(
     broker = Broker(pair, deadline_s=1.0)
     replica = psutil.Process(pair.replica_pid)
     replica.suspend()
-    with pytest.raises(DeadlineError, match=r"Redis at redis\+sentinel://.* 0 of 1 replicas have a write"):
+    with pytest.raises(DeadlineError, match=r"waited 1.0 s for Redis at redis\+sentinel://127"):
         broker.write(b"once")
     replica.resume()
     pair.until_whole()

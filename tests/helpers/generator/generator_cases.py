@@ -59,6 +59,7 @@ class FakeQueue:
     asked: list[tuple[str, int, int]] = field(default_factory=list)  # (stream, held, most)
     parked: list[tuple[str, int]] = field(default_factory=list)  # (stream, held) of requests that wait
     committed: dict[tuple[str, int], Group] = field(default_factory=dict)
+    scores: dict[tuple[str, int], float | None] = field(default_factory=dict)
     columns: dict[tuple[str, int], Sequence[str] | None] = field(
         default_factory=dict
     )  # as they were committed with
@@ -123,16 +124,23 @@ class FakeQueue:
         return Renewal(lost, self.closed)
 
     async def commit(
-        self, stream: str, lease: Lease, group: Group, columns: Sequence[str] | None = None
+        self,
+        stream: str,
+        lease: Lease,
+        group: Group,
+        columns: Sequence[str] | None = None,
+        score: float | None = None,
     ) -> None:
         if lease.task.ordinal in self.fenced:
             raise RefusedError("fenced")
         self.committed[stream, lease.task.ordinal] = group
         self.columns[stream, lease.task.ordinal] = columns
+        self.scores[stream, lease.task.ordinal] = score
         await self.tell()
 
-    async def drop(self, stream: str, lease: Lease, reason: str) -> None:
+    async def drop(self, stream: str, lease: Lease, reason: str, score: float | None = None) -> None:
         self.dropped[lease.task.ordinal] = reason
+        self.scores[stream, lease.task.ordinal] = score
         await self.tell()
 
     async def progress(self, stream: str, lease: Lease, frames: Sequence[bytes]) -> None:

@@ -16,7 +16,7 @@ from waiting import eventually
 from asyncrl.config.schema import BatchConfig, Config, EvaluationConfig, GeneratorConfig
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.config.sections.placement import PlacementConfig, RewardsPlaceConfig
-from asyncrl.config.sections.tasks import MAIN
+from asyncrl.config.sections.tasks import MAIN, CurriculumConfig
 from asyncrl.errors import ConfigError, DeadlineError, RewardFailedError, TaskError, WeightSyncError
 from asyncrl.generator import weights
 from asyncrl.generator.agents.task_progress import TaskProgress
@@ -290,6 +290,18 @@ async def test_groups_without_spread_are_dropped_before_they_travel_if_the_confi
         await h.learner.publish(0)
         await h.queue.submit("train", *tasks(6))
         await h.queue.until(lambda: len(h.queue.committed) == 6)
+
+
+async def test_a_curriculum_gets_the_score_of_every_group_of_the_run() -> None:
+    """Filtered ones too, and none of an evaluation."""
+    config = replace(FILTERING, tasks=replace(CONFIG.tasks, curriculum=CurriculumConfig(solved=0.9)))
+    for given, scores in ((config, [0.0, 0.5]), (FILTERING, [None, None])):
+        async with house(reward=by_task, held_out={MAIN: [Task(0, "?", {})]}, config=given) as h:
+            await h.learner.publish(0)
+            await h.queue.submit("train", *tasks(2))
+            await h.queue.submit("eval", Task(0, "", {"version": 0, "set": "", "start": 0, "stop": 1}))
+            await h.queue.until(lambda: len(h.queue.scores) == 3)
+            assert h.queue.scores == {("train", 0): scores[0], ("train", 1): scores[1], ("eval", 0): None}
 
 
 async def test_groups_that_a_pool_gives_rewards_go_to_it_without_theirs_and_unfiltered() -> None:
@@ -690,6 +702,7 @@ async def test_an_engine_that_lost_its_weights_holds_none_until_they_are_there_a
         monkeypatch.setattr(LocalReceiver, "newest", newest)
         await h.queue.until(lambda: h.queue.stats["weights/lost"] == 1)
         assert (h.queue.stats["held"], h.queue.stats["lineage"]) == (-1, -1)
+        await h.queue.until(lambda: ("train", 3) not in h.queue.parked)
         asked = len(h.queue.asked)
         await h.queue.submit("train", Task(1, "1?", {"answer": "A"}))
         away.set()
