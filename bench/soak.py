@@ -56,9 +56,7 @@ LOOK_S, DEADLINE_S = 1.0, 7200.0
 BARS = [
     *(Bar(f"growth.rss.{name}", 1.05, most=True) for name in PROCESSES),
     *(Bar(f"growth.fds.{name}", 1.0, most=True) for name in PROCESSES),
-    *(
-        Bar(f"growth.threads.{name}", 1.1, most=True) for name in PROCESSES
-    ),  # pools start them when first needed
+    *(Bar(f"growth.threads.{name}", 1.0, most=True) for name in PROCESSES),
     *(Bar(f"growth.mb.{name}", 1.5, most=True) for name in BOUNDED),
 ]
 

@@ -21,7 +21,7 @@ from redis.sentinel import Sentinel
 
 from asyncrl.errors import ConfigError, DeadlineError
 from asyncrl.masking import masked_url
-from asyncrl.system.redis_url import SentinelUrl, is_redis_url
+from asyncrl.system.redis_url import SENTINELS, SentinelUrl, is_redis_url
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class RedisPlace:
             raise ConfigError(key, self.where, "is no URL of Redis", REMEDY.format(key=key))
         self.replicas = 0
         """How many must have a write before it counts."""
-        if "+sentinel:" in url:
+        if url.startswith(SENTINELS):
             found = SentinelUrl.of(url)
             self.replicas, self.client = found.replicas, _primary(found)
         else:

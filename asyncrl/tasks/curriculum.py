@@ -142,11 +142,6 @@ class CurriculumStream:
         self._add(rest)
         return found
 
-    def close(self) -> None:
-        """Idempotent."""
-        if self._file is not None:
-            self._file.close()
-
     # ------------------------------------------------------------------ inside
 
     def _row(self, ordinal: int) -> int:
