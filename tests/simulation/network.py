@@ -129,6 +129,11 @@ class SimLink:
             # Copied, as a wire would: a sender may reuse its arrays.
             self.connection.to_broker.send([bytes(frame) for frame in frames])
 
+    def renew(self) -> None:
+        if self._listener is not None:
+            self._listener.disconnected()
+        self.drop()
+
     def close(self) -> None:
         """Also when the process is killed: what it has sent may still arrive, nothing reaches it any more."""
         self._listener = None

@@ -101,11 +101,13 @@ class QueueClient:
 
     async def close(self) -> None:
         """Give all leases back at once and disconnect. Idempotent."""
-        if self._linking is not None:
-            self._linking.cancel()
-            self._linking = None
-            await self._trace_link.close()
-        await self._connection.close()
+        try:
+            if self._linking is not None:
+                self._linking.cancel()
+                self._linking = None
+                await self._trace_link.close()
+        finally:
+            await self._connection.close()
 
     def _link_trace(self, sent: float, there: float, mark: str) -> None:
         """Begin to compare the clock of this process's trace with the queue's, and to send its rows if need be."""

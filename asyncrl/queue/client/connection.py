@@ -56,11 +56,18 @@ class Connection:
             self._note_wait()
 
     async def close(self) -> None:
-        """Send goodbye, which gives all leases back, and disconnect. Idempotent."""
+        """Send goodbye, which gives all leases back, and disconnect, even if cancelled. Idempotent."""
         if self._loop is None:
             return
-        with suppress(AsyncRLError):
-            await self.request(GoodbyeRequest(), deadline_s=min(GOODBYE_S, self.deadline_s))
+        try:
+            with suppress(AsyncRLError):
+                await self.request(GoodbyeRequest(), deadline_s=min(GOODBYE_S, self.deadline_s))
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        if self._loop is None:  # a second `close` meanwhile
+            return
         self._fail_all(self._disconnected())
         if self._timer is not None:
             self._timer.cancel()
@@ -133,6 +140,8 @@ class Connection:
         self._timer = None
         if self._loop is not None:
             self._settle(self._session.tick(self._loop.time()))
+            if self._up and self._session.silent(self._loop.time()):
+                self._link.renew()
             self._note_wait()
 
     def _note_wait(self) -> None:

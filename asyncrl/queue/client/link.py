@@ -32,7 +32,11 @@ MAX_RECONNECT_MS = 1000
 HEARTBEAT_MS = 10_000
 """Interval of the connection's own heartbeats: a peer whose machine is gone is noticed after two."""
 
-EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED
+GIVEN_UP_S = 1.0
+"""After this long without a new attempt libzmq makes none: it gives an address up after bytes that broke ZMTP, be it
+one changed length."""
+
+EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | HANDSHAKE_FAILED
 
 
 class Listener(Protocol):
@@ -59,6 +63,9 @@ class Link(Protocol):
     def send(self, frames: Sequence[Any]) -> None:
         """Send without waiting; lost while not connected."""
 
+    def renew(self) -> None:
+        """Close the connection and make another; the listener receives `disconnected` and `connected`."""
+
     def close(self) -> None: ...
 
 
@@ -70,6 +77,7 @@ class SocketLink:
         self._keys = keys
         self._up = self._was_up = self._scheduled = False
         self._failures = 0
+        self._given_up: asyncio.TimerHandle | None = None  # runs from a disconnection to the next attempt
 
     def open(self, listener: Listener) -> None:
         self._listener, self._loop = listener, asyncio.get_running_loop()
@@ -104,7 +112,15 @@ class SocketLink:
                 sockets.send(self._socket, frames)
             self._soon()
 
+    def renew(self) -> None:
+        self._up = False
+        self._listener.disconnected()
+        self._tries_again()
+        self._socket.disconnect(self.address)
+        self._socket.connect(self.address)
+
     def close(self) -> None:
+        self._tries_again()
         for socket in (self._socket, self._monitor):
             self._loop.remove_reader(socket.fileno())
         self._socket.disable_monitor()
@@ -132,23 +148,27 @@ class SocketLink:
         for event in events_of(self._monitor):
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._take()  # replies of the connection before: their requests would be sent again
+                self._tries_again()
                 self._up = self._was_up = True
                 self._listener.connected()
             elif event == zmq.EVENT_DISCONNECTED:
                 self._up = False
                 self._listener.disconnected()
+                self._tries_again()
+                self._given_up = self._loop.call_later(GIVEN_UP_S, self.renew)
+            elif event == zmq.EVENT_CONNECT_RETRIED:
+                self._tries_again()
             elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and self._was_up:
-                self._renew()
+                # Encrypted bytes were changed on their way: libzmq would go on with this connection, which brings
+                # nothing any more, until heartbeats stop.
+                self.renew()
             elif self._hopeless(event):
                 self._listener.rejected(self._misfit())
 
-    def _renew(self) -> None:
-        """Encrypted bytes were changed on their way, which libzmq reports as a failed handshake: it would go on with
-        this connection, which brings nothing any more, until heartbeats stop."""
-        self._up = False
-        self._listener.disconnected()
-        self._socket.disconnect(self.address)
-        self._socket.connect(self.address)
+    def _tries_again(self) -> None:
+        if self._given_up is not None:
+            self._given_up.cancel()
+            self._given_up = None
 
     def _hopeless(self, event: int) -> bool:
         """Whether the next handshake would fail too."""

@@ -4,6 +4,7 @@
                                        ▴     ├── deadline ──▸ Outcome(DeadlineError)
                                        └─────┴── no reply for RESEND_S, or the connection is new: sent again,
                                                  which is harmless, as the broker handles a request once
+                                                 (`silent` asks for a new connection)
 
 Every message lists the requests that are still waited for, which is all that the broker needs in order to forget the
 others (envelope.py). Credit bounds the requests under way; those beyond it wait here, not at the broker.
@@ -28,6 +29,9 @@ from asyncrl.queue.wire.envelope import MAX_REQUESTS, UNKNOWN, Message
 
 RESEND_S = 5.0
 """After this long without a reply a request is sent again."""
+
+RENEW_S = 15.0
+"""After this long without a reply that is due, and without any other message, the connection is renewed."""
 
 BUSY_S = 0.2
 """After this long a request that was refused as 'busy' is sent again."""
@@ -94,6 +98,7 @@ class Session:
         self._abandoned: OrderedDict[int, Undo] = OrderedDict()
         self._due: deque[int] = deque()  # to be sent by `outgoing`
         self._next_time = math.inf  # nothing is due before
+        self._read_at = -math.inf  # when a message could last be read, or the connection was new
         self._statement_due = False  # the broker needs to know that something is not waited for any more
         self._complaint = ""  # the broker's last complaint about a message that it could not read
 
@@ -147,7 +152,9 @@ class Session:
         """A message of the broker. Replies to unknown or already answered requests are ignored."""
         outcomes: list[Outcome] = []
         try:
-            for number, value, error, payload in envelope.unpack_replies(frames):
+            replies = envelope.unpack_replies(frames)
+            self._read_at = now
+            for number, value, error, payload in replies:
                 result = ReplyValue(value, payload) if error is None else _raised(*error)
                 outcomes += self._replied(number, result, now)
         except (WireError, TypeError) as unreadable:
@@ -180,8 +187,21 @@ class Session:
         self._find_next_time()
         return outcomes
 
+    def silent(self, now: float) -> bool:
+        """Whether the connection brings nothing, though something is due: then it may be one that looks whole and
+        passes nothing on. True once in RENEW_S at most."""
+        asked = (
+            max(pending.deadline - pending.seconds, pending.park_until or -math.inf)
+            for pending in self._pending.values()
+        )
+        silent = max(self._read_at, min(asked, default=math.inf)) + RENEW_S <= now
+        if silent:
+            self._read_at = now
+        return silent
+
     def reconnected(self, now: float) -> None:
         """All requests under way may be lost: send them again."""
+        self._read_at = now
         for pending in self._pending.values():
             self._send(pending, now)
         self._find_next_time()

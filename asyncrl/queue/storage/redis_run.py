@@ -1,6 +1,6 @@
 """One run's place in Redis, and the right to write there.
 
-    asyncrl:{run}:broker        epoch of the broker that has the run; a new one takes it over with the next number
+    asyncrl:{run}:broker        epoch of the broker that has the run; a new one takes it over with a higher number
     asyncrl:{run}:journal       redis_journal.py
     asyncrl:{run}:index, …      redis_payloads.py
 

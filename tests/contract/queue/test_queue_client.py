@@ -442,6 +442,22 @@ async def test_nobody_at_the_address_is_a_deadline() -> None:
         await lonely.close()
 
 
+async def test_a_close_that_is_cancelled_or_comes_twice_disconnects() -> None:
+    """A socket that stays open keeps its process from ending."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as deaf:
+        port = deaf.bind_to_random_port("tcp://127.0.0.1")
+        client = QueueClient(f"tcp://127.0.0.1:{port}", run="run", who="hurried", deadline_s=WAIT_S)
+        hello = asyncio.create_task(client.connect())
+        await asyncio.to_thread(deaf.recv_multipart)
+        closing = [asyncio.create_task(client.close()) for _ in range(2)]
+        await asyncio.to_thread(deaf.recv_multipart)
+        for close in closing:
+            close.cancel()
+        with pytest.raises(RefusedError, match=r"^disconnected"):
+            await hello
+        await asyncio.wait(closing)
+
+
 async def test_an_address_that_is_none_is_bad_input() -> None:
     lost = QueueClient("nonsense", run="run", who="lost", deadline_s=WAIT_S)
     with pytest.raises(ConfigError, match=r"queue\.address = 'nonsense': cannot be used"):

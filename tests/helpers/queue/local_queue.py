@@ -97,6 +97,9 @@ class LocalLink:
     def send(self, frames: Sequence[Any]) -> None:
         self._queue.post(self._identity, frames)
 
+    def renew(self) -> None:
+        """Nothing is lost here."""
+
     def close(self) -> None:
         self._listener = None
         del self._queue.links[self._identity]

@@ -17,7 +17,15 @@ from asyncrl.errors import AsyncRLError, DeadlineError, RefusedError, WireError
 from asyncrl.queue.broker import handlers
 from asyncrl.queue.broker.dispatcher import MAX_CLIENTS, SILENT_S, Dispatcher
 from asyncrl.queue.broker.handlers import handle
-from asyncrl.queue.client.session import BUSY_S, CREDIT_BYTES, CREDIT_REQUESTS, RESEND_S, ReplyValue, Session
+from asyncrl.queue.client.session import (
+    BUSY_S,
+    CREDIT_BYTES,
+    CREDIT_REQUESTS,
+    RENEW_S,
+    RESEND_S,
+    ReplyValue,
+    Session,
+)
 from asyncrl.queue.protocol.requests import VERBS, HelloRequest, PostRequest, Request
 from asyncrl.queue.wire import wire
 from asyncrl.queue.wire.envelope import MAX_REQUESTS, UNKNOWN, pack_envelope, sealed, unpack_envelope
@@ -347,6 +355,22 @@ def _named(name: str, op: str, number: int) -> bytes:
 
 
 # ---------------------------------------------------------------------- a session's time
+
+
+def test_a_connection_is_silent_when_a_reply_is_due_and_no_message_came() -> None:
+    session = Session("run", "w/1", "here")
+    assert not session.silent(1e9)  # nobody waits
+    session.request(request_of("lease", lease_args(), 20.0), (), 60.0, 100.0)
+    assert not session.silent(119.0 + RENEW_S)  # the broker may park it for 20 s
+    assert session.silent(120.0 + RENEW_S)
+    assert not session.silent(121.0 + RENEW_S)  # the next connection has its time, too
+    session.receive([b"unreadable"], 139.0)
+    assert session.silent(120.0 + 2 * RENEW_S)
+    session.receive(reply(99), 151.0)
+    assert not session.silent(150.0 + RENEW_S)
+    session.reconnected(160.0)
+    assert not session.silent(159.0 + RENEW_S)
+    assert session.silent(160.0 + RENEW_S)
 
 
 def test_a_request_is_sent_again_until_its_deadline_which_names_everybody() -> None:
