@@ -52,7 +52,7 @@ def _pool(arguments: Arguments) -> int:
     place = config.placement.places.get(arguments.model)
     name = _process_name(arguments, arguments.model)
     share = RankShare(name, place.ranks if place else 1, arguments.nodes, arguments.node)
-    if starts_ranks(share, f"placement.{arguments.model}.ranks"):
+    if starts_ranks(share, f"{config.placement.key_of(arguments.model)}.ranks"):
         named = [] if arguments.name else ["--name", name]
         return run_own_ranks(arguments, config, share, *named)
     loading(arguments, f"torch and what the pool of the {arguments.model} needs")
@@ -163,9 +163,9 @@ COMMANDS: dict[str, Command] = {
         _pool,
         "one process of a pool: a model beside the policy",
         "Work on groups that wait in the queue until the run is over: add the outputs of MODEL (reference, teacher, "
-        "reward_model, critic, cost_critic), or their rewards (MODEL is then 'rewards'). For what the section "
-        "`placement` has on a pool. Any number may join and leave while the run goes on; of a model that learns "
-        "there is one process.",
+        "reward_model, critic, cost_critic, or one of placement.own), or their rewards (MODEL is then 'rewards'). For "
+        "what the section `placement` has on a pool. Any number may join and leave while the run goes on; of a model "
+        "that learns there is one process.",
         "asyncrl pool configs/recipes/demo.yaml reference queue.address=tcp://127.0.0.1:5555",
         (option("--name", help="unique among the run's processes"), *NODES),
         operand="model",

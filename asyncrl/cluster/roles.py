@@ -109,7 +109,7 @@ def refuse_devices(config: Config, cluster: str) -> None:
     """Raise ConfigError where the configuration names the devices of processes, or has two pools share some. cluster:
     who gives devices"""
     named = {"generator": config.generator.devices, "learner": config.learner.devices}
-    named |= {f"placement.{name}": place.devices for name, place in config.placement.pools.items()}
+    named |= {config.placement.key_of(name): place.devices for name, place in config.placement.pools.items()}
     for pool, devices in named.items():
         rule = (
             f"names devices of one machine, and {cluster} gives each process those that are free on its node"

@@ -17,6 +17,7 @@ from asyncrl.config.commented_yaml import key_comments
 from asyncrl.config.load import sections
 from asyncrl.config.rules import Limit
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.placement import PlaceConfig
 from asyncrl.config.sections.reward import OWN, RewardConfig
 from asyncrl.config.sections.tasks import EvaluationSet, MixedSource
 
@@ -30,6 +31,7 @@ ENTRIES: Mapping[str, tuple[type, tuple[str, ...] | None]] = {
     "tasks.mixture": (MixedSource, None),
     "evaluation.sets": (EvaluationSet, None),
     "reward.functions": (RewardConfig, OWN),
+    "placement.own": (PlaceConfig, None),
 }
 """Keys whose entries users name: the section of one entry, and its keys unless all."""
 

@@ -435,13 +435,8 @@ def _pool_rules(config: Config) -> Iterator[Rule]:
         "set placement.reference.where=colocated, or leave it out",
     )
     frozen = {"reference", "teacher", REWARDS} | ({"reward_model"} if config.reward_model.frozen else set())
-    for name in pools.keys() - frozen:
-        yield Rule(
-            pools[name].processes == 1,
-            f"placement.{name}.processes",
-            "are copies of a model, and one that learns is one model",
-            f"set placement.{name}.ranks={pools[name].processes}, which share it",
-        )
+    for name in pools.keys() - frozen - config.placement.own.keys():
+        yield config.placement.one_process(name)
     if REWARDS not in pools:
         return
     for name in config.placement.rewards.functions:

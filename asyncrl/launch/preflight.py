@@ -187,7 +187,7 @@ def _check_writable(key: str, folder: Path) -> None:
 def _check_gpus(config: Config) -> None:
     """torch is imported only where GPUs are named."""
     pools = {"generator": config.generator.devices, "learner": config.learner.devices}
-    pools |= {f"placement.{name}": place.devices for name, place in config.placement.pools.items()}
+    pools |= {config.placement.key_of(name): place.devices for name, place in config.placement.pools.items()}
     named = {f"{pool}.devices": devices for pool, devices in pools.items() if devices}
     by_nccl = config.sync.backend == "nccl"
     if not named and not by_nccl:
@@ -247,7 +247,7 @@ def _switches(config: Config) -> Iterator[tuple[str, bool, str]]:
     own, models = config.generator.own_engine is not None, requirements.models(config)
     yield "generator.vllm.", own or engine == "vllm", f"generator.engine={engine}"
     yield "generator.server.", own or config.generator.behind_http, f"generator.engine={engine}"
-    yield "critic.", bool(models & {"critic", "cost_critic"}), "the algorithm has no critic"
+    yield "critic.", bool(requirements.critics(config)), "the algorithm has no critic"
     for name in ("reference", "reward_model", "teacher"):
         yield f"{name}.", name in models, f"the algorithm has no {name}"
     for name in ("fanout", "network_gb_s", "local_gb_s", "hop_ms"):

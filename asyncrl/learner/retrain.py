@@ -40,10 +40,9 @@ def retrain(
         NonFiniteGroups: Groups have, or lead to, numbers that are not finite.
     """
     if pools := requirements.models_trained_in_pools(config):
+        at = config.placement.key_of(pools[0])
         rule = f"the {pools[0]} learns in a pool, and this process trains alone"
-        raise ConfigError(
-            f"placement.{pools[0]}.where", "pool", rule, f"set placement.{pools[0]}.where=colocated"
-        )
+        raise ConfigError(f"{at}.where", "pool", rule, f"set {at}.where=colocated")
     saved = folder_of(run_folder, version)
     if not files and not saved.is_dir():
         remedy = "set telemetry.groups_every=N for the run, or name files with --groups"

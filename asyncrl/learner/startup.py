@@ -24,12 +24,12 @@ from asyncrl.config.sections.placement import REWARDS
 from asyncrl.device.turns import DeviceTurn
 from asyncrl.learner import checkpoint
 from asyncrl.learner.algorithms.registry import needs
+from asyncrl.learner.algorithms.roles import POLICY
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.checkpoint import Checkpoints, Meta
 from asyncrl.learner.checks.group_check import GroupCheck
 from asyncrl.learner.models.networks import blueprint, router_shape, vocabulary_size
-from asyncrl.learner.models.roles import POLICY
 from asyncrl.learner.publication import MakePublisher, Publication
 from asyncrl.learner.remote.remote_model import RemoteModel
 from asyncrl.learner.reporting.evaluation import Evaluations, EvaluationSchedule

@@ -17,10 +17,10 @@ from asyncrl.errors import StoppedError
 from asyncrl.launch.folder.run_folder import claimed_by_learner, run_folder
 from asyncrl.launch.views.process_view import LearnerView, shown
 from asyncrl.learner import checkpoint
+from asyncrl.learner.algorithms.roles import POLICY
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.data.batch import MicroBatch
-from asyncrl.learner.models.roles import POLICY
 from asyncrl.learner.process import open_rank, stop_on_interrupt
 from asyncrl.learner.reporting.report import RunRecords
 from asyncrl.learner.training.accumulator import Accumulator, Trainable

@@ -20,10 +20,10 @@ from pathlib import Path
 
 from asyncrl.config.schema import Config
 from asyncrl.errors import StoppedError, TrainingError
+from asyncrl.learner.algorithms.roles import POLICY
 from asyncrl.learner.backends.backend import Backend, exchange_per_data_rank
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.checks.finite_check import SHOWN, NonFiniteGroups
-from asyncrl.learner.models.roles import POLICY
 from asyncrl.learner.reporting.heldout import ACCURACY
 from asyncrl.learner.reporting.report import RunRecords, step_row
 from asyncrl.learner.train_stream import STOPPED

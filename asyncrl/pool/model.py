@@ -60,7 +60,7 @@ Job = Callable[[Any], Any]
 
 
 class PoolModel:
-    """One of `roles.MODELS`, by RANK and WORLD_SIZE; the only one if they are not set.
+    """One of `roles.ROLES`, by RANK and WORLD_SIZE; the only one if they are not set.
 
     The model is sharded over the ranks, and so are the rollouts of each group; a group gets passes of its own, of at
     most learner.micro_batch_tokens. Raises ConfigError for a model that cannot be loaded or has another vocabulary than

@@ -37,7 +37,7 @@ async def run_pool(config: Config, model: str, *, name: str, status: ProcessStat
     pools = config.placement.pools
     require(
         model in pools,
-        f"placement.{model}.where" if model in config.placement.places else "MODEL",
+        f"{config.placement.key_of(model)}.where" if model in config.placement.places else "MODEL",
         "colocated" if model in config.placement.places else model,
         f"there is no pool of the {model} in this run",
         f"name one of {', '.join(pools)}"

@@ -25,7 +25,7 @@ NAME = re.compile(r"v\d{6,}|\.v\d{6,}\.partial")
 
 
 class TrainedModel(PoolModel):
-    """One of `roles.LEARNING`. Its further jobs are the calls of `remote_protocol.py` with their arguments; LEARN has
+    """One that learns. Its further jobs are the calls of `remote_protocol.py` with their arguments; LEARN has
     the batches too. An error is the same on all ranks and ends them, unless it is about a folder."""
 
     def __init__(self, name: str, config: Config) -> None:
@@ -64,7 +64,7 @@ class TrainedModel(PoolModel):
             str(folder.parent),
             f"this checkpoint has no folder {folder.name!r}: it was made with the {self.name} somewhere else, or the "
             "pool does not see the folder of the run",
-            f"set placement.{self.name}.where=colocated, or let all machines share run.dir",
+            f"set {self.config.placement.key_of(self.name)}.where=colocated, or let all machines share run.dir",
         )
         self._changed = True
         storage.load(folder, {self.name: self._model.state()})

@@ -23,7 +23,7 @@ from asyncrl.generator.threads import in_thread
 from asyncrl.learner.remote import remote_protocol
 from asyncrl.learner.remote.remote_protocol import BAD_FOLDER, BATCH, BEGIN, HELLO, LEARN, NORM, SAVE, STEP
 from asyncrl.learner.training.passes import PassResult
-from asyncrl.learner.training.requirements import COLUMN_OF
+from asyncrl.learner.training.requirements import column_of
 from asyncrl.pool.trained_model import TrainedModel
 from asyncrl.pool.worker import PoolWork
 from asyncrl.rpc.keys import ClientKeys
@@ -150,8 +150,8 @@ class TrainingServer(PoolWork):
 
     async def columns(self, group: Group) -> Mapping[str, Array]:
         """By the present weights. The learner deals with values that are not finite, as for a colocated model."""
-        name = self._model.name
-        return {COLUMN_OF.get(name, name): (await in_thread(self._model.predict, group)).numpy()}
+        column = column_of(self._model.name, self._model.config)
+        return {column: (await in_thread(self._model.predict, group)).numpy()}
 
     # ------------------------------------------------------------------ requests, in the RPC thread
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.schema import Config
+from asyncrl.learner.algorithms.roles import Loss
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.backends.fsdp.sharded import ShardedModel
 from asyncrl.learner.data.batch import MicroBatch
-from asyncrl.learner.models.roles import Loss
 from bench.overlap.times import Times
 
 

@@ -5,9 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from asyncrl.config.rules import Processes, Rule, Seconds, Section, Threads, device_rules, key
+from asyncrl.config.rules import (
+    Processes,
+    Rule,
+    Seconds,
+    Section,
+    Threads,
+    as_sections,
+    device_rules,
+    key,
+)
 
 REWARDS = "rewards"
 """The only pool that is no model of the learner's: the reward functions."""
@@ -75,6 +84,9 @@ class PlacementConfig(Section):
     critic: PlaceConfig = field(default_factory=PlaceConfig)
     cost_critic: PlaceConfig = field(default_factory=PlaceConfig)
     rewards: RewardsPlaceConfig = field(default_factory=RewardsPlaceConfig)
+    own: dict[str, Any] = key(
+        {}, "of models that a file of yours declares, {name: {where: pool, and any of the keys above}}"
+    )
     colocate: bool = key(
         False, "generators and the learner take turns on the same devices, see docs/colocation.md"
     )
@@ -87,13 +99,41 @@ class PlacementConfig(Section):
             "reward functions are not split over ranks",
             "set placement.rewards.processes in its place",
         )
+        built_in = {entry.name for entry in dataclasses.fields(self)}
+        for name in self.own:
+            yield Rule(
+                name.isidentifier() and name not in built_in,
+                f"own.{name}",
+                "is no name of a model that a file of yours declares",
+                f"write placement.{name} for a built-in model, else letters, digits and _",
+                name,
+            )
+        as_sections(PlaceConfig, "placement.own", self.own)  # raises the errors of entries
 
     @property
     def places(self) -> Mapping[str, PlaceConfig]:
         values = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, PlaceConfig)}
+        built_in = {name: value for name, value in values.items() if isinstance(value, PlaceConfig)}
+        return built_in | as_sections(PlaceConfig, "placement.own", self.own)
 
     @property
     def pools(self) -> Mapping[str, PlaceConfig]:
         """Models that run in processes of their own, by name."""
         return {name: place for name, place in self.places.items() if place.where == "pool"}
+
+    def key_of(self, name: str) -> str:
+        """The key of a place.
+
+        >>> PlacementConfig(own={"twin": {}}).key_of("twin"), PlacementConfig().key_of("critic")
+        ('placement.own.twin', 'placement.critic')
+        """
+        return f"placement.own.{name}" if name in self.own else f"placement.{name}"
+
+    def one_process(self, name: str) -> Rule:
+        """For the pool of a model that learns."""
+        key, processes = self.key_of(name), self.places[name].processes
+        rule, remedy = (
+            "are copies of a model, and one that learns is one model",
+            f"set {key}.ranks={processes}",
+        )
+        return Rule(processes == 1, f"{key}.processes", rule, f"{remedy}, which share it", processes)

@@ -13,13 +13,15 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Generic, Literal, TypeVar, cast
+from typing import Any, Final, Generic, Literal, TypeVar, cast, get_args
 
 from torch import Tensor
 
 from asyncrl.config.functions.function_spec import load_function
 from asyncrl.config.functions.signatures import check_arguments
 from asyncrl.config.sections.algorithm import AlgorithmConfig
+from asyncrl.errors import ConfigError
+from asyncrl.learner.algorithms.roles import ROLES
 from asyncrl.learner.data.batch import MicroBatch
 
 Need = Literal[
@@ -48,7 +50,11 @@ parts         the reward in parts: `MicroBatch.parts_R`
 proximal      log-probs of the policy at the version's start, of the whole batch before the loss: the column proximal
 squares       Σπ² over the vocabulary at each token, under the policy at the version's start: the column squares
 rollout       of losses: all segments of a rollout in one pass, however many tokens these are
+
+A model that a user has declared (`roles.py`) is needed by its name.
 """
+
+NEEDS: Final = frozenset(get_args(Need))
 
 Gather = Callable[[Tensor], list[Tensor]]
 """A tensor of this rank → those of all ranks in rank order; sizes of dimension 0 may differ. Every rank must call."""
@@ -86,7 +92,7 @@ class Algorithm(Generic[F]):
 
     function: F
     source: str
-    needs: frozenset[Need]
+    needs: frozenset[str]
 
 
 Estimator = Callable[[MicroBatch, AlgorithmConfig, AlgorithmContext], Tensor]
@@ -101,18 +107,18 @@ CORRECTIONS: Final[dict[str, Algorithm[Callable[..., Any]]]] = {}
 REJECTIONS: Final[dict[str, Algorithm[Callable[..., Any]]]] = {}
 
 
-def advantage(name: str, source: str, needs: Collection[Need] = ()) -> Callable[[F], F]:
+def advantage(name: str, source: str, needs: Collection[str] = ()) -> Callable[[F], F]:
     """Register an `Estimator` under a literal of `algorithm.advantage`."""
     return register(ADVANTAGES, name, source, needs)
 
 
-def loss(name: str, source: str, needs: Collection[Need] = ()) -> Callable[[F], F]:
+def loss(name: str, source: str, needs: Collection[str] = ()) -> Callable[[F], F]:
     """Register a loss per token under a literal of `algorithm.loss`."""
     return register(LOSSES, name, source, needs)
 
 
 def register(
-    entries: dict[str, Algorithm[Any]], name: str, source: str, needs: Collection[Need] = ()
+    entries: dict[str, Algorithm[Any]], name: str, source: str, needs: Collection[str] = ()
 ) -> Callable[[F], F]:
     """Register a function under a literal of the key of `entries`. Raises ValueError for a literal that is taken."""
 
@@ -135,13 +141,14 @@ def loss_of(config: AlgorithmConfig) -> Algorithm[Callable[..., Any]]:
     return _own(config.own_loss, "own_loss", LOSSES) or LOSSES[config.loss]
 
 
-def needs(config: AlgorithmConfig) -> frozenset[Need]:
-    """All needs of the section `algorithm:`; the number of optimizer steps per version does not matter here."""
+def needs(config: AlgorithmConfig) -> frozenset[str]:
+    """All needs of the section `algorithm:`; the number of optimizer steps per version does not matter here. Raises
+    ConfigError for an own function that cannot be loaded, or that needs what there is not."""
     correction = config.correction
     of_rejections = (REJECTIONS[name].needs for name in (correction.reject, *correction.also_reject))
     found = set(advantage_of(config).needs | loss_of(config).needs | CORRECTIONS[correction.kind].needs)
     found.update(*of_rejections)
-    found.update(cast(set[Need], set(config.kl_terms)))
+    found.update(config.kl_terms)
     if config.shaping.kl_coef > 0:
         found.add("reference")
     if config.shaping.kl_target is not None or config.shaping.resample != "none" or config.lm_coef > 0:
@@ -151,6 +158,14 @@ def needs(config: AlgorithmConfig) -> frozenset[Need]:
     judged = correction.normalise or correction.reject != "none"
     if "squares" in found or (judged and config.proximal != "behaviour"):
         found.add("proximal")
+    if unknown := sorted(found - NEEDS - ROLES.keys()):
+        known = sorted(NEEDS | ROLES.keys())
+        raise ConfigError(
+            "algorithm.own_advantage" if config.own_advantage else "algorithm.own_loss",
+            config.own_advantage or config.own_loss,
+            f"needs {unknown[0]!r}, which is neither a built-in need nor a model that its file declares",
+            f"declare it with asyncrl.learner.algorithms.roles.critic, or name some of {', '.join(known)}",
+        )
     return frozenset(found)
 
 
@@ -161,7 +176,7 @@ def _own(spec: str | None, key: str, entries: Mapping[str, Algorithm[F]]) -> Alg
     function = load_function(spec, f"algorithm.{key}")
     check_arguments(function, spec, f"algorithm.{key}", *ARGUMENTS[key])
     registered = (entry for entry in entries.values() if entry.function is function)
-    return next(registered, Algorithm(cast(F, function), "", frozenset[Need]({"rollout"})))
+    return next(registered, Algorithm(cast(F, function), "", frozenset({"rollout"})))
 
 
 def _origin(function: Callable[..., Any]) -> tuple[Path, str]:

@@ -26,10 +26,10 @@ from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 from asyncrl.learner import process_group
+from asyncrl.learner.algorithms.roles import POLICY, REFERENCE, Loss
 from asyncrl.learner.backends import storage
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.models.lora import ADAPTER, write_peft_config
-from asyncrl.learner.models.roles import POLICY, REFERENCE, Loss
 from asyncrl.sync.layout.layout import Layout
 from asyncrl.sync.tensors.shards import BoxTensors
 from asyncrl.system.rank_process import rank_and_world
@@ -124,7 +124,7 @@ class Backend(ABC):
 
     @cached_property
     def models(self) -> Mapping[str, Model]:
-        """The models beside the policy, by the names of `roles.MODELS`."""
+        """The models beside the policy, by the names of `roles.ROLES`."""
         held: dict[str, Model] = {name: model for name, model in self._models.items() if name != POLICY}
         based = {REFERENCE: self._models[POLICY].without_adapters()} if self._over_base else {}
         return held | based

@@ -23,9 +23,9 @@ from transformers import PretrainedConfig
 
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
+from asyncrl.learner.algorithms.roles import POLICY
 from asyncrl.learner.backends.dtensor_layout import layout_of_dtensors
 from asyncrl.learner.models.networks import blueprint
-from asyncrl.learner.models.roles import POLICY
 from asyncrl.models.loading import body_prefix, checkpoint_names, load_model_config, renames_oddly, tied_names
 from asyncrl.sync.layout.layout import Box
 from asyncrl.sync.layout.names import Names
@@ -115,7 +115,7 @@ class CheckpointSource(NamedTuple):
 
 
 def origin_of(name: str, config: Config) -> CheckpointSource | None:
-    """The checkpoint that fills POLICY or one of `roles.MODELS`.
+    """The checkpoint that fills POLICY or one of `roles.ROLES`.
 
     Returns:
         None if every process has to make the whole model: for random weights, which depend on how many are drawn; for

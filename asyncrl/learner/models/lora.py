@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from asyncrl.config.sections.models import LoraConfig
+from asyncrl.learner.algorithms.roles import Loss
 from asyncrl.learner.data.batch import MicroBatch
-from asyncrl.learner.models.roles import Loss
 from asyncrl.learner.parallel.mesh import local_part
 from asyncrl.models.adapters import (
     DOWN,

@@ -3,10 +3,11 @@
     name                        network          weights from             trained by
     policy                      LanguageModel    model.path               learner.optimizer
       of `asyncrl reward-model` ScoringNetwork   model.path               learner.optimizer
-    critic, cost_critic         Critic           critic.path (its body)   critic.optimizer
+    critics                     Critic           critic.path (its body)   critic.optimizer
     reference                   LanguageModel    reference.path           frozen
     reward_model                LanguageModel    reward_model.path        reward_model.optimizer, or frozen
     teacher                     LanguageModel    teacher.path             frozen
+    a user's frozen model       LanguageModel    Role.path                frozen
 
 A path that is not set is the policy's; the teacher needs its own. The output for token t is computed from the hidden
 state at t - 1, which depends on the tokens before t alone.
@@ -31,11 +32,11 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sections.learner import OptimizerConfig
 from asyncrl.device.copies import on_device
 from asyncrl.errors import ConfigError, TrainingError
+from asyncrl.learner.algorithms.roles import POLICY, role_of
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.models.attention import PACKED, Documents
 from asyncrl.learner.models.logprobs import VocabularyPart, next_logprobs, token_logprobs
 from asyncrl.learner.models.recurrent import separate_documents
-from asyncrl.learner.models.roles import POLICY
 from asyncrl.learner.parallel.experts import check_experts
 from asyncrl.learner.parallel.mesh import local_part
 from asyncrl.learner.parallel.tensor_parallel import parallelize, vocabulary_part
@@ -194,14 +195,12 @@ class Blueprint(NamedTuple):
 
 
 def blueprint(name: str, config: Config) -> Blueprint:
-    """The blueprint of POLICY or one of `roles.MODELS`. Raises ConfigError for a teacher without a path."""
+    """The blueprint of POLICY or one of `roles.ROLES`. Raises ConfigError for a teacher without a path."""
     base, critic, prm = config.model.path, config.critic, config.reward_model
     match name:
         case "policy":
             made = ScoringNetwork if config.model.scores else LanguageModel
             return Blueprint("model.path", base, made, config.learner.optimizer)
-        case "critic" | "cost_critic":
-            return Blueprint("critic.path", critic.path or base, Critic, critic.optimizer)
         case "reference":
             return Blueprint("reference.path", config.reference.path or base, LanguageModel, None)
         case "reward_model":
@@ -213,7 +212,10 @@ def blueprint(name: str, config: Config) -> Blueprint:
                 rule = "must be set where there is a teacher"
                 raise ConfigError("teacher.path", path, rule, "name its folder or hub name")
             return Blueprint("teacher.path", path, LanguageModel, None)
-    raise ValueError(f"no model is called {name!r}")
+    role = role_of(name, config.algorithm)
+    if role.kind == "critic":
+        return Blueprint("critic.path", critic.path or base, Critic, critic.optimizer)
+    return Blueprint(f"the path of {name}", role.path or base, LanguageModel, None)
 
 
 def load_network(name: str, config: Config, empty: bool = False) -> LanguageModel | Critic:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from asyncrl.learner.algorithms.losses.policy_loss import kl, log_ratio
 from asyncrl.learner.algorithms.reductions import column, policy_tokens
+from asyncrl.learner.algorithms.roles import ROLES
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.data.packing import moving_rollouts
 from asyncrl.telemetry.metrics import (
@@ -185,11 +186,11 @@ def advantage_metrics(batch: MicroBatch) -> Metrics:
 def value_metrics(batch: MicroBatch) -> Metrics:
     """Fit of each critic's values to the returns that it is about to be trained on."""
     metrics = Metrics()
-    for name, prefix in (("critic", ""), ("cost_critic", "cost_")):
-        if f"{prefix}returns" not in batch.columns:
+    for name, role in ROLES.items():
+        if role.returns not in batch.columns:
             continue
-        returns_P = batch.columns[f"{prefix}returns"][batch.loss_mask_N].double()
-        errors_P = returns_P - column(batch, f"{prefix}values")[batch.loss_mask_N].double()
+        returns_P = batch.columns[role.returns][batch.loss_mask_N].double()
+        errors_P = returns_P - column(batch, role.outputs)[batch.loss_mask_N].double()
         sums = [returns_P.sum(), returns_P.square().sum(), errors_P.sum(), errors_P.square().sum()]
         returns, squares, errors, error_squares = torch.stack(sums).tolist()
         count = len(errors_P)

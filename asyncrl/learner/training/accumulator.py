@@ -24,13 +24,13 @@ from torch import Tensor
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.learner import OptimizerConfig
 from asyncrl.learner.algorithms.losses.aggregation import Counts
+from asyncrl.learner.algorithms.roles import POLICY, learning
 from asyncrl.learner.backends.backend import Backend, exchange_per_data_rank
 from asyncrl.learner.checks.finite_check import NonFiniteGroups
 from asyncrl.learner.checks.logprob_check import LogprobGap, LogprobGate
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.data.packing import bins, moving_rollouts, pack_micro_batches
 from asyncrl.learner.models.networks import blueprint
-from asyncrl.learner.models.roles import LEARNING, POLICY
 from asyncrl.learner.reporting.utilization import PASSED, PASSED_SQUARES, even_tokens, squares
 from asyncrl.learner.training.objectives import PolicyObjective, auxiliary_objective
 from asyncrl.learner.training.passes import Inspect, LearningModel, LocalModel, Objective
@@ -68,7 +68,7 @@ class Trainable:
     """A model that learns, with its objective, its optimizer settings and its learning rate.
 
         policy                 PolicyObjective     from version critic.warmup_versions on
-        critic, cost_critic    ValueObjective      from the first version
+        critics                ValueObjective      from the first version
         reward_model           OutcomeObjective    from the first version, unless it is frozen
 
     All of them train in the same optimizer steps, each with its own denominator, optimizer and schedule.
@@ -281,9 +281,8 @@ def trainables(
     ]
     own: Mapping[str, LearningModel] = {name: LocalModel(model) for name, model in backend.models.items()}
     every = {**own, **remote_models}
-    for name in LEARNING:
-        optimizer = blueprint(name, config).optimizer
-        if name in every and optimizer is not None:
+    for name in learning():
+        if name in every and (optimizer := blueprint(name, config).optimizer) is not None:
             made = auxiliary_objective(name, config)
             found.append(Trainable(name, every[name], made, optimizer, in_pool=name not in own))
     return found

@@ -55,7 +55,7 @@ class Experience:
         self._whole = requirements.whole_batch(config)
         self._proximal = requirements.proximal_pass(config)
         self._models: dict[str, Predict] = {
-            requirements.COLUMN_OF.get(name, name): model.predict for name, model in backend.models.items()
+            requirements.column_of(name, config): model.predict for name, model in backend.models.items()
         }
         if self._proximal:
             self._models["proximal"] = backend.policy.predict

@@ -35,6 +35,7 @@ from asyncrl.learner.algorithms.losses.aggregation import AGGREGATIONS, Counts
 from asyncrl.learner.algorithms.losses.policy_loss import PolicyTerms, TokenLoss, kl, policy_loss, proximal
 from asyncrl.learner.algorithms.reductions import column, policy_tokens, rollout_sums, succeeded
 from asyncrl.learner.algorithms.registry import loss_of
+from asyncrl.learner.algorithms.roles import role_of
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.reporting.batch_metrics import age_metrics, token_metrics
 from asyncrl.telemetry.metrics import Mean, Metrics
@@ -255,11 +256,10 @@ class OutcomeObjective:
 
 def auxiliary_objective(name: str, config: Config) -> ValueObjective | OutcomeObjective:
     """The objective of a model beside the policy, wherever it learns."""
-    match name:
+    role = role_of(name, config.algorithm)
+    match role.kind:
         case "critic":
-            return ValueObjective(name, "values", "returns", config.critic.clip)
-        case "cost_critic":
-            return ValueObjective(name, "cost_values", "cost_returns", config.critic.clip)
+            return ValueObjective(name, role.outputs, role.returns, config.critic.clip)
         case "reward_model":
             return OutcomeObjective(config.algorithm.prm_beta)
-    raise ValueError(f"no model that learns beside the policy is called {name!r}")
+    raise ValueError(f"the {name} does not learn")

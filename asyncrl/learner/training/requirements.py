@@ -5,26 +5,29 @@ Functions of the configuration alone, the same on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection
 
 from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.placement import REWARDS
 from asyncrl.learner.algorithms.registry import needs
-from asyncrl.learner.models.roles import LEARNING, MODELS
+from asyncrl.learner.algorithms.roles import ROLES, learning, role_of
 from asyncrl.queue.protocol.settings import StageSettings
 from asyncrl.types import WITHOUT_STEPS, Version
-
-COLUMN_OF: Mapping[str, str] = {"critic": "values", "cost_critic": "cost_values"}
-"""Columns that are not called as the model whose outputs they hold."""
 
 PIPELINE_FILL = 4
 """Micro-batches of one claim for each process of a pipeline, if so much is ready: it idles a fifth of the time then."""
 
 
 def models(config: Config) -> frozenset[str]:
-    """The models beside the policy, by their names in `roles.MODELS`."""
-    return MODELS & needs(config.algorithm)
+    """The models beside the policy, by their names in `roles.ROLES`."""
+    needed = needs(config.algorithm)  # loads the user's files, which may declare some
+    return frozenset(ROLES.keys() & needed)
+
+
+def critics(config: Config) -> frozenset[str]:
+    """Those that compute values."""
+    return frozenset(name for name in models(config) if ROLES[name].kind == "critic")
 
 
 def colocated(config: Config) -> frozenset[str]:
@@ -35,7 +38,8 @@ def colocated(config: Config) -> frozenset[str]:
 def models_trained_in_pools(config: Config) -> tuple[str, ...]:
     """The models that learn in pools, in step with the policy."""
     frozen = {"reward_model"} if config.reward_model.frozen else set()
-    return tuple(name for name in LEARNING if name in config.placement.pools.keys() - frozen)
+    in_pools = models(config) & config.placement.pools.keys()
+    return tuple(name for name in learning() if name in in_pools - frozen)
 
 
 def stages(config: Config) -> tuple[StageSettings, ...]:
@@ -46,9 +50,14 @@ def stages(config: Config) -> tuple[StageSettings, ...]:
     pools, filtered = config.placement.pools, config.algorithm.filter != "none"
     needed = (REWARDS,) if REWARDS in pools and filtered else ()
     return tuple(
-        StageSettings(name, needs=() if name == REWARDS else needed, adds=(COLUMN_OF.get(name, name),))
+        StageSettings(name, needs=() if name == REWARDS else needed, adds=(column_of(name, config),))
         for name in pools
     )
+
+
+def column_of(name: str, config: Config) -> str:
+    """The column that a pool adds: the outputs of its model, or REWARDS."""
+    return name if name == REWARDS else role_of(name, config.algorithm).outputs
 
 
 def evaluation_stages(config: Config) -> tuple[StageSettings, ...]:
@@ -58,7 +67,7 @@ def evaluation_stages(config: Config) -> tuple[StageSettings, ...]:
 
 def first_policy_version(config: Config) -> Version:
     """The first version that the policy learns from; before, its critic warms up alone."""
-    return config.critic.warmup_versions if "critic" in models(config) else 0
+    return config.critic.warmup_versions if critics(config) else 0
 
 
 def columns(config: Config) -> tuple[str, ...]:
@@ -122,17 +131,28 @@ def check(config: Config) -> None:
         "needs a greedy rollout of each task, which generators make for advantage remax alone",
         "set algorithm.advantage=remax beside it",
     )
-    of_models: dict[str, object] = {
-        "critic.path": config.critic.path,
-        "critic.warmup_versions": config.critic.warmup_versions,
-        "reference.path": config.reference.path,
-        "reference.update_every": config.reference.update_every,
-        "reward_model.path": config.reward_model.path,
-        "teacher.path": config.teacher.path,
-    }
-    of_models |= {f"placement.{name}.where": "pool" for name in config.placement.pools.keys() - {REWARDS}}
-    for key, value in of_models.items():
-        model = key.removeprefix("placement.").partition(".")[0]
+    _check_models(config, needed)
+
+
+def _check_models(config: Config, needed: Collection[str]) -> None:
+    """Settings of models are of those that the algorithm has; a model that learns in a pool has one process there."""
+    placement, of_critics = config.placement, next(iter(critics(config)), "critic")
+    settings: list[tuple[str, str, object]] = [
+        (of_critics, "critic.path", config.critic.path),
+        (of_critics, "critic.warmup_versions", config.critic.warmup_versions),
+        ("reference", "reference.path", config.reference.path),
+        ("reference", "reference.update_every", config.reference.update_every),
+        ("reward_model", "reward_model.path", config.reward_model.path),
+        ("teacher", "teacher.path", config.teacher.path),
+    ]
+    placed = (placement.pools.keys() | placement.own.keys()) - {REWARDS}
+    settings += [
+        (name, f"{placement.key_of(name)}.where", placement.places[name].where) for name in sorted(placed)
+    ]
+    for model, key, value in settings:
         rule = f"would do nothing: the algorithm has no {model}"
         remedy = "leave it out, or see `asyncrl algorithms` for who needs that model"
         require(model in needed or not value, key, value, rule, remedy)
+    for model in models_trained_in_pools(config):
+        one = placement.one_process(model)
+        require(one.holds, one.key, one.value, one.rule, one.remedy)

@@ -26,11 +26,11 @@ import numpy as np
 from asyncrl.config.schema import Config
 from asyncrl.counter_rng import uniform
 from asyncrl.errors import TrainingError
+from asyncrl.learner.algorithms.roles import POLICY
 from asyncrl.learner.backends.backend import Backend, exchange_per_data_rank
 from asyncrl.learner.checks.finite_check import NonFiniteGroups, nonfinite_inputs
 from asyncrl.learner.checks.logprob_check import LogprobGap, LogprobGate
 from asyncrl.learner.data.batch import MicroBatch
-from asyncrl.learner.models.roles import POLICY
 from asyncrl.learner.reporting.batch_metrics import end_metrics, version_values
 from asyncrl.learner.training import requirements
 from asyncrl.learner.training.accumulator import Accumulator, OptimizerStep

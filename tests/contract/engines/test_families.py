@@ -22,11 +22,11 @@ from asyncrl.config.sections.learner import OptimizerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engines.transformers.kv_cache import ATTENTION
 from asyncrl.generator.engines.transformers.transformers_engine import TransformersEngine
+from asyncrl.learner.algorithms.roles import POLICY
 from asyncrl.learner.backends.checkpoint_source import origin_of
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.models.networks import load_network
-from asyncrl.learner.models.roles import POLICY
 from asyncrl.models.loading import load_causal_lm
 from asyncrl.types import Group, Sampling, Task
 

@@ -35,6 +35,7 @@ PPO = [
     "critic.optimizer.lr=1e-3",
     "placement.critic.where=pool",
 ]
+OWN_CRITIC = Path(__file__).parents[3] / "examples" / "own_critic.py"
 FIRST_AND_LATER = (1, 4)
 """Versions before the first checkpoint, and after some."""
 
@@ -93,6 +94,21 @@ def test_a_killed_learner_finds_the_critic_of_its_checkpoint_again(config_file: 
         succeeded(launcher)
     assert versions(run) == list(range(1, 9))
     assert_same_weights(run, here / "calm")
+
+
+def test_a_second_critic_of_a_users_file_learns_on_a_pool_of_its_own(config_file: Path) -> None:
+    """Beside the first one, which is with the learner; the run goes on from its checkpoint."""
+    words = [f"algorithm.own_advantage={OWN_CRITIC}:two_horizons", *PPO[1:4]]
+    words += ["placement.own={near: {where: pool}}", "run.versions=4", "checkpoint.every=2"]
+    ran("asyncrl", "train", str(config_file), *words)
+    run = config_file.parent / "it"
+    ran("asyncrl", "train", str(config_file), *words, "run.versions=6", "run.resume=true")
+    assert versions(run) == list(range(1, 7))
+    last = rows(run)[-1]
+    assert {"train/critic/loss", "train/near/loss", "train/near/explained_variance"} <= last.keys()
+    newest = checkpoint.to_resume(run)
+    assert newest is not None
+    assert {path.name for path in newest[0].iterdir()} == {"near", "learner", "meta.msgpack"}
 
 
 def test_the_reward_model_of_prime_learns_on_two_ranks_of_a_pool(config_file: Path) -> None:

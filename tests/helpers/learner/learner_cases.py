@@ -26,6 +26,7 @@ from asyncrl.config.sections.learner import OptimizerConfig
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.types import NO_VERSION, Group, Rollout, Sampling, Task
 
+OWN_CRITIC = Path(__file__).parents[3] / "examples" / "own_critic.py"
 ORACLE = json.loads((Path(__file__).parents[2] / "data" / "oracle_cases.json").read_text(encoding="utf-8"))
 
 TINY: dict[str, Any] = {

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from asyncrl.learner.algorithms.roles import Loss
 from asyncrl.learner.data.batch import MicroBatch
-from asyncrl.learner.models.roles import Loss
 
 VOCABULARY = 33
 Result = TypeVar("Result")

@@ -34,7 +34,8 @@ from asyncrl.learner.algorithms.reductions import (
     token_rewards,
     whiten,
 )
-from asyncrl.learner.algorithms.registry import AlgorithmContext, advantage, advantage_of
+from asyncrl.learner.algorithms.registry import AlgorithmContext, advantage, advantage_of, needs
+from asyncrl.learner.algorithms.roles import ROLES
 from asyncrl.learner.data.batch import MicroBatch
 
 LEAST_PATH = 1e-8
@@ -146,17 +147,20 @@ def distill(batch: MicroBatch, config: AlgorithmConfig, context: AlgorithmContex
 
 
 def value_targets(batch: MicroBatch, config: AlgorithmConfig) -> dict[str, Tensor]:
-    """Targets of the critics that `algorithm.advantage` needs: the columns `returns` and `cost_returns` [N] float32,
-    unwhitened advantages plus values, 0 outside the mask. Those of vapo have λ = 1.
+    """Targets of the critics: the columns `returns` and `cost_returns` [N] float32 that `algorithm.advantage` needs,
+    unwhitened advantages plus values, 0 outside the mask; and those of the user's critics. Those of vapo have λ = 1.
     """
     entry = advantage_of(config)
-    needs = entry.needs
     targets: dict[str, Tensor] = {}
-    if "critic" in needs:
+    if "critic" in entry.needs:
         lam = 1.0 if entry.function is vapo else config.lam
         targets["returns"] = reward_advantages(batch, config, lam) + column(batch, "values")
-    if "cost_critic" in needs:
+    if "cost_critic" in entry.needs:
         targets["cost_returns"] = cost_advantages(batch, config) + column(batch, "cost_values")
+    needed = needs(config)
+    for name, role in ROLES.items():
+        if name in needed and role.targets is not None:
+            targets[role.returns] = role.targets(batch, config)
     return {name: torch.where(batch.loss_mask_N, each_N, 0.0).float() for name, each_N in targets.items()}
 
 

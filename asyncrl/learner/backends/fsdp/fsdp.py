@@ -16,12 +16,12 @@ from asyncrl.config.schema import Config
 from asyncrl.device import accelerator
 from asyncrl.device.parked import ParkedTensors, storages_of
 from asyncrl.learner import process_group
+from asyncrl.learner.algorithms.roles import POLICY, REFERENCE
 from asyncrl.learner.backends import storage
 from asyncrl.learner.backends.backend import Backend, check_reference
 from asyncrl.learner.backends.fsdp.sharded import ShardedModel
 from asyncrl.learner.backends.storage import ModelState
 from asyncrl.learner.models.networks import LanguageModel, blueprint, check_vocabularies
-from asyncrl.learner.models.roles import POLICY, REFERENCE
 from asyncrl.learner.parallel.mesh import Mesh, ModelShape, axis_sizes
 from asyncrl.models.loading import load_model_config
 from asyncrl.system.rank_process import rank_and_world
@@ -36,7 +36,7 @@ class FsdpBackend(Backend):
     def __init__(
         self, config: Config, models: Collection[str] = (), device: torch.device | None = None
     ) -> None:
-        """models: those beside the policy, from `roles.MODELS`. Raises ConfigError for a model that cannot be loaded,
+        """models: those beside the policy, from `roles.ROLES`. Raises ConfigError for a model that cannot be loaded,
         or does not go with the policy. device: None for the rank's own."""
         check_vocabularies(models, config)
         names = (POLICY, *sorted(models))  # the same order on every rank

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
+from asyncrl.learner.algorithms.roles import Loss
 from asyncrl.learner.backends.fsdp.stages import ModelStage, ModelStages
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.models.attention import Documents
 from asyncrl.learner.models.networks import LanguageModel
-from asyncrl.learner.models.roles import Loss
 
 WIDTH_STEP: Final = 256
 """W is a multiple of it, so that one schedule serves micro-batches of about the same length."""

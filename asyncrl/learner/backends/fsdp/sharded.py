@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from asyncrl.config.schema import Config, LearnerConfig
 from asyncrl.config.sections.learner import ParallelConfig
 from asyncrl.errors import TrainingError
+from asyncrl.learner.algorithms.roles import Loss
 from asyncrl.learner.backends.backend import Model
 from asyncrl.learner.backends.checkpoint_source import CheckpointSource, allocate, is_empty, move, origin_of
 from asyncrl.learner.backends.dtensor_layout import layout_of_dtensors
@@ -45,7 +46,6 @@ from asyncrl.learner.models.networks import (
     named_parameters,
     spread_over_tensor,
 )
-from asyncrl.learner.models.roles import Loss
 from asyncrl.learner.parallel.context import ContextParallel
 from asyncrl.learner.parallel.experts import expert_modules, spread_experts
 from asyncrl.learner.parallel.mesh import CONTEXT, PIPELINE, TENSOR, Mesh
@@ -66,7 +66,7 @@ class ShardedModel:
 
     Raises ConfigError if it cannot be loaded or cut, or the state of its optimizer cannot be offloaded.
 
-    name    POLICY or one of `roles.MODELS`
+    name    POLICY or one of `roles.ROLES`
     policy  the model that `copy_from_policy` copies
     """
 

@@ -34,6 +34,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from asyncrl.config.schema import Config, ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner import process_group
+from asyncrl.learner.algorithms.roles import POLICY
 from asyncrl.learner.backends import storage
 from asyncrl.learner.backends.backend import Backend, check_reference
 from asyncrl.learner.backends.checkpoint_source import Slices
@@ -44,7 +45,6 @@ from asyncrl.learner.backends.megatron.grid import check_model, make_grid
 from asyncrl.learner.backends.megatron.model import MegatronModel, Shard, StepCounter
 from asyncrl.learner.backends.megatron.network import Head, PackedGpt, build
 from asyncrl.learner.models.networks import Critic, blueprint, check_vocabularies
-from asyncrl.learner.models.roles import POLICY
 from asyncrl.models.loading import checkpoint_tensors, load_causal_lm, load_model_config
 from asyncrl.sync.layout.layout import Box
 from asyncrl.sync.layout.megatron import Gpt, megatron_parts
@@ -61,7 +61,7 @@ class MegatronBackend(Backend):
     _models: dict[str, MegatronModel]
 
     def __init__(self, config: Config, models: Collection[str] = ()) -> None:
-        """models: those beside the policy, from `roles.MODELS`. Raises ConfigError if there is no GPU, or a model
+        """models: those beside the policy, from `roles.ROLES`. Raises ConfigError if there is no GPU, or a model
         cannot be loaded, or does not fit the policy or `learner.parallel`."""
         check_vocabularies(models, config)
         logging.getLogger("megatron").setLevel(logging.WARNING)  # else it lists every parameter

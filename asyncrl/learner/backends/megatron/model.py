@@ -30,13 +30,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from asyncrl.config.sections.learner import OptimizerConfig
+from asyncrl.learner.algorithms.roles import Loss
 from asyncrl.learner.backends.megatron.adapters import LinearAdapters, merged_weights
 from asyncrl.learner.backends.megatron.grid import Grid
 from asyncrl.learner.backends.megatron.network import Packed, PackedGpt
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.models.lora import BaseUnderAdapters
 from asyncrl.learner.models.networks import check_tokens
-from asyncrl.learner.models.roles import Loss
 from asyncrl.models.adapters import peft_name
 from asyncrl.sync.layout.layout import Layout, ParamLayout
 from asyncrl.sync.layout.megatron import Gpt, MegatronPart, checkpoint_views

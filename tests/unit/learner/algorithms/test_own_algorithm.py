@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from learner_cases import rewards_batch, small_config
+from learner_cases import OWN_CRITIC, rewards_batch, small_config
 
 from asyncrl.bench.climb import climb
 from asyncrl.config.schema import BatchConfig
@@ -118,8 +118,10 @@ def test_the_example_learns(tmp_path: Path) -> None:
     assert made.end > 3 * made.start
 
 
-def test_the_page_shows_the_example() -> None:
-    page, source = (ROOT / "docs" / "own_algorithm.md").read_text("utf-8"), EXAMPLE.read_text("utf-8")
+def test_the_page_shows_the_examples() -> None:
+    page = (ROOT / "docs" / "own_algorithm.md").read_text("utf-8")
+    sources = [path.read_text("utf-8") for path in (EXAMPLE, OWN_CRITIC)]
     shown = [block.partition("```")[0].strip() for block in page.split("```python")[1:]]
-    assert len(shown) == 2
-    assert all(block in source for block in shown)
+    assert [[block in source for source in sources] for block in shown] == [[True, False]] * 2 + [
+        [False, True]
+    ]

@@ -25,10 +25,10 @@ from asyncrl.config.schema import Config, CriticConfig, LearnerConfig, ModelConf
 from asyncrl.config.sections.learner import ParallelConfig
 from asyncrl.config.sections.models import LoraConfig
 from asyncrl.errors import ConfigError
+from asyncrl.learner.algorithms.roles import POLICY
 from asyncrl.learner.backends.checkpoint_source import INDEX, SINGLE, Slices, origin_of
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.models.networks import load_network, named_parameters
-from asyncrl.learner.models.roles import POLICY
 from asyncrl.models.adapters import DOWN, UP
 from asyncrl.models.loading import checkpoint_tensors, load_causal_lm
 from asyncrl.sync.layout.layout import Box

@@ -16,12 +16,12 @@ from transformers import AutoModel, GPT2Config, GPT2LMHeadModel
 
 from asyncrl.config.schema import Config, CriticConfig, ModelConfig, ReferenceConfig, TeacherConfig
 from asyncrl.errors import ConfigError, TrainingError
+from asyncrl.learner.algorithms.roles import POLICY
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.backends.fsdp.sharded import decoder_layers
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.models.attention import Documents
 from asyncrl.learner.models.networks import Critic, check_vocabularies, load_network
-from asyncrl.learner.models.roles import POLICY
 from asyncrl.tasks.addition import write_model_folder
 
 

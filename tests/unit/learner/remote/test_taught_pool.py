@@ -15,7 +15,7 @@ import msgpack
 import pytest
 import torch
 import zmq
-from learner_cases import copied_weights, random_group, small_config, tiny_model
+from learner_cases import OWN_CRITIC, copied_weights, random_group, small_config, tiny_model
 from learner_fakes import FakeBackend, ranks
 from torch import Tensor
 from trainer_cases import checkpoints_of
@@ -55,6 +55,7 @@ from asyncrl.types import Group
 GAE = AlgorithmConfig(advantage="gae", lam=0.9)
 SAFE = AlgorithmConfig(advantage="safe_rlhf", cost_multiplier=0.5)
 PRIME = AlgorithmConfig(advantage="prime")
+OWN = AlgorithmConfig(own_advantage=f"{OWN_CRITIC}:two_horizons")
 OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=1)
 LOOPBACK = "127.0.0.1"
 
@@ -74,7 +75,8 @@ def config_of(folder: Path, algorithm: AlgorithmConfig = GAE, pool: bool = True,
         agent=AgentConfig(environment="grids.py:Grid"),  # whose rollouts may have segments
     )
     names = requirements.models(here) & {"critic", "cost_critic", "reward_model"}
-    return dataclasses.replace(here, placement=PlacementConfig(**dict.fromkeys(names, place)))
+    own = {"near": {"where": place.where}} if "near" in requirements.models(here) else {}
+    return dataclasses.replace(here, placement=PlacementConfig(own=own, **dict.fromkeys(names, place)))
 
 
 class Pools:
@@ -180,8 +182,9 @@ def assert_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) ->
         (SAFE, {}),
         (PRIME, {}),
         (PRIME, {"epochs": 2}),
+        (OWN, {}),
     ],
-    ids=["gae", "gae, four steps", "safe_rlhf", "prime", "prime, two steps"],
+    ids=["gae", "gae, four steps", "safe_rlhf", "prime", "prime, two steps", "a user's second critic"],
 )
 def test_the_same_groups_make_the_same_steps_wherever_the_model_is(
     algorithm: AlgorithmConfig,

@@ -18,10 +18,10 @@ from torch import Tensor
 from asyncrl.config.schema import Config, CriticConfig, LearnerConfig, ReferenceConfig
 from asyncrl.config.sections.learner import OptimizerConfig
 from asyncrl.errors import ConfigError
+from asyncrl.learner.algorithms.roles import BUILT_IN
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.backends.fsdp.sharded import ShardedModel
 from asyncrl.learner.data.batch import MicroBatch
-from asyncrl.learner.models.roles import MODELS
 from asyncrl.system.rank_process import end_rank
 
 BESIDE = ("critic", "reference", "reward_model")
@@ -317,7 +317,7 @@ def test_a_bfloat16_policy_with_a_critic(tmp_path: Path) -> None:
 
 def test_each_model_has_its_own_gradients_and_clip(tmp_path: Path) -> None:
     """A step of the critic moves nothing else; a gradient that is forgotten moves nothing at all."""
-    backend = FsdpBackend(config_in(tmp_path), MODELS - {"teacher"})
+    backend = FsdpBackend(config_in(tmp_path), BUILT_IN.keys() - {"teacher"})
     before = {name: shards(model) for name, model in backend.models.items()}
     policy = copied_weights(backend)
     train_critic(backend, 0)

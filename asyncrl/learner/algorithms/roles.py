@@ -1,0 +1,113 @@
+"""The models beside the policy: those that learners know, and those that users declare.
+
+    name              kind           outputs             learns
+    critic            critic         values              from returns
+    cost_critic       critic         cost_values         from cost_returns
+    reward_model      reward_model   reward_model        from outcomes, unless it is frozen
+    reference         frozen         reference           –
+    teacher           frozen         teacher             –
+    with `critic`     critic         <name>_values       from <name>_returns, by a function of the user
+    with `frozen`     frozen         <name>              –
+
+Outputs and targets are columns of the batch. A model is in a run if the algorithm needs it by its name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from torch import Tensor
+
+from asyncrl.config.functions.function_spec import load_function
+from asyncrl.config.sections.algorithm import AlgorithmConfig
+
+POLICY: Final = "policy"
+REFERENCE: Final = "reference"
+
+Loss = Callable[..., Tensor]
+"""(micro-batch on the device, the model's outputs) → a sum to differentiate.
+
+Outputs are log-probs and entropies, or a critic's values: all [N] float32, 0 where the loss mask is 0."""
+
+Targets = Callable[[Any, AlgorithmConfig], Tensor]
+"""(whole groups as a MicroBatch, section) → [N] targets of a critic; values outside the loss mask are ignored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """A model beside the policy. Critics compute values, the others log-probs.
+
+    outputs   the column of its outputs
+    returns   of a critic: the column of its targets
+    targets   of a user's critic: computes them
+    path      of a user's frozen model
+    """
+
+    kind: Literal["critic", "reward_model", "frozen"]
+    outputs: str
+    returns: str = ""
+    targets: Targets | None = None
+    path: str | None = None
+
+
+BUILT_IN: Final = {
+    "critic": Role("critic", "values", "returns"),
+    "cost_critic": Role("critic", "cost_values", "cost_returns"),
+    "reward_model": Role("reward_model", "reward_model"),
+    "reference": Role("frozen", "reference"),
+    "teacher": Role("frozen", "teacher"),
+}
+ROLES: Final[dict[str, Role]] = dict(BUILT_IN)
+"""All that have been declared, in the order in which those that learn are trained."""
+
+
+def critic(name: str) -> Callable[[Targets], Targets]:
+    """Declare a critic with the targets of this function: a network as the section `critic:` has it.
+
+    Raises ValueError for a name that is taken, or that is no word.
+    """
+
+    def declare(targets: Targets) -> Targets:
+        _declare(name, Role("critic", f"{name}_values", f"{name}_returns", targets))
+        return targets
+
+    return declare
+
+
+def frozen(name: str, path: str) -> None:
+    """Declare a language model that gives its log-probs of the tokens. path: its folder or hub name; the tokenizer is
+    the policy's. Raises ValueError as `critic`."""
+    _declare(name, Role("frozen", name, path=path))
+
+
+def role_of(name: str, config: AlgorithmConfig) -> Role:
+    """One of ROLES, once the user's files have been loaded. KeyError for a name that nobody has declared."""
+    for key in ("own_advantage", "own_loss"):
+        if (spec := getattr(config, key)) is not None:
+            load_function(spec, f"algorithm.{key}")
+    return ROLES[name]
+
+
+def learning() -> list[str]:
+    """The models beside the policy that are trained. A reward model may be frozen instead."""
+    return [name for name, role in ROLES.items() if role.kind != "frozen"]
+
+
+def _declare(name: str, role: Role) -> None:
+    if not name.isidentifier() or name == POLICY:
+        raise ValueError(f"{name!r} is no name for a model: use letters, digits and _")
+    there = ROLES.setdefault(name, role)
+    # The script that starts a run is executed twice, as a script and as the file that the configuration names.
+    if (_origin(there), there.path) != (_origin(role), role.path) or name in BUILT_IN:
+        raise ValueError(f"two models are called {name!r}")
+    ROLES[name] = role
+
+
+def _origin(role: Role) -> tuple[Path, str] | None:
+    if role.targets is None:
+        return None
+    return Path(inspect.getfile(role.targets)).resolve(), role.targets.__qualname__

@@ -1,0 +1,159 @@
+"""`examples/own_critic.py`, and models that a user declares: numbers by hand, what is refused, and training."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from learner_cases import OWN_CRITIC, rewards_batch, rollout, small_config, tiny_model
+
+from asyncrl.bench.climb import climb
+from asyncrl.config.schema import Config
+from asyncrl.config.sections.algorithm import AlgorithmConfig
+from asyncrl.config.sections.models import CriticConfig
+from asyncrl.config.sections.placement import PlacementConfig
+from asyncrl.errors import ConfigError
+from asyncrl.learner.algorithms import roles
+from asyncrl.learner.algorithms.advantages import advantages
+from asyncrl.learner.algorithms.advantages.return_advantages import value_targets
+from asyncrl.learner.algorithms.registry import ADVANTAGES, needs
+from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
+from asyncrl.learner.data.batch import MicroBatch
+from asyncrl.learner.training import requirements
+from asyncrl.types import Group, Sampling, Task
+
+OWN = AlgorithmConfig(own_advantage=f"{OWN_CRITIC}:two_horizons", gamma=1.0, lam=1.0)
+
+BESIDE = """
+from asyncrl.learner.algorithms.registry import advantage
+from asyncrl.learner.algorithms.roles import frozen
+
+frozen("second_teacher", path={path!r})
+
+@advantage("of_two", source="an example", needs={{"teacher", "second_teacher"}})
+def of_two(batch, config, context):
+    return batch.columns["teacher"] + batch.columns["second_teacher"]
+
+@advantage("misspelt", source="an example", needs={{"second_techer"}})
+def misspelt(batch, config, context): ...
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registries() -> Iterator[None]:
+    """As they were, for the tests that count them."""
+    loaded, models, entries = set(sys.modules), dict(roles.ROLES), dict(ADVANTAGES)
+    yield
+    for registry, before in ((roles.ROLES, models), (ADVANTAGES, entries)):
+        registry.clear()  # type: ignore[attr-defined]
+        registry.update(before)  # type: ignore[attr-defined]
+    for name in [name for name in set(sys.modules) - loaded if name.startswith("_asyncrl_file_")]:
+        del sys.modules[name]
+
+
+def config_with(folder: Path, algorithm: AlgorithmConfig, **placement: object) -> Config:
+    return small_config(
+        folder,
+        model=tiny_model(folder / "model"),
+        algorithm=algorithm,
+        placement=PlacementConfig(**placement),  # type: ignore[arg-type]
+    )
+
+
+def test_two_horizons_by_hand() -> None:
+    """A rollout of three policy tokens with reward 1 at its end, λ = 1: the returns are 1, 1, 1 and 0.81, 0.9, 1."""
+    batch = MicroBatch.of([Group.from_rollouts(Task(0, "x"), Sampling(), [rollout([5, 6, 7, 8], 1, 1.0)])])
+    values, near = torch.tensor([0.0, 0.1, 0.4, 0.7]), torch.tensor([0.0, 0.2, 0.3, 0.9])
+    batch = batch.with_columns(values=values, near_values=near)
+    targets = value_targets(batch, OWN)
+    assert targets["returns"].tolist() == pytest.approx([0, 1, 1, 1])
+    assert targets["near_returns"].tolist() == pytest.approx([0, 0.81, 0.9, 1])
+    mean_N = torch.tensor([(0.9 + 0.61) / 2, (0.6 + 0.6) / 2, (0.3 + 0.1) / 2])
+    white_N = (mean_N - mean_N.mean()) / mean_N.std()
+    assert advantages(batch, OWN)[1:].tolist() == pytest.approx(white_N.tolist(), abs=1e-5)
+
+
+def test_a_declared_model_is_one_of_the_run(tmp_path: Path) -> None:
+    config = config_with(tmp_path, OWN)
+    assert needs(OWN) == {"critic", "near", "batch"}
+    assert requirements.models(config) == requirements.colocated(config) == {"critic", "near"}
+    assert requirements.critics(config) == {"critic", "near"}
+    assert roles.learning() == ["critic", "cost_critic", "reward_model", "near"]
+
+
+def test_a_pool_of_it_adds_its_column(tmp_path: Path) -> None:
+    config = config_with(tmp_path, OWN, own={"near": {"where": "pool", "threads": 2}})
+    assert requirements.colocated(config) == {"critic"}
+    assert requirements.models_trained_in_pools(config) == ("near",)
+    assert [stage.adds for stage in requirements.stages(config)] == [("near_values",)]
+    requirements.check(config)
+
+
+@pytest.mark.parametrize(
+    ("own", "key"),
+    [
+        ({"nearer": {"where": "pool"}}, "placement.own.nearer.where"),
+        ({"near": {"where": "pool", "processes": 2}}, "placement.own.near.processes"),
+        ({"near": {"were": "pool"}}, "placement.own.near.were"),
+        ({"near": {"threads": 2}}, "placement.own.near.threads"),
+        ({"critic": {"where": "pool"}}, "placement.own.critic"),
+        ({"no name": {"where": "pool"}}, "placement.own.no name"),
+    ],
+)
+def test_a_place_that_does_not_fit_is_refused(tmp_path: Path, own: dict[str, object], key: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        requirements.check(config_with(tmp_path, OWN, own=own))
+    assert error.value.key == key
+
+
+def test_a_frozen_model_gives_its_log_probs(tmp_path: Path) -> None:
+    file, model = tmp_path / "beside.py", tiny_model(tmp_path / "model")
+    file.write_text(BESIDE.format(path=model.path))
+    config = config_with(tmp_path, AlgorithmConfig(own_advantage=f"{file}:of_two"))
+    assert requirements.models(config) == {"teacher", "second_teacher"}
+    assert "second_teacher" not in roles.learning()
+    backend = FsdpBackend(config, {"second_teacher"})
+    batch = rewards_batch([1.0, 0.0])
+    assert torch.equal(backend.models["second_teacher"].predict(batch), backend.policy.predict(batch))
+
+    with pytest.raises(ConfigError, match="needs 'second_techer', which is neither"):
+        needs(AlgorithmConfig(own_advantage=f"{file}:misspelt"))
+
+
+def test_a_name_is_declared_once() -> None:
+    declare = roles.critic("once")
+    declare(value_targets)
+    declare(value_targets)  # a script is executed twice
+    with pytest.raises(ValueError, match="two models are called 'once'"):
+        declare(needs)
+    with pytest.raises(ValueError, match="two models are called 'critic'"):
+        roles.critic("critic")(value_targets)
+    with pytest.raises(ValueError, match="'a b' is no name"):
+        roles.frozen("a b", "here")
+    with pytest.raises(ValueError, match="'policy' is no name"):
+        roles.frozen("policy", "here")
+
+
+def test_the_settings_of_critics_are_its_own(tmp_path: Path) -> None:
+    """Though the algorithm has no critic that is built in."""
+    file = tmp_path / "alone.py"
+    source = OWN_CRITIC.read_text("utf-8").replace('"near"', '"alone"').replace("near_values", "alone_values")
+    file.write_text(source.replace('needs={"critic", ', "needs={").replace('"two_horizons"', '"alone"'))
+    config = config_with(tmp_path, AlgorithmConfig(own_advantage=f"{file}:two_horizons"))
+    warm = dataclasses.replace(config, critic=CriticConfig(warmup_versions=2))
+    requirements.check(warm)
+    assert requirements.first_policy_version(warm) == 2
+
+
+def test_the_example_learns(tmp_path: Path) -> None:
+    """Both critics explain the returns at the end, and the policy finds the reward."""
+    made = climb("ppo", tmp_path, [f"algorithm.own_advantage={OWN_CRITIC}:two_horizons"])
+    assert made.end > 2 * made.start
+
+
+def test_the_example_is_short() -> None:
+    assert len(OWN_CRITIC.read_text("utf-8").splitlines()) <= 30
