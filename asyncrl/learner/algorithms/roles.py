@@ -38,7 +38,7 @@ Targets = Callable[[Any, AlgorithmConfig], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Role:
+class ModelRole:
     """A model beside the policy. Critics compute values, the others log-probs.
 
     outputs   the column of its outputs
@@ -55,13 +55,13 @@ class Role:
 
 
 BUILT_IN: Final = {
-    "critic": Role("critic", "values", "returns"),
-    "cost_critic": Role("critic", "cost_values", "cost_returns"),
-    "reward_model": Role("reward_model", "reward_model"),
-    "reference": Role("frozen", "reference"),
-    "teacher": Role("frozen", "teacher"),
+    "critic": ModelRole("critic", "values", "returns"),
+    "cost_critic": ModelRole("critic", "cost_values", "cost_returns"),
+    "reward_model": ModelRole("reward_model", "reward_model"),
+    "reference": ModelRole("frozen", "reference"),
+    "teacher": ModelRole("frozen", "teacher"),
 }
-ROLES: Final[dict[str, Role]] = dict(BUILT_IN)
+ROLES: Final[dict[str, ModelRole]] = dict(BUILT_IN)
 """All that have been declared, in the order in which those that learn are trained."""
 
 
@@ -72,7 +72,7 @@ def critic(name: str) -> Callable[[Targets], Targets]:
     """
 
     def declare(targets: Targets) -> Targets:
-        _declare(name, Role("critic", f"{name}_values", f"{name}_returns", targets))
+        _declare(name, ModelRole("critic", f"{name}_values", f"{name}_returns", targets))
         return targets
 
     return declare
@@ -81,14 +81,16 @@ def critic(name: str) -> Callable[[Targets], Targets]:
 def frozen(name: str, path: str) -> None:
     """Declare a language model that gives its log-probs of the tokens. path: its folder or hub name; the tokenizer is
     the policy's. Raises ValueError as `critic`."""
-    _declare(name, Role("frozen", name, path=path))
+    _declare(name, ModelRole("frozen", name, path=path))
 
 
-def role_of(name: str, config: AlgorithmConfig) -> Role:
-    """One of ROLES, once the user's files have been loaded. KeyError for a name that nobody has declared."""
+def role_of(name: str, config: AlgorithmConfig) -> ModelRole:
+    """One of ROLES, once the user's files have been loaded. ValueError for a name that nobody has declared."""
     for key in ("own_advantage", "own_loss"):
         if (spec := getattr(config, key)) is not None:
             load_function(spec, f"algorithm.{key}")
+    if name not in ROLES:
+        raise ValueError(f"no model is called {name!r}")
     return ROLES[name]
 
 
@@ -97,7 +99,7 @@ def learning() -> list[str]:
     return [name for name, role in ROLES.items() if role.kind != "frozen"]
 
 
-def _declare(name: str, role: Role) -> None:
+def _declare(name: str, role: ModelRole) -> None:
     if not name.isidentifier() or name == POLICY:
         raise ValueError(f"{name!r} is no name for a model: use letters, digits and _")
     there = ROLES.setdefault(name, role)
@@ -107,7 +109,7 @@ def _declare(name: str, role: Role) -> None:
     ROLES[name] = role
 
 
-def _origin(role: Role) -> tuple[Path, str] | None:
+def _origin(role: ModelRole) -> tuple[Path, str] | None:
     if role.targets is None:
         return None
     return Path(inspect.getfile(role.targets)).resolve(), role.targets.__qualname__

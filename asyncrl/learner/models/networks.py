@@ -7,7 +7,7 @@
     reference                   LanguageModel    reference.path           frozen
     reward_model                LanguageModel    reward_model.path        reward_model.optimizer, or frozen
     teacher                     LanguageModel    teacher.path             frozen
-    a user's frozen model       LanguageModel    Role.path                frozen
+    a user's frozen model       LanguageModel    ModelRole.path           frozen
 
 A path that is not set is the policy's; the teacher needs its own. The output for token t is computed from the hidden
 state at t - 1, which depends on the tokens before t alone.
