@@ -251,7 +251,9 @@ def as_section(schema: type[S], at: str, entry: object) -> S:
     """`entry` as an instance of `schema`, checked under the dotted name `at`. Raises ConfigError for what is no
     mapping, for a key that `schema` does not have and for a value of another type."""
     if not isinstance(entry, Mapping):
-        raise ConfigError(at, entry, "must hold keys", f"write {at}: {{source: …}}")
+        raise ConfigError(
+            at, entry, "must hold keys", f"write {at}: {{{dataclasses.fields(cast(Any, schema))[0].name}: …}}"
+        )
     known = [field.name for field in dataclasses.fields(cast(Any, schema))]
     tree = OmegaConf.structured(schema)
     OmegaConf.set_readonly(tree, False)  # frozen, but still being filled in

@@ -21,6 +21,7 @@ from asyncrl.generator.engines.http import http_link
 from asyncrl.generator.scoring.rewards import Scorer
 from asyncrl.launch.folder.run_folder import run_folder
 from asyncrl.learner.algorithms.catalogue import KINDS, algorithm_rows
+from asyncrl.learner.algorithms.roles import role_of
 from asyncrl.learner.backends.megatron.grid import check_model, make_grid
 from asyncrl.learner.parallel.mesh import ModelShape, axis_sizes
 from asyncrl.learner.training import requirements
@@ -140,6 +141,9 @@ def check_present(config: Config) -> None:
     for name in ("model", "critic", "reference", "reward_model", "teacher"):
         if (path := getattr(config, name).path) is not None:
             _check_model(f"{name}.path", path)
+    for name in requirements.models(config):
+        if (own := role_of(name, config.algorithm).path) is not None:
+            _check_model(f"frozen({name!r}).path", own)
     template = config.tasks.chat_template
     rule = f"is no file (in {Path.cwd()})"
     remedy = "give the path of a Jinja template, or leave it out for the tokenizer's own"
@@ -233,7 +237,7 @@ def off_keys(config: Config) -> list[str]:
     off = [(prefix, why) for prefix, counts, why in _switches(config) if not counts]
     lines = []
     for key, text in as_texts(config).items():
-        if text == plain[key]:
+        if text == plain.get(key):
             continue
         reasons = (why for prefix, why in off if key.startswith(prefix))
         if why := next(reasons, None) or _of_another_algorithm(key, config):

@@ -12,7 +12,7 @@ from asyncrl.config.sections.placement import REWARDS
 from asyncrl.generator.scoring.rewards import Scorer
 from asyncrl.generator.threads import in_thread
 from asyncrl.learner.remote.remote_protocol import registry_key
-from asyncrl.learner.training.requirements import models_trained_in_pools
+from asyncrl.learner.training.requirements import models, models_trained_in_pools
 from asyncrl.models.loading import load_tokenizer
 from asyncrl.pool.model import InferenceModel
 from asyncrl.pool.scoring import Scoring
@@ -43,6 +43,13 @@ async def run_pool(config: Config, model: str, *, name: str, status: ProcessStat
         f"name one of {', '.join(pools)}"
         if pools
         else "set placement.reference.where=pool, or whichever it is to be",
+    )
+    require(
+        model == REWARDS or model in models(config),
+        f"{config.placement.key_of(model)}.where",
+        "pool",
+        f"the algorithm of this configuration has no {model}",
+        "start all processes of a run with the same configuration",
     )
     if (threads := pools[model].threads) is not None:
         torch.set_num_threads(threads)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from asyncrl.config.rules import (
@@ -20,6 +22,9 @@ from asyncrl.config.rules import (
 
 REWARDS = "rewards"
 """The only pool that is no model of the learner's: the reward functions."""
+
+MODEL_NAME = re.compile(r"[a-z]([a-z0-9_]*[a-z0-9])?")
+"""The name of a model that a user declares: also one of processes, and with - for _ of objects in Kubernetes."""
 
 COLOCATED: Mapping[str, str] = {
     "placement.colocate": "true",
@@ -102,21 +107,21 @@ class PlacementConfig(Section):
         built_in = {entry.name for entry in dataclasses.fields(self)}
         for name in self.own:
             yield Rule(
-                name.isidentifier() and name not in built_in,
+                MODEL_NAME.fullmatch(name) is not None and name not in built_in,
                 f"own.{name}",
                 "is no name of a model that a file of yours declares",
-                f"write placement.{name} for a built-in model, else letters, digits and _",
+                f"write placement.{name} for a built-in model, else small letters, digits and _",
                 name,
             )
         as_sections(PlaceConfig, "placement.own", self.own)  # raises the errors of entries
 
-    @property
+    @cached_property
     def places(self) -> Mapping[str, PlaceConfig]:
         values = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
         built_in = {name: value for name, value in values.items() if isinstance(value, PlaceConfig)}
         return built_in | as_sections(PlaceConfig, "placement.own", self.own)
 
-    @property
+    @cached_property
     def pools(self) -> Mapping[str, PlaceConfig]:
         """Models that run in processes of their own, by name."""
         return {name: place for name, place in self.places.items() if place.where == "pool"}

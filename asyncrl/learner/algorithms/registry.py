@@ -143,7 +143,7 @@ def loss_of(config: AlgorithmConfig) -> Algorithm[Callable[..., Any]]:
 
 def needs(config: AlgorithmConfig) -> frozenset[str]:
     """All needs of the section `algorithm:`; the number of optimizer steps per version does not matter here. Raises
-    ConfigError for an own function that cannot be loaded, or that needs what there is not."""
+    ConfigError for an own function that cannot be loaded or has an unknown need."""
     correction = config.correction
     of_rejections = (REJECTIONS[name].needs for name in (correction.reject, *correction.also_reject))
     found = set(advantage_of(config).needs | loss_of(config).needs | CORRECTIONS[correction.kind].needs)
@@ -159,12 +159,13 @@ def needs(config: AlgorithmConfig) -> frozenset[str]:
     if "squares" in found or (judged and config.proximal != "behaviour"):
         found.add("proximal")
     if unknown := sorted(found - NEEDS - ROLES.keys()):
-        known = sorted(NEEDS | ROLES.keys())
+        key = "own_advantage" if unknown[0] in advantage_of(config).needs else "own_loss"
         raise ConfigError(
-            "algorithm.own_advantage" if config.own_advantage else "algorithm.own_loss",
-            config.own_advantage or config.own_loss,
+            f"algorithm.{key}",
+            getattr(config, key),
             f"needs {unknown[0]!r}, which is neither a built-in need nor a model that its file declares",
-            f"declare it with asyncrl.learner.algorithms.roles.critic, or name some of {', '.join(known)}",
+            "declare it with `critic` or `frozen` of asyncrl.learner.algorithms.roles, or name some of "
+            f"{', '.join(sorted(NEEDS | ROLES.keys()))}",
         )
     return frozenset(found)
 

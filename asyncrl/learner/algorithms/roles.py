@@ -15,6 +15,7 @@ Outputs and targets are columns of the batch. A model is in a run if the algorit
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ from torch import Tensor
 
 from asyncrl.config.functions.function_spec import load_function
 from asyncrl.config.sections.algorithm import AlgorithmConfig
+from asyncrl.config.sections.placement import MODEL_NAME
+from asyncrl.types import COLUMNS
 
 POLICY: Final = "policy"
 REFERENCE: Final = "reference"
@@ -65,23 +68,38 @@ ROLES: Final[dict[str, ModelRole]] = dict(BUILT_IN)
 """All that have been declared, in the order in which those that learn are trained."""
 
 
+RESERVED: Final = frozenset(
+    {
+        *(POLICY, "now", "sharper", "outcome", "kept", "weight", "lm", "selected", "share", "rewards"),
+        *("group", "batch", "greedy", "steps", "parts", "proximal", "squares", "rollout"),
+        *("queue", "learner", "generator", "generators", "dash", "redis"),
+        *COLUMNS,
+    }
+)
+"""Names of columns, needs and processes."""
+
+
 def critic(name: str) -> Callable[[Targets], Targets]:
     """Declare a critic with the targets of this function: a network as the section `critic:` has it.
 
-    Raises ValueError for a name that is taken, or that is no word.
+    Raises ValueError for a name that is taken or that is none, and for targets that are no function.
     """
 
     def declare(targets: Targets) -> Targets:
+        if not inspect.isfunction(targets):
+            raise ValueError(
+                f"the targets of {name!r} are no function: write def {name}_returns(batch, config): …"
+            )
         _declare(name, ModelRole("critic", f"{name}_values", f"{name}_returns", targets))
         return targets
 
     return declare
 
 
-def frozen(name: str, path: str) -> None:
+def frozen(name: str, path: str | os.PathLike[str]) -> None:
     """Declare a language model that gives its log-probs of the tokens. path: its folder or hub name; the tokenizer is
     the policy's. Raises ValueError as `critic`."""
-    _declare(name, ModelRole("frozen", name, path=path))
+    _declare(name, ModelRole("frozen", name, path=os.path.expanduser(os.fspath(path))))
 
 
 def role_of(name: str, config: AlgorithmConfig) -> ModelRole:
@@ -100,12 +118,15 @@ def learning() -> list[str]:
 
 
 def _declare(name: str, role: ModelRole) -> None:
-    if not name.isidentifier() or name == POLICY:
-        raise ValueError(f"{name!r} is no name for a model: use letters, digits and _")
-    there = ROLES.setdefault(name, role)
+    if not MODEL_NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is no name for a model: use small letters, digits and _")
     # The script that starts a run is executed twice, as a script and as the file that the configuration names.
-    if (_origin(there), there.path) != (_origin(role), role.path) or name in BUILT_IN:
-        raise ValueError(f"two models are called {name!r}")
+    again = name in ROLES and (_origin(ROLES[name]), ROLES[name].path) == (_origin(role), role.path)
+    used = {column for one in ROLES.values() for column in (one.outputs, one.returns)}
+    if not again and (
+        name in RESERVED or name in ROLES or used & {role.outputs, role.returns or role.outputs}
+    ):
+        raise ValueError(f"{name!r} is the name of something else: choose another for this model")
     ROLES[name] = role
 
 

@@ -215,7 +215,7 @@ def blueprint(name: str, config: Config) -> Blueprint:
     role = role_of(name, config.algorithm)
     if role.kind == "critic":
         return Blueprint("critic.path", critic.path or base, Critic, critic.optimizer)
-    return Blueprint(f"the path of {name}", role.path or base, LanguageModel, None)
+    return Blueprint(f"frozen({name!r}).path", role.path or base, LanguageModel, None)
 
 
 def load_network(name: str, config: Config, empty: bool = False) -> LanguageModel | Critic:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from asyncrl.config.config_consistency import OWN_MODELS
+from asyncrl.config.functions.signatures import check_arguments
 from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.placement import REWARDS
@@ -152,7 +154,13 @@ def _check_models(config: Config, needed: Collection[str]) -> None:
     for model, key, value in settings:
         rule = f"would do nothing: the algorithm has no {model}"
         remedy = "leave it out, or see `asyncrl algorithms` for who needs that model"
+        if key.startswith(OWN_MODELS):
+            remedy = "leave it out, or name it among the needs of algorithm.own_advantage or own_loss"
         require(model in needed or not value, key, value, rule, remedy)
     for model in models_trained_in_pools(config):
         one = placement.one_process(model)
         require(one.holds, one.key, one.value, one.rule, one.remedy)
+    for model in critics(config):
+        if (targets := role_of(model, config.algorithm).targets) is not None:
+            name = f"{targets.__module__}:{targets.__qualname__}"
+            check_arguments(targets, name, f"@critic({model!r})", "batch", "config")

@@ -98,6 +98,8 @@ class Connection:
         try:
             return await reply
         except asyncio.CancelledError:
+            if self._loop is None:  # closed meanwhile, which gives back all
+                raise
             self._session.abandon(number)
             granted = reply.done() and not reply.cancelled() and reply.exception() is None
             if granted and undo is not None:  # but cancelled before the caller could resume
@@ -140,7 +142,7 @@ class Connection:
         self._timer = None
         if self._loop is not None:
             self._settle(self._session.tick(self._loop.time()))
-            if self._up and self._session.silent(self._loop.time()):
+            if self._up and self._session.renew_due(self._loop.time()):
                 self._link.renew()
             self._note_wait()
 

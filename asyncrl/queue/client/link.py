@@ -64,7 +64,8 @@ class Link(Protocol):
         """Send without waiting; lost while not connected."""
 
     def renew(self) -> None:
-        """Close the connection and make another; the listener receives `disconnected` and `connected`."""
+        """Close the connection and make another, which the listener learns as from any that breaks. Does nothing where
+        none can break."""
 
     def close(self) -> None: ...
 
@@ -77,7 +78,7 @@ class SocketLink:
         self._keys = keys
         self._up = self._was_up = self._scheduled = False
         self._failures = 0
-        self._given_up: asyncio.TimerHandle | None = None  # runs from a disconnection to the next attempt
+        self._timer: asyncio.TimerHandle | None = None  # runs from a disconnection to the next attempt
 
     def open(self, listener: Listener) -> None:
         self._listener, self._loop = listener, asyncio.get_running_loop()
@@ -115,12 +116,12 @@ class SocketLink:
     def renew(self) -> None:
         self._up = False
         self._listener.disconnected()
-        self._tries_again()
+        self._stop_timer()
         self._socket.disconnect(self.address)
         self._socket.connect(self.address)
 
     def close(self) -> None:
-        self._tries_again()
+        self._stop_timer()
         for socket in (self._socket, self._monitor):
             self._loop.remove_reader(socket.fileno())
         self._socket.disable_monitor()
@@ -148,16 +149,16 @@ class SocketLink:
         for event in events_of(self._monitor):
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._take()  # replies of the connection before: their requests would be sent again
-                self._tries_again()
+                self._stop_timer()
                 self._up = self._was_up = True
                 self._listener.connected()
             elif event == zmq.EVENT_DISCONNECTED:
                 self._up = False
                 self._listener.disconnected()
-                self._tries_again()
-                self._given_up = self._loop.call_later(GIVEN_UP_S, self.renew)
+                self._stop_timer()
+                self._timer = self._loop.call_later(GIVEN_UP_S, self.renew)
             elif event == zmq.EVENT_CONNECT_RETRIED:
-                self._tries_again()
+                self._stop_timer()
             elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and self._was_up:
                 # Encrypted bytes were changed on their way: libzmq would go on with this connection, which brings
                 # nothing any more, until heartbeats stop.
@@ -165,10 +166,10 @@ class SocketLink:
             elif self._hopeless(event):
                 self._listener.rejected(self._misfit())
 
-    def _tries_again(self) -> None:
-        if self._given_up is not None:
-            self._given_up.cancel()
-            self._given_up = None
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _hopeless(self, event: int) -> bool:
         """Whether the next handshake would fail too."""

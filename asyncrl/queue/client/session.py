@@ -4,7 +4,7 @@
                                        ▴     ├── deadline ──▸ Outcome(DeadlineError)
                                        └─────┴── no reply for RESEND_S, or the connection is new: sent again,
                                                  which is harmless, as the broker handles a request once
-                                                 (`silent` asks for a new connection)
+                                                 (`renew_due` asks for a new connection)
 
 Every message lists the requests that are still waited for, which is all that the broker needs in order to forget the
 others (envelope.py). Credit bounds the requests under way; those beyond it wait here, not at the broker.
@@ -31,7 +31,8 @@ RESEND_S = 5.0
 """After this long without a reply a request is sent again."""
 
 RENEW_S = 15.0
-"""After this long without a reply that is due, and without any other message, the connection is renewed."""
+"""After this long without a reply that is due, and without any other message, the connection is renewed; the second
+time after twice as long, and so on."""
 
 BUSY_S = 0.2
 """After this long a request that was refused as 'busy' is sent again."""
@@ -99,6 +100,7 @@ class Session:
         self._due: deque[int] = deque()  # to be sent by `outgoing`
         self._next_time = math.inf  # nothing is due before
         self._read_at = -math.inf  # when a message could last be read, or the connection was new
+        self._patience_s = RENEW_S
         self._statement_due = False  # the broker needs to know that something is not waited for any more
         self._complaint = ""  # the broker's last complaint about a message that it could not read
 
@@ -153,7 +155,7 @@ class Session:
         outcomes: list[Outcome] = []
         try:
             replies = envelope.unpack_replies(frames)
-            self._read_at = now
+            self._read_at, self._patience_s = now, RENEW_S
             for number, value, error, payload in replies:
                 result = ReplyValue(value, payload) if error is None else _raised(*error)
                 outcomes += self._replied(number, result, now)
@@ -187,17 +189,18 @@ class Session:
         self._find_next_time()
         return outcomes
 
-    def silent(self, now: float) -> bool:
-        """Whether the connection brings nothing, though something is due: then it may be one that looks whole and
-        passes nothing on. True once in RENEW_S at most."""
+    def renew_due(self, now: float) -> bool:
+        """Whether the connection brings nothing, though something is due: it may look whole and pass nothing on. The
+        next one gets twice the time: a large message may take longer than this one had."""
         asked = (
             max(pending.deadline - pending.seconds, pending.park_until or -math.inf)
             for pending in self._pending.values()
         )
-        silent = max(self._read_at, min(asked, default=math.inf)) + RENEW_S <= now
-        if silent:
+        due = max(self._read_at, min(asked, default=math.inf)) + self._patience_s <= now
+        if due:
             self._read_at = now
-        return silent
+            self._patience_s *= 2
+        return due
 
     def reconnected(self, now: float) -> None:
         """All requests under way may be lost: send them again."""

@@ -456,6 +456,7 @@ async def test_a_close_that_is_cancelled_or_comes_twice_disconnects() -> None:
         with pytest.raises(RefusedError, match=r"^disconnected"):
             await hello
         await asyncio.wait(closing)
+        assert all(each.cancelled() for each in closing)
 
 
 async def test_an_address_that_is_none_is_bad_input() -> None:

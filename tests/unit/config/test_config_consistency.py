@@ -167,6 +167,15 @@ def test_of_a_pool_only_its_place_is_compared() -> None:
     check_agreed(agreed(with_("placement", critic=PlaceConfig(where="pool"))), here)
 
 
+def test_so_it_is_of_a_users_own_model() -> None:
+    on_pool, learners = PlacementConfig(own={"near": {"where": "pool", "threads": 3}}), PlacementConfig()
+    pool = dataclasses.replace(CONFIG, placement=on_pool)
+    with pytest.raises(ConfigError, match=r'placement\.own\.near\.where is \(none\) at .* "pool"'):
+        check_agreed(agreed(dataclasses.replace(CONFIG, placement=learners)), pool)
+    other = PlacementConfig(own={"near": {"where": "pool", "devices": "1"}, "idle": {}})
+    check_agreed(agreed(dataclasses.replace(CONFIG, placement=other)), pool)
+
+
 def test_the_version_is_that_of_the_package() -> None:
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     assert project["version"] == VERSION

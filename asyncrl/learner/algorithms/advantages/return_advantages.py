@@ -147,20 +147,26 @@ def distill(batch: MicroBatch, config: AlgorithmConfig, context: AlgorithmContex
 
 
 def value_targets(batch: MicroBatch, config: AlgorithmConfig) -> dict[str, Tensor]:
-    """Targets of the critics: the columns `returns` and `cost_returns` [N] float32 that `algorithm.advantage` needs,
-    unwhitened advantages plus values, 0 outside the mask; and those of the user's critics. Those of vapo have λ = 1.
+    """Targets of the critics that the algorithm needs: the columns `returns` and `cost_returns` [N] float32, unwhitened
+    advantages plus values, 0 outside the mask; and those of the user's critics. Those of vapo have λ = 1.
+
+    Raises TrainingError for targets of a user that are not one number per token.
     """
-    entry = advantage_of(config)
+    entry, needed = advantage_of(config), needs(config)
     targets: dict[str, Tensor] = {}
-    if "critic" in entry.needs:
+    if "critic" in needed:
         lam = 1.0 if entry.function is vapo else config.lam
         targets["returns"] = reward_advantages(batch, config, lam) + column(batch, "values")
-    if "cost_critic" in entry.needs:
+    if "cost_critic" in needed:
         targets["cost_returns"] = cost_advantages(batch, config) + column(batch, "cost_values")
-    needed = needs(config)
     for name, role in ROLES.items():
         if name in needed and role.targets is not None:
-            targets[role.returns] = role.targets(batch, config)
+            made = targets[role.returns] = role.targets(batch, config)
+            if made.shape != batch.token_ids_N.shape:
+                rule = f"[{batch.tokens}] are needed, one for each token"
+                raise TrainingError(
+                    f"the targets of the critic {name} have the shape {list(made.shape)}; {rule}"
+                )
     return {name: torch.where(batch.loss_mask_N, each_N, 0.0).float() for name, each_N in targets.items()}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,15 +17,15 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.config.sections.models import CriticConfig
 from asyncrl.config.sections.placement import PlacementConfig
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, TrainingError
 from asyncrl.learner.algorithms import roles
 from asyncrl.learner.algorithms.advantages import advantages
 from asyncrl.learner.algorithms.advantages.return_advantages import value_targets
-from asyncrl.learner.algorithms.registry import ADVANTAGES, needs
+from asyncrl.learner.algorithms.registry import ADVANTAGES, LOSSES, NEEDS, needs
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.training import requirements
-from asyncrl.types import Group, Sampling, Task
+from asyncrl.types import COLUMNS, Group, Sampling, Task
 
 OWN = AlgorithmConfig(own_advantage=f"{OWN_CRITIC}:two_horizons", gamma=1.0, lam=1.0)
 
@@ -46,11 +47,12 @@ def misspelt(batch, config, context): ...
 @pytest.fixture(scope="module", autouse=True)
 def registries() -> Iterator[None]:
     """As they were, for the tests that count them."""
-    loaded, models, entries = set(sys.modules), dict(roles.ROLES), dict(ADVANTAGES)
+    loaded, registries = set(sys.modules), [roles.ROLES, ADVANTAGES, LOSSES]
+    before = [dict(registry) for registry in registries]  # type: ignore[call-overload]
     yield
-    for registry, before in ((roles.ROLES, models), (ADVANTAGES, entries)):
+    for registry, entries in zip(registries, before, strict=True):
         registry.clear()  # type: ignore[attr-defined]
-        registry.update(before)  # type: ignore[attr-defined]
+        registry.update(entries)  # type: ignore[attr-defined]
     for name in [name for name in set(sys.modules) - loaded if name.startswith("_asyncrl_file_")]:
         del sys.modules[name]
 
@@ -128,14 +130,76 @@ def test_a_name_is_declared_once() -> None:
     declare = roles.critic("once")
     declare(value_targets)
     declare(value_targets)  # a script is executed twice
-    with pytest.raises(ValueError, match="two models are called 'once'"):
+    with pytest.raises(ValueError, match="'once' is the name of something else"):
         declare(needs)
-    with pytest.raises(ValueError, match="two models are called 'critic'"):
-        roles.critic("critic")(value_targets)
-    with pytest.raises(ValueError, match="'a b' is no name"):
-        roles.frozen("a b", "here")
-    with pytest.raises(ValueError, match="'policy' is no name"):
-        roles.frozen("policy", "here")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["critic", "policy", "batch", "cost", "step", "learner", "generator", "a b", "Near", "near_"],
+)
+def test_a_name_that_means_something_else_is_refused(name: str) -> None:
+    """cost: the columns of cost_critic would be its own, too."""
+    with pytest.raises(ValueError, match=repr(name)):
+        roles.critic(name)(value_targets)
+
+
+def test_a_frozen_model_is_no_column_of_another() -> None:
+    with pytest.raises(ValueError, match="'values' is the name of something else"):
+        roles.frozen("values", "here")
+
+
+def test_no_need_and_no_column_can_be_the_name_of_a_model() -> None:
+    assert NEEDS - roles.BUILT_IN.keys() <= roles.RESERVED
+    assert COLUMNS.keys() <= roles.RESERVED
+
+
+TARGETS = """
+from asyncrl.learner.algorithms.registry import advantage
+from asyncrl.learner.algorithms.roles import critic
+
+@critic("{name}")
+def targets({arguments}):
+    return batch.rewards_R
+
+@advantage("{name}", source="an example", needs={{"{name}"}})
+def of_one(batch, config, context): ...
+"""
+
+
+def test_targets_that_take_other_arguments_are_refused_before_the_run(tmp_path: Path) -> None:
+    file = tmp_path / "arguments.py"
+    file.write_text(TARGETS.format(name="short", arguments="batch"))
+    with pytest.raises(ConfigError, match=r"@critic\('short'\) .* is called with \(batch, config\)"):
+        requirements.check(config_with(tmp_path, AlgorithmConfig(own_advantage=f"{file}:of_one")))
+    with pytest.raises(ValueError, match="are no function"):
+        roles.critic("partial")(partial(value_targets, config=OWN))
+
+
+def test_targets_must_be_one_number_for_each_token(tmp_path: Path) -> None:
+    file = tmp_path / "shapes.py"
+    file.write_text(TARGETS.format(name="shapeless", arguments="batch, config"))
+    with pytest.raises(
+        TrainingError, match=r"targets of the critic shapeless have the shape \[2\]; \[\d+\] are"
+    ):
+        value_targets(rewards_batch([0.0, 1.0]), AlgorithmConfig(own_advantage=f"{file}:of_one"))
+
+
+def test_a_critic_that_only_a_loss_needs_has_targets(tmp_path: Path) -> None:
+    file = tmp_path / "in_a_loss.py"
+    file.write_text(
+        "from asyncrl.learner.algorithms.registry import loss\n"
+        '@loss("valued", source="an example", needs={"critic"})\n'
+        "def valued(terms, config): ...\n"
+        '@loss("misspelt", source="an example", needs={"critc"})\n'
+        "def misspelt(terms, config): ...\n"
+    )
+    batch = rewards_batch([0.0, 1.0])
+    batch = batch.with_columns(values=torch.zeros(batch.tokens))
+    assert value_targets(batch, AlgorithmConfig(own_loss=f"{file}:valued")).keys() == {"returns"}
+    both = dataclasses.replace(OWN, own_loss=f"{file}:misspelt")
+    with pytest.raises(ConfigError, match=r"algorithm\.own_loss = .* needs 'critc'"):
+        needs(both)
 
 
 def test_the_settings_of_critics_are_its_own(tmp_path: Path) -> None:

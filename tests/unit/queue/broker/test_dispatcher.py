@@ -357,20 +357,20 @@ def _named(name: str, op: str, number: int) -> bytes:
 # ---------------------------------------------------------------------- a session's time
 
 
-def test_a_connection_is_silent_when_a_reply_is_due_and_no_message_came() -> None:
+def test_a_connection_is_renewed_when_a_reply_is_due_and_no_message_came() -> None:
     session = Session("run", "w/1", "here")
-    assert not session.silent(1e9)  # nobody waits
-    session.request(request_of("lease", lease_args(), 20.0), (), 60.0, 100.0)
-    assert not session.silent(119.0 + RENEW_S)  # the broker may park it for 20 s
-    assert session.silent(120.0 + RENEW_S)
-    assert not session.silent(121.0 + RENEW_S)  # the next connection has its time, too
+    assert not session.renew_due(1e9)  # nobody waits
+    session.request(request_of("lease", lease_args(), 20.0), (), 600.0, 100.0)
+    assert not session.renew_due(119.9 + RENEW_S)  # the broker may park it for 20 s
+    assert session.renew_due(120.0 + RENEW_S)
     session.receive([b"unreadable"], 139.0)
-    assert session.silent(120.0 + 2 * RENEW_S)
-    session.receive(reply(99), 151.0)
-    assert not session.silent(150.0 + RENEW_S)
-    session.reconnected(160.0)
-    assert not session.silent(159.0 + RENEW_S)
-    assert session.silent(160.0 + RENEW_S)
+    assert not session.renew_due(119.9 + 3 * RENEW_S)  # the next connection has twice the time
+    assert session.renew_due(120.0 + 3 * RENEW_S)
+    session.receive(reply(99), 170.0)
+    assert not session.renew_due(169.9 + RENEW_S)
+    session.reconnected(180.0)
+    assert not session.renew_due(179.9 + RENEW_S)
+    assert session.renew_due(180.0 + RENEW_S)
 
 
 def test_a_request_is_sent_again_until_its_deadline_which_names_everybody() -> None:
