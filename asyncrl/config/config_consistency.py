@@ -165,7 +165,7 @@ def as_texts(config: Config) -> dict[str, str]:
     """Every key of a configuration and its value as one line of JSON, in the order of the schema. Of `placement.own`,
     the keys of each model that is on a pool."""
     texts = {key: _text(attrgetter(key)(config)) for key in all_keys() if key != OWN_MODELS}
-    for name in config.placement.own.keys() & config.placement.pools.keys():
+    for name in sorted(config.placement.own.keys() & config.placement.pools.keys()):
         for key, value in vars(config.placement.places[name]).items():
             texts[f"{OWN_MODELS}.{name}.{key}"] = _text(value)
     return texts
