@@ -12,7 +12,7 @@ import argparse
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -85,12 +85,18 @@ def measured(folder: Path) -> Measured:
     """Means over the time, not over the versions."""
     rows = [each for each in read_rows(folder / "metrics.jsonl") if "perf/step_s" in each][FIRST:]
     seconds = sum(each["perf/step_s"] for each in rows)
-    busy = {
-        f"busy.{pool}": sum(each[f"perf/busy/{pool}"] * each["perf/step_s"] for each in rows) / seconds
-        for pool in ("generator", "learner")
-    }
+    busy = {f"busy.{pool}": over_time(rows, f"perf/busy/{pool}") for pool in ("generator", "learner")}
     rate, staleness = sum(each["train/rollouts"] for each in rows) / seconds, "train/staleness/mean"
     return {"rollouts_per_s": rate, **busy, "staleness": mean(each[staleness] for each in rows)}
+
+
+def over_time(rows: Sequence[Mapping[str, float]], key: str) -> float:
+    """The mean of a share, weighed by time. Rows of short versions may lack that of generators, which report it less
+    often."""
+    having = [each for each in rows if key in each]
+    return sum(each[key] * each["perf/step_s"] for each in having) / sum(
+        each["perf/step_s"] for each in having
+    )
 
 
 def predicted(args: argparse.Namespace, name: str, times: StageTimes) -> Measured:

@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.config.load import load_config
 from asyncrl.twin.times import StageTimes
-from bench.twin import RUNS, error, overrides, predicted, table
+from bench.twin import RUNS, error, over_time, overrides, predicted, table
 
 ARGS = argparse.Namespace(config="configs/recipes/demo.yaml", model="m", dir="runs", versions=8)
 
@@ -28,3 +28,8 @@ def test_the_table_has_both_sides_of_each_run() -> None:
     assert "| calibration | 110 | 100 | +10% | 90% | 90% | 50% | 50% | 1.00 | 1.00 |" in table(
         {"calibration": both}, 8
     )
+
+
+def test_a_share_is_the_mean_over_the_time_of_the_rows_that_have_it() -> None:
+    rows = [{"perf/step_s": 1.0, "busy": 0.4}, {"perf/step_s": 5.0}, {"perf/step_s": 3.0, "busy": 0.8}]
+    assert over_time(rows, "busy") == pytest.approx(0.7)
