@@ -117,7 +117,8 @@ class SocketLink:
         self._up = False
         self._listener.disconnected()
         self._stop_timer()
-        self._socket.disconnect(self.address)
+        with suppress(zmq.ZMQError):  # there may be none any more
+            self._socket.disconnect(self.address)
         self._socket.connect(self.address)
 
     def close(self) -> None:
