@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from asyncrl.config import VERSION
 from asyncrl.config.load import all_keys
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.placement import OWN_MODELS
 from asyncrl.errors import ConfigError
 from asyncrl.masking import masked_value
 
@@ -101,9 +102,6 @@ OF_THE_LEARNER = (
 OF_THE_QUEUE = ("queue.store", "queue.durable", "queue.fsync", "queue.retained_bytes", "queue.redis_url")
 """Keys whose value at the queue's own process counts."""
 
-OWN_MODELS = "placement.own"
-"""A key that holds sections, each of which has keys to agree on and others."""
-
 ASIDE = "one side: "
 """Before a key of these two among what the learner posts."""
 
@@ -164,10 +162,11 @@ def one_sided(learners: Mapping[str, str], config: Config, *, queue: bool = Fals
 def as_texts(config: Config) -> dict[str, str]:
     """Every key of a configuration and its value as one line of JSON, in the order of the schema. Of `placement.own`,
     the keys of each model that is on a pool."""
-    texts = {key: _text(attrgetter(key)(config)) for key in all_keys() if key != OWN_MODELS}
-    for name in sorted(config.placement.own.keys() & config.placement.pools.keys()):
-        for key, value in vars(config.placement.places[name]).items():
-            texts[f"{OWN_MODELS}.{name}.{key}"] = _text(value)
+    texts, placement = {key: _text(attrgetter(key)(config)) for key in all_keys()}, config.placement
+    del texts[OWN_MODELS]
+    for name in sorted(placement.own.keys() & placement.pools.keys()):
+        for key, value in vars(placement.pools[name]).items():
+            texts[f"{placement.key_of(name)}.{key}"] = _text(value)
     return texts
 
 

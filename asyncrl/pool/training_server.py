@@ -110,6 +110,7 @@ class TrainingServer(PoolWork):
 
     def __init__(self, model: TrainedModel, host: str, keys: ClientKeys | None) -> None:
         self._model, self._incarnation = model, uuid.uuid4().hex
+        self._column = column_of(model.name, model.config)
         self._steps, self._epoch, self._session = 0, -1, ""
         self._barrier: CallBarrier | None = None
         self._begun = threading.Event()
@@ -150,8 +151,7 @@ class TrainingServer(PoolWork):
 
     async def columns(self, group: Group) -> Mapping[str, Array]:
         """By the present weights. The learner deals with values that are not finite, as for a colocated model."""
-        column = column_of(self._model.name, self._model.config)
-        return {column: (await in_thread(self._model.predict, group)).numpy()}
+        return {self._column: (await in_thread(self._model.predict, group)).numpy()}
 
     # ------------------------------------------------------------------ requests, in the RPC thread
 

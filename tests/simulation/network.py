@@ -130,8 +130,6 @@ class SimLink:
             self.connection.to_broker.send([bytes(frame) for frame in frames])
 
     def renew(self) -> None:
-        if self._listener is not None:
-            self._listener.disconnected()
         self.drop()
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import traceback
@@ -93,6 +94,12 @@ def _import(module: str) -> ModuleType:
     if here not in sys.path:
         sys.path.append(here)
     return importlib.import_module(module)
+
+
+def origin_of(function: Callable[..., Any]) -> tuple[Path, str]:
+    """The file of a function and its name there. The script that starts a run is executed twice, as a script and as the
+    file that the configuration names: its functions are then the same ones."""
+    return Path(inspect.getfile(function)).resolve(), function.__qualname__
 
 
 def _load_file(path: Path) -> ModuleType:

@@ -23,6 +23,9 @@ from asyncrl.config.rules import (
 REWARDS = "rewards"
 """The only pool that is no model of the learner's: the reward functions."""
 
+OWN_MODELS = "placement.own"
+"""The key of the places of models that users declare: sections, each with keys that processes agree on and others."""
+
 MODEL_NAME = re.compile(r"[a-z]([a-z0-9_]*[a-z0-9])?")
 """The name of a model that a user declares: also one of processes, and with - for _ of objects in Kubernetes."""
 
@@ -113,13 +116,13 @@ class PlacementConfig(Section):
                 f"write placement.{name} for a built-in model, else small letters, digits and _",
                 name,
             )
-        as_sections(PlaceConfig, "placement.own", self.own)  # raises the errors of entries
+        as_sections(PlaceConfig, OWN_MODELS, self.own)  # raises the errors of entries
 
     @cached_property
     def places(self) -> Mapping[str, PlaceConfig]:
         values = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
         built_in = {name: value for name, value in values.items() if isinstance(value, PlaceConfig)}
-        return built_in | as_sections(PlaceConfig, "placement.own", self.own)
+        return built_in | as_sections(PlaceConfig, OWN_MODELS, self.own)
 
     @cached_property
     def pools(self) -> Mapping[str, PlaceConfig]:
@@ -132,7 +135,7 @@ class PlacementConfig(Section):
         >>> PlacementConfig(own={"twin": {}}).key_of("twin"), PlacementConfig().key_of("critic")
         ('placement.own.twin', 'placement.critic')
         """
-        return f"placement.own.{name}" if name in self.own else f"placement.{name}"
+        return f"{OWN_MODELS}.{name}" if name in self.own else f"placement.{name}"
 
     def one_process(self, name: str) -> Rule:
         """For the pool of a model that learns."""

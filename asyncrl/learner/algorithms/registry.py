@@ -9,15 +9,13 @@ every file that does so. A new algorithm is one function, one literal, one test 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final, Generic, Literal, TypeVar, cast, get_args
 
 from torch import Tensor
 
-from asyncrl.config.functions.function_spec import load_function
+from asyncrl.config.functions.function_spec import load_function, origin_of
 from asyncrl.config.functions.signatures import check_arguments
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.errors import ConfigError
@@ -123,7 +121,7 @@ def register(
     """Register a function under a literal of the key of `entries`. Raises ValueError for a literal that is taken."""
 
     def into_entries(function: F) -> F:
-        if name in entries and _origin(entries[name].function) != _origin(function):
+        if name in entries and origin_of(entries[name].function) != origin_of(function):
             raise ValueError(f"two algorithms are called {name!r}: {entries[name].function} and {function}")
         entries[name] = Algorithm(function, source, frozenset(needs))
         return function
@@ -178,9 +176,3 @@ def _own(spec: str | None, key: str, entries: Mapping[str, Algorithm[F]]) -> Alg
     check_arguments(function, spec, f"algorithm.{key}", *ARGUMENTS[key])
     registered = (entry for entry in entries.values() if entry.function is function)
     return next(registered, Algorithm(cast(F, function), "", frozenset({"rollout"})))
-
-
-def _origin(function: Callable[..., Any]) -> tuple[Path, str]:
-    """Its file and its name there. The script that starts a run is executed twice, as a script and as the file that
-    the configuration names: its functions are then the same ones."""
-    return Path(inspect.getfile(function)).resolve(), function.__qualname__

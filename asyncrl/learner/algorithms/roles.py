@@ -18,12 +18,11 @@ import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, Literal
 
 from torch import Tensor
 
-from asyncrl.config.functions.function_spec import load_function
+from asyncrl.config.functions.function_spec import load_function, origin_of
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.config.sections.placement import MODEL_NAME
 from asyncrl.types import COLUMNS
@@ -120,8 +119,7 @@ def learning() -> list[str]:
 def _declare(name: str, role: ModelRole) -> None:
     if not MODEL_NAME.fullmatch(name):
         raise ValueError(f"{name!r} is no name for a model: use small letters, digits and _")
-    # The script that starts a run is executed twice, as a script and as the file that the configuration names.
-    again = name in ROLES and (_origin(ROLES[name]), ROLES[name].path) == (_origin(role), role.path)
+    again = name in ROLES and _same(ROLES[name], role)
     used = {column for one in ROLES.values() for column in (one.outputs, one.returns)}
     if not again and (
         name in RESERVED or name in ROLES or used & {role.outputs, role.returns or role.outputs}
@@ -130,7 +128,7 @@ def _declare(name: str, role: ModelRole) -> None:
     ROLES[name] = role
 
 
-def _origin(role: ModelRole) -> tuple[Path, str] | None:
-    if role.targets is None:
-        return None
-    return Path(inspect.getfile(role.targets)).resolve(), role.targets.__qualname__
+def _same(one: ModelRole, other: ModelRole) -> bool:
+    if one.targets is None or other.targets is None:
+        return one == other
+    return origin_of(one.targets) == origin_of(other.targets)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from asyncrl.config.config_consistency import OWN_MODELS
 from asyncrl.config.functions.signatures import check_arguments
 from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
@@ -154,7 +153,7 @@ def _check_models(config: Config, needed: Collection[str]) -> None:
     for model, key, value in settings:
         rule = f"would do nothing: the algorithm has no {model}"
         remedy = "leave it out, or see `asyncrl algorithms` for who needs that model"
-        if key.startswith(OWN_MODELS):
+        if model in placement.own:
             remedy = "leave it out, or name it among the needs of algorithm.own_advantage or own_loss"
         require(model in needed or not value, key, value, rule, remedy)
     for model in models_trained_in_pools(config):

@@ -114,9 +114,7 @@ class SocketLink:
             self._soon()
 
     def renew(self) -> None:
-        self._up = False
-        self._listener.disconnected()
-        self._stop_timer()
+        self._lost()
         with suppress(zmq.ZMQError):  # there may be none any more
             self._socket.disconnect(self.address)
         self._socket.connect(self.address)
@@ -154,9 +152,7 @@ class SocketLink:
                 self._up = self._was_up = True
                 self._listener.connected()
             elif event == zmq.EVENT_DISCONNECTED:
-                self._up = False
-                self._listener.disconnected()
-                self._stop_timer()
+                self._lost()
                 self._timer = self._loop.call_later(GIVEN_UP_S, self.renew)
             elif event == zmq.EVENT_CONNECT_RETRIED:
                 self._stop_timer()
@@ -166,6 +162,11 @@ class SocketLink:
                 self.renew()
             elif self._hopeless(event):
                 self._listener.rejected(self._misfit())
+
+    def _lost(self) -> None:
+        self._up = False
+        self._stop_timer()
+        self._listener.disconnected()
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

@@ -192,11 +192,8 @@ class Session:
     def renew_due(self, now: float) -> bool:
         """Whether the connection brings nothing, though something is due: it may look whole and pass nothing on. The
         next one gets twice the time: a large message may take longer than this one had."""
-        asked = (
-            max(pending.deadline - pending.seconds, pending.park_until or -math.inf)
-            for pending in self._pending.values()
-        )
-        due = max(self._read_at, min(asked, default=math.inf)) + self._patience_s <= now
+        owed = (p.park_until or p.deadline - p.seconds for p in self._pending.values())
+        due = max(self._read_at, min(owed, default=math.inf)) + self._patience_s <= now
         if due:
             self._read_at = now
             self._patience_s *= 2

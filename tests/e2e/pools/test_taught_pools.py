@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from learner_cases import OWN_CRITIC
 from own_functions import LENGTH
 from processes import (
     child,
@@ -35,7 +36,6 @@ PPO = [
     "critic.optimizer.lr=1e-3",
     "placement.critic.where=pool",
 ]
-OWN_CRITIC = Path(__file__).parents[3] / "examples" / "own_critic.py"
 FIRST_AND_LATER = (1, 4)
 """Versions before the first checkpoint, and after some."""
 

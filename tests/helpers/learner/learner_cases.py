@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ from asyncrl.config.schema import (
 )
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.config.sections.learner import OptimizerConfig
+from asyncrl.learner.algorithms.registry import ADVANTAGES, LOSSES
+from asyncrl.learner.algorithms.roles import ROLES
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.types import NO_VERSION, Group, Rollout, Sampling, Task
 
@@ -152,3 +156,16 @@ def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(
         torch.equal(tensor, other[name]) for name, tensor in one.items()
     )
+
+
+@contextmanager
+def kept_registries() -> Iterator[None]:
+    """Without the algorithms and models that a user's files have declared meanwhile: other tests count them."""
+    registries: list[dict[str, Any]] = [ADVANTAGES, LOSSES, ROLES]
+    loaded, before = set(sys.modules), [dict(registry) for registry in registries]
+    yield
+    for registry, entries in zip(registries, before, strict=True):
+        registry.clear()
+        registry.update(entries)
+    for name in [name for name in set(sys.modules) - loaded if name.startswith("_asyncrl_file_")]:
+        del sys.modules[name]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from learner_cases import OWN_CRITIC, rewards_batch, small_config
+from learner_cases import OWN_CRITIC, kept_registries, rewards_batch, small_config
 
 from asyncrl.bench.climb import climb
 from asyncrl.config.schema import BatchConfig
@@ -17,7 +16,7 @@ from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.errors import ConfigError, TrainingError
 from asyncrl.learner.algorithms.advantages import advantages
 from asyncrl.learner.algorithms.losses.policy_loss import PolicyTerms, policy_loss
-from asyncrl.learner.algorithms.registry import ADVANTAGES, LOSSES, needs
+from asyncrl.learner.algorithms.registry import needs
 from asyncrl.learner.training import requirements
 
 ROOT = Path(__file__).parents[4]
@@ -29,14 +28,8 @@ OWN = AlgorithmConfig(
 
 @pytest.fixture(scope="module", autouse=True)
 def registries() -> Iterator[None]:
-    """As they were, for the tests that count them."""
-    loaded = set(sys.modules)
-    yield
-    for entries in (ADVANTAGES, LOSSES):
-        for name in [name for name, entry in entries.items() if entry.source == "an example"]:
-            del entries[name]
-    for name in [name for name in set(sys.modules) - loaded if name.startswith("_asyncrl_file_")]:
-        del sys.modules[name]
+    with kept_registries():
+        yield
 
 
 def test_the_median_is_the_baseline() -> None:

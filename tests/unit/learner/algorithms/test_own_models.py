@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from learner_cases import OWN_CRITIC, rewards_batch, rollout, small_config, tiny_model
+from learner_cases import OWN_CRITIC, kept_registries, rewards_batch, rollout, small_config, tiny_model
 
 from asyncrl.bench.climb import climb
 from asyncrl.config.schema import Config
@@ -21,7 +20,7 @@ from asyncrl.errors import ConfigError, TrainingError
 from asyncrl.learner.algorithms import roles
 from asyncrl.learner.algorithms.advantages import advantages
 from asyncrl.learner.algorithms.advantages.return_advantages import value_targets
-from asyncrl.learner.algorithms.registry import ADVANTAGES, LOSSES, NEEDS, needs
+from asyncrl.learner.algorithms.registry import NEEDS, needs
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.training import requirements
@@ -46,15 +45,8 @@ def misspelt(batch, config, context): ...
 
 @pytest.fixture(scope="module", autouse=True)
 def registries() -> Iterator[None]:
-    """As they were, for the tests that count them."""
-    loaded, registries = set(sys.modules), [roles.ROLES, ADVANTAGES, LOSSES]
-    before = [dict(registry) for registry in registries]  # type: ignore[call-overload]
-    yield
-    for registry, entries in zip(registries, before, strict=True):
-        registry.clear()  # type: ignore[attr-defined]
-        registry.update(entries)  # type: ignore[attr-defined]
-    for name in [name for name in set(sys.modules) - loaded if name.startswith("_asyncrl_file_")]:
-        del sys.modules[name]
+    with kept_registries():
+        yield
 
 
 def config_with(folder: Path, algorithm: AlgorithmConfig, **placement: object) -> Config:

@@ -15,7 +15,7 @@ import msgpack
 import pytest
 import torch
 import zmq
-from learner_cases import OWN_CRITIC, copied_weights, random_group, small_config, tiny_model
+from learner_cases import OWN_CRITIC, copied_weights, kept_registries, random_group, small_config, tiny_model
 from learner_fakes import FakeBackend, ranks
 from torch import Tensor
 from trainer_cases import checkpoints_of
@@ -58,6 +58,12 @@ PRIME = AlgorithmConfig(advantage="prime")
 OWN = AlgorithmConfig(own_advantage=f"{OWN_CRITIC}:two_horizons")
 OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=1)
 LOOPBACK = "127.0.0.1"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registries() -> Iterator[None]:
+    with kept_registries():
+        yield
 
 
 def config_of(folder: Path, algorithm: AlgorithmConfig = GAE, pool: bool = True, **learner: Any) -> Config:
