@@ -1,110 +1,116 @@
-"""What staleness does to learning, and what the correction gives back: the plot of the README.
+"""How many versions each algorithm needs when all of its data have one age: the plot of the README.
 
-    make demo && python -m bench.staleness --json bench/results/staleness.json --plot docs/figures/staleness.svg
+    make demo && python -m bench.staleness --seeds 0 1 2 --json FILE --table FILE --plot docs/figures/staleness.svg
 
-For each seed the demo task is trained three times from the same warm start, in real separate processes:
+    policy of version v − age ─▸ groups ─▸ the learner's step of version v
+      ▲                                       │
+      └──────── copies of the last versions ──┘
 
-    fresh        max_staleness 1, otherwise as the demo is
-    corrected    max_staleness 8; the clipped ratio is taken against the recorded behaviour log-probs
-    uncorrected  max_staleness 8; behaviour log-probs ignored (plain policy gradient, as if data were on-policy)
-
-Both stale arms have half the demo's learning rate and twice (corrected) or once (uncorrected) its versions; a run ends
-at the bar. The queue is let run full (depth (η + 1)·B), so η = 8 really trains on old data: the mean staleness is in
-the figures.
+The engine, the rewards and the learner's steps are those of a run. Queue and processes are left out, so that the age is
+the same number for every token and a run repeats to the last bit. The first `age` versions have data of version 0.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
-import shutil
+import multiprocessing
 import statistics
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from asyncrl.bench.climb import next_groups
 from asyncrl.config.load import load_config
-from asyncrl.launch.local_run import train
-from asyncrl.telemetry.sinks import read_rows
+from asyncrl.config.schema import Config
+from asyncrl.config.sections.tasks import MAIN
+from asyncrl.errors import TrainingError
+from asyncrl.generator.engines.transformers.transformers_engine import load_transformers_engine
+from asyncrl.generator.rollouts import Rollouts
+from asyncrl.generator.scoring.rewards import Scorer
+from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
+from asyncrl.learner.reporting.heldout import of_group, scores
+from asyncrl.learner.training import requirements
+from asyncrl.learner.training.version_step import version_step
+from asyncrl.models.prompts import policy_tokenizer
+from asyncrl.tasks.source import held_out, training_tasks
+from asyncrl.types import Task
 from bench.output import write_results
 
-UNCORRECTED = ["algorithm.loss=reinforce", "algorithm.proximal=frozen", "algorithm.correction.kind=none"]
-STALE = ["queue.max_staleness=8", "learner.optimizer.lr=1e-4"]
-FULL_QUEUE = ["queue.depth=null", "queue.window=1"]
-ARMS = {
-    # arm: (overrides, versions as a multiple of --versions)
-    "fresh": (["queue.max_staleness=1"], 1),
-    "uncorrected": ([*STALE, *UNCORRECTED], 1),
-    # Far above the clip, a negative advantage pulls with a weight of up to 10 at this age: the dual clip ends that.
-    "corrected": ([*STALE, "algorithm.dual_clip=2"], 2),
+ARMS: dict[str, list[str]] = {
+    "clip": ["algorithm.dual_clip=2"],
+    "off_policy_baseline": ["algorithm.dual_clip=2", "algorithm.advantage=off_policy_baseline"],
+    "none": ["algorithm.loss=reinforce"],
+    "tis": ["algorithm.loss=reinforce", "algorithm.proximal=frozen", "algorithm.correction.kind=tis"],
+    "m2po": [
+        *("algorithm.loss=reinforce", "algorithm.proximal=frozen", "algorithm.correction.kind=tis"),
+        *("algorithm.correction.high=100.0", "algorithm.correction.reject=m2po"),
+        "algorithm.correction.reject_high=0.04",
+    ],
+    "dppo_tv": ["algorithm.loss=dppo_tv"],
 }
+"""Changes to the demo. All have its learning rate."""
+
+PLOTTED = {
+    ("clip", 0): "#2b8a3e",
+    ("none", 8): "#c92a2a",
+    ("clip", 8): "#868e96",
+    ("off_policy_baseline", 8): "#1864ab",
+}
+"""Arms and ages of the plot, with their colours."""
+
+MEANS = {"staleness": "train/staleness/mean", "effective_sample_size": "train/effective_sample_size"}
+"""Figures of a run: metrics of its versions. One in which all groups are flat may have no sample size."""
 
 
-def run_arm(args: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
-    """Train once; returns the held-out curve [(version, accuracy)] and the mean staleness."""
-    name = f"staleness-{arm}-{seed}"
-    folder = Path(args.dir) / name
-    changes, multiple = ARMS[arm]
-    shutil.rmtree(folder, ignore_errors=True)
-    overrides = [
-        f"run.name={name}",
-        f"run.dir={args.dir}",
-        f"run.seed={seed}",
-        f"run.versions={multiple * args.versions}",
-        f"run.target_accuracy={args.bar}",
-        f"model.path={args.model}",
-        "launch.quiet=true",
-        *FULL_QUEUE,
-        *changes,
-    ]
-    summary = train(load_config(args.config, overrides))
-    rows = read_rows(folder / "metrics.jsonl")
-    curve = [(row["version"], row["eval/accuracy"]) for row in rows if "eval/accuracy" in row]
-    print(
-        f"{name}: {curve[0][1]:.3f} -> {curve[-1][1]:.3f}, staleness {summary['staleness']['mean']:.2f}",
-        flush=True,
-    )
-    return {
-        "curve": sorted(curve),
-        "staleness_mean": summary["staleness"]["mean"],
-        "train_s": summary["train_s"],
-    }
+async def train(config: Config, age: int, bar: float) -> dict[str, Any]:
+    """Train until `bar` or the end of the run: curve [(version, held-out accuracy)], mean staleness, mean effective
+    sample size, seconds. Raises TrainingError for a step that the learner refuses."""
+    torch.manual_seed(config.run.seed)
+    backend = FsdpBackend(config, requirements.models(config))
+    learner, tokenizer = version_step(backend, config), policy_tokenizer(config)
+    engine, scorer = load_transformers_engine(config, tokenizer), Scorer.from_config(config.reward)
+    rollouts = Rollouts(engine, tokenizer, scorer, config)
+    tasks = map(training_tasks(config).task_at, count())
+    kept: deque[Mapping[str, Tensor]] = deque(maxlen=age + 1)
+    found: list[tuple[int, float]] = []
+    reports: list[Mapping[str, float]] = []
+    begun = time.perf_counter()
+    await engine.start()
+    try:
+        for version in range(config.run.versions + 1):
+            kept.append({name: tensor.clone() for name, tensor in backend.local_tensors().items()})
+            if version % config.evaluation.every == 0 or version == config.run.versions:
+                await engine.flip(kept[-1], version)
+                found.append((version, await _accuracy(rollouts, config)))
+                if found[-1][1] >= bar or version == config.run.versions:
+                    break
+            await engine.flip(kept[0], max(0, version - age))
+            learner.add(await next_groups(config, rollouts, tasks), version)
+            report = learner.step(version)
+            if report.refused:
+                raise TrainingError(f"version {version}: {report.refused}")
+            reports.append(report.values)
+    finally:
+        await engine.close()
+        scorer.close()
+        backend.close()
+    means = {name: _mean(r[key] for r in reports if key in r) for name, key in MEANS.items()}
+    return {"curve": found, "seconds": time.perf_counter() - begun, **means}
 
 
-def first_version_at(curve: list[tuple[int, float]], accuracy: float) -> int | None:
-    return next((version for version, value in curve if value >= accuracy), None)
-
-
-def figures(runs: dict[str, dict[int, dict[str, Any]]], bar: float) -> dict[str, Any]:
-    """Medians over the seeds, one entry per arm and quantity."""
-    found: dict[str, Any] = {}
-    for arm, by_seed in runs.items():
-        ends = [run["curve"][-1][1] for run in by_seed.values()]
-        found[f"accuracy_end.{arm}"] = statistics.median(ends)
-        found[f"accuracy_end_min.{arm}"] = min(ends)
-        found[f"accuracy_end_max.{arm}"] = max(ends)
-        found[f"staleness_mean.{arm}"] = statistics.median(run["staleness_mean"] for run in by_seed.values())
-        found[f"versions_to_bar.{arm}"] = [first_version_at(run["curve"], bar) for run in by_seed.values()]
-    return found
-
-
-def draw(runs: dict[str, dict[int, dict[str, Any]]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7.5, 3.6))
-    for arm, colour in zip(runs, ("#2b8a3e", "#c92a2a", "#1864ab"), strict=True):
-        for i, run in enumerate(runs[arm].values()):
-            versions, accuracy = zip(*run["curve"], strict=True)
-            label = f"{arm} (mean staleness {run['staleness_mean']:.1f})" if i == 0 else None
-            axes.plot(versions, accuracy, color=colour, alpha=0.85, linewidth=1.4, label=label)
-    axes.set(xlabel="version", ylabel="held-out accuracy", ylim=(0, 1.02))
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+async def _accuracy(rollouts: Rollouts, config: Config) -> float:
+    exam = await rollouts.evaluate(Task(0, "", {}), held_out(config)[MAIN], "held-out", MAIN)
+    chosen = config.evaluation.named_sets[MAIN]
+    return float(scores(*of_group(exam, chosen.samples), chosen.pass_reward)["accuracy"])
 
 
 def main() -> None:
@@ -113,22 +119,96 @@ def main() -> None:
     )
     parser.add_argument("--config", default="configs/recipes/demo.yaml")
     parser.add_argument("--model", default="runs/addition/warm", help="warm-started model folder")
-    parser.add_argument("--dir", default="runs", help="where the run folders go")
-    parser.add_argument("--versions", type=int, default=320, help="of the fresh arm (default: %(default)s)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--ages", type=int, nargs="+", default=[0, 8, 16])
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=["clip", "off_policy_baseline"])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--bar", type=float, default=0.96, help="accuracy at which a run ends")
+    parser.add_argument("--processes", type=int, default=2, help="runs at once, of one thread each")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--table", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
-    runs: dict[str, dict[int, dict[str, Any]]] = {arm: {} for arm in ARMS}
-    for seed in args.seeds:
-        for arm in ARMS:
-            runs[arm][seed] = run_arm(args, arm, seed)
-    report = {"figures": figures(runs, args.bar), "runs": runs}
-    print(json.dumps(report["figures"], indent=2))
-    write_results(args.json, report)
+    runs = [(args, arm, age, seed) for seed in args.seeds for age in args.ages for arm in args.arms]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(
+        args.processes, context, initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:
+        results = list(pool.map(_run, *zip(*runs, strict=True)))
+    found = {"figures": figures(results, args.bar), "runs": results}
+    write_results(args.json, found, args.table, table(results, args.bar))
     if args.plot:
-        draw(runs, args.plot)
+        draw(results, args.plot)
+
+
+def _run(args: argparse.Namespace, arm: str, age: int, seed: int) -> dict[str, Any]:
+    """One run, in a process of its own."""
+    overrides = [f"run.seed={seed}", f"model.path={args.model}", *ARMS[arm]]
+    found = asyncio.run(train(load_config(args.config, overrides), age, args.bar))
+    result = {"arm": arm, "age": age, "seed": seed, **found}
+    print(json.dumps(result), flush=True)
+    return result
+
+
+def figures(runs: Sequence[dict[str, Any]], bar: float) -> dict[str, Any]:
+    """By arm and age: the version of each seed that came to the bar, None for one that did not; the last accuracies."""
+    found: dict[str, Any] = {}
+    for run in runs:
+        name = f"{run['arm']}.{run['age']}"
+        version, accuracy = run["curve"][-1]
+        found.setdefault(f"versions_to_bar.{name}", []).append(version if accuracy >= bar else None)
+        found.setdefault(f"accuracy_end.{name}", []).append(accuracy)
+    for name in [name for name in found if name.startswith("accuracy_end.")]:
+        found[name] = statistics.median(found[name])
+    return found
+
+
+def table(runs: Sequence[dict[str, Any]], bar: float) -> str:
+    """A row for each age and arm."""
+    looks = min(len(run["curve"]) for run in runs)
+    until = runs[0]["curve"][looks - 1][0]
+    lines = [
+        f"| age | arm | versions to {bar:.0%}, by seed | accuracy at the end | mean accuracy up to version {until} "
+        "| s, evaluations too |",
+        "|--:|---|---|--:|--:|--:|",
+    ]
+    for age, arm in sorted({(run["age"], run["arm"]) for run in runs}):
+        some = [run for run in runs if (run["age"], run["arm"]) == (age, arm)]
+        reached = (run["curve"][-1] for run in some)
+        versions = ", ".join(str(version) if accuracy >= bar else "never" for version, accuracy in reached)
+        end = statistics.median(run["curve"][-1][1] for run in some)
+        early = _mean(accuracy for run in some for _, accuracy in run["curve"][:looks])
+        seconds = statistics.median(run["seconds"] for run in some)
+        lines.append(f"| {age} | `{arm}` | {versions} | {end:.3f} | {early:.3f} | {seconds:.0f} |")
+    return "\n".join([*lines, ""])
+
+
+def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
+    """The curves of those runs that are in PLOTTED, a line for each seed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7.5, 3.6))
+    for (arm, age), colour in PLOTTED.items():
+        label: str | None = "fresh data" if age == 0 else f"{age} versions old: {arm}"
+        for run in runs:
+            if (run["arm"], run["age"]) == (arm, age):
+                versions, accuracy = zip(*run["curve"], strict=True)
+                axes.plot(versions, accuracy, color=colour, alpha=0.85, linewidth=1.4, label=label)
+                label = None
+    axes.set(xlabel="version", ylabel="held-out accuracy", ylim=(0, 1.02))
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def _mean(values: Iterable[float]) -> float:
+    """0 of nothing."""
+    every = list(values)
+    return statistics.mean(every) if every else 0.0
 
 
 if __name__ == "__main__":

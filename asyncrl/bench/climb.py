@@ -178,7 +178,7 @@ async def _loop(config: Config) -> list[list[Group]]:
     for version in range(config.run.versions):
         if version % LAG == 0:
             await engine.flip(backend.local_tensors(), version)
-        every.append(await _groups(config, rollouts, map(tasks.task_at, ordinals)))
+        every.append(await next_groups(config, rollouts, map(tasks.task_at, ordinals)))
         way.add(every[-1], version)
         if refused := way.step(version).refused:
             raise TrainingError(f"version {version}: {refused}")
@@ -188,7 +188,7 @@ async def _loop(config: Config) -> list[list[Group]]:
     return every
 
 
-async def _groups(config: Config, rollouts: Rollouts, tasks: Iterator[Task]) -> list[Group]:
+async def next_groups(config: Config, rollouts: Rollouts, tasks: Iterator[Task]) -> list[Group]:
     """The groups of one version. Dropped ones are replaced, as by a worker."""
     kept: list[Group] = []
     for _ in range(MOST_ROUNDS):

@@ -10,7 +10,7 @@ from asyncrl.config.rules import Amount, Count, NotNegative, Positive, Rule, Sec
 
 GROUP_ADVANTAGES = (
     *("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "gpg", "gdpo", "pass_at_k", "sppo", "prime"),
-    *("gigpo", "hgpo", "optimal_token_baseline"),
+    *("gigpo", "hgpo", "optimal_token_baseline", "off_policy_baseline"),
 )
 """Advantages that compare the rollouts of a task: those that need 'group' in `learner/algorithms/registry.py`."""
 
@@ -177,6 +177,7 @@ class AlgorithmConfig(Section):
         "reinforce_pp_baseline",
         "remax",
         "optimal_token_baseline",
+        "off_policy_baseline",
         "opo",
         "gpg",
         "gdpo",
@@ -232,6 +233,10 @@ class AlgorithmConfig(Section):
     hgpo_alpha: float = key(1.0, "α: weight (k + 1)^α of the groups that share k of them")
     sppo_eta: float = key(1.0, "η of sppo: how far the log-ratio is pulled")
     sppo_beta: float | None = key(None, "R − soft-mean_β(R) in place of P̂ − ½; none: P̂ − ½")
+    baseline_floor: float = key(
+        0.0,
+        "off_policy_baseline: F, the reward assumed of answers that the group does not have: that of a wrong one",
+    )
     prm_beta: Positive = key(0.05, "β: the implicit process reward is β(log π_prm − log π_ref)")
     cost_part: str = key(
         "cost", "safe_rlhf: the reward part that is a cost (give it reward.weights.<part>=0)"
@@ -296,6 +301,7 @@ class AlgorithmConfig(Section):
             "set algorithm.filter=none",
         )
         yield from self._filter_rules()
+        yield from self._baseline_rules()
         yield Rule(
             self.built_in_loss != "none" or bool(self.kl_terms or self.entropy_bonus or self.lm_coef),
             "loss",
@@ -325,6 +331,23 @@ class AlgorithmConfig(Section):
             "pass_k",
             "the best of one is the reward itself",
             "set algorithm.pass_k=2 or more, or algorithm.advantage=rloo",
+        )
+
+    def _baseline_rules(self) -> Iterator[Rule]:
+        """off_policy_baseline compares π with μ over whole rollouts: it refuses what leaves tokens out, or makes them
+        differ on fresh data."""
+        other = self.built_in_advantage != "off_policy_baseline"
+        yield Rule(
+            other or not self.correction.reject_first,
+            "correction.reject_first",
+            "leaves the tokens out by which advantage 'off_policy_baseline' sees how far the policy has moved",
+            "set algorithm.correction.reject_first=false",
+        )
+        yield Rule(
+            other or self.truncated == "refuse",
+            "truncated",
+            "makes π/μ less than 1 at every token, which advantage 'off_policy_baseline' takes for movement",
+            "set generator.top_p=1, top_k and min_p off, and algorithm.truncated=refuse",
         )
 
     def _filter_rules(self) -> Iterator[Rule]:

@@ -2,7 +2,7 @@
 
 The estimators are pure functions, each under its literal of `AlgorithmConfig.advantage`:
 
-    group_advantages.py   one number per rollout, from the rewards of its group
+    group_advantages.py   one number per rollout, from its group
     return_advantages.py  one number per token, from what comes after it
     step_advantages.py    one number per step of an agent, from the steps of its group that began alike
 

@@ -1,6 +1,7 @@
 """Advantages of whole rollouts: R, the reward of a rollout, set against the rewards of its group.
 
-Every policy token of a rollout gets the same number. A group of one, and a group whose rewards are all equal, gets 0.
+Every policy token of a rollout gets the same number. A group of one, and a group whose rewards are all equal, gets 0,
+but for `off_policy_baseline`.
 
 Axes:  G groups · R rollouts · n rollouts of one group · N tokens
 """
@@ -17,17 +18,24 @@ from asyncrl.learner.algorithms.reductions import (
     above_least,
     by_group,
     centred,
+    column,
+    group_sizes,
     group_sums,
     has_spread,
     leave_one_out,
     over_ranks,
     policy_tokens,
+    rollout_sums,
     standardised,
     whiten,
     zeros,
 )
 from asyncrl.learner.algorithms.registry import AlgorithmContext, advantage
 from asyncrl.learner.data.batch import MicroBatch
+
+NEGLIGIBLE = 0.1
+"""In a group without spread, a mean of 1 − min(w, 1) below this gives advantages of exactly 0. Such a group costs no
+pass, and so small a difference may be rounding between engine and learner."""
 
 
 @advantage("grpo", source="DeepSeekMath, arXiv 2402.03300", needs={"group"})
@@ -67,6 +75,29 @@ def opo(batch: MicroBatch, config: AlgorithmConfig, context: AlgorithmContext) -
     lengths_R = group_sums(length_R, batch.group_R).clamp(min=1)
     baseline_R = group_sums(length_R * offset_R, batch.group_R) / lengths_R
     return (offset_R - baseline_R)[batch.seq_N]
+
+
+@advantage(
+    "off_policy_baseline",
+    source="truncated importance sampling, Ionides 2008",
+    needs={"group", "proximal"},
+)
+def off_policy_baseline(batch: MicroBatch, config: AlgorithmConfig, context: AlgorithmContext) -> Tensor:
+    """R − V, V = F + mean of min(w, 1) · (R − F) over the group: a lower estimate of the policy's own mean reward.
+
+    w = π/μ is the product over the policy tokens of the rollout, with the policy at the version's start. F,
+    `baseline_floor`, is the reward assumed of answers that the group does not have. For rollouts of the policy itself w
+    is 1, and this is dr_grpo. Otherwise groups whose rewards are all equal have a gradient, too: right answers that
+    have become less probable than under μ get an advantage above 0. In such a group, a mean of 1 − min(w, 1) below a
+    tenth counts as none.
+    """
+    reward_R, group_R = batch.rewards_R.double(), batch.group_R
+    moved_R = rollout_sums(column(batch, "proximal").double() - batch.behaviour_N, batch)
+    gain_R = reward_R - config.baseline_floor
+    value_R = group_sums(moved_R.clamp(max=0).exp() * gain_R, group_R) / group_sizes(group_R)
+    ahead_R = gain_R - value_R
+    even_R = ~has_spread(reward_R, group_R) & (ahead_R.abs() < NEGLIGIBLE * gain_R.abs())
+    return torch.where(even_R, 0.0, ahead_R)[batch.seq_N]
 
 
 @advantage("gpg", source="GPG, arXiv 2504.02546", needs={"group", "batch"})

@@ -18,12 +18,20 @@ def config(mini_batches: int = 1, **keys: Any) -> Config:
 
 SPPO: dict[str, Any] = {"loss": "sppo", "proximal": "frozen", "aggregation": "seq-mean-token-sum"}
 
+OFF_POLICY: dict[str, Any] = {"advantage": "off_policy_baseline"}
+REJECT_FIRST: dict[str, Any] = {"reject": "seq_mean_k1", "reject_first": True}
+
 
 @pytest.mark.parametrize(
     ("keys", "key", "remedy"),
     [
         ({"correction": CorrectionConfig("tis")}, "algorithm.correction.kind", "proximal=frozen"),
         ({"correction": CorrectionConfig(reject="m2po")}, "algorithm.correction.reject", "proximal=frozen"),
+        (
+            {**OFF_POLICY, "proximal": "frozen", "correction": CorrectionConfig(**REJECT_FIRST)},
+            "algorithm.correction.reject_first",
+            "reject_first=false",
+        ),
         ({"loss": "decoupled_ppo"}, "algorithm.proximal", "proximal=loglinear"),
         ({"loss": "decoupled_ppo", "proximal": "frozen"}, "algorithm.proximal", "mini_batches=4"),
         ({"loss": "kl_cov", "proximal": "frozen"}, "algorithm.proximal", "mini_batches=4"),
@@ -83,6 +91,7 @@ def test_refused_with_a_remedy(keys: dict[str, Any], key: str, remedy: str) -> N
         (AlgorithmConfig, {"lm_coef": -0.1}, "algorithm.lm_coef"),
         (AlgorithmConfig, {"norm_tokens": -1}, "algorithm.norm_tokens"),
         (AlgorithmConfig, {"loss": "none"}, "algorithm.loss"),
+        (AlgorithmConfig, {**OFF_POLICY, "truncated": "weigh"}, "algorithm.truncated"),
         (KlLossConfig, {"coef": -1.0}, "algorithm.kl_loss.coef"),
         (ShapingConfig, {"overlong_penalty": -1.0}, "algorithm.shaping.overlong_penalty"),
     ],
@@ -111,6 +120,7 @@ def test_an_own_function_is_not_judged_by_the_literal_that_it_replaces() -> None
     config(advantage="sppo", own_loss="my:loss")
     config(**SPPO, own_advantage="my:advantage")
     config(advantage="distill", own_advantage="my:advantage", filter="no_spread")
+    config(**OFF_POLICY, own_advantage="my:advantage", truncated="weigh")
     config(advantage="gdpo", own_advantage="my:advantage", shaping=ShapingConfig(kl_coef=0.1))
     config(advantage="safe_rlhf", own_advantage="my:advantage")
     own = AlgorithmConfig(own_advantage="my:advantage")

@@ -125,6 +125,7 @@ CASES: dict[str, Config] = {
         AlgorithmConfig(advantage="sppo", loss="sppo", aggregation="seq-mean-token-sum", **FROZEN)
     ),
     "optimal_token_baseline": config_of(AlgorithmConfig(advantage="optimal_token_baseline")),
+    "off_policy_baseline": config_of(AlgorithmConfig(advantage="off_policy_baseline", dual_clip=2.0)),
     "clip_cov": several(AlgorithmConfig(loss="clip_cov", cov_share=0.1, cov_range=(-1.0, 1.0), **FROZEN)),
     "kl_cov": several(AlgorithmConfig(loss="kl_cov", cov_share=0.1)),
     "m2po": config_of(AlgorithmConfig(correction=CorrectionConfig(reject="m2po", reject_high=0.5), **FROZEN)),
@@ -658,6 +659,17 @@ def test_a_term_beside_the_loss_takes_flat_groups_too(term: dict[str, Any]) -> N
     step.step(2)
     assert backend.policy.passes == GROUPS * SIZE
     assert all(gradient.abs().sum() > 0 for gradient in backend.policy.gradients)
+
+
+@pytest.mark.parametrize(("advantage", "trained"), [("dr_grpo", 0), ("off_policy_baseline", GROUPS * SIZE)])
+def test_flat_groups_whose_answers_are_less_probable_now_are_trained_on(advantage: Any, trained: int) -> None:
+    """With one baseline and not with the other. The policy is near a uniform one, μ gives each token e⁻²."""
+    config = config_of(AlgorithmConfig(advantage=advantage), tokens=1)
+    backend = FakeBackend()
+    step = version_step(backend, config)
+    step.add([group(ordinal, flat=True) for ordinal in range(GROUPS)], 2)
+    step.step(2)
+    assert backend.policy.passes == trained
 
 
 def test_rollouts_that_were_not_drawn_need_no_pass() -> None:

@@ -177,3 +177,71 @@ def test_no_spread_and_a_group_of_one_give_exactly_zero(literal: str) -> None:
 def test_rewards_of_low_variance_stay_finite() -> None:
     ours = of_rollouts(rewards_batch([1, 1.00001, 2, 2.00001]), AlgorithmConfig(advantage="grpo"))
     assert ours == pytest.approx([-0.8660, -0.8660, 0.8660, 0.8660], abs=1e-4)
+
+
+def off_policy(
+    rewards: list[float], weights: list[float], groups: list[int] | None = None, **settings: float
+) -> list[float]:
+    """The advantages of rollouts of two policy tokens and a tool's between them. weights: π/μ of each rollout; each
+    policy token has the square root of it."""
+    logs = [math.log(weight) / 2 for weight in weights]
+    batch = tokens_batch(
+        ["0101"] * len(rewards),
+        rewards,
+        groups=groups or [0] * len(rewards),
+        behaviour=[[0.0, -1.0, -9.0, -2.0]] * len(rewards),
+        proximal=[[0.0, -1.0 + log, 0.0, -2.0 + log] for log in logs],
+    )
+    return of_rollouts(batch, AlgorithmConfig(advantage="off_policy_baseline", **settings))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "weights", "expected"),
+    [
+        ([1, 0], [0.5, 2.0], [0.75, -0.25]),  # V = (½ · 1 + 1 · 0) / 2
+        ([1, 0], [4.0, 0.5], [0.5, -0.5]),  # more of a right answer than μ had counts as much as μ had
+        ([1, 1], [0.5, 0.25], [0.625, 0.625]),  # all right, and less probable now: V = (½ + ¼) / 2
+        ([1, 1], [3.0, 2.0], [0, 0]),
+        ([1, 1], [0.95, 0.95], [0, 0]),  # less probable by less than a tenth
+        ([1, 1], [0.85, 0.85], [0.15, 0.15]),
+        ([1, 0.9], [0.95, 0.95], [0.0975, -0.0025]),  # small, and counts: the group has spread
+        ([0, 0], [0.5, 2.0], [0, 0]),
+        (
+            [-1, -1],
+            [0.5, 0.5],
+            [-0.5, -0.5],
+        ),  # the answers that the policy has moved to have 0, which is better
+    ],
+)
+def test_the_off_policy_baseline_by_hand(
+    rewards: list[float], weights: list[float], expected: list[float]
+) -> None:
+    assert off_policy(rewards, weights) == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_floor_of_the_off_policy_baseline() -> None:
+    # V = −1 + (½ · 0 + ½ · 2) / 2 = −½
+    assert off_policy([-1, 1], [0.5, 0.5], baseline_floor=-1.0) == pytest.approx([-0.5, 1.5], abs=1e-6)
+
+
+def test_the_off_policy_baseline_of_each_group_is_its_own() -> None:
+    ours_R = off_policy([1, 0, 1, 1], [0.5, 2.0, 0.5, 0.25], groups=[0, 0, 7, 7])
+    assert ours_R == pytest.approx([0.75, -0.25, 0.625, 0.625], abs=1e-6)
+
+
+@given(rewards=st.lists(st.floats(-3, 3), min_size=2, max_size=6), floor=st.floats(-3, 3))
+@settings(max_examples=50, deadline=None)
+def test_the_off_policy_baseline_of_fresh_data_is_the_mean(rewards: list[float], floor: float) -> None:
+    ours_R = off_policy(rewards, [1.0] * len(rewards), baseline_floor=floor)
+    expected_R = of_rollouts(rewards_batch(rewards), AlgorithmConfig(advantage="dr_grpo"))
+    assert ours_R == pytest.approx(expected_R, abs=2e-5)
+
+
+@given(rewards=st.lists(st.floats(-3, 3), min_size=2, max_size=6), floor=st.floats(-3, 3), data=st.data())
+@settings(max_examples=50, deadline=None)
+def test_the_off_policy_baseline_is_a_reward_that_was_possible(
+    rewards: list[float], floor: float, data: st.DataObject
+) -> None:
+    weights = [data.draw(st.floats(1e-3, 1e3)) for _ in rewards]
+    for reward, ahead in zip(rewards, off_policy(rewards, weights, baseline_floor=floor), strict=True):
+        assert min(*rewards, floor) - 1e-5 <= reward - ahead <= max(*rewards, floor) + 1e-5
