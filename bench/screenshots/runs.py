@@ -21,6 +21,9 @@ SLOW = {"slow-generator": ("generator-1", b'"generate"', 0.6), "stale-data": ("l
 """A process of a run that stands still for so many seconds, then goes on for RUNS_S, by turns: its machine is busy.
 That begins when its trace has the text, e.g. its first group."""
 
+HELD = {"slow-generator": "generator-0"}
+"""A process that stands still until that begins: it would make all groups before the other has started."""
+
 RUNS_S = 0.1
 
 RUNS = {
@@ -48,9 +51,7 @@ def make(name: str, folder: Path, *keys: str) -> None:
     env = {**os.environ, **ONE_THREAD, "PYTHONPATH": str(ROOT)}
     ended = threading.Event()
     if name in SLOW:
-        process, begun, stops_s = SLOW[name]
-        trace = folder / name / "trace" / f"{process}.jsonl"
-        threading.Thread(target=_slow_down, args=(trace, begun, stops_s, ended), daemon=True).start()
+        threading.Thread(target=_slow_down, args=(name, folder / name / "trace", ended), daemon=True).start()
     try:
         subprocess.run(
             [*words, *COMMON, *RUNS[name], *keys],
@@ -67,16 +68,27 @@ def make(name: str, folder: Path, *keys: str) -> None:
         ended.set()
 
 
-def _slow_down(trace: Path, begun: bytes, stops_s: float, ended: threading.Event) -> None:
-    """Stop a process for most of the time, once its trace has `begun`."""
-    while not ended.wait(0.2):
-        if trace.exists() and begun in (rows := trace.read_bytes()):
-            process = psutil.Process(json.loads(rows.partition(b"\n")[0])["pid"])
-            break
-    else:
-        return
+def _slow_down(name: str, traces: Path, ended: threading.Event) -> None:
+    """Stop a process of a run for most of the time, once its trace has begun."""
+    slow, begun, stops_s = SLOW[name]
+    held: psutil.Process | None = None
     with suppress(psutil.NoSuchProcess):
+        while (process := _process(traces / f"{slow}.jsonl", begun)) is None:
+            if held is None and name in HELD:
+                held = _process(traces / f"{HELD[name]}.jsonl")
+                if held is not None:
+                    held.suspend()
+            if ended.wait(0.2):
+                return
+        if held is not None:
+            held.resume()
         while not ended.wait(RUNS_S):
             process.suspend()
             ended.wait(stops_s)
             process.resume()
+
+
+def _process(trace: Path, begun: bytes = b"") -> psutil.Process | None:
+    """The process of a trace; None before it has `begun`."""
+    head, ends, _ = (rows := trace.read_bytes() if trace.exists() else b"").partition(b"\n")
+    return psutil.Process(json.loads(head)["pid"]) if ends and begun in rows else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from statistics import fmean, median, quantiles
 
 from asyncrl.observability.doctor.facts import (
@@ -113,16 +113,16 @@ def _who_is_slow(facts: RunFacts, idle: float) -> tuple[str, tuple[str, str, str
 
 
 def stragglers(facts: RunFacts) -> Iterator[Finding]:
-    """A generator whose groups take twice as long as those of the others, although it makes no more of them."""
-    made = {process.name: ended(lane, facts.since, "generate") for process, lane in facts.lanes("rollouts")}
-    took = {
-        name: median(one.end - one.start for one in spans) for name, spans in made.items() if len(spans) > 2
-    }
+    """A generator whose groups take twice as long as those of the others, and not because it makes more at once."""
+    lanes = {process.name: ended(lane, facts.since, "generate") for process, lane in facts.lanes("rollouts")}
+    made = {name: spans for name, spans in lanes.items() if len(spans) > 2}
+    took = {name: median(one.end - one.start for one in spans) for name, spans in made.items()}
     for name, seconds in took.items():
         if not (others := [each for each in took if each != name]):
             return
         usual, groups = median(took[each] for each in others), fmean(len(made[each]) for each in others)
-        if seconds < max(2 * usual, usual + 0.1) or len(made[name]) > groups or groups < 10:
+        rate = median(_groups_per_s(made[each]) for each in others)
+        if seconds < max(2 * usual, usual + 0.1) or _groups_per_s(made[name]) > rate / 2 or groups < 10:
             continue
         sentence = f"{name} is slow: its groups take {seconds / usual:.1f} times as long as those of others."
         evidence = (
@@ -133,6 +133,15 @@ def stragglers(facts: RunFacts) -> Iterator[Finding]:
         yield Finding(
             "warning", sentence, evidence, "queue.hedge_s", f"{max(1.0, 4 * usual):.2g}", hint, name
         )
+
+
+def _groups_per_s(spans: Sequence[Span]) -> float:
+    """Groups for each second in which one was under way at least: waits for tasks do not count."""
+    seconds, reached = 0.0, -math.inf
+    for span in sorted(spans, key=lambda span: span.start):
+        seconds += max(0.0, span.end - max(span.start, reached))
+        reached = max(reached, span.end)
+    return len(spans) / max(seconds, 1e-9)
 
 
 def silent(facts: RunFacts) -> Iterator[Finding]:

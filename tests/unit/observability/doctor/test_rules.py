@@ -673,6 +673,15 @@ def test_a_generator_that_makes_more_groups_is_not_slow(tmp_path: Path) -> None:
     assert findings(facts(tmp_path, {"generator_1": generator(every=0.2, took=2.0)})) == []
 
 
+def test_a_generator_that_others_wait_for_is_slow(tmp_path: Path) -> None:
+    """Under a tight staleness bound, all make equally many groups."""
+    at_once = [span for _ in range(4) for span in generator(every=3.0, took=2.9)]
+    processes = {"generator_0": generator(every=0.75, took=0.2), "generator_1": at_once}
+    assert [one.about for one in of_rule(findings(facts(tmp_path, processes)), "straggler")] == [
+        "generator-1"
+    ]
+
+
 def test_one_low_score_is_no_hacked_reward(tmp_path: Path) -> None:
     assert findings(facts(tmp_path, evaluations=evaluations(0.5, 0.6, 0.6, 0.3))) == []
 
