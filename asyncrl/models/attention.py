@@ -40,27 +40,40 @@ class AttentionRule(NamedTuple):
 PLAIN = AttentionRule()
 
 
-def dense_attention(q_BHnE: Tensor, k_BKLE: Tensor, v_BKLF: Tensor, rule: AttentionRule) -> Tensor:
-    """Dense attention: [B, H, n, F]."""
+def dense_attention(
+    q_BHnE: Tensor, k_BKLE: Tensor, v_BKLF: Tensor, rule: AttentionRule, before_B: Tensor | None = None
+) -> Tensor:
+    """Dense attention: [B, H, n, F]. before_B: keys before the first query; None: L - n"""
     n, length = q_BHnE.shape[2], k_BKLE.shape[2]
+    plain = n == length and before_B is None and (rule.window is None or rule.window >= length)
+    seen_XnL = None if plain else seen(n, length, rule.window, q_BHnE.device, before_B)
     if rule.softcap is not None or rule.sinks_H is not None:
-        return _scored(q_BHnE, k_BKLE, v_BKLF, rule)
+        return _scored(q_BHnE, k_BKLE, v_BKLF, rule, seen_XnL)
     grouped = q_BHnE.shape[1] != k_BKLE.shape[1]
-    cut = n < length or (rule.window is not None and rule.window < length)
-    seen_nL = seen(n, length, rule.window, q_BHnE.device) if cut else None
     return F.scaled_dot_product_attention(
-        q_BHnE, k_BKLE, v_BKLF, seen_nL, is_causal=not cut, scale=rule.scaling, enable_gqa=grouped
+        q_BHnE, k_BKLE, v_BKLF, seen_XnL, is_causal=plain, scale=rule.scaling, enable_gqa=grouped
     )
 
 
-def seen(n: int, length: int, window: int | None, device: torch.device | None = None) -> Tensor:
-    """bool [n, L]: the keys that each of the last n queries attends to.
+def seen(
+    n: int,
+    length: int,
+    window: int | None,
+    device: torch.device | None = None,
+    before_B: Tensor | None = None,
+) -> Tensor:
+    """bool [n, L], or [B, 1, n, L]: the keys that each of n queries attends to. before_B: as of `dense_attention`
 
     >>> seen(2, 4, window=3).int().tolist()
     [[1, 1, 1, 0], [0, 1, 1, 1]]
+    >>> seen(2, 4, window=3, before_B=torch.tensor([1])).int().tolist()
+    [[[[1, 1, 0, 0], [1, 1, 1, 0]]]]
     """
-    seen_nL = torch.ones(n, length, dtype=torch.bool, device=device).tril(length - n)
-    return seen_nL if window is None else seen_nL.triu(length - n - window + 1)
+    before: int | Tensor = length - n if before_B is None else before_B[:, None, None, None]
+    last_Xn1 = before + torch.arange(n, device=device)[:, None]
+    key_L = torch.arange(length, device=device)
+    seen_XnL = key_L <= last_Xn1
+    return seen_XnL if window is None else seen_XnL & (key_L > last_Xn1 - window)
 
 
 def flash(
@@ -91,15 +104,19 @@ def flash(
     return out_NHE[..., : v_NKF.shape[-1]]
 
 
-def _scored(q_BHnE: Tensor, k_BKLE: Tensor, v_BKLF: Tensor, rule: AttentionRule) -> Tensor:
-    """Attention with a softcap or sinks, which fused kernels lack: all scores are in memory, in float32 at least."""
+def _scored(
+    q_BHnE: Tensor, k_BKLE: Tensor, v_BKLF: Tensor, rule: AttentionRule, seen_XnL: Tensor | None
+) -> Tensor:
+    """Attention with a softcap or sinks, which fused kernels lack: all scores are in memory, in float32 at least.
+    seen_XnL: None: the keys up to a query's own"""
     heads = q_BHnE.shape[1] // k_BKLE.shape[1]
     k_BHLE, v_BHLF = (x.repeat_interleave(heads, dim=1) for x in (k_BKLE, v_BKLF))
     score_BHnL = q_BHnE @ k_BHLE.transpose(-1, -2) * rule.scale(q_BHnE.shape[-1])
     score_BHnL = score_BHnL.to(torch.promote_types(q_BHnE.dtype, torch.float32))
-    hidden_nL = ~seen(q_BHnE.shape[2], k_BKLE.shape[2], rule.window, q_BHnE.device)
+    if seen_XnL is None:
+        seen_XnL = seen(q_BHnE.shape[2], k_BKLE.shape[2], None, q_BHnE.device)
     sinks_H1 = None if rule.sinks_H is None else rule.sinks_H[:, None]
-    return attention_weights(score_BHnL, hidden_nL, rule.softcap, sinks_H1).to(v_BHLF.dtype) @ v_BHLF
+    return attention_weights(score_BHnL, ~seen_XnL, rule.softcap, sinks_H1).to(v_BHLF.dtype) @ v_BHLF
 
 
 def attention_weights(

@@ -134,7 +134,7 @@ class PoolModel:
         batch, world = MicroBatch.of([decode_group(frames)]).by_segment(), self.world
         values_N = torch.zeros(batch.tokens)
         most = min(self.config.learner.micro_batch_tokens, -(-batch.tokens // world))
-        passes = bins(batch, range(batch.rollouts), most)
+        passes = bins(batch, range(batch.rollouts), most, self.config.learner.shares)
         mine = passes[self.rank :: world]
         for turn in range(-(-len(passes) // world)):
             if turn < len(mine):

@@ -14,13 +14,13 @@ from asyncrl.system.rank_process import FOLDER, MEETING
 from bench.bars import Measured, figures
 from bench.learner.model import SIZES, TINY, config_of, write_model
 from bench.learner.report import table
-from bench.learner.rollouts import PROMPT, samples
+from bench.learner.rollouts import GROUP, PROMPT, samples
 from bench.output import bench_parser, machine, write_results
 from bench.process import ROOT, Process
 
 PEER = ROOT / "bench/peers/.venv-trl/bin/python"
 
-GROUPS = {"short": 4, "long_tail": 1}
+GROUPS = {"short": 4, "long_tail": 1, "long_prompt": 1}
 """Of eight rollouts each, in one measurement of passes."""
 
 STEP_GROUPS = 6
@@ -54,11 +54,14 @@ class Trial:
     def repetition(self) -> dict[str, float]:
         found: dict[str, float] = {}
         for kind, groups in GROUPS.items():
-            packed_s, padded_s = (
-                self._ask(self._passes, {"kind": kind, "way": w}) for w in ("packed", "padded")
+            packed_s, every_s, padded_s = (
+                self._ask(self._passes, {"kind": kind, "way": w})
+                for w in ("packed", "every_prompt", "padded")
             )
             found[f"packed_tokens_per_s.{kind}"] = _tokens(kind, groups, self._scale) / packed_s
             found[f"packed_over_padded.{kind}"] = padded_s / packed_s
+            found[f"shared_over_every.{kind}"] = every_s / packed_s
+            found[f"shared_over_every_limit.{kind}"] = _sharing_limit(kind, groups, self._scale)
         found |= self._steps()
         chunked, naive = (self._peak_bytes(way) for way in ("chunked", "naive"))
         found |= {"loss_memory_mib": chunked / (1 << 20), "loss_memory_ratio": chunked / naive}
@@ -143,7 +146,15 @@ def main() -> None:
 
 def _tokens(kind: str, groups: int, scale: float) -> int:
     """Prompts included."""
-    return sum(PROMPT + len(sample.answer) for group in samples(kind, groups, scale) for sample in group)
+    return sum(
+        PROMPT[kind] + len(sample.answer) for group in samples(kind, groups, scale) for sample in group
+    )
+
+
+def _sharing_limit(kind: str, groups: int, scale: float) -> float:
+    """All tokens over those with each group's prompt once."""
+    tokens = _tokens(kind, groups, scale)
+    return tokens / (tokens - groups * (GROUP - 1) * PROMPT[kind])
 
 
 def _parser() -> argparse.ArgumentParser:

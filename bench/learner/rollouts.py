@@ -2,6 +2,7 @@
 
 short        16 to 256 answer tokens, all lengths as likely
 long_tail    16 to 2048, every octave as likely: many short answers and a few very long ones
+long_prompt  16 to 256 after a prompt of 512; the others' prompts have 16 tokens
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-PROMPT = 16
+PROMPT = {"short": 16, "long_tail": 16, "long_prompt": 512}
 VOCABULARY = 4096
 SHORTEST = 16
-LONGEST = {"short": 256, "long_tail": 2048}
+LONGEST = {"short": 256, "long_tail": 2048, "long_prompt": 256}
 GROUP = 8
 """Rollouts of one prompt."""
 
@@ -33,7 +34,7 @@ def samples(kind: str, groups: int, scale: float = 1.0) -> list[list[Sample]]:
     random = np.random.default_rng(0)
     made = []
     for _ in range(groups):
-        prompt = random.integers(3, VOCABULARY, PROMPT).tolist()
+        prompt = random.integers(3, VOCABULARY, PROMPT[kind]).tolist()
         lengths = [max(1, round(scale * length)) for length in _lengths(kind, random)]
         made.append(
             [
@@ -46,6 +47,6 @@ def samples(kind: str, groups: int, scale: float = 1.0) -> list[list[Sample]]:
 
 def _lengths(kind: str, random: np.random.Generator) -> list[int]:
     longest = LONGEST[kind]
-    if kind == "short":
-        return random.integers(SHORTEST, longest + 1, GROUP).tolist()
-    return np.exp(random.uniform(np.log(SHORTEST), np.log(longest), GROUP)).astype(int).tolist()
+    if kind == "long_tail":
+        return np.exp(random.uniform(np.log(SHORTEST), np.log(longest), GROUP)).astype(int).tolist()
+    return random.integers(SHORTEST, longest + 1, GROUP).tolist()

@@ -109,6 +109,11 @@ class LearnerConfig(Section):
         "no forward for groups whose advantages are all 0, wherever their gradient is exactly 0 (a version of "
         "such groups alone leaves the optimizer alone)",
     )
+    share_prompts: bool = key(
+        True,
+        "a forward computes a prompt that several rollouts of a micro-batch have once, wherever ranks do not share "
+        "its tokens by parallel.context_way=all_gather",
+    )
     on_bad_step: Literal["stop", "skip"] = key(
         "stop", "a gradient that is not finite; skip: drop the step's groups"
     )
@@ -158,6 +163,12 @@ class LearnerConfig(Section):
         600.0,
         "longest wait for the next group, or for progress of generators, before the run is called stuck",
     )
+
+    @property
+    def shares(self) -> bool:
+        """Whether forwards compute repeated prompts once."""
+        whole = self.parallel.context == 1 or self.parallel.context_way == "ulysses"
+        return self.share_prompts and self.own_backend is None and whole
 
     def rules(self, at: str) -> Iterator[Rule]:
         yield from device_rules(at, self.devices)

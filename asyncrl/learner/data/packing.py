@@ -5,12 +5,20 @@ Axes:  R rollouts · N tokens
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
 import torch
 
 from asyncrl.learner.data.batch import MicroBatch
+from asyncrl.learner.data.shared_prompts import Need, needs_of
+
+WORTHWHILE = 0.1
+"""The share of tokens that sharing must save: bound rollouts fill micro-batches less evenly."""
+
+SLACKS = (1.0, 1.1, 1.25, 1.5, 2.0)
+"""Sizes of level bins that are tried, over the mean."""
 
 
 def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -32,28 +40,67 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return bins
 
 
-def level(
-    lengths: Sequence[int], capacity: int, bins: int, even_tokens: float = math.inf
-) -> list[list[int]] | None:
-    """The items in at most `bins` bins that are level in cost: dearest first, each into the cheapest bin with room.
-    None: they do not fit that way. An item costs its length, and its square over `even_tokens` for attention.
+def fit_shared(items: Sequence[Need], capacity: int) -> list[list[int]]:
+    """As `first_fit`, of rollouts that add a prompt that a bin has already at no cost: each goes into the bin that has
+    one of its prompts, if that one has room.
 
-    >>> level([4, 5, 3, 9, 1], capacity=8, bins=3), level([5, 5, 5], capacity=8, bins=2)
+    >>> a, b = {0: 4}, {1: 3}
+    >>> fit_shared([Need(1, a), Need(3, a), Need(1, b), Need(1, a), Need(2, b)], capacity=8)
+    [[0, 1], [2, 4], [3]]
+    """
+    bins: list[list[int]] = []
+    held: list[set[int]] = []
+    room: list[int] = []
+    newest: dict[int, int] = {}  # prompt ▸ the last bin that has it
+
+    def added(item: Need, at: int) -> int:
+        return item.own + sum(length for number, length in item.prompts.items() if number not in held[at])
+
+    for number, item in enumerate(items):
+        with_prompt = [newest[prompt] for prompt in item.prompts if prompt in newest]
+        order = itertools.chain(with_prompt, range(len(bins)))
+        at = next((each for each in order if added(item, each) <= room[each]), None)
+        if at is None:
+            at = len(bins)
+            bins.append([])
+            held.append(set())
+            room.append(capacity)
+        room[at] -= added(item, at)
+        bins[at].append(number)
+        held[at] |= item.prompts.keys()
+        newest |= dict.fromkeys(item.prompts, at)
+    return bins
+
+
+def level(lengths: Sequence[int], costs: Sequence[float], capacity: int, bins: int) -> list[list[int]] | None:
+    """The items in at most `bins` bins that are level in cost: dearest first, each into the cheapest bin with room.
+    None: they do not fit that way.
+
+    >>> level([4, 5, 3, 9, 1], [4, 5, 3, 9, 1], capacity=8, bins=3), level([5, 5, 5], [5, 5, 5], capacity=8, bins=2)
     ([[3], [1, 4], [0, 2]], None)
-    >>> level([8, 4, 4, 4], capacity=16, bins=2), level([8, 4, 4, 4], capacity=16, bins=2, even_tokens=4)
+    >>> level([8, 4, 4, 4], [8, 4, 4, 4], capacity=16, bins=2), level([8, 4, 4, 4], [24, 8, 8, 8], capacity=16, bins=2)
     ([[0, 3], [1, 2]], [[0], [1, 2, 3]])
     """
     filled: list[list[int]] = [[] for _ in range(bins)]
-    costs, tokens = [0.0] * bins, [0] * bins
-    for item in sorted(range(len(lengths)), key=lambda item: -lengths[item]):
+    spent, tokens = [0.0] * bins, [0] * bins
+    for item in sorted(range(len(lengths)), key=lambda item: -costs[item]):
         fits = [b for b in range(bins) if not filled[b] or tokens[b] + lengths[item] <= capacity]
         if not fits:
             return None
-        cheapest = min(fits, key=costs.__getitem__)
+        cheapest = min(fits, key=spent.__getitem__)
         filled[cheapest].append(item)
         tokens[cheapest] += lengths[item]
-        costs[cheapest] += lengths[item] * (1 + lengths[item] / even_tokens)
+        spent[cheapest] += costs[item]
     return [sorted(chosen) for chosen in filled if chosen]
+
+
+def level_shared(items: Sequence[Need], capacity: int, bins: int) -> list[list[int]] | None:
+    """The items in at most `bins` bins of about the same number of tokens; None: they do not fit that way."""
+    for slack in SLACKS:
+        filled = fit_shared(items, min(capacity, math.ceil(slack * joint_tokens(items) / bins)))
+        if len(filled) <= bins:
+            return filled
+    return None
 
 
 def moving_rollouts(batch: MicroBatch) -> list[int]:
@@ -66,9 +113,17 @@ def moving_rollouts(batch: MicroBatch) -> list[int]:
     return torch.nonzero(moves_G[batch.group_R])[:, 0].tolist()
 
 
-def bins(batch: MicroBatch, rollouts: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """These rollouts of `batch`, put together to at most `max_tokens` tokens (a longer rollout goes alone)."""
-    filled = first_fit([batch.lengths_R[r] for r in rollouts], max_tokens)
+def bins(batch: MicroBatch, rollouts: Sequence[int], max_tokens: int, share: bool = False) -> list[list[int]]:
+    """These rollouts of `batch`, put together to at most `max_tokens` tokens (a longer rollout goes alone).
+
+    share: whether a forward computes repeated prompts once; rollouts with one in common then stay together if that
+    saves much.
+    """
+    items = worthwhile(batch, rollouts) if share else None
+    if items:
+        filled = fit_shared(items, max_tokens)
+    else:
+        filled = first_fit([batch.lengths_R[r] for r in rollouts], max_tokens)
     return [[rollouts[i] for i in chosen] for chosen in filled]
 
 
@@ -78,11 +133,32 @@ def pack_micro_batches(
     max_tokens: int,
     passes: int = 0,
     even_tokens: float = math.inf,
+    share: bool = False,
 ) -> list[MicroBatch]:
-    """The `bins` as micro-batches; spread over `passes` of them, alike in cost, where that many are run anyway."""
+    """The `bins` as micro-batches; spread over `passes` of them, alike in cost, where that many are run anyway. A
+    rollout costs its tokens, and its square over `even_tokens` for attention; rollouts that share prompts their
+    tokens alone."""
+    items = worthwhile(batch, rollouts) if share else None
     lengths = [batch.lengths_R[r] for r in rollouts]
-    filled = level(lengths, max_tokens, passes, even_tokens) if passes and lengths else None
-    chosen = (
-        [[rollouts[i] for i in items] for items in filled] if filled else bins(batch, rollouts, max_tokens)
-    )
-    return [batch.select(some) for some in chosen]
+    filled: list[list[int]] | None = None
+    if passes and items:
+        filled = level_shared(items, max_tokens, passes)
+    elif passes and lengths:
+        costs = [length * (1 + length / even_tokens) for length in lengths]
+        filled = level(lengths, costs, max_tokens, passes)
+    if filled is None:
+        return [batch.select(some) for some in bins(batch, rollouts, max_tokens, share)]
+    return [batch.select([rollouts[i] for i in chosen]) for chosen in filled]
+
+
+def worthwhile(batch: MicroBatch, rollouts: Sequence[int]) -> list[Need] | None:
+    """The needs of these rollouts; None where sharing saves too little to bind rollouts to each other."""
+    items = needs_of(batch, rollouts)
+    every = sum(batch.lengths_R[r] for r in rollouts)
+    return items if every - joint_tokens(items) >= WORTHWHILE * every > 0 else None
+
+
+def joint_tokens(items: Sequence[Need]) -> int:
+    """Tokens of all items in one bin."""
+    every = {number: length for item in items for number, length in item.prompts.items()}
+    return sum(item.own for item in items) + sum(every.values())

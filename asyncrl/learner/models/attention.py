@@ -4,6 +4,9 @@ the registry: load it with `attn_implementation=PACKED` and call it with `docume
 Hugging Face passes unknown keyword arguments of a model's forward to the attention function, so documents need no
 global. They also carry the context parallelism of a micro-batch (`context.py`).
 
+Where documents begin alike, the row has fewer tokens than they have together. Attention gathers keys and values, so
+that each document is whole again; all other layers compute the row alone.
+
 Axes:  N packed tokens · n of them, of this rank's slice · D documents of one bucket · L longest of them · H query
 heads · K key heads · E head size
 """
@@ -11,24 +14,18 @@ heads · K key heads · E head size
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
 from asyncrl.device import accelerator
-from asyncrl.device.copies import on_device
 from asyncrl.errors import ConfigError
-from asyncrl.learner.parallel.context import ContextParallel
+from asyncrl.learner.models.documents import Documents, DocumentSlice
 from asyncrl.models.attention import PLAIN, AttentionRule, dense_attention, flash, flash_attn_varlen_func
-from asyncrl.models.vision import MediaInputs
 
 log = logging.getLogger(__name__)
 
@@ -36,195 +33,6 @@ PACKED = "asyncrl_packed"
 
 CHANGES_SCORES = {"position_bias", "head_mask"}
 """Options of an attention call that are refused: ALiBi, pruned heads."""
-
-GROWTH, SLACK = 1.35, 8
-"""Documents share a bucket while the longest is within GROWTH times, or SLACK tokens of, the shortest: that gives few
-large attention calls with little padding."""
-
-
-class LengthBucket(NamedTuple):
-    """Documents of similar length.
-
-    index_DL: the place of each token in the packed sequence, clamped past a document's end · keep_DL: which are real
-    """
-
-    index_DL: Tensor
-    keep_DL: Tensor
-
-
-class Documents:
-    """Boundaries of packed documents, in the forms that attention kernels take. Each is computed on first use, on the
-    CPU, and copied to the device: there a shape that depends on values would make this thread wait."""
-
-    def __init__(
-        self,
-        lengths: Sequence[int],
-        device: torch.device | None = None,
-        context: ContextParallel | None = None,
-        multiple: int = 1,
-        mask_N: Tensor | None = None,
-        media: MediaInputs | None = None,
-    ) -> None:
-        """context: the ranks that share the tokens; None: this rank has all of them. multiple: a last document of
-        padding makes each rank's tokens a multiple of it. mask_N: the loss mask, on the CPU; for heads alone.
-        media: what the tokens show."""
-        padding = -sum(lengths) % (multiple * (context.multiple if context else 1))
-        self.lengths = (*lengths, padding) if padding else tuple(lengths)
-        self._padded = padding > 0
-        self.device, self.context, self._mask_N = device, context, mask_N
-        self.media = media
-
-    @cached_property
-    def boundaries(self) -> Tensor:
-        """[documents + 1] int32: 0, then where each document ends."""
-        ends = torch.tensor(self.lengths).cumsum(0)
-        return on_device(F.pad(ends, (1, 0)).int(), self.device)
-
-    @cached_property
-    def spans(self) -> list[slice]:
-        """The packed tokens that this rank computes, as slices of equal length."""
-        tokens = sum(self.lengths)
-        return self.context.spans(tokens) if self.context else [slice(0, tokens)]
-
-    def mine(self, values_N: Tensor) -> Tensor:
-        """[n, …]: this rank's part of values [N, …] that every rank has, 0 for padding."""
-        others = (0, 0) * (values_N.dim() - 1)
-        padded_N = F.pad(values_N, (*others, 0, sum(self.lengths) - len(values_N)))
-        return torch.cat([padded_N[span] for span in self.spans])
-
-    @cached_property
-    def place_N(self) -> Tensor:
-        """On the CPU: the place of each packed token in this rank's part; -1 for tokens of other ranks."""
-        mine_n = self.mine(torch.arange(sum(self.lengths)))
-        nowhere_N = mine_n.new_full((sum(self.lengths),), -1)
-        return nowhere_N.index_copy(0, mine_n, torch.arange(len(mine_n)))
-
-    @cached_property
-    def scored(self) -> tuple[Tensor, Tensor]:
-        """(the tokens under the loss mask whose state before them is on this rank, the places of these states)."""
-        if self._mask_N is None:
-            raise ValueError("a head needs documents with a loss mask")
-        at_T = torch.nonzero(self._mask_N)[:, 0]
-        return self.here(at_T, self.place_N[at_T - 1])
-
-    @cached_property
-    def ends(self) -> tuple[Tensor, Tensor]:
-        """(the documents whose last token is on this rank, the places of these tokens), without padding."""
-        count = len(self.lengths) - self._padded
-        ends_R = torch.tensor(self.lengths[:count]).cumsum(0) - 1
-        return self.here(torch.arange(count), self.place_N[ends_R])
-
-    def here(self, which_T: Tensor, place_T: Tensor) -> tuple[Tensor, Tensor]:
-        """The pairs (which, place) whose place is on this rank, on the device."""
-        here_T = place_T >= 0
-        return on_device(which_T[here_T], self.device), on_device(place_T[here_T], self.device)
-
-    def whole(self, part: Tensor) -> Tensor:
-        """See `ContextParallel.whole`."""
-        return self.context.whole(part) if self.context else part
-
-    @cached_property
-    def cuts(self) -> list[DocumentSlice]:
-        """The documents in each of `spans`."""
-        return [DocumentSlice.of(self.lengths, span.start, span.stop, self.device) for span in self.spans]
-
-    @cached_property
-    def buckets(self) -> list[LengthBucket]:
-        """On the CPU."""
-        order = sorted(range(len(self.lengths)), key=self.lengths.__getitem__)
-        length_D = torch.tensor(self.lengths)
-        start_D = length_D.cumsum(0) - length_D
-        buckets, at = [], 0
-        while at < len(order):
-            shortest = self.lengths[order[at]]
-            limit = max(shortest * GROWTH, shortest + SLACK)
-            stop = at
-            while stop < len(order) and self.lengths[order[stop]] <= limit:
-                stop += 1
-            members = torch.tensor(order[at:stop])
-            step_L = torch.arange(int(length_D[members].max()))
-            index_DL = start_D[members, None] + step_L.minimum(length_D[members, None] - 1)
-            keep_DL = step_L < length_D[members, None]
-            buckets.append(LengthBucket(index_DL, keep_DL))
-            at = stop
-        return buckets
-
-    def padded(self, *values_N: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """[D, L, …] of each of these values for each bucket, padding at the end of documents."""
-        shapes = [index_DL.shape for index_DL, _ in self.buckets]
-        sizes = [shape.numel() for shape in shapes]
-        parts = [values.index_select(0, self.padded_P).split(sizes) for values in values_N]
-        for shape, *bucket in zip(shapes, *parts, strict=True):
-            yield tuple(part.unflatten(0, shape) for part in bucket)
-
-    def unpadded(self, parts: Sequence[Tensor]) -> Tensor:
-        """[N, …], the inverse of `padded` for one value."""
-        return torch.cat([part_DL.flatten(0, 1) for part_DL in parts]).index_select(0, self.unpad_N)
-
-    @cached_property
-    def padded_P(self) -> Tensor:
-        """The packed token at each place of all buckets in order, padding included."""
-        return on_device(self._tokens_P, self.device)
-
-    @cached_property
-    def _tokens_P(self) -> Tensor:
-        return torch.cat([index_DL.flatten() for index_DL, _ in self.buckets])
-
-    @cached_property
-    def unpad_N(self) -> Tensor:
-        """The place of each packed token in `padded_P`."""
-        real_N = torch.nonzero(torch.cat([keep_DL.flatten() for _, keep_DL in self.buckets]))[:, 0]
-        return on_device(torch.empty_like(real_N).scatter_(0, self._tokens_P[real_N], real_N), self.device)
-
-
-@dataclass(frozen=True)
-class DocumentSlice:
-    """The documents in a slice of packed tokens.
-
-    documents: their parts in the slice · before: tokens of the first document that lie before the slice · seen: the
-    keys that queries of the slice attend to, from the first document's first token on
-    """
-
-    documents: Documents
-    before: int
-    seen: slice
-
-    @staticmethod
-    def of(
-        lengths: Sequence[int], start: int, stop: int, device: torch.device | None = None
-    ) -> DocumentSlice:
-        """The slice start … stop - 1 of documents of these lengths.
-
-        With lengths 3, 4, 2, tokens 2 … 4 are the last of the first document, which has 2 before it, and 2 of the
-        second; they attend to keys 0 … 4.
-        """
-        parts: list[int] = []
-        at = before = 0
-        for length in lengths:
-            low, high = max(at, start), min(at + length, stop)
-            if low < high:
-                before = before if parts else low - at
-                parts.append(high - low)
-            at += length
-        return DocumentSlice(Documents(parts, device), before, slice(start - before, stop))
-
-    @cached_property
-    def others(self) -> Documents:
-        """All documents but the first."""
-        return Documents(self.documents.lengths[1:], self.documents.device)
-
-    @cached_property
-    def key_boundaries(self) -> Tensor:
-        """[documents + 1] int32: the boundaries of documents in `seen`."""
-        edges = self.documents.boundaries + self.before
-        edges[0] = 0
-        return edges
-
-    @property
-    def longest(self) -> int:
-        """The largest number of keys in one document."""
-        first, *others = self.documents.lengths
-        return max(first + self.before, *others)
 
 
 @torch.compiler.disable
@@ -268,11 +76,16 @@ def packed_attention(
 def whole_attention(
     q_NHE: Tensor, k_NKE: Tensor, v_NKF: Tensor, documents: Documents, rule: AttentionRule = PLAIN
 ) -> Tensor:
-    """Attention where this rank has all tokens: [N, H, F]."""
+    """Attention where this rank has all computed tokens: [N, H, F] of these."""
     if not _flash(q_NHE, rule):
         return _bucketed(q_NHE, k_NKE, v_NKF, documents, rule)
-    edges, longest = documents.boundaries, max(documents.lengths)
-    return flash(q_NHE, k_NKE, v_NKF, (edges, edges), (longest, longest), rule)
+    edges, longest = (
+        (documents.own_boundaries, documents.boundaries),
+        (max(documents.own), max(documents.lengths)),
+    )
+    if documents.shares:  # flash aligns the keys of a document to its last query
+        k_NKE, v_NKF = (x.index_select(0, documents.keys_N) for x in (k_NKE, v_NKF))
+    return flash(q_NHE, k_NKE, v_NKF, edges, longest, rule)
 
 
 def slice_attention(
@@ -331,10 +144,13 @@ def _bucketed(
 ) -> Tensor:
     """One dense causal attention per bucket. Padding is at the end, so no real token attends to it."""
     parts = []
-    for bucket in documents.padded(q_NHE, k_NKE, v_NKE):
-        q, k, v = (x.transpose(1, 2) for x in bucket)
-        parts.append(dense_attention(q, k, v, rule).transpose(1, 2))
-    return documents.unpadded(parts)
+    every = zip(
+        documents.buckets, documents.queries.padded(q_NHE), documents.keys.padded(k_NKE, v_NKE), strict=True
+    )
+    for bucket, queries, keys in every:
+        q, k, v = (x.transpose(1, 2) for x in (*queries, *keys))
+        parts.append(dense_attention(q, k, v, rule, bucket.before_D).transpose(1, 2))
+    return documents.queries.unpadded(parts)
 
 
 def _refuse(options: dict[str, Any], module: nn.Module) -> None:

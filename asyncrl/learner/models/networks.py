@@ -34,7 +34,8 @@ from asyncrl.device.copies import on_device
 from asyncrl.errors import ConfigError, TrainingError
 from asyncrl.learner.algorithms.roles import POLICY, role_of
 from asyncrl.learner.data.batch import MicroBatch
-from asyncrl.learner.models.attention import PACKED, Documents
+from asyncrl.learner.models.attention import PACKED
+from asyncrl.learner.models.documents import Documents
 from asyncrl.learner.models.logprobs import VocabularyPart, next_logprobs, token_logprobs
 from asyncrl.learner.models.recurrent import separate_documents
 from asyncrl.learner.parallel.experts import check_experts
@@ -390,7 +391,7 @@ def _media_inputs(
     if not isinstance(network, LanguageModel):
         raise TypeError("a critic has no vision tower")
     ids_1n = documents.mine(batch.token_ids_N)[None]
-    row_t, at_t = documents.here(media.row_T, documents.place_N[media.at_T])
+    row_t, at_t = documents.here(media.row_T, documents.place(media.at_T))
     position_3n = torch.stack([documents.mine(position_N) for position_N in media.position_3N])
     inputs = decoder_inputs(network.causal_lm, ids_1n, media.items, at_t, row_t)
     return inputs, on_device(position_3n[:, None], ids_1n.device)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.errors import ConfigError
-from asyncrl.learner.models.attention import Documents
+from asyncrl.learner.models.documents import Documents
 from asyncrl.models.loading import delta_nets
 
 
@@ -37,5 +37,5 @@ def _by_document(
         rule = "needs attention alone, and this model has gated delta nets"
         remedy = "set learner.parallel.context=1"
         raise ConfigError("learner.parallel.context", documents.context.group.size(), rule, remedy)
-    parts = [forward(part_DLE) for (part_DLE,) in documents.padded(hidden_states[0])]
-    return documents.unpadded(parts)[None]
+    parts = [forward(part_DLE) for (part_DLE,) in documents.keys.padded(hidden_states[0])]
+    return documents.keys.unpadded(parts)[None]

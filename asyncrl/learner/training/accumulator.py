@@ -30,6 +30,7 @@ from asyncrl.learner.checks.finite_check import NonFiniteGroups
 from asyncrl.learner.checks.logprob_check import LogprobGap, LogprobGate
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.data.packing import bins, moving_rollouts, pack_micro_batches
+from asyncrl.learner.data.shared_prompts import repeated_lengths
 from asyncrl.learner.models.networks import blueprint
 from asyncrl.learner.reporting.utilization import PASSED, PASSED_SQUARES, even_tokens, squares
 from asyncrl.learner.training.objectives import PolicyObjective, auxiliary_objective
@@ -117,6 +118,7 @@ class Accumulator:
         found = trainables(backend, config, remote_models or {}) if learning is None else learning
         self._trainables = sorted(found, key=lambda each: not each.in_pool)
         self._max_tokens, self._even_tokens = config.learner.micro_batch_tokens, even_tokens(config.model)
+        self._shares = config.learner.shares
         self._reset()
 
     def _reset(self) -> None:
@@ -137,7 +139,7 @@ class Accumulator:
             divided = [batch and each.objective.divided(batch) for each in learning]
             counting = [self._counting(each, some) for each, some in zip(learning, divided, strict=True)]
             needed = [
-                len(bins(some, rollouts, self._max_tokens)) if some else 0
+                len(bins(some, rollouts, self._max_tokens, self._shares)) if some else 0
                 for some, rollouts in zip(divided, counting, strict=True)
             ]
         with self._spans("wait/ranks"):
@@ -150,10 +152,10 @@ class Accumulator:
             if some is not None:
                 with self._spans("compute/pack"):
                     micro_batches = pack_micro_batches(
-                        some, rollouts, self._max_tokens, max(passes), self._even_tokens
+                        some, rollouts, self._max_tokens, max(passes), self._even_tokens, self._shares
                     )
                 if trainable.name == POLICY:
-                    self._metrics.merge([_passed(micro_batches)])
+                    self._metrics.merge([_passed(micro_batches, self._shares)])
             with self._spans("compute/forward_backward"):
                 inspect = self._inspect(version) if trainable.name == POLICY else None
                 trainable.model.learn(trainable.objective, micro_batches, max(passes), version, inspect)
@@ -256,11 +258,16 @@ def _step_span(trainable: Trainable) -> str:
     return "wait/pool" if trainable.in_pool else "compute/optimizer"
 
 
-def _passed(micro_batches: Sequence[MicroBatch]) -> Metrics:
-    """The tokens of these passes of the policy, for `Utilization`."""
+def _passed(micro_batches: Sequence[MicroBatch], shares: bool) -> Metrics:
+    """The tokens of these passes of the policy, for `Utilization`: those of shared prompts once."""
+    tokens = pairs = 0
+    for batch in micro_batches:
+        repeated = repeated_lengths(batch) if shares else []
+        tokens += batch.tokens - sum(repeated)
+        pairs += squares(batch.segment_lengths) - squares(repeated)
     metrics = Metrics()
-    metrics.add(PASSED, Sum(sum(batch.tokens for batch in micro_batches)))
-    metrics.add(PASSED_SQUARES, Sum(sum(squares(batch.segment_lengths) for batch in micro_batches)))
+    metrics.add(PASSED, Sum(tokens))
+    metrics.add(PASSED_SQUARES, Sum(pairs))
     return metrics
 
 

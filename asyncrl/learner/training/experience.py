@@ -155,7 +155,8 @@ class Experience:
         pieces: list[tuple[Tensor, MicroBatch]] = []
         if batch is not None:
             each = batch.by_segment()
-            packed = bins(each, range(each.rollouts), self._config.learner.micro_batch_tokens)
+            learner = self._config.learner
+            packed = bins(each, range(each.rollouts), learner.micro_batch_tokens, learner.shares)
             pieces = [(each.tokens_of(segments), each.select(segments)) for segments in packed]
         with self._spans("wait/ranks"):
             passes = max(self._backend.exchange(len(pieces)))

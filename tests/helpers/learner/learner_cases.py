@@ -103,13 +103,14 @@ def rollout(ids: Sequence[int], prompt: int, reward: float = 0.0, version: int =
 def random_group(
     ordinal: int, size: int = 4, seed: int = 0, version: int = 0, spread: bool = True, segments: int = 1
 ) -> Group:
-    """Random tokens below 32, random lengths; without `spread` all rewards are 1. Rollouts have 1 to `segments`
-    segments, from the second on one more than the one before."""
+    """Random tokens below 32, random lengths, the same prompt; without `spread` all rewards are 1. Rollouts have 1 to
+    `segments` segments, from the second on one more than the one before."""
     random = np.random.default_rng([seed, ordinal])
+    prompt = np.random.default_rng([seed, ordinal, 1]).integers(1, 32, 3).tolist()
 
     def segment(reward: float) -> Rollout:
         ids = random.integers(1, 32, 3 + int(random.integers(1, 9))).tolist()
-        return rollout(ids, prompt=3, reward=reward, version=version)
+        return rollout([*prompt, *ids[3:]], prompt=3, reward=reward, version=version)
 
     rollouts = [
         Rollout.from_segments([segment(float(i % 2) if spread else 1.0) for _ in range(1 + i % segments)])
@@ -144,6 +145,11 @@ def small_config(tmp_path: Path, **sections: Any) -> Config:
         "algorithm": AlgorithmConfig(),
     }
     return Config(**(given | sections))
+
+
+def without_counts(values: Mapping[str, float]) -> dict[str, float]:
+    """Metrics of a step without those that depend on how rollouts are divided: prompts are shared within a pass."""
+    return {name: value for name, value in values.items() if not name.startswith("perf/learner/passed")}
 
 
 def copied_weights(model: Any) -> dict[str, Tensor]:

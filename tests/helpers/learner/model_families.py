@@ -184,14 +184,14 @@ def names_in(folder: Path) -> set[str]:
 
 
 def rollouts(lengths: Sequence[int] = TOKENS) -> list[Rollout]:
-    """Random tokens, of which the first two are a prompt."""
+    """Random tokens, of which the first two are a prompt, the same in all."""
     random = np.random.default_rng(3)
     made = []
     for length in lengths:
         mask = np.array([0, 0] + [1] * (length - 2), np.int8)
         made.append(
             Rollout(
-                token_ids=random.integers(1, VOCABULARY, length),
+                token_ids=np.concatenate([[7, 9], random.integers(1, VOCABULARY, length - 2)]),
                 loss_mask=mask,
                 logprobs=np.where(mask, -1.0, 0.0).astype(np.float32),
                 versions=np.where(mask, 0, NO_VERSION).astype(np.int32),

@@ -55,7 +55,8 @@ def config_of(folder: Path, family: str, parallel: ParallelConfig = ALONE, **sec
         architecture = type(FAMILIES[family]).__name__.removesuffix("Config") + "ForCausalLM"
         FAMILIES[family].architectures = [architecture]
         FAMILIES[family].save_pretrained(path)
-    learner = LearnerConfig(parallel=parallel, optimizer=OptimizerConfig(grad_clip=0.5))
+    # With Adam's usual epsilon, the rounding of gradients near 0 decides on whole steps.
+    learner = LearnerConfig(parallel=parallel, optimizer=OptimizerConfig(grad_clip=0.5, eps=1e-3))
     dtype: Any = "float32" if family in WITH_EXPERTS else "float64"  # grouped_mm knows no float64
     model = ModelConfig(path=str(path), dtype=dtype)
     return small_config(folder, **({"model": model, "learner": learner} | sections))

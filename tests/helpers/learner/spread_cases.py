@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import transformers
-from learner_cases import TINY, random_group, small_config, tiny_model
+from learner_cases import TINY, random_group, small_config, tiny_model, without_counts
 from torch import Tensor
 
 from asyncrl.config.schema import Config, LearnerConfig, ModelConfig
@@ -105,7 +105,7 @@ def trained(config: Config) -> tuple[FsdpBackend, Outcome]:
         mine = groups[backend.data_rank :: backend.data_world]
         for part in (mine, []):
             step.add(part, version)
-        values.append(dict(step.step(version).values))
+        values.append(without_counts(step.step(version).values))
     tensors = {n: _copy(t) for n, t in backend.local_tensors().items()}
     following = backend.policy.predict_next(probe_batch(prompts(33, 5)))
     return backend, Outcome(values, dict(backend.layout()), tensors, following)

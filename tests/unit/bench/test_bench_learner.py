@@ -16,21 +16,21 @@ from asyncrl.learner.reporting.utilization import TrainingFlops
 from bench.bars import verdicts
 from bench.learner.head import _inputs, chunked, naive
 from bench.learner.model import SIZES, TINY, config_of, groups_of, write_model
-from bench.learner.passes import Packed, Padded
+from bench.learner.passes import Packed, Padded, with_every_prompt
 from bench.learner.report import BARS, gpu_table, table
 from bench.learner.rollouts import GROUP, PROMPT, samples
 from bench.process import ROOT
 
 
 def test_rollouts_are_the_same_in_every_process_and_of_the_lengths_they_are_said_to_be() -> None:
-    for kind, longest, mean in (("short", 256, 136), ("long_tail", 2048, 419)):
+    for kind, longest, mean in (("short", 256, 136), ("long_tail", 2048, 419), ("long_prompt", 256, 136)):
         groups = samples(kind, 64)
         assert groups == samples(kind, 64)
         lengths = [len(sample.answer) for group in groups for sample in group]
         assert 16 <= min(lengths) < max(lengths) <= longest
         assert np.mean(lengths) == pytest.approx(mean, rel=0.15)
         assert all(len({sample.reward for sample in group}) > 1 for group in groups)
-        assert {len(sample.prompt) for group in groups for sample in group} == {PROMPT}
+        assert {len(sample.prompt) for group in groups for sample in group} == {PROMPT[kind]}
 
 
 def test_the_model_has_more_than_ten_million_parameters(tmp_path: Path) -> None:
@@ -42,11 +42,11 @@ def test_packed_and_padded_say_the_same(tmp_path: Path) -> None:
     write_model(tmp_path / "model", TINY)
     config, batch = config_of(tmp_path, tokens=256), MicroBatch.of(groups_of(samples("short", 2, scale=0.2)))
     said = []
-    for way in (Packed(config), Padded(config)):
-        way.prepare(batch)
+    for way in (Packed(config), Packed(with_every_prompt(config)), Padded(config)):
+        way.prepare(batch, PROMPT["short"])
         said.append(way.run())
     assert batch.rollouts == 2 * GROUP
-    assert said[0] == pytest.approx(said[1], rel=1e-5)
+    assert said == pytest.approx([said[0]] * 3, rel=1e-5)
 
 
 def test_both_ways_to_log_probs_say_the_same() -> None:

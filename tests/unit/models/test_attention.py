@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 
 import pytest
 import torch
+from flash_stand_in import flash_attn_varlen_func
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from asyncrl.models import attention
 from asyncrl.models.attention import AttentionRule, dense_attention, flash, seen
@@ -34,45 +33,12 @@ def test_capped_scores_of_half_precision_are_not_rounded_again() -> None:
     assert out == pytest.approx(exact, abs=2**-9)
 
 
-def kernel(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ends_q: Tensor,
-    ends_k: Tensor,
-    longest_q: int,
-    longest_k: int,
-    *,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
-) -> Tensor:
-    """flash_attn_varlen_func by its documentation: documents between the ends, the last query at the last key;
-    window_size: keys to the left and right of a query's own, -1 for all; softcap 0 for none."""
-    assert causal
-    assert q.shape[-1] == k.shape[-1] == v.shape[-1], "the kernel has one head size"
-    out = torch.full_like(q, math.nan)
-    left, _ = window_size
-    spans_q, spans_k = (list(pairwise(ends.tolist())) for ends in (ends_q, ends_k))
-    for (a, b), (c, d) in zip(spans_q, spans_k, strict=True):
-        assert b - a <= longest_q
-        assert d - c <= longest_k
-        for i in range(a, b):
-            at = d - b + i
-            low = c if left < 0 else max(c, at - left)
-            score = torch.einsum("he,nhe->hn", q[i], k[low : at + 1]) * (softmax_scale or q.shape[-1] ** -0.5)
-            score = softcap * torch.tanh(score / softcap) if softcap else score
-            out[i] = torch.einsum("hn,nhf->hf", score.softmax(-1), v[low : at + 1])
-    return out
-
-
 @pytest.mark.parametrize("rule", [AttentionRule(), AttentionRule(0.7), AttentionRule(None, 2, 1.5)])
 def test_flash_attention_is_requested_as_dense_attention_computes(
     rule: AttentionRule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two documents; the slice of the first one has 3 of its 5 tokens. Values are narrower than keys."""
-    monkeypatch.setattr(attention, "flash_attn_varlen_func", kernel)
+    monkeypatch.setattr(attention, "flash_attn_varlen_func", flash_attn_varlen_func)
     q, k, v = torch.randn(5, 2, 4), torch.randn(7, 2, 4), torch.randn(7, 2, 3)
     found = flash(q, k, v, (torch.tensor([0, 3, 5]), torch.tensor([0, 5, 7])), (3, 5), rule)
     parts = zip(q.split([3, 2]), k.split([5, 2]), v.split([5, 2]), strict=True)

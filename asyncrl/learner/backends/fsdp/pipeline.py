@@ -28,7 +28,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from asyncrl.learner.algorithms.roles import Loss
 from asyncrl.learner.backends.fsdp.stages import ModelStage, ModelStages
 from asyncrl.learner.data.batch import MicroBatch
-from asyncrl.learner.models.attention import Documents
+from asyncrl.learner.models.documents import Documents
 from asyncrl.learner.models.networks import LanguageModel
 
 WIDTH_STEP: Final = 256

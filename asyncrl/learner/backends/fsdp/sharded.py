@@ -33,7 +33,8 @@ from asyncrl.learner.backends.fsdp.reduction import Reduction
 from asyncrl.learner.backends.fsdp.stages import ModelStage, ModelStages, load_stages
 from asyncrl.learner.backends.storage import ModelState
 from asyncrl.learner.data.batch import MicroBatch
-from asyncrl.learner.models.attention import Documents
+from asyncrl.learner.data.shared_prompts import sources
+from asyncrl.learner.models.documents import Documents
 from asyncrl.learner.models.lora import BaseUnderAdapters
 from asyncrl.learner.models.networks import (
     Critic,
@@ -91,7 +92,7 @@ class ShardedModel:
             prepare_layers(network, learner)
         self._stages = network if isinstance(network, ModelStages) else None
         self.network = network.network if isinstance(network, ModelStages) else network
-        self._device, self._policy = device, policy
+        self._device, self._policy, self._shares = device, policy, learner.shares
         self._context: ContextParallel | None = None
         if (context := mesh.axis(CONTEXT)) is not None:
             self._context = ContextParallel(context.get_group(), parallel.context_way)
@@ -169,7 +170,8 @@ class ShardedModel:
         if batch.media:
             media = media_inputs(cast(LanguageModel, self.network).causal_lm, batch.texts(lengths))
         multiple = self.network.token_multiple
-        return Documents(lengths, self._device, self._context, multiple, batch.loss_mask_N, media)
+        source_N = sources(batch) if self._shares else None
+        return Documents(lengths, self._device, self._context, multiple, batch.loss_mask_N, media, source_N)
 
     def gradient_norm(self, scale: float) -> float:
         self._reduce()

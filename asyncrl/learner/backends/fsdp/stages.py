@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
 from asyncrl.learner.data.batch import MicroBatch
-from asyncrl.learner.models.attention import Documents
+from asyncrl.learner.models.documents import Documents
 from asyncrl.learner.models.networks import (
     Critic,
     LanguageModel,

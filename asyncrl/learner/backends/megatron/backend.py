@@ -111,7 +111,8 @@ class MegatronBackend(Backend):
         if adapted:
             self._add_adapters(chunks, gpt, model)
         merges, policy = adapted and not model.lora.travels, self._models.get(POLICY)
-        return MegatronModel(name, chunks, gpt, found, plan.optimizer, self._device, policy, merges)
+        shares = self._config.learner.shares
+        return MegatronModel(name, chunks, gpt, found, plan.optimizer, self._device, policy, merges, shares)
 
     def _add_adapters(self, chunks: Sequence[PackedGpt], gpt: Gpt, model: ModelConfig) -> None:
         whole = adapters_at_start(model, self._config.run.seed, gpt, chunks[0].place)

@@ -35,6 +35,7 @@ from asyncrl.learner.backends.megatron.adapters import LinearAdapters, merged_we
 from asyncrl.learner.backends.megatron.grid import Grid
 from asyncrl.learner.backends.megatron.network import Packed, PackedGpt
 from asyncrl.learner.data.batch import MicroBatch
+from asyncrl.learner.data.shared_prompts import computed_tokens, sources
 from asyncrl.learner.models.lora import BaseUnderAdapters
 from asyncrl.learner.models.networks import check_tokens
 from asyncrl.models.adapters import peft_name
@@ -63,10 +64,12 @@ class MegatronModel:
         device: torch.device,
         policy: MegatronModel | None,
         merges: bool = False,
+        shares: bool = True,
     ) -> None:
-        """merges: whether versions of merged weights are published"""
+        """merges: whether versions of merged weights are published. shares: whether repeated prompts are computed
+        once"""
         self.name, self.chunks, self.gpt = name, list(chunks), gpt
-        self._grid, self._device, self._policy = found, device, policy
+        self._grid, self._device, self._policy, self._shares = found, device, policy, shares
         self._clip = optimizer.grad_clip if optimizer else 0.0
         self._accumulated = False
         self._norm: float | None = None  # of the gradient that was summed over ranks; None: not summed yet
@@ -145,7 +148,9 @@ class MegatronModel:
     ) -> None:
         """Run all micro-batches through all stages. conclude: (number of the micro-batch, batch, outputs of the head) →
         a sum to differentiate."""
-        lengths = [-(-batch.tokens // self._grid.tensor) * self._grid.tensor for batch in batches]
+        source = [sources(batch) if self._shares else None for batch in batches]
+        tokens = [computed_tokens(batch, source_N) for batch, source_N in zip(batches, source, strict=True)]
+        lengths = [-(-count // self._grid.tensor) * self._grid.tensor for count in tokens]
         if self._grid.chunks > 1:  # Megatron's interleaved stages exchange one shape
             lengths = [max(lengths)] * len(lengths)
 
@@ -153,7 +158,8 @@ class MegatronModel:
             number, batch = next(batch_of)
             check_tokens(batch, self.gpt.vocab, self.name)
             here = batch.to(self._device)
-            outputs = chunk(here, Packed.of(batch, lengths[number], self._device), following=following)
+            packed = Packed.of(batch, lengths[number], self._device, source[number])
+            outputs = chunk(here, packed, following=following)
 
             def losses(output: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
                 return conclude(number, here, output), torch.tensor(0, dtype=torch.int), {}

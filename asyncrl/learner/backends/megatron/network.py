@@ -35,7 +35,9 @@ from asyncrl.learner.backends.megatron.adapters import CHILD, adapter_parts
 from asyncrl.learner.backends.megatron.architecture import Architecture
 from asyncrl.learner.backends.megatron.grid import Grid
 from asyncrl.learner.data.batch import MicroBatch
-from asyncrl.learner.models.attention import Documents, packed_attention
+from asyncrl.learner.data.shared_prompts import computed_tokens
+from asyncrl.learner.models.attention import packed_attention
+from asyncrl.learner.models.documents import Documents
 from asyncrl.learner.models.logprobs import VocabularyPart, next_logprobs, token_logprobs
 from asyncrl.sync.layout.layout import Box
 from asyncrl.sync.layout.megatron import Gpt, MegatronPart, MegatronPlace, megatron_parts
@@ -62,14 +64,22 @@ class Packed:
     qkv_format: str = "documents"
 
     @staticmethod
-    def of(batch: MicroBatch, tokens: int, device: torch.device) -> Packed:
-        """Pad a batch on the CPU to `tokens` with documents without loss."""
-        fill = tokens - batch.tokens
+    def of(batch: MicroBatch, tokens: int, device: torch.device, source_N: Tensor | None = None) -> Packed:
+        """Pad a batch on the CPU, without repeated tokens, to `tokens` with documents without loss. source_N: see
+        `Documents`"""
+        fill = tokens - computed_tokens(batch, source_N)
         extra = [FILL_TOKENS] * (fill // FILL_TOKENS) + [fill % FILL_TOKENS] * (fill % FILL_TOKENS > 0)
         position_ids_N = torch.cat([batch.position_ids_N, *(torch.arange(n) for n in extra)])
-        documents = Documents([*batch.segment_lengths, *extra], device, mask_N=batch.loss_mask_N)
-        token_ids_1N = on_device(F.pad(batch.token_ids_N, (0, fill))[None], device)
-        return Packed(token_ids_1N, on_device(position_ids_N[None], device), documents)
+        if source_N is not None:
+            source_N = torch.cat([source_N, batch.tokens + torch.arange(fill)])
+        lengths = [*batch.segment_lengths, *extra]
+        documents = Documents(lengths, device, mask_N=batch.loss_mask_N, source_N=source_N)
+        token_ids_N, position_ids_N = (
+            documents.mine(values_N) for values_N in (F.pad(batch.token_ids_N, (0, fill)), position_ids_N)
+        )
+        return Packed(
+            on_device(token_ids_N[None], device), on_device(position_ids_N[None], device), documents
+        )
 
 
 class RmsNorm(nn.Module):
@@ -167,7 +177,7 @@ class PackedGpt(GPTModel):
         )
         if not self.post_process:
             return hidden_N1D
-        hidden_ND = self._whole(hidden_N1D)[: batch.tokens, 0]
+        hidden_ND = self._whole(hidden_N1D)[:, 0]
         if following:
             return self._following(hidden_ND, batch, packed.documents)
         at_T, before_T = packed.documents.scored

@@ -116,7 +116,7 @@ def assert_same(folder: Path, says: dict[str, Any]) -> None:
     """The third step of the two ranks that went on without a stop."""
     for rank in range(2):
         theirs = json.loads((folder / f"saved{rank}.json").read_text())
-        assert says["norms"] == pytest.approx(theirs["norms"], rel=1e-3)
+        assert says["norms"] == pytest.approx(theirs["norms"], rel=2**-9)  # half a step of bfloat16
         for mine, others in zip(says["said"], theirs["said"], strict=True):
             assert mine == pytest.approx(others, abs=2e-2)  # of weights in bfloat16
 

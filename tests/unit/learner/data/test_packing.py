@@ -11,7 +11,8 @@ from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.learner.algorithms.advantages import advantages
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.data.packing import first_fit, level, moving_rollouts, pack_micro_batches
-from asyncrl.learner.models.attention import PACKED, Documents
+from asyncrl.learner.models.attention import PACKED
+from asyncrl.learner.models.documents import Documents
 from asyncrl.models.loading import load_causal_lm
 from asyncrl.types import Group, Sampling, Task
 
@@ -34,7 +35,7 @@ def test_levelled_bins_hold_each_item_once_within_the_capacity(
     lengths: list[int], capacity: int, spare: int, even: float
 ) -> None:
     most = len(first_fit(lengths, capacity)) + spare
-    bins = level(lengths, capacity, most, even)
+    bins = level(lengths, [length + length * length / even for length in lengths], capacity, most)
     assume(bins is not None)  # else those of first fit are taken
     assert bins is not None
     assert len(bins) <= most
@@ -52,7 +53,7 @@ def test_with_room_enough_no_bin_is_much_dearer_than_another(
     def cost(length: int) -> float:
         return length + length * length / even
 
-    bins = level(lengths, sum(lengths), most, even)
+    bins = level(lengths, [cost(length) for length in lengths], sum(lengths), most)
     assert bins is not None
     total, largest = sum(map(cost, lengths)), max(map(cost, lengths))
     assert max(sum(cost(lengths[i]) for i in chosen) for chosen in bins) <= (
@@ -139,9 +140,9 @@ def test_the_groups_of_some_ordinals() -> None:
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=20))
 def test_buckets_hold_each_token_once(lengths: list[int]) -> None:
     documents = Documents(lengths)
-    places = torch.cat([index[keep] for index, keep in documents.buckets])
+    places = torch.cat([bucket.index_DL[bucket.keep_DL] for bucket in documents.buckets])
     assert sorted(places.tolist()) == list(range(sum(lengths)))
-    assert documents.padded_P[documents.unpad_N].tolist() == list(range(sum(lengths)))
+    assert documents.keys.take_P[documents.keys.back_N].tolist() == list(range(sum(lengths)))
     assert documents.boundaries.tolist() == [0, *np.cumsum(lengths).tolist()]
 
 
@@ -149,9 +150,9 @@ def test_buckets_hold_each_token_once(lengths: list[int]) -> None:
 def test_padding_of_a_bucket_stays_inside_its_document(lengths: list[int]) -> None:
     """Past the end of the last one there is nothing to read."""
     document_N = np.repeat(np.arange(len(lengths)), lengths)
-    for index_DL, _ in Documents(lengths).buckets:
-        assert int(index_DL.max()) < sum(lengths)
-        for row in document_N[index_DL.numpy()]:
+    for bucket in Documents(lengths).buckets:
+        assert int(bucket.index_DL.max()) < sum(lengths)
+        for row in document_N[bucket.index_DL.numpy()]:
             assert len(set(row.tolist())) == 1
 
 

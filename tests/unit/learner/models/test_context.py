@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import ProcessGroup
 
-from asyncrl.learner.models.attention import Documents, DocumentSlice, slice_attention, whole_attention
+from asyncrl.learner.models.attention import slice_attention, whole_attention
+from asyncrl.learner.models.documents import Documents, DocumentSlice
 from asyncrl.learner.parallel.context import ContextParallel
 
 QUERY_HEADS, KEY_HEADS, SIZE = 4, 2, 8
@@ -75,4 +76,4 @@ def test_slices_of_two_ranks_by_hand() -> None:
     assert early_and_late[0].lengths == (7, 3, 2)
     assert [d.spans for d in early_and_late] == [[slice(0, 3), slice(9, 12)], [slice(3, 6), slice(6, 9)]]
     assert early_and_late[0].mine(torch.arange(1, 11)).tolist() == [1, 2, 3, 10, 0, 0]
-    assert early_and_late[0].place_N.tolist() == [0, 1, 2, -1, -1, -1, -1, -1, -1, 3, 4, 5]
+    assert early_and_late[0].state_N.tolist() == [0, 1, 2, -1, -1, -1, -1, -1, -1, 3, 4, 5]

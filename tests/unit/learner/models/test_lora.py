@@ -121,7 +121,7 @@ def test_peft_puts_the_adapters_on_the_base(tmp_path: Path) -> None:
     before = logprobs_of(plain)
     adapted = PeftModel.from_pretrained(plain, tmp_path / "final" / ADAPTER)
     assert_says_the_same(adapted, backend, 1e-5)
-    assert (logprobs_of(adapted) - before).abs().max() > 0.01
+    assert (logprobs_of(adapted) - before).abs().max() > 0.001
 
 
 def saved_by_peft(folder: Path, **settings: Any) -> Config:

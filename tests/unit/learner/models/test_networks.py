@@ -20,7 +20,7 @@ from asyncrl.learner.algorithms.roles import POLICY
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.backends.fsdp.sharded import decoder_layers
 from asyncrl.learner.data.batch import MicroBatch
-from asyncrl.learner.models.attention import Documents
+from asyncrl.learner.models.documents import Documents
 from asyncrl.learner.models.networks import Critic, check_vocabularies, load_network
 from asyncrl.tasks.addition import write_model_folder
 

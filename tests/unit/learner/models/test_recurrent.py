@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engines.transformers.recurrent_rows import _empty
-from asyncrl.learner.models.attention import Documents
+from asyncrl.learner.models.documents import Documents
 from asyncrl.learner.models.recurrent import separate_documents
 
 

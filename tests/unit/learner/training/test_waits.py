@@ -92,7 +92,7 @@ def test_a_frozen_model_waits_for_the_gpu_once_a_micro_batch(tmp_path: Path) -> 
         groups = [random_group(0), random_group(1)]
         version_step(backend, config).add(groups, version=0)
     claim = MicroBatch.of(groups)
-    passes = bins(claim, range(claim.rollouts), config.learner.micro_batch_tokens)
+    passes = bins(claim, range(claim.rollouts), config.learner.micro_batch_tokens, share=True)
     assert 1 < len(passes) == len(gpu.waits), gpu.waits
 
 

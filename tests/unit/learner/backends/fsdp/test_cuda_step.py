@@ -71,7 +71,7 @@ def test_a_step_on_a_gpu_measures_what_a_cpus_does(tmp_path: Path, name: str) ->
         added = [*gpu.waits]
         found = way.step(0).values
     batch = MicroBatch.of(groups)
-    passes = len(bins(batch, range(batch.rollouts), config.learner.micro_batch_tokens))
+    passes = len(bins(batch, range(batch.rollouts), config.learner.micro_batch_tokens, share=True))
     assert len(added) <= (TOWER_WAITS * passes if STEPS[name].family in MODELS else 0), added
     assert len(gpu.waits) - len(added) == 2, gpu.waits  # the norm, and the results
     assert all(isinstance(tensor, GpuTensor) for tensor in backend.local_tensors().values())

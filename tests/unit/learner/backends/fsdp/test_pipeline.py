@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from learner_cases import TINY, random_group, small_config
+from learner_cases import TINY, random_group, small_config, without_counts
 from rank_processes import run_ranks
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -25,7 +25,7 @@ from asyncrl.learner.backends.fsdp.pipeline import turns_of
 from asyncrl.learner.backends.fsdp.stages import cut_stage, layers_of, load_stages
 from asyncrl.learner.checks.logprob_check import probe_batch
 from asyncrl.learner.data.batch import MicroBatch
-from asyncrl.learner.models.attention import Documents
+from asyncrl.learner.models.documents import Documents
 from asyncrl.learner.models.networks import load_network
 from asyncrl.learner.parallel.mesh import ModelShape, axis_sizes
 from asyncrl.learner.parallel.tensor_parallel import local_part
@@ -109,7 +109,8 @@ def model_in(folder: Path, kind: str, tied: bool) -> ModelConfig:
 
 
 def config_of(folder: Path, case: Case, parallel: ParallelConfig) -> Config:
-    optimizer = OptimizerConfig(lr=1e-3, warmup_steps=1, grad_clip=0.5)
+    # With Adam's usual epsilon, the rounding of gradients near 0 decides on whole steps.
+    optimizer = OptimizerConfig(lr=1e-3, warmup_steps=1, grad_clip=0.5, eps=1e-3)
     learner = LearnerConfig(micro_batch_tokens=24, optimizer=optimizer, parallel=parallel)
     model = model_in(folder, case.kind, case.tied)
     return small_config(folder, model=model, learner=learner, algorithm=case.algorithm)
@@ -124,7 +125,7 @@ def train(backend: FsdpBackend, config: Config, versions: range) -> list[dict[st
         claims = [[[a], [c]], [[b], []]] if backend.data_world == 2 else [[[a, b], [c]]]
         for groups in claims[backend.data_rank]:
             step.add(groups, version)
-        rows.append(dict(step.step(version).values))
+        rows.append(without_counts(step.step(version).values))
     return rows
 
 
