@@ -1,7 +1,7 @@
 """Causal attention, with the variations that families of models have.
 
-Axes:  B documents · n queries, for the last of L keys · H query heads · K key heads · E head size · F head size of
-values
+Axes:  B documents · n queries, by default for the last of L keys · H query heads · K key heads · E head size · F head
+size of values
 """
 
 from __future__ import annotations
@@ -69,9 +69,11 @@ def seen(
     >>> seen(2, 4, window=3, before_B=torch.tensor([1])).int().tolist()
     [[[[1, 1, 0, 0], [1, 1, 1, 0]]]]
     """
-    before: int | Tensor = length - n if before_B is None else before_B[:, None, None, None]
-    last_Xn1 = before + torch.arange(n, device=device)[:, None]
-    key_L = torch.arange(length, device=device)
+    query_n1, key_L = torch.arange(n, device=device)[:, None], torch.arange(length, device=device)
+    if before_B is None:
+        last_Xn1 = length - n + query_n1
+    else:  # padding behind the last key sees that one: a query without any key is NaN
+        last_Xn1 = (before_B[:, None, None, None] + query_n1).clamp(max=length - 1)
     seen_XnL = key_L <= last_Xn1
     return seen_XnL if window is None else seen_XnL & (key_L > last_Xn1 - window)
 

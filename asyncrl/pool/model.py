@@ -29,7 +29,12 @@ from asyncrl.learner.checks.finite_check import NOT_FINITE
 from asyncrl.learner.checks.group_check import GroupCheck
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.data.packing import bins
-from asyncrl.learner.models.networks import blueprint, check_vocabularies, vocabulary_size
+from asyncrl.learner.models.networks import (
+    blueprint,
+    check_vocabularies,
+    counts_prompts_once,
+    vocabulary_size,
+)
 from asyncrl.learner.parallel.mesh import Mesh, axis_sizes
 from asyncrl.learner.process_group import (
     COLLECTIVE_DEADLINE,
@@ -71,7 +76,7 @@ class PoolModel:
         check_vocabularies([name], config)
         self.name, self.config = name, config
         self._vocabulary = vocabulary_size(blueprint(name, config), config)
-        self._policy = load_model_config(config.model)
+        self._policy, self._shares = load_model_config(config.model), counts_prompts_once(name, config)
         self.rank, self.world = rank_and_world()
         self._device = own_device()
         self._turn = threading.Lock()  # a thread of rank 0 holds it until its job is done
@@ -134,7 +139,7 @@ class PoolModel:
         batch, world = MicroBatch.of([decode_group(frames)]).by_segment(), self.world
         values_N = torch.zeros(batch.tokens)
         most = min(self.config.learner.micro_batch_tokens, -(-batch.tokens // world))
-        passes = bins(batch, range(batch.rollouts), most, self.config.learner.shares)
+        passes = bins(batch, range(batch.rollouts), most, self._shares)
         mine = passes[self.rank :: world]
         for turn in range(-(-len(passes) // world)):
             if turn < len(mine):

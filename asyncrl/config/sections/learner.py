@@ -98,7 +98,7 @@ class LearnerConfig(Section):
     )
     own_backend: str | None = key(None, "in place of backend, see docs/learner.md")
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    micro_batch_tokens: Count = key(16384, "most tokens of one forward/backward of one rank")
+    micro_batch_tokens: Count = key(16384, "most tokens that one forward/backward of one rank computes")
     mini_batches: Count = key(
         1, "optimizer steps that the groups of one version are split over (PPO mini-batches)"
     )
@@ -111,8 +111,8 @@ class LearnerConfig(Section):
     )
     share_prompts: bool = key(
         True,
-        "a forward computes a prompt that several rollouts of a micro-batch have once, wherever ranks do not share "
-        "its tokens by parallel.context_way=all_gather",
+        "compute a prompt that several rollouts of a micro-batch have only once in each forward; not with "
+        "parallel.context_way=all_gather",
     )
     on_bad_step: Literal["stop", "skip"] = key(
         "stop", "a gradient that is not finite; skip: drop the step's groups"

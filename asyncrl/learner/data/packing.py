@@ -17,6 +17,10 @@ from asyncrl.learner.data.shared_prompts import Need, needs_of
 WORTHWHILE = 0.1
 """The share of tokens that sharing must save: bound rollouts fill micro-batches less evenly."""
 
+WHOLE = 4
+"""Attention keeps the keys and values of whole documents, prompts each time: they are bounded by so many times
+`learner.micro_batch_tokens`."""
+
 SLACKS = (1.0, 1.1, 1.25, 1.5, 2.0)
 """Sizes of level bins that are tried, over the mean."""
 
@@ -42,15 +46,17 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 def fit_shared(items: Sequence[Need], capacity: int) -> list[list[int]]:
     """As `first_fit`, of rollouts that add a prompt that a bin has already at no cost: each goes into the bin that has
-    one of its prompts, if that one has room.
+    one of its prompts, if that one has room. With prompts counted each time, a bin has WHOLE times its capacity.
 
     >>> a, b = {0: 4}, {1: 3}
-    >>> fit_shared([Need(1, a), Need(3, a), Need(1, b), Need(1, a), Need(2, b)], capacity=8)
+    >>> items = [Need(1, a, 5), Need(3, a, 7), Need(1, b, 4), Need(1, a, 5), Need(2, b, 5)]
+    >>> fit_shared(items, capacity=8)
     [[0, 1], [2, 4], [3]]
     """
     bins: list[list[int]] = []
     held: list[set[int]] = []
     room: list[int] = []
+    whole: list[int] = []
     newest: dict[int, int] = {}  # prompt ▸ the last bin that has it
 
     def added(item: Need, at: int) -> int:
@@ -59,13 +65,16 @@ def fit_shared(items: Sequence[Need], capacity: int) -> list[list[int]]:
     for number, item in enumerate(items):
         with_prompt = [newest[prompt] for prompt in item.prompts if prompt in newest]
         order = itertools.chain(with_prompt, range(len(bins)))
-        at = next((each for each in order if added(item, each) <= room[each]), None)
+        fits = (b for b in order if added(item, b) <= room[b] and item.whole <= whole[b])
+        at = next(fits, None)
         if at is None:
             at = len(bins)
             bins.append([])
             held.append(set())
             room.append(capacity)
+            whole.append(WHOLE * capacity)
         room[at] -= added(item, at)
+        whole[at] -= item.whole
         bins[at].append(number)
         held[at] |= item.prompts.keys()
         newest |= dict.fromkeys(item.prompts, at)
@@ -119,7 +128,7 @@ def bins(batch: MicroBatch, rollouts: Sequence[int], max_tokens: int, share: boo
     share: whether a forward computes repeated prompts once; rollouts with one in common then stay together if that
     saves much.
     """
-    items = worthwhile(batch, rollouts) if share else None
+    items = worthwhile_needs(batch, rollouts) if share else None
     if items:
         filled = fit_shared(items, max_tokens)
     else:
@@ -136,9 +145,9 @@ def pack_micro_batches(
     share: bool = False,
 ) -> list[MicroBatch]:
     """The `bins` as micro-batches; spread over `passes` of them, alike in cost, where that many are run anyway. A
-    rollout costs its tokens, and its square over `even_tokens` for attention; rollouts that share prompts their
-    tokens alone."""
-    items = worthwhile(batch, rollouts) if share else None
+    rollout costs its tokens, and the square of its length over `even_tokens` for attention. Where prompts are shared,
+    tokens alone count."""
+    items = worthwhile_needs(batch, rollouts) if share else None
     lengths = [batch.lengths_R[r] for r in rollouts]
     filled: list[list[int]] | None = None
     if passes and items:
@@ -151,7 +160,7 @@ def pack_micro_batches(
     return [batch.select([rollouts[i] for i in chosen]) for chosen in filled]
 
 
-def worthwhile(batch: MicroBatch, rollouts: Sequence[int]) -> list[Need] | None:
+def worthwhile_needs(batch: MicroBatch, rollouts: Sequence[int]) -> list[Need] | None:
     """The needs of these rollouts; None where sharing saves too little to bind rollouts to each other."""
     items = needs_of(batch, rollouts)
     every = sum(batch.lengths_R[r] for r in rollouts)

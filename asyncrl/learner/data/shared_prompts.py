@@ -81,10 +81,12 @@ def repeated_lengths(batch: MicroBatch) -> list[int]:
 
 
 class Need(NamedTuple):
-    """The tokens that a rollout adds to a forward. own: without prompts · prompts: number ▸ tokens, added once"""
+    """The tokens of a rollout. own: without prompts · prompts: number ▸ tokens, which a forward computes once · whole:
+    all of them, prompts each time"""
 
     own: int
     prompts: dict[int, int]
+    whole: int
 
 
 def needs_of(batch: MicroBatch, rollouts: Sequence[int]) -> list[Need]:
@@ -96,6 +98,7 @@ def needs_of(batch: MicroBatch, rollouts: Sequence[int]) -> list[Need]:
         Need(
             batch.lengths_R[r] - sum(prompts.length_D[d] for d in segments_R[r]),
             {prompts.number_D[d]: prompts.length_D[d] for d in segments_R[r]},
+            batch.lengths_R[r],
         )
         for r in rollouts
     ]

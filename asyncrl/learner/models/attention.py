@@ -84,7 +84,7 @@ def whole_attention(
         (max(documents.own), max(documents.lengths)),
     )
     if documents.shares:  # flash aligns the keys of a document to its last query
-        k_NKE, v_NKF = (x.index_select(0, documents.keys_N) for x in (k_NKE, v_NKF))
+        k_NKE, v_NKF = (x.index_select(0, documents.row_there_N) for x in (k_NKE, v_NKF))
     return flash(q_NHE, k_NKE, v_NKF, edges, longest, rule)
 
 

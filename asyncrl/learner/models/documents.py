@@ -5,7 +5,8 @@
     mine          this rank's part of the row, see `context.py`
     buckets       [D, L] padded documents, for attention and for layers with a state; gathered from the row
 
-Axes:  N packed tokens · n of them, of this rank's part of the row · D documents of one bucket · L longest of them
+Axes:  N packed tokens · M tokens of the row · n of them, this rank's · P places of all buckets · D documents of one
+bucket · L longest of them
 """
 
 from __future__ import annotations
@@ -47,23 +48,23 @@ class LengthBucket(NamedTuple):
 class BucketPlaces(NamedTuple):
     """A gather from the row of computed tokens to padded buckets, and back.
 
-    take_P: the place in the row of each place of all buckets in order · back_N: the inverse · shapes: of the buckets
+    take_P: the place in the row of each place of all buckets in order · back_M: the inverse · shapes: of the buckets
     """
 
     take_P: Tensor
-    back_N: Tensor
+    back_M: Tensor
     shapes: list[torch.Size]
 
-    def padded(self, *values_N: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    def padded(self, *values_M: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """[D, L, …] of each of these values for each bucket, padding at the end of documents."""
         sizes = [shape.numel() for shape in self.shapes]
-        parts = [values.index_select(0, self.take_P).split(sizes) for values in values_N]
+        parts = [values.index_select(0, self.take_P).split(sizes) for values in values_M]
         for shape, *bucket in zip(self.shapes, *parts, strict=True):
             yield tuple(part.unflatten(0, shape) for part in bucket)
 
     def unpadded(self, parts: Sequence[Tensor]) -> Tensor:
-        """[N, …], the inverse of `padded` for one value."""
-        return torch.cat([part_DL.flatten(0, 1) for part_DL in parts]).index_select(0, self.back_N)
+        """[M, …], the inverse of `padded` for one value."""
+        return torch.cat([part_DL.flatten(0, 1) for part_DL in parts]).index_select(0, self.back_M)
 
 
 class Documents:
@@ -178,28 +179,21 @@ class Documents:
     @cached_property
     def cuts(self) -> list[DocumentSlice]:
         """The documents in each of `spans`."""
+        if self.shares:
+            raise ValueError("a slice of the row is none of whole documents, and prompts are shared")
         return [DocumentSlice.of(self.lengths, span.start, span.stop, self.device) for span in self.spans]
 
     @cached_property
     def buckets(self) -> list[LengthBucket]:
-        """On the CPU, but for before_D. Repeated prompts are left out of the queries where they are the greater part: a
-        mask costs about as much as half of the queries."""
+        """On the CPU, but for before_D. Repeated prompts are left out of the queries where they are the greater part:
+        a mask costs about as much as half of the queries. On a GPU they stay: torch's flash kernels take no mask."""
         whole, cut = list[int](), list[int]()
+        masks = self.device in (None, accelerator.CPU)
         for document, (own, length) in enumerate(zip(self.own, self.lengths, strict=True)):
-            (cut if 2 * own < length else whole).append(document)
-        alike = [self._bucket(members, cut=False) for members in self._alike(whole)]
-        return alike + [self._bucket(members, cut=True) for members in self._alike(cut)]
-
-    def _alike(self, documents: Sequence[int]) -> Iterator[list[int]]:
-        """Runs of similar length."""
-        order = sorted(documents, key=self.lengths.__getitem__)
-        at = 0
-        while at < len(order):
-            shortest = self.lengths[order[at]]
-            limit = max(shortest * GROWTH, shortest + SLACK)
-            stop = next((i for i in range(at, len(order)) if self.lengths[order[i]] > limit), len(order))
-            yield order[at:stop]
-            at = stop
+            (cut if masks and 2 * own < length else whole).append(document)
+        runs = (run for alike in _alike(cut, self.own) for run in _alike(alike, self.lengths))
+        alike = [self._bucket(members, cut=False) for members in _alike(whole, self.lengths)]
+        return alike + [self._bucket(members, cut=True) for members in runs]
 
     def _bucket(self, members: Sequence[int], cut: bool) -> LengthBucket:
         length_D, own_D = torch.tensor(self.lengths), torch.tensor(self.own)
@@ -228,14 +222,26 @@ class Documents:
         real_P = torch.nonzero(torch.cat([keep.flatten() for _, keep in buckets]))[:, 0]
         place_N = torch.zeros_like(self.row_N).scatter_(0, tokens_P[real_P], real_P)
         padding = torch.arange(len(self.source_N), len(self.row_N))
-        take_P, back_N = self.row_N[tokens_P], place_N[torch.cat([self._computed, padding])]
+        take_P, back_M = self.row_N[tokens_P], place_N[torch.cat([self._computed, padding])]
         shapes = [index.shape for index, _ in buckets]
-        return BucketPlaces(on_device(take_P, self.device), on_device(back_N, self.device), shapes)
+        return BucketPlaces(on_device(take_P, self.device), on_device(back_M, self.device), shapes)
 
     @cached_property
-    def keys_N(self) -> Tensor:
-        """[N]: `row_N` on the device."""
+    def row_there_N(self) -> Tensor:
+        """`row_N` on the device."""
         return on_device(self.row_N, self.device)
+
+
+def _alike(documents: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Runs of documents of similar length."""
+    order = sorted(documents, key=lengths.__getitem__)
+    at = 0
+    while at < len(order):
+        shortest = lengths[order[at]]
+        limit = max(shortest * GROWTH, shortest + SLACK)
+        stop = next((i for i in range(at, len(order)) if lengths[order[i]] > limit), len(order))
+        yield order[at:stop]
+        at = stop
 
 
 def _clamped(start_D: Tensor, length_D: Tensor) -> tuple[Tensor, Tensor]:

@@ -37,7 +37,7 @@ from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.models.attention import PACKED
 from asyncrl.learner.models.documents import Documents
 from asyncrl.learner.models.logprobs import VocabularyPart, next_logprobs, token_logprobs
-from asyncrl.learner.models.recurrent import separate_documents
+from asyncrl.learner.models.recurrent import DELTA_NET, separate_documents
 from asyncrl.learner.parallel.experts import check_experts
 from asyncrl.learner.parallel.mesh import local_part
 from asyncrl.learner.parallel.tensor_parallel import parallelize, vocabulary_part
@@ -261,6 +261,21 @@ def router_shape(config: Config) -> RouterShape:
         rule = f"{config.model.path} has no experts"
         raise ConfigError("model.router_replay", True, rule, "leave it out, or use a model with experts")
     return shape
+
+
+def counts_prompts_once(name: str, config: Config) -> bool:
+    """Whether micro-batches of a network are bounded by computed tokens. Gated delta nets compute each prompt each
+    time, and so take memory for it."""
+    if not config.learner.shares:
+        return False
+    plan = blueprint(name, config)
+    try:
+        text = load_model_config(
+            dataclasses.replace(config.model, path=plan.path), key=plan.key
+        ).get_text_config()
+    except ConfigError:  # a model that only its backend can load
+        return False
+    return DELTA_NET not in (getattr(text, "layer_types", None) or ())
 
 
 def vocabulary_size(plan: Blueprint, config: Config) -> int:

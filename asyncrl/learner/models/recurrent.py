@@ -21,6 +21,9 @@ from asyncrl.errors import ConfigError
 from asyncrl.learner.models.documents import Documents
 from asyncrl.models.loading import delta_nets
 
+DELTA_NET = "linear_attention"
+"""The name of these layers in transformers' configurations."""
+
 
 def separate_documents(network: nn.Module) -> None:
     """Let every gated delta net of a network compute each document by itself. FSDP and hooks come later."""

@@ -25,7 +25,8 @@ from asyncrl.models.loading import auto_class, load_model_config, towers
 from asyncrl.telemetry.spans import WAIT
 
 PASSED, PASSED_SQUARES = "perf/learner/passed_tokens", "perf/learner/passed_squares"
-"""Tokens that the policy was trained on, counted with every pass over them, and their rollouts' lengths squared."""
+"""Tokens that the policy's training passes compute, shared prompts once; and their segments' lengths squared, less
+those of repeated prompts."""
 
 GIB = 1 << 30
 

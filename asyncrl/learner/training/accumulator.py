@@ -31,7 +31,7 @@ from asyncrl.learner.checks.logprob_check import LogprobGap, LogprobGate
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.data.packing import bins, moving_rollouts, pack_micro_batches
 from asyncrl.learner.data.shared_prompts import repeated_lengths
-from asyncrl.learner.models.networks import blueprint
+from asyncrl.learner.models.networks import blueprint, counts_prompts_once
 from asyncrl.learner.reporting.utilization import PASSED, PASSED_SQUARES, even_tokens, squares
 from asyncrl.learner.training.objectives import PolicyObjective, auxiliary_objective
 from asyncrl.learner.training.passes import Inspect, LearningModel, LocalModel, Objective
@@ -118,7 +118,7 @@ class Accumulator:
         found = trainables(backend, config, remote_models or {}) if learning is None else learning
         self._trainables = sorted(found, key=lambda each: not each.in_pool)
         self._max_tokens, self._even_tokens = config.learner.micro_batch_tokens, even_tokens(config.model)
-        self._shares = config.learner.shares
+        self._shares = counts_prompts_once(POLICY, config)
         self._reset()
 
     def _reset(self) -> None:

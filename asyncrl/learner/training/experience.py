@@ -29,10 +29,12 @@ from asyncrl.learner.algorithms.losses.covariance_losses import select_covarianc
 from asyncrl.learner.algorithms.losses.policy_loss import proximal
 from asyncrl.learner.algorithms.reductions import column
 from asyncrl.learner.algorithms.registry import AlgorithmContext, needs
+from asyncrl.learner.algorithms.roles import POLICY
 from asyncrl.learner.algorithms.shaping import next_kl_coef, shape
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.data.packing import bins
+from asyncrl.learner.models.networks import counts_prompts_once
 from asyncrl.learner.reporting.batch_metrics import advantage_metrics, batch_metrics, value_metrics
 from asyncrl.learner.training import requirements
 from asyncrl.telemetry.metrics import Mean, Metrics
@@ -52,7 +54,7 @@ class Experience:
 
     def __init__(self, backend: Backend, config: Config, spans: Spans) -> None:
         self._backend, self._config, self._spans = backend, config, spans
-        self._whole = requirements.whole_batch(config)
+        self._shares, self._whole = counts_prompts_once(POLICY, config), requirements.whole_batch(config)
         self._proximal = requirements.proximal_pass(config)
         self._models: dict[str, Predict] = {
             requirements.column_of(name, config): model.predict for name, model in backend.models.items()
@@ -155,8 +157,8 @@ class Experience:
         pieces: list[tuple[Tensor, MicroBatch]] = []
         if batch is not None:
             each = batch.by_segment()
-            learner = self._config.learner
-            packed = bins(each, range(each.rollouts), learner.micro_batch_tokens, learner.shares)
+            most = self._config.learner.micro_batch_tokens
+            packed = bins(each, range(each.rollouts), most, self._shares)
             pieces = [(each.tokens_of(segments), each.select(segments)) for segments in packed]
         with self._spans("wait/ranks"):
             passes = max(self._backend.exchange(len(pieces)))

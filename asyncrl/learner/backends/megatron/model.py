@@ -64,7 +64,7 @@ class MegatronModel:
         device: torch.device,
         policy: MegatronModel | None,
         merges: bool = False,
-        shares: bool = True,
+        shares: bool = False,
     ) -> None:
         """merges: whether versions of merged weights are published. shares: whether repeated prompts are computed
         once"""

@@ -142,7 +142,7 @@ def test_buckets_hold_each_token_once(lengths: list[int]) -> None:
     documents = Documents(lengths)
     places = torch.cat([bucket.index_DL[bucket.keep_DL] for bucket in documents.buckets])
     assert sorted(places.tolist()) == list(range(sum(lengths)))
-    assert documents.keys.take_P[documents.keys.back_N].tolist() == list(range(sum(lengths)))
+    assert documents.keys.take_P[documents.keys.back_M].tolist() == list(range(sum(lengths)))
     assert documents.boundaries.tolist() == [0, *np.cumsum(lengths).tolist()]
 
 

@@ -15,7 +15,7 @@ from asyncrl.learner.data.packing import (
     joint_tokens,
     level_shared,
     pack_micro_batches,
-    worthwhile,
+    worthwhile_needs,
 )
 from asyncrl.learner.data.shared_prompts import (
     Need,
@@ -84,7 +84,7 @@ def test_segments_of_one_rollout_share_what_they_begin_with() -> None:
     source_N = sources(batch)
     assert source_N is not None
     assert source_N.tolist() == [0, 1, 2, 0, 1, 5, 0, 1, 8]
-    assert needs_of(batch, [1, 0]) == [Need(1, {0: 2}), Need(2, {0: 2})]
+    assert needs_of(batch, [1, 0]) == [Need(1, {0: 2}, 3), Need(2, {0: 2}, 6)]
 
 
 def test_rollouts_with_a_prompt_in_common_stay_together_if_that_saves_much() -> None:
@@ -96,8 +96,13 @@ def test_rollouts_with_a_prompt_in_common_stay_together_if_that_saves_much() -> 
     assert [each.rollouts for each in passes] == [3, 3]
     assert [each.groups for each in passes] == [1, 1]
     little = answers([5], to=[[6] * 19] * 2)
-    assert worthwhile(little, range(2)) is None  # one token of forty
+    assert worthwhile_needs(little, range(2)) is None  # one token of forty
     assert bins(little, range(2), 39, share=True) == [[0], [1]]
+
+
+def test_the_keys_of_a_micro_batch_are_bounded() -> None:
+    """One token each, after a prompt of 9: four times 20 are 8 of them."""
+    assert [len(chosen) for chosen in fit_shared([Need(1, {0: 9}, 10)] * 10, 20)] == [8, 2]
 
 
 @given(
@@ -106,7 +111,7 @@ def test_rollouts_with_a_prompt_in_common_stay_together_if_that_saves_much() -> 
 )
 def test_no_bin_of_shared_prompts_is_overfilled(items: list[tuple[int, int, int]], capacity: int) -> None:
     lengths = {number: length for number, length, _ in items}
-    every = [Need(own, {number: lengths[number]}) for number, _, own in items]
+    every = [Need(own, {number: lengths[number]}, own + lengths[number]) for number, _, own in items]
     filled = fit_shared(every, capacity)
     assert sorted(item for chosen in filled for item in chosen) == list(range(len(every)))
     assert all(len(c) == 1 or joint_tokens([every[i] for i in c]) <= capacity for c in filled)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from asyncrl.learner.data.shared_prompts import sources
 from asyncrl.learner.models import attention
 from asyncrl.learner.models.attention import whole_attention
 from asyncrl.learner.models.documents import Documents
-from asyncrl.learner.models.networks import load_network
+from asyncrl.learner.models.networks import counts_prompts_once, load_network
 from asyncrl.models import attention as model_attention
 from asyncrl.models.attention import AttentionRule
 from asyncrl.types import Group, Sampling, Task
@@ -115,6 +116,33 @@ def test_a_step_is_the_same_with_states_experts_windows_and_sinks(family: str, t
     (plain_N, plain), (shared_N, shared) = found
     torch.testing.assert_close(shared_N, plain_N, atol=2e-5, rtol=1e-5)
     assert shared == pytest.approx(plain, rel=1e-4)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "mistral"])
+def test_padding_behind_a_window_has_a_gradient(family: str, tmp_path: Path) -> None:
+    """Answers of 1 and of 8 to prompts of 22 and 16: with a window of 5, the padding of a short answer has no key."""
+    save_family(family, tmp_path / "model")
+    groups = [
+        Group.from_rollouts(Task(i, ""), Sampling(), [rollout([*range(1, p + 1), *[3] * n], p)] * 2)
+        for i, (p, n) in enumerate([(22, 1), (16, 8)])
+    ]
+    batch = MicroBatch.of(groups)
+    config = small_config(tmp_path, model=ModelConfig(path=str(tmp_path / "model")))
+    policy: Any = FsdpBackend(config).policy
+    policy.accumulate([batch], lambda batch, logp_N, _: logp_N.sum())
+    assert math.isfinite(policy.gradient_norm(1.0))
+
+
+def test_micro_batches_of_delta_nets_count_all_prompts(tmp_path: Path) -> None:
+    for family, once in (("qwen3-next", False), ("qwen3", True)):
+        save_family(family, tmp_path / family)
+        config = small_config(tmp_path, model=ModelConfig(path=str(tmp_path / family)))
+        assert counts_prompts_once(POLICY, config) == once
+
+
+def test_a_slice_of_a_row_with_shared_prompts_is_refused() -> None:
+    with pytest.raises(ValueError, match="prompts are shared"):
+        _ = documents(some_batch(), share=True).cuts
 
 
 def test_a_vision_tower_has_the_gradient_of_each_answer_once(tmp_path: Path) -> None:

@@ -246,10 +246,8 @@ def test_two_ranks_of_a_learner_make_the_steps_of_one_and_repeat_them(
     alone, twice, again = trained(1), trained(2), trained(2)
     assert_equal(again, twice)
     assert_equal(trained(2, sharing=2), twice)  # of two that have the same rows one leads
-    for (
-        name,
-        tensor,
-    ) in alone.items():  # Qwen2's norms are float32, and two ranks share other prompts than one
+    # Qwen2's norms are float32, and two ranks share other prompts than one.
+    for name, tensor in alone.items():
         assert torch.allclose(twice[name], tensor, atol=1e-6), name
 
 
