@@ -13,9 +13,11 @@ from step_cases import EACH_STEP, MODELS, STEPS
 
 from asyncrl.config.schema import LearnerConfig
 from asyncrl.config.sections.algorithm import AlgorithmConfig
+from asyncrl.learner.algorithms.roles import POLICY
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.data.packing import bins
+from asyncrl.learner.models.networks import counts_prompts_once
 from asyncrl.learner.training.version_step import version_step
 
 TOWER_WAITS = 16
@@ -71,7 +73,8 @@ def test_a_step_on_a_gpu_measures_what_a_cpus_does(tmp_path: Path, name: str) ->
         added = [*gpu.waits]
         found = way.step(0).values
     batch = MicroBatch.of(groups)
-    passes = len(bins(batch, range(batch.rollouts), config.learner.micro_batch_tokens, share=True))
+    shares = counts_prompts_once(POLICY, config)
+    passes = len(bins(batch, range(batch.rollouts), config.learner.micro_batch_tokens, shares))
     assert len(added) <= (TOWER_WAITS * passes if STEPS[name].family in MODELS else 0), added
     assert len(gpu.waits) - len(added) == 2, gpu.waits  # the norm, and the results
     assert all(isinstance(tensor, GpuTensor) for tensor in backend.local_tensors().values())
