@@ -14,7 +14,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[3]
 OPENAI = "examples/openai_agent.yaml"
-VERSIONS = 30
+VERSIONS = {"asyncrl": 30, "openai": 30, "openai-agents": 6, "curl": 6}
+"""Those with 30 learn; the others show that their conversations are trained on."""
+
 PLAYERS = {
     "asyncrl": ["examples/calculator_agent.yaml"],
     "openai": [OPENAI],
@@ -38,14 +40,14 @@ def test_an_agent_learns_to_use_its_tool(
 ) -> None:
     monkeypatch.chdir(ROOT)
     config, *words = PLAYERS[player]
-    ours = [f"model.path={warm}", f"run.dir={tmp_path}", "run.name=it", f"run.versions={VERSIONS}"]
+    ours = [f"model.path={warm}", f"run.dir={tmp_path}", "run.name=it", f"run.versions={VERSIONS[player]}"]
     summary = asyncrl.train(config, [*ours, *words])
     start, end = summary["heldout_accuracy_start"], summary["heldout_accuracy_end"]
     assert start < 0.6  # the warm-up ends at the first look that finds a fifth
-    assert end > start + 0.12
+    assert end > start + 0.12 or VERSIONS[player] < 30
     rows = [json.loads(line) for line in (tmp_path / "it" / "metrics.jsonl").read_text().splitlines()]
     told = [row for row in rows if "rollout/agent/rollouts" in row][-1]
-    assert told["rollout/agent/rollouts"] >= VERSIONS * 16 * 8
+    assert told["rollout/agent/rollouts"] >= VERSIONS[player] * 16 * 8
     assert told["rollout/agent/turns"] > told["rollout/agent/rollouts"]
     if player == "asyncrl":
         assert told["rollout/agent/calls"] > told["rollout/agent/malformed"]

@@ -65,8 +65,9 @@ def test_a_token_has_the_version_of_its_time() -> None:
 
 @pytest.mark.slow
 def test_every_figure_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"GENERATORS": 8, "GROUPS": 8, "VERSIONS": 2, "TIMES": Times(token_s=0.005)}.items():
+    for name, value in {"GENERATORS": 4, "GROUPS": 8, "VERSIONS": 2, "TIMES": Times(token_s=0.005)}.items():
         monkeypatch.setattr(crowd, name, value)
+    monkeypatch.setattr(overlap, "BUSY_S", 0.4)
     words = [
         "--repetitions",
         "1",
