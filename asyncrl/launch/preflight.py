@@ -226,7 +226,7 @@ SWITCHES: Mapping[str, tuple[str, object]] = {
     "algorithm.shaping.overlong_penalty": ("algorithm.shaping.overlong_buffer", 0),
     "algorithm.shaping.resample_power": ("algorithm.shaping.resample", "none"),
     "algorithm.kl_loss.form": ("algorithm.kl_loss.coef", 0),
-    "algorithm.teacher_loss.form": ("algorithm.teacher_loss.coef", 0),
+    "algorithm.teacher_loss.": ("algorithm.teacher_loss.coef", 0),
 }
 """Beginning of keys → the key that turns them off, and the value by which it does."""
 

@@ -200,6 +200,7 @@ def group_check(config: Config, published: Version = 0) -> GroupCheck:
         longest=config.generator.max_length,
         vocabulary=min(vocabulary_size(blueprint(name, config), config) for name in held),
         columns=frozenset(added - {REWARDS}),
+        likeliest=config.algorithm.teacher_loss.likeliest if "teacher" in added else 0,
         greedy="greedy" in needs(config.algorithm),
         truncated=config.algorithm.truncated == "weigh" or not config.generator.makes_real_tokens,
         segments=config.agent.most_segments,

@@ -94,7 +94,7 @@ class PoolModel:
         return ShardedModel(self.name, self.config, self._device, Mesh(sizes, self.rank, self._device.type))
 
     def predict(self, group: Group) -> Tensor:
-        """[N] float32 on the CPU, 0 where the loss mask is 0. On rank 0, while the others `follow`.
+        """As `Model.predict`. On rank 0, while the others `follow`.
 
         Raises LeftOut for a group that no correct worker makes.
         """
@@ -105,8 +105,8 @@ class PoolModel:
         if fault := check.fault(group, LATEST):
             raise LeftOut(fault.reason, fault.text)
         frames = [bytes(frame) for frame in encode_group(group).frames]
-        values_N: Tensor = self.together(PREDICT, frames)
-        return values_N
+        values: Tensor = self.together(PREDICT, frames)
+        return values
 
     def together(self, job: str, value: Any) -> Any:
         """Run a job on all ranks. On rank 0, in any thread, one job after the other."""
@@ -137,18 +137,18 @@ class PoolModel:
     def _predict(self, frames: list[bytes]) -> Tensor:
         """Collective: each rank takes every world-th pass; they run equally many."""
         batch, world = MicroBatch.of([decode_group(frames)]).by_segment(), self.world
-        values_N = torch.zeros(batch.tokens)
+        values = torch.zeros(batch.tokens, *self._model.network.width)
         most = min(self.config.learner.micro_batch_tokens, -(-batch.tokens // world))
         passes = bins(batch, range(batch.rollouts), most, self._shares)
         mine = passes[self.rank :: world]
         for turn in range(-(-len(passes) // world)):
             if turn < len(mine):
-                values_N[batch.tokens_of(mine[turn])] = self._model.predict(batch.select(mine[turn]))
+                values[batch.tokens_of(mine[turn])] = self._model.predict(batch.select(mine[turn]))
             else:
                 self._model.predict(MicroBatch.empty())
         if world > 1:
-            dist.all_reduce(values_N)
-        return values_N
+            dist.all_reduce(values)
+        return values
 
 
 class InferenceModel(PoolModel, PoolWork):
@@ -156,10 +156,10 @@ class InferenceModel(PoolModel, PoolWork):
 
     async def columns(self, group: Group) -> Mapping[str, Array]:
         """Raises LeftOut."""
-        values_N = await in_thread(self.predict, group)
-        if not torch.isfinite(values_N).all():
+        values = await in_thread(self.predict, group)
+        if not torch.isfinite(values).all():
             raise LeftOut(NOT_FINITE, f"the {self.name} gives a log-prob that is not finite")
-        return {self.name: values_N.numpy()}
+        return {self.name: values.numpy()}
 
 
 def _without_columns(group: Group) -> Group:

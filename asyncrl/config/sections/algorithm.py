@@ -77,6 +77,29 @@ class KlLossConfig(Section):
     )
 
 
+@dataclass(frozen=True)
+class TeacherLossConfig(KlLossConfig):
+    form: Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+", "topk"] = key(  # type: ignore[assignment]
+        "k3",
+        "'+': this value with the unbiased gradient of k2 · topk: the forward KL(teacher‖π) over the teacher's `top_k` "
+        "most likely tokens at each position, and all others as one",
+    )
+    top_k: Count = key(32, "of form topk: tokens at each position")
+
+    @property
+    def likeliest(self) -> int:
+        """K of form topk; 0: the loss takes the sampled tokens alone."""
+        return self.top_k if self.form == "topk" and self.coef > 0 else 0
+
+    def rules(self, at: str) -> Iterator[Rule]:
+        yield Rule(
+            self.form == "topk" or self.top_k == TeacherLossConfig.top_k,
+            "top_k",
+            "is of form topk alone",
+            f"set {at}.form=topk",
+        )
+
+
 Criterion = Literal[
     "none",
     "token_k1",
@@ -279,7 +302,7 @@ class AlgorithmConfig(Section):
     # around both
     shaping: ShapingConfig = field(default_factory=ShapingConfig)
     kl_loss: KlLossConfig = field(default_factory=KlLossConfig)
-    teacher_loss: KlLossConfig = field(default_factory=KlLossConfig)
+    teacher_loss: TeacherLossConfig = field(default_factory=TeacherLossConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     filter: Literal["none", "no_spread"] = key(
         "none",

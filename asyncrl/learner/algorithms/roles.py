@@ -70,6 +70,7 @@ ROLES: Final[dict[str, ModelRole]] = dict(BUILT_IN)
 RESERVED: Final = frozenset(
     {
         *(POLICY, "now", "sharper", "outcome", "kept", "weight", "lm", "selected", "share", "rewards"),
+        *("likeliest", "teacher_likeliest"),
         *("group", "batch", "greedy", "steps", "parts", "proximal", "squares", "rollout"),
         *("queue", "learner", "generator", "generators", "dash", "redis"),
         *COLUMNS,

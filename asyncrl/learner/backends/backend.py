@@ -41,7 +41,8 @@ class Model(Protocol):
 
     def predict(self, batch: MicroBatch) -> Tensor:
         """Collective: [N] float32 on the CPU of every rank, without gradient, 0 where the loss mask is 0: the log-prob
-        of each token, or a critic's value of the state before it."""
+        of each token, or a critic's value of the state before it. Of a teacher that gives its most likely tokens,
+        [N, 1 + 2K], see `networks.token_outputs`."""
         ...
 
     def accumulate(self, batches: Sequence[MicroBatch], loss: Loss) -> None:

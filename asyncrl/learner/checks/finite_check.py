@@ -38,9 +38,9 @@ class NonFiniteGroups(Exception):  # noqa: N818  (`learner.on_bad_batch` decides
 def nonfinite_inputs(batch: MicroBatch) -> set[int]:
     """Ordinals of groups with a reward, or under the loss mask a recorded log-prob or a column, that is not finite."""
     finite_N = torch.isfinite(batch.behaviour_N)
-    for column_N in batch.columns.values():
-        if column_N.is_floating_point():
-            finite_N = finite_N & torch.isfinite(column_N)
+    for column in batch.columns.values():
+        if column.is_floating_point():
+            finite_N = finite_N & _finite(column)
     bad_rewards = batch.ordinals_R[~torch.isfinite(batch.rewards_R)].tolist()
     return _ordinals(batch, ~finite_N & batch.loss_mask_N) | set(bad_rewards)
 
@@ -48,14 +48,12 @@ def nonfinite_inputs(batch: MicroBatch) -> set[int]:
 def nonfinite_outputs(
     batch: MicroBatch, outputs: Sequence[Tensor], loss: Tensor, loss_of: Callable[..., Tensor]
 ) -> set[int]:
-    """Ordinals of the groups with outputs, [N] each, or a loss that are not finite; all of them if only the sum over
-    groups is not. All on the CPU, without gradient. loss_of: (batch, *outputs) → its loss."""
-    finite = (
-        torch.isfinite(loss) & torch.stack([torch.isfinite(values_N).all() for values_N in outputs]).all()
-    )
+    """Ordinals of the groups with outputs, [N] or [N, K] each, or a loss that are not finite; all of them if only the
+    sum over groups is not. All on the CPU, without gradient. loss_of: (batch, *outputs) → its loss."""
+    finite = torch.isfinite(loss) & torch.stack([torch.isfinite(values).all() for values in outputs]).all()
     if bool(finite):
         return set()
-    finite_N = torch.stack([torch.isfinite(values_N) for values_N in outputs]).all(0)
+    finite_N = torch.stack([_finite(values) for values in outputs]).all(0)
     found = _ordinals(batch, ~finite_N)
     if not found:
         found = {
@@ -71,7 +69,13 @@ def _alone(
 ) -> tuple[MicroBatch, *tuple[Tensor, ...]]:
     rollouts = torch.nonzero(batch.ordinals_R == ordinal)[:, 0].tolist()
     at = batch.tokens_of(rollouts)
-    return batch.select(rollouts), *(values_N[at] for values_N in outputs)
+    return batch.select(rollouts), *(values[at] for values in outputs)
+
+
+def _finite(values: Tensor) -> Tensor:
+    """[N] bool, of [N] or [N, K]."""
+    finite = torch.isfinite(values)
+    return finite if finite.ndim == 1 else finite.all(1)
 
 
 def _ordinals(batch: MicroBatch, bad_N: Tensor) -> set[int]:

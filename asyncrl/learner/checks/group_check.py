@@ -55,6 +55,7 @@ class GroupCheck:
     router       the policy's, where groups have the experts that engines chose; None: groups have none
     vocabulary   tokens that every model of the learner has
     columns      those that pools add: every group has exactly them, beside `types.COLUMNS`
+    likeliest    K: a pool's column of the teacher is [N, 1 + 2K], see `networks.token_outputs`; 0: it is flat
     greedy       whether a group needs the reward of a greedy rollout
     truncated    whether its tokens may come from a support that was cut
     model        the configuration of the policy, for the images that it reads; None: none
@@ -66,6 +67,7 @@ class GroupCheck:
     longest: int
     vocabulary: int
     columns: frozenset[str] = frozenset()
+    likeliest: int = 0
     greedy: bool = False
     truncated: bool = True
     segments: int = 1
@@ -92,9 +94,11 @@ class GroupCheck:
         if group.lengths.min() < 1:
             yield f"a rollout has {group.lengths.min()} tokens"
         tokens = int(group.lengths.sum())
+        wide = {"column 'experts'": (self.router.width,)} if self.router else {}
+        if self.likeliest:
+            wide["column 'teacher'"] = (1 + 2 * self.likeliest,)
         for name, column in _of_tokens(group).items():
-            wide = (self.router.width,) if self.router and column is group.columns.get("experts") else ()
-            if column.shape != (tokens, *wide):
+            if column.shape != (tokens, *wide.get(name, ())):
                 yield f"{name} has the shape {column.shape}, its rollouts have {tokens} tokens"
         for name, column in _of_rollouts(group).items():
             if column.shape != (count,):
@@ -175,8 +179,17 @@ class GroupCheck:
                 yield f"column {name!r} is of {column.dtype}"
             if column.dtype.kind == "f" and (_finite(column) > LARGEST).any():
                 yield f"column {name!r} has a value above {LARGEST:g}"
+        if self.likeliest:
+            yield from _likeliest(group.columns["teacher"][:, 1 + self.likeliest :], self.vocabulary)
         if "step" in group.columns and group.columns["step"].min() < -1:
             yield f"a token belongs to step {group.columns['step'].min()}"
+
+
+def _likeliest(token_NK: Array, vocabulary: int) -> Iterator[str]:
+    """Not a number is none of them, too."""
+    wrong_NK = ~((token_NK >= 0) & (token_NK < vocabulary) & (token_NK == np.floor(token_NK)))
+    if wrong_NK.any():
+        yield f"a most likely token of the teacher is {token_NK[wrong_NK][0]:g}, none of the learner's {vocabulary}"
 
 
 def _experts(experts_NW: Array | None, router: RouterShape) -> Iterator[str]:

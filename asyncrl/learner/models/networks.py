@@ -36,7 +36,13 @@ from asyncrl.learner.algorithms.roles import POLICY, role_of
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.models.attention import PACKED
 from asyncrl.learner.models.documents import Documents
-from asyncrl.learner.models.logprobs import VocabularyPart, next_logprobs, token_logprobs
+from asyncrl.learner.models.logprobs import (
+    LikelyTokens,
+    VocabularyPart,
+    most_likely,
+    next_logprobs,
+    token_logprobs,
+)
 from asyncrl.learner.models.recurrent import DELTA_NET, separate_documents
 from asyncrl.learner.parallel.experts import check_experts
 from asyncrl.learner.parallel.mesh import local_part
@@ -65,7 +71,7 @@ class LanguageModel(nn.Module):
 
     vocabulary_part: this rank's rows of the head, if it is cut · token_multiple: tokens are padded to a multiple of it
     · wide_head: whether the head's products are float32, by `model.head_dtype` · replays: whether tokens go to the
-    experts that engines recorded, by `model.router_replay`
+    experts that engines recorded, by `model.router_replay` · likely: further tokens, see `outputs`
     """
 
     def __init__(self, causal_lm: PreTrainedModel) -> None:
@@ -76,6 +82,17 @@ class LanguageModel(nn.Module):
         self._softcap = head_softcap(causal_lm)
         self.vocabulary_part: VocabularyPart | None = None
         self.token_multiple, self.wide_head, self.replays = 1, False, False
+        self.likely: LikelyTokens | None = None
+
+    @property
+    def outputs(self) -> int:
+        """The number of outputs of `forward`."""
+        return 3 if self.likely and not self.likely.chosen else 2
+
+    @property
+    def width(self) -> tuple[int, ...]:
+        """The shape of the first output at one token."""
+        return self.likely.width if self.likely else ()
 
     @property
     def body(self) -> PreTrainedModel:
@@ -88,8 +105,8 @@ class LanguageModel(nn.Module):
         following: bool = False,
         before_SD: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """(logp_N, entropy_N), 0 outside the loss mask; or, if `following`, (logp_RV,) of all tokens that may follow
-        each rollout. before_SD: see `stream`."""
+        """(logp_N, entropy_N), 0 outside the loss mask, see also `token_outputs`; or, if `following`, (logp_RV,) of all
+        tokens that may follow each rollout. before_SD: see `stream`."""
         weight_VD = local_part(self.causal_lm.get_output_embeddings().weight)
         if following:
             here_r, place_r = documents.ends
@@ -98,19 +115,19 @@ class LanguageModel(nn.Module):
             logp_rV = next_logprobs(
                 hidden_rD, weight_VD, temperature_r, self.vocabulary_part, self._softcap, self.wide_head
             )
-            return (documents.whole(_spread(logp_rV, here_r, batch.rollouts)),)
+            return (documents.whole(spread(logp_rV, here_r, batch.rollouts)),)
         at_T, hidden_TD = _seen_before(self, batch, documents, before_SD)
-        target_T, temperature_T = batch.token_ids_N[at_T], batch.temperature_R[batch.seq_N[at_T]]
-        outputs = token_logprobs(
+        outputs = token_outputs(
             hidden_TD,
             weight_VD,
-            target_T,
-            temperature_T,
+            batch,
+            at_T,
+            self.likely,
             part=self.vocabulary_part,
             softcap=self._softcap,
             wide=self.wide_head,
         )
-        return tuple(documents.whole(_spread(values_T, at_T, batch.tokens)) for values_T in outputs)
+        return tuple(documents.whole(spread(values_T, at_T, batch.tokens)) for values_T in outputs)
 
 
 class ScoringNetwork(LanguageModel):
@@ -148,7 +165,53 @@ class ScoringNetwork(LanguageModel):
         at_T, hidden_TD = _seen_before(self, batch, documents, before_SD)
         full = torch.promote_types(hidden_TD.dtype, torch.float32)
         scores_T = hidden_TD.to(full) @ local_part(self.weight_1D).to(full)[0]
-        return (documents.whole(_spread(scores_T, at_T, batch.tokens)),)
+        return (documents.whole(spread(scores_T, at_T, batch.tokens)),)
+
+
+def token_outputs(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    batch: MicroBatch,
+    at_T: Tensor,
+    likely: LikelyTokens | None = None,
+    **head: Any,
+) -> tuple[Tensor, ...]:
+    """A language model's outputs at the tokens `at_T` of a batch, from the states before them.
+
+    head: further arguments of `token_logprobs`.
+
+    Returns:
+        (log-probs [T], entropies [T]); with `likely` also log-probs [T, K] of its tokens, or, where they are chosen
+        here, first [T, 1 + 2K]: the token's log-prob, those of the K most likely tokens, and these tokens as numbers.
+        Float32 has all whole numbers up to 2^24, more than any vocabulary.
+    """
+    target_T, temperature_T = batch.token_ids_N[at_T], batch.temperature_R[batch.seq_N[at_T]]
+    if likely is None:
+        return token_logprobs(hidden_TD, weight_VD, target_T, temperature_T, **head)
+    if likely.chosen:
+        likely_TK = most_likely(hidden_TD, weight_VD, temperature_T, likely, **head)
+    else:
+        none_NK = target_T.new_zeros(
+            batch.tokens, likely.count
+        )  # a pass whose log-probs of them nobody reads
+        likely_TK = batch.columns.get("likeliest", none_NK)[at_T]
+    target_TM = torch.cat([target_T[:, None], likely_TK], -1)
+    logp_TM, entropy_T = token_logprobs(hidden_TD, weight_VD, target_TM, temperature_T, **head)
+    if likely.chosen:
+        return torch.cat([logp_TM, likely_TK.to(logp_TM.dtype)], -1), entropy_T
+    return logp_TM[:, 0], entropy_T, logp_TM[:, 1:]
+
+
+def likely_tokens(name: str, config: Config) -> LikelyTokens | None:
+    """Those of a model, by `algorithm.teacher_loss`. Raises ConfigError for more tokens than policy and teacher both
+    have."""
+    count = config.algorithm.teacher_loss.likeliest
+    if not count or name not in (POLICY, "teacher"):
+        return None
+    sizes = [vocabulary_size(blueprint(each, config), config) for each in (POLICY, "teacher")]
+    rule = f"is more than the {min(sizes)} tokens that policy and teacher both have"
+    require(count <= min(sizes), "algorithm.teacher_loss.top_k", count, rule, f"set {min(sizes)}, or less")
+    return LikelyTokens(count, among=0 if name == POLICY else min(sizes))
 
 
 def head_softcap(causal_lm: PreTrainedModel) -> float | None:
@@ -168,6 +231,9 @@ def head_softcap(causal_lm: PreTrainedModel) -> float | None:
 class Critic(nn.Module):
     """The body of a language model with a linear value head, which starts at 0 and computes in float32 at least."""
 
+    outputs: Final = 1
+    width: Final[tuple[int, ...]] = ()
+
     def __init__(self, causal_lm: PreTrainedModel) -> None:
         super().__init__()
         self.body = text_body(causal_lm)
@@ -183,7 +249,7 @@ class Critic(nn.Module):
         at_T, hidden_TD = _seen_before(self, batch, documents, before_SD)
         full = torch.promote_types(hidden_TD.dtype, torch.float32)
         values_T = hidden_TD.to(full) @ self.weight_D.to(full) + self.bias_1.to(full)
-        return (documents.whole(_spread(values_T, at_T, batch.tokens)),)
+        return (documents.whole(spread(values_T, at_T, batch.tokens)),)
 
 
 class Blueprint(NamedTuple):
@@ -241,7 +307,7 @@ def load_network(name: str, config: Config, empty: bool = False) -> LanguageMode
             read_adapters(causal_lm, model.lora)
     network = plan.make(causal_lm)
     if isinstance(network, LanguageModel):
-        network.wide_head = model.wide_head
+        network.wide_head, network.likely = model.wide_head, likely_tokens(name, config)
         network.replays = name == POLICY and model.router_replay
         if network.replays:
             replay_experts(cast(nn.ModuleList, network.body.layers), router_shape(config))
@@ -421,6 +487,6 @@ def _idle_towers(network: LanguageModel | Critic, documents: Documents) -> Tenso
     return 0.0 * torch.stack([p.sum() for p in trained]).sum() if trained and torch.is_grad_enabled() else 0.0
 
 
-def _spread(values_T: Tensor, at_T: Tensor, count: int) -> Tensor:
+def spread(values_T: Tensor, at_T: Tensor, count: int) -> Tensor:
     """Spread values of the tokens (or rollouts) `at_T` over all `count` of them, 0 elsewhere."""
     return values_T.new_zeros(count, *values_T.shape[1:]).index_copy(0, at_T, values_T)

@@ -155,6 +155,16 @@ def token_metrics(
     return metrics
 
 
+def teacher_metrics(batch: MicroBatch, likely_NK: Tensor) -> Metrics:
+    """train/teacher/mass and train/teacher/policy_mass: what the teacher's most likely tokens have of its and of the
+    policy's probability. likely_NK: the policy's log-probs of them, without gradient."""
+    metrics, mask_N = Metrics(), batch.loss_mask_N
+    for name, logp_NK in (("mass", column(batch, "teacher_likeliest")), ("policy_mass", likely_NK)):
+        mass_PK = logp_NK[mask_N].exp()
+        metrics.add(f"train/teacher/{name}", Mean(float(mass_PK.sum()), int(mask_N.sum())))
+    return metrics
+
+
 def age_metrics(batch: MicroBatch, logp_N: Tensor, clipped_N: Tensor, version: Version) -> Metrics:
     """Metrics by the tokens' age in versions, at the training of `version`. All inputs [N], no gradient.
 

@@ -72,7 +72,7 @@ class Experience:
         columns = self.predict(self._models, batch)
         if (sharper_N := columns.pop("sharper", None)) is not None:
             columns["squares"] = (2 * columns["proximal"] - sharper_N).exp()
-        return batch and batch.with_columns(**columns)
+        return batch and _with_likeliest(batch.with_columns(**columns))
 
     def ready(
         self, batch: MicroBatch | None, version: Version, controls: AdaptiveCoefficients
@@ -167,7 +167,10 @@ class Experience:
             rows, piece = pieces[turn] if turn < len(pieces) else (NO_ROWS, MicroBatch.empty())
             for name, predict in models.items():
                 with self._spans("compute/predict"):
-                    columns[name][rows] = predict(piece)[: len(rows)]
+                    values = predict(piece)
+                if turn == 0 and values.ndim > 1:
+                    columns[name] = torch.zeros(len(columns[name]), *values.shape[1:])
+                columns[name][rows] = values[: len(rows)]
         return columns
 
     def _context(self, version: Version, multiplier: float = 1.0) -> AlgorithmContext:
@@ -181,6 +184,16 @@ class Experience:
     def _gather(self, mine: Tensor) -> list[Tensor]:
         with self._spans("wait/ranks"):
             return self._backend.gather(mine)
+
+
+def _with_likeliest(batch: MicroBatch) -> MicroBatch:
+    """With the teacher's [N, 1 + 2K] as the columns teacher [N], teacher_likeliest [N, K], its log-probs, and
+    likeliest, the tokens that these belong to."""
+    teacher = batch.columns.get("teacher")
+    if teacher is None or teacher.ndim == 1:
+        return batch
+    own_N, logp_NK, token_NK = teacher.tensor_split((1, 1 + (teacher.shape[1] - 1) // 2), dim=1)
+    return batch.with_columns(teacher=own_N[:, 0], teacher_likeliest=logp_NK, likeliest=token_NK.long())
 
 
 def _at_half_temperature(batch: MicroBatch) -> MicroBatch:

@@ -11,7 +11,7 @@ The sum over the global batch is divided by `denominator` of the counts there.
 `total` runs on the model's device, where nothing may depend on a value: the thread would wait for all work that is
 queued. Calls, with metrics, are for tensors on the CPU.
 
-Axes:  N tokens · P policy tokens · R rollouts
+Axes:  N tokens · P policy tokens · R rollouts · K the teacher's most likely tokens at a token's place
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.algorithm import AlgorithmConfig, KlLossConfig
+from asyncrl.config.sections.algorithm import AlgorithmConfig, KlLossConfig, TeacherLossConfig
 from asyncrl.learner.algorithms.corrections import (
     Drift,
     correction_weights,
@@ -32,12 +32,19 @@ from asyncrl.learner.algorithms.corrections import (
     unrejected,
 )
 from asyncrl.learner.algorithms.losses.aggregation import AGGREGATIONS, Counts
-from asyncrl.learner.algorithms.losses.policy_loss import PolicyTerms, TokenLoss, kl, policy_loss, proximal
+from asyncrl.learner.algorithms.losses.policy_loss import (
+    PolicyTerms,
+    TokenLoss,
+    forward_kl,
+    kl,
+    policy_loss,
+    proximal,
+)
 from asyncrl.learner.algorithms.reductions import column, policy_tokens, rollout_sums, succeeded
 from asyncrl.learner.algorithms.registry import loss_of
 from asyncrl.learner.algorithms.roles import role_of
 from asyncrl.learner.data.batch import MicroBatch
-from asyncrl.learner.reporting.batch_metrics import age_metrics, token_metrics
+from asyncrl.learner.reporting.batch_metrics import age_metrics, teacher_metrics, token_metrics
 from asyncrl.telemetry.metrics import Mean, Metrics
 from asyncrl.types import Version
 
@@ -58,22 +65,37 @@ class PolicyObjective:
     norm_tokens: int
 
     def __call__(
-        self, batch: MicroBatch, logp_N: Tensor, entropy_N: Tensor, version: Version = 0
+        self,
+        batch: MicroBatch,
+        logp_N: Tensor,
+        entropy_N: Tensor,
+        likely_NK: Tensor | None = None,
+        version: Version = 0,
     ) -> tuple[Tensor, Metrics]:
-        """(scalar sum, metrics), while `version` is trained. Both inputs are 0 outside the mask. The columns weight,
-        kept, selected and lm are used where `Experience` has added them."""
-        total, clipped_N, weight_N = self._evaluate(batch, logp_N, entropy_N, version)
+        """(scalar sum, metrics), while `version` is trained. Inputs are 0 outside the mask. likely_NK: log-probs of the
+        teacher's most likely tokens, for the form topk of `teacher_loss`. The columns weight, kept, selected and lm are
+        used where `Experience` has added them."""
+        total, clipped_N, weight_N = self._evaluate(batch, logp_N, entropy_N, likely_NK, version)
         batch, start_N = unrejected(batch), batch.columns.get("proximal", logp_N.detach())
         metrics = token_metrics(batch, start_N, entropy_N.detach(), clipped_N, weight_N)
         metrics.merge([age_metrics(batch, start_N, clipped_N, version)])
+        if likely_NK is not None:
+            metrics.merge([teacher_metrics(batch, likely_NK.detach())])
         return total, metrics
 
-    def total(self, batch: MicroBatch, logp_N: Tensor, entropy_N: Tensor, version: Version = 0) -> Tensor:
+    def total(
+        self,
+        batch: MicroBatch,
+        logp_N: Tensor,
+        entropy_N: Tensor,
+        likely_NK: Tensor | None = None,
+        version: Version = 0,
+    ) -> Tensor:
         """The sum alone."""
-        return self._evaluate(batch, logp_N, entropy_N, version)[0]
+        return self._evaluate(batch, logp_N, entropy_N, likely_NK, version)[0]
 
     def _evaluate(
-        self, batch: MicroBatch, logp_N: Tensor, entropy_N: Tensor, version: Version
+        self, batch: MicroBatch, logp_N: Tensor, entropy_N: Tensor, likely_NK: Tensor | None, version: Version
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(the sum, which tokens the loss holds back, their weights)."""
         now_N = logp_N.detach()
@@ -87,7 +109,7 @@ class PolicyObjective:
         loss = policy_loss(PolicyTerms.of(batch, logp_N, proximal_N), self.config)
         if self.config.built_in_loss in WEIGHED_BY_ROLLOUT:
             weight_N = geometric_means(weight_N, batch)
-        weighed_N = loss.loss_N + kl_term("teacher", self.config.teacher_loss, logp_N, batch)
+        weighed_N = loss.loss_N + teacher_term(self.config.teacher_loss, logp_N, likely_NK, batch)
         per_token_N = weight_N * weighed_N + other_terms(logp_N, entropy_N, batch, self.config)
         share_N = self._share(batch).to(per_token_N.dtype)
         # where, not a product: values outside the mask may be infinite, and 0 · ∞ is not 0.
@@ -138,6 +160,18 @@ def other_terms(logp_N: Tensor, entropy_N: Tensor, batch: MicroBatch, config: Al
     if config.lm_coef:
         total_N = total_N - config.lm_coef * column(batch, "lm") * logp_N
     return total_N
+
+
+def teacher_term(
+    term: TeacherLossConfig, logp_N: Tensor, likely_NK: Tensor | None, batch: MicroBatch
+) -> Tensor:
+    """[N]: as `kl_term`, to the teacher. likely_NK: for the form topk."""
+    if not term.likeliest:
+        return kl_term("teacher", term, logp_N, batch)
+    assert likely_NK is not None
+    mask_N1 = batch.loss_mask_N[:, None]
+    pair = (torch.where(mask_N1, each, 0.0) for each in (likely_NK, column(batch, "teacher_likeliest")))
+    return term.coef * forward_kl(*pair)
 
 
 def kl_term(model: str, term: KlLossConfig, logp_N: Tensor, batch: MicroBatch) -> Tensor:

@@ -310,7 +310,7 @@ class QueueClient:
     async def stage_commit(
         self, stream: str, lease: StageLease, columns: Mapping[str, Array], version: Version = NO_VERSION
     ) -> None:
-        """Give the group the stage's columns: flat arrays, one value a token ('rewards' and its parts: one a rollout).
+        """Give the group the stage's columns: one value or row a token ('rewards' and its parts: one value a rollout).
 
         version: of the policy that they depend on. RefusedError 'fenced': the lease is over, or the group was claimed.
         """

@@ -1,12 +1,13 @@
 """Bytes of the columns that a stage adds to a group.
 
-frame 0     an envelope {spec: packed [[name, dtype, values], …], digest: xxh3-64 of spec and columns}
+frame 0     an envelope {spec: packed [[name, dtype, shape], …], digest: xxh3-64 of spec and columns}
 frame 1     the columns, one after another, the widest type first
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ DTYPES = ("<f8", "<i8", "<f4", "<i4", "<f2", "|i1", "|u1", "|b1")
 
 REWARDS = "rewards"
 """The column that every group has room for: one value a rollout. With it come its parts, part/<name>, of as many. All
-others have one a token."""
+others have one a token, or a row of values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +36,16 @@ class Columns:
 
 
 def encode_columns(columns: Mapping[str, Array]) -> Columns:
-    """ValueError for an array that is not flat, or of a type that does not travel."""
-    flat = {name: np.ascontiguousarray(column) for name, column in columns.items()}
-    for name, column in flat.items():
-        if column.ndim != 1 or column.dtype.str not in DTYPES:
+    """ValueError for an array of no or of more than two dimensions, or of a type that does not travel."""
+    whole = {name: np.ascontiguousarray(column) for name, column in columns.items()}
+    for name, column in columns.items():
+        if column.ndim not in (1, 2) or column.dtype.str not in DTYPES:
             raise ValueError(
-                f"column {name!r} is {column.ndim}-dimensional {column.dtype}; flat {DTYPES} travel"
+                f"column {name!r} is {column.ndim}-dimensional {column.dtype}; {DTYPES} of one or two dimensions travel"
             )
-    order = sorted(flat, key=lambda name: -flat[name].itemsize)
-    spec = msgpack.packb([[name, flat[name].dtype.str, len(flat[name])] for name in order])
-    data = b"".join(flat[name].tobytes() for name in order)
+    order = sorted(whole, key=lambda name: -whole[name].itemsize)
+    spec = msgpack.packb([[name, whole[name].dtype.str, whole[name].shape] for name in order])
+    data = b"".join(whole[name].tobytes() for name in order)
     sealed = digest([spec, data])
     header = wire.pack({"spec": spec, "digest": sealed})
     return Columns([header, data], len(header) + len(data), sealed)
@@ -61,11 +62,12 @@ def decode_columns(frames: Sequence[wire.Buffer]) -> dict[str, Array]:
     columns: dict[str, Array] = {}
     offset = 0
     try:
-        for name, dtype, count in wire.unpack_value(spec):
-            if dtype not in DTYPES or type(name) is not str or type(count) is not int or count < 0:
-                raise WireError(f"column {name!r} of {count!r} values of type {dtype!r}")
-            columns[name] = np.frombuffer(data, np.dtype(dtype), count, offset)
-            offset += columns[name].nbytes
+        for name, dtype, shape in wire.unpack_value(spec):
+            if dtype not in DTYPES or type(name) is not str or not _is_shape(shape):
+                raise WireError(f"column {name!r} of shape {shape!r} and type {dtype!r}")
+            values = np.frombuffer(data, np.dtype(dtype), math.prod(shape), offset)
+            columns[name] = values.reshape(shape)
+            offset += values.nbytes
     except wire.BAD_MSGPACK as error:
         raise WireError(f"columns: {type(error).__name__}: {error}") from error
     if offset != len(data):
@@ -73,14 +75,22 @@ def decode_columns(frames: Sequence[wire.Buffer]) -> dict[str, Array]:
     return columns
 
 
+def _is_shape(shape: object) -> bool:
+    sizes = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
+    return sizes and len(shape) in (1, 2)  # type: ignore[arg-type]
+
+
 def with_columns(group: Group, columns: Mapping[str, Array]) -> Group:
-    """The group with these beside its own. WireError unless each has one value a token (of rewards: a rollout)."""
+    """The group with these beside its own. WireError unless each has one value or row a token (of rewards: one value a
+    rollout)."""
     own, parts, rewards = dict(group.columns), dict(group.reward_parts), group.rewards
     for name, column in columns.items():
         of_rollouts = name == REWARDS or name.startswith(PART)
         expected = len(group.lengths) if of_rollouts else group.tokens
-        if len(column) != expected:
-            raise WireError(f"column {name!r} has {len(column)} values, the group needs {expected}")
+        if len(column) != expected or (of_rollouts and column.ndim > 1):
+            raise WireError(
+                f"column {name!r} has the shape {column.shape}, the group needs {expected} values"
+            )
         if name == REWARDS:
             rewards = np.asarray(column, np.float32)
         elif of_rollouts:

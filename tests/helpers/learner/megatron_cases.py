@@ -91,8 +91,8 @@ def own(every: list[MicroBatch], backend: Backend) -> list[MicroBatch]:
     return [*here, *[MicroBatch.empty()] * (most - len(here))]
 
 
-def loss(batch: MicroBatch, logp_N: Tensor, entropy_N: Tensor) -> Tensor:
-    """Something that both outputs have a part in, each token another."""
+def loss(batch: MicroBatch, logp_N: Tensor, entropy_N: Tensor, *_: Tensor) -> Tensor:
+    """Something that the first two outputs have a part in, each token another."""
     weight_N = torch.cos(batch.token_ids_N.float() + batch.position_ids_N)
     return (weight_N * (logp_N + 0.3 * entropy_N)).sum()
 

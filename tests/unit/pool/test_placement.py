@@ -23,10 +23,11 @@ from asyncrl.config.schema import (
     RewardModelConfig,
     TeacherConfig,
 )
-from asyncrl.config.sections.algorithm import AlgorithmConfig, KlLossConfig
+from asyncrl.config.sections.algorithm import AlgorithmConfig, KlLossConfig, TeacherLossConfig
 from asyncrl.config.sections.learner import OptimizerConfig
 from asyncrl.config.sections.placement import PlaceConfig, PlacementConfig, RewardsPlaceConfig
 from asyncrl.errors import ConfigError
+from asyncrl.learner.algorithms.registry import needs
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.checks.finite_check import NOT_FINITE
 from asyncrl.learner.data.batch import MicroBatch
@@ -40,10 +41,11 @@ from asyncrl.pool.process import run_pool
 from asyncrl.pool.worker import LeftOut
 from asyncrl.queue.protocol.settings import StageSettings
 from asyncrl.telemetry.status import ProcessStatus
-from asyncrl.types import Group
+from asyncrl.types import Array, Group
 
 POOL, TWO_PROCESSES = PlaceConfig(where="pool"), PlaceConfig(where="pool", processes=2)
 KL = AlgorithmConfig(kl_loss=KlLossConfig(coef=0.1))
+TOPK = AlgorithmConfig(loss="none", teacher_loss=TeacherLossConfig(coef=1.0, form="topk", top_k=5))
 PRIME, DISTILL = AlgorithmConfig(advantage="prime"), AlgorithmConfig(advantage="distill", loss="reinforce")
 TRAINED_BEFORE = RewardModelConfig(path="prm", frozen=True)
 TWO = RewardConfig(function=None, functions={name: {"function": f"my:{name}"} for name in ("right", "liked")})
@@ -227,9 +229,8 @@ def own_reference(folder: Path, algorithm: AlgorithmConfig, **sections: Any) -> 
         "learner": LearnerConfig(optimizer=optimizer, micro_batch_tokens=40),
         "algorithm": algorithm,
     }
-    beside: dict[str, Any] = (
-        {"teacher": TeacherConfig(path=other)} if algorithm.advantage == "distill" else {}
-    )
+    taught = "teacher" in needs(algorithm)
+    beside: dict[str, Any] = {"teacher": TeacherConfig(path=other)} if taught else {}
     beside |= {"reference": ReferenceConfig(path=other)} if algorithm.kl_loss.coef else {}
     if algorithm.advantage == "prime":
         beside |= {"reward_model": RewardModelConfig(path=other, frozen=True)}
@@ -263,10 +264,23 @@ def trained(config: Config, groups: list[Group]) -> tuple[dict[str, Tensor], dic
     return copied_weights(backend), dict(report.values)
 
 
+def doubled(column: Array) -> Array:
+    """Log-probs alone: the tokens of TOPK stay."""
+    changed = column.copy()
+    part = changed if changed.ndim == 1 else changed[:, : 1 + TOPK.teacher_loss.top_k]
+    part *= 2
+    return changed
+
+
 @pytest.mark.parametrize(
     ("names", "algorithm"),
-    [(["reference"], KL), (["teacher"], DISTILL), (["reference", "reward_model"], PRIME)],
-    ids=["reference", "teacher", "prime"],
+    [
+        (["reference"], KL),
+        (["teacher"], DISTILL),
+        (["teacher"], TOPK),
+        (["reference", "reward_model"], PRIME),
+    ],
+    ids=["reference", "teacher", "its most likely tokens", "prime"],
 )
 @pytest.mark.parametrize("epochs", [1, 2], ids=["streaming", "whole batch"])
 def test_the_same_groups_give_the_same_gradients(
@@ -288,7 +302,7 @@ def test_the_same_groups_give_the_same_gradients(
         assert torch.allclose(found[key], tensor, atol=float(1e-6 * moved), rtol=0), key
     assert math.isclose(told["train/grad_norm"], measured["train/grad_norm"], rel_tol=1e-6)
     others = [
-        dataclasses.replace(group, columns={**group.columns, names[-1]: 2 * group.columns[names[-1]]})
+        dataclasses.replace(group, columns={**group.columns, names[-1]: doubled(group.columns[names[-1]])})
         for group in groups
     ]
     assert not math.isclose(

@@ -118,7 +118,7 @@ def test_groups_are_filtered_by_their_whole_reward() -> None:
 
 def test_a_part_of_the_wrong_length_is_refused() -> None:
     came = group_of(rollout([1, 2, 3], 2), rollout([1, 2, 4], 2))
-    with pytest.raises(WireError, match="'part/right' has 3 values, the group needs 2"):
+    with pytest.raises(WireError, match=r"'part/right' has the shape \(3,\), the group needs 2 values"):
         with_columns(came, {"part/right": np.zeros(3, np.float32)})
 
 

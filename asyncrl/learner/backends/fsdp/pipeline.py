@@ -29,7 +29,6 @@ from asyncrl.learner.algorithms.roles import Loss
 from asyncrl.learner.backends.fsdp.stages import ModelStage, ModelStages
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.models.documents import Documents
-from asyncrl.learner.models.networks import LanguageModel
 
 WIDTH_STEP: Final = 256
 """W is a multiple of it, so that one schedule serves micro-batches of about the same length."""
@@ -68,6 +67,7 @@ class Pipeline:
         body = stages.network.body
         text = body.config.get_text_config()
         self._hidden, self._vocabulary, self._dtype = text.hidden_size, text.vocab_size, body.dtype
+        self._outputs, self._width = stages.network.outputs, stages.network.width
         self._made: tuple[tuple[int, int], Any] | None = None
         self._here: list[MicroBatch] = []
         self._loss: Loss | None = None
@@ -98,7 +98,7 @@ class Pipeline:
     def predict(self, batch: MicroBatch, following: bool = False) -> Tensor:
         """Collective: the network's first output for one batch, float32 on the CPU of every rank."""
         here = batch.to(self._device)
-        shape = (batch.rollouts, self._vocabulary) if following else (batch.tokens,)
+        shape = (batch.rollouts, self._vocabulary) if following else (batch.tokens, *self._width)
         output = torch.empty(shape, device=self._device)
         documents = self._documents(batch)
         for stage in self._stages:
@@ -134,7 +134,7 @@ class Pipeline:
         number = torch.empty(1, dtype=torch.int64, device="meta")
         hidden = torch.empty((width, self._hidden), dtype=self._dtype, device="meta", requires_grad=True)
         # The outputs of the last stage are not sent: only their number must be right.
-        outputs = (hidden,) * (2 if isinstance(stage.network, LanguageModel) else 1)
+        outputs = (hidden,) * self._outputs
         return PipelineStage(
             stage,
             stage.index,

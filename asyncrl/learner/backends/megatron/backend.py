@@ -44,7 +44,7 @@ from asyncrl.learner.backends.megatron.boxes import BoxShard, cuts
 from asyncrl.learner.backends.megatron.grid import check_model, make_grid
 from asyncrl.learner.backends.megatron.model import MegatronModel, Shard, StepCounter
 from asyncrl.learner.backends.megatron.network import Head, PackedGpt, build
-from asyncrl.learner.models.networks import Critic, blueprint, check_vocabularies
+from asyncrl.learner.models.networks import Critic, blueprint, check_vocabularies, likely_tokens
 from asyncrl.models.loading import checkpoint_tensors, load_causal_lm, load_model_config
 from asyncrl.sync.layout.layout import Box
 from asyncrl.sync.layout.megatron import Gpt, megatron_parts
@@ -103,7 +103,7 @@ class MegatronBackend(Backend):
         head: Head = "values" if plan.make is Critic else "logprobs"
         chunks = build(shape, found, getattr(torch, model.dtype), hf, head, self._device)
         for chunk in chunks:
-            chunk.wide_head = model.wide_head
+            chunk.wide_head, chunk.likely = model.wide_head, likely_tokens(name, config)
         gpt, read = shape.padded(found.tensor), _reader(model, config.run.seed, plan.key)
         for chunk in chunks:
             _fill(chunk.body_parameters(), partial(megatron_parts, gpt=gpt, place=chunk.place), read)

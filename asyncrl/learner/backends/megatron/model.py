@@ -117,7 +117,8 @@ class MegatronModel:
 
     @torch.no_grad()
     def predict(self, batch: MicroBatch) -> Tensor:
-        return self._first_output(batch, (batch.tokens,))
+        likely = self.chunks[0].likely
+        return self._first_output(batch, (batch.tokens, *(likely.width if likely else ())))
 
     @torch.no_grad()
     def predict_next(self, batch: MicroBatch) -> Tensor:

@@ -38,7 +38,8 @@ from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.data.shared_prompts import computed_tokens
 from asyncrl.learner.models.attention import packed_attention
 from asyncrl.learner.models.documents import Documents
-from asyncrl.learner.models.logprobs import VocabularyPart, next_logprobs, token_logprobs
+from asyncrl.learner.models.logprobs import LikelyTokens, VocabularyPart, next_logprobs
+from asyncrl.learner.models.networks import spread, token_outputs
 from asyncrl.sync.layout.layout import Box
 from asyncrl.sync.layout.megatron import Gpt, MegatronPart, MegatronPlace, megatron_parts
 
@@ -161,6 +162,7 @@ class PackedGpt(GPTModel):
         )
         self.vocabulary, self.head, self.place = gpt.vocab, head, place
         self.wide_head = False
+        self.likely: LikelyTokens | None = None
         self.rotary = LlamaRotaryEmbedding(positions)
         if head == "values" and self.post_process:
             del self.output_layer
@@ -183,7 +185,7 @@ class PackedGpt(GPTModel):
         at_T, before_T = packed.documents.scored
         hidden_TD = hidden_ND.index_select(0, before_T)
         out = self._logprobs(hidden_TD, batch, at_T) if self.head == "logprobs" else self._values(hidden_TD)
-        return tuple(values_T.new_zeros(batch.tokens).index_copy(0, at_T, values_T) for values_T in out)
+        return tuple(spread(values_T, at_T, batch.tokens) for values_T in out)
 
     def body_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that checkpoints of language models have: all but a critic's head and adapters."""
@@ -235,10 +237,9 @@ class PackedGpt(GPTModel):
         part = VocabularyPart(ps.get_tensor_model_parallel_group(), start, most, self.vocabulary)
         return weight_VD[: self.vocabulary - start], part
 
-    def _logprobs(self, hidden_TD: Tensor, batch: MicroBatch, at_T: Tensor) -> tuple[Tensor, Tensor]:
+    def _logprobs(self, hidden_TD: Tensor, batch: MicroBatch, at_T: Tensor) -> tuple[Tensor, ...]:
         weight_VD, part = self._columns()
-        target_T, temperature_T = batch.token_ids_N[at_T], batch.temperature_R[batch.seq_N[at_T]]
-        return token_logprobs(hidden_TD, weight_VD, target_T, temperature_T, part=part, wide=self.wide_head)
+        return token_outputs(hidden_TD, weight_VD, batch, at_T, self.likely, part=part, wide=self.wide_head)
 
     def _values(self, hidden_TD: Tensor) -> tuple[Tensor]:
         full = torch.promote_types(hidden_TD.dtype, torch.float32)

@@ -15,6 +15,7 @@ from asyncrl.config.sections.algorithm import (
     CorrectionConfig,
     KlLossConfig,
     ShapingConfig,
+    TeacherLossConfig,
 )
 from asyncrl.learner.algorithms.registry import (
     ADVANTAGES,
@@ -90,7 +91,7 @@ def test_a_script_that_is_executed_twice_notes_its_functions_again(tmp_path: Pat
         (AlgorithmConfig(advantage="off_policy_baseline"), {"group", "proximal"}),
         (AlgorithmConfig(lm_coef=0.1), {"group", "batch"}),
         (AlgorithmConfig(kl_loss=KlLossConfig(coef=0.1)), {"group", "reference"}),
-        (AlgorithmConfig(teacher_loss=KlLossConfig(coef=0.1)), {"group", "teacher"}),
+        (AlgorithmConfig(teacher_loss=TeacherLossConfig(coef=0.1)), {"group", "teacher"}),
         (AlgorithmConfig(shaping=ShapingConfig(kl_coef=0.1)), {"group", "reference"}),
         (
             AlgorithmConfig(shaping=ShapingConfig(kl_coef=0.1, kl_target=1.0)),

@@ -129,6 +129,25 @@ NOT_FINITE: dict[str, tuple[Change, str]] = {
 }
 
 
+def test_the_teachers_most_likely_tokens_are_tokens_of_the_policy() -> None:
+    """Its column of a pool: the token's log-prob, those of two tokens, these tokens."""
+    check = dataclasses.replace(CHECK, columns=frozenset({"teacher"}), likeliest=2)
+    row = np.array([-1.0, -0.5, -2.0, 32, 0], np.float32)
+
+    def fault(*changed: float, width: int = 5) -> str:
+        group = random_group(7)
+        column_NW = np.tile(row[:width], (group.tokens, 1))
+        column_NW[-1, width - len(changed) :] = changed
+        found = check.fault(dataclasses.replace(group, columns={"teacher": column_NW}), 5)
+        return found.text if found else ""
+
+    assert fault() == ""
+    for wrong in (33, -1, 0.5, np.nan, np.inf):
+        assert fault(wrong) == f"a most likely token of the teacher is {wrong:g}, none of the learner's 33"
+    assert "column 'teacher' has the shape" in fault(width=4)
+    assert CHECK.fault(random_group(7), 5) is None
+
+
 @pytest.mark.parametrize("name", CORRUPT)
 def test_a_corrupt_group_is_named(name: str) -> None:
     change, text = CORRUPT[name]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.learner.models.logprobs import token_logprobs
+from asyncrl.learner.models.logprobs import LikelyTokens, most_likely, token_logprobs
 
 
 def naive(
@@ -49,6 +49,34 @@ def test_gradients_against_finite_differences(output: int, softcap: float | None
     assert torch.autograd.gradcheck(
         lambda h, w: token_logprobs(h, w, target, temperature, 3, softcap=softcap)[output], (hidden, weight)
     )
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, None])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_several_targets_are_those_of_as_many_calls(chunk: int | None, softcap: float | None) -> None:
+    hidden, weight, _ = case()
+    target = torch.randint(0, 11, (7, 3))
+    target[:, 2] = target[:, 0]  # the same token twice: both gradients count
+    temperature = torch.tensor([0.6, 1.0, 1.5, 0.6, 0.2, 1.0, 3.0], dtype=torch.float64)
+    pull, pull_entropy = torch.randn(7, 3, dtype=torch.float64), torch.randn(7, dtype=torch.float64)
+
+    def run(logp: Tensor, entropy: Tensor) -> tuple[Tensor, ...]:
+        total = (logp * pull).sum() + (entropy * pull_entropy).sum()
+        return logp, entropy, *torch.autograd.grad(total, (hidden, weight))
+
+    ours = run(*token_logprobs(hidden, weight, target, temperature, chunk, softcap=softcap))
+    columns = [naive(hidden, weight, target[:, m], temperature, softcap) for m in range(3)]
+    theirs = run(torch.stack([logp for logp, _ in columns], -1), columns[0][1])
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.parametrize("among", [11, 6, 3])
+def test_the_most_likely_tokens_are_found_chunk_by_chunk(among: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.learner.models.logprobs.CHUNK_ELEMENTS", 22)  # two rows
+    hidden, weight, _ = case()
+    found = most_likely(hidden, weight, torch.ones(7), LikelyTokens(3, among))
+    assert torch.equal(found, (hidden @ weight.t())[:, :among].topk(3).indices)
 
 
 def test_no_rows_still_reach_both_inputs() -> None:

@@ -31,7 +31,13 @@ from asyncrl.config.sections.learner import ParallelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.data.batch import MicroBatch
-from asyncrl.learner.models.logprobs import VocabularyPart, next_logprobs, token_logprobs
+from asyncrl.learner.models.logprobs import (
+    LikelyTokens,
+    VocabularyPart,
+    most_likely,
+    next_logprobs,
+    token_logprobs,
+)
 from asyncrl.learner.parallel.tensor_parallel import parallelize, vocabulary_part
 from asyncrl.system.rank_process import end_rank
 
@@ -84,8 +90,20 @@ def shared_words() -> dict[str, list[Tensor]]:
     (logp_T * torch.arange(7) + 0.3 * entropy_T).sum().backward()
     assert hidden_TD.grad is not None
     assert mine_VD.grad is not None
+    several_TM = torch.stack([target_T, (target_T + 20) % 33], -1)
+    several_TM, _ = token_logprobs(hidden_TD, mine_VD, several_TM, temperature_T, chunk=3, part=part)
+    few = [
+        most_likely(hidden_TD, mine_VD, temperature_T, LikelyTokens(20, among), part) for among in (33, 21)
+    ]
     following_TV = next_logprobs(hidden_TD.detach(), mine_VD.detach(), temperature_T, part)
-    everywhere = [logp_T.detach(), entropy_T.detach(), hidden_TD.grad, following_TV]
+    everywhere = [
+        logp_T.detach(),
+        entropy_T.detach(),
+        hidden_TD.grad,
+        following_TV,
+        several_TM.detach(),
+        *few,
+    ]
     return {"everywhere": everywhere, "part": [mine_VD.grad]}
 
 

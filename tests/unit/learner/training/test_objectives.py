@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from math import log
+import math
 from typing import Any
 
 import pytest
 import torch
 from advantage_cases import tokens_batch
-from learner_cases import ORACLE, flat, oracle_batch
+from learner_cases import ORACLE, flat, oracle_batch, random_group
 
-from asyncrl.config.sections.algorithm import AlgorithmConfig, CorrectionConfig, KlLossConfig
+from asyncrl.config.sections.algorithm import (
+    AlgorithmConfig,
+    CorrectionConfig,
+    KlLossConfig,
+    TeacherLossConfig,
+)
 from asyncrl.errors import TrainingError
 from asyncrl.learner.algorithms.losses.aggregation import AGGREGATIONS, Counts
+from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.training.objectives import PolicyObjective
 
 VERL = AlgorithmConfig(loss="ppo", dual_clip=3.0)
@@ -48,7 +54,7 @@ def test_any_split_of_a_batch_gives_the_gradient_of_the_whole(aggregation: str, 
         total, counts = torch.zeros(()).double(), Counts()
         for part in parts:
             piece, at_N = batch.select(part), batch.tokens_of(part)
-            total = total + objective(piece, logp_N[at_N], logp_N[at_N].exp(), 4)[0]
+            total = total + objective(piece, logp_N[at_N], logp_N[at_N].exp(), version=4)[0]
             counts += Counts.of(piece)
         return torch.autograd.grad(total / objective.denominator(counts), logp_N)[0]
 
@@ -75,13 +81,45 @@ def test_a_teacher_in_the_loss_has_the_gradient_of_the_policy_gradient_to_it(for
         objective = PolicyObjective(AlgorithmConfig(**shared, **keys), norm_tokens=9)
         return torch.autograd.grad(objective.total(batch, logp_N, torch.zeros(108)), logp_N)[0]
 
-    by_term_N = gradient(loss="none", teacher_loss=KlLossConfig(0.5, form))  # type: ignore[arg-type]
+    by_term_N = gradient(loss="none", teacher_loss=TeacherLossConfig(0.5, form))  # type: ignore[arg-type]
     assert by_term_N.abs().sum() > 0
     torch.testing.assert_close(by_term_N, 0.5 * gradient(loss="reinforce"), atol=1e-12, rtol=0)
 
 
+TAUGHT = AlgorithmConfig(
+    loss="none",
+    teacher_loss=TeacherLossConfig(0.5, "topk", top_k=2),
+    aggregation="seq-mean-token-sum",
+    proximal="frozen",
+    correction=CorrectionConfig("tis", high=2.0),
+)
+
+
+def test_the_teachers_most_likely_tokens_are_weighed_and_summed() -> None:
+    """By hand: p = ½, ¼ and ¼ for all others, π = ¼, ¼, ½ at each policy token, the first of which has the weight 2."""
+    batch = MicroBatch.of([random_group(0, size=1)])
+    at_P = torch.nonzero(batch.loss_mask_N)[:, 0]
+    teacher_NK = torch.full((batch.tokens, 2), 0.3)  # no log-probs at all outside the mask
+    mine_NK = torch.full((batch.tokens, 2), torch.inf)
+    teacher_NK[at_P], mine_NK[at_P] = torch.tensor([0.5, 0.25]).log(), torch.tensor([0.25, 0.25]).log()
+    logp_N = batch.behaviour_N.clone()
+    logp_N[at_P[0]] += 1  # π/μ = e, truncated to 2
+    batch = batch.with_columns(teacher_likeliest=teacher_NK)
+    total, metrics = PolicyObjective(TAUGHT, 9)(batch, logp_N, torch.zeros_like(logp_N), mine_NK)
+    each = 0.5 * math.log(2) + 0.25 * math.log(0.25 / 0.5)
+    assert float(total) == pytest.approx(0.5 * each * (len(at_P) + 1))
+    found = metrics.values()
+    assert (found["train/teacher/mass"], found["train/teacher/policy_mass"]) == pytest.approx((0.75, 0.5))
+
+
+def test_the_teachers_most_likely_tokens_are_missed() -> None:
+    batch = oracle_batch()
+    with pytest.raises(TrainingError, match="teacher_likeliest"):
+        PolicyObjective(TAUGHT, 9).total(batch, batch.behaviour_N, batch.behaviour_N, torch.zeros(108, 2))
+
+
 def test_a_batch_without_the_teacher_is_refused() -> None:
-    objective = PolicyObjective(AlgorithmConfig(loss="none", teacher_loss=KlLossConfig(1.0)), 9)
+    objective = PolicyObjective(AlgorithmConfig(loss="none", teacher_loss=TeacherLossConfig(1.0)), 9)
     with pytest.raises(TrainingError, match="column"):
         objective.total(oracle_batch(), flat(ORACLE["inputs"]["log_prob"]), torch.zeros(108))
 
@@ -106,14 +144,14 @@ def test_segments_are_trained_apart_where_the_loss_is_a_sum_over_tokens(
     config = AlgorithmConfig(loss=loss, aggregation=aggregation, proximal="loglinear", correction=correction)  # type: ignore[arg-type]
     objective = PolicyObjective(config, norm_tokens=9)
     logp_N = flat(ORACLE["inputs"]["log_prob"])
-    total, _ = objective(batch, logp_N, torch.zeros(108), 4)
+    total, _ = objective(batch, logp_N, torch.zeros(108), version=4)
     parts = objective.divided(batch)
     assert parts.rollouts == (12 if whole else 36)
     pieces = [range(0, parts.rollouts, 3), range(1, parts.rollouts, 3), range(2, parts.rollouts, 3)]
     sums = []
     for some in pieces:
         mine_N = logp_N[parts.tokens_of(some)]
-        sums.append(objective(parts.select(some), mine_N, torch.zeros_like(mine_N), 4)[0])
+        sums.append(objective(parts.select(some), mine_N, torch.zeros_like(mine_N), version=4)[0])
     assert float(total) != 0
     torch.testing.assert_close(sum(sums), total, atol=1e-12, rtol=0)
 
@@ -132,7 +170,7 @@ def test_gmpo_weighs_a_rollout_by_the_geometric_mean(
     loss: str, weights: list[float], slopes: list[float], place: str
 ) -> None:
     """Two policy tokens with ρ = A = 1, beside a rollout of one with the weight 1."""
-    log_w = [[0.0, *map(log, weights)], [0.0, 0.0]]
+    log_w = [[0.0, *map(math.log, weights)], [0.0, 0.0]]
     batch = tokens_batch(["011", "01"], [0.0] * 2, behaviour=[[-x for x in each] for each in log_w])
     batch = batch.with_advantages(torch.ones(5))
     if place == "column":

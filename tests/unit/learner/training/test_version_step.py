@@ -27,7 +27,13 @@ from asyncrl.config.schema import (
     RunConfig,
     TeacherConfig,
 )
-from asyncrl.config.sections.algorithm import AlgorithmConfig, CorrectionConfig, KlLossConfig, ShapingConfig
+from asyncrl.config.sections.algorithm import (
+    AlgorithmConfig,
+    CorrectionConfig,
+    KlLossConfig,
+    ShapingConfig,
+    TeacherLossConfig,
+)
 from asyncrl.config.sections.learner import OptimizerConfig
 from asyncrl.errors import TrainingError
 from asyncrl.learner.algorithms.advantages import advantages
@@ -115,7 +121,7 @@ CASES: dict[str, Config] = {
     "gigpo": config_of(AlgorithmConfig(advantage="gigpo")),
     "distill": config_of(AlgorithmConfig(advantage="distill", loss="reinforce")),
     "distill by a term of the loss": config_of(
-        AlgorithmConfig(advantage="distill", loss="none", teacher_loss=KlLossConfig(coef=0.5, form="k2"))
+        AlgorithmConfig(advantage="distill", loss="none", teacher_loss=TeacherLossConfig(coef=0.5, form="k2"))
     ),
     "gae, several steps": several(
         AlgorithmConfig(advantage="gae", lam=0.9, correction=CorrectionConfig(kind="tis"), **FROZEN)
@@ -644,7 +650,7 @@ def test_leaving_flat_groups_out_is_exact(loss: str) -> None:
     [
         {"entropy_bonus": 0.1},
         {"kl_loss": KlLossConfig(coef=0.1)},
-        {"teacher_loss": KlLossConfig(coef=0.1)},
+        {"teacher_loss": TeacherLossConfig(coef=0.1)},
         {"lm_coef": 0.1},
     ],
     ids=lambda t: next(iter(t)),

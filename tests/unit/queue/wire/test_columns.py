@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgpack
 import numpy as np
 import pytest
-import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
@@ -13,6 +12,7 @@ from hypothesis.extra import numpy as npst
 from asyncrl.errors import WireError
 from asyncrl.queue.wire import wire
 from asyncrl.queue.wire.columns import DTYPES, decode_columns, encode_columns, with_columns
+from asyncrl.queue.wire.payload import digest
 from asyncrl.types import Group, Rollout, Sampling, Task
 
 arrays = st.sampled_from(DTYPES).flatmap(lambda dtype: npst.arrays(dtype, st.integers(0, 9)))
@@ -53,15 +53,47 @@ def test_a_bit_that_flipped_is_found(at: int, flip: int) -> None:
 
 def test_frames_that_are_no_columns_are_named() -> None:
     payload = encode_columns({"values": np.arange(6, dtype=np.float32)})
-    spec = msgpack.packb([["values", "<f4", 1 << 60]])
-    huge = wire.pack({"spec": spec, "digest": xxhash.xxh3_64(spec).intdigest()})
-    for frames in ([], payload.frames[:1], [b"noise", b""], [*payload.frames, b""], [huge, b""]):
+    for frames in ([], payload.frames[:1], [b"noise", b""], [*payload.frames, b""]):
         with pytest.raises(WireError):
             decode_columns(frames)
-    with pytest.raises(ValueError, match="2-dimensional"):
-        encode_columns({"values": np.zeros((2, 2), np.float32)})
+    for shape in ((), (1, 2, 1)):
+        with pytest.raises(ValueError, match=f"{len(shape)}-dimensional"):
+            encode_columns({"values": np.zeros(shape, np.float32)})
     with pytest.raises(ValueError, match="complex128"):
         encode_columns({"values": np.zeros(2, np.complex128)})
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        [1 << 60],
+        [1 << 63, 1 << 63],
+        [2, -1],
+        [-2],
+        [],
+        [2, 1, 1],
+        2,
+        "2",
+        None,
+        [2.0],
+        [True, 2],
+        [0, 1 << 62],
+    ],
+)
+def test_a_shape_that_no_column_has_is_refused(shape: object) -> None:
+    spec, data = msgpack.packb([["values", "<f4", shape]], default=str), np.zeros(2, np.float32).tobytes()
+    header = wire.pack({"spec": spec, "digest": digest([spec, data])})
+    with pytest.raises(WireError):
+        decode_columns([header, data])
+
+
+def test_rows_of_values_travel_and_rewards_have_none() -> None:
+    rows = np.arange(12, dtype=np.float32).reshape(6, 2)
+    payload = encode_columns({"teacher": rows})
+    assert decode_columns(payload.frames)["teacher"].tolist() == rows.tolist()
+    assert with_columns(group(), {"teacher": rows}).columns["teacher"].shape == (6, 2)
+    with pytest.raises(WireError, match=r"'rewards' has the shape \(2, 2\)"):
+        with_columns(group(), {"rewards": rows[:2]})
 
 
 def test_a_group_takes_columns_a_token_and_rewards_a_rollout() -> None:
@@ -74,5 +106,5 @@ def test_a_group_takes_columns_a_token_and_rewards_a_rollout() -> None:
         "values": [0, 1, 2, 3, 4, 5],
         "reference": [0, -1, -2, -3, -4, -5],
     }
-    with pytest.raises(WireError, match="'values' has 2 values, the group needs 6"):
+    with pytest.raises(WireError, match=r"'values' has the shape \(2,\), the group needs 6 values"):
         with_columns(group(), {"values": np.zeros(2)})

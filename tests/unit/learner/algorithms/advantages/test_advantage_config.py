@@ -15,6 +15,7 @@ from asyncrl.config.sections.algorithm import (
     AlgorithmConfig,
     KlLossConfig,
     ShapingConfig,
+    TeacherLossConfig,
 )
 from asyncrl.errors import ConfigError
 from asyncrl.learner.algorithms.advantages import advantages
@@ -90,7 +91,7 @@ def test_the_filter_is_refused_where_groups_without_spread_teach_something(liter
         ("loss=sppo", {"loss": "sppo"}),
         ("loss=dro", {"loss": "dro"}),
         ("kl_loss.coef", {"kl_loss": KlLossConfig(coef=0.1)}),
-        ("teacher_loss.coef", {"teacher_loss": KlLossConfig(coef=0.1)}),
+        ("teacher_loss.coef", {"teacher_loss": TeacherLossConfig(coef=0.1)}),
         ("shaping.kl_coef", {"shaping": ShapingConfig(kl_coef=0.1)}),
         ("entropy_bonus", {"entropy_bonus": -0.1}),
         ("lm_coef", {"lm_coef": 0.1}),

@@ -16,8 +16,8 @@ from learner_cases import TINY, random_group, small_config, without_counts
 from rank_processes import run_ranks
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from asyncrl.config.schema import Config, LearnerConfig, ModelConfig
-from asyncrl.config.sections.algorithm import AlgorithmConfig, KlLossConfig
+from asyncrl.config.schema import Config, LearnerConfig, ModelConfig, TeacherConfig
+from asyncrl.config.sections.algorithm import AlgorithmConfig, KlLossConfig, TeacherLossConfig
 from asyncrl.config.sections.learner import OptimizerConfig, ParallelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
@@ -53,6 +53,7 @@ class Case:
     )
 
 
+TAUGHT = AlgorithmConfig(teacher_loss=TeacherLossConfig(coef=0.5, form="topk", top_k=3))
 INTERLEAVED = ParallelConfig(pipeline=2, pipeline_schedule="interleaved")
 CASES = {
     "1f1b": Case(2, ParallelConfig(pipeline=2)),
@@ -65,6 +66,7 @@ CASES = {
     "sharded": Case(4, ParallelConfig(pipeline=2)),
     "sharded_interleaved": Case(4, INTERLEAVED, tied=False),
     "replicated": Case(4, ParallelConfig(pipeline=2, replicate=2), tied=False),
+    "taught": Case(2, INTERLEAVED, algorithm=TAUGHT),
     "deep": Case(4, ParallelConfig(pipeline=4)),
     "context": Case(4, ParallelConfig(pipeline=2, context=2)),
     "spread_experts": Case(
@@ -113,7 +115,8 @@ def config_of(folder: Path, case: Case, parallel: ParallelConfig) -> Config:
     optimizer = OptimizerConfig(lr=1e-3, warmup_steps=1, grad_clip=0.5, eps=1e-3)
     learner = LearnerConfig(micro_batch_tokens=24, optimizer=optimizer, parallel=parallel)
     model = model_in(folder, case.kind, case.tied)
-    return small_config(folder, model=model, learner=learner, algorithm=case.algorithm)
+    beside: dict[str, Any] = {"teacher": TeacherConfig(model.path)} if case.algorithm is TAUGHT else {}
+    return small_config(folder, model=model, learner=learner, algorithm=case.algorithm, **beside)
 
 
 def train(backend: FsdpBackend, config: Config, versions: range) -> list[dict[str, float]]:

@@ -6,6 +6,7 @@ single process last: it goes on from everybody's checkpoints.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,9 +28,12 @@ from megatron_cases import (
 from rank_processes import run_ranks
 from transformers import AutoModelForCausalLM
 
+from asyncrl.config.schema import Config, TeacherConfig
+from asyncrl.config.sections.algorithm import AlgorithmConfig, TeacherLossConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
+from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.models.loading import checkpoint_tensors
 from asyncrl.sync.layout.layout import from_wire, to_wire
 from asyncrl.sync.tensors.shards import BoxTensors
@@ -99,6 +103,7 @@ def quick_main(folder: Path) -> None:
         with mock.patch.object(optimizer, "get_grad_norm", wraps=optimizer.get_grad_norm) as computed:
             seen = of_two_steps(backend)
         seen["norms computed"] = computed.call_count
+        seen["taught"] = taught(made(folder, *CASES[2][name], models=("teacher",), taught=True))
         torch.save(seen, folder / f"2 {name} {os.environ['RANK']}")
     end_rank()
 
@@ -138,7 +143,12 @@ def rank_main(folder: Path) -> None:
 
 
 def made(
-    folder: Path, family: str, parallel: dict[str, Any], dtype: str = "float32", models: Any = ()
+    folder: Path,
+    family: str,
+    parallel: dict[str, Any],
+    dtype: str = "float32",
+    models: Any = (),
+    taught: bool = False,
 ) -> Backend:
     """A Megatron backend, in place of the last one."""
     from megatron.core import parallel_state
@@ -146,7 +156,33 @@ def made(
     from asyncrl.learner.backends.megatron.backend import MegatronBackend
 
     parallel_state.destroy_model_parallel()
-    return MegatronBackend(config_of(folder, family, "megatron", dtype, **parallel), models)
+    config = config_of(folder, family, "megatron", dtype, **parallel)
+    return MegatronBackend(with_teacher(config) if taught else config, models)
+
+
+def with_teacher(config: Config) -> Config:
+    """The policy as it is at the beginning teaches its three most likely tokens."""
+    algorithm = AlgorithmConfig(teacher_loss=TeacherLossConfig(coef=1.0, form="topk", top_k=3))
+    return dataclasses.replace(config, algorithm=algorithm, teacher=TeacherConfig(config.model.path))
+
+
+def taught(backend: Backend) -> dict[str, Any]:
+    """What the teacher gives, and a step of the policy by the log-probs of what it gave, after one that moved it."""
+    train(backend, range(1))
+    given = [backend.models["teacher"].predict(batch) for batch in batches(1)]
+    every = [
+        batch.with_columns(likeliest=values[:, 4:].long())
+        for batch, values in zip(batches(1), given, strict=True)
+    ]
+
+    def loss(
+        batch: MicroBatch, logp_N: torch.Tensor, entropy_N: torch.Tensor, likely_NK: torch.Tensor
+    ) -> Any:
+        return (likely_NK * torch.tensor([1.0, -0.5, 0.25])).sum() + entropy_N.sum()
+
+    backend.policy.accumulate(own(every, backend), loss)
+    norm = backend.policy.optimizer_step(0.1, lr=1e-2)
+    return {"given": given, "norm": norm, "says": says(backend)}
 
 
 def went_on(folder: Path, saved: str, family: str, parallel: dict[str, Any]) -> list[float]:
@@ -263,6 +299,14 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", STAND_FOR_ALL)
 def test_two_ranks_say_and_learn_what_the_other_backend_does(two_ranks: Path, name: str) -> None:
     assert_the_same(two_ranks, 2, name)
+
+
+@pytest.mark.parametrize("name", STAND_FOR_ALL)
+def test_a_teacher_gives_its_most_likely_tokens_as_with_the_other_backend(two_ranks: Path, name: str) -> None:
+    alone = taught(FsdpBackend(with_teacher(config_of(two_ranks, CASES[2][name][0])), ("teacher",)))
+    assert (alone["given"][0][:, 1] >= alone["given"][0][:, 2]).all()
+    for rank in range(2):
+        close(torch.load(two_ranks / f"2 {name} {rank}", weights_only=False)["taught"], alone)
 
 
 def test_the_norm_is_computed_once_a_step(two_ranks: Path) -> None:
