@@ -190,11 +190,10 @@ def token_outputs(
         return token_logprobs(hidden_TD, weight_VD, target_T, temperature_T, **head)
     if likely.chosen:
         likely_TK = most_likely(hidden_TD, weight_VD, temperature_T, likely, **head)
-    else:
-        none_NK = target_T.new_zeros(
-            batch.tokens, likely.count
-        )  # a pass whose log-probs of them nobody reads
-        likely_TK = batch.columns.get("likeliest", none_NK)[at_T]
+    elif "likeliest" in batch.columns:
+        likely_TK = batch.columns["likeliest"][at_T]
+    else:  # a pass whose log-probs of them nobody reads
+        likely_TK = target_T.new_zeros(len(target_T), likely.count)
     target_TM = torch.cat([target_T[:, None], likely_TK], -1)
     logp_TM, entropy_T = token_logprobs(hidden_TD, weight_VD, target_TM, temperature_T, **head)
     if likely.chosen:

@@ -1,6 +1,7 @@
 """Bytes of the columns that a stage adds to a group.
 
-frame 0     an envelope {spec: packed [[name, dtype, shape], …], digest: xxh3-64 of spec and columns}
+frame 0     an envelope {spec: packed [[name, dtype, size], …], digest: xxh3-64 of spec and columns};
+            size: the number of values, or of rows and of values in a row
 frame 1     the columns, one after another, the widest type first
 """
 
@@ -44,7 +45,7 @@ def encode_columns(columns: Mapping[str, Array]) -> Columns:
                 f"column {name!r} is {column.ndim}-dimensional {column.dtype}; {DTYPES} of one or two dimensions travel"
             )
     order = sorted(whole, key=lambda name: -whole[name].itemsize)
-    spec = msgpack.packb([[name, whole[name].dtype.str, whole[name].shape] for name in order])
+    spec = msgpack.packb([[name, whole[name].dtype.str, _size(whole[name])] for name in order])
     data = b"".join(whole[name].tobytes() for name in order)
     sealed = digest([spec, data])
     header = wire.pack({"spec": spec, "digest": sealed})
@@ -62,9 +63,10 @@ def decode_columns(frames: Sequence[wire.Buffer]) -> dict[str, Array]:
     columns: dict[str, Array] = {}
     offset = 0
     try:
-        for name, dtype, shape in wire.unpack_value(spec):
+        for name, dtype, size in wire.unpack_value(spec):
+            shape = size if isinstance(size, list) else [size]
             if dtype not in DTYPES or type(name) is not str or not _is_shape(shape):
-                raise WireError(f"column {name!r} of shape {shape!r} and type {dtype!r}")
+                raise WireError(f"column {name!r} of size {size!r} and type {dtype!r}")
             values = np.frombuffer(data, np.dtype(dtype), math.prod(shape), offset)
             columns[name] = values.reshape(shape)
             offset += values.nbytes
@@ -75,9 +77,12 @@ def decode_columns(frames: Sequence[wire.Buffer]) -> dict[str, Array]:
     return columns
 
 
-def _is_shape(shape: object) -> bool:
-    sizes = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
-    return sizes and len(shape) in (1, 2)  # type: ignore[arg-type]
+def _size(column: Array) -> int | list[int]:
+    return len(column) if column.ndim == 1 else list(column.shape)
+
+
+def _is_shape(shape: Sequence[object]) -> bool:
+    return len(shape) in (1, 2) and all(type(size) is int and size >= 0 for size in shape)
 
 
 def with_columns(group: Group, columns: Mapping[str, Array]) -> Group:

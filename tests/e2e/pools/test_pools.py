@@ -30,19 +30,28 @@ from asyncrl.models.loading import load_causal_lm
 KL = ["algorithm.kl_loss.coef=0.1", "placement.reference.where=pool"]
 
 
+TERMS = {
+    "reference": ["algorithm.kl_loss.coef=0.1"],
+    "teacher": [f"algorithm.teacher_loss.{key}" for key in ("coef=0.1", "form=topk", "top_k=4")],
+}
+
+
 @pytest.mark.slow
-def test_the_weights_of_a_synchronous_run_do_not_tell_where_its_reference_was(config_file: Path) -> None:
+@pytest.mark.parametrize("model", TERMS)
+def test_the_weights_of_a_synchronous_run_do_not_tell_where_a_model_was(
+    config_file: Path, model: str
+) -> None:
     here = config_file.parent
     shared = [
         "run.versions=2",
         LENGTH,
-        "algorithm.kl_loss.coef=0.1",
+        *TERMS[model],
         "learner.optimizer.eps=1e-3",  # a step in the direction of the gradient, which rounding does not turn round
-        f"reference.path={here / 'reference'}",
+        f"{model}.path={here / 'other'}",
     ]
     config = load_config(config_file, shared)
-    load_causal_lm(config.model, seed=7).save_pretrained(here / "reference")
-    pool = ["placement.reference.where=pool", "placement.reference.ranks=2"]
+    load_causal_lm(config.model, seed=7).save_pretrained(here / "other")
+    pool = [f"placement.{model}.where=pool", f"placement.{model}.ranks=2"]
     colocated, pooled = synchronous_runs(config_file, shared, colocated=[], pooled=pool)
     start = load_causal_lm(config.model, config.run.seed).state_dict()
     expected, found = final_weights(colocated), final_weights(pooled)
@@ -50,7 +59,8 @@ def test_the_weights_of_a_synchronous_run_do_not_tell_where_its_reference_was(co
         moved = float((tensor - start[name]).abs().max())
         assert torch.allclose(found[name], tensor, rtol=0, atol=1e-3 * moved), name
     last = rows(pooled)[-1]
-    assert ("rollout/pool/reference/groups" in last, last["rollout/generators"]) == (True, 1)
+    assert (f"rollout/pool/{model}/groups" in last, last["rollout/generators"]) == (True, 1)
+    assert 0 < last.get("train/teacher/mass", 0.5) < 1
 
 
 def test_a_killed_pool_is_replaced_and_nothing_is_lost(config_file: Path) -> None:
