@@ -73,6 +73,8 @@ KEYS = (
     "generator.min_p",
     "algorithm.advantage",  # some need a rollout more, and decide what a flat group is
     "algorithm.own_advantage",
+    "algorithm.teacher_loss.form",  # what a teacher on a pool gives
+    "algorithm.teacher_loss.top_k",
     "algorithm.filter",
     "placement.rewards.functions",
 )

@@ -68,9 +68,11 @@ def preflight(config: Config) -> None:
 
         check_player(policy_tokenizer(config), config)
     if models := requirements.models(config):
-        from asyncrl.learner.models.networks import check_vocabularies  # takes seconds, for transformers
+        from asyncrl.learner.models import networks  # takes seconds, for transformers
 
-        check_vocabularies(models, config)
+        networks.check_vocabularies(models, config)
+        if "teacher" in models:
+            networks.likely_tokens("teacher", config)
 
 
 def check_telemetry(config: Config) -> None:

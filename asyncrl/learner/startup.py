@@ -195,12 +195,14 @@ def group_check(config: Config, published: Version = 0) -> GroupCheck:
     `load_model_config`. published: the newest version that an earlier learner of the run may have published."""
     added = {name for stage in requirements.stages(config) for name in stage.adds}
     held = (POLICY, *sorted(requirements.colocated(config)))
+    sizes = [vocabulary_size(blueprint(name, config), config) for name in held]
+    count = config.algorithm.teacher_loss.likeliest
     return GroupCheck(
         rollouts=config.batch.group_size,
         longest=config.generator.max_length,
-        vocabulary=min(vocabulary_size(blueprint(name, config), config) for name in held),
+        vocabulary=min(sizes),
         columns=frozenset(added - {REWARDS}),
-        likeliest=config.algorithm.teacher_loss.likeliest if "teacher" in added else 0,
+        likeliest=(count, sizes[0]) if count and "teacher" in added else None,
         greedy="greedy" in needs(config.algorithm),
         truncated=config.algorithm.truncated == "weigh" or not config.generator.makes_real_tokens,
         segments=config.agent.most_segments,

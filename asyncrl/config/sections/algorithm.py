@@ -89,9 +89,15 @@ class TeacherLossConfig(KlLossConfig):
     @property
     def likeliest(self) -> int:
         """K of form topk; 0: the loss takes the sampled tokens alone."""
-        return self.top_k if self.form == "topk" and self.coef > 0 else 0
+        return self.top_k if self.form == "topk" else 0
 
     def rules(self, at: str) -> Iterator[Rule]:
+        yield Rule(
+            self.form != "topk" or self.coef > 0,
+            "form",
+            f"has a teacher give its most likely tokens, which nothing looks at with {at}.coef=0",
+            f"set {at}.coef=1.0, or leave it out",
+        )
         yield Rule(
             self.form == "topk" or self.top_k == TeacherLossConfig.top_k,
             "top_k",

@@ -33,7 +33,9 @@ REFERENCE: Final = "reference"
 Loss = Callable[..., Tensor]
 """(micro-batch on the device, the model's outputs) → a sum to differentiate.
 
-Outputs are log-probs and entropies, or a critic's values: all [N] float32, 0 where the loss mask is 0."""
+Outputs are log-probs and entropies, or a critic's values: all [N] float32, 0 where the loss mask is 0. With
+`algorithm.teacher_loss.form: topk` a third one, [N, K + 1]: log-probs of the teacher's most likely tokens, and of all
+others together."""
 
 Targets = Callable[[Any, AlgorithmConfig], Tensor]
 """(whole groups as a MicroBatch, section) → [N] targets of a critic; values outside the loss mask are ignored."""

@@ -42,7 +42,7 @@ class Model(Protocol):
     def predict(self, batch: MicroBatch) -> Tensor:
         """Collective: [N] float32 on the CPU of every rank, without gradient, 0 where the loss mask is 0: the log-prob
         of each token, or a critic's value of the state before it. Of a teacher that gives its most likely tokens,
-        [N, 1 + 2K], see `networks.token_outputs`."""
+        [N, 2 + 2K], see `most_likely` of models/logprobs.py."""
         ...
 
     def accumulate(self, batches: Sequence[MicroBatch], loss: Loss) -> None:

@@ -55,7 +55,8 @@ class GroupCheck:
     router       the policy's, where groups have the experts that engines chose; None: groups have none
     vocabulary   tokens that every model of the learner has
     columns      those that pools add: every group has exactly them, beside `types.COLUMNS`
-    likeliest    K: a pool's column of the teacher is [N, 1 + 2K], see `networks.token_outputs`; 0: it is flat
+    likeliest    K and the policy's vocabulary: a pool's column of the teacher is [N, 2 + 2K], see `most_likely` of
+                 models/logprobs.py, with tokens that the policy has; none: it is flat
     greedy       whether a group needs the reward of a greedy rollout
     truncated    whether its tokens may come from a support that was cut
     model        the configuration of the policy, for the images that it reads; None: none
@@ -67,7 +68,7 @@ class GroupCheck:
     longest: int
     vocabulary: int
     columns: frozenset[str] = frozenset()
-    likeliest: int = 0
+    likeliest: tuple[int, int] | None = None
     greedy: bool = False
     truncated: bool = True
     segments: int = 1
@@ -96,7 +97,7 @@ class GroupCheck:
         tokens = int(group.lengths.sum())
         wide = {"column 'experts'": (self.router.width,)} if self.router else {}
         if self.likeliest:
-            wide["column 'teacher'"] = (1 + 2 * self.likeliest,)
+            wide["column 'teacher'"] = (2 + 2 * self.likeliest[0],)
         for name, column in _of_tokens(group).items():
             if column.shape != (tokens, *wide.get(name, ())):
                 yield f"{name} has the shape {column.shape}, its rollouts have {tokens} tokens"
@@ -180,7 +181,8 @@ class GroupCheck:
             if column.dtype.kind == "f" and (_finite(column) > LARGEST).any():
                 yield f"column {name!r} has a value above {LARGEST:g}"
         if self.likeliest:
-            yield from _likeliest(group.columns["teacher"][:, 1 + self.likeliest :], self.vocabulary)
+            count, vocabulary = self.likeliest
+            yield from _likeliest(group.columns["teacher"][:, 2 + count :], vocabulary)
         if "step" in group.columns and group.columns["step"].min() < -1:
             yield f"a token belongs to step {group.columns['step'].min()}"
 
@@ -189,7 +191,7 @@ def _likeliest(token_NK: Array, vocabulary: int) -> Iterator[str]:
     """Not a number is none of them, too."""
     wrong_NK = ~((token_NK >= 0) & (token_NK < vocabulary) & (token_NK == np.floor(token_NK)))
     if wrong_NK.any():
-        yield f"a most likely token of the teacher is {token_NK[wrong_NK][0]:g}, none of the learner's {vocabulary}"
+        yield f"a most likely token of the teacher is {token_NK[wrong_NK][0]:g}, none of the policy's {vocabulary}"
 
 
 def _experts(experts_NW: Array | None, router: RouterShape) -> Iterator[str]:

@@ -44,8 +44,9 @@ class MicroBatch:
     columns        further values per token by name, all [N]: those of `types.WITHOUT_STEPS` that came with the groups,
                    and experts, [N, W];
                    outputs of other models: values, cost_values (critics), reference, proximal, reward_model, teacher
-                   (log-probs of the token); [N, K] likeliest and teacher_likeliest, the teacher's most likely tokens
-                   and their log-probs; and those that `Experience` and objectives add
+                   (log-probs of the token); likeliest [N, K], the teacher's most likely tokens, and teacher_likeliest
+                   [N, K + 1], its log-probs of them and of all others together; and those that `Experience` and
+                   objectives add
     """
 
     token_ids_N: Tensor

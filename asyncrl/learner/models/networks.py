@@ -87,7 +87,7 @@ class LanguageModel(nn.Module):
     @property
     def outputs(self) -> int:
         """The number of outputs of `forward`."""
-        return 3 if self.likely and not self.likely.chosen else 2
+        return 2 if self.likely is None else 1 if self.likely.chosen else 3
 
     @property
     def width(self) -> tuple[int, ...]:
@@ -136,6 +136,8 @@ class ScoringNetwork(LanguageModel):
     The head is trained beside adapters, too, and computes in float32 at least.
     """
 
+    outputs = 1
+
     def __init__(self, classifier: PreTrainedModel) -> None:
         super().__init__(classifier)
         config = classifier.config
@@ -176,39 +178,28 @@ def token_outputs(
     likely: LikelyTokens | None = None,
     **head: Any,
 ) -> tuple[Tensor, ...]:
-    """A language model's outputs at the tokens `at_T` of a batch, from the states before them.
-
-    head: further arguments of `token_logprobs`.
-
-    Returns:
-        (log-probs [T], entropies [T]); with `likely` also log-probs [T, K] of its tokens, or, where they are chosen
-        here, first [T, 1 + 2K]: the token's log-prob, those of the K most likely tokens, and these tokens as numbers.
-        Float32 has all whole numbers up to 2^24, more than any vocabulary.
-    """
+    """A language model's outputs at the tokens `at_T` of a batch, from the states before them: those of
+    `token_logprobs`, or one of `most_likely` where `likely` is chosen here. head: further arguments of these."""
     target_T, temperature_T = batch.token_ids_N[at_T], batch.temperature_R[batch.seq_N[at_T]]
     if likely is None:
         return token_logprobs(hidden_TD, weight_VD, target_T, temperature_T, **head)
     if likely.chosen:
-        likely_TK = most_likely(hidden_TD, weight_VD, temperature_T, likely, **head)
-    elif "likeliest" in batch.columns:
-        likely_TK = batch.columns["likeliest"][at_T]
+        return (most_likely(hidden_TD, weight_VD, target_T, temperature_T, likely, **head),)
+    if "likeliest" in batch.columns:
+        likely_TK = batch.columns["likeliest"][at_T].long()
     else:  # a pass whose log-probs of them nobody reads
-        likely_TK = target_T.new_zeros(len(target_T), likely.count)
-    target_TM = torch.cat([target_T[:, None], likely_TK], -1)
-    logp_TM, entropy_T = token_logprobs(hidden_TD, weight_VD, target_TM, temperature_T, **head)
-    if likely.chosen:
-        return torch.cat([logp_TM, likely_TK.to(logp_TM.dtype)], -1), entropy_T
-    return logp_TM[:, 0], entropy_T, logp_TM[:, 1:]
+        likely_TK = torch.arange(likely.count, device=at_T.device).expand(len(at_T), -1)
+    return token_logprobs(hidden_TD, weight_VD, target_T, temperature_T, likely_TK=likely_TK, **head)
 
 
 def likely_tokens(name: str, config: Config) -> LikelyTokens | None:
-    """Those of a model, by `algorithm.teacher_loss`. Raises ConfigError for more tokens than policy and teacher both
-    have."""
+    """Those of a model, by `algorithm.teacher_loss`. Raises ConfigError for more tokens than it has."""
     count = config.algorithm.teacher_loss.likeliest
     if not count or name not in (POLICY, "teacher"):
         return None
-    sizes = [vocabulary_size(blueprint(each, config), config) for each in (POLICY, "teacher")]
-    rule = f"is more than the {min(sizes)} tokens that policy and teacher both have"
+    # The learner may have no teacher on its machine, and its process needs no look at the policy's table.
+    sizes = [vocabulary_size(blueprint(each, config), config) for each in {POLICY, name}]
+    rule = f"is more than the {min(sizes)} tokens of the models"
     require(count <= min(sizes), "algorithm.teacher_loss.top_k", count, rule, f"set {min(sizes)}, or less")
     return LikelyTokens(count, among=0 if name == POLICY else min(sizes))
 

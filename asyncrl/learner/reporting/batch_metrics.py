@@ -155,13 +155,13 @@ def token_metrics(
     return metrics
 
 
-def teacher_metrics(batch: MicroBatch, likely_NK: Tensor) -> Metrics:
+def teacher_metrics(batch: MicroBatch, outcome_NO: Tensor) -> Metrics:
     """train/teacher/mass and train/teacher/policy_mass: what the teacher's most likely tokens have of its and of the
-    policy's probability. likely_NK: the policy's log-probs of them, without gradient."""
+    policy's probability. outcome_NO: the policy's log-probs of the outcomes, without gradient."""
     metrics, mask_N = Metrics(), batch.loss_mask_N
-    for name, logp_NK in (("mass", column(batch, "teacher_likeliest")), ("policy_mass", likely_NK)):
-        mass_PK = logp_NK[mask_N].exp()
-        metrics.add(f"train/teacher/{name}", Mean(float(mass_PK.sum()), int(mask_N.sum())))
+    for name, logp_NO in (("mass", column(batch, "teacher_likeliest")), ("policy_mass", outcome_NO)):
+        mass_P = 1 - logp_NO[mask_N, -1].exp()
+        metrics.add(f"train/teacher/{name}", Mean(float(mass_P.sum()), len(mass_P)))
     return metrics
 
 

@@ -187,13 +187,16 @@ class Experience:
 
 
 def _with_likeliest(batch: MicroBatch) -> MicroBatch:
-    """With the teacher's [N, 1 + 2K] as the columns teacher [N], teacher_likeliest [N, K], its log-probs, and
-    likeliest, the tokens that these belong to."""
+    """With the teacher's [N, 2 + 2K] as the columns teacher [N], teacher_likeliest [N, O], its log-probs of the
+    outcomes, and likeliest [N, K], the tokens."""
     teacher = batch.columns.get("teacher")
     if teacher is None or teacher.ndim == 1:
         return batch
-    own_N, logp_NK, token_NK = teacher.tensor_split((1, 1 + (teacher.shape[1] - 1) // 2), dim=1)
-    return batch.with_columns(teacher=own_N[:, 0], teacher_likeliest=logp_NK, likeliest=token_NK.long())
+    outcomes = teacher.shape[1] // 2
+    outcome_NO, token_NK = teacher[:, 1 : 1 + outcomes].contiguous(), teacher[:, 1 + outcomes :].int()
+    return batch.with_columns(
+        teacher=teacher[:, 0].contiguous(), teacher_likeliest=outcome_NO, likeliest=token_NK
+    )
 
 
 def _at_half_temperature(batch: MicroBatch) -> MicroBatch:

@@ -11,7 +11,8 @@ The sum over the global batch is divided by `denominator` of the counts there.
 `total` runs on the model's device, where nothing may depend on a value: the thread would wait for all work that is
 queued. Calls, with metrics, are for tensors on the CPU.
 
-Axes:  N tokens · P policy tokens · R rollouts · K the teacher's most likely tokens at a token's place
+Axes:  N tokens · P policy tokens · R rollouts · O outcomes at a token: the teacher's most likely tokens, and all others
+together
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.algorithm import AlgorithmConfig, KlLossConfig, TeacherLossConfig
+from asyncrl.errors import TrainingError
 from asyncrl.learner.algorithms.corrections import (
     Drift,
     correction_weights,
@@ -69,18 +71,18 @@ class PolicyObjective:
         batch: MicroBatch,
         logp_N: Tensor,
         entropy_N: Tensor,
-        likely_NK: Tensor | None = None,
+        outcome_NO: Tensor | None = None,
         version: Version = 0,
     ) -> tuple[Tensor, Metrics]:
-        """(scalar sum, metrics), while `version` is trained. Inputs are 0 outside the mask. likely_NK: log-probs of the
-        teacher's most likely tokens, for the form topk of `teacher_loss`. The columns weight, kept, selected and lm are
-        used where `Experience` has added them."""
-        total, clipped_N, weight_N = self._evaluate(batch, logp_N, entropy_N, likely_NK, version)
+        """(scalar sum, metrics), while `version` is trained. Inputs are 0 outside the mask. outcome_NO: log-probs of
+        the outcomes, for the form topk of `teacher_loss`. The columns weight, kept, selected and lm are used where
+        `Experience` has added them."""
+        total, clipped_N, weight_N = self._evaluate(batch, logp_N, entropy_N, outcome_NO, version)
         batch, start_N = unrejected(batch), batch.columns.get("proximal", logp_N.detach())
         metrics = token_metrics(batch, start_N, entropy_N.detach(), clipped_N, weight_N)
         metrics.merge([age_metrics(batch, start_N, clipped_N, version)])
-        if likely_NK is not None:
-            metrics.merge([teacher_metrics(batch, likely_NK.detach())])
+        if outcome_NO is not None:
+            metrics.merge([teacher_metrics(batch, outcome_NO.detach())])
         return total, metrics
 
     def total(
@@ -88,14 +90,19 @@ class PolicyObjective:
         batch: MicroBatch,
         logp_N: Tensor,
         entropy_N: Tensor,
-        likely_NK: Tensor | None = None,
+        outcome_NO: Tensor | None = None,
         version: Version = 0,
     ) -> Tensor:
         """The sum alone."""
-        return self._evaluate(batch, logp_N, entropy_N, likely_NK, version)[0]
+        return self._evaluate(batch, logp_N, entropy_N, outcome_NO, version)[0]
 
     def _evaluate(
-        self, batch: MicroBatch, logp_N: Tensor, entropy_N: Tensor, likely_NK: Tensor | None, version: Version
+        self,
+        batch: MicroBatch,
+        logp_N: Tensor,
+        entropy_N: Tensor,
+        outcome_NO: Tensor | None,
+        version: Version,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(the sum, which tokens the loss holds back, their weights)."""
         now_N = logp_N.detach()
@@ -109,7 +116,7 @@ class PolicyObjective:
         loss = policy_loss(PolicyTerms.of(batch, logp_N, proximal_N), self.config)
         if self.config.built_in_loss in WEIGHED_BY_ROLLOUT:
             weight_N = geometric_means(weight_N, batch)
-        weighed_N = loss.loss_N + teacher_term(self.config.teacher_loss, logp_N, likely_NK, batch)
+        weighed_N = loss.loss_N + teacher_term(self.config.teacher_loss, logp_N, outcome_NO, batch)
         per_token_N = weight_N * weighed_N + other_terms(logp_N, entropy_N, batch, self.config)
         share_N = self._share(batch).to(per_token_N.dtype)
         # where, not a product: values outside the mask may be infinite, and 0 · ∞ is not 0.
@@ -163,14 +170,18 @@ def other_terms(logp_N: Tensor, entropy_N: Tensor, batch: MicroBatch, config: Al
 
 
 def teacher_term(
-    term: TeacherLossConfig, logp_N: Tensor, likely_NK: Tensor | None, batch: MicroBatch
+    term: TeacherLossConfig, logp_N: Tensor, outcome_NO: Tensor | None, batch: MicroBatch
 ) -> Tensor:
-    """[N]: as `kl_term`, to the teacher. likely_NK: for the form topk."""
+    """[N]: as `kl_term`, to the teacher. outcome_NO: for the form topk."""
     if not term.likeliest:
         return kl_term("teacher", term, logp_N, batch)
-    assert likely_NK is not None
+    if outcome_NO is None:
+        raise TrainingError(
+            "the backend gives no log-probs of the teacher's most likely tokens, from which "
+            "algorithm.teacher_loss.form=topk learns: use learner.backend=fsdp or megatron, or another form"
+        )
     mask_N1 = batch.loss_mask_N[:, None]
-    pair = (torch.where(mask_N1, each, 0.0) for each in (likely_NK, column(batch, "teacher_likeliest")))
+    pair = (torch.where(mask_N1, each, 0.0) for each in (outcome_NO, column(batch, "teacher_likeliest")))
     return term.coef * forward_kl(*pair)
 
 

@@ -155,7 +155,7 @@ class Passes:
         inspect: Inspect | None = None,
     ) -> None:
         self._objective, self._version, self._inspect = objective, version, inspect
-        self._batches = [*batches, *[PADDING] * (passes - len(batches))]
+        self._batches = [*batches, *[_padding(batches)] * (passes - len(batches))]
         self._found: list[tuple[Tensor, list[Tensor]]] = []  # by micro-batch: the sum, the model's outputs
         self._mark = Mark(CPU)
         model.accumulate(self._batches, self._total)
@@ -186,3 +186,15 @@ class Passes:
         _, metrics = self._objective(batch, *outputs, version=self._version)
         bad = nonfinite_outputs(batch, outputs, total, loss_of)
         return PassResult(float(total), frozenset(bad), metrics)
+
+
+def _padding(batches: Sequence[MicroBatch]) -> MicroBatch:
+    """PADDING with the columns that objectives read, where there are some to go by: a look whether it may lack them
+    would wait for a GPU."""
+    some = batches[0].columns if batches else {}
+    zeros = {
+        name: values.new_zeros(1, *values.shape[1:])
+        for name, values in some.items()
+        if values.is_floating_point()
+    }
+    return PADDING.with_columns(**{**zeros, **PADDING.columns})

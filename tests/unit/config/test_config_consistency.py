@@ -7,6 +7,7 @@ import json
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,8 @@ from asyncrl.config.config_consistency import (
     posted,
 )
 from asyncrl.config.load import all_keys
-from asyncrl.config.schema import BatchConfig, Config, GeneratorConfig, ModelConfig, RunConfig
+from asyncrl.config.schema import BatchConfig, Config, GeneratorConfig, ModelConfig, RunConfig, TeacherConfig
+from asyncrl.config.sections.algorithm import AlgorithmConfig, TeacherLossConfig
 from asyncrl.config.sections.placement import PlaceConfig, PlacementConfig
 from asyncrl.config.sections.reward import RewardConfig
 from asyncrl.errors import ConfigError
@@ -137,8 +139,21 @@ def test_so_are_whole_sections_and_the_places_of_models() -> None:
     keys |= {key for key in all_keys() if key.startswith("placement.") and key.endswith(".where")}
     keys |= {key for key in all_keys() if key.startswith("model.lora.")} - {"model.lora.path"}
     keys |= {*OTHERWISE, "placement.rewards.functions"}
+    keys |= {"algorithm.teacher_loss.form", "algorithm.teacher_loss.top_k"}
     assert len(keys) > len(OTHERWISE)
     assert keys == agreed(CONFIG).keys() - {"asyncrl"}
+
+
+def test_so_is_what_a_teacher_on_a_pool_gives() -> None:
+    def taught(form: Any, top_k: int) -> Config:
+        algorithm = AlgorithmConfig(teacher_loss=TeacherLossConfig(1.0, form, top_k))
+        return dataclasses.replace(CONFIG, algorithm=algorithm, teacher=TeacherConfig("other"))
+
+    learners = agreed(taught("topk", 32))
+    with pytest.raises(ConfigError, match=r"algorithm\.teacher_loss\.top_k is 32 at "):
+        check_agreed(learners, taught("topk", 8))
+    with pytest.raises(ConfigError, match=r"algorithm\.teacher_loss\.form is \"topk\" at "):
+        check_agreed(learners, taught("k2", 32))
 
 
 def test_all_differences_are_named_at_once() -> None:

@@ -267,7 +267,7 @@ def trained(config: Config, groups: list[Group]) -> tuple[dict[str, Tensor], dic
 def doubled(column: Array) -> Array:
     """Log-probs alone: the tokens of TOPK stay."""
     changed = column.copy()
-    part = changed if changed.ndim == 1 else changed[:, : 1 + TOPK.teacher_loss.top_k]
+    part = changed if changed.ndim == 1 else changed[:, : 2 + TOPK.teacher_loss.top_k]
     part *= 2
     return changed
 

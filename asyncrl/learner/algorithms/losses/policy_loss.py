@@ -31,9 +31,6 @@ MAX_LOG_RATIO = 20.0
 
 MAX_K3 = 10.0
 
-LEAST_REST = 1e-6
-"""Of 1, less K probabilities in float32: below it rounding decides."""
-
 
 @dataclass(frozen=True, slots=True)
 class PolicyTerms:
@@ -127,17 +124,15 @@ def kl(logp_N: Tensor, other_N: Tensor, form: str) -> Tensor:
     return (torch.expm1(log_r_N) - log_r_N).clamp(max=MAX_K3)  # expm1: near 0 the 1 would eat the digits of r
 
 
-def forward_kl(logp_NK: Tensor, teacher_NK: Tensor) -> Tensor:
-    """[N]: Σ_k p_k (log p_k − log π_k) + r (log r − log s), with the gradient of logp_NK.
+def forward_kl(logp_NO: Tensor, teacher_NO: Tensor) -> Tensor:
+    """[N]: Σ_o p_o (log p_o − log π_o), with the gradient of logp_NO.
 
-    logp_NK log π_k, teacher_NK log p_k: of the teacher's K most likely tokens · r, s: the rest of 1 of p and of π, at
-    least LEAST_REST. So it is KL(p‖π) of two distributions over K + 1 outcomes: never negative, 0 where they agree, and
-    at most that over the whole vocabulary, to which it is equal if K is all of it. Without the last term, as in verl's
-    forward_kl_topk, its least value is where π has none of the rest.
+    logp_NO log π, teacher_NO log p: of the teacher's K most likely tokens, and of all others as one outcome. It is
+    KL(p‖π) of two distributions: never negative but for rounding, 0 where they agree, and at most that over the whole
+    vocabulary. Without the last outcome, as in verl's forward_kl_topk, its least value is where π has none of it.
     """
-    p_NK = teacher_NK.exp()
-    rest_N, mine_N = ((1 - each.sum(-1)).clamp(min=LEAST_REST) for each in (p_NK, logp_NK.exp()))
-    return (p_NK * (teacher_NK - logp_NK)).sum(-1) + rest_N * (rest_N.log() - mine_N.log())
+    p_NO = teacher_NO.exp()
+    return torch.where(p_NO > 0, p_NO * (teacher_NO - logp_NO), 0.0).sum(-1)
 
 
 def loglinear_proximal(behaviour_N: Tensor, logp_N: Tensor, versions_N: Tensor, version: Version) -> Tensor:

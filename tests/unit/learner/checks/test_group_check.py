@@ -130,11 +130,11 @@ NOT_FINITE: dict[str, tuple[Change, str]] = {
 
 
 def test_the_teachers_most_likely_tokens_are_tokens_of_the_policy() -> None:
-    """Its column of a pool: the token's log-prob, those of two tokens, these tokens."""
-    check = dataclasses.replace(CHECK, columns=frozenset({"teacher"}), likeliest=2)
-    row = np.array([-1.0, -0.5, -2.0, 32, 0], np.float32)
+    """Its column of a pool: the token's log-prob, those of two tokens and of all others, these tokens."""
+    check = dataclasses.replace(CHECK, columns=frozenset({"teacher"}), likeliest=(2, 40))
+    row = np.array([-1.0, -0.5, -2.0, -3.0, 39, 0], np.float32)
 
-    def fault(*changed: float, width: int = 5) -> str:
+    def fault(*changed: float, width: int = 6) -> str:
         group = random_group(7)
         column_NW = np.tile(row[:width], (group.tokens, 1))
         column_NW[-1, width - len(changed) :] = changed
@@ -142,9 +142,9 @@ def test_the_teachers_most_likely_tokens_are_tokens_of_the_policy() -> None:
         return found.text if found else ""
 
     assert fault() == ""
-    for wrong in (33, -1, 0.5, np.nan, np.inf):
-        assert fault(wrong) == f"a most likely token of the teacher is {wrong:g}, none of the learner's 33"
-    assert "column 'teacher' has the shape" in fault(width=4)
+    for wrong in (40, -1, 0.5, np.nan, np.inf):
+        assert fault(wrong) == f"a most likely token of the teacher is {wrong:g}, none of the policy's 40"
+    assert "column 'teacher' has the shape" in fault(width=5)
     assert CHECK.fault(random_group(7), 5) is None
 
 

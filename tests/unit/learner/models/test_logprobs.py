@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
+from asyncrl.learner.algorithms.losses.policy_loss import forward_kl
 from asyncrl.learner.models.logprobs import LikelyTokens, most_likely, token_logprobs
 
 
@@ -51,32 +54,84 @@ def test_gradients_against_finite_differences(output: int, softcap: float | None
     )
 
 
+def outcomes(logits: Tensor, likely: Tensor) -> Tensor:
+    """The naive way: log-probs of these tokens, and of all others."""
+    others = torch.ones_like(logits, dtype=torch.bool).scatter(1, likely, value=False)
+    rest = logits.masked_fill(~others, -torch.inf).logsumexp(-1, keepdim=True)
+    return torch.cat([logits.gather(1, likely), rest], -1) - logits.logsumexp(-1, keepdim=True)
+
+
 @pytest.mark.parametrize("chunk", [1, 3, 7, None])
 @pytest.mark.parametrize("softcap", [None, 1.5])
-def test_several_targets_are_those_of_as_many_calls(chunk: int | None, softcap: float | None) -> None:
-    hidden, weight, _ = case()
-    target = torch.randint(0, 11, (7, 3))
-    target[:, 2] = target[:, 0]  # the same token twice: both gradients count
-    temperature = torch.tensor([0.6, 1.0, 1.5, 0.6, 0.2, 1.0, 3.0], dtype=torch.float64)
-    pull, pull_entropy = torch.randn(7, 3, dtype=torch.float64), torch.randn(7, dtype=torch.float64)
+@pytest.mark.parametrize("sharp", [1.0, 6.0], ids=["flat", "others have almost nothing"])
+def test_outcomes_are_likely_tokens_and_all_others(
+    chunk: int | None, softcap: float | None, sharp: float
+) -> None:
+    hidden, weight, target = case()
+    temperature = torch.tensor([0.6, 1.0, 1.5, 0.6, 0.2, 1.0, 3.0], dtype=torch.float64) / sharp
+    logits = hidden @ weight.t() if softcap is None else softcap * torch.tanh(hidden @ weight.t() / softcap)
+    logits = logits / temperature[:, None]
+    likely = logits.topk(3).indices
+    target[:3] = likely[:3, 1]  # the target may be among them, and both gradients count
+    pull, pull_entropy = torch.randn(7, 5, dtype=torch.float64), torch.randn(7, dtype=torch.float64)
 
-    def run(logp: Tensor, entropy: Tensor) -> tuple[Tensor, ...]:
-        total = (logp * pull).sum() + (entropy * pull_entropy).sum()
-        return logp, entropy, *torch.autograd.grad(total, (hidden, weight))
+    def run(logp: Tensor, entropy: Tensor, outcome: Tensor) -> tuple[Tensor, ...]:
+        every = torch.cat([logp[:, None], outcome], -1)
+        total = (every * pull).sum() + (entropy * pull_entropy).sum()
+        return every, entropy, *torch.autograd.grad(total, (hidden, weight), retain_graph=True)
 
-    ours = run(*token_logprobs(hidden, weight, target, temperature, chunk, softcap=softcap))
-    columns = [naive(hidden, weight, target[:, m], temperature, softcap) for m in range(3)]
-    theirs = run(torch.stack([logp for logp, _ in columns], -1), columns[0][1])
+    ours = run(*token_logprobs(hidden, weight, target, temperature, chunk, softcap=softcap, likely_TK=likely))
+    theirs = run(*naive(hidden, weight, target, temperature, softcap), outcomes(logits, likely))
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other)
 
 
+def test_a_policy_that_rules_all_others_out_is_drawn_to_them() -> None:
+    """In float32, where 1 less the likely ones would be 0: the teacher has a fifth for the others."""
+    logits = torch.tensor([[20.0, 19.0, -5.0, -6.0]], requires_grad=True)
+    teacher = torch.tensor([[0.5, 0.3, 0.2]]).log()
+    _, _, mine = token_logprobs(
+        logits,
+        torch.eye(4),
+        torch.zeros(1, dtype=torch.int64),
+        torch.ones(1),
+        likely_TK=torch.tensor([[0, 1]]),
+    )
+    (slope,) = torch.autograd.grad(forward_kl(mine, teacher).sum(), logits)
+    expected = torch.tensor([20.0, 19.0, -5.0, -6.0]).softmax(-1) - torch.tensor([0.5, 0.3, 0.0, 0.0])
+    expected[2:] -= 0.2 * torch.tensor([-5.0, -6.0]).softmax(-1)
+    torch.testing.assert_close(slope[0], expected, atol=1e-5, rtol=0)
+
+
+@given(*[st.lists(st.floats(-6, 6), min_size=6, max_size=6)] * 2, st.integers(1, 6))
+def test_the_forward_kl_is_bounded_by_that_over_the_vocabulary(
+    mine: list[float], teacher: list[float], count: int
+) -> None:
+    mine_V, teacher_V = (torch.tensor([each], dtype=torch.float64) for each in (mine, teacher))
+    likely = teacher_V.topk(count).indices
+    (found,) = forward_kl(outcomes(mine_V, likely), outcomes(teacher_V, likely)).tolist()
+    whole = (teacher_V.softmax(-1) * (teacher_V.log_softmax(-1) - mine_V.log_softmax(-1))).sum()
+    assert -1e-9 <= found <= float(whole) + 1e-9
+    assert found == pytest.approx(float(whole), abs=1e-9) or count < 5
+
+
+@pytest.mark.parametrize("count", [3, 11])
 @pytest.mark.parametrize("among", [11, 6, 3])
-def test_the_most_likely_tokens_are_found_chunk_by_chunk(among: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_most_likely_tokens_are_found_chunk_by_chunk(
+    among: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("asyncrl.learner.models.logprobs.CHUNK_ELEMENTS", 22)  # two rows
-    hidden, weight, _ = case()
-    found = most_likely(hidden, weight, torch.ones(7), LikelyTokens(3, among))
-    assert torch.equal(found, (hidden @ weight.t())[:, :among].topk(3).indices)
+    hidden, weight, target = case()
+    count, logits = min(count, among), hidden @ weight.t()
+    found = most_likely(hidden, weight, target, torch.ones(7), LikelyTokens(count, among))
+    likely = logits[:, :among].topk(count).indices
+    assert torch.equal(found[:, 2 + count :], likely.double())
+    torch.testing.assert_close(found[:, 0], naive(hidden, weight, target, torch.ones(7))[0])
+    some = (
+        slice(1, 2 + count) if count < 11 else slice(1, 1 + count)
+    )  # nothing is left of the whole vocabulary
+    torch.testing.assert_close(found[:, some], outcomes(logits, likely)[:, : some.stop - 1])
+    assert found[:, 1 + count].exp().max() < 1e-300 or count < 11
 
 
 def test_no_rows_still_reach_both_inputs() -> None:

@@ -86,22 +86,24 @@ def shared_words() -> dict[str, list[Tensor]]:
         rows = vocabulary_part(33, mesh)
         part = VocabularyPart(mesh.get_group(), rows.start, -(-33 // mesh.size()), 33)
     mine_VD = head_VD[rows.start : rows.stop].clone().requires_grad_()
-    logp_T, entropy_T = token_logprobs(hidden_TD, mine_VD, target_T, temperature_T, chunk=3, part=part)
-    (logp_T * torch.arange(7) + 0.3 * entropy_T).sum().backward()
+    likely_TK = torch.stack([target_T, (target_T + 20) % 33], -1)
+    logp_T, entropy_T, outcome_TO = token_logprobs(
+        hidden_TD, mine_VD, target_T, temperature_T, chunk=3, part=part, likely_TK=likely_TK
+    )
+    (
+        logp_T * torch.arange(7) + 0.3 * entropy_T + outcome_TO @ hidden_TD.new_tensor([1.0, -2.0, 0.5])
+    ).sum().backward()
     assert hidden_TD.grad is not None
     assert mine_VD.grad is not None
-    several_TM = torch.stack([target_T, (target_T + 20) % 33], -1)
-    several_TM, _ = token_logprobs(hidden_TD, mine_VD, several_TM, temperature_T, chunk=3, part=part)
-    few = [
-        most_likely(hidden_TD, mine_VD, temperature_T, LikelyTokens(20, among), part) for among in (33, 21)
-    ]
+    likely = [LikelyTokens(20, among) for among in (33, 21)]
+    few = [most_likely(hidden_TD.detach(), mine_VD, target_T, temperature_T, each, part) for each in likely]
     following_TV = next_logprobs(hidden_TD.detach(), mine_VD.detach(), temperature_T, part)
     everywhere = [
         logp_T.detach(),
         entropy_T.detach(),
         hidden_TD.grad,
         following_TV,
-        several_TM.detach(),
+        outcome_TO.detach(),
         *few,
     ]
     return {"everywhere": everywhere, "part": [mine_VD.grad]}

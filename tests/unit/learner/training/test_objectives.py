@@ -99,13 +99,14 @@ def test_the_teachers_most_likely_tokens_are_weighed_and_summed() -> None:
     """By hand: p = ½, ¼ and ¼ for all others, π = ¼, ¼, ½ at each policy token, the first of which has the weight 2."""
     batch = MicroBatch.of([random_group(0, size=1)])
     at_P = torch.nonzero(batch.loss_mask_N)[:, 0]
-    teacher_NK = torch.full((batch.tokens, 2), 0.3)  # no log-probs at all outside the mask
-    mine_NK = torch.full((batch.tokens, 2), torch.inf)
-    teacher_NK[at_P], mine_NK[at_P] = torch.tensor([0.5, 0.25]).log(), torch.tensor([0.25, 0.25]).log()
+    teacher_NO = torch.full((batch.tokens, 3), 0.3)  # no log-probs at all outside the mask
+    mine_NO = torch.full((batch.tokens, 3), torch.inf)
+    teacher_NO[at_P] = torch.tensor([0.5, 0.25, 0.25]).log()
+    mine_NO[at_P] = torch.tensor([0.25, 0.25, 0.5]).log()
     logp_N = batch.behaviour_N.clone()
     logp_N[at_P[0]] += 1  # π/μ = e, truncated to 2
-    batch = batch.with_columns(teacher_likeliest=teacher_NK)
-    total, metrics = PolicyObjective(TAUGHT, 9)(batch, logp_N, torch.zeros_like(logp_N), mine_NK)
+    batch = batch.with_columns(teacher_likeliest=teacher_NO)
+    total, metrics = PolicyObjective(TAUGHT, 9)(batch, logp_N, torch.zeros_like(logp_N), mine_NO)
     each = 0.5 * math.log(2) + 0.25 * math.log(0.25 / 0.5)
     assert float(total) == pytest.approx(0.5 * each * (len(at_P) + 1))
     found = metrics.values()
@@ -115,7 +116,9 @@ def test_the_teachers_most_likely_tokens_are_weighed_and_summed() -> None:
 def test_the_teachers_most_likely_tokens_are_missed() -> None:
     batch = oracle_batch()
     with pytest.raises(TrainingError, match="teacher_likeliest"):
-        PolicyObjective(TAUGHT, 9).total(batch, batch.behaviour_N, batch.behaviour_N, torch.zeros(108, 2))
+        PolicyObjective(TAUGHT, 9).total(batch, batch.behaviour_N, batch.behaviour_N, torch.zeros(108, 3))
+    with pytest.raises(TrainingError, match="the backend gives no log-probs"):
+        PolicyObjective(TAUGHT, 9).total(batch, batch.behaviour_N, batch.behaviour_N)
 
 
 def test_a_batch_without_the_teacher_is_refused() -> None:

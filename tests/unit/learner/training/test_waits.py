@@ -14,12 +14,18 @@ from model_families import FAMILIES
 from torch import Tensor
 
 from asyncrl.config.schema import LearnerConfig, ModelConfig
-from asyncrl.config.sections.algorithm import AlgorithmConfig, CorrectionConfig, KlLossConfig
+from asyncrl.config.sections.algorithm import (
+    AlgorithmConfig,
+    CorrectionConfig,
+    KlLossConfig,
+    TeacherLossConfig,
+)
 from asyncrl.learner.algorithms.losses.aggregation import AGGREGATIONS
 from asyncrl.learner.algorithms.registry import CORRECTIONS, LOSSES
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.data.packing import bins
+from asyncrl.learner.training import passes
 from asyncrl.learner.training.objectives import OutcomeObjective, PolicyObjective, ValueObjective
 from asyncrl.learner.training.passes import Objective
 from asyncrl.learner.training.version_step import version_step
@@ -38,6 +44,7 @@ OBJECTIVES: dict[str, Objective] = {
     "terms": PolicyObjective(
         AlgorithmConfig(kl_loss=KlLossConfig(coef=0.1), entropy_bonus=0.1, lm_coef=0.1), 9
     ),
+    "teacher": PolicyObjective(AlgorithmConfig(loss="none", teacher_loss=TeacherLossConfig(1.0, "topk")), 9),
     "critic": ValueObjective("critic", "values", "returns", 0.5),
     "reward model": OutcomeObjective(0.05),
 }
@@ -96,16 +103,26 @@ def test_a_frozen_model_waits_for_the_gpu_once_a_micro_batch(tmp_path: Path) -> 
     assert 1 < len(passes) == len(gpu.waits), gpu.waits
 
 
+def outputs_of(name: str, tokens: int, device: torch.device | None = None) -> list[Tensor]:
+    """Of the model of an objective."""
+    shapes = [(tokens,), (tokens,), (tokens, 33)][: {"critic": 1, "teacher": 3}.get(name, 2)]
+    return [torch.zeros(shape, device=device, requires_grad=True) for shape in shapes]
+
+
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_no_objective_waits_for_the_gpu(name: str) -> None:
     batch = MicroBatch.of([random_group(0), random_group(1)])
     columns = {column: torch.zeros(batch.tokens) for column in READS}
+    columns["teacher_likeliest"] = torch.zeros(batch.tokens, 33)
     selections = dict.fromkeys(("kept", "selected"), batch.loss_mask_N)
+    whole = batch.with_columns(**columns, **selections)
     with GpuWithoutValues() as gpu:
-        here = batch.with_columns(**columns, **selections).to(GPU)
-        outputs = [torch.zeros(batch.tokens, device=GPU, requires_grad=True) for _ in range(2)]
+        here = whole.to(GPU)
+        outputs = outputs_of(name, batch.tokens, GPU)
         objective = OBJECTIVES[name]
-        objective.total(here, *outputs[: 1 if name == "critic" else 2], version=1).backward()
+        objective.total(here, *outputs, version=1).backward()
+        padding = passes._padding([whole]).to(GPU)
+        objective.total(padding, *outputs_of(name, 1, GPU), version=1)
     assert gpu.waits == []
 
 
@@ -113,11 +130,12 @@ def test_no_objective_waits_for_the_gpu(name: str) -> None:
 def test_each_objective_calls_what_cuda_has(name: str) -> None:
     batch = MicroBatch.of([random_group(0), random_group(1)])
     columns = {column: torch.zeros(batch.tokens) for column in READS}
+    columns["teacher_likeliest"] = torch.zeros(batch.tokens, 33)
     selections = dict.fromkeys(("kept", "selected"), batch.loss_mask_N)
-    outputs = [torch.zeros(batch.tokens, requires_grad=True) for _ in range(2)]
+    outputs = outputs_of(name, batch.tokens)
     with CudaOps() as ops:
         here = batch.with_columns(**columns, **selections)
-        OBJECTIVES[name].total(here, *outputs[: 1 if name == "critic" else 2], version=1).backward()
+        OBJECTIVES[name].total(here, *outputs, version=1).backward()
     assert ops.called
 
 

@@ -171,14 +171,14 @@ def taught(backend: Backend) -> dict[str, Any]:
     train(backend, range(1))
     given = [backend.models["teacher"].predict(batch) for batch in batches(1)]
     every = [
-        batch.with_columns(likeliest=values[:, 4:].long())
+        batch.with_columns(likeliest=values[:, 5:].int())
         for batch, values in zip(batches(1), given, strict=True)
     ]
 
     def loss(
-        batch: MicroBatch, logp_N: torch.Tensor, entropy_N: torch.Tensor, likely_NK: torch.Tensor
+        batch: MicroBatch, logp_N: torch.Tensor, entropy_N: torch.Tensor, outcome_NO: torch.Tensor
     ) -> Any:
-        return (likely_NK * torch.tensor([1.0, -0.5, 0.25])).sum() + entropy_N.sum()
+        return (outcome_NO * torch.tensor([1.0, -0.5, 0.25, 0.5])).sum() + entropy_N.sum()
 
     backend.policy.accumulate(own(every, backend), loss)
     norm = backend.policy.optimizer_step(0.1, lr=1e-2)
