@@ -41,7 +41,7 @@ class Model(Protocol):
 
     def predict(self, batch: MicroBatch) -> Tensor:
         """Collective: [N] float32 on the CPU of every rank, without gradient, 0 where the loss mask is 0: the log-prob
-        of each token, or a critic's value of the state before it. Of a teacher that gives its most likely tokens,
+        of each token, or a critic's value of the state before it. A teacher that gives its most likely tokens has
         [N, 2 + 2K], see `most_likely` of models/logprobs.py."""
         ...
 

@@ -244,7 +244,7 @@ def _add_outcomes(
 
 
 class _Read(NamedTuple):
-    """Of logits: log-probs of the targets, entropies, logs of the normaliser, log-probs of the outcomes."""
+    """Log-probs of the targets, entropies, logs of the normaliser, log-probs of the outcomes."""
 
     logp_C: Tensor
     entropy_C: Tensor
