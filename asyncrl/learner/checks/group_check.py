@@ -182,16 +182,22 @@ class GroupCheck:
                 yield f"column {name!r} has a value above {LARGEST:g}"
         if self.likeliest:
             count, vocabulary = self.likeliest
-            yield from _likeliest(group.columns["teacher"][:, 2 + count :], vocabulary)
+            yield from _likeliest(group.columns["teacher"], group.loss_mask != 0, count, vocabulary)
         if "step" in group.columns and group.columns["step"].min() < -1:
             yield f"a token belongs to step {group.columns['step'].min()}"
 
 
-def _likeliest(token_NK: Array, vocabulary: int) -> Iterator[str]:
+def _likeliest(column_NW: Array, policy_N: Array, count: int, vocabulary: int) -> Iterator[str]:
     """Not a number is none of them, too."""
+    token_NK = column_NW[:, 2 + count :]
     wrong_NK = ~((token_NK >= 0) & (token_NK < vocabulary) & (token_NK == np.floor(token_NK)))
     if wrong_NK.any():
         yield f"a most likely token of the teacher is {token_NK[wrong_NK][0]:g}, none of the policy's {vocabulary}"
+    if (np.diff(np.sort(token_NK[policy_N], axis=1)) == 0).any():
+        yield "two of the teacher's most likely tokens are the same"
+    logp_P = column_NW[policy_N, : 2 + count]
+    if (logp_P > LOGPROBS[1]).any():
+        yield f"the teacher gives the log-prob {logp_P.max():g}, which is above {LOGPROBS[1]:g}"
 
 
 def _experts(experts_NW: Array | None, router: RouterShape) -> Iterator[str]:

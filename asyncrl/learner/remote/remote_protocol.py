@@ -104,6 +104,9 @@ def decode_batch(frames: Any, reads: Sequence[str]) -> MicroBatch:
 
 def _check(lengths: Array, arrays: Mapping[str, Array], tokens: int) -> None:
     """Raise WireError unless lengths and arrays fit. The sum of Python's numbers does not wrap."""
+    flat = {name: array.shape for name, array in arrays.items() if array.ndim > 1}
+    if flat:
+        raise WireError(f"a micro-batch has values, one a token or rollout, and these are rows: {flat}")
     numbers = lengths.tolist()
     if not numbers or min(numbers) < 1 or sum(numbers) != tokens:
         raise WireError(f"{len(numbers)} lengths that sum up to {sum(numbers)} for {tokens} tokens")

@@ -159,6 +159,8 @@ def teacher_metrics(batch: MicroBatch, outcome_NO: Tensor) -> Metrics:
     """train/teacher/mass and train/teacher/policy_mass: what the teacher's most likely tokens have of its and of the
     policy's probability. outcome_NO: the policy's log-probs of the outcomes, without gradient."""
     metrics, mask_N = Metrics(), batch.loss_mask_N
+    if not mask_N.any():  # padding, which may have no outcomes
+        return metrics
     for name, logp_NO in (("mass", column(batch, "teacher_likeliest")), ("policy_mass", outcome_NO)):
         mass_P = 1 - logp_NO[mask_N, -1].exp()
         metrics.add(f"train/teacher/{name}", Mean(float(mass_P.sum()), len(mass_P)))

@@ -144,6 +144,9 @@ def test_the_teachers_most_likely_tokens_are_tokens_of_the_policy() -> None:
     assert fault() == ""
     for wrong in (40, -1, 0.5, np.nan, np.inf):
         assert fault(wrong) == f"a most likely token of the teacher is {wrong:g}, none of the policy's 40"
+    assert fault(0) == ""
+    assert fault(5, 5) == "two of the teacher's most likely tokens are the same"
+    assert "the teacher gives the log-prob 60, which is above" in fault(60.0, 39, 0)
     assert "column 'teacher' has the shape" in fault(width=5)
     assert CHECK.fault(random_group(7), 5) is None
 

@@ -553,6 +553,8 @@ def test_a_batch_is_what_it_was_behind_the_wire(tmp_path: Path) -> None:
         ({"position_ids": [0, 2, 0, 1]}, "position ids"),
         ({"position_ids": [0, 0, 0, 1]}, "first token has a loss mask"),
         ({"other": [0.0] * 4}, "expected is"),
+        ({"values": [[0.0, 1.0]] * 4}, "these are rows"),
+        ({"lengths": [[2, 2], [2, 2]]}, "these are rows"),
     ],
 )
 def test_arrays_that_are_no_batch_are_refused(change: dict[str, list[Any] | None], why: str) -> None:

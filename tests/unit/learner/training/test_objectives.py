@@ -21,6 +21,7 @@ from asyncrl.errors import TrainingError
 from asyncrl.learner.algorithms.losses.aggregation import AGGREGATIONS, Counts
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.training.objectives import PolicyObjective
+from asyncrl.learner.training.passes import PADDING
 
 VERL = AlgorithmConfig(loss="ppo", dual_clip=3.0)
 
@@ -111,6 +112,12 @@ def test_the_teachers_most_likely_tokens_are_weighed_and_summed() -> None:
     assert float(total) == pytest.approx(0.5 * each * (len(at_P) + 1))
     found = metrics.values()
     assert (found["train/teacher/mass"], found["train/teacher/policy_mass"]) == pytest.approx((0.75, 0.5))
+
+
+def test_padding_of_a_rank_without_rollouts_has_no_outcomes() -> None:
+    total, metrics = PolicyObjective(TAUGHT, 9)(PADDING, torch.zeros(1), torch.zeros(1), torch.zeros(1, 3))
+    assert float(total) == 0
+    assert "train/teacher/mass" not in metrics.values()
 
 
 def test_the_teachers_most_likely_tokens_are_missed() -> None:
