@@ -197,7 +197,7 @@ def likely_tokens(name: str, config: Config) -> LikelyTokens | None:
     count = config.algorithm.teacher_loss.likeliest
     if not count or name not in (POLICY, "teacher"):
         return None
-    # The learner may have no teacher on its machine, and its process needs no look at the policy's table.
+    # The policy is not compared with the teacher here: where that is on a pool, this machine may lack its folder.
     sizes = [vocabulary_size(blueprint(each, config), config) for each in {POLICY, name}]
     rule = f"is more than the {min(sizes)} tokens of the models"
     require(count <= min(sizes), "algorithm.teacher_loss.top_k", count, rule, f"set {min(sizes)}, or less")

@@ -77,7 +77,7 @@ class PolicyObjective:
         """(scalar sum, metrics), while `version` is trained. Inputs are 0 outside the mask. outcome_NO: log-probs of
         the outcomes, for the form topk of `teacher_loss`. The columns weight, kept, selected and lm are used where
         `Experience` has added them."""
-        total, clipped_N, weight_N = self._evaluate(batch, logp_N, entropy_N, outcome_NO, version)
+        total, clipped_N, weight_N = self._evaluate(batch, version, logp_N, entropy_N, outcome_NO)
         batch, start_N = unrejected(batch), batch.columns.get("proximal", logp_N.detach())
         metrics = token_metrics(batch, start_N, entropy_N.detach(), clipped_N, weight_N)
         metrics.merge([age_metrics(batch, start_N, clipped_N, version)])
@@ -85,24 +85,17 @@ class PolicyObjective:
             metrics.merge([teacher_metrics(batch, outcome_NO.detach())])
         return total, metrics
 
-    def total(
-        self,
-        batch: MicroBatch,
-        logp_N: Tensor,
-        entropy_N: Tensor,
-        outcome_NO: Tensor | None = None,
-        version: Version = 0,
-    ) -> Tensor:
+    def total(self, batch: MicroBatch, *outputs: Tensor, version: Version = 0) -> Tensor:
         """The sum alone."""
-        return self._evaluate(batch, logp_N, entropy_N, outcome_NO, version)[0]
+        return self._evaluate(batch, version, *outputs)[0]
 
     def _evaluate(
         self,
         batch: MicroBatch,
+        version: Version,
         logp_N: Tensor,
         entropy_N: Tensor,
-        outcome_NO: Tensor | None,
-        version: Version,
+        outcome_NO: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(the sum, which tokens the loss holds back, their weights)."""
         now_N = logp_N.detach()

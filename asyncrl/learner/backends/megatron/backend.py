@@ -102,8 +102,9 @@ class MegatronBackend(Backend):
         check_model(found, shape.gpt)
         head: Head = "values" if plan.make is Critic else "logprobs"
         chunks = build(shape, found, getattr(torch, model.dtype), hf, head, self._device)
+        likely = likely_tokens(name, config)
         for chunk in chunks:
-            chunk.wide_head, chunk.likely = model.wide_head, likely_tokens(name, config)
+            chunk.wide_head, chunk.likely = model.wide_head, likely
         gpt, read = shape.padded(found.tensor), _reader(model, config.run.seed, plan.key)
         for chunk in chunks:
             _fill(chunk.body_parameters(), partial(megatron_parts, gpt=gpt, place=chunk.place), read)
