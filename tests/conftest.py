@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import forked
 import missing
 import pytest
 from hypothesis import settings
@@ -44,6 +45,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(
         key=lambda item: next((at for at, name in enumerate(LONG) if item.nodeid.startswith(name)), len(LONG))
     )
+
+
+@pytest.fixture(autouse=True)
+def launchers_share_a_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that run in the process of the tests; one that is executed begins its own."""
+    monkeypatch.setattr("asyncrl.launch.processes.own_server", forked.own_server)
 
 
 @pytest.fixture(scope="session")

@@ -46,6 +46,10 @@ def _demo(arguments: Arguments) -> int:
 
 def _run(config: Config, train: Callable[[Config], dict[str, Any]] | None = None) -> int:
     """train: starts the run and waits for its end; none: on this machine"""
+    from asyncrl.launch.processes import begin_imports
+
+    if train is None:
+        begin_imports(config)
     from asyncrl.launch import local_run
     from asyncrl.launch.folder.run_folder import run_folder
     from asyncrl.launch.preflight import preflight

@@ -105,10 +105,12 @@ def starts_ranks(share: RankShare, key: str) -> bool:
 
 
 def run_own_ranks(arguments: Arguments, config: Config, share: RankShare, *words: str) -> int:
+    from asyncrl.launch.processes import begin_imports
     from asyncrl.launch.ranks import run_ranks
 
     command = [sys.executable, "-m", "asyncrl", *arguments.command_line, *words]
-    return run_ranks(command, share, config.launch.rank_deadline_s)
+    launch = config.launch
+    return run_ranks(command, share, launch.rank_deadline_s, begin_imports(config), launch.load_deadline_s)
 
 
 def _process_name(arguments: Arguments, kind: str) -> str:

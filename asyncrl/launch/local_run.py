@@ -1,6 +1,7 @@
 """`asyncrl train`: a whole run on one machine.
 
-    launcher ──starts──▸ queue ──its address──▸ launcher ──starts──▸ learner, generators, pools
+    launcher ──starts──▸ fork server, which imports
+             ──starts──▸ queue ──its address──▸ launcher ──forks──▸ learner, generators, pools
                                                    │
          waits for whichever comes first: ◂────────┘
            learner ends well       the others leave by themselves, the queue is stopped, the summary returned
@@ -48,10 +49,11 @@ from asyncrl.errors import (
 from asyncrl.launch.folder.kept import queue_begins_anew
 from asyncrl.launch.folder.run_folder import OF_VERSION_0, claimed_run_folder, read_summary
 from asyncrl.launch.folder.scale import take_request
-from asyncrl.launch.processes import DASH, LEARNER, QUEUE, Processes
+from asyncrl.launch.processes import DASH, LEARNER, QUEUE, Processes, begin_imports
 from asyncrl.launch.queue_process import LAST_HEARTBEATS
 from asyncrl.launch.restarts import Restarts
 from asyncrl.launch.supervise import (
+    FORK_SERVER,
     ChildEnded,
     ChildMessage,
     Interrupted,
@@ -76,18 +78,19 @@ SLOW_END_S = 20.0
 """Seconds that a queue may take to end, once the workers of a closed run no longer need it."""
 
 
-def train(config: Config, supervisor_of: Callable[[Path], Supervisor] = Supervisor) -> dict[str, Any]:
+def train(config: Config, supervisor_of: Callable[[Path], Supervisor] | None = None) -> dict[str, Any]:
     """Run to the last version and return the summary that the learner wrote.
 
-    supervisor_of: makes what starts the processes, from the folder of their logs
+    supervisor_of: makes what starts the processes, from the folder of their logs; None: they are forked on this machine
 
     Raises ConfigError (run folder in use, resumed with other tasks), ProcessDiedError, DeadlineError, and once a run
     that was to end early is down KeyboardInterrupt (Ctrl-C) or StoppedError (SIGTERM, SIGHUP, also to the learner).
     """
+    of_logs = supervisor_of or partial(Supervisor, forks=begin_imports(config))
     with claimed_run_folder(config) as (folder, changed):
         logs = folder / "logs"
         remove_reports(logs)
-        supervisor, reports = supervisor_of(logs), ProcessReports(logs)
+        supervisor, reports = of_logs(logs), ProcessReports(logs)
         view = RunView(config, folder, reports)
         trace = tracing.recording(folder, "launcher", "launcher", config.telemetry.trace_mb)
         with (
@@ -122,6 +125,7 @@ class LocalRun:
     # Processes that ended as they may once the run is closed, and when.
     _left: dict[str, tuple[ChildEnded, float]] = field(default_factory=dict)
     _closed: bool = False  # the queue has left, as it does once the learner has closed the run
+    _importing: bool = False  # the fork server is, and the other processes wait for it
 
     def __post_init__(self) -> None:
         launch = self.config.launch
@@ -130,11 +134,11 @@ class LocalRun:
     def run(self) -> dict[str, Any]:
         take_request(self.folder)  # one that no launcher has taken
         self.processes.address = address = self._start_queue()
-        self.processes.start_learner()
+        self._importing = self.supervisor.expect_forks(self.config.launch.load_deadline_s)
+        if not self._importing:
+            self._start_workers()
         if self.config.launch.dash:
             self.processes.start_dash()
-        for name in self.processes.workers:
-            self.processes.start_worker(name)
         self.dashboard.print_line(f"{self.folder}: queue at {address}, logs in {self.folder / 'logs'}")
         self._watch()
         self._wind_down()
@@ -156,6 +160,13 @@ class LocalRun:
             raise self._died(event)
         raise self._interrupted(event)
 
+    def _start_workers(self) -> None:
+        """All but the queue. They are forked, unless the fork server has failed."""
+        self._importing = False
+        self.processes.start_learner()
+        for name in self.processes.workers:
+            self.processes.start_worker(name)
+
     def _watch(self) -> None:
         """Until the learner has ended well."""
         while True:
@@ -170,6 +181,8 @@ class LocalRun:
             self._check_learner()
             if isinstance(event, Interrupted):
                 raise self._interrupted(event)
+            if isinstance(event, ChildMessage) and event.name == FORK_SERVER:
+                self._start_workers()
             if isinstance(event, ChildMessage) and event.name == DASH and event.line:
                 self.dashboard.print_line(f"dashboard: {event.line}")
             if not isinstance(event, ChildEnded):
@@ -202,7 +215,7 @@ class LocalRun:
         """As `asyncrl scale` has requested."""
         for name in self.processes.kill_late():
             self.dashboard.print_line(f"{name} did not leave in time and is killed")
-        count = None if self._closed else take_request(self.folder)
+        count = None if self._closed or self._importing else take_request(self.folder)
         if count is None:
             return
         started, leaving = self.processes.scale(count)

@@ -14,6 +14,7 @@ from asyncrl.config.schema import Config
 from asyncrl.device.visible import visible_devices
 from asyncrl.launch.supervise import Supervisor
 from asyncrl.launch.views.process_reports import ProcessReports
+from asyncrl.system.fork_server import ForkServer, own_server
 from asyncrl.system.rank_process import LAUNCHED
 
 QUEUE, LEARNER, DASH = "queue", "learner", "dash"
@@ -47,7 +48,8 @@ class Processes:
     def start_learner(self, *words: str) -> None:
         learner = self._config.learner
         command = process_command(self._folder, "learner", f"queue.address={self.address}", *words)
-        self._start(LEARNER, command, learner.devices, learner.threads)
+        several = learner.processes > 1
+        self._start(LEARNER, command, learner.devices, learner.threads, starts_others=several)
 
     def start_dash(self) -> None:
         """The page for browsers. The run goes on without it."""
@@ -62,7 +64,7 @@ class Processes:
             place = self._config.placement.places[model]
             devices = share_of_devices(place.devices, index, place.processes)
             command = process_command(self._folder, "pool", model, *words)
-            self._start(name, command, devices, place.threads)
+            self._start(name, command, devices, place.threads, starts_others=place.ranks > 1)
             return
         generator = self._config.generator
         index = int(name.removeprefix("generator-"))
@@ -100,10 +102,24 @@ class Processes:
         threads: int | None = None,
         *,
         announces: bool = False,
+        starts_others: bool = False,
     ) -> None:
         env = process_env(threads or shared_threads(self._config), devices)
         self._reports.started(name)
-        self._supervisor.start(name, command, env, announces=announces)
+        self._supervisor.start(name, command, env, announces=announces, starts_others=starts_others)
+
+
+def begin_imports(config: Config) -> ForkServer | None:
+    """Begin to import what takes the processes of the run seconds; None: each of them imports it. vLLM is not among
+    that: it begins threads. The earlier this is called, the sooner the run begins."""
+    if not config.launch.fork:
+        return None
+    modules = ["asyncrl.cli", "asyncrl.learner.process", "asyncrl.generator.process"]
+    if config.learner.own_backend is None and config.learner.backend == "megatron":
+        modules.append("asyncrl.learner.backends.megatron.backend")
+    if config.placement.pools:
+        modules.append("asyncrl.pool.process")
+    return own_server(modules, process_env(1))
 
 
 def generator_names(config: Config) -> list[str]:

@@ -25,6 +25,7 @@ from asyncrl.config.rules import require
 from asyncrl.errors import INTERRUPTED, RankLostError, StoppedError
 from asyncrl.launch.supervise import ChildEnded, Interrupted, Supervisor
 from asyncrl.observability.logs import RANK, describe_exit
+from asyncrl.system.fork_server import ForkServer
 from asyncrl.system.rank_process import FOLDER, MEETING, PULSE_FD, QUEUE
 from asyncrl.system.temporary import temporary_folder
 
@@ -67,17 +68,26 @@ class RankShare:
         require(0 <= self.node < self.nodes, "--node", self.node, numbers, "give each machine another number")
 
 
-def run_ranks(command: Sequence[str], share: RankShare, deadline_s: float) -> int:
+def run_ranks(
+    command: Sequence[str],
+    share: RankShare,
+    deadline_s: float,
+    forks: ForkServer | None = None,
+    load_s: float = 0.0,
+) -> int:
     """Start the ranks and wait for their end. Returns the exit code of the rank that failed first, negative for a
     signal; where none has failed the largest, which is 0, 10 or 130.
 
     deadline_s: longest time without a sign of life
+    forks: what forks the ranks, once it has imported their modules, or has failed after at most load_s
 
     Raises RankLostError if a rank gives no sign of life; it was killed, and the others have ended.
     """
     with _meeting(share) as meeting:
-        supervisor = Supervisor()
+        supervisor = Supervisor(forks=forks)
         with supervisor.interrupts():
+            if forks is not None:
+                forks.wait_ready(load_s)
             return Ranks(supervisor, share, deadline_s).run(command, meeting)
 
 

@@ -5,7 +5,8 @@
     Ctrl-C, SIGTERM ───▸ signal handler ─▸ ┘
 
 Every child has a session of its own, so Ctrl-C reaches only the launcher, and dies with it, so none is left
-behind if the launcher is killed. Its output goes to one file.
+behind if the launcher is killed. Its output goes to one file. A child that is a module of Python is forked, if there is
+a fork server (system/fork_server.py) and it has imported its modules; else it is executed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import queue
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +27,7 @@ from typing import Protocol
 
 from asyncrl.errors import DeadlineError
 from asyncrl.observability.logs import why_it_ended
+from asyncrl.system.fork_server import ForkServer
 from asyncrl.system.signals import die_with, stop_signals
 from asyncrl.telemetry import tracing
 
@@ -68,6 +71,8 @@ class Child(Protocol):
 
 ChildEvent = ChildEnded | ChildMessage | Interrupted
 
+FORK_SERVER = "fork server"
+
 LAST_LINE_S = 5.0
 """Longest wait of a child's end for its line. A process that it has left behind may keep the pipe open."""
 
@@ -75,11 +80,11 @@ LAST_LINE_S = 5.0
 class Supervisor:
     """Starts children and reports their events. Used from the main thread only."""
 
-    def __init__(self, logs: Path | None = None) -> None:
+    def __init__(self, logs: Path | None = None, forks: ForkServer | None = None) -> None:
         """logs: the folder of the logs, for children that are started without `streams`."""
         if logs is not None:
             logs.mkdir(parents=True, exist_ok=True)
-        self._logs = logs
+        self._logs, self._forks = logs, forks
         self._children: dict[str, Child] = {}
         self._events: queue.SimpleQueue[ChildEvent] = queue.SimpleQueue()
 
@@ -92,11 +97,12 @@ class Supervisor:
         announces: bool = False,
         streams: tuple[int, int] | None = None,
         passed: Sequence[int] = (),
+        starts_others: bool = False,
     ) -> None:
         """Start a child; its output is appended to logs/<name>.log, unless `streams` are its stdout and stderr.
 
         With `announces` `--announce FD` is appended to its command, and the line that it writes there arrives as a
-        `ChildMessage`. passed: descriptors that it gets besides.
+        `ChildMessage`. passed: descriptors that it gets besides. starts_others: whether it starts processes of asyncrl
         """
         reading, writing = os.pipe() if announces else (-1, -1)
         words = [*command, "--announce", str(writing)] if announces else list(command)
@@ -104,17 +110,10 @@ class Supervisor:
             if streams is None:
                 log = closing.enter_context(self.log(name).open("ab"))
                 streams = log.fileno(), log.fileno()
-            process = subprocess.Popen(
-                words,
-                env={**os.environ, **(env or {})},
-                stdin=subprocess.DEVNULL,
-                stdout=streams[0],
-                stderr=streams[1],
-                start_new_session=True,
-                pass_fds=[*passed, *([writing] if announces else [])],
-                preexec_fn=die_with(os.getpid()),
-            )
-            self._children[name] = self._child(name, process)
+            fds = [*passed, *([writing] if announces else [])]
+            variables = {**os.environ, **(env or {})}
+            forked = self._fork(words, variables, streams, fds, starts_others)
+            self._children[name] = forked or self._child(name, _execute(words, variables, streams, fds))
         child = self._children[name]
         tracing.event("started", process=name, pid=child.pid)
         reader: threading.Thread | None = None
@@ -122,6 +121,35 @@ class Supervisor:
             os.close(writing)
             reader = self._thread(lambda: self._events.put(ChildMessage(name, _first_line(reading))))
         self._thread(lambda: self._report_end(name, child.wait(), reader))
+
+    def _fork(
+        self,
+        words: Sequence[str],
+        env: Mapping[str, str],
+        streams: tuple[int, int],
+        passed: Sequence[int],
+        starts_others: bool,
+    ) -> Child | None:
+        """None: it is to be executed."""
+        if self._forks is None or not self._forks.ready or list(words[:2]) != [sys.executable, "-m"]:
+            return None
+        with open(os.devnull, "rb") as nothing:
+            places = {0: nothing.fileno(), 1: streams[0], 2: streams[1], **{fd: fd for fd in passed}}
+            return self._forks.fork(words, env, places, serves=starts_others)
+
+    def expect_forks(self, seconds: float) -> bool:
+        """Whether there is a fork server that still imports. A message of FORK_SERVER then comes within `seconds`: why
+        it forks nothing, or that it does."""
+        forks = self._forks
+        if forks is None or forks.ready or forks.failure:
+            return False
+
+        def wait() -> None:
+            forks.wait_ready(seconds)
+            self._events.put(ChildMessage(FORK_SERVER, forks.failure or "ready"))
+
+        self._thread(wait)
+        return True
 
     def _child(self, name: str, process: subprocess.Popen[bytes]) -> Child:
         """The child that a process stands for."""
@@ -226,6 +254,21 @@ class Supervisor:
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
         return thread
+
+
+def _execute(
+    words: Sequence[str], env: Mapping[str, str], streams: tuple[int, int], passed: Sequence[int]
+) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        words,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=streams[0],
+        stderr=streams[1],
+        start_new_session=True,
+        pass_fds=passed,
+        preexec_fn=die_with(os.getpid()),
+    )
 
 
 def wait_line(supervisor: Supervisor, name: str, what: str, seconds: float) -> ChildEvent:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import forked
 import pytest
 from metrics_page import unlisted
 
@@ -24,13 +23,6 @@ learner: {{threads: 1, micro_batch_tokens: 128, groups_deadline_s: 60, optimizer
 checkpoint: {{every: 2}}
 launch: {{quiet: true}}
 """
-
-
-@pytest.fixture(autouse=True)
-def processes_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a launcher that runs in the process of a test, as `processes.started` does it for a launcher of its
-    own."""
-    monkeypatch.setattr("asyncrl.launch.supervise.subprocess", forked.IN_TESTS)
 
 
 @pytest.fixture(autouse=True)

@@ -89,6 +89,7 @@ class RaySupervisor(Supervisor):
         announces: bool = False,
         streams: tuple[int, int] | None = None,
         passed: Sequence[int] = (),
+        starts_others: bool = False,
     ) -> None:
         if name == DASH:
             super().start(name, command, env, announces=announces, streams=streams, passed=passed)

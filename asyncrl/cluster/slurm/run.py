@@ -96,6 +96,7 @@ class SlurmSupervisor(Supervisor):
         announces: bool = False,
         streams: tuple[int, int] | None = None,
         passed: Sequence[int] = (),
+        starts_others: bool = False,
     ) -> None:
         if name not in HERE:
             seat, ends = self._allocation.seat(name), self._ends(name)

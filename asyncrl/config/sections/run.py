@@ -147,6 +147,11 @@ class LaunchConfig(Section):
     rank_deadline_s: Seconds = key(
         60.0, "longest silence of a rank of several, e.g. stopped by SIGSTOP, before it is killed"
     )
+    fork: bool = key(
+        True,
+        "fork processes from one that has imported torch, on Linux: the run starts sooner, and restarts take a second; "
+        "false: each of them imports it",
+    )
     quiet: bool = key(False, "no live table")
     dash: bool = key(
         False, "serve the run's page for browsers on loopback, as `asyncrl dash`, and print its address"

@@ -113,7 +113,7 @@ def child(process: Process, *words: str) -> psutil.Process:
     def find() -> psutil.Process | None:
         for one in family(process.pid):
             try:
-                if one.pid != process.pid and set(words) <= set(one.cmdline()):
+                if one.pid != process.pid and set(words) <= set(" ".join(one.cmdline()).split()):
                     return one
             except (psutil.NoSuchProcess, psutil.ZombieProcess):
                 continue

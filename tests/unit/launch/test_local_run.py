@@ -639,8 +639,9 @@ def test_a_learner_gets_its_threads_and_devices(config: Config, tmp_path: Path) 
     started: dict[str, Any] = {}
 
     class Recorder:
-        def start(self, name: str, command: list[str], env: dict[str, str], *, announces: bool) -> None:
+        def start(self, name: str, command: list[str], env: dict[str, str], **more: bool) -> None:
             started[name] = (command, env)
+            assert more == {"announces": False, "starts_others": True}
 
     learner = dataclasses.replace(config.learner, processes=2, threads=3, devices="0,1")
     recorder: Any = Recorder()
