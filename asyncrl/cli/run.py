@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 def _train(arguments: Arguments) -> int:
     from asyncrl.launch.folder.run_folder import refuse_own_config
 
+    arguments.overrides += timings(arguments)
     config = read_config(arguments)
     refuse_own_config(arguments.config, config)
     loading(arguments, f"the tasks, and what is needed to check {arguments.config}")
@@ -33,7 +34,8 @@ def _demo(arguments: Arguments) -> int:
     from asyncrl.demo import check_folder, clear_folder, demo, warm_up
 
     engine = [f"generator.engine={arguments.engine}"] if arguments.engine else []
-    planned = demo(arguments.dir, [*engine, *arguments.overrides], arguments.recipe)
+    words = [*engine, *arguments.overrides, *timings(arguments)]
+    planned = demo(arguments.dir, words, arguments.recipe)
     print(planned.plan(trains=not arguments.warm_up), flush=True)
     if arguments.warm_up:
         warm_up(planned)
@@ -42,6 +44,10 @@ def _demo(arguments: Arguments) -> int:
     warm_up(planned)
     clear_folder(planned)
     return _run(planned.config)
+
+
+def timings(arguments: Arguments) -> list[str]:
+    return ["launch.timings=true"] if arguments.timings else []
 
 
 def _run(config: Config, train: Callable[[Config], dict[str, Any]] | None = None) -> int:
@@ -70,6 +76,12 @@ def _scale(arguments: Arguments) -> int:
     return 0
 
 
+TIMINGS = option(
+    "--timings",
+    action="store_true",
+    help="print what each stage of the start took, once the first version is trained (launch.timings)",
+)
+
 COMMANDS: dict[str, Command] = {
     "demo": Command(
         _demo,
@@ -95,6 +107,7 @@ COMMANDS: dict[str, Command] = {
                 action="store_true",
                 help="make the warmed-up model, and stop before the training",
             ),
+            TIMINGS,
         ),
         takes_config=False,
         takes_keys=True,
@@ -124,6 +137,7 @@ COMMANDS: dict[str, Command] = {
                 default="auto",
                 help="whether ranks with a model get a GPU each; auto (the default): if the cluster has any",
             ),
+            TIMINGS,
         ),
     ),
     "scale": Command(

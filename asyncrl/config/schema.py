@@ -77,6 +77,13 @@ class Config(Section):
         """The rules among sections."""
         host = self.sync.host
         yield listening_rule("sync.host", host is None or is_loopback(host), self.queue.keys)
+        yield Rule(
+            not self.launch.timings or self.telemetry.trace_mb > 0,
+            "launch.timings",
+            "reads the traces, and telemetry.trace_mb=0 turns them off",
+            "set telemetry.trace_mb=64, its default",
+            True,
+        )
         yield from _size_rules(self)
         yield from _length_rules(self)
         yield from _evaluation_rules(self)

@@ -35,6 +35,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from asyncrl.config.schema import Config
 from asyncrl.errors import (
     AsyncRLError,
@@ -64,6 +66,7 @@ from asyncrl.launch.views.dashboard import Dashboard, RunView, open_dashboard
 from asyncrl.launch.views.findings import warnings_beside
 from asyncrl.launch.views.output import lasting_output
 from asyncrl.launch.views.process_reports import ProcessReports, remove_reports
+from asyncrl.launch.views.start_table import start_table
 from asyncrl.observability.logs import describe_exit
 from asyncrl.telemetry import tracing
 
@@ -129,6 +132,7 @@ class LocalRun:
 
     def __post_init__(self) -> None:
         launch = self.config.launch
+        self._timed = not launch.timings  # or its start has been printed
         self._restarts = Restarts(launch.restart_window_s, launch.restart_pause_s)
 
     def run(self) -> dict[str, Any]:
@@ -268,6 +272,9 @@ class LocalRun:
         for warning in [*self.reports.new_warnings(), *self.found()]:
             self.dashboard.print_line(warning)
         self.dashboard.refresh()
+        if not self._timed and (table := start_table(self.folder, psutil.Process().create_time())):
+            self._timed = True
+            self.dashboard.print_line("\n".join(table))
 
     def _restart(self, event: ChildEnded) -> None:
         if event.name == QUEUE:

@@ -145,7 +145,8 @@ class Supervisor:
             return False
 
         def wait() -> None:
-            forks.wait_ready(seconds)
+            if forks.wait_ready(seconds):
+                tracing.event("imported", process=FORK_SERVER, seconds=time.time() - forks.began)
             self._events.put(ChildMessage(FORK_SERVER, forks.failure or "ready"))
 
         self._thread(wait)

@@ -100,6 +100,11 @@ class ProcessTrace:
         return min(self._before[0], self._first)
 
     @property
+    def begun(self) -> float:
+        """When the present process of this name began."""
+        return self._first
+
+    @property
     def last(self) -> float:
         return max(self._before[1], self._last)
 

@@ -27,6 +27,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -44,6 +45,9 @@ FORK_S = 20.0
 
 READY, GO = b"ready", b"go"
 THREADS = "OMP_NUM_THREADS"
+OF_SERVER = {THREADS: "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+"""With more, numpy begins threads as it is imported."""
+
 BOUND = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 """Variables with which OpenMP binds a process to cores as it is loaded: all forked processes would share them."""
 
@@ -98,23 +102,24 @@ class ForkedProcess:
 class ForkServer:
     """A launcher's end of its fork server. Used from one thread at a time.
 
+    began: when, in seconds since 1970
     requests: the connection to it · process: the server, where this process has executed it
     """
 
     def __init__(self, requests: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
         self._requests, self._process = requests, process
-        self._ready = process is None
+        self._ready, self.began = process is None, time.time()
         self.failure = ""
         """Why it forks nothing, from then on."""
 
     @classmethod
     def execute(cls, command: Sequence[str], env: Mapping[str, str]) -> ForkServer:
-        """command: gets the number of a descriptor as its next word"""
+        """command: of the server; it gets the number of a descriptor as its last word"""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             process = subprocess.Popen(
                 [*command, str(theirs.fileno())],
-                env=env,
+                env={**env, **OF_SERVER},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -127,6 +132,10 @@ class ForkServer:
     @property
     def ready(self) -> bool:
         return self._ready and not self.failure
+
+    @property
+    def lives(self) -> bool:
+        return not self.failure and (self._process is None or self._process.poll() is None)
 
     def wait_ready(self, seconds: float) -> bool:
         """Wait until it has imported its modules, or has failed."""
@@ -198,8 +207,8 @@ def own_server(modules: Sequence[str], env: Mapping[str, str]) -> ForkServer | N
     env: its variables, beside those of this process
     """
     global _own
-    variables = {**os.environ, **env, THREADS: "1", "PYTHONUNBUFFERED": "1"}
-    if _own is not None and not _own.failure:
+    variables = {**os.environ, **env}
+    if _own is not None and _own.lives:
         return _own
     if not AVAILABLE or any(name in variables for name in BOUND):
         return None

@@ -13,8 +13,8 @@ import tempfile
 from pathlib import Path
 
 from asyncrl.observability.report import write_report
-from bench.browser import chromium, errors, open_page
 from bench.process import ROOT
+from bench.screenshots.browser import chromium, errors, open_page
 from bench.screenshots.runs import RUNS, make
 
 FIGURES = ROOT / "docs" / "figures"

@@ -152,6 +152,9 @@ class LaunchConfig(Section):
         "fork processes from one that has imported torch, on Linux: the run starts sooner, and restarts take a second; "
         "false: each of them imports it",
     )
+    timings: bool = key(
+        False, "print what each stage of the start took, once the first version is trained; from the traces"
+    )
     quiet: bool = key(False, "no live table")
     dash: bool = key(
         False, "serve the run's page for browsers on loopback, as `asyncrl dash`, and print its address"

@@ -46,6 +46,45 @@ def test_a_killed_generator_is_replaced_and_nothing_is_lost(config_file: Path) -
     assert counts_of(run) == (12, 48, 0)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_goes_on_without_its_fork_server(config_file: Path, ranks: int) -> None:
+    """A generator that dies is forked again, or executed once the server was killed. Ranks are forked by a server of
+    their own."""
+    run, words = config_file.parent / "it", (f"learner.processes={ranks}", "run.versions=12", "--timings")
+    with started(*launched(config_file, *words), executed=True) as launcher:
+        until_trained(run, 2, launcher)
+        everybody = family(launcher.pid)
+        servers = [one for one in everybody if one.cmdline()[0] == "asyncrl fork server"]
+        assert [one.ppid() for one in servers].count(launcher.pid) == 1
+        assert len(servers) == ranks
+        first = child(launcher, "asyncrl", "generator")
+        assert first.ppid() == launcher.pid
+        first.kill()
+        second = until(lambda: another(launcher, first), "another generator", launcher)
+        for server in servers:
+            server.kill()
+        second.kill()
+        until(lambda: another(launcher, second), "a third generator", launcher)
+        printed = succeeded(launcher)
+    assert printed.count("generator-0 ended (killed by SIGKILL) and is started again") == 2
+    stages = [
+        line.rsplit(maxsplit=2)[0] for line in printed.splitlines() if line.startswith(("fork", "learner "))
+    ]
+    assert [" ".join(stage.split()) for stage in stages] == [
+        "fork server imports",
+        "learner begins",
+        "learner loads the model",
+        "learner trains the first version",
+    ]
+    assert counts_of(run) == (12, 48, 0)
+    assert_no_orphans(everybody)
+
+
+def another(launcher: Process, than: psutil.Process) -> psutil.Process | None:
+    found = child(launcher, "asyncrl", "generator")
+    return None if found.pid == than.pid else found
+
+
 def test_a_killed_learner_that_may_not_be_started_again_ends_the_run_by_name_and_it_can_be_resumed(
     config_file: Path,
 ) -> None:

@@ -42,11 +42,14 @@ def run_of(config_file: Path, *words: str, executed: bool = False) -> Path:
 def test_one_loop_trains_either_backend(config_file: Path, axis: str, words: tuple[str, ...]) -> None:
     """Two ranks that share each matrix, or the layers, publish their weights, save, and leave a model that scores; then
     the other backend goes on from their checkpoint, with one process. Every flip's weights are hashed, and every
-    version's tokens compared with the learner's log-probs: what Megatron publishes is what it computes with."""
+    version's tokens compared with the learner's log-probs: what Megatron publishes is what it computes with. No process
+    is forked, so that each begins with the shim."""
     path = os.pathsep.join([str(HOOK), *filter(None, [processes.ENV.get("PYTHONPATH")])])
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(processes.ENV, "PYTHONPATH", path)
-        run = run_of(config_file, *TWO_RANKS, *words, f"learner.parallel.{axis}=2", executed=True)
+        run = run_of(
+            config_file, *TWO_RANKS, *words, f"learner.parallel.{axis}=2", "launch.fork=false", executed=True
+        )
     assert counts_of(run) == (2, 8, 0)
     assert evaluate(load_config(str(config_file)), str(run / "final"))["tasks"] == 20
     run_of(config_file, *words, "run.resume=true", "run.versions=3")

@@ -121,8 +121,7 @@ def own_server(modules: Sequence[str], env: Mapping[str, str]) -> ForkServer | N
 
 @functools.cache
 def _server() -> ForkServer:
-    paths = os.pathsep.join(sys.path)
-    own = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"}
+    own = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_WAIT_POLICY": "PASSIVE"}
     server = ForkServer.execute([sys.executable, __file__], {**os.environ, **own})
     assert server.wait_ready(STARTS_S), server.failure
     atexit.register(server.end)

@@ -6,7 +6,9 @@ import dataclasses
 import fcntl
 import os
 import pty
+import signal
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -487,6 +489,76 @@ def test_a_queue_that_never_listens(config: Config, scripts: dict[str, str]) -> 
     impatient = dataclasses.replace(config.launch, start_deadline_s=0.01)
     with pytest.raises(DeadlineError, match="process queue: the address it listens at"):
         local_run.train(dataclasses.replace(config, launch=impatient))
+
+
+class Importing:
+    """A fork server whose imports end once the launcher has looked `looks` times at what goes on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, looks: int) -> None:
+        self.ready, self.failure = False, ""
+        self.done, self.started = threading.Event(), list[str]()
+        refresh, start = local_run.LocalRun._refresh, processes.Processes._start
+
+        def look(run: local_run.LocalRun) -> None:
+            nonlocal looks
+            looks -= 1
+            if looks == 0:
+                self.started.append("imported")
+                self.done.set()
+            refresh(run)
+
+        def record(own: processes.Processes, name: str, *words: Any, **more: Any) -> None:
+            self.started.append(name)
+            start(own, name, *words, **more)
+
+        monkeypatch.setattr(local_run, "REFRESH_S", 0.01)
+        monkeypatch.setattr(local_run.LocalRun, "_refresh", look)
+        monkeypatch.setattr(processes.Processes, "_start", record)
+        monkeypatch.setattr(processes, "own_server", lambda modules, env: self)
+
+    def wait_ready(self, seconds: float) -> bool:
+        self.ready = self.done.wait(60.0)
+        return self.ready
+
+    def fork(self, *request: Any, **more: Any) -> None:
+        return None
+
+
+@pytest.mark.usefixtures("scripts")
+def test_workers_are_started_once_the_fork_server_has_imported(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    importing = Importing(monkeypatch, looks=3)
+    assert local_run.train(config) == {"versions": 3}
+    assert importing.started == ["queue", "imported", "learner", "generator-0", "generator-1"]
+
+
+def test_a_queue_that_dies_during_the_imports_is_started_again(
+    config: Config, scripts: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    importing = Importing(monkeypatch, looks=20)
+    scripts["queue"] = f'if [ -z "$3" ] || [ $2 = --anew ]; then {DIES}; fi; {QUEUE}'
+    assert local_run.train(config) == {"versions": 3}
+    assert importing.started == ["queue", "queue", "imported", "learner", "generator-0", "generator-1"]
+
+
+@pytest.mark.usefixtures("scripts")
+def test_ctrl_c_during_the_imports_ends_at_once(
+    config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    importing = Importing(monkeypatch, looks=-1)
+    refresh = local_run.LocalRun._refresh
+
+    def interrupted(run: local_run.LocalRun) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        refresh(run)
+
+    monkeypatch.setattr(local_run.LocalRun, "_refresh", interrupted)
+    with signals_must_be_heard(), pytest.raises(KeyboardInterrupt):
+        local_run.train(config)
+    importing.done.set()
+    assert importing.started == ["queue"]
+    assert "stopped before the first step" in capsys.readouterr().err
 
 
 def test_ctrl_c_lets_the_learner_end_its_step(

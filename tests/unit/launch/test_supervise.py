@@ -15,6 +15,7 @@ from processes import signals_must_be_heard
 from asyncrl.errors import DeadlineError
 from asyncrl.launch import supervise
 from asyncrl.launch.supervise import ChildEnded, ChildMessage, Interrupted, Supervisor, wait_line
+from asyncrl.system.fork_server import ForkServer
 
 FOREVER = ["sleep", "600"]
 LONG_S = 60.0
@@ -136,6 +137,64 @@ def test_another_interrupt_cuts_a_wait_short(supervisor: Supervisor) -> None:
     supervisor.start("slow", FOREVER)
     os.kill(os.getpid(), signal.SIGINT)
     assert supervisor.wait_ended(["slow"], LONG_S) == ["slow"]
+
+
+ANNOUNCES = """
+import os, sys
+os.write(int(sys.argv[sys.argv.index("--announce") + 1]), f"{os.getppid()} {'xmlrpc' in sys.modules}".encode())
+print("to the log")
+print(os.environ["A"], file=sys.stderr)
+sys.exit(3)
+"""
+
+
+@pytest.fixture
+def announcing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The command of a module that names its parent, and whether it was forked."""
+    (tmp_path / "announces.py").write_text(ANNOUNCES)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    return [sys.executable, "-m", "announces"]
+
+
+@pytest.fixture
+def forks(announcing: list[str]) -> Iterator[ForkServer]:
+    command = [sys.executable, "-m", "asyncrl.system.fork_server", "xmlrpc"]
+    server = ForkServer.execute(command, os.environ)
+    yield server
+    server.end()
+
+
+def test_modules_are_forked_once_the_server_has_imported(
+    forks: ForkServer, announcing: list[str], tmp_path: Path
+) -> None:
+    supervisor = Supervisor(tmp_path / "logs", forks)
+    with supervisor.interrupts():
+        for forked in (False, True):
+            supervisor.start("worker", announcing, {"A": "b"}, announces=True)
+            said = wait_line(supervisor, "worker", "its parent", LONG_S)
+            assert said == ChildMessage("worker", f"{os.getpid()} {forked}")
+            assert supervisor.next_event(LONG_S) == ChildEnded("worker", 3)
+            if not forked:
+                assert supervisor.expect_forks(LONG_S)
+                assert supervisor.next_event(LONG_S) == ChildMessage(supervise.FORK_SERVER, "ready")
+                assert not supervisor.expect_forks(LONG_S)
+    assert (
+        sorted((tmp_path / "logs" / "worker.log").read_text().splitlines()) == ["b"] * 2 + ["to the log"] * 2
+    )
+
+
+def test_a_server_that_has_died_is_done_without(
+    forks: ForkServer, announcing: list[str], tmp_path: Path
+) -> None:
+    supervisor = Supervisor(tmp_path / "logs", forks)
+    with supervisor.interrupts():
+        assert forks._process is not None
+        forks._process.kill()
+        assert supervisor.expect_forks(LONG_S)
+        assert supervisor.next_event(LONG_S) == ChildMessage(supervise.FORK_SERVER, "it has ended")
+        supervisor.start("worker", announcing, {"A": "b"}, announces=True)
+        said = wait_line(supervisor, "worker", "its parent", LONG_S)
+        assert said == ChildMessage("worker", f"{os.getpid()} False")
 
 
 def test_nohup_keeps_a_closed_terminal_out(tmp_path: Path) -> None:

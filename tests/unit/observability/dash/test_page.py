@@ -17,7 +17,7 @@ from missing import needs_chromium
 from asyncrl.observability.dash.page_data import PageData, View
 from asyncrl.observability.dash.serve import serve_until
 from asyncrl.observability.report import write_report
-from bench.browser import chromium, errors, open_page, resize, wait_for
+from bench.screenshots.browser import chromium, errors, open_page, resize, wait_for
 
 HOSTILE = "<script>window.stolen = 1</script><img src=x onerror='window.stolen = 1'>"
 T = 1_795_000_000.0
