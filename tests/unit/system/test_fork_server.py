@@ -36,6 +36,7 @@ sys.exit(int(sys.argv[1]) if len(sys.argv) > 1 else 0)
 
 SLEEPER = """
 import signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
 print("here", flush=True)
 signal.sigwait([signal.SIGUSR1])
 """
