@@ -23,11 +23,12 @@ LONG_S = 60.0
 pytestmark = pytest.mark.skipif(not fork_server.AVAILABLE, reason="only Linux has subreapers")
 
 WORKER = """
-import json, os, sys
+import gc, json, os, sys
 print(json.dumps({
     "argv": sys.argv, "name": __name__, "A": os.environ.get("A"), "secret": os.environ.get("SECRET"),
     "cwd": os.getcwd(), "parent": os.getppid(), "session": os.getsid(0),
     "fds": sorted(int(fd) for fd in os.listdir("/proc/self/fd")), "imported": "xmlrpc" in sys.modules,
+    "frozen": gc.get_freeze_count() > 0,
     "line": open("/proc/self/cmdline").read().rstrip("\\0"), "int": str(__import__("signal").getsignal(2)),
 }))
 print("err", file=sys.stderr)
@@ -45,10 +46,17 @@ PARENT = """
 import os, subprocess, sys
 from asyncrl.system import fork_server
 server = fork_server.own_server(["json"], {})
-assert server is not None and server.ready
+assert server is not None and server.ready and not os.get_inheritable(3)
 process = server.fork([sys.executable, "-m", "worker", "7"], os.environ, {0: 0, 1: 1, 2: 2})
 assert process is not None
 print(os.getpid(), process.wait(), flush=True)
+"""
+
+WITH_DRIVER = """
+import mmap, os, pathlib
+path = pathlib.Path(__file__).with_name("libcuda.so.1")
+path.write_bytes(b"driver")
+mapped = mmap.mmap(os.open(path, os.O_RDONLY), 0, access=mmap.ACCESS_READ)
 """
 
 THREADED = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
@@ -59,7 +67,8 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of modules that forked processes find."""
     folder = tmp_path / "modules"
     folder.mkdir()
-    of_tests = {"worker": WORKER, "sleeper": SLEEPER, "parent": PARENT, "threaded": THREADED, "broken": "1/0"}
+    of_tests = {"worker": WORKER, "sleeper": SLEEPER, "parent": PARENT, "broken": "1/0"}
+    of_tests |= {"threaded": THREADED, "with_driver": WITH_DRIVER}
     for name, text in of_tests.items():
         (folder / f"{name}.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *sys.path]))
@@ -127,6 +136,7 @@ def test_a_forked_process_is_as_one_that_is_executed(
         "session": process.pid,
         "fds": [0, 1, 2, 3],  # 3: of the listing
         "imported": True,
+        "frozen": True,
         "line": f"{sys.executable} -m worker 3 two words",
         "int": str(signal.default_int_handler),
     }
@@ -189,11 +199,17 @@ def test_what_cannot_be_imported_is_named(start: Start, module: str, failure: st
     assert failure in server.failure
 
 
-def test_a_server_with_threads_refuses(start: Start, tmp_path: Path) -> None:
-    server = start("threaded")
+@pytest.mark.parametrize(
+    ("module", "refusal"),
+    [("threaded", "it has 2 threads"), ("with_driver", "it has loaded CUDA's driver")],
+)
+def test_a_server_that_would_lose_something_refuses(
+    start: Start, tmp_path: Path, module: str, refusal: str
+) -> None:
+    server = start(module)
     assert server.ready
     assert fork(server, tmp_path / "log", "worker") is None
-    assert server.failure == "it has 2 threads"
+    assert server.failure == refusal
 
 
 def test_a_stopped_server_is_not_waited_for_and_leaves_no_process(
