@@ -123,6 +123,7 @@ def _run(call: TrainCall) -> TrainResult:
     from asyncrl.launch.folder.run_folder import locked_run_folder, refuse_own_config, remove_empty
     from asyncrl.launch.local_run import train as train_here
     from asyncrl.launch.preflight import preflight
+    from asyncrl.launch.processes import begin_imports
     from asyncrl.telemetry.sinks import read_rows
 
     call, draft = call.in_folder(call.load(Inputs(None)))
@@ -132,6 +133,7 @@ def _run(call: TrainCall) -> TrainResult:
         inputs = Inputs(folder)
         try:
             loaded = call.load(inputs)
+            begin_imports(loaded)
             preflight(loaded)
             summary = train_here(loaded)
         except (ConfigError, TaskError) as error:

@@ -110,7 +110,7 @@ def run_own_ranks(arguments: Arguments, config: Config, share: RankShare, *words
 
     command = [sys.executable, "-m", "asyncrl", *arguments.command_line, *words]
     launch = config.launch
-    return run_ranks(command, share, launch.rank_deadline_s, begin_imports(config), launch.load_deadline_s)
+    return run_ranks(command, share, launch.rank_deadline_s, begin_imports(config), launch.start_deadline_s)
 
 
 def _process_name(arguments: Arguments, kind: str) -> str:

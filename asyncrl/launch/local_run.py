@@ -35,8 +35,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from asyncrl.config.schema import Config
 from asyncrl.errors import (
     AsyncRLError,
@@ -56,6 +54,7 @@ from asyncrl.launch.queue_process import LAST_HEARTBEATS
 from asyncrl.launch.restarts import Restarts
 from asyncrl.launch.supervise import (
     FORK_SERVER,
+    IMPORTED,
     ChildEnded,
     ChildMessage,
     Interrupted,
@@ -66,7 +65,7 @@ from asyncrl.launch.views.dashboard import Dashboard, RunView, open_dashboard
 from asyncrl.launch.views.findings import warnings_beside
 from asyncrl.launch.views.output import lasting_output
 from asyncrl.launch.views.process_reports import ProcessReports, remove_reports
-from asyncrl.launch.views.start_table import start_table
+from asyncrl.launch.views.start_table import StartTable, launcher_began
 from asyncrl.observability.logs import describe_exit
 from asyncrl.telemetry import tracing
 
@@ -132,14 +131,17 @@ class LocalRun:
 
     def __post_init__(self) -> None:
         launch = self.config.launch
-        self._timed = not launch.timings  # or its start has been printed
+        # None: not wanted, or printed already.
+        self._start_table = StartTable(self.folder, launcher_began()) if launch.timings else None
         self._restarts = Restarts(launch.restart_window_s, launch.restart_pause_s)
 
     def run(self) -> dict[str, Any]:
         take_request(self.folder)  # one that no launcher has taken
         self.processes.address = address = self._start_queue()
-        self._importing = self.supervisor.expect_forks(self.config.launch.load_deadline_s)
-        if not self._importing:
+        self._importing = self.supervisor.expect_forks(self.config.launch.start_deadline_s)
+        if self._importing:
+            self.reports.started(FORK_SERVER)
+        else:
             self._start_workers()
         if self.config.launch.dash:
             self.processes.start_dash()
@@ -164,9 +166,18 @@ class LocalRun:
             raise self._died(event)
         raise self._interrupted(event)
 
+    def _fork_server_reports(self, line: str) -> None:
+        if line != IMPORTED:
+            self.dashboard.print_line(
+                f"processes are not forked, and each imports torch by itself; the fork server: {line}"
+            )
+        if self._importing:
+            self._importing = False
+            self.reports.ended(FORK_SERVER)
+            self._start_workers()
+
     def _start_workers(self) -> None:
         """All but the queue. They are forked, unless the fork server has failed."""
-        self._importing = False
         self.processes.start_learner()
         for name in self.processes.workers:
             self.processes.start_worker(name)
@@ -186,7 +197,7 @@ class LocalRun:
             if isinstance(event, Interrupted):
                 raise self._interrupted(event)
             if isinstance(event, ChildMessage) and event.name == FORK_SERVER:
-                self._start_workers()
+                self._fork_server_reports(event.line)
             if isinstance(event, ChildMessage) and event.name == DASH and event.line:
                 self.dashboard.print_line(f"dashboard: {event.line}")
             if not isinstance(event, ChildEnded):
@@ -272,9 +283,9 @@ class LocalRun:
         for warning in [*self.reports.new_warnings(), *self.found()]:
             self.dashboard.print_line(warning)
         self.dashboard.refresh()
-        if not self._timed and (table := start_table(self.folder, psutil.Process().create_time())):
-            self._timed = True
-            self.dashboard.print_line("\n".join(table))
+        if self._start_table is not None and (lines := self._start_table.lines()):
+            self._start_table = None
+            self.dashboard.print_line("\n".join(lines))
 
     def _restart(self, event: ChildEnded) -> None:
         if event.name == QUEUE:

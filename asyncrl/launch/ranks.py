@@ -23,7 +23,15 @@ from dataclasses import dataclass
 
 from asyncrl.config.rules import require
 from asyncrl.errors import INTERRUPTED, RankLostError, StoppedError
-from asyncrl.launch.supervise import ChildEnded, Interrupted, Supervisor
+from asyncrl.launch.supervise import (
+    FORK_SERVER,
+    IMPORTED,
+    ChildEnded,
+    ChildMessage,
+    Interrupted,
+    Supervisor,
+    wait_line,
+)
 from asyncrl.observability.logs import RANK, describe_exit
 from asyncrl.system.fork_server import ForkServer
 from asyncrl.system.rank_process import FOLDER, MEETING, PULSE_FD, QUEUE
@@ -79,15 +87,20 @@ def run_ranks(
     signal; where none has failed the largest, which is 0, 10 or 130.
 
     deadline_s: longest time without a sign of life
-    forks: what forks the ranks, once it has imported their modules, or has failed after at most load_s
+    forks: what forks the ranks, once it has imported their modules, or has failed after at most load_s. A signal that
+        comes before that ends this process.
 
     Raises RankLostError if a rank gives no sign of life; it was killed, and the others have ended.
     """
     with _meeting(share) as meeting:
         supervisor = Supervisor(forks=forks)
         with supervisor.interrupts():
-            if forks is not None:
-                forks.wait_ready(load_s)
+            if supervisor.expect_forks(load_s):
+                event = wait_line(supervisor, FORK_SERVER, "its imports", load_s + END_S)
+                if isinstance(event, Interrupted):
+                    return -event.number
+                if isinstance(event, ChildMessage) and event.line != IMPORTED:
+                    log.warning("each rank imports torch by itself; the fork server: %s", event.line)
             return Ranks(supervisor, share, deadline_s).run(command, meeting)
 
 

@@ -71,7 +71,7 @@ class Child(Protocol):
 
 ChildEvent = ChildEnded | ChildMessage | Interrupted
 
-FORK_SERVER = "fork server"
+FORK_SERVER, IMPORTED = "fork server", "imported"
 
 LAST_LINE_S = 5.0
 """Longest wait of a child's end for its line. A process that it has left behind may keep the pipe open."""
@@ -135,11 +135,14 @@ class Supervisor:
             return None
         with open(os.devnull, "rb") as nothing:
             places = {0: nothing.fileno(), 1: streams[0], 2: streams[1], **{fd: fd for fd in passed}}
-            return self._forks.fork(words, env, places, serves=starts_others)
+            process = self._forks.fork(words, env, places, serves=starts_others)
+        if self._forks.failure:
+            self._events.put(ChildMessage(FORK_SERVER, self._forks.failure))
+        return process
 
     def expect_forks(self, seconds: float) -> bool:
-        """Whether there is a fork server that still imports. A message of FORK_SERVER then comes within `seconds`: why
-        it forks nothing, or that it does."""
+        """Whether there is a fork server that still imports. A message of FORK_SERVER then comes within `seconds`:
+        IMPORTED, or why it forks nothing. Another one comes if it fails later."""
         forks = self._forks
         if forks is None or forks.ready or forks.failure:
             return False
@@ -147,7 +150,7 @@ class Supervisor:
         def wait() -> None:
             if forks.wait_ready(seconds):
                 tracing.event("imported", process=FORK_SERVER, seconds=time.time() - forks.began)
-            self._events.put(ChildMessage(FORK_SERVER, forks.failure or "ready"))
+            self._events.put(ChildMessage(FORK_SERVER, forks.failure or IMPORTED))
 
         self._thread(wait)
         return True

@@ -9,43 +9,48 @@ processes. The process between ends at once, and the launcher inherits the proce
 may die, and none of those that it has forked dies with it. A process that is to start further ones gets a server of
 its own, forked from this one.
 
-A forked process runs its command as a new interpreter would: with its own environment, descriptors, session and name.
-Threads of OpenMP are the exception: their number is set by torch, since OpenMP has read its variables already.
+A forked process runs its command as a new interpreter would: with its own environment, descriptors, session, name and
+random numbers. These it has from the server: the search path and the mask of new files as they were when the server
+began; one thread of numpy's BLAS, whatever the variables are (torch's threads follow them).
 """
 
 from __future__ import annotations
 
 import atexit
-import ctypes
 import fcntl
 import gc
 import importlib
 import json
+import logging
 import os
+import resource
 import runpy
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from setproctitle import setproctitle
+from setproctitle import setproctitle, setthreadtitle
 
-from asyncrl.system.signals import die_with
+from asyncrl.system.signals import die_with, inheriting
+
+log = logging.getLogger(__name__)
 
 AVAILABLE = sys.platform == "linux"
-PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 LONGEST, MOST_FDS = 1 << 18, 32
 FORK_S = 20.0
 """Longest time that one fork may take."""
 
+REAP_S = 1.0
+
 READY, GO = b"ready", b"go"
-THREADS = "OMP_NUM_THREADS"
-OF_SERVER = {THREADS: "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+THREADS = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
+OF_SERVER = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 """With more, numpy begins threads as it is imported."""
 
 BOUND = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
@@ -99,8 +104,12 @@ class ForkedProcess:
                 os.kill(self.pid, sig)
 
 
+_forking = threading.Lock()
+"""Of all servers: while one forks, this process inherits."""
+
+
 class ForkServer:
-    """A launcher's end of its fork server. Used from one thread at a time.
+    """A launcher's end of its fork server.
 
     began: when, in seconds since 1970
     requests: the connection to it · process: the server, where this process has executed it
@@ -108,6 +117,9 @@ class ForkServer:
 
     def __init__(self, requests: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
         self._requests, self._process = requests, process
+        self._waiting = threading.Lock()
+        self.used = False
+        """Whether it was asked for a process."""
         self._ready, self.began = process is None, time.time()
         self.failure = ""
         """Why it forks nothing, from then on."""
@@ -139,17 +151,18 @@ class ForkServer:
 
     def wait_ready(self, seconds: float) -> bool:
         """Wait until it has imported its modules, or has failed."""
-        if not self._ready and not self.failure:
-            self._requests.settimeout(seconds)
-            try:
-                said = self._requests.recv(LONGEST)
-            except TimeoutError:
-                return self._fails(f"it has not imported its modules within {seconds:g} s")
-            except OSError as error:
-                return self._fails(str(error))
-            self._ready = said == READY
-            if not self._ready:
-                return self._fails(said.decode(errors="replace") or "it has ended")
+        with self._waiting:
+            if not self._ready and not self.failure:
+                try:
+                    self._requests.settimeout(seconds)
+                    said = self._requests.recv(LONGEST)
+                except TimeoutError:
+                    said = f"it has not imported its modules within {seconds:g} s".encode()
+                except OSError as error:
+                    said = str(error).encode()
+                self._ready = said == READY
+                if not self._ready:
+                    self._fails(said.decode(errors="replace") or "it has ended")
         return self.ready
 
     def fork(
@@ -160,29 +173,45 @@ class ForkServer:
         *,
         serves: bool = False,
     ) -> ForkedProcess | None:
-        """A process with this command, `python -m …`; None, if the server cannot fork it.
+        """A process with this command, `python -m …`; None, if the server cannot fork it: no longer if it has failed,
+        and not this one if the request cannot be sent.
 
-        fds: number of each of its descriptors → one of this process
+        fds: number of each of its descriptors → one of this process · serves: whether it gets a server of its own
         """
-        words, numbers = list(command[1:]), list(fds)
-        request = Request(words, dict(env), os.getcwd(), numbers, os.getpid(), serves)
+        self.used = True
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with ours, theirs, _inheriting():
+        with ours, theirs, _forking, inheriting():
             try:
-                ours.settimeout(FORK_S)
-                self._requests.settimeout(FORK_S)
-                data = json.dumps(asdict(request)).encode()
-                socket.send_fds(self._requests, [data], [theirs.fileno(), *fds.values()])
-                theirs.close()
-                if (refusal := self._requests.recv(LONGEST)) != READY:
-                    self._fails(refusal.decode(errors="replace") or "it has ended")
-                    return None
-                process = ForkedProcess(int(ours.recv(LONGEST)))
-                ours.send(GO)
-                return process
-            except (OSError, ValueError) as error:  # the process ends by itself, for want of a GO
-                self._fails(str(error) or type(error).__name__)
+                request = Request([*command[1:]], {**env}, os.getcwd(), [*fds], os.getpid(), serves)
+                self._ask(request, [theirs.fileno(), *fds.values()])
+            except OSError as error:
+                log.warning("%s is executed, since no request to fork it can be made: %s", command, error)
                 return None
+            theirs.close()
+            try:
+                return self._new_process(ours)
+            except (OSError, ValueError) as error:
+                self._fails(str(error) or type(error).__name__)
+                _reap(ours)
+                return None
+
+    def _ask(self, request: Request, fds: Sequence[int]) -> None:
+        self._requests.settimeout(FORK_S)
+        try:
+            socket.send_fds(self._requests, [json.dumps(asdict(request)).encode()], fds)
+        except ConnectionError:
+            self._fails("it has ended")
+            raise
+
+    def _new_process(self, new: socket.socket) -> ForkedProcess:
+        """new: the connection to it. Raises OSError or ValueError if there is none, or it is no child of this one."""
+        if (refusal := self._requests.recv(LONGEST)) != READY:
+            raise ChildProcessError(refusal.decode(errors="replace") or "it has ended")
+        new.settimeout(FORK_S)
+        process = ForkedProcess(int(new.recv(LONGEST)))
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        new.send(GO)
+        return process
 
     def end(self) -> None:
         """Those that it has forked go on."""
@@ -197,36 +226,38 @@ class ForkServer:
         return False
 
 
+def _reap(launcher: socket.socket) -> None:
+    """A process that was forked too late ends by itself, for want of a GO. The connection ends if there is none."""
+    with launcher, suppress(OSError, ValueError):
+        launcher.settimeout(REAP_S)
+        pid = int(launcher.recv(LONGEST))
+        launcher.close()
+        os.waitpid(pid, 0)
+
+
 _own: ForkServer | None = None
+_own_is_of: tuple[Sequence[str], Mapping[str, str]] | None = None
+"""The modules and variables with which this process has begun it."""
 
 
 def own_server(modules: Sequence[str], env: Mapping[str, str]) -> ForkServer | None:
-    """The fork server of this process: one that it was forked with, or has begun before, unless that has failed; else
-    one that begins to import `modules` now. None on other systems than Linux, and where OpenMP binds to cores.
+    """The fork server of this process: one that it was forked with, or has begun before, unless that has failed, or was
+    for a run with other modules or variables; else one that begins to import `modules` now. None on other systems than
+    Linux, and where OpenMP binds to cores.
 
     env: its variables, beside those of this process
     """
-    global _own
-    variables = {**os.environ, **env}
-    if _own is not None and _own.lives:
+    global _own, _own_is_of
+    now = list(modules), {**os.environ, **env}
+    if _own is not None and _own.lives and (not _own.used or _own_is_of in (None, now)):
         return _own
-    if not AVAILABLE or any(name in variables for name in BOUND):
+    if not AVAILABLE or any(name in now[1] for name in BOUND):
         return None
-    code = [sys.executable, "-m", "asyncrl.system.fork_server", ",".join(modules)]
-    _own = ForkServer.execute(code, variables)
+    if _own is not None:
+        _own.end()
+    _own_is_of = now
+    _own = ForkServer.execute([sys.executable, "-m", "asyncrl.system.fork_server", ",".join(modules)], now[1])
     return _own
-
-
-@contextmanager
-def _inheriting() -> Iterator[None]:
-    """Inside, this process becomes the parent of those whose own parent ends, below it."""
-    libc, before = ctypes.CDLL(None), ctypes.c_int()
-    libc.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
-    try:
-        yield
-    finally:
-        libc.prctl(PR_SET_CHILD_SUBREAPER, before.value)
 
 
 # ---------------------------------------------------------------------- in the server
@@ -244,7 +275,7 @@ def main(modules: Sequence[str], requests: socket.socket) -> None:
         return
     gc.freeze()  # forked processes share the memory of all that is there, as long as nothing counts it
     gc.enable()
-    requests.send(READY)
+    requests.send(_unsafe().encode() or READY)
     run(serve(requests).words)
 
 
@@ -325,11 +356,28 @@ def become(request: Request, fds: Sequence[int]) -> socket.socket | None:
     os.environ.clear()
     os.environ.update(request.env)
     os.chdir(request.cwd)
-    setproctitle(" ".join([sys.executable, *request.words]))
+    name(request.words)
     atexit.register(gc.unfreeze)  # libraries look at the end for objects that are left
+    draw_anew()
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(threads_of(request.env))
     return None
+
+
+def name(words: Sequence[str]) -> None:
+    """As a process with this command line is named to others."""
+    line = " ".join([sys.executable, *words])
+    setproctitle(os.fsencode(line).decode(errors="replace"))
+    setthreadtitle(Path(sys.executable).name)
+
+
+def draw_anew() -> None:
+    """Global generators of random numbers begin where no other process does, as they do where they are imported. That
+    of Python sees to it itself."""
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.seed()
 
 
 def _alone(requests: socket.socket) -> socket.socket:
@@ -345,19 +393,21 @@ def arrange(places: Mapping[int, int]) -> None:
     moved = {number: fcntl.fcntl(fd, fcntl.F_DUPFD, above) for number, fd in places.items()}
     for number, fd in moved.items():
         os.dup2(fd, number)
-    numbers = sorted(places)
-    for low, high in zip(numbers, [*numbers[1:], 1 << 16], strict=True):
+    numbers, most = sorted(places), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    for low, high in zip(numbers, [*numbers[1:], most], strict=True):
         os.closerange(low + 1, high)
 
 
 def threads_of(env: Mapping[str, str]) -> int:
-    """The threads with which OpenMP would begin.
+    """The threads with which torch would begin.
 
-    >>> threads_of({"OMP_NUM_THREADS": "3,1"}), threads_of({}) == len(os.sched_getaffinity(0))
-    (3, True)
+    >>> threads_of({"OMP_NUM_THREADS": "3,1"}), threads_of({"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "2"})
+    (3, 2)
+    >>> threads_of({}) == len(os.sched_getaffinity(0))
+    True
     """
-    first = env.get(THREADS, "").partition(",")[0]
-    return int(first) if first.isdecimal() and int(first) else len(os.sched_getaffinity(0))
+    given = (env.get(variable, "").partition(",")[0] for variable in THREADS)
+    return next((int(n) for n in given if n.isdecimal() and int(n)), len(os.sched_getaffinity(0)))
 
 
 def run(words: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Signals that end a process: those that stop it in order, and the one that follows the end of its parent."""
+"""Signals that stop a process in order, and the one that follows the end of its parent; who becomes a parent."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 36, 37
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
@@ -34,3 +35,17 @@ def die_with(launcher: int) -> Callable[[], None]:
             os._exit(1)
 
     return between_fork_and_exec
+
+
+@contextmanager
+def inheriting() -> Iterator[None]:
+    """Inside, the kernel (Linux) makes this process the parent of those below it whose own parent ends. Of all threads
+    of this process, one at a time."""
+    assert _LIBC is not None
+    before = ctypes.c_int()
+    _LIBC.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
+    _LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        _LIBC.prctl(PR_SET_CHILD_SUBREAPER, before.value)

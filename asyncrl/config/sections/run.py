@@ -138,7 +138,9 @@ class LaunchConfig(Section):
         "before the second restart of a process within restart_window_s; doubled before each further one, up to 30 s",
     )
     start_deadline_s: Seconds = key(
-        120.0, "until the queue listens; on a Ray cluster also until there is room for all processes"
+        120.0,
+        "until the queue listens, and until torch is imported for `fork`; on a Ray cluster also until there is room "
+        "for all processes",
     )
     load_deadline_s: Seconds = key(3600.0, "until the learner has loaded its models")
     stop_deadline_s: Seconds = key(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+import psutil
 
 from asyncrl.observability.timeline import ProcessTrace, Span
 from asyncrl.telemetry.trace_file import FOLDER, SUFFIX
@@ -15,24 +19,40 @@ Stage = tuple[str, str, float, float]
 """Process, stage, beginning and end in seconds since 1970."""
 
 
-def start_table(folder: Path, began: float) -> list[str]:
-    """Lines with seconds since the launcher `began`, which is in seconds since 1970; none before the first version is
-    trained, and without traces."""
-    traces = {}
-    for path in sorted((folder / FOLDER).glob(f"*{SUFFIX}")):
-        trace = ProcessTrace(path)
-        trace.read()
-        traces[trace.name] = trace
-    if not any(_trained(trace) for trace in traces.values()) or "launcher" not in traces:
-        return []
-    stages = sorted(_stages(traces, began), key=lambda stage: stage[2:])
-    rows = [("process", "stage of the start", "from", "to (s)")]
-    rows += [(name, stage, f"{at - began:.1f}", f"{end - began:.1f}") for name, stage, at, end in stages]
-    names, about = (max(len(row[column]) for row in rows) for column in range(2))
-    return [f"{a:{names}}  {b:{about}}  {c:>5}  {d:>6}" for a, b, c, d in rows]
+RECENT_S = 60.0
+"""A launcher that began longer ago than this before its run is a notebook, or a script with other work."""
 
 
-def _stages(traces: dict[str, ProcessTrace], began: float) -> Iterator[Stage]:
+def launcher_began() -> float:
+    """When this process began, in seconds since 1970; now, if it has done other things before."""
+    began = psutil.Process().create_time()
+    return began if time.time() - began < RECENT_S else time.time()
+
+
+class StartTable:
+    """The stages since the launcher `began`, in seconds since 1970."""
+
+    def __init__(self, folder: Path, began: float) -> None:
+        self._folder, self._began = folder / FOLDER, began
+        self._traces: dict[str, ProcessTrace] = {}
+
+    def lines(self) -> list[str]:
+        """Read on. None before the first version is trained, and without traces."""
+        for path in self._folder.glob(f"*{SUFFIX}"):
+            self._traces.setdefault(path.name, ProcessTrace(path)).read()
+        begun = {trace.name: trace for trace in self._traces.values() if math.isfinite(trace.begun)}
+        if "launcher" not in begun or not any(_trained(trace) for trace in begun.values()):
+            return []
+        stages = sorted(_stages(begun, self._began), key=lambda stage: stage[2:])
+        rows = [("process", "stage of the start", "from", "to (s)")]
+        for name, stage, *times in stages:
+            start, end = (f"{moment - self._began:.1f}" for moment in times)
+            rows.append((name, stage, start, end))
+        names, about = (max(len(row[column]) for row in rows) for column in range(2))
+        return [f"{a:{names}}  {b:{about}}  {c:>5}  {d:>6}" for a, b, c, d in rows]
+
+
+def _stages(traces: Mapping[str, ProcessTrace], began: float) -> Iterator[Stage]:
     launcher = traces["launcher"]
     yield "launcher", "imports, configuration, checks", began, launcher.begun
     started: dict[str, float] = {}

@@ -495,7 +495,7 @@ class Importing:
     """A fork server whose imports end once the launcher has looked `looks` times at what goes on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, looks: int) -> None:
-        self.ready, self.failure = False, ""
+        self.ready, self.failure, self.began = False, "", 0.0
         self.done, self.started = threading.Event(), list[str]()
         refresh, start = local_run.LocalRun._refresh, processes.Processes._start
 

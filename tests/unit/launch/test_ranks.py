@@ -7,6 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from waiting import Clock
 from asyncrl.errors import ConfigError, RankLostError
 from asyncrl.launch import ranks
 from asyncrl.launch.ranks import RankShare, SignsOfLife, run_ranks
+from asyncrl.system.fork_server import ForkServer
 from asyncrl.system.rank_process import MEETING, PULSE_FD
 
 LONG_S = 600.0
@@ -180,3 +182,31 @@ def test_a_supervisor_that_was_stopped_itself_blames_nobody() -> None:
         assert signs.silent(10.0) == []
     clock.now = 510.5
     assert signs.silent(10.0) == ["rank 0"]
+
+
+@pytest.fixture
+def importing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
+    """A fork server that imports until it is ended."""
+    (tmp_path / "endless.py").write_text("import signal; signal.pause()")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    server = ForkServer.execute([sys.executable, "-m", "asyncrl.system.fork_server", "endless"], os.environ)
+    yield server
+    server.end()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_the_ranks_begin_ends_them_all(
+    importing: ForkServer, capfd: pytest.CaptureFixture[str], number: signal.Signals
+) -> None:
+    timer = threading.Timer(0.1, os.kill, [os.getpid(), number])
+    timer.start()
+    assert run_ranks(shell("echo began"), TWO, LONG_S, importing, LONG_S) == -number
+    assert "began" not in capfd.readouterr().out
+
+
+def test_ranks_begin_without_a_fork_server_that_imports_for_too_long(
+    importing: ForkServer, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert run_ranks(shell("echo began"), RankShare("learner", 1), LONG_S, importing, 0.1) == 0
+    assert "began" in capfd.readouterr().out
+    assert "each rank imports torch by itself" in caplog.text

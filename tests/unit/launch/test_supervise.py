@@ -176,7 +176,9 @@ def test_modules_are_forked_once_the_server_has_imported(
             assert supervisor.next_event(LONG_S) == ChildEnded("worker", 3)
             if not forked:
                 assert supervisor.expect_forks(LONG_S)
-                assert supervisor.next_event(LONG_S) == ChildMessage(supervise.FORK_SERVER, "ready")
+                assert supervisor.next_event(LONG_S) == ChildMessage(
+                    supervise.FORK_SERVER, supervise.IMPORTED
+                )
                 assert not supervisor.expect_forks(LONG_S)
     assert (
         sorted((tmp_path / "logs" / "worker.log").read_text().splitlines()) == ["b"] * 2 + ["to the log"] * 2

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -207,9 +207,67 @@ def test_a_server_that_would_lose_something_refuses(
     start: Start, tmp_path: Path, module: str, refusal: str
 ) -> None:
     server = start(module)
-    assert server.ready
-    assert fork(server, tmp_path / "log", "worker") is None
+    assert not server.ready
     assert server.failure == refusal
+    assert fork(server, tmp_path / "log", "worker") is None
+
+
+def test_forked_processes_draw_different_numbers(start: Start, modules: Path, tmp_path: Path) -> None:
+    code = "import random, numpy; print(random.random(), numpy.random.rand())"
+    (modules / "draws.py").write_text(code)
+    server, drawn = start("numpy"), set()
+    for _ in range(2):
+        fork(server, tmp_path / "log", "draws").wait()
+        drawn |= set((tmp_path / "log").read_text().split())
+    assert len(drawn) == 4
+
+
+@pytest.mark.parametrize("long", [False, True], ids=["no_folder", "long_environment"])
+def test_a_request_that_cannot_be_made_costs_no_other(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long: bool
+) -> None:
+    server, before = start(), os.getcwd()
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    env = {"LONG": "x" * 400_000} if long else {}
+    if long:
+        os.chdir(before)
+    assert fork(server, tmp_path / "log", "worker", env=env) is None
+    os.chdir(before)
+    assert fork(server, tmp_path / "log", "worker", "4").wait() == 4
+
+
+def test_a_process_that_is_not_inherited_is_let_go(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the kernel knows no subreapers, or lets nobody be one: its end would be lost."""
+    monkeypatch.setattr(fork_server, "inheriting", nullcontext)
+    server = start()
+    assert fork(server, tmp_path / "log", "worker") is None
+    assert "No child processes" in server.failure
+    assert (tmp_path / "log").read_text() == ""
+
+
+def test_two_threads_may_wait_and_fork(start: Start, modules: Path, tmp_path: Path) -> None:
+    """As two trainings of a notebook do."""
+    (modules / "slow.py").write_text("import time; time.sleep(0.5)")
+    command = [sys.executable, "-m", "asyncrl.system.fork_server", "slow"]
+    server, codes = ForkServer.execute(command, os.environ), []
+
+    def work(number: int) -> None:
+        assert server.wait_ready(LONG_S)
+        for _ in range(10):
+            codes.append(fork(server, tmp_path / f"log{number}", "worker", "5").wait())
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG_S)
+    server.end()
+    assert codes == [5] * 20
 
 
 def test_a_stopped_server_is_not_waited_for_and_leaves_no_process(
@@ -222,6 +280,15 @@ def test_a_stopped_server_is_not_waited_for_and_leaves_no_process(
     assert fork(server, tmp_path / "log", "worker") is None
     assert server.failure == "timed out"
     assert (tmp_path / "log").read_text() == ""
+    assert psutil.Process().children() == []
+
+
+def test_a_fork_that_is_late_leaves_no_process(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fork_server, "FORK_S", 1e-9)
+    for number in range(5):
+        assert fork(start(), tmp_path / f"log{number}", "worker") is None
     assert psutil.Process().children() == []
 
 
@@ -282,6 +349,24 @@ def test_this_process_has_one_server_and_a_new_one_if_that_fails(
     assert second is not None
     assert second is not first
     assert second.wait_ready(LONG_S)
+    second.end()
+
+
+def test_another_run_with_other_variables_has_a_new_server(
+    modules: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What libraries read as they are imported would be old."""
+    monkeypatch.setattr(fork_server, "_own", None)
+    first = own_server(["xmlrpc"], {})
+    assert first is not None
+    assert first.wait_ready(LONG_S)
+    fork(first, tmp_path / "log", "worker").wait()
+    assert own_server(["xmlrpc"], {}) is first
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    second = own_server(["xmlrpc"], {})
+    assert second is not None
+    assert second is not first
+    assert not first.lives
     second.end()
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.views.start_table import start_table
+from asyncrl.launch.views.start_table import StartTable
 
 LAUNCHER: list[dict[str, Any]] = [
     {"t": 102.5, "process": "launcher", "role": "launcher", "host": "a", "pid": 1},
@@ -54,11 +54,12 @@ def write(folder: Path, **traces: list[dict[str, Any]]) -> None:
 
 
 def test_each_stage_is_there_once_the_first_version_is(tmp_path: Path) -> None:
-    assert start_table(tmp_path, 100.0) == []
+    table = StartTable(tmp_path, 100.0)
+    assert table.lines() == []
     write(tmp_path, launcher=LAUNCHER, queue=QUEUE, learner=LEARNER, generator_0=GENERATOR)
-    assert start_table(tmp_path, 100.0) == []
+    assert table.lines() == []
     write(tmp_path, learner=[*LEARNER, TRAINED])
-    assert "\n".join(start_table(tmp_path, 100.0)) == TABLE
+    assert "\n".join(table.lines()) == TABLE
 
 
 def test_the_run_that_a_run_goes_on_with_is_not_read(tmp_path: Path) -> None:
@@ -67,9 +68,10 @@ def test_the_run_that_a_run_goes_on_with_is_not_read(tmp_path: Path) -> None:
 
     both = {name: [*earlier(rows), *rows] for name, rows in (("launcher", LAUNCHER), ("queue", QUEUE))}
     write(tmp_path, **both, learner=[*earlier([*LEARNER, TRAINED]), *LEARNER], generator_0=GENERATOR)
-    assert start_table(tmp_path, 100.0) == []
+    table = StartTable(tmp_path, 100.0)
+    assert table.lines() == []
     write(tmp_path, learner=[*earlier([*LEARNER, TRAINED]), *LEARNER, TRAINED])
-    assert "\n".join(start_table(tmp_path, 100.0)) == TABLE
+    assert "\n".join(table.lines()) == TABLE
 
 
 def test_timings_need_traces(base: Path) -> None:
