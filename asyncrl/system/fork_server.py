@@ -30,8 +30,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -266,6 +266,7 @@ def own_server(modules: Sequence[str], env: Mapping[str, str]) -> ForkServer | N
 def main(modules: Sequence[str], requests: socket.socket) -> None:
     """Import, fork what is asked for, and in each forked process run its command."""
     setproctitle("asyncrl fork server")
+    atexit.register(end_at_once)  # before all others, and so called after them
     gc.disable()  # a sixth of the time
     try:
         for module in modules:
@@ -276,7 +277,9 @@ def main(modules: Sequence[str], requests: socket.socket) -> None:
     gc.freeze()  # forked processes share the memory of all that is there, as long as nothing counts it
     gc.enable()
     requests.send(_unsafe().encode() or READY)
-    run(serve(requests).words)
+    words = serve(requests).words
+    with noting_code():
+        run(words)
 
 
 def serve(requests: socket.socket) -> Request:
@@ -357,7 +360,6 @@ def become(request: Request, fds: Sequence[int]) -> socket.socket | None:
     os.environ.update(request.env)
     os.chdir(request.cwd)
     name(request.words)
-    atexit.register(gc.unfreeze)  # libraries look at the end for objects that are left
     draw_anew()
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(threads_of(request.env))
@@ -408,6 +410,35 @@ def threads_of(env: Mapping[str, str]) -> int:
     """
     given = (env.get(variable, "").partition(",")[0] for variable in THREADS)
     return next((int(n) for n in given if n.isdecimal() and int(n)), len(os.sched_getaffinity(0)))
+
+
+_code: int | None = None
+"""With which this forked process ends; None: by a signal, or it is none."""
+
+
+@contextmanager
+def noting_code() -> Iterator[None]:
+    global _code
+    try:
+        yield
+        _code = 0
+    except SystemExit as ended:
+        _code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        raise
+    except Exception:
+        _code = 1
+        raise
+
+
+def end_at_once() -> None:
+    """The last act of a forked process, whose threads have ended and which has printed its error: to take apart all
+    that was imported would take a second."""
+    if _code is None:
+        return
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # nobody reads it, or it is closed
+            stream.flush()
+    os._exit(_code & 0xFF)
 
 
 def run(words: Sequence[str]) -> None:

@@ -40,6 +40,8 @@ def test_generators_come_and_go_while_the_run_goes_on(config_file: Path, grace_s
             "the end of generator-2",
             launcher,
         )
+        ended = '"event":"ended","process":"generator-2"'
+        until(lambda: ended in text("trace/launcher.jsonl"), "the launcher to see its end", launcher)
         until_trained(run, versions(run)[-1] + 2, launcher)
         launcher.terminate()
         code, printed = finished(launcher)
