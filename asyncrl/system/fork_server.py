@@ -10,32 +10,22 @@ may die, and none of those that it has forked dies with it. A process that is to
 its own, forked from this one.
 
 A forked process runs its command as a new interpreter would: with its own environment, descriptors, session, name and
-random numbers. These it has from the server: the search path and the mask of new files as they were when the server
-began; one thread of numpy's BLAS, whatever the variables are (torch's threads follow them).
+random numbers. `forking.py` is the server, and has the exceptions.
 """
 
 from __future__ import annotations
 
-import atexit
-import fcntl
-import gc
-import importlib
 import json
 import logging
 import os
-import resource
-import runpy
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
-
-from setproctitle import setproctitle, setthreadtitle
 
 from asyncrl.system.signals import die_with, inheriting
 
@@ -49,7 +39,6 @@ FORK_S = 20.0
 REAP_S = 1.0
 
 READY, GO = b"ready", b"go"
-THREADS = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
 OF_SERVER = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 """With more, numpy begins threads as it is imported."""
 
@@ -217,13 +206,12 @@ class ForkServer:
         """Those that it has forked go on."""
         self._fails("it was ended")
 
-    def _fails(self, why: str) -> bool:
+    def _fails(self, why: str) -> None:
         self.failure = why
         self._requests.close()
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-        return False
 
 
 def _reap(launcher: socket.socket) -> None:
@@ -235,7 +223,9 @@ def _reap(launcher: socket.socket) -> None:
         os.waitpid(pid, 0)
 
 
-_own: ForkServer | None = None
+own: ForkServer | None = None
+"""That of this process; `own_server` has it."""
+
 _own_is_of: tuple[Sequence[str], Mapping[str, str]] | None = None
 """The modules and variables with which this process has begun it."""
 
@@ -247,209 +237,14 @@ def own_server(modules: Sequence[str], env: Mapping[str, str]) -> ForkServer | N
 
     env: its variables, beside those of this process
     """
-    global _own, _own_is_of
+    global own, _own_is_of
     now = list(modules), {**os.environ, **env}
-    if _own is not None and _own.lives and (not _own.used or _own_is_of in (None, now)):
-        return _own
+    if own is not None and own.lives and (not own.used or _own_is_of in (None, now)):
+        return own
     if not AVAILABLE or any(name in now[1] for name in BOUND):
         return None
-    if _own is not None:
-        _own.end()
+    if own is not None:
+        own.end()
     _own_is_of = now
-    _own = ForkServer.execute([sys.executable, "-m", "asyncrl.system.fork_server", ",".join(modules)], now[1])
-    return _own
-
-
-# ---------------------------------------------------------------------- in the server
-
-
-def main(modules: Sequence[str], requests: socket.socket) -> None:
-    """Import, fork what is asked for, and in each forked process run its command."""
-    setproctitle("asyncrl fork server")
-    atexit.register(end_at_once)  # before all others, and so called after them
-    gc.disable()  # a sixth of the time
-    try:
-        for module in modules:
-            importlib.import_module(module)
-    except Exception as error:  # the process that needs it has a log for its traceback
-        requests.send(f"{type(error).__name__}: {error}".encode()[:LONGEST])
-        return
-    gc.freeze()  # forked processes share the memory of all that is there, as long as nothing counts it
-    gc.enable()
-    requests.send(_unsafe().encode() or READY)
-    words = serve(requests).words
-    with noting_code():
-        run(words)
-
-
-def serve(requests: socket.socket) -> Request:
-    """Fork what is asked for until the launcher is gone. Returns in each forked process."""
-    while True:
-        data, fds, *_ = socket.recv_fds(requests, LONGEST, MOST_FDS)
-        if not data:
-            sys.exit(0)
-        request = Request(**json.loads(data))
-        refusal = _unsafe()
-        if not refusal and _forked_twice():
-            requests.close()
-            serving = become(request, fds)
-            if serving is None:
-                return request
-            requests = serving
-            continue
-        for fd in fds:
-            os.close(fd)
-        requests.send(refusal.encode() or READY)
-
-
-def _unsafe() -> str:
-    """Why a fork would lose something; empty: it would not."""
-    if (threads := len(os.listdir("/proc/self/task"))) > 1:
-        return f"it has {threads} threads"
-    if "/libcuda.so" in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace"):
-        return "it has loaded CUDA's driver"
-    return ""
-
-
-def _forked_twice() -> bool:
-    """Whether this is the new process. Its parent, between the two, has ended when this returns in the server."""
-    between = os.fork()
-    if between:
-        if os.waitpid(between, 0)[1]:
-            raise ChildProcessError("the process between could not fork")
-        return False
-    try:
-        new = os.fork()
-    except OSError:
-        os._exit(1)
-    if new:
-        os._exit(0)
-    return True
-
-
-# ---------------------------------------------------------------------- in a forked process
-
-
-def become(request: Request, fds: Sequence[int]) -> socket.socket | None:
-    """Take the place of the process that was asked for. fds: the connection to the launcher, and those of `request`.
-
-    Returns None; but in a server of that process, which is forked here, the connection to it.
-    """
-    global _own
-    os.setsid()
-    with socket.socket(fileno=fds[0]) as launcher:
-        launcher.send(str(os.getpid()).encode())
-        if launcher.recv(len(GO)) != GO:
-            os._exit(1)
-    die_with(request.launcher)()
-    places, own = dict(zip(request.numbers, fds[1:], strict=True)), max(request.numbers) + 1
-    if request.serves:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        parent = os.getpid()
-        if not os.fork():
-            die_with(parent)()
-            ours.close()
-            return _alone(theirs)
-        places[own] = ours.detach()
-        theirs.close()
-    arrange(places)
-    if request.serves:
-        os.set_inheritable(own, False)
-        _own = ForkServer(socket.socket(fileno=own))
-    os.environ.clear()
-    os.environ.update(request.env)
-    os.chdir(request.cwd)
-    name(request.words)
-    draw_anew()
-    if (torch := sys.modules.get("torch")) is not None:
-        torch.set_num_threads(threads_of(request.env))
-    return None
-
-
-def name(words: Sequence[str]) -> None:
-    """As a process with this command line is named to others."""
-    line = " ".join([sys.executable, *words])
-    setproctitle(os.fsencode(line).decode(errors="replace"))
-    setthreadtitle(Path(sys.executable).name)
-
-
-def draw_anew() -> None:
-    """Global generators of random numbers begin where no other process does, as they do where they are imported. That
-    of Python sees to it itself."""
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed()
-    if (torch := sys.modules.get("torch")) is not None:
-        torch.default_generator.seed()
-
-
-def _alone(requests: socket.socket) -> socket.socket:
-    """The connection, as the only descriptor of this process beside those of no input and no output."""
-    nothing = os.open(os.devnull, os.O_RDWR)
-    arrange({**dict.fromkeys(range(3), nothing), 3: requests.detach()})
-    return socket.socket(fileno=3)
-
-
-def arrange(places: Mapping[int, int]) -> None:
-    """Each descriptor under its number, all others closed. places: number → descriptor"""
-    above = max([*places, *places.values()]) + 1
-    moved = {number: fcntl.fcntl(fd, fcntl.F_DUPFD, above) for number, fd in places.items()}
-    for number, fd in moved.items():
-        os.dup2(fd, number)
-    numbers, most = sorted(places), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    for low, high in zip(numbers, [*numbers[1:], most], strict=True):
-        os.closerange(low + 1, high)
-
-
-def threads_of(env: Mapping[str, str]) -> int:
-    """The threads with which torch would begin.
-
-    >>> threads_of({"OMP_NUM_THREADS": "3,1"}), threads_of({"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "2"})
-    (3, 2)
-    >>> threads_of({}) == len(os.sched_getaffinity(0))
-    True
-    """
-    given = (env.get(variable, "").partition(",")[0] for variable in THREADS)
-    return next((int(n) for n in given if n.isdecimal() and int(n)), len(os.sched_getaffinity(0)))
-
-
-_code: int | None = None
-"""With which this forked process ends; None: by a signal, or it is none."""
-
-
-@contextmanager
-def noting_code() -> Iterator[None]:
-    global _code
-    try:
-        yield
-        _code = 0
-    except SystemExit as ended:
-        _code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-        raise
-    except Exception:
-        _code = 1
-        raise
-
-
-def end_at_once() -> None:
-    """The last act of a forked process, whose threads have ended and which has printed its error: to take apart all
-    that was imported would take a second."""
-    if _code is None:
-        return
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # nobody reads it, or it is closed
-            stream.flush()
-    os._exit(_code & 0xFF)
-
-
-def run(words: Sequence[str]) -> None:
-    """As `python` runs them. Raises what the module raises, SystemExit above all."""
-    option, module, *more = words
-    assert option == "-m", words
-    sys.argv = [module, *more]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
-
-
-if __name__ == "__main__":
-    from asyncrl.system import fork_server  # this module runs under another name
-
-    fork_server.main(sys.argv[1].split(","), socket.socket(fileno=int(sys.argv[2])))
+    own = ForkServer.execute([sys.executable, "-m", "asyncrl.system.forking", ",".join(modules)], now[1])
+    return own

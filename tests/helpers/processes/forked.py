@@ -21,7 +21,7 @@ from typing import IO, Any
 
 import disk_calls
 
-from asyncrl.system import fork_server
+from asyncrl.system import forking
 from asyncrl.system.fork_server import AVAILABLE, ForkServer
 
 __all__ = ["AVAILABLE", "ForkedProcess", "own_server"]
@@ -149,5 +149,5 @@ def run(words: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    _run_module, fork_server.run = fork_server.run, run
-    fork_server.main(PRELOADED, socket.socket(fileno=int(sys.argv[1])))
+    _run_module, forking.run = forking.run, run
+    forking.main(PRELOADED, socket.socket(fileno=int(sys.argv[1])))

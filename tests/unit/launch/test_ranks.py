@@ -189,7 +189,7 @@ def importing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkS
     """A fork server that imports until it is ended."""
     (tmp_path / "endless.py").write_text("import signal; signal.pause()")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
-    server = ForkServer.execute([sys.executable, "-m", "asyncrl.system.fork_server", "endless"], os.environ)
+    server = ForkServer.execute([sys.executable, "-m", "asyncrl.system.forking", "endless"], os.environ)
     yield server
     server.end()
 

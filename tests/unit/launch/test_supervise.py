@@ -158,7 +158,7 @@ def announcing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def forks(announcing: list[str]) -> Iterator[ForkServer]:
-    command = [sys.executable, "-m", "asyncrl.system.fork_server", "xmlrpc"]
+    command = [sys.executable, "-m", "asyncrl.system.forking", "xmlrpc"]
     server = ForkServer.execute(command, os.environ)
     yield server
     server.end()

@@ -86,7 +86,7 @@ def start(modules: Path) -> Iterator[Start]:
     servers = []
 
     def start(*imported: str) -> ForkServer:
-        command = [sys.executable, "-m", "asyncrl.system.fork_server", ",".join(imported or ("xmlrpc",))]
+        command = [sys.executable, "-m", "asyncrl.system.forking", ",".join(imported or ("xmlrpc",))]
         server = ForkServer.execute(command, {**os.environ, "SECRET": "of the server"})
         servers.append(server)
         server.wait_ready(LONG_S)
@@ -286,7 +286,7 @@ def test_a_process_that_is_not_inherited_is_let_go(
 def test_two_threads_may_wait_and_fork(start: Start, modules: Path, tmp_path: Path) -> None:
     """As two trainings of a notebook do."""
     (modules / "slow.py").write_text("import time; time.sleep(0.5)")
-    command = [sys.executable, "-m", "asyncrl.system.fork_server", "slow"]
+    command = [sys.executable, "-m", "asyncrl.system.forking", "slow"]
     server, codes = ForkServer.execute(command, os.environ), []
 
     def work(number: int) -> None:
@@ -329,7 +329,7 @@ def test_a_fork_that_is_late_leaves_nothing_that_runs(
 
 def test_a_server_that_imports_for_too_long_is_ended(modules: Path) -> None:
     (modules / "slow.py").write_text("import time; time.sleep(600)")
-    server = ForkServer.execute([sys.executable, "-m", "asyncrl.system.fork_server", "slow"], os.environ)
+    server = ForkServer.execute([sys.executable, "-m", "asyncrl.system.forking", "slow"], os.environ)
     assert not server.wait_ready(0.1)
     assert server.failure == "it has not imported its modules within 0.1 s"
     assert server._process is not None
@@ -373,7 +373,7 @@ def test_nothing_survives_a_launcher_that_is_killed() -> None:
 def test_this_process_has_one_server_and_a_new_one_if_that_fails(
     modules: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fork_server, "_own", None)
+    monkeypatch.setattr(fork_server, "own", None)
     first = own_server(["xmlrpc"], {"A": "b"})
     assert first is not None
     assert own_server(["json"], {}) is first
@@ -391,7 +391,7 @@ def test_another_run_with_other_variables_has_a_new_server(
     modules: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What libraries read as they are imported would be old."""
-    monkeypatch.setattr(fork_server, "_own", None)
+    monkeypatch.setattr(fork_server, "own", None)
     first = own_server(["xmlrpc"], {})
     assert first is not None
     assert first.wait_ready(LONG_S)
@@ -407,7 +407,7 @@ def test_another_run_with_other_variables_has_a_new_server(
 
 @pytest.mark.parametrize("variable", fork_server.BOUND)
 def test_there_is_none_where_openmp_binds_to_cores(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork_server, "_own", None)
+    monkeypatch.setattr(fork_server, "own", None)
     assert own_server(["xmlrpc"], {variable: "true"}) is None
 
 
