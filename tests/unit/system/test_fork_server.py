@@ -320,7 +320,11 @@ def test_a_fork_that_is_late_leaves_nothing_that_runs(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process between may stay as an entry of the kernel's table: nobody learns its id."""
-    monkeypatch.setattr(fork_server, "FORK_S", 1e-9)
+
+    def late(server: ForkServer, new: object) -> ForkedProcess:
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(ForkServer, "_new_process", late)
     for number in range(5):
         assert fork(start(), tmp_path / f"log{number}", "worker") is None
         assert (tmp_path / f"log{number}").read_text() == ""
