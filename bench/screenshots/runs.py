@@ -28,7 +28,8 @@ RUNS_S = 0.1
 
 RUNS = {
     "healthy": ("run.versions=40", "generator.count=2"),
-    "slow-generator": ("run.versions=30", "generator.count=2", "queue.max_staleness=1"),
+    # Without forks, so that generator-0 has not made groups yet when it is held.
+    "slow-generator": ("run.versions=30", "generator.count=2", "queue.max_staleness=1", "launch.fork=false"),
     "stale-data": (
         "run.versions=40",
         "generator.count=2",
