@@ -283,8 +283,9 @@ def wait_line(supervisor: Supervisor, name: str, what: str, seconds: float) -> C
         if event is None:
             raise DeadlineError("the launcher", f"process {name}", what, seconds)
         # A child that dies without a line closes its pipe; its exit code, which comes next, is the better cause.
-        if event != ChildMessage(name, ""):
-            return event
+        if event == ChildMessage(name, "") or (isinstance(event, ChildMessage) and event.name != name):
+            continue
+        return event
 
 
 def _first_line(descriptor: int) -> str:

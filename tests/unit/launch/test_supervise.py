@@ -92,6 +92,14 @@ def test_a_child_that_dies_before_it_announces(supervisor: Supervisor) -> None:
     assert wait_line(supervisor, "queue", "its address", LONG_S) == ChildEnded("queue", 2)
 
 
+def test_the_line_of_another_child_is_not_taken_for_it(supervisor: Supervisor) -> None:
+    supervisor.start("other", shell("echo wrong >/dev/fd/$2; exec sleep 600"), announces=True)
+    while supervisor._events.empty():
+        os.sched_yield()
+    supervisor.start("queue", shell("echo right >/dev/fd/$2; exec sleep 600"), announces=True)
+    assert wait_line(supervisor, "queue", "its address", LONG_S) == ChildMessage("queue", "right")
+
+
 def test_a_child_that_never_announces(supervisor: Supervisor) -> None:
     supervisor.start("queue", shell("exec sleep 600"), announces=True)
     with pytest.raises(DeadlineError, match=r"waited 0\.0 s for process queue: its address did not come"):
