@@ -32,7 +32,7 @@ from asyncrl.system.signals import die_with, inheriting
 log = logging.getLogger(__name__)
 
 AVAILABLE = sys.platform == "linux"
-LONGEST, MOST_FDS = 1 << 18, 32
+LONGEST = 1 << 18
 FORK_S = 20.0
 """Longest time that one fork may take."""
 
@@ -48,7 +48,7 @@ BOUND = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a process is to be.
+    """A process that is wanted.
 
     words: of its command line, behind the interpreter · numbers: of its descriptors, in the order in which they come
     launcher: the process that waits for it · serves: whether it gets a fork server of its own

@@ -26,9 +26,10 @@ from pathlib import Path
 from setproctitle import setproctitle, setthreadtitle
 
 from asyncrl.system import fork_server
-from asyncrl.system.fork_server import GO, LONGEST, MOST_FDS, READY, ForkServer, Request
+from asyncrl.system.fork_server import GO, LONGEST, READY, ForkServer, Request
 from asyncrl.system.signals import die_with
 
+MOST_FDS = 32
 THREADS = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
 
 
@@ -139,8 +140,8 @@ def name(words: Sequence[str]) -> None:
 
 
 def draw_anew() -> None:
-    """Global generators of random numbers begin where no other process does, as they do where they are imported. That
-    of Python sees to it itself."""
+    """Global generators of random numbers begin where no other process does, as they do where they are imported.
+    Python's own sees to it itself."""
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
     if (torch := sys.modules.get("torch")) is not None:
@@ -183,6 +184,7 @@ _code: int | None = None
 
 @contextmanager
 def noting_code() -> Iterator[None]:
+    """Inside, the module of the process runs: with its end, `end_at_once` knows the exit code."""
     global _code
     try:
         yield

@@ -39,8 +39,8 @@ def die_with(launcher: int) -> Callable[[], None]:
 
 @contextmanager
 def inheriting() -> Iterator[None]:
-    """Inside, the kernel (Linux) makes this process the parent of those below it whose own parent ends. Of all threads
-    of this process, one at a time."""
+    """Inside, the kernel (Linux) makes this process the parent of those below it whose own parent ends. One thread of
+    this process may be inside at a time."""
     assert _LIBC is not None
     before = ctypes.c_int()
     _LIBC.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before))

@@ -37,7 +37,7 @@ class StartTable:
         self._traces: dict[str, ProcessTrace] = {}
 
     def lines(self) -> list[str]:
-        """Read on. None before the first version is trained, and without traces."""
+        """Read on, and return the table; there is none before the first version is trained, and without traces."""
         for path in self._folder.glob(f"*{SUFFIX}"):
             self._traces.setdefault(path.name, ProcessTrace(path)).read()
         begun = {trace.name: trace for trace in self._traces.values() if math.isfinite(trace.begun)}

@@ -11,6 +11,7 @@ import functools
 import os
 import runpy
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -100,10 +101,10 @@ class ForkedProcess:
         self._process.send_signal(number)
 
     def terminate(self) -> None:
-        self._process.send_signal(15)
+        self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        self._process.send_signal(9)
+        self._process.send_signal(signal.SIGKILL)
 
     def __del__(self) -> None:
         if hasattr(self, "_end"):
