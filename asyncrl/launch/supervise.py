@@ -149,7 +149,7 @@ class Supervisor:
 
         def wait() -> None:
             if forks.wait_ready(seconds):
-                tracing.event("imported", process=FORK_SERVER, seconds=time.time() - forks.began)
+                tracing.event("imported", process=FORK_SERVER, seconds=time.monotonic() - forks.began)
             self._events.put(ChildMessage(FORK_SERVER, forks.failure or IMPORTED))
 
         self._thread(wait)

@@ -100,7 +100,7 @@ _forking = threading.Lock()
 class ForkServer:
     """A launcher's end of its fork server.
 
-    began: when, in seconds since 1970
+    began: when, in seconds of the monotonic clock
     requests: the connection to it · process: the server, where this process has executed it
     """
 
@@ -109,7 +109,7 @@ class ForkServer:
         self._waiting = threading.Lock()
         self.used = False
         """Whether it was asked for a process."""
-        self._ready, self.began = process is None, time.time()
+        self._ready, self.began = process is None, time.monotonic()
         self.failure = ""
         """Why it forks nothing, from then on."""
 

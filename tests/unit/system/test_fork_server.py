@@ -111,6 +111,11 @@ def first_line(log: Path, process: ForkedProcess) -> str:
     return text.partition("\n")[0]
 
 
+def children() -> set[psutil.Process]:
+    """Of this process, which has some of other tests too: a Redis, and a fork server that launchers share."""
+    return set(psutil.Process().children())
+
+
 def gone(pid: int) -> bool:
     end = time.monotonic() + LONG_S
     while runs(pid):
@@ -306,6 +311,7 @@ def test_two_threads_may_wait_and_fork(start: Start, modules: Path, tmp_path: Pa
 def test_a_stopped_server_is_not_waited_for_and_leaves_no_process(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    before = children()
     server = start()
     assert server._process is not None
     server._process.send_signal(signal.SIGSTOP)
@@ -313,7 +319,7 @@ def test_a_stopped_server_is_not_waited_for_and_leaves_no_process(
     assert fork(server, tmp_path / "log", "worker") is None
     assert server.failure == "timed out"
     assert (tmp_path / "log").read_text() == ""
-    assert psutil.Process().children() == []
+    assert children() <= before
 
 
 def test_a_fork_that_is_late_leaves_nothing_that_runs(
@@ -325,10 +331,11 @@ def test_a_fork_that_is_late_leaves_nothing_that_runs(
         raise TimeoutError("timed out")
 
     monkeypatch.setattr(ForkServer, "_new_process", late)
+    before = children()
     for number in range(5):
         assert fork(start(), tmp_path / f"log{number}", "worker") is None
         assert (tmp_path / f"log{number}").read_text() == ""
-    assert all(gone(child.pid) for child in psutil.Process().children())
+    assert all(gone(child.pid) for child in children() - before)
 
 
 def test_a_server_that_imports_for_too_long_is_ended(modules: Path) -> None:
