@@ -84,6 +84,12 @@ class Config(Section):
             "set telemetry.trace_mb=64, its default",
             True,
         )
+        yield Rule(
+            not self.generator.speculation.tokens or not self.fixed_shape,
+            "generator.speculation.tokens",
+            "needs steps of as many tokens as there are, not of a fixed shape",
+            "set generator.fixed_shape=false, or leave it out",
+        )
         yield from _size_rules(self)
         yield from _length_rules(self)
         yield from _evaluation_rules(self)

@@ -22,6 +22,8 @@ FIGURES = {
     "leases": "rollout/leases",
     "kv_usage": "rollout/kv_usage",
     "preemptions": "rollout/preemptions",
+    "drafted": "rollout/drafted",
+    "accepted": "rollout/accepted",
 }
 """Stats that are figures of the trace, at each heartbeat."""
 
@@ -90,9 +92,10 @@ class WorkerTelemetry:
     def collect(self) -> dict[str, Any]:
         """All figures, as totals of this process unless stated otherwise.
 
-        tokens · running, waiting samples now · kv_usage, preemptions of engines that have them · admitted: samples
-        that may be under way · held, lineage · leases now · weights/… of the follower · probes: the prober's reports
-        reward/… of the reward function · seconds {span of the engine: seconds} · counts of `WorkerLeases`
+        tokens · running, waiting samples now · kv_usage, preemptions, drafted, accepted of engines that have them
+        admitted: samples that may be under way · held, lineage · leases now · weights/… of the follower · probes: the
+        prober's reports · reward/… of the reward function · seconds {span of the engine: seconds} · counts of
+        `WorkerLeases`
         """
         return {
             **self.engine_stats(),

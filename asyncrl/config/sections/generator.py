@@ -123,6 +123,21 @@ class ServerConfig(Section):
 
 
 @dataclass(frozen=True)
+class SpeculationConfig(Section):
+    """Only for generator.engine=transformers; see docs/engines.md."""
+
+    tokens: Amount = key(
+        0,
+        "draft up to so many tokens of a sample from other answers to its prompt, and check them in one step; 0: none",
+    )
+    ridge_tokens: Count = key(
+        32,
+        "a decode step of so many tokens takes twice as long as one of a single token; with more samples under way "
+        "nothing is drafted",
+    )
+
+
+@dataclass(frozen=True)
 class GeneratorConfig(Section):
     engine: Literal["transformers", "vllm", "vllm_server", "sglang", "scripted"] = "transformers"
     own_engine: str | None = key(None, "in place of engine, see docs/engines.md")
@@ -173,6 +188,7 @@ class GeneratorConfig(Section):
     drain_deadline_s: Seconds = key(
         600.0, "kv=drain: samples that still run so long after new weights came go on as with kv=recompute"
     )
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     heartbeat_s: Seconds = key(2.0, "between two renewals of all leases of a worker")
@@ -190,6 +206,13 @@ class GeneratorConfig(Section):
             "kv",
             "is not for generator.engine=scripted: it has no cache, and flips at once",
             "set generator.kv=keep",
+        )
+        vllm = "generator.vllm.extra.speculative_config"
+        yield Rule(
+            not self.speculation.tokens or (self.engine == "transformers" and self.own_engine is None),
+            "speculation.tokens",
+            "is of generator.engine=transformers",
+            f"leave it out, and set {vllm}" if self.on_vllm else "leave it out",
         )
         yield from self._server_rules()
 

@@ -49,7 +49,7 @@ LABELS = {
 """Parts of a figure's name ▸ the label that has the rest of it as its value."""
 
 COUNTERS = re.compile(
-    r"(generator|pool)/(tokens|seconds|busy_s|preemptions|groups|dropped|refused|returned|lost|late|reward/|agent/"
+    r"(generator|pool)/(tokens|seconds|busy_s|preemptions|drafted|accepted|groups|dropped|refused|returned|lost|late|reward/|agent/"
     r"|weights/(flips|failures|lost|bytes))"
 )
 """Figures that are totals of a process; all others are of now."""

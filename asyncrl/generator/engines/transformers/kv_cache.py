@@ -4,9 +4,11 @@ A forward is always one packed row of tokens [1, N], of one of two kinds:
 
     Prefill   the prompts of new requests, one after another; each attends to itself, and its keys and values
               are stored in the rows of all samples of the request
-    Decode    one token for each of the rows 0..A-1; it is stored at the row's position and attends to the row
+    Decode    the last token of each of the rows 0..A-1, and drafts behind it; each is stored at its column and attends
+              to the row up to there
 
-Axes:  N tokens of a forward · A rows decoded · P prompts, T longest prompt · S rows filled by a prefill
+Axes:  N tokens of a forward · A rows decoded · P prompts · T longest prompt, or most tokens of a row decoded
+       S rows filled by a prefill
        H query heads, K key/value heads, G = H / K · L columns in use, M columns of the cache · D head size
 """
 
@@ -46,12 +48,17 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """position_A: the column each row writes · column_L: those in use · hidden_AL: True at those a row must not see."""
+    """row_N, column_N: where each token is stored, row by row · column_L: the columns in use · column_AT: those of a
+    row's tokens · hidden_ATL: True at the columns that a token must not see · index_AT: where a row's tokens are in the
+    packed row, up to T the last one again · turn_N: the inverse. Both None: each row has one token."""
 
-    row_A: Tensor
-    position_A: Tensor
+    row_N: Tensor
+    column_N: Tensor
     column_L: Tensor
-    hidden_AL: Tensor
+    column_AT: Tensor
+    hidden_ATL: Tensor
+    index_AT: Tensor | None = None
+    turn_N: Tensor | None = None
 
 
 Stores = tuple[Tensor, Tensor]
@@ -143,20 +150,24 @@ def _decode(
     query: Tensor, key: Tensor, value: Tensor, stores: Stores, of: Decode, rule: AttentionRule
 ) -> Tensor:
     keys, values = stores
-    keys[of.row_A, :, of.position_A] = key[0].transpose(0, 1)
-    values[of.row_A, :, of.position_A] = value[0].transpose(0, 1)
-    A, L = of.hidden_AL.shape
-    K = keys.shape[1]
-    query_AKGD = query[0].transpose(0, 1).reshape(A, K, -1, query.shape[-1])
+    keys[of.row_N, :, of.column_N] = key[0].transpose(0, 1)
+    values[of.row_N, :, of.column_N] = value[0].transpose(0, 1)
+    A, T, L = of.hidden_ATL.shape
+    H, K, D = query.shape[1], keys.shape[1], query.shape[-1]
+    query_NHD = query[0].transpose(0, 1)
+    query_ATHD = query_NHD if of.index_AT is None else query_NHD[of.index_AT]
+    query_AKGTD = query_ATHD.reshape(A, T, K, -1, D).permute(0, 2, 3, 1, 4)
     # Views of the cache: with the active rows first, nothing is gathered.
-    score_AKGL = (query_AKGD * rule.scale(query.shape[-1])) @ keys[:A, :, :L].transpose(-1, -2)
-    hidden_AL = of.hidden_AL
+    score_AKXL = (query_AKGTD * rule.scale(D)).reshape(A, K, -1, D) @ keys[:A, :, :L].transpose(-1, -2)
+    hidden_ATL = of.hidden_ATL
     if rule.window is not None:
-        hidden_AL = hidden_AL | (of.column_L <= of.position_A[:, None] - rule.window)
-    sinks_KG = None if rule.sinks_H is None else rule.sinks_H.view(K, -1)
-    weight_AKGL = attention_weights(score_AKGL.float(), hidden_AL[:, None, None], rule.softcap, sinks_KG)
-    out_AKGD = weight_AKGL.to(values.dtype) @ values[:A, :, :L]
-    return out_AKGD.reshape(1, A, query.shape[1], -1)
+        hidden_ATL = hidden_ATL | (of.column_L <= of.column_AT[:, :, None] - rule.window)
+    sinks_KG1 = None if rule.sinks_H is None else rule.sinks_H.view(K, -1, 1)
+    score_AKGTL = score_AKXL.view(A, K, -1, T, L).float()
+    weight_AKGTL = attention_weights(score_AKGTL, hidden_ATL[:, None, None], rule.softcap, sinks_KG1)
+    out_AKXD = weight_AKGTL.to(values.dtype).reshape(A, K, -1, L) @ values[:A, :, :L]
+    out_ATHD = out_AKXD.view(A, K, -1, T, out_AKXD.shape[-1]).permute(0, 3, 1, 2, 4).reshape(A, T, H, -1)
+    return out_ATHD.transpose(0, 1) if of.turn_N is None else out_ATHD[of.row_N, of.turn_N][None]
 
 
 def _prefill(

@@ -38,9 +38,9 @@ def _with_states(layer: Any, forward: Callable[..., Tensor], hidden_states: Tens
     conv, state = cache.states(layer.layer_idx, partial(_empty, layer))
     hidden_NE = hidden_states[0]
     if isinstance(of, Decode):
-        rows = len(of.row_A)
+        rows = len(of.row_N)
         for stored in (conv[:rows], state[:rows]):
-            stored.masked_fill_(of.position_A.view(-1, *[1] * (stored.dim() - 1)) == 0, 0)
+            stored.masked_fill_(of.column_N.view(-1, *[1] * (stored.dim() - 1)) == 0, 0)
         return forward(hidden_NE[:, None], cache_params=_LayerStates(layer, conv[:rows], state[:rows]))[:, 0][
             None
         ]

@@ -15,8 +15,10 @@ like everything else, and the row of a sample is a function of its ordinal and i
 then the same whatever else runs, to the last bit. If a flip invalidates a row's cache, its tokens are fed again one by
 one.
 
+With a drafter a step may make several tokens of a row: see `drafts.py`.
+
 Axes:  R rows of the cache · A rows in use (all R at fixed shape) · C columns, prompt + output tokens
-       P texts of a prefill · S rows that it fills
+       N tokens of a forward · T most tokens of a row in it · P texts of a prefill · S rows that it fills
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from asyncrl.counter_rng import uniform_at
 from asyncrl.device import accelerator
 from asyncrl.errors import WeightSyncError
 from asyncrl.generator.engines.engine import Pieces, SampleRequest, check_fits
+from asyncrl.generator.engines.transformers.drafts import Drafter
 from asyncrl.generator.engines.transformers.kv_cache import Decode, KVCache, Prefill, attending
 from asyncrl.generator.engines.transformers.recurrent_rows import keep_states
 from asyncrl.generator.engines.transformers.rows import BatchedRequest, BatchRows, Support, sample_tokens
@@ -54,6 +57,7 @@ class SlotBatch:
     model   a causal LM loaded with attention ATTENTION
     slots   R: samples decoded at once · max_length: C · end_ids: tokens that end a sample
     recorder  of the model's layers, for turns that have the experts of their tokens
+    drafter   not at fixed shape, nor with layers that have a recurrent state: it has no way back from a draft
     """
 
     def __init__(
@@ -66,7 +70,9 @@ class SlotBatch:
         version: Version,
         fixed_shape: bool = False,
         recorder: ExpertRecorder | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
+        self.drafter = drafter
         self.model, self.version, self.fixed_shape = model, version, fixed_shape
         self.slots, self.max_length = slots, max_length
         self.tokens_made = 0
@@ -257,19 +263,55 @@ class SlotBatch:
     def _decode(self, count: int) -> list[tuple[str, list[Turn]]]:
         rows, row_A = self._rows, np.arange(count)
         column_A = np.where(rows.used_R[:count], rows.cached_R[:count], 0)
-        columns = self.max_length if self.fixed_shape else int(column_A.max()) + 1
-        position_A = self._tensor(column_A)
-        hidden_AL = self._column_indices[:columns] > position_A[:, None]
-        of = Decode(self._row_indices[:count], position_A, self._column_indices[:columns], hidden_AL)
-        rotary_A = column_A + rows.ahead_R[:count]
-        logits_AV = self._forward(rows.token_RC[row_A, column_A], rotary_A, of, keep=None)
-        if self._recorder:
-            rows.note_experts(row_A, column_A, self._recorder.take(count))
-        rows.cached_R[:count] += 1
-        if not self.fixed_shape:
-            return self._accept(row_A, logits_AV)
-        all_in = np.flatnonzero(rows.used_R & (rows.cached_R == rows.known_R))
-        return self._accept(all_in, logits_AV[self._tensor(all_in)])
+        drafts_A = self.drafter.draft(rows) if self.drafter else np.zeros(count, np.int64)
+        row_N, first_A = np.repeat(row_A, 1 + drafts_A), np.cumsum(1 + drafts_A) - 1 - drafts_A
+        turn_N = np.arange(len(row_N)) - first_A[row_N]
+        column_N = column_A[row_N] + turn_N
+        token_N, rotary_N = rows.token_RC[row_N, column_N], column_N + rows.ahead_R[row_N]
+        logits_NV = self._forward(token_N, rotary_N, self._places(row_N, column_N, turn_N), keep=None)
+        experts_NW = self._recorder.take(len(row_N)) if self._recorder else None
+        if self.fixed_shape:
+            if experts_NW is not None:
+                rows.note_experts(row_N, column_N, experts_NW)
+            rows.cached_R[:count] += 1
+            all_in = np.flatnonzero(rows.used_R & (rows.cached_R == rows.known_R))
+            return self._accept(all_in, logits_NV[self._tensor(all_in)])
+        drawn_N, logp_N = self._draw(row_N, column_N + 1, logits_NV)
+        made_A = _made(token_N, drawn_N, row_N, turn_N)
+        if self.drafter:
+            self.drafter.learn(drafts_A, made_A - 1)
+        finish: dict[int, Finish] = {}
+        for turn in range(made_A.max()):
+            going_A = np.isin(row_A, [*finish], invert=True) & (made_A > turn)
+            at = first_A[going_A] + turn
+            finish |= self._append(row_A[going_A], drawn_N[at], logp_N[at])
+        rows.cached_R[:count] = rows.known_R[:count] - 1
+        if experts_NW is not None:
+            kept_N = column_N <= rows.cached_R[row_N] - 1
+            rows.note_experts(row_N[kept_N], column_N[kept_N], experts_NW[kept_N])
+        return self._leave(finish)
+
+    def _places(self, row_N: Array, column_N: Array, turn_N: Array) -> Decode:
+        """Where a decoding forward stores its tokens, and what they see."""
+        columns = self.max_length if self.fixed_shape else int(column_N.max()) + 1
+        column_L, column_Nt = self._column_indices[:columns], self._tensor(column_N)
+        if not turn_N.any():
+            column_A1 = column_Nt[:, None]
+            row_A = self._row_indices[: len(row_N)]
+            return Decode(row_A, column_Nt, column_L, column_A1, column_L > column_A1[:, :, None])
+        first_A = np.flatnonzero(turn_N == 0)
+        last_A = np.append(first_A[1:], len(turn_N)) - 1
+        index_AT = self._tensor(np.minimum(first_A[:, None] + np.arange(turn_N.max() + 1), last_A[:, None]))
+        column_AT = column_Nt[index_AT]
+        return Decode(
+            self._tensor(row_N),
+            column_Nt,
+            column_L,
+            column_AT,
+            column_L > column_AT[:, :, None],
+            index_AT,
+            self._tensor(turn_N),
+        )
 
     def _forward(
         self, token_N: Array, position_N: Array, of: Prefill | Decode, keep: Tensor | None
@@ -300,14 +342,23 @@ class SlotBatch:
         """Draw the next token of these rows; rows that are done leave."""
         if not row_A.size:
             return []
+        drawn = self._draw(row_A, self._rows.known_R[row_A], logits_AV)
+        return self._leave(self._append(row_A, *drawn))
+
+    def _draw(self, row_N: Array, column_N: Array, logits_NV: Tensor) -> tuple[Array, Array]:
+        """Tokens for these columns of rows, and their log-probs."""
         rows = self._rows
-        column_A = rows.known_R[row_A]
-        uniform_A = uniform_at(rows.key_R[row_A], column_A - rows.origin_R[row_A])
-        support = Support(*(of_R[row_A] for of_R in rows.support))
+        uniform_N = uniform_at(rows.key_R[row_N], column_N - rows.origin_R[row_N])
+        support = Support(*(of_R[row_N] for of_R in rows.support))
         try:
-            token_A, logp_A = sample_tokens(logits_AV, rows.temperature_R[row_A], uniform_A, support)
+            return sample_tokens(logits_NV, rows.temperature_R[row_N], uniform_N, support)
         except FloatingPointError as error:
             raise WeightSyncError(f"version {self.version} cannot be sampled from: {error}") from error
+
+    def _append(self, row_A: Array, token_A: Array, logp_A: Array) -> dict[int, Finish]:
+        """Add a token to each of these rows. Returns why a row is done, of those that are."""
+        rows = self._rows
+        column_A = rows.known_R[row_A]
         rows.token_RC[row_A, column_A] = token_A
         rows.logp_RC[row_A, column_A] = logp_A
         rows.version_RC[row_A, column_A] = self.version
@@ -316,11 +367,17 @@ class SlotBatch:
         stopped_A = (token_A[:, None] == self._end_ids).any(1) | rows.at_stop_text(row_A)
         done_A = stopped_A | (column_A + 1 >= rows.limit_R[row_A])
         self._cut_pieces(row_A[~done_A])
-        if not done_A.any():
+        return {
+            int(row): "stop" if stopped else "length"
+            for row, stopped in zip(row_A[done_A], stopped_A[done_A], strict=True)
+        }
+
+    def _leave(self, finish: Mapping[int, Finish]) -> list[tuple[str, list[Turn]]]:
+        """Rows that are done leave. Returns the requests that finished, by id."""
+        if not finish:
             return []
-        finish: list[Finish] = ["stop" if stopped else "length" for stopped in stopped_A[done_A]]
-        ended = [rows.owner(row) for row in row_A[done_A]]
-        left = self._release(row_A[done_A], finish)
+        ended = [self._rows.owner(row) for row in finish]
+        left = self._release(np.array([*finish]), [*finish.values()])
         for batched, sample in ended:
             if batched.request.pieces is not None and not batched.finished:
                 self._pieces.append((batched.request.pieces, sample, batched.turns[sample]))
@@ -340,6 +397,9 @@ class SlotBatch:
     def _release(self, row_A: Array, finish: Sequence[Finish]) -> list[BatchedRequest]:
         """Free rows, and move the last rows into the holes, so that the rows in use are 0..used-1 again."""
         rows, used_before = self._rows, self._rows.used
+        if self.drafter:
+            for row in row_A:
+                self.drafter.end(*rows.owner(row), rows.token_RC[row, : rows.known_R[row]])
         left = rows.release(row_A, finish)
         kept = rows.used_R[:used_before]
         holes = np.flatnonzero(~kept[: rows.used])
@@ -352,3 +412,11 @@ class SlotBatch:
 
     def _tensor(self, array: Array) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+
+def _made(token_N: Array, drawn_N: Array, row_N: Array, turn_N: Array) -> Array:
+    """[A]: the tokens that each row made: the draws up to the first that is not the draft behind it."""
+    wrong_N = (turn_N > 0) & (token_N != np.roll(drawn_N, 1))
+    made_A = np.bincount(row_N)
+    np.minimum.at(made_A, row_N[wrong_N], turn_N[wrong_N])
+    return made_A

@@ -41,11 +41,12 @@ from asyncrl.device.products import wide_product
 from asyncrl.errors import ConfigError, RunClosedError
 from asyncrl.generator.engines.engine import SampleRequest, check_complete, span_seconds
 from asyncrl.generator.engines.receiver import LocalReceiver, WeightReader, WeightReceiver
+from asyncrl.generator.engines.transformers.drafts import Drafter
 from asyncrl.generator.engines.transformers.kv_cache import ATTENTION, UnsupportedAttentionError
 from asyncrl.generator.engines.transformers.slots import SlotBatch
 from asyncrl.generator.threads import OneThread
 from asyncrl.models.adapters import adapt, live_tensors
-from asyncrl.models.loading import load_causal_lm, load_model_config, text_body
+from asyncrl.models.loading import delta_nets, load_causal_lm, load_model_config, text_body
 from asyncrl.models.routing import ExpertRecorder
 from asyncrl.telemetry import decisions
 from asyncrl.telemetry.spans import Spans
@@ -91,6 +92,7 @@ class TransformersEngine:
         kv: KvAtFlip = "keep",
         drain_s: float = math.inf,
         record_experts: bool = False,
+        drafter: Drafter | None = None,
     ) -> None:
         self._kv, self._drain_s = kv, drain_s
         self.targets = live_tensors(model)
@@ -103,6 +105,7 @@ class TransformersEngine:
             version=version,
             fixed_shape=fixed_shape,
             recorder=_recorder(model) if record_experts else None,
+            drafter=drafter,
         )
         self._thread = OneThread("engine")
         self._parked = ParkedTensors()
@@ -170,8 +173,17 @@ class TransformersEngine:
             "waiting": float(self._requested - self._added + self.batch.waiting),
             "kv_usage": self.batch.running / self.batch.slots,
             "preemptions": 0.0,
+            **self._drafts(),
             **span_seconds(self._spans),
         }
+
+    def _drafts(self) -> dict[str, float]:
+        drafter = self.batch.drafter
+        return (
+            {}
+            if drafter is None
+            else {"drafted": float(drafter.drafted), "accepted": float(drafter.accepted)}
+        )
 
     async def close(self) -> None:
         if self._runner is not None:
@@ -365,4 +377,15 @@ def load_transformers_engine(config: Config, tokenizer: PreTrainedTokenizerBase)
         kv=config.generator.kv,
         drain_s=config.generator.drain_deadline_s,
         record_experts=config.model.router_replay,
+        drafter=_drafter(config, model),
     )
+
+
+def _drafter(config: Config, model: PreTrainedModel) -> Drafter | None:
+    speculation = config.generator.speculation
+    if not speculation.tokens:
+        return None
+    rule = f"cannot be with {type(model).__name__}: its layers have a recurrent state, with no way back from a draft"
+    key, remedy = "generator.speculation.tokens", "leave it out"
+    require(not delta_nets(model), key, speculation.tokens, rule, remedy)
+    return Drafter(speculation.tokens, speculation.ridge_tokens)
