@@ -12,5 +12,7 @@ with σ = 1 and the same mean. The engine alone gets prompts like those of the t
 it. It keeps its weights, and the learner's process rests meanwhile: what updates cost, and whatever the learner takes
 from the cores that they share, counts against the worker. How much that is, two figures tell.
 
+    python -m bench.generator.speculation      drafts of the embedded engine: the time of a batch, and of its long tail
+
 An engine that fails leaves its bars unmeasured, the others are reported, and the exit code is 1.
 """

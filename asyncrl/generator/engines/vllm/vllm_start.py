@@ -190,6 +190,10 @@ def engine_arguments(
     rule = "needs the model runner of vLLM that has Triton, which its build for CPUs lacks"
     remedy = "set generator.engine=transformers, or model.router_replay=false"
     require(not (config.model.router_replay and on_cpu), "model.router_replay", True, rule, remedy)
+    drafts = ours.extra.get("speculative_config")
+    rule = "vLLM 0.32 on a CPU accepts wrong drafts when it samples, and gives log-probs that are no numbers"
+    remedy = "leave it out, or set generator.engine=transformers generator.speculation.tokens=16"
+    require(not (drafts and on_cpu), "generator.vllm.extra.speculative_config", drafts, rule, remedy)
     fixed = {
         "model": config.model.path,
         "trust_remote_code": config.model.trust_remote_code,

@@ -117,6 +117,21 @@ def test_arguments_that_asyncrl_does_not_know_go_to_vllm(tmp_path: Path) -> None
     assert (arguments["data_parallel_size"], arguments["max_num_seqs"]) == (2, 5)
 
 
+def test_speculative_decoding_of_vllm_is_refused_on_a_cpu_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model_folder(tmp_path)
+    drafts = {"method": "ngram", "num_speculative_tokens": 4}
+    ours = VllmConfig(extra={"speculative_config": drafts})
+    config = Config(
+        model=ModelConfig(path=str(tmp_path)), generator=GeneratorConfig(engine="vllm", vllm=ours)
+    )
+    with pytest.raises(ConfigError, match=r"speculative_config = .*generator\.speculation\.tokens"):
+        vllm_start.engine_arguments(config)
+    monkeypatch.setattr(vllm_start.accelerator, "count", lambda: 1)
+    assert vllm_start.engine_arguments(config)["speculative_config"] == drafts
+
+
 def test_replicas_that_share_experts_are_refused() -> None:
     two = Config(model=ModelConfig(path="x"), generator=GeneratorConfig(vllm=VllmConfig(data_parallel=2)))
     vllm_start.check_replicas(two, has_experts=False)

@@ -1,0 +1,179 @@
+"""The time of a batch with drafts and without: python -m bench.generator.speculation.
+
+A batch has 32 groups of 4 answers, 32 at once, with a long tail of lengths. The policy goes on from each token with a
+given one, with a given probability, so that it is known how many drafts are right; its forwards are those of any model
+of its size. Plain and drafted batches run in turns, each drafted one after an earlier batch of the same tasks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+
+from asyncrl.generator.engines.engine import SampleRequest
+from asyncrl.generator.engines.transformers.drafts import Drafter
+from asyncrl.generator.engines.transformers.kv_cache import ATTENTION
+from asyncrl.generator.engines.transformers.slots import SlotBatch
+from asyncrl.types import Array, Sampling
+from bench.bars import row
+from bench.generator.model import GROUP, GROUPS, LONGEST, PROMPT, SIZES, SLOTS, TINY
+from bench.generator.watched import lognormal
+from bench.output import bench_parser, machine, write_results
+
+SHARES = (0.5, 0.7, 0.9, 0.97)
+"""Probabilities of the token that the policy goes on with."""
+
+TAIL = 0.05
+"""Of the answers: those that end last."""
+
+DRAFTED = 16
+"""`generator.speculation.tokens`."""
+
+VOCABULARY, FOLLOWERS = 256, 64
+"""Tokens, and those of them that one of the others leads to."""
+
+
+def main() -> None:
+    parser = bench_parser("generator.speculation", "Batches with drafts and without.")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tiny", action="store_true", help="a model of no size, to see that all works")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    sizes = TINY if args.tiny else SIZES
+    ridge = ridge_tokens(policy(sizes, SHARES[0]))
+    print(f"ridge: {ridge:.1f} tokens", flush=True)
+    found = {}
+    for share in SHARES[-1:] if args.tiny else SHARES:
+        model = policy(sizes, share)
+        rounds = [measured(model, number, max(SLOTS, round(ridge))) for number in range(args.rounds)]
+        found[str(share)] = {name: median(each[name] for each in rounds) for name in rounds[0]}
+        print(share, json.dumps(found[str(share)]), flush=True)
+    millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    text = table(found, ridge, millions, args.rounds)
+    print(text)
+    write_results(
+        args.json, {"figures": found, "ridge_tokens": ridge, "machine": machine()}, args.table, text
+    )
+
+
+def policy(sizes: dict[str, Any], share: float) -> PreTrainedModel:
+    """Its layers compute all that layers compute, and add nothing: logits depend on the last token alone."""
+    config = Qwen2Config(
+        **sizes,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=2 * LONGEST,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION).eval()
+    width = config.hidden_size
+    followers = torch.randint(FOLLOWERS, (VOCABULARY,))
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        embedding = torch.linalg.qr(torch.randn(width, VOCABULARY))[0].T * math.sqrt(width)
+        model.model.embed_tokens.weight.copy_(embedding)
+        logit = math.log((VOCABULARY - 1) * share / (1 - share))
+        model.lm_head.weight.zero_().index_add_(0, followers, logit / width * embedding)
+    return model
+
+
+def ridge_tokens(model: PreTrainedModel) -> float:
+    """Tokens with which a step takes twice as long as with one: by the times of steps of 1 and of 2 × SLOTS rows."""
+    few, many = (step_s(model, rows) for rows in (1, 2 * SLOTS))
+    return 1 + few * (2 * SLOTS - 1) / (many - few)
+
+
+def step_s(model: PreTrainedModel, rows: int, steps: int = 30) -> float:
+    batch = SlotBatch(model, slots=rows, max_length=PROMPT + LONGEST, end_ids=(), version=0)
+    batch.add(SampleRequest("steps", prompt_of(0), Sampling(max_tokens=2 * steps), 0, rows))
+    times = []
+    for _ in range(steps):
+        begun = time.perf_counter()
+        batch.step()
+        times.append(time.perf_counter() - begun)
+    return median(times[3:])
+
+
+def measured(model: PreTrainedModel, number: int, ridge: int) -> dict[str, float]:
+    """One batch each way, which take turns at being first."""
+    drafter = Drafter(DRAFTED, ridge)
+    run(model, 2 * number, drafter)
+    seconds: dict[str, Array] = {}
+    for name in ("plain", "drafted") if number % 2 else ("drafted", "plain"):
+        seconds[name] = run(model, 2 * number + 1, drafter if name == "drafted" else None)
+    found = {f"batch_s_{name}": float(ends[-1]) for name, ends in seconds.items()}
+    found |= {f"tail_s_{name}": tail_s(ends) for name, ends in seconds.items()}
+    found["batch_ratio"] = found["batch_s_plain"] / found["batch_s_drafted"]
+    found["tail_ratio"] = found["tail_s_plain"] / found["tail_s_drafted"]
+    found["accepted"] = drafter.accepted / max(1, drafter.drafted)
+    return found
+
+
+def run(model: PreTrainedModel, epoch: int, drafter: Drafter | None) -> Array:
+    """A batch of one epoch over the tasks. The seconds after which each answer had ended, in order."""
+    batch = SlotBatch(model, slots=SLOTS, max_length=PROMPT + LONGEST, end_ids=(), version=0, drafter=drafter)
+    for task in range(GROUPS):
+        for sample in range(GROUP):
+            ordinal = epoch * GROUPS + task
+            sampling = Sampling(max_tokens=lognormal(ordinal, sample))
+            name = f"{ordinal}/{sample}"
+            batch.add(SampleRequest(name, prompt_of(task), sampling, ordinal, first=sample))
+    ends: list[float] = []
+    begun = time.perf_counter()
+    while not batch.idle:
+        ended = len(batch.step())
+        ends += [time.perf_counter() - begun] * ended
+    return np.array(ends)
+
+
+def prompt_of(task: int) -> Array:
+    return np.random.default_rng(task).integers(0, VOCABULARY, PROMPT)
+
+
+def tail_s(ends: Array) -> float:
+    """Seconds that the last answers took alone."""
+    return float(ends[-1] - ends[math.ceil(len(ends) * (1 - TAIL)) - 1])
+
+
+def table(found: dict[str, dict[str, float]], ridge: float, millions: float, rounds: int) -> str:
+    shown = {
+        "accepted": "drafts that were accepted",
+        "batch_s_plain": "seconds of a batch without drafts",
+        "batch_s_drafted": "with drafts",
+        "batch_ratio": "ratio",
+        "tail_s_plain": f"seconds of the last {TAIL:.0%} of its answers, without drafts",
+        "tail_s_drafted": "with drafts",
+        "tail_ratio": "ratio",
+    }
+    limits = [f"{1 / (1 - float(share)):.1f}" for share in found]
+    return "\n".join(
+        [
+            "# Drafts of rollouts",
+            "",
+            f"`python -m bench.generator.speculation`, medians of {rounds} rounds of one run. {machine()}",
+            f"A model of {millions:.0f}M parameters in float32, one thread; batches of {GROUPS} groups of {GROUP} "
+            f"answers, {SLOTS} at once, of lognormal lengths (σ = 1) up to {LONGEST} tokens; up to {DRAFTED} drafts a row, "
+            f"`ridge_tokens` as measured: {ridge:.0f}.",
+            "",
+            row(["probability of the policy's token", *found]),
+            row(["---", *("--:" for _ in found)]),
+            row(["limit: tokens of a step of one sample, 1/(1 - p)", *limits]),
+            *(row([text, *(f"{each[name]:.3g}" for each in found.values())]) for name, text in shown.items()),
+            "",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()
