@@ -163,8 +163,8 @@ def table(found: dict[str, dict[str, float]], ridge: float, millions: float, rou
             "",
             f"`python -m bench.generator.speculation`, medians of {rounds} rounds of one run. {machine()}",
             f"A model of {millions:.0f}M parameters in float32, one thread; batches of {GROUPS} groups of {GROUP} "
-            f"answers, {SLOTS} at once, of lognormal lengths (σ = 1) up to {LONGEST} tokens; up to {DRAFTED} drafts a row, "
-            f"`ridge_tokens` as measured: {ridge:.0f}.",
+            f"answers, {SLOTS} at once, of lognormal lengths (σ = 1) up to {LONGEST} tokens; up to {DRAFTED} drafts a "
+            f"row, `ridge_tokens` as measured: {ridge:.0f}.",
             "",
             row(["probability of the policy's token", *found]),
             row(["---", *("--:" for _ in found)]),

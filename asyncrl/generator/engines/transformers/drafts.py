@@ -35,7 +35,7 @@ HISTORY_TOKENS = 4_000_000
 """In all sequences that are kept, 4 bytes each. The tasks that were not seen for longest go first."""
 
 READ_TOKENS = 4096
-"""Most tokens that automata read between two steps: about as many microseconds three times over."""
+"""Most tokens that automata read between two steps, some microseconds each."""
 
 ORDINALS = 4096
 """Whose tasks are known: between two turns of a conversation the engine has nothing of it."""
@@ -77,10 +77,11 @@ class AcceptanceRates:
 
 @dataclass(slots=True)
 class _Task:
-    """A task that has samples in flight. unread: sequences that its automaton has not read"""
+    """A task that has samples in flight. unread: what its automaton has not read: the state of what stands before, and
+    the tokens"""
 
     name: bytes
-    unread: deque[Array]
+    unread: deque[tuple[int, Array]]
     automaton: SuffixAutomaton = field(default_factory=SuffixAutomaton)
     samples: int = 0
 
@@ -142,22 +143,33 @@ class Drafter:
         sequence = sequence.astype(np.int32)
         self._remember(name, sequence)
         if task := self._tasks.get(name):
-            task.unread.append(sequence)
+            task.unread.append(
+                (ROOT, sequence) if sample is None else (sample.state, sequence[sample.read :])
+            )
             task.samples -= sample is not None
             if not task.samples:
                 del self._tasks[name]
 
     def _look_up(self, rows: BatchRows) -> dict[int, list[Likely]]:
-        """What may come next in each row, as far as the automata have read the row."""
+        """Tokens that are likely next in each row, as far as the automata have read the row."""
         found: dict[int, list[Likely]] = {}
-        budget = READ_TOKENS
+        left = READ_TOKENS
         for row in range(rows.used):
             known = int(rows.known_R[row])
             sample = self._sample(*rows.owner(row))
-            budget -= self._read(sample, rows.token_RC[row, :known], budget)
-            most = min(self._most, int(rows.limit_R[row]) - known - 1)
+            task, unread = sample.task, sample.task.unread
+            while unread and left > 0:
+                state, tokens = unread.popleft()
+                now, later = tokens[:left], tokens[left:]
+                state, left = _read(task.automaton, state, now), left - len(now)
+                if len(later):
+                    unread.appendleft((state, later))
+            now = rows.token_RC[row, sample.read : known][: max(0, left)]
+            sample.state, left = _read(task.automaton, sample.state, now), left - len(now)
+            sample.read += len(now)
             if sample.read == known:
-                found[row] = sample.task.automaton.continuation(sample.state, most)
+                most = min(self._most, int(rows.limit_R[row]) - known - 1)
+                found[row] = task.automaton.continuation(sample.state, most)
         return found
 
     def _worthwhile(self, used: int) -> Iterator[int]:
@@ -178,39 +190,25 @@ class Drafter:
             tokens, expected = tokens + 1, expected + accepted
             yield row
 
-    def _read(self, sample: _Sample, sequence: Array, most: int) -> int:
-        """Let the automaton read what is new, for about `most` tokens. Returns how many they were."""
-        task, done = sample.task, 0
-        extend = task.automaton.extend
-        while task.unread and done < most:
-            state = ROOT
-            for token in (earlier := task.unread.popleft()).tolist():
-                state = extend(state, token)
-            done += len(earlier)
-        new = sequence[sample.read :][: max(0, most - done)].tolist()
-        for token in new:
-            sample.state = extend(sample.state, token)
-        sample.read += len(new)
-        return done + len(new)
-
     def _sample(self, batched: BatchedRequest, index: int) -> _Sample:
         key = batched.request.request_id, index
         if key not in self._samples:
             name = self._name(batched.request)
             if name not in self._tasks:
-                self._tasks[name] = _Task(name, deque(self._history.get(name, ())))
+                self._tasks[name] = _Task(name, deque((ROOT, one) for one in self._history.get(name, ())))
             self._samples[key] = _Sample(self._tasks[name])
             self._tasks[name].samples += 1
         return self._samples[key]
 
     def _name(self, request: SampleRequest) -> bytes:
-        """Of a request's task: the prompt of the first request that has its ordinal."""
-        if request.ordinal not in self._names:
-            first = request.prompt_ids[: len(request.prompt_ids) - request.made]
-            self._names[request.ordinal] = np.asarray(first, np.int64).tobytes()
+        """Of a request's task: the prompt of its first turn, with which those of later turns of its ordinal begin."""
+        prompt = np.asarray(request.prompt_ids, np.int64)[: len(request.prompt_ids) - request.made].tobytes()
+        name = self._names.get(request.ordinal)
+        if name is None or not prompt.startswith(name):
+            name = self._names[request.ordinal] = prompt
             if len(self._names) > ORDINALS:
                 self._names.popitem(last=False)
-        return self._names[request.ordinal]
+        return name
 
     def _remember(self, name: bytes, sequence: Array) -> None:
         kept = self._history.setdefault(name, deque())
@@ -222,3 +220,10 @@ class Drafter:
         while self._remembered > HISTORY_TOKENS and len(self._history) > 1:
             _, forgotten = self._history.popitem(last=False)
             self._remembered -= sum(map(len, forgotten))
+
+
+def _read(automaton: SuffixAutomaton, state: int, tokens: Array) -> int:
+    """The state behind these tokens."""
+    for token in tokens.tolist():
+        state = automaton.extend(state, token)
+    return state

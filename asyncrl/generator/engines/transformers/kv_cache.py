@@ -50,7 +50,7 @@ class Prefill:
 class Decode:
     """row_N, column_N: where each token is stored, row by row · column_L: the columns in use · column_AT: those of a
     row's tokens · hidden_ATL: True at the columns that a token must not see · index_AT: where a row's tokens are in the
-    packed row, up to T the last one again · turn_N: the inverse. Both None: each row has one token."""
+    packed row, up to T the last one again · offset_N: the inverse. Both None: each row has one token."""
 
     row_N: Tensor
     column_N: Tensor
@@ -58,7 +58,7 @@ class Decode:
     column_AT: Tensor
     hidden_ATL: Tensor
     index_AT: Tensor | None = None
-    turn_N: Tensor | None = None
+    offset_N: Tensor | None = None
 
 
 Stores = tuple[Tensor, Tensor]
@@ -167,7 +167,7 @@ def _decode(
     weight_AKGTL = attention_weights(score_AKGTL, hidden_ATL[:, None, None], rule.softcap, sinks_KG1)
     out_AKXD = weight_AKGTL.to(values.dtype).reshape(A, K, -1, L) @ values[:A, :, :L]
     out_ATHD = out_AKXD.view(A, K, -1, T, out_AKXD.shape[-1]).permute(0, 3, 1, 2, 4).reshape(A, T, H, -1)
-    return out_ATHD.transpose(0, 1) if of.turn_N is None else out_ATHD[of.row_N, of.turn_N][None]
+    return out_ATHD.transpose(0, 1) if of.offset_N is None else out_ATHD[of.row_N, of.offset_N][None]
 
 
 def _prefill(

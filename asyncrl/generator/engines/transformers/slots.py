@@ -265,10 +265,10 @@ class SlotBatch:
         column_A = np.where(rows.used_R[:count], rows.cached_R[:count], 0)
         drafts_A = self.drafter.draft(rows) if self.drafter else np.zeros(count, np.int64)
         row_N, first_A = np.repeat(row_A, 1 + drafts_A), np.cumsum(1 + drafts_A) - 1 - drafts_A
-        turn_N = np.arange(len(row_N)) - first_A[row_N]
-        column_N = column_A[row_N] + turn_N
+        offset_N = np.arange(len(row_N)) - first_A[row_N]
+        column_N = column_A[row_N] + offset_N
         token_N, rotary_N = rows.token_RC[row_N, column_N], column_N + rows.ahead_R[row_N]
-        logits_NV = self._forward(token_N, rotary_N, self._places(row_N, column_N, turn_N), keep=None)
+        logits_NV = self._forward(token_N, rotary_N, self._places(row_N, column_N, offset_N), keep=None)
         experts_NW = self._recorder.take(len(row_N)) if self._recorder else None
         if self.fixed_shape:
             if experts_NW is not None:
@@ -277,13 +277,13 @@ class SlotBatch:
             all_in = np.flatnonzero(rows.used_R & (rows.cached_R == rows.known_R))
             return self._accept(all_in, logits_NV[self._tensor(all_in)])
         drawn_N, logp_N = self._draw(row_N, column_N + 1, logits_NV)
-        made_A = _made(token_N, drawn_N, row_N, turn_N)
+        made_A = _made(token_N, drawn_N, row_N, offset_N)
         if self.drafter:
             self.drafter.learn(drafts_A, made_A - 1)
         finish: dict[int, Finish] = {}
-        for turn in range(made_A.max()):
-            going_A = np.isin(row_A, [*finish], invert=True) & (made_A > turn)
-            at = first_A[going_A] + turn
+        for offset in range(made_A.max()):
+            going_A = np.isin(row_A, [*finish], invert=True) & (made_A > offset)
+            at = first_A[going_A] + offset
             finish |= self._append(row_A[going_A], drawn_N[at], logp_N[at])
         rows.cached_R[:count] = rows.known_R[:count] - 1
         if experts_NW is not None:
@@ -291,17 +291,17 @@ class SlotBatch:
             rows.note_experts(row_N[kept_N], column_N[kept_N], experts_NW[kept_N])
         return self._leave(finish)
 
-    def _places(self, row_N: Array, column_N: Array, turn_N: Array) -> Decode:
+    def _places(self, row_N: Array, column_N: Array, offset_N: Array) -> Decode:
         """Where a decoding forward stores its tokens, and what they see."""
         columns = self.max_length if self.fixed_shape else int(column_N.max()) + 1
         column_L, column_Nt = self._column_indices[:columns], self._tensor(column_N)
-        if not turn_N.any():
+        if not offset_N.any():
             column_A1 = column_Nt[:, None]
             row_A = self._row_indices[: len(row_N)]
             return Decode(row_A, column_Nt, column_L, column_A1, column_L > column_A1[:, :, None])
-        first_A = np.flatnonzero(turn_N == 0)
-        last_A = np.append(first_A[1:], len(turn_N)) - 1
-        index_AT = self._tensor(np.minimum(first_A[:, None] + np.arange(turn_N.max() + 1), last_A[:, None]))
+        first_A = np.flatnonzero(offset_N == 0)
+        last_A = np.append(first_A[1:], len(offset_N)) - 1
+        index_AT = self._tensor(np.minimum(first_A[:, None] + np.arange(offset_N.max() + 1), last_A[:, None]))
         column_AT = column_Nt[index_AT]
         return Decode(
             self._tensor(row_N),
@@ -310,7 +310,7 @@ class SlotBatch:
             column_AT,
             column_L > column_AT[:, :, None],
             index_AT,
-            self._tensor(turn_N),
+            self._tensor(offset_N),
         )
 
     def _forward(
@@ -414,9 +414,9 @@ class SlotBatch:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 
 
-def _made(token_N: Array, drawn_N: Array, row_N: Array, turn_N: Array) -> Array:
+def _made(token_N: Array, drawn_N: Array, row_N: Array, offset_N: Array) -> Array:
     """[A]: the tokens that each row made: the draws up to the first that is not the draft behind it."""
-    wrong_N = (turn_N > 0) & (token_N != np.roll(drawn_N, 1))
+    wrong_N = (offset_N > 0) & (token_N != np.roll(drawn_N, 1))
     made_A = np.bincount(row_N)
-    np.minimum.at(made_A, row_N[wrong_N], turn_N[wrong_N])
+    np.minimum.at(made_A, row_N[wrong_N], offset_N[wrong_N])
     return made_A

@@ -288,6 +288,13 @@ def test_other_turns_of_a_conversation_and_later_epochs_are_of_the_same_task() -
     assert drafter.draft(rows_of([asked(78, n=1, prompt=[5, 9])])).tolist() == [0]
 
 
+def test_another_prompt_of_the_same_ordinal_is_another_task() -> None:
+    """Evaluations count their tasks from 0 too."""
+    drafter = Drafter(4, 32)
+    drafter.end(BatchedRequest(asked(0, n=1, prompt=[5, 6])), 0, np.array([5, 6, 1, 2]))
+    assert drafter.draft(rows_of([asked(0, n=1, prompt=[6, 1])])).tolist() == [0]
+
+
 def test_an_answer_goes_on_from_where_another_generator_left_it() -> None:
     """Its prompt ends with tokens of the answer, and is of the task nevertheless."""
     drafter = Drafter(4, 32)
