@@ -17,6 +17,7 @@ from pretended_gpu import GPU, PretendedGpu
 
 from asyncrl.config.schema import ModelConfig
 from asyncrl.generator.engines.engine import SampleRequest
+from asyncrl.generator.engines.transformers.drafts import Drafter
 from asyncrl.generator.engines.transformers.kv_cache import ATTENTION
 from asyncrl.generator.engines.transformers.slots import SlotBatch
 from asyncrl.generator.engines.transformers.transformers_engine import _recorder
@@ -31,7 +32,7 @@ TOWER_WAITS = 13
 """As in the learner's test: transformers' towers read the sizes of images."""
 
 
-def batch_of(family: str, folder: Path, fixed: bool) -> SlotBatch:
+def batch_of(family: str, folder: Path, fixed: bool, drafter: Drafter | None = None) -> SlotBatch:
     save_family(family, folder)
     model = load_causal_lm(ModelConfig(path=str(folder), dtype="bfloat16"), 0, ATTENTION)
     return SlotBatch(
@@ -42,6 +43,7 @@ def batch_of(family: str, folder: Path, fixed: bool) -> SlotBatch:
         version=0,
         fixed_shape=fixed,
         recorder=_recorder(model),
+        drafter=drafter,
     )
 
 
@@ -138,3 +140,38 @@ def test_an_engine_on_a_gpu_makes_a_cpus_tokens(family: str, fixed: bool, tmp_pa
     assert len(flip) <= token - 2 + tower, flip  # the prompts again
     most = token if family not in MODELS else 2 * token + tower  # more samples than rows: some join later
     assert all(len(step) <= most for step in later), later
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3-moe"])
+def test_a_step_with_drafts_waits_no_more_often(family: str, tmp_path: Path) -> None:
+    """Drafts come from the samples of the first time."""
+    cpu, moved = (batch_of(family, tmp_path, False, Drafter(3, 32)) for _ in range(2))
+    asked = requests(family, tmp_path)
+    expected = [played(cpu, asked), played(cpu, asked)]
+    with PretendedGpu() as gpu:
+        moved.model.to(GPU)
+        batch = SlotBatch(
+            moved.model,
+            slots=4,
+            max_length=48,
+            end_ids=(),
+            version=0,
+            recorder=moved._recorder,
+            drafter=Drafter(3, 32),
+        )
+        steps = []
+
+        def counted(method: Callable[..., Any], *args: Any, **more: Any) -> Any:
+            gpu.waits.clear()
+            result = here(method, *args, **more)
+            steps.append([*gpu.waits])
+            return result
+
+        found = [played(batch, asked, counted), played(batch, asked, counted)]
+    assert batch.drafter is not None
+    assert batch.drafter.accepted > 0
+    for turns, others in zip(found, expected, strict=True):
+        for one, other in zip(turns, others, strict=True):
+            np.testing.assert_array_equal(one.output_ids, other.output_ids)
+    token = 2 + bool(moved._recorder)
+    assert all(len(step) <= 2 * token for step in steps), steps
