@@ -27,6 +27,7 @@ from asyncrl.generator.engines.engine import Engine, SampleRequest
 from asyncrl.generator.engines.http.http_engine import HttpEngine
 from asyncrl.generator.engines.receiver import Learner, WeightReader
 from asyncrl.generator.engines.scripted_engine import ScriptedEngine
+from asyncrl.generator.engines.transformers.drafts import Drafter
 from asyncrl.generator.engines.transformers.kv_cache import ATTENTION
 from asyncrl.generator.engines.transformers.transformers_engine import TransformersEngine
 from asyncrl.generator.engines.vllm.vllm_engine import VllmEngine
@@ -137,7 +138,11 @@ def scripted(folder: Path) -> House:
 
 
 def transformers(
-    folder: Path, fixed_shape: bool = False, kv: KvAtFlip = "keep", drain_s: float = 600.0
+    folder: Path,
+    fixed_shape: bool = False,
+    kv: KvAtFlip = "keep",
+    drain_s: float = 600.0,
+    drafter: Drafter | None = None,
 ) -> House:
     reference = tiny_qwen2()
     engine = TransformersEngine(
@@ -149,6 +154,7 @@ def transformers(
         fixed_shape=fixed_shape,
         kv=kv,
         drain_s=drain_s,
+        drafter=drafter,
     )
     return House(engine, weights_of(reference), reference)
 
@@ -247,6 +253,7 @@ MAKERS: dict[str, Callable[[Path], House]] = {
     "scripted": scripted,
     "transformers": transformers,
     "transformers at fixed shape": lambda folder: transformers(folder, fixed_shape=True),
+    "transformers with drafts": lambda folder: transformers(folder, drafter=Drafter(8, 64)),
     "vllm": vllm,
     "vllm server": vllm_server,
     "sglang": lambda folder: sglang(folder, "keep"),

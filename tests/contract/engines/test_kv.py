@@ -17,6 +17,7 @@ from engine_cases import (
 )
 
 from asyncrl.config.sections.generator import KvAtFlip
+from asyncrl.generator.engines.transformers.drafts import Drafter
 
 Maker = Callable[[Path, KvAtFlip, float], House]
 
@@ -24,6 +25,9 @@ MAKERS: dict[str, Maker] = {
     "transformers": lambda folder, kv, drain_s: transformers(folder, kv=kv, drain_s=drain_s),
     "transformers at fixed shape": lambda folder, kv, drain_s: transformers(
         folder, fixed_shape=True, kv=kv, drain_s=drain_s
+    ),
+    "transformers with drafts": lambda folder, kv, drain_s: transformers(
+        folder, kv=kv, drain_s=drain_s, drafter=Drafter(8, 64)
     ),
     "sglang": sglang,
 }
