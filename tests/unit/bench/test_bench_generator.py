@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from asyncrl.generator.engines.engine import SampleRequest
 from asyncrl.types import Sampling
 from bench.generator import __main__ as program
-from bench.generator.model import LONGEST
+from bench.generator import speculation
+from bench.generator.model import LONGEST, TINY
 from bench.generator.report import table
 from bench.generator.watched import MEAN, Watched, lognormal
 
@@ -72,3 +74,18 @@ def test_an_engine_that_fails_does_not_take_the_figures_of_the_other_along(
     text = (tmp_path / "table").read_text()
     assert "| worker_over_bare.transformers ≥ 0.95 | FAIL: 0.5 |" in text
     assert "| worker_over_bare.vllm ≥ 0.95 | absent: not measured |" in text
+
+
+def test_the_policy_of_the_bench_of_drafts_goes_on_as_likely_as_it_says() -> None:
+    model = speculation.policy(TINY, 0.7)
+    model.set_attn_implementation("eager")
+    ids = torch.from_numpy(speculation.prompt_of(0))[None]
+    with torch.no_grad():
+        share, token = model(ids).logits[0].softmax(-1).max(-1)
+    assert share.numpy() == pytest.approx(np.full(len(share), 0.7), abs=1e-4)
+    assert token.max() < speculation.FOLLOWERS
+
+
+def test_a_tail_is_the_time_of_the_last_answers_alone() -> None:
+    assert speculation.tail_s(np.arange(1.0, 101.0)) == 5.0
+    assert speculation.tail_s(np.array([1.0] * 19 + [9.0])) == 8.0

@@ -46,13 +46,15 @@ GROUPS = 6
 Recorded = tuple[Config, Life, list[ClaimedGroup], dict[int, Mapping[str, Tensor]]]
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Recorded:
+@pytest.fixture(scope="module", params=[0, 4], ids=["", "with drafts"])
+def recorded(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model_folder: Path
+) -> Recorded:
     """Six tasks with two flips in the middle of samples, and a seventh that is given up."""
     folder = tmp_path_factory.mktemp("run")
     path = folder / "config.yaml"
     path.write_text(CONFIG.format(model=model_folder))
-    config = load_config(path)
+    config = load_config(path, [f"generator.speculation.tokens={request.param}"])
     about = {"format": decisions.FORMAT, "role": "generator", "config": path.name}
     with decisions.recording(folder / "decisions", "generator-0", about):
         claimed, weights = asyncio.run(_generate(config))
@@ -81,6 +83,7 @@ async def _generate(config: Config) -> tuple[list[ClaimedGroup], dict[int, Mappi
         await _flip(engine, version, weights)
     jobs.pop().cancel()
     claimed = await asyncio.gather(*jobs)
+    assert engine.batch.drafter is None or engine.batch.drafter.accepted > 0
     await engine.close()
     return claimed, weights
 
