@@ -88,7 +88,7 @@ class Config(Section):
             not self.generator.speculation.tokens or not self.fixed_shape,
             "generator.speculation.tokens",
             "needs steps of as many tokens as there are, not of a fixed shape",
-            "set generator.fixed_shape=false, or leave it out",
+            "set generator.fixed_shape=false, or generator.speculation.tokens=0",
         )
         yield from _size_rules(self)
         yield from _length_rules(self)

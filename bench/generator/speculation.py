@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
+from asyncrl.config.sections.generator import SpeculationConfig
 from asyncrl.generator.engines.engine import SampleRequest
 from asyncrl.generator.engines.transformers.drafts import Drafter
 from asyncrl.generator.engines.transformers.kv_cache import ATTENTION
@@ -33,8 +34,11 @@ SHARES = (0.5, 0.7, 0.9, 0.97)
 TAIL = 0.05
 """Of the answers: those that end last."""
 
-DRAFTED = 16
-"""`generator.speculation.tokens`."""
+DRAFTED, RIDGE = 16, SpeculationConfig().ridge_tokens
+"""`generator.speculation.tokens` and `ridge_tokens`."""
+
+CONTEXTS = (128, 512, 2048)
+"""Tokens behind which steps are measured."""
 
 VOCABULARY, FOLLOWERS = 256, 64
 """Tokens, and those of them that one of the others leads to."""
@@ -47,19 +51,20 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     sizes = TINY if args.tiny else SIZES
-    ridge = ridge_tokens(policy(sizes, SHARES[0]))
-    print(f"ridge: {ridge:.1f} tokens", flush=True)
+    plain = policy(sizes, SHARES[0])
+    ridges = {context: ridge_tokens(plain, context) for context in CONTEXTS}
+    print(f"ridge tokens by context: {ridges}", flush=True)
     found = {}
     for share in SHARES[-1:] if args.tiny else SHARES:
         model = policy(sizes, share)
-        rounds = [measured(model, number, max(SLOTS, round(ridge))) for number in range(args.rounds)]
+        rounds = [measured(model, number) for number in range(args.rounds)]
         found[str(share)] = {name: median(each[name] for each in rounds) for name in rounds[0]}
         print(share, json.dumps(found[str(share)]), flush=True)
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
-    text = table(found, ridge, millions, args.rounds)
+    text = table(found, ridges, millions, args.rounds)
     print(text)
     write_results(
-        args.json, {"figures": found, "ridge_tokens": ridge, "machine": machine()}, args.table, text
+        args.json, {"figures": found, "ridge_tokens": ridges, "machine": machine()}, args.table, text
     )
 
 
@@ -70,7 +75,7 @@ def policy(sizes: dict[str, Any], share: float) -> PreTrainedModel:
         num_attention_heads=8,
         num_key_value_heads=2,
         vocab_size=VOCABULARY,
-        max_position_embeddings=2 * LONGEST,
+        max_position_embeddings=4096,
         tie_word_embeddings=False,
     )
     torch.manual_seed(0)
@@ -88,15 +93,17 @@ def policy(sizes: dict[str, Any], share: float) -> PreTrainedModel:
     return model
 
 
-def ridge_tokens(model: PreTrainedModel) -> float:
-    """Tokens with which a step takes twice as long as with one: by the times of steps of 1 and of 2 × SLOTS rows."""
-    few, many = (step_s(model, rows) for rows in (1, 2 * SLOTS))
-    return 1 + few * (2 * SLOTS - 1) / (many - few)
+def ridge_tokens(model: PreTrainedModel, context: int) -> float:
+    """Tokens with which a step takes twice as long as with one: by the times of steps of 1 and of 2 × SLOTS rows. As
+    many as infinitely many, where the second is no slower."""
+    few, many = (step_s(model, rows, context) for rows in (1, 2 * SLOTS))
+    return 1 + few * (2 * SLOTS - 1) / (many - few) if many > few else math.inf
 
 
-def step_s(model: PreTrainedModel, rows: int, steps: int = 30) -> float:
-    batch = SlotBatch(model, slots=rows, max_length=PROMPT + LONGEST, end_ids=(), version=0)
-    batch.add(SampleRequest("steps", prompt_of(0), Sampling(max_tokens=2 * steps), 0, rows))
+def step_s(model: PreTrainedModel, rows: int, context: int, steps: int = 16) -> float:
+    batch = SlotBatch(model, slots=rows, max_length=context + steps, end_ids=(), version=0)
+    prompt = np.arange(context - steps) % VOCABULARY
+    batch.add(SampleRequest("steps", prompt, Sampling(max_tokens=2 * steps), 0, rows))
     times = []
     for _ in range(steps):
         begun = time.perf_counter()
@@ -105,9 +112,9 @@ def step_s(model: PreTrainedModel, rows: int, steps: int = 30) -> float:
     return median(times[3:])
 
 
-def measured(model: PreTrainedModel, number: int, ridge: int) -> dict[str, float]:
+def measured(model: PreTrainedModel, number: int) -> dict[str, float]:
     """One batch each way, which take turns at being first."""
-    drafter = Drafter(DRAFTED, ridge)
+    drafter = Drafter(DRAFTED, RIDGE)
     run(model, 2 * number, drafter)
     seconds: dict[str, Array] = {}
     for name in ("plain", "drafted") if number % 2 else ("drafted", "plain"):
@@ -146,7 +153,7 @@ def tail_s(ends: Array) -> float:
     return float(ends[-1] - ends[math.ceil(len(ends) * (1 - TAIL)) - 1])
 
 
-def table(found: dict[str, dict[str, float]], ridge: float, millions: float, rounds: int) -> str:
+def table(found: dict[str, dict[str, float]], ridges: dict[int, float], millions: float, rounds: int) -> str:
     shown = {
         "accepted": "drafts that were accepted",
         "batch_s_plain": "seconds of a batch without drafts",
@@ -164,7 +171,9 @@ def table(found: dict[str, dict[str, float]], ridge: float, millions: float, rou
             f"`python -m bench.generator.speculation`, medians of {rounds} rounds of one run. {machine()}",
             f"A model of {millions:.0f}M parameters in float32, one thread; batches of {GROUPS} groups of {GROUP} "
             f"answers, {SLOTS} at once, of lognormal lengths (σ = 1) up to {LONGEST} tokens; up to {DRAFTED} drafts a "
-            f"row, `ridge_tokens` as measured: {ridge:.0f}.",
+            f"row, `ridge_tokens` {RIDGE}. Measured: "
+            + ", ".join(f"{ridge:.0f} behind {context} tokens" for context, ridge in ridges.items())
+            + ".",
             "",
             row(["probability of the policy's token", *found]),
             row(["---", *("--:" for _ in found)]),

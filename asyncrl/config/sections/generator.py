@@ -132,9 +132,12 @@ class SpeculationConfig(Section):
     )
     ridge_tokens: Count = key(
         32,
-        "a decode step of so many tokens takes twice as long as one of a single token; with more samples under way "
-        "nothing is drafted",
+        "a decode step of so many tokens takes twice as long as one of a single token; nothing is drafted while more "
+        "samples are under way, as there are with many slots until the tail of a batch",
     )
+
+    def rules(self, at: str) -> Iterator[Rule]:
+        yield Rule(self.tokens <= 64, "tokens", "is at most 64", "set generator.speculation.tokens=16")
 
 
 @dataclass(frozen=True)
@@ -207,12 +210,11 @@ class GeneratorConfig(Section):
             "is not for generator.engine=scripted: it has no cache, and flips at once",
             "set generator.kv=keep",
         )
-        vllm = "generator.vllm.extra.speculative_config"
         yield Rule(
             not self.speculation.tokens or (self.engine == "transformers" and self.own_engine is None),
             "speculation.tokens",
             "is of generator.engine=transformers",
-            f"leave it out, and set {vllm}" if self.on_vllm else "leave it out",
+            "leave it out; vLLM on a GPU has generator.vllm.extra.speculative_config",
         )
         yield from self._server_rules()
 

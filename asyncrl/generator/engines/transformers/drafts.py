@@ -17,6 +17,7 @@ where F is `ridge_tokens`, and it is expected to make E tokens. A draft that is 
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -29,16 +30,20 @@ from asyncrl.generator.engines.transformers.suffix_automaton import ROOT, Likely
 from asyncrl.types import Array
 
 REMEMBERED = 16
-"""Answers of one task that are kept, the latest."""
+"""Sequences of one task that are kept, the latest; none that another one begins with."""
 
-HISTORY_TOKENS = 4_000_000
+HISTORY_TOKENS = 16_000_000
 """In all sequences that are kept, 4 bytes each. The tasks that were not seen for longest go first."""
 
-READ_TOKENS = 4096
-"""Most tokens that automata read between two steps, some microseconds each."""
+STATES = 1_000_000
+"""Most states of all automata, about 100 bytes each; those of samples in flight stay beyond it. One that has as many by
+itself is begun anew."""
 
-ORDINALS = 4096
-"""Whose tasks are known: between two turns of a conversation the engine has nothing of it."""
+READ_TOKENS = 512
+"""Most tokens that automata read between two steps, in about 5 ms."""
+
+ORDINALS, PROMPTS = 4096, 4
+"""Whose tasks are known, the latest, and prompts of each: evaluations and probes count from 0 too."""
 
 BUCKETS = 7
 """Of matched tokens."""
@@ -70,26 +75,43 @@ class AcceptanceRates:
         self._accepted[at] += accepted
 
     def forget(self) -> None:
-        """A step is over."""
+        """Let what was observed so far count for a little less."""
         self._accepted = [FORGET * count for count in self._accepted]
         self._tried = [FORGET * count for count in self._tried]
 
 
 @dataclass(slots=True)
 class _Task:
-    """A task that has samples in flight. unread: what its automaton has not read: the state of what stands before, and
-    the tokens"""
+    """A task's automaton. unread: pairs of a state and the tokens to read behind it · samples: those in flight"""
 
-    name: bytes
-    unread: deque[tuple[int, Array]]
     automaton: SuffixAutomaton = field(default_factory=SuffixAutomaton)
+    unread: deque[tuple[int, Array]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     samples: int = 0
+
+    def read(self, most: int) -> int:
+        """Read what is unread, `most` tokens of it. Returns how many they were."""
+        done = 0
+        while self.unread and done < most:
+            state, tokens = self.unread.popleft()
+            now, later = tokens[: most - done], tokens[most - done :]
+            state = self.read_on(state, now)
+            done += len(now)
+            if len(later):
+                self.unread.appendleft((state, later))
+        return done
+
+    def read_on(self, state: int, tokens: Array) -> int:
+        """The state behind these tokens."""
+        for token in tokens.tolist():
+            state = self.automaton.extend(state, token)
+        return state
 
 
 @dataclass(slots=True)
 class _Sample:
-    """A sample in flight. state: of the tokens that its task's automaton has read"""
+    """A sample in flight. state: behind the tokens that are read, `read` of them"""
 
+    name: bytes
     task: _Task
     state: int = ROOT
     read: int = 0
@@ -99,28 +121,29 @@ class Drafter:
     """Drafts for the rows of a batch.
 
     tokens: most drafts of one row and step · ridge_tokens: with so many a forward takes twice as long as with one; with
-    more rows than that nothing is drafted
+    more rows than that nothing is drafted. A step has at most twice as many tokens, or as many as the batch has rows
     """
 
     def __init__(self, tokens: int, ridge_tokens: int) -> None:
         self.drafted = self.accepted = 0
         self._most, self._ridge = tokens, ridge_tokens
         self._rates = AcceptanceRates()
-        self._tasks: dict[bytes, _Task] = {}
+        self._tasks: OrderedDict[bytes, _Task] = OrderedDict()
+        self._states = 0  # of all automata
         self._samples: dict[tuple[str, int], _Sample] = {}
         self._history: OrderedDict[bytes, deque[Array]] = OrderedDict()
         self._remembered = 0  # tokens
-        self._names: OrderedDict[int, bytes] = OrderedDict()
+        self._names: OrderedDict[int, deque[tuple[int, bytes]]] = OrderedDict()
         self._likely: dict[int, list[Likely]] = {}
 
-    def draft(self, rows: BatchRows) -> Array:
-        """Write drafts behind the known tokens of rows in use. Their numbers, [A]."""
+    def draft(self, rows: BatchRows, end_ids: Array) -> Array:
+        """Write drafts behind the known tokens of rows in use, none behind one of `end_ids`. Their numbers, [A]."""
         count_A = np.zeros(rows.used, np.int64)
         if rows.used > self._ridge:
             return count_A
         self._rates.forget()
-        self._likely = self._look_up(rows)
-        for row in self._worthwhile(rows.used):
+        self._likely = self._look_up(rows, {*end_ids.tolist()})
+        for row in self._worthwhile(rows.used, max(len(rows.used_R), 2 * self._ridge)):
             count_A[row] += 1
         for row in np.flatnonzero(count_A):
             known, count = rows.known_R[row], count_A[row]
@@ -128,7 +151,7 @@ class Drafter:
         return count_A
 
     def learn(self, count_A: Array, accepted_A: Array) -> None:
-        """count_A: drafts of each row · accepted_A: those of them that were accepted"""
+        """count_A: drafts of each row · accepted_A: those of them that stand in its sample"""
         for row in np.flatnonzero(count_A):
             count, accepted = int(count_A[row]), int(accepted_A[row])
             for at, draft in enumerate(self._likely[row][: min(count, accepted + 1)]):
@@ -139,42 +162,39 @@ class Drafter:
     def end(self, batched: BatchedRequest, index: int, sequence: Array) -> None:
         """A sample left its row. sequence: its prompt and answer"""
         sample = self._samples.pop((batched.request.request_id, index), None)
-        name = self._name(batched.request) if sample is None else sample.task.name
+        name = self._name(batched.request) if sample is None else sample.name
         sequence = sequence.astype(np.int32)
         self._remember(name, sequence)
-        if task := self._tasks.get(name):
-            task.unread.append(
-                (ROOT, sequence) if sample is None else (sample.state, sequence[sample.read :])
-            )
-            task.samples -= sample is not None
-            if not task.samples:
-                del self._tasks[name]
+        if sample is not None:
+            sample.task.unread.append((sample.state, sequence[sample.read :]))
+            sample.task.samples -= 1
+        elif name in self._tasks:
+            self._tasks[name].unread.append((ROOT, sequence))
 
-    def _look_up(self, rows: BatchRows) -> dict[int, list[Likely]]:
-        """Tokens that are likely next in each row, as far as the automata have read the row."""
+    def _look_up(self, rows: BatchRows, ends: set[int]) -> dict[int, list[Likely]]:
+        """Let the automata read on. Tokens that are likely next in each row, if its automaton has read all of it."""
         found: dict[int, list[Likely]] = {}
         left = READ_TOKENS
         for row in range(rows.used):
             known = int(rows.known_R[row])
             sample = self._sample(*rows.owner(row))
-            task, unread = sample.task, sample.task.unread
-            while unread and left > 0:
-                state, tokens = unread.popleft()
-                now, later = tokens[:left], tokens[left:]
-                state, left = _read(task.automaton, state, now), left - len(now)
-                if len(later):
-                    unread.appendleft((state, later))
-            now = rows.token_RC[row, sample.read : known][: max(0, left)]
-            sample.state, left = _read(task.automaton, sample.state, now), left - len(now)
-            sample.read += len(now)
+            states = len(sample.task.automaton)
+            left -= sample.task.read(left)
+            new = rows.token_RC[row, sample.read : known][:left]
+            sample.state = sample.task.read_on(sample.state, new)
+            sample.read, left = sample.read + len(new), left - len(new)
+            self._states += len(sample.task.automaton) - states
             if sample.read == known:
                 most = min(self._most, int(rows.limit_R[row]) - known - 1)
-                found[row] = task.automaton.continuation(sample.state, most)
+                likely = sample.task.automaton.continuation(sample.state, most)
+                end = next((at for at, draft in enumerate(likely) if draft.token in ends), most)
+                found[row] = likely[: end + 1]
+        if self._states > STATES:
+            self._forget_tasks()
         return found
 
-    def _worthwhile(self, used: int) -> Iterator[int]:
+    def _worthwhile(self, used: int, most_tokens: int) -> Iterator[int]:
         """The rows of the drafts that make a step's tokens cheaper, the likeliest first."""
-        most_tokens = used * (1 + self._most)
         candidates: list[tuple[float, int]] = []
         for row, likely in self._likely.items():
             accepted = 1.0
@@ -185,45 +205,57 @@ class Drafter:
                 candidates.append((accepted, row))
         tokens, expected = used, float(used)
         for accepted, row in sorted(candidates, reverse=True):
-            if accepted * (self._ridge + tokens) <= expected:
+            if tokens == most_tokens or accepted * (self._ridge + tokens) <= expected:
                 break
             tokens, expected = tokens + 1, expected + accepted
             yield row
 
     def _sample(self, batched: BatchedRequest, index: int) -> _Sample:
+        """A sample in flight, whose task has an automaton from now on."""
         key = batched.request.request_id, index
         if key not in self._samples:
             name = self._name(batched.request)
             if name not in self._tasks:
-                self._tasks[name] = _Task(name, deque((ROOT, one) for one in self._history.get(name, ())))
-            self._samples[key] = _Sample(self._tasks[name])
+                self._tasks[name] = _Task()
+                self._states += 1
+                self._tasks[name].unread.extend((ROOT, one) for one in self._history.get(name, ()))
+            self._tasks.move_to_end(name)
             self._tasks[name].samples += 1
+            self._samples[key] = _Sample(name, self._tasks[name])
         return self._samples[key]
 
+    def _forget_tasks(self) -> None:
+        """Those that have no samples in flight, and one that is too large alone."""
+        for name, task in [*self._tasks.items()]:
+            too_large = len(task.automaton) > STATES
+            if too_large or (self._states > STATES and not task.samples):
+                self._states -= len(self._tasks.pop(name).automaton)
+            if too_large:
+                self._samples = {key: sample for key, sample in self._samples.items() if sample.name != name}
+
     def _name(self, request: SampleRequest) -> bytes:
-        """Of a request's task: the prompt of its first turn, with which those of later turns of its ordinal begin."""
-        prompt = np.asarray(request.prompt_ids, np.int64)[: len(request.prompt_ids) - request.made].tobytes()
-        name = self._names.get(request.ordinal)
-        if name is None or not prompt.startswith(name):
-            name = self._names[request.ordinal] = prompt
-            if len(self._names) > ORDINALS:
-                self._names.popitem(last=False)
-        return name
+        """Of a request's task: its first turn's prompt, hashed, with which the prompts of its later turns begin."""
+        prompt = np.asarray(request.prompt_ids, np.int32)[: len(request.prompt_ids) - request.made]
+        known = self._names.setdefault(request.ordinal, deque(maxlen=PROMPTS))
+        self._names.move_to_end(request.ordinal)
+        if len(self._names) > ORDINALS:
+            self._names.popitem(last=False)
+        for length, name in sorted(known, reverse=True):
+            if length <= len(prompt) and _hashed(prompt[:length]) == name:
+                return name
+        known.append((len(prompt), _hashed(prompt)))
+        return known[-1][1]
 
     def _remember(self, name: bytes, sequence: Array) -> None:
-        kept = self._history.setdefault(name, deque())
-        self._history.move_to_end(name)
+        before = self._history.pop(name, ())
+        kept = deque((one for one in before if not np.array_equal(one, sequence[: len(one)])), REMEMBERED)
         kept.append(sequence)
-        self._remembered += len(sequence)
-        if len(kept) > REMEMBERED:
-            self._remembered -= len(kept.popleft())
+        self._history[name] = kept
+        self._remembered += sum(map(len, kept)) - sum(map(len, before))
         while self._remembered > HISTORY_TOKENS and len(self._history) > 1:
             _, forgotten = self._history.popitem(last=False)
             self._remembered -= sum(map(len, forgotten))
 
 
-def _read(automaton: SuffixAutomaton, state: int, tokens: Array) -> int:
-    """The state behind these tokens."""
-    for token in tokens.tolist():
-        state = automaton.extend(state, token)
-    return state
+def _hashed(tokens: Array) -> bytes:
+    return hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()

@@ -7,8 +7,8 @@ A forward is always one packed row of tokens [1, N], of one of two kinds:
     Decode    the last token of each of the rows 0..A-1, and drafts behind it; each is stored at its column and attends
               to the row up to there
 
-Axes:  N tokens of a forward · A rows decoded · P prompts · T longest prompt, or most tokens of a row decoded
-       S rows filled by a prefill
+Axes:  N tokens of a forward · A rows decoded · X of them that have drafts · P prompts
+       T longest prompt, or most drafts · S rows filled by a prefill
        H query heads, K key/value heads, G = H / K · L columns in use, M columns of the cache · D head size
 """
 
@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -46,19 +46,28 @@ class Prefill:
     prompt_S: Tensor
 
 
+class Drafts(NamedTuple):
+    """Tokens behind the first ones of some rows. row_X: these rows · index_XT: where the tokens are in the packed row,
+    up to T the last one of a row again · column_XT: their columns · hidden_XTL: as `Decode` has it"""
+
+    row_X: Tensor
+    index_XT: Tensor
+    column_XT: Tensor
+    hidden_XTL: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """row_N, column_N: where each token is stored, row by row · column_L: the columns in use · column_AT: those of a
-    row's tokens · hidden_ATL: True at the columns that a token must not see · index_AT: where a row's tokens are in the
-    packed row, up to T the last one again · offset_N: the inverse. Both None: each row has one token."""
+    """row_N, column_N: where each token is stored, row by row · column_L: the columns in use · first_A: where the first
+    token of each row is in the packed row, None: there are no others · hidden_AL: True at the columns that it must not
+    see · drafts: the other tokens, those of rows with about as many together."""
 
     row_N: Tensor
     column_N: Tensor
     column_L: Tensor
-    column_AT: Tensor
-    hidden_ATL: Tensor
-    index_AT: Tensor | None = None
-    offset_N: Tensor | None = None
+    hidden_AL: Tensor
+    first_A: Tensor | None = None
+    drafts: tuple[Drafts, ...] = ()
 
 
 Stores = tuple[Tensor, Tensor]
@@ -152,22 +161,46 @@ def _decode(
     keys, values = stores
     keys[of.row_N, :, of.column_N] = key[0].transpose(0, 1)
     values[of.row_N, :, of.column_N] = value[0].transpose(0, 1)
-    A, T, L = of.hidden_ATL.shape
-    H, K, D = query.shape[1], keys.shape[1], query.shape[-1]
+    A, L = of.hidden_AL.shape
     query_NHD = query[0].transpose(0, 1)
-    query_ATHD = query_NHD if of.index_AT is None else query_NHD[of.index_AT]
-    query_AKGTD = query_ATHD.reshape(A, T, K, -1, D).permute(0, 2, 3, 1, 4)
+    column_A, query_AHD = of.column_N, query_NHD
+    if of.first_A is not None:
+        column_A, query_AHD = column_A[of.first_A], query_AHD[of.first_A]
     # Views of the cache: with the active rows first, nothing is gathered.
-    score_AKXL = (query_AKGTD * rule.scale(D)).reshape(A, K, -1, D) @ keys[:A, :, :L].transpose(-1, -2)
-    hidden_ATL = of.hidden_ATL
+    stored = keys[:A, :, :L], values[:A, :, :L]
+    first = query_AHD[:, None], column_A[:, None], of.hidden_AL[:, None]
+    out_AHD = _attend(*first, *stored, of.column_L, rule)[:, 0]
+    if of.first_A is None:
+        return out_AHD[None]
+    out_NHD = out_AHD.new_empty(len(query_NHD), *out_AHD.shape[1:])
+    out_NHD[of.first_A] = out_AHD
+    for row_X, index_XT, column_XT, hidden_XTL in of.drafts:
+        gathered = keys[row_X, :, :L], values[row_X, :, :L]
+        out_NHD[index_XT] = _attend(query_NHD[index_XT], column_XT, hidden_XTL, *gathered, of.column_L, rule)
+    return out_NHD[None]
+
+
+def _attend(
+    query_ATHD: Tensor,
+    column_AT: Tensor,
+    hidden_ATL: Tensor,
+    key_AKLD: Tensor,
+    value_AKLD: Tensor,
+    column_L: Tensor,
+    rule: AttentionRule,
+) -> Tensor:
+    """[A, T, H, D]: T tokens of each row over its keys."""
+    A, T, H, D = query_ATHD.shape
+    K = key_AKLD.shape[1]
+    query_AKXD = query_ATHD.reshape(A, T, K, -1, D).permute(0, 2, 3, 1, 4).reshape(A, K, -1, D)
+    score_AKXL = (query_AKXD * rule.scale(D)) @ key_AKLD.transpose(-1, -2)
     if rule.window is not None:
-        hidden_ATL = hidden_ATL | (of.column_L <= of.column_AT[:, :, None] - rule.window)
+        hidden_ATL = hidden_ATL | (column_L <= column_AT[:, :, None] - rule.window)
     sinks_KG1 = None if rule.sinks_H is None else rule.sinks_H.view(K, -1, 1)
-    score_AKGTL = score_AKXL.view(A, K, -1, T, L).float()
+    score_AKGTL = score_AKXL.view(A, K, -1, T, len(column_L)).float()
     weight_AKGTL = attention_weights(score_AKGTL, hidden_ATL[:, None, None], rule.softcap, sinks_KG1)
-    out_AKXD = weight_AKGTL.to(values.dtype).reshape(A, K, -1, L) @ values[:A, :, :L]
-    out_ATHD = out_AKXD.view(A, K, -1, T, out_AKXD.shape[-1]).permute(0, 3, 1, 2, 4).reshape(A, T, H, -1)
-    return out_ATHD.transpose(0, 1) if of.offset_N is None else out_ATHD[of.row_N, of.offset_N][None]
+    out_AKXD = weight_AKGTL.to(value_AKLD.dtype).reshape(A, K, -1, len(column_L)) @ value_AKLD
+    return out_AKXD.view(A, K, -1, T, out_AKXD.shape[-1]).permute(0, 3, 1, 2, 4).reshape(A, T, H, -1)
 
 
 def _prefill(

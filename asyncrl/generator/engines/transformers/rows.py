@@ -56,6 +56,25 @@ class Support(NamedTuple):
         return bool((self.top_p_R < 1).any() or (self.top_k_R > 0).any() or (self.min_p_R > 0).any())
 
 
+class Fed(NamedTuple):
+    """The tokens that a decoding forward reads, row by row: the next one of each row, and drafts behind it.
+
+    row_N, column_N: where they are · offset_N: how far behind the row's first one
+    """
+
+    row_N: Array
+    column_N: Array
+    offset_N: Array
+    token_N: Array
+
+    def made(self, drawn_N: Array) -> Array:
+        """The tokens that each row makes, [A]: the draws up to the first that is not the draft behind it."""
+        wrong_N = (self.offset_N > 0) & (self.token_N != np.roll(drawn_N, 1))
+        made_A = np.bincount(self.row_N)
+        np.minimum.at(made_A, self.row_N[wrong_N], self.offset_N[wrong_N])
+        return made_A
+
+
 class BatchRows:
     """One array for each fact about a row, so that a step works on all rows at once: more attributes than other
     classes have.
@@ -117,6 +136,14 @@ class BatchRows:
             if begun and self.version_RC[row, prompt] == version:
                 return row
         return None
+
+    def fed(self, drafts_A: Array) -> Fed:
+        """The tokens to feed in the first rows, used or not. drafts_A: how many stand behind the next one of each"""
+        column_A = np.where(self.used_R, self.cached_R, 0)[: len(drafts_A)]
+        row_N, ends_A = np.repeat(np.arange(len(drafts_A)), 1 + drafts_A), np.cumsum(1 + drafts_A)
+        offset_N = np.arange(len(row_N)) - (ends_A - 1 - drafts_A)[row_N]
+        column_N = column_A[row_N] + offset_N
+        return Fed(row_N, column_N, offset_N, self.token_RC[row_N, column_N])
 
     def at_stop_text(self, row_A: Array) -> Array:
         """bool [A]: the rows whose answer ends with one of its request's texts."""

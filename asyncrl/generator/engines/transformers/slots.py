@@ -36,10 +36,10 @@ from asyncrl.device import accelerator
 from asyncrl.errors import WeightSyncError
 from asyncrl.generator.engines.engine import Pieces, SampleRequest, check_fits
 from asyncrl.generator.engines.transformers.drafts import Drafter
-from asyncrl.generator.engines.transformers.kv_cache import Decode, KVCache, Prefill, attending
+from asyncrl.generator.engines.transformers.kv_cache import Decode, Drafts, KVCache, Prefill, attending
 from asyncrl.generator.engines.transformers.recurrent_rows import keep_states
-from asyncrl.generator.engines.transformers.rows import BatchedRequest, BatchRows, Support, sample_tokens
-from asyncrl.models.loading import text_body
+from asyncrl.generator.engines.transformers.rows import BatchedRequest, BatchRows, Fed, Support, sample_tokens
+from asyncrl.models.loading import delta_nets, text_body
 from asyncrl.models.routing import ExpertRecorder
 from asyncrl.models.vision import MediaInputs, decoder_inputs, media_inputs
 from asyncrl.types import Array, Finish, Prompt, Turn, Version
@@ -72,6 +72,8 @@ class SlotBatch:
         recorder: ExpertRecorder | None = None,
         drafter: Drafter | None = None,
     ) -> None:
+        if drafter is not None and (fixed_shape or delta_nets(model)):
+            raise ValueError("no drafts at fixed shape, nor for layers that have a recurrent state")
         self.drafter = drafter
         self.model, self.version, self.fixed_shape = model, version, fixed_shape
         self.slots, self.max_length = slots, max_length
@@ -261,57 +263,44 @@ class SlotBatch:
     # ---- stepping
 
     def _decode(self, count: int) -> list[tuple[str, list[Turn]]]:
-        rows, row_A = self._rows, np.arange(count)
-        column_A = np.where(rows.used_R[:count], rows.cached_R[:count], 0)
-        drafts_A = self.drafter.draft(rows) if self.drafter else np.zeros(count, np.int64)
-        row_N, first_A = np.repeat(row_A, 1 + drafts_A), np.cumsum(1 + drafts_A) - 1 - drafts_A
-        offset_N = np.arange(len(row_N)) - first_A[row_N]
-        column_N = column_A[row_N] + offset_N
-        token_N, rotary_N = rows.token_RC[row_N, column_N], column_N + rows.ahead_R[row_N]
-        logits_NV = self._forward(token_N, rotary_N, self._places(row_N, column_N, offset_N), keep=None)
-        experts_NW = self._recorder.take(len(row_N)) if self._recorder else None
-        if self.fixed_shape:
-            if experts_NW is not None:
-                rows.note_experts(row_N, column_N, experts_NW)
-            rows.cached_R[:count] += 1
-            all_in = np.flatnonzero(rows.used_R & (rows.cached_R == rows.known_R))
-            return self._accept(all_in, logits_NV[self._tensor(all_in)])
-        drawn_N, logp_N = self._draw(row_N, column_N + 1, logits_NV)
-        made_A = _made(token_N, drawn_N, row_N, offset_N)
-        if self.drafter:
-            self.drafter.learn(drafts_A, made_A - 1)
-        finish: dict[int, Finish] = {}
-        for offset in range(made_A.max()):
-            going_A = np.isin(row_A, [*finish], invert=True) & (made_A > offset)
-            at = first_A[going_A] + offset
-            finish |= self._append(row_A[going_A], drawn_N[at], logp_N[at])
-        rows.cached_R[:count] = rows.known_R[:count] - 1
+        rows = self._rows
+        drafts_A = self.drafter.draft(rows, self._end_ids) if self.drafter else np.zeros(count, np.int64)
+        fed = rows.fed(drafts_A)
+        rotary_N = fed.column_N + rows.ahead_R[fed.row_N]
+        logits_NV = self._forward(fed.token_N, rotary_N, self._places(fed), keep=None)
+        experts_NW = self._recorder.take(len(fed.row_N)) if self._recorder else None
+        if not self.fixed_shape:
+            return self._accept_drafts(fed, logits_NV, experts_NW)
         if experts_NW is not None:
-            kept_N = column_N <= rows.cached_R[row_N] - 1
-            rows.note_experts(row_N[kept_N], column_N[kept_N], experts_NW[kept_N])
-        return self._leave(finish)
+            rows.note_experts(fed.row_N, fed.column_N, experts_NW)
+        rows.cached_R += 1
+        all_in = np.flatnonzero(rows.used_R & (rows.cached_R == rows.known_R))
+        return self._accept(all_in, logits_NV[self._tensor(all_in)])
 
-    def _places(self, row_N: Array, column_N: Array, offset_N: Array) -> Decode:
+    def _places(self, fed: Fed) -> Decode:
         """Where a decoding forward stores its tokens, and what they see."""
-        columns = self.max_length if self.fixed_shape else int(column_N.max()) + 1
-        column_L, column_Nt = self._column_indices[:columns], self._tensor(column_N)
-        if not offset_N.any():
-            column_A1 = column_Nt[:, None]
-            row_A = self._row_indices[: len(row_N)]
-            return Decode(row_A, column_Nt, column_L, column_A1, column_L > column_A1[:, :, None])
-        first_A = np.flatnonzero(offset_N == 0)
-        last_A = np.append(first_A[1:], len(offset_N)) - 1
-        index_AT = self._tensor(np.minimum(first_A[:, None] + np.arange(offset_N.max() + 1), last_A[:, None]))
-        column_AT = column_Nt[index_AT]
-        return Decode(
-            self._tensor(row_N),
-            column_Nt,
-            column_L,
-            column_AT,
-            column_L > column_AT[:, :, None],
-            index_AT,
-            self._tensor(offset_N),
-        )
+        columns = self.max_length if self.fixed_shape else int(fed.column_N.max()) + 1
+        column_L, column_N = self._column_indices[:columns], self._tensor(fed.column_N)
+        first_A = np.flatnonzero(fed.offset_N == 0)
+        drafts_A = np.append(first_A[1:], len(fed.row_N)) - first_A - 1
+        if not drafts_A.any():
+            return Decode(self._row_indices[: len(first_A)], column_N, column_L, column_L > column_N[:, None])
+        first_At = self._tensor(first_A)
+        hidden_AL = column_L > column_N[first_At][:, None]
+        drafts = (*self._drafts(first_A, drafts_A, column_N, column_L),)
+        return Decode(self._tensor(fed.row_N), column_N, column_L, hidden_AL, first_At, drafts)
+
+    def _drafts(
+        self, first_A: Array, drafts_A: Array, column_N: Tensor, column_L: Tensor
+    ) -> Iterator[Drafts]:
+        """Drafts behind the first tokens of rows; none is padded to more than twice as many as its row has."""
+        size_A = np.ceil(np.log2(np.maximum(1, drafts_A)))
+        for size in np.unique(size_A[drafts_A > 0]):
+            row_X = np.flatnonzero((size_A == size) & (drafts_A > 0))
+            offset_T, last_X1 = np.arange(drafts_A[row_X].max()), drafts_A[row_X, None] - 1
+            index_XT = self._tensor(first_A[row_X, None] + 1 + np.minimum(offset_T, last_X1))
+            column_XT = column_N[index_XT]
+            yield Drafts(self._tensor(row_X), index_XT, column_XT, column_L > column_XT[:, :, None])
 
     def _forward(
         self, token_N: Array, position_N: Array, of: Prefill | Decode, keep: Tensor | None
@@ -344,6 +333,26 @@ class SlotBatch:
             return []
         drawn = self._draw(row_A, self._rows.known_R[row_A], logits_AV)
         return self._leave(self._append(row_A, *drawn))
+
+    def _accept_drafts(
+        self, fed: Fed, logits_NV: Tensor, experts_NW: Array | None
+    ) -> list[tuple[str, list[Turn]]]:
+        """Draw the tokens behind those that were fed, and keep them up to a draft that was wrong, or a row's end."""
+        rows, used = self._rows, self._rows.used
+        drawn_N, logp_N = self._draw(fed.row_N, fed.column_N + 1, logits_NV)
+        made_A = fed.made(drawn_N)
+        finish: dict[int, Finish] = {}
+        for offset in range(made_A.max()):
+            stands_N = (fed.offset_N == offset) & (made_A[fed.row_N] > offset)
+            at = np.flatnonzero(stands_N & np.isin(fed.row_N, [*finish], invert=True))
+            if experts_NW is not None:
+                rows.note_experts(fed.row_N[at], fed.column_N[at], experts_NW[at])
+            finish |= self._append(fed.row_N[at], drawn_N[at], logp_N[at])
+        if self.drafter:
+            accepted_A = rows.known_R[:used] - rows.cached_R[:used] - 2
+            self.drafter.learn(np.bincount(fed.row_N) - 1, accepted_A)
+        rows.cached_R[:used] = rows.known_R[:used] - 1
+        return self._leave(finish)
 
     def _draw(self, row_N: Array, column_N: Array, logits_NV: Tensor) -> tuple[Array, Array]:
         """Tokens for these columns of rows, and their log-probs."""
@@ -412,11 +421,3 @@ class SlotBatch:
 
     def _tensor(self, array: Array) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
-
-
-def _made(token_N: Array, drawn_N: Array, row_N: Array, offset_N: Array) -> Array:
-    """[A]: the tokens that each row made: the draws up to the first that is not the draft behind it."""
-    wrong_N = (offset_N > 0) & (token_N != np.roll(drawn_N, 1))
-    made_A = np.bincount(row_N)
-    np.minimum.at(made_A, row_N[wrong_N], offset_N[wrong_N])
-    return made_A

@@ -4,7 +4,8 @@ before, and the token that came last behind it. Pure.
     "abcab", then "xabc"                     the end "abc" stood before ─▸ "a" is likely next, then "b"
 
 A state is a set of substrings that end at the same places; its link leads to the longest end that is in another state
-(Blumer et al. 1985). A sequence's own state, that of all its tokens, is the caller's. A token adds two states at most.
+(Blumer et al. 1985). A sequence's own state is the caller's: all its tokens are the longest substring of it, and stay
+so, since a split gives the shorter ones a new state. A token adds two states at most.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class SuffixAutomaton:
         return target
 
     def continuation(self, state: int, most: int) -> list[Likely]:
-        """Up to `most` tokens that are likely behind the sequence of this state: those that came last behind its
-        longest end that stood before, each found anew with those before it."""
+        """Up to `most` tokens that are likely behind the sequence of this state. Each is the one that came last behind
+        the longest end that stood before, of the sequence and the tokens found so far."""
         found: list[Likely] = []
         matched = self._length[state]
         while len(found) < most:

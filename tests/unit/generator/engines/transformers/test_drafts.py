@@ -24,7 +24,7 @@ from asyncrl.generator.engines.transformers.rows import BatchedRequest, BatchRow
 from asyncrl.generator.engines.transformers.slots import SlotBatch
 from asyncrl.generator.engines.transformers.transformers_engine import _recorder, load_transformers_engine
 from asyncrl.models.loading import load_causal_lm
-from asyncrl.types import Sampling, Turn
+from asyncrl.types import UNROUTED, Sampling, Turn
 
 END = 0
 TASKS = ("tasks.source=asyncrl.tasks.addition:tasks", "reward.function=asyncrl.tasks.addition:reward")
@@ -193,6 +193,32 @@ def test_a_stop_text_among_drafts_ends_the_sample(model: PreTrainedModel) -> Non
     assert (len(drafted[0].output_ids), drafted[0].finish) == (10, "stop")
 
 
+def test_drafts_end_with_an_end_token_and_those_behind_it_are_not_counted(model: PreTrainedModel) -> None:
+    (turn,) = run(batch(model, end_ids=()), [asked(0, n=1)])["r0"]
+    end = int(turn.output_ids[11])
+    _, (drafted,), drafter = remembered_run(model, asked(0, n=1), end_ids=[end])
+    assert 0 < drafter.accepted < len(drafted.output_ids)
+    rows, drafter = rows_of([asked(0, n=1, prompt=[7, END, 8, 7])]), Drafter(4, 32)
+    assert drafter.draft(rows, np.array([END])).tolist() == [1]
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_pieces_have_the_experts_of_all_their_tokens_but_the_last(drafted: bool, tmp_path: Path) -> None:
+    model, drafter = loaded("qwen3-moe", tmp_path), Drafter(5, 32)
+    (turns,) = run(batch(model, end_ids=()), [asked(0)]).values()
+    remember(drafter, turns)
+    slots = batch(model, drafter if drafted else None, recorder=_recorder(model), end_ids=())
+    slots.add(dataclasses.replace(asked(0), pieces=Pieces(4, lambda i, turn: None)))
+    pieces: list[Turn] = []
+    while not slots.idle:
+        slots.step()
+        pieces += [turn for _, _, turn in slots.take_pieces()]
+    assert len(pieces) >= 3 * 7
+    for turn in pieces:
+        assert turn.experts is not None
+        assert (turn.experts == UNROUTED).any(1).tolist() == [False] * (len(turn.experts) - 1) + [True]
+
+
 def test_pieces_come_at_the_same_tokens(model: PreTrainedModel) -> None:
     request = asked(0, n=2)
     cut: list[tuple[int, int]] = []
@@ -225,6 +251,10 @@ def test_an_aborted_sample_has_what_was_drawn_and_no_draft(model: PreTrainedMode
 # ---- what is drafted
 
 
+def drafted(drafter: Drafter, rows: BatchRows) -> np.ndarray:
+    return drafter.draft(rows, np.array([END]))
+
+
 def rows_of(requests: Sequence[SampleRequest]) -> BatchRows:
     rows = BatchRows(8, 48)
     for request in requests:
@@ -238,7 +268,7 @@ def test_with_more_rows_than_the_ridge_nothing_is_drafted() -> None:
     for _ in range(100):
         drafter._rates.observe(2, accepted=True)
     drafts = [
-        drafter.draft(rows_of([asked(used, n=used, prompt=[7, 8, 7, 8])])).sum() for used in range(1, 6)
+        drafted(drafter, rows_of([asked(used, n=used, prompt=[7, 8, 7, 8])])).sum() for used in range(1, 6)
     ]
     assert all(drafts[:4])
     assert drafts[4] == 0
@@ -247,16 +277,16 @@ def test_with_more_rows_than_the_ridge_nothing_is_drafted() -> None:
 def test_a_draft_must_make_the_steps_tokens_cheaper() -> None:
     """By hand, F = 4, one row: drafts are accepted with 1/2, 1/4, 1/8, …: 1/2 (4 + 1) > 1, 1/4 (4 + 2) = 1.5 and not
     1/8 (4 + 3) > 1.75: one draft."""
-    assert Drafter(8, ridge_tokens=4).draft(rows_of([asked(0, n=1, prompt=[7, 8, 7, 8])])).tolist() == [1]
+    assert drafted(Drafter(8, ridge_tokens=4), rows_of([asked(0, n=1, prompt=[7, 8, 7, 8])])).tolist() == [1]
     more = Drafter(8, ridge_tokens=30)
-    assert more.draft(rows_of([asked(0, n=1, prompt=[7, 8, 7, 8])])).tolist() == [4]
+    assert drafted(more, rows_of([asked(0, n=1, prompt=[7, 8, 7, 8])])).tolist() == [4]
 
 
 def test_drafts_that_are_never_accepted_are_given_up_and_tried_again_later() -> None:
     drafter, counts = Drafter(4, ridge_tokens=8), list[int]()
     for _ in range(4000):
         rows = rows_of([asked(0, n=1, prompt=[7, 8, 7, 8])])
-        count_A = drafter.draft(rows)
+        count_A = drafted(drafter, rows)
         drafter.learn(count_A, np.zeros(1, np.int64))
         counts.append(int(count_A[0]))
     given_up = counts.index(0)
@@ -281,18 +311,20 @@ def test_other_turns_of_a_conversation_and_later_epochs_are_of_the_same_task() -
     first = BatchedRequest(asked(0, n=1, prompt=[5, 6]))
     drafter.end(first, 0, np.array([5, 6, 9, 9, 3, 1, 2]))
     second = asked(0, n=1, prompt=[5, 6, 9, 9, 3, 8, 8, 3])  # the second turn, of the same ordinal
-    assert drafter.draft(rows_of([second]))[0] > 0
+    assert drafted(drafter, rows_of([second]))[0] > 0
     rows = rows_of([asked(77, n=1, prompt=[5, 6])])  # the same prompt, in another epoch
-    count = drafter.draft(rows)[0]  # behind the 3 the second turn, which is under way, had an 8
+    count = drafted(drafter, rows)[0]  # behind the 3 the second turn, which is under way, had an 8
     assert rows.token_RC[0, 2 : 2 + count].tolist() == [9, 9, 3, 8][:count] != []
-    assert drafter.draft(rows_of([asked(78, n=1, prompt=[5, 9])])).tolist() == [0]
+    assert drafted(drafter, rows_of([asked(78, n=1, prompt=[5, 9])])).tolist() == [0]
 
 
 def test_another_prompt_of_the_same_ordinal_is_another_task() -> None:
     """Evaluations count their tasks from 0 too."""
     drafter = Drafter(4, 32)
     drafter.end(BatchedRequest(asked(0, n=1, prompt=[5, 6])), 0, np.array([5, 6, 1, 2]))
-    assert drafter.draft(rows_of([asked(0, n=1, prompt=[6, 1])])).tolist() == [0]
+    assert drafted(drafter, rows_of([asked(0, n=1, prompt=[6, 1])])).tolist() == [0]
+    second_turn = asked(0, n=1, prompt=[5, 6, 1, 2, 9, 6])
+    assert drafted(drafter, rows_of([dataclasses.replace(second_turn, request_id="r0/2")]))[0] > 0
 
 
 def test_an_answer_goes_on_from_where_another_generator_left_it() -> None:
@@ -301,34 +333,60 @@ def test_an_answer_goes_on_from_where_another_generator_left_it() -> None:
     drafter.end(BatchedRequest(asked(0, n=1, prompt=[5, 6])), 0, np.array([5, 6, 1, 2, 3, 4]))
     begun = dataclasses.replace(asked(9, n=1, prompt=[5, 6, 1, 2]), made=2)
     rows = rows_of([begun])
-    count = drafter.draft(rows)[0]
+    count = drafted(drafter, rows)[0]
     assert rows.token_RC[0, 4 : 4 + count].tolist() == [3, 4][:count] != []
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafts, "HISTORY_TOKENS", 100)
     monkeypatch.setattr(drafts, "ORDINALS", 10)
+    monkeypatch.setattr(drafts, "STATES", 100)
     drafter = Drafter(4, 32)
     for ordinal in range(50):
         batched = BatchedRequest(asked(ordinal, n=1, prompt=[5, ordinal]))
-        drafter.draft(rows_of([batched.request]))
-        for _ in range(drafts.REMEMBERED + 3):
-            drafter.end(batched, 0, np.array([5, ordinal, 1, 2, 3]))
+        drafted(drafter, rows_of([batched.request]))
+        for end in range(drafts.REMEMBERED + 3):
+            drafter.end(batched, 0, np.array([5, ordinal, 1, 2, end]))
+        assert drafter._states == sum(len(task.automaton) for task in drafter._tasks.values()) <= 120
     assert [len(kept) for kept in drafter._history.values()] == [drafts.REMEMBERED]
     assert drafter._remembered == 5 * drafts.REMEMBERED
-    assert (len(drafter._names), drafter._tasks, drafter._samples) == (10, {}, {})
+    assert (len(drafter._names), drafter._samples) == (10, {})
+
+
+def test_a_task_that_always_has_samples_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment that always begins alike: all its samples are of one task."""
+    monkeypatch.setattr(drafts, "STATES", 2000)
+    drafter, rng, largest = Drafter(4, 32), np.random.default_rng(0), 0
+    for ordinal in range(200):
+        now, then = (asked(number, n=1, prompt=[5, 6]) for number in (ordinal, ordinal + 1))
+        drafted(drafter, rows_of([now, then]))  # the next one begins before this one ends
+        drafter.end(BatchedRequest(now), 0, np.append([5, 6], rng.integers(0, 99, 40)))
+        largest = max(largest, drafter._states)
+        assert len(drafter._tasks) <= 1
+    assert largest <= 2000 + 2 * drafts.READ_TOKENS
+    assert len(drafter._samples) <= 1
+
+
+def test_turns_of_a_conversation_are_kept_once() -> None:
+    drafter, sequence = Drafter(4, 32), np.array([5, 6])
+    for turn in range(5):
+        sequence = np.append(sequence, [7 + turn, 8 + turn])
+        drafter.end(BatchedRequest(asked(0, n=1, prompt=sequence[:-1])), 0, sequence)
+    (kept,) = drafter._history.values()
+    assert [one.tolist() for one in kept] == [sequence.tolist()]
+    assert drafter._remembered == len(sequence)
 
 
 def test_a_long_history_is_read_over_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafts, "READ_TOKENS", 10)
     drafter = Drafter(4, 32)
-    for _ in range(3):
-        drafter.end(BatchedRequest(asked(0, n=1, prompt=[5, 6])), 0, np.array([5, 6, 1, 2, 3, 4]))
+    for last in range(3):
+        drafter.end(BatchedRequest(asked(0, n=1, prompt=[5, 6])), 0, np.array([5, 6, 1, 2, 3, last]))
     request = asked(1, n=1, prompt=[5, 6])
     rows = rows_of([request])
-    drafted = [int(drafter.draft(rows)[0]) for _ in range(3)]
-    assert drafted[0] == 0
-    assert drafted[2] > 0
+    counts = [int(drafted(drafter, rows)[0]) for _ in range(3)]
+    assert counts[0] == 0
+    assert counts[2] > 0
 
 
 # ---- configuration
@@ -340,6 +398,7 @@ def test_speculation_is_of_the_embedded_engine_without_a_fixed_shape(tmp_path: P
     file.write_text("{}")
     for more, rule in (
         (["generator.engine=vllm"], "generator.vllm.extra.speculative_config"),
+        (["generator.speculation.tokens=65"], "at most 64"),
         (["queue.max_staleness=0"], "fixed shape"),
         (["generator.fixed_shape=true"], "fixed shape"),
     ):
