@@ -57,7 +57,9 @@ def main() -> None:
     found = {}
     for share in SHARES[-1:] if args.tiny else SHARES:
         model = policy(sizes, share)
-        rounds = [measured(model, number) for number in range(args.rounds)]
+        drafter = Drafter(DRAFTED, RIDGE)
+        run(model, 0, drafter)
+        rounds = [measured(model, 1 + number, drafter) for number in range(args.rounds)]
         found[str(share)] = {name: median(each[name] for each in rounds) for name in rounds[0]}
         print(share, json.dumps(found[str(share)]), flush=True)
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
@@ -112,18 +114,17 @@ def step_s(model: PreTrainedModel, rows: int, context: int, steps: int = 16) -> 
     return median(times[3:])
 
 
-def measured(model: PreTrainedModel, number: int) -> dict[str, float]:
+def measured(model: PreTrainedModel, epoch: int, drafter: Drafter) -> dict[str, float]:
     """One batch each way, which take turns at being first."""
-    drafter = Drafter(DRAFTED, RIDGE)
-    run(model, 2 * number, drafter)
-    seconds: dict[str, Array] = {}
-    for name in ("plain", "drafted") if number % 2 else ("drafted", "plain"):
-        seconds[name] = run(model, 2 * number + 1, drafter if name == "drafted" else None)
-    found = {f"batch_s_{name}": float(ends[-1]) for name, ends in seconds.items()}
-    found |= {f"tail_s_{name}": tail_s(ends) for name, ends in seconds.items()}
+    drafted, accepted = drafter.drafted, drafter.accepted
+    ends: dict[str, Array] = {}
+    for name in ("plain", "drafted") if epoch % 2 else ("drafted", "plain"):
+        ends[name] = run(model, epoch, drafter if name == "drafted" else None)
+    found = {f"batch_s_{name}": float(of[-1]) for name, of in ends.items()}
+    found |= {f"tail_s_{name}": tail_s(of) for name, of in ends.items()}
     found["batch_ratio"] = found["batch_s_plain"] / found["batch_s_drafted"]
     found["tail_ratio"] = found["tail_s_plain"] / found["tail_s_drafted"]
-    found["accepted"] = drafter.accepted / max(1, drafter.drafted)
+    found["accepted"] = (drafter.accepted - accepted) / max(1, drafter.drafted - drafted)
     return found
 
 

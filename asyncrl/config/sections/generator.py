@@ -131,7 +131,7 @@ class SpeculationConfig(Section):
         "draft up to so many tokens of a sample from other answers to its prompt, and check them in one step; 0: none",
     )
     ridge_tokens: Count = key(
-        32,
+        16,
         "a decode step of so many tokens takes twice as long as one of a single token; nothing is drafted while more "
         "samples are under way, as there are with many slots until the tail of a batch",
     )

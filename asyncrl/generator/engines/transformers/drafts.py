@@ -12,7 +12,7 @@ accepted with the policy's probability of it, as by rejection sampling (arXiv:22
 
 A forward has the drafts that make the step's tokens cheapest. With T tokens it takes a time of about F + T, in tokens,
 where F is `ridge_tokens`, and it is expected to make E tokens. A draft that is accepted with probability p lowers
-(F + T) / E as long as p (F + T) > E. Probabilities are measured, by how many tokens matched.
+(F + T) / E as long as p (F + T) > E. Probabilities are measured, by how often the token had come behind the same ones.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
 from asyncrl.generator.engines.engine import SampleRequest
 from asyncrl.generator.engines.transformers.rows import BatchedRequest, BatchRows
-from asyncrl.generator.engines.transformers.suffix_automaton import ROOT, Likely, SuffixAutomaton
+from asyncrl.generator.engines.transformers.suffix_automaton import ROOT, SuffixAutomaton
 from asyncrl.types import Array
 
 REMEMBERED = 16
@@ -45,32 +47,32 @@ READ_TOKENS = 512
 ORDINALS, PROMPTS = 4096, 4
 """Whose tasks are known, the latest, and prompts of each: evaluations and probes count from 0 too."""
 
-BUCKETS = 7
-"""Of matched tokens."""
+BUCKETS = 8
+"""Of shares, equally wide."""
 
 FORGET = 0.999
 """Weight of measured probabilities from one step to the next."""
 
 
 class AcceptanceRates:
-    """How often drafts were accepted, by the number of tokens that had matched: 1, 2-3, 4-7, …, from 64 on.
+    """How often drafts were accepted, by their `Likely.share`, which counts as two observations.
 
     >>> rates = AcceptanceRates()
-    >>> rates.observe(5, accepted=True)
-    >>> round(rates.of(4), 3), rates.of(1)
-    (0.667, 0.5)
+    >>> rates.observe(0.5, accepted=True)
+    >>> round(rates.of(0.5), 3), rates.of(0.25)
+    (0.667, 0.25)
     """
 
     def __init__(self) -> None:
         self._accepted, self._tried = [0.0] * BUCKETS, [0.0] * BUCKETS
 
-    def of(self, matched: int) -> float:
-        """The probability that a draft behind so many matching tokens is accepted; one half if nothing is known."""
-        at = min(matched.bit_length(), BUCKETS) - 1
-        return (self._accepted[at] + 1) / (self._tried[at] + 2)
+    def of(self, share: float) -> float:
+        """The probability that a draft of this share is accepted."""
+        at = int(share * BUCKETS)
+        return (self._accepted[at] + 2 * share) / (self._tried[at] + 2)
 
-    def observe(self, matched: int, accepted: bool) -> None:
-        at = min(matched.bit_length(), BUCKETS) - 1
+    def observe(self, share: float, accepted: bool) -> None:
+        at = int(share * BUCKETS)
         self._tried[at] += 1
         self._accepted[at] += accepted
 
@@ -78,6 +80,14 @@ class AcceptanceRates:
         """Let what was observed so far count for a little less."""
         self._accepted = [FORGET * count for count in self._accepted]
         self._tried = [FORGET * count for count in self._tried]
+
+
+class Draft(NamedTuple):
+    """share: as of `Likely` · accepted: the probability that the policy draws it, and all drafts before it"""
+
+    token: int
+    share: float
+    accepted: float
 
 
 @dataclass(slots=True)
@@ -134,7 +144,7 @@ class Drafter:
         self._history: OrderedDict[bytes, deque[Array]] = OrderedDict()
         self._remembered = 0  # tokens
         self._names: OrderedDict[int, deque[tuple[int, bytes]]] = OrderedDict()
-        self._likely: dict[int, list[Likely]] = {}
+        self._likely: list[list[Draft]] = []  # by row
 
     def draft(self, rows: BatchRows, end_ids: Array) -> Array:
         """Write drafts behind the known tokens of rows in use, none behind one of `end_ids`. Their numbers, [A]."""
@@ -142,8 +152,11 @@ class Drafter:
         if rows.used > self._ridge:
             return count_A
         self._rates.forget()
-        self._likely = self._look_up(rows, {*end_ids.tolist()})
-        for row in self._worthwhile(rows.used, max(len(rows.used_R), 2 * self._ridge)):
+        self._read(rows)
+        most_tokens = max(len(rows.used_R), 2 * self._ridge)
+        least, ends = rows.used / (self._ridge + most_tokens), {*end_ids.tolist()}
+        self._likely = [self._look_up(rows, row, least, ends) for row in range(rows.used)]
+        for row in self._worthwhile(rows.used, most_tokens):
             count_A[row] += 1
         for row in np.flatnonzero(count_A):
             known, count = rows.known_R[row], count_A[row]
@@ -155,7 +168,7 @@ class Drafter:
         for row in np.flatnonzero(count_A):
             count, accepted = int(count_A[row]), int(accepted_A[row])
             for at, draft in enumerate(self._likely[row][: min(count, accepted + 1)]):
-                self._rates.observe(draft.matched, at < accepted)
+                self._rates.observe(draft.share, at < accepted)
             self.drafted += count
             self.accepted += accepted
 
@@ -171,38 +184,39 @@ class Drafter:
         elif name in self._tasks:
             self._tasks[name].unread.append((ROOT, sequence))
 
-    def _look_up(self, rows: BatchRows, ends: set[int]) -> dict[int, list[Likely]]:
-        """Let the automata read on. Tokens that are likely next in each row, if its automaton has read all of it."""
-        found: dict[int, list[Likely]] = {}
+    def _read(self, rows: BatchRows) -> None:
+        """Let the automata read on, the rows in use after what is known of their tasks."""
         left = READ_TOKENS
         for row in range(rows.used):
-            known = int(rows.known_R[row])
             sample = self._sample(*rows.owner(row))
             states = len(sample.task.automaton)
             left -= sample.task.read(left)
-            new = rows.token_RC[row, sample.read : known][:left]
+            new = rows.token_RC[row, sample.read : rows.known_R[row]][:left]
             sample.state = sample.task.read_on(sample.state, new)
             sample.read, left = sample.read + len(new), left - len(new)
             self._states += len(sample.task.automaton) - states
-            if sample.read == known:
-                most = min(self._most, int(rows.limit_R[row]) - known - 1)
-                likely = sample.task.automaton.continuation(sample.state, most)
-                end = next((at for at, draft in enumerate(likely) if draft.token in ends), most)
-                found[row] = likely[: end + 1]
         if self._states > STATES:
             self._forget_tasks()
+
+    def _look_up(self, rows: BatchRows, row: int, least: float, ends: set[int]) -> list[Draft]:
+        """Drafts of a row that are accepted with more than `least`, if its automaton has read all of it."""
+        sample, known = self._sample(*rows.owner(row)), int(rows.known_R[row])
+        if sample.read < known:
+            return []
+        most = max(0, min(self._most, int(rows.limit_R[row]) - known - 1))
+        found, accepted = list[Draft](), 1.0
+        for token, share in islice(sample.task.automaton.continuation(sample.state), most):
+            accepted *= self._rates.of(share)
+            if accepted <= least:
+                break
+            found.append(Draft(token, share, accepted))
+            if token in ends:
+                break
         return found
 
     def _worthwhile(self, used: int, most_tokens: int) -> Iterator[int]:
         """The rows of the drafts that make a step's tokens cheaper, the likeliest first."""
-        candidates: list[tuple[float, int]] = []
-        for row, likely in self._likely.items():
-            accepted = 1.0
-            for draft in likely:
-                accepted *= self._rates.of(draft.matched)
-                if accepted * (self._ridge + most_tokens) <= used:
-                    break
-                candidates.append((accepted, row))
+        candidates = [(draft.accepted, row) for row, likely in enumerate(self._likely) for draft in likely]
         tokens, expected = used, float(used)
         for accepted, row in sorted(candidates, reverse=True):
             if tokens == most_tokens or accepted * (self._ridge + tokens) <= expected:

@@ -89,14 +89,15 @@ def test_samples_are_those_without_drafts(model: PreTrainedModel, sampling: dict
 
 
 def test_a_sample_that_was_made_before_takes_few_steps(model: PreTrainedModel) -> None:
-    """All its drafts are what the policy draws: so many are accepted, and so many more tokens come of a step."""
+    """Nearly all its drafts are what the policy draws."""
     plain, drafter = batch(model, end_ids=()), Drafter(9, 32)
     (turns,) = run(plain, [asked(0, n=1)]).values()
     remember(drafter, turns)
     slots = batch(model, drafter, end_ids=())
     run(slots, [asked(0, n=1)], steps=8)
     assert slots.idle
-    assert drafter.accepted == drafter.drafted >= 30 - 8 - 1
+    assert drafter.accepted >= 30 - 8 - 1
+    assert drafter.drafted <= 30
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt-oss", "deepseek-v3"])
@@ -230,7 +231,8 @@ def test_pieces_come_at_the_same_tokens(model: PreTrainedModel) -> None:
     slots.add(dataclasses.replace(request, pieces=pieces))
     while not slots.idle:
         slots.step()
-        cut += [(sample, len(turn.output_ids)) for _, sample, turn in slots.take_pieces()]
+        pieces_now = slots.take_pieces()
+        cut += [(sample, len(turn.output_ids)) for _, sample, turn in pieces_now if turn.finish == "abort"]
     assert sorted(cut) == [(sample, length) for sample in range(2) for length in range(4, 30, 4)]
 
 
@@ -265,8 +267,8 @@ def rows_of(requests: Sequence[SampleRequest]) -> BatchRows:
 
 def test_with_more_rows_than_the_ridge_nothing_is_drafted() -> None:
     drafter = Drafter(4, ridge_tokens=4)
-    for _ in range(100):
-        drafter._rates.observe(2, accepted=True)
+    for share in [0.3, 0.5] * 100:
+        drafter._rates.observe(share, accepted=True)
     drafts = [
         drafted(drafter, rows_of([asked(used, n=used, prompt=[7, 8, 7, 8])])).sum() for used in range(1, 6)
     ]
@@ -275,11 +277,12 @@ def test_with_more_rows_than_the_ridge_nothing_is_drafted() -> None:
 
 
 def test_a_draft_must_make_the_steps_tokens_cheaper() -> None:
-    """By hand, F = 4, one row: drafts are accepted with 1/2, 1/4, 1/8, …: 1/2 (4 + 1) > 1, 1/4 (4 + 2) = 1.5 and not
-    1/8 (4 + 3) > 1.75: one draft."""
+    """By hand, one row. Behind an 8 came 7 once of once, behind a 7 came 8 twice of twice: drafts have shares 1/3, 1/2,
+    1/3, … and are accepted with 1/3, 1/6, 1/18, 1/36. F = 4: 1/3 (4 + 1) > 1 and not 1/6 (4 + 2) > 4/3. F = 30: so on
+    up to 1/18 (30 + 3) > 1.5, and not 1/36 (30 + 4) > 1.56."""
     assert drafted(Drafter(8, ridge_tokens=4), rows_of([asked(0, n=1, prompt=[7, 8, 7, 8])])).tolist() == [1]
     more = Drafter(8, ridge_tokens=30)
-    assert drafted(more, rows_of([asked(0, n=1, prompt=[7, 8, 7, 8])])).tolist() == [4]
+    assert drafted(more, rows_of([asked(0, n=1, prompt=[7, 8, 7, 8])])).tolist() == [3]
 
 
 def test_drafts_that_are_never_accepted_are_given_up_and_tried_again_later() -> None:
@@ -295,15 +298,15 @@ def test_drafts_that_are_never_accepted_are_given_up_and_tried_again_later() -> 
     assert sum(counts) < 200
 
 
-def test_rates_are_apart_by_the_number_of_tokens_that_matched() -> None:
+def test_rates_are_apart_by_the_share_of_the_token() -> None:
     rates = AcceptanceRates()
     for _ in range(8):
-        rates.observe(1, accepted=False)
-        rates.observe(200, accepted=True)
-    assert (rates.of(1), rates.of(2), rates.of(64), rates.of(10**6)) == (0.1, 0.5, 0.9, 0.9)
+        rates.observe(0.1, accepted=False)
+        rates.observe(0.9, accepted=True)
+    assert (rates.of(0.1), rates.of(0.5), rates.of(0.9)) == pytest.approx((0.02, 0.5, 0.98))
     for _ in range(20000):
         rates.forget()
-    assert rates.of(1) == pytest.approx(0.5)
+    assert rates.of(0.1) == pytest.approx(0.1)
 
 
 def test_other_turns_of_a_conversation_and_later_epochs_are_of_the_same_task() -> None:
