@@ -55,7 +55,7 @@ FORGET = 0.999
 
 
 class AcceptanceRates:
-    """How often drafts were accepted, by their `Likely.share`, which counts as two observations.
+    """The rates at which drafts were accepted, by their `Likely.share`, which counts as two observations.
 
     >>> rates = AcceptanceRates()
     >>> rates.observe(0.5, accepted=True)
@@ -248,7 +248,7 @@ class Drafter:
                 self._samples = {key: sample for key, sample in self._samples.items() if sample.name != name}
 
     def _name(self, request: SampleRequest) -> bytes:
-        """Of a request's task: its first turn's prompt, hashed, with which the prompts of its later turns begin."""
+        """The name of a request's task: a hash of its first turn's prompt, with which those of later turns begin."""
         prompt = np.asarray(request.prompt_ids, np.int32)[: len(request.prompt_ids) - request.made]
         known = self._names.setdefault(request.ordinal, deque(maxlen=PROMPTS))
         self._names.move_to_end(request.ordinal)

@@ -409,6 +409,11 @@ def test_speculation_is_of_the_embedded_engine_without_a_fixed_shape(tmp_path: P
             load_config(file, [*base, *more])
 
 
+def test_a_batch_of_fixed_shape_has_no_drafts(model: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match="no drafts at fixed shape"):
+        batch(model, Drafter(4, 32), fixed_shape=True)
+
+
 def test_a_recurrent_state_has_no_way_back_from_a_draft(tmp_path: Path) -> None:
     save_family("qwen3-next", tmp_path)
     file = tmp_path / "config.yaml"
