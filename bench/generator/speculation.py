@@ -23,7 +23,7 @@ from asyncrl.generator.engines.transformers.drafts import Drafter
 from asyncrl.generator.engines.transformers.kv_cache import ATTENTION
 from asyncrl.generator.engines.transformers.slots import SlotBatch
 from asyncrl.types import Array, Sampling
-from bench.bars import row
+from bench.bars import figures, row
 from bench.generator.model import GROUP, GROUPS, LONGEST, PROMPT, SIZES, SLOTS, TINY
 from bench.generator.watched import lognormal
 from bench.output import bench_parser, machine, write_results
@@ -60,7 +60,7 @@ def main() -> None:
         drafter = Drafter(DRAFTED, RIDGE)
         run(model, 0, drafter)
         rounds = [measured(model, 1 + number, drafter) for number in range(args.rounds)]
-        found[str(share)] = {name: median(each[name] for each in rounds) for name in rounds[0]}
+        found[str(share)] = figures(rounds, ())
         print(share, json.dumps(found[str(share)]), flush=True)
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     text = table(found, ridges, millions, args.rounds)

@@ -59,18 +59,19 @@ class Support(NamedTuple):
 class Fed(NamedTuple):
     """The tokens that a decoding forward reads, row by row: the next one of each row, and drafts behind it.
 
-    row_N, column_N: where they are · offset_N: how far behind the row's first one
+    row_N, column_N: where they are · offset_N: how far behind the row's first one · drafts_A: of each row
     """
 
     row_N: Array
     column_N: Array
     offset_N: Array
     token_N: Array
+    drafts_A: Array
 
     def made(self, drawn_N: Array) -> Array:
         """The tokens that each row makes, [A]: the draws up to the first that is not the draft behind it."""
         wrong_N = (self.offset_N > 0) & (self.token_N != np.roll(drawn_N, 1))
-        made_A = np.bincount(self.row_N)
+        made_A = 1 + self.drafts_A
         np.minimum.at(made_A, self.row_N[wrong_N], self.offset_N[wrong_N])
         return made_A
 
@@ -143,7 +144,7 @@ class BatchRows:
         row_N, ends_A = np.repeat(np.arange(len(drafts_A)), 1 + drafts_A), np.cumsum(1 + drafts_A)
         offset_N = np.arange(len(row_N)) - (ends_A - 1 - drafts_A)[row_N]
         column_N = column_A[row_N] + offset_N
-        return Fed(row_N, column_N, offset_N, self.token_RC[row_N, column_N])
+        return Fed(row_N, column_N, offset_N, self.token_RC[row_N, column_N], drafts_A)
 
     def at_stop_text(self, row_A: Array) -> Array:
         """bool [A]: the rows whose answer ends with one of its request's texts."""

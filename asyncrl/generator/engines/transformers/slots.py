@@ -281,13 +281,14 @@ class SlotBatch:
         """Where a decoding forward stores its tokens, and what they see."""
         columns = self.max_length if self.fixed_shape else int(fed.column_N.max()) + 1
         column_L, column_N = self._column_indices[:columns], self._tensor(fed.column_N)
+        if not fed.drafts_A.any():
+            return Decode(
+                self._row_indices[: len(fed.row_N)], column_N, column_L, column_L > column_N[:, None]
+            )
         first_A = np.flatnonzero(fed.offset_N == 0)
-        drafts_A = np.append(first_A[1:], len(fed.row_N)) - first_A - 1
-        if not drafts_A.any():
-            return Decode(self._row_indices[: len(first_A)], column_N, column_L, column_L > column_N[:, None])
         first_At = self._tensor(first_A)
         hidden_AL = column_L > column_N[first_At][:, None]
-        drafts = (*self._drafts(first_A, drafts_A, column_N, column_L),)
+        drafts = (*self._drafts(first_A, fed.drafts_A, column_N, column_L),)
         return Decode(self._tensor(fed.row_N), column_N, column_L, hidden_AL, first_At, drafts)
 
     def _drafts(
@@ -350,7 +351,7 @@ class SlotBatch:
             finish |= self._append(fed.row_N[at], drawn_N[at], logp_N[at])
         if self.drafter:
             accepted_A = rows.known_R[:used] - rows.cached_R[:used] - 2
-            self.drafter.learn(np.bincount(fed.row_N) - 1, accepted_A)
+            self.drafter.learn(fed.drafts_A, accepted_A)
         rows.cached_R[:used] = rows.known_R[:used] - 1
         return self._leave(finish)
 

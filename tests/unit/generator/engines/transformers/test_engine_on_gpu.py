@@ -77,6 +77,32 @@ def played(batch: SlotBatch, asked: list[SampleRequest], call: Callable[..., Any
     return [turn for request in asked for turn in turns[request.request_id]]
 
 
+def on_gpu(
+    gpu: PretendedGpu, made: SlotBatch, drafter: Drafter | None = None
+) -> tuple[SlotBatch, Callable[..., Any], list[list[Any]]]:
+    """A batch with the model of `made` on the GPU, how to call it, and the waits of each call."""
+    made.model.to(GPU)
+    steps: list[list[Any]] = []
+
+    def counted(method: Callable[..., Any], *args: Any, **more: Any) -> Any:
+        gpu.waits.clear()
+        result = here(method, *args, **more)
+        steps.append([*gpu.waits])
+        return result
+
+    batch = SlotBatch(
+        made.model,
+        slots=4,
+        max_length=48,
+        end_ids=(),
+        version=0,
+        fixed_shape=made.fixed_shape,
+        recorder=made._recorder,
+        drafter=drafter,
+    )
+    return batch, counted, steps
+
+
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("family", EACH)
 def test_an_engine_runs_on_cuda(family: str, fixed: bool, tmp_path: Path) -> None:
@@ -111,24 +137,7 @@ def test_an_engine_on_a_gpu_makes_a_cpus_tokens(family: str, fixed: bool, tmp_pa
     asked = requests(family, tmp_path)
     expected = played(cpu, asked)
     with PretendedGpu() as gpu:
-        moved.model.to(GPU)
-        batch = SlotBatch(
-            moved.model,
-            slots=4,
-            max_length=48,
-            end_ids=(),
-            version=0,
-            fixed_shape=fixed,
-            recorder=moved._recorder,
-        )
-        steps = []
-
-        def counted(method: Callable[..., Any], *args: Any, **more: Any) -> Any:
-            gpu.waits.clear()
-            result = here(method, *args, **more)
-            steps.append([*gpu.waits])
-            return result
-
+        batch, counted, steps = on_gpu(gpu, moved)
         found = played(batch, asked, counted)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one.output_ids, other.output_ids)
@@ -149,24 +158,7 @@ def test_a_step_with_drafts_waits_no_more_often(family: str, tmp_path: Path) -> 
     asked = requests(family, tmp_path)
     expected = [played(cpu, asked), played(cpu, asked)]
     with PretendedGpu() as gpu:
-        moved.model.to(GPU)
-        batch = SlotBatch(
-            moved.model,
-            slots=4,
-            max_length=48,
-            end_ids=(),
-            version=0,
-            recorder=moved._recorder,
-            drafter=Drafter(3, 32),
-        )
-        steps = []
-
-        def counted(method: Callable[..., Any], *args: Any, **more: Any) -> Any:
-            gpu.waits.clear()
-            result = here(method, *args, **more)
-            steps.append([*gpu.waits])
-            return result
-
+        batch, counted, steps = on_gpu(gpu, moved, Drafter(3, 32))
         found = [played(batch, asked, counted), played(batch, asked, counted)]
     assert batch.drafter is not None
     assert batch.drafter.accepted > 0
