@@ -158,7 +158,7 @@ class Drafter:
         self._likely = [self._look_up(rows, row, least, ends) for row in range(rows.used)]
         for row in self._worthwhile(rows.used, most_tokens):
             count_A[row] += 1
-        for row in np.flatnonzero(count_A):
+        for row in np.flatnonzero(count_A).tolist():
             known, count = rows.known_R[row], count_A[row]
             rows.token_RC[row, known : known + count] = [each.token for each in self._likely[row][:count]]
         return count_A
