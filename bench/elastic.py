@@ -22,7 +22,7 @@ from statistics import mean
 from typing import Any
 
 from asyncrl.errors import DeadlineError, ProcessDiedError
-from asyncrl.launch.folder.scale import scale
+from asyncrl.launch.folder.scale import ScaleRequest, scale
 from asyncrl.system.signals import die_with_parent
 from asyncrl.telemetry.sinks import read_rows
 from bench.bars import Measured, number, row
@@ -75,7 +75,7 @@ class ElasticRun:
         if change == "a kill":
             kill(launcher, "generator", random.Random(0))
         else:
-            scale(str(self._folder), int(change.split()[0]))
+            scale(str(self._folder), ScaleRequest(int(change.split()[0])))
 
     def _rows(self) -> list[dict[str, Any]]:
         return [each for each in read_rows(self._folder / "metrics.jsonl") if "perf/step_s" in each]

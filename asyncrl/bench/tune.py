@@ -20,7 +20,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.run_plan import job, setup_of
-from asyncrl.twin.calibrate import FIRST, LEAST, calibrate
+from asyncrl.twin.calibrate import FIRST, LEAST, calibrate, check_one_kind
 from asyncrl.twin.outcome import Simulated
 from asyncrl.twin.plan import PlannedRun
 from asyncrl.twin.tune import KEYS, LEAST_GAIN, Change, tune
@@ -42,13 +42,15 @@ class Tuning:
 def run_tuning(
     path: str, overrides: Sequence[str], folder: Path, versions: int, repetitions: int, devices: int | None
 ) -> Tuning:
-    """Raises ConfigError for fewer versions than a calibration needs, and as the runs do."""
+    """Raises ConfigError for fewer versions than a calibration needs, for generators of several kinds, and as the runs
+    do."""
     if versions < FIRST + LEAST:
         rule = "is too few for a calibration"
         raise ConfigError("--versions", versions, rule, f"give {FIRST + LEAST} or more")
+    config = load_config(path, overrides)
+    check_one_kind(config)
     runs = _Runs(path, overrides, folder, versions)
     runs.rate(GIVEN, {})
-    config = load_config(path, overrides)
     found = job(config, calibrate(folder / GIVEN))
     best, changes = tune(found, devices)
     keys = dict(_keys(config, found, best))

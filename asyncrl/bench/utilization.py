@@ -36,6 +36,7 @@ from asyncrl.launch.local_run import train
 from asyncrl.launch.processes import cores
 from asyncrl.telemetry.sinks import read_rows
 from asyncrl.telemetry.spans import OTHER, WAIT, busy_share
+from asyncrl.twin.calibrate import check_one_kind
 
 LEAST_ASYNC_STALENESS = 2
 WARM_UP_VERSIONS = 3
@@ -132,6 +133,7 @@ def _half_the_memory() -> tuple[str, ...]:
 def main(words: Sequence[str]) -> int:
     arguments = _parser().parse_intermixed_args(words)
     base = load_config(arguments.config, arguments.overrides)
+    check_one_kind(base)
     rows: dict[str, list[Sequence[Row]]] = {mode.name: [] for mode in modes(base)}
     for repetition, mode in schedule(modes(base), arguments.repetitions):
         print(f"repetition {repetition + 1} of {arguments.repetitions}, {mode.name}", flush=True)

@@ -69,10 +69,10 @@ def _run(config: Config, train: Callable[[Config], dict[str, Any]] | None = None
 
 
 def _scale(arguments: Arguments) -> int:
-    from asyncrl.launch.folder.scale import scale
+    from asyncrl.launch.folder.scale import ScaleRequest, scale
 
-    folder = scale(arguments.run_folder, arguments.count)
-    print(f"{folder}: generators from now on: {arguments.count}")
+    request = ScaleRequest(arguments.count, arguments.pool)
+    print(f"{scale(arguments.run_folder, request)}: from now on {request}")
     return 0
 
 
@@ -150,6 +150,9 @@ COMMANDS: dict[str, Command] = {
         (
             option("run_folder", metavar="RUN", help="folder of a run, or its name under runs/"),
             option("count", metavar="N", type=int, help="generators from now on"),
+            option(
+                "--pool", default="", metavar="NAME", help="of placement.generators, unless of `generator`"
+            ),
         ),
         takes_config=False,
     ),

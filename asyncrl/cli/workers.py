@@ -21,8 +21,14 @@ if TYPE_CHECKING:
 
 
 def _generator(arguments: Arguments) -> int:
-    config = split_run_config(arguments)
-    name = _process_name(arguments, "generator")
+    from asyncrl.config.sections.generator import errors_of_pool
+
+    with errors_of_pool(arguments.pool):
+        return _generate(arguments, split_run_config(arguments).of_pool(arguments.pool))
+
+
+def _generate(arguments: Arguments, config: Config) -> int:
+    name = _process_name(arguments, "-".join(filter(None, ("generator", arguments.pool))))
     loading(arguments, f"torch and the model {config.model.path}")
     from asyncrl.generator.process import run_generator
     from asyncrl.launch.views.process_view import GeneratorView, shown
@@ -159,7 +165,12 @@ COMMANDS: dict[str, Command] = {
         "Turn tasks into scored rollouts, with the newest weights, until the run is over. Any number may "
         "join and leave while the run goes on.",
         "asyncrl generator configs/recipes/demo.yaml queue.address=tcp://127.0.0.1:5555 --name generator-0",
-        (option("--name", help="unique among the run's generators"),),
+        (
+            option("--name", help="unique among the run's generators"),
+            option(
+                "--pool", default="", metavar="NAME", help="of placement.generators, whose keys then count"
+            ),
+        ),
     ),
     "pool": Command(
         _pool,

@@ -9,14 +9,15 @@ reach.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.generator import key_of_pool
 from asyncrl.config.sections.placement import REWARDS
 from asyncrl.launch.folder.run_folder import run_folder
-from asyncrl.launch.processes import LEARNER, QUEUE, generator_names, pool_names
+from asyncrl.launch.processes import LEARNER, QUEUE, generator_names, of_generators, pool_names
 from asyncrl.rpc.keys import SERVER_FILE, make_keys
 
 GENERATORS = "generators"
@@ -29,9 +30,10 @@ NodeResources = Mapping[str, float]
 class Role:
     """Processes of one kind.
 
-    verb, operand: words of the command before and after CONFIG
+    verb, operands: words of the command before and after CONFIG
     processes: their names
     ranks: of one process · threads: of one rank · cpus, gpus: of one process
+    grace_s: that a process may work on after SIGTERM
     """
 
     name: str
@@ -41,15 +43,16 @@ class Role:
     threads: int = 1
     cpus: int = 1
     gpus: int = 0
-    operand: str = ""
+    operands: tuple[str, ...] = ()
+    grace_s: float = 0.0
 
     def words(self, config: str, *more: str) -> list[str]:
         """The command of one process, after `asyncrl`.
 
-        >>> Role("teacher", "pool", ("teacher-0",), operand="teacher").words("c.yaml", "--name", "teacher-0")
+        >>> Role("teacher", "pool", ("teacher-0",), operands=("teacher",)).words("c.yaml", "--name", "teacher-0")
         ['pool', 'c.yaml', 'teacher', '--name', 'teacher-0']
         """
-        return [self.verb, config, *([self.operand] if self.operand else []), *more]
+        return [self.verb, config, *self.operands, *more]
 
 
 def roles(config: Config, gpus: bool) -> list[Role]:
@@ -58,7 +61,7 @@ def roles(config: Config, gpus: bool) -> list[Role]:
     return [
         Role(QUEUE, QUEUE, (QUEUE,)),
         _learner(config, int(gpus)),
-        _generators(config, int(gpus)),
+        *_generators(config, int(gpus)),
         *_pools(config, int(gpus)),
     ]
 
@@ -68,12 +71,23 @@ def _learner(config: Config, gpus: int) -> Role:
     return Role(LEARNER, LEARNER, (LEARNER,), ranks, threads, ranks * threads, ranks * gpus)
 
 
-def _generators(config: Config, gpus: int) -> Role:
-    generator = config.generator
-    ranks = generator.vllm.tensor_parallel * generator.vllm.data_parallel if generator.on_vllm else 1
-    on_device = generator.makes_real_tokens and not generator.behind_http
-    threads, names = generator.threads or 1, tuple(generator_names(config))
-    return Role(GENERATORS, "generator", names, ranks, threads, max(ranks, threads), gpus * ranks * on_device)
+def _generators(config: Config, gpus: int) -> Iterator[Role]:
+    """The role of each pool of generators. One whose `devices` are '' computes on CPUs."""
+    every = generator_names(config)
+    for pool, section in config.generator_pools.items():
+        ranks = section.vllm.tensor_parallel * section.vllm.data_parallel if section.on_vllm else 1
+        on_device = section.makes_real_tokens and not section.behind_http and section.devices != ""
+        yield Role(
+            f"{GENERATORS}_{pool}" if pool else GENERATORS,
+            "generator",
+            tuple(name for name, (of, _) in every.items() if of == pool),
+            ranks,
+            section.threads or 1,
+            max(ranks, section.threads or 1),
+            gpus * ranks * on_device,
+            of_generators(pool),
+            section.grace_s,
+        )
 
 
 def _pools(config: Config, gpus: int) -> list[Role]:
@@ -82,7 +96,7 @@ def _pools(config: Config, gpus: int) -> list[Role]:
         processes = tuple(name for name, (of, _) in names.items() if of == model)
         ranks, threads, on_device = place.ranks, place.threads or 1, model != REWARDS
         role = Role(
-            model, "pool", processes, ranks, threads, ranks * threads, gpus * ranks * on_device, model
+            model, "pool", processes, ranks, threads, ranks * threads, gpus * ranks * on_device, (model,)
         )
         made.append(role)
     return made
@@ -106,15 +120,16 @@ def fewest_nodes(ranks: int, rank: Mapping[str, int], nodes: Sequence[NodeResour
 
 
 def refuse_devices(config: Config, cluster: str) -> None:
-    """Raise ConfigError where the configuration names the devices of processes, or has two pools share some. cluster:
-    who gives devices"""
-    named = {"generator": config.generator.devices, "learner": config.learner.devices}
+    """Raise ConfigError where the configuration names the devices of processes, or has two pools share some; '' for no
+    device names none. cluster: who gives devices"""
+    named = {key_of_pool(name): generators.devices for name, generators in config.generator_pools.items()}
+    named["learner"] = config.learner.devices
     named |= {config.placement.key_of(name): place.devices for name, place in config.placement.pools.items()}
     for pool, devices in named.items():
         rule = (
             f"names devices of one machine, and {cluster} gives each process those that are free on its node"
         )
-        require(devices is None, f"{pool}.devices", devices, rule, "leave it out")
+        require(not devices, f"{pool}.devices", devices, rule, "leave it out")
     rule = f"shares devices, and {cluster} gives each process some of its own"
     require(not config.placement.colocate, "placement.colocate", True, rule, "set placement.colocate=false")
 

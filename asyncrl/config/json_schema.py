@@ -17,6 +17,7 @@ from asyncrl.config.commented_yaml import key_comments
 from asyncrl.config.load import sections
 from asyncrl.config.rules import Limit
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.generator import GENERATORS, OF_A_POOL, GeneratorConfig
 from asyncrl.config.sections.placement import PlaceConfig
 from asyncrl.config.sections.reward import OWN, RewardConfig
 from asyncrl.config.sections.tasks import EvaluationSet, MixedSource
@@ -32,6 +33,7 @@ ENTRIES: Mapping[str, tuple[type, tuple[str, ...] | None]] = {
     "evaluation.sets": (EvaluationSet, None),
     "reward.functions": (RewardConfig, OWN),
     "placement.own": (PlaceConfig, None),
+    GENERATORS: (GeneratorConfig, OF_A_POOL),
 }
 """Keys whose entries users name: the section of one entry, and its keys unless all."""
 

@@ -247,16 +247,29 @@ def as_sections(schema: type[S], at: str, entries: Mapping[str, object]) -> dict
     return dict(zip(entries, made, strict=True))
 
 
-def as_section(schema: type[S], at: str, entry: object) -> S:
-    """`entry` as an instance of `schema`, checked under the dotted name `at`. Raises ConfigError for what is no
-    mapping, for a key that `schema` does not have and for a value of another type."""
+def as_section(
+    schema: type[S],
+    at: str,
+    entry: object,
+    *,
+    keys: Sequence[str] = (),
+    base: Mapping[str, object] | None = None,
+) -> S:
+    """`entry` as an instance of `schema`, checked under the dotted name `at`. keys: of the schema, that it may have;
+    unless given, all · base: values that `entry` is merged with, in place of defaults
+
+    Raises ConfigError for what is no mapping, for another key and for a value of another type.
+    """
     if not isinstance(entry, Mapping):
         raise ConfigError(
             at, entry, "must hold keys", f"write {at}: {{{dataclasses.fields(cast(Any, schema))[0].name}: …}}"
         )
-    known = [field.name for field in dataclasses.fields(cast(Any, schema))]
+    known = list(keys) or [field.name for field in dataclasses.fields(cast(Any, schema))]
     tree = OmegaConf.structured(schema)
-    OmegaConf.set_readonly(tree, False)  # frozen, but still being filled in
+    for name, _ in sections_in(schema(), ""):  # frozen, but still being filled in
+        OmegaConf.set_readonly(OmegaConf.select(tree, name) if name else tree, False)
+    for name, value in (base or {}).items():
+        OmegaConf.update(tree, name, escaped_references(value), merge=True)
     for name, value in entry.items():
         near = difflib.get_close_matches(str(name), known, n=1)
         remedy = f"did you mean {at}.{near[0]}?" if near else f"the keys are {', '.join(known)}"

@@ -7,17 +7,26 @@ is in one `ConfigError`, raised before a process starts.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import attrgetter
 from typing import Literal
 
 from asyncrl.config.addresses import is_loopback, listening_rule
-from asyncrl.config.rules import Rule, Section, check_section
+from asyncrl.config.rules import Rule, Section, check_section, require
 from asyncrl.config.sections.agent import AgentConfig
 from asyncrl.config.sections.algorithm import GROUP_ADVANTAGES, AlgorithmConfig, policy_rules
-from asyncrl.config.sections.generator import GeneratorConfig, sharing_rules
+from asyncrl.config.sections.generator import (
+    GeneratorConfig,
+    errors_of_pool,
+    key_of_pool,
+    pool_rules,
+    pool_section,
+    sharing_rules,
+)
 from asyncrl.config.sections.learner import LearnerConfig
 from asyncrl.config.sections.models import (
     CriticConfig,
@@ -105,6 +114,27 @@ class Config(Section):
             yield from _colocation_rules(self)
         else:
             yield from sharing_rules(self.generator, self.learner.devices, self.learner.gpu_memory_share)
+        yield from pool_rules(self.generator_pools)
+
+    @cached_property
+    def generator_pools(self) -> Mapping[str, GeneratorConfig]:
+        """The section `generator` of each pool of generators, by its name; that of `generator` itself is ''."""
+        others = (name for name, entry in self.placement.generators.items() if entry is not None)
+        return {"": self.generator, **{name: self.of_pool(name).generator for name in others}}
+
+    def of_pool(self, name: str) -> Config:
+        """The configuration of a generator of a pool, as if there were no other kind. It takes no turns with the
+        learner, unless it is of the first pool, ''. Raises ConfigError for an unknown name, and under the pool's keys.
+        """
+        if not name:
+            return self
+        at, pools = key_of_pool(name), self.placement.generators
+        remedy = f"there are {', '.join(pools)}" if pools else f"add {at}.count=1"
+        require(pools.get(name) is not None, at, name, "there is no such pool of generators", remedy)
+        generator = pool_section(self.generator, name, pools[name])
+        with errors_of_pool(name):
+            placement = dataclasses.replace(self.placement, generators={}, colocate=False)
+            return dataclasses.replace(self, generator=generator, placement=placement)
 
     def rewards_of(self, kind: Literal["generator", "pool"]) -> RewardConfig | None:
         """The reward functions that this kind of process calls; None if it calls none."""
@@ -435,6 +465,14 @@ def _colocation_rules(config: Config) -> Iterator[Rule]:
         ),
     ):
         yield Rule(holds, name, why, f"{remedy}, or placement.colocate=false")
+    for name, pool in config.generator_pools.items():
+        yield Rule(
+            not name or pool.devices is not None,
+            f"{key_of_pool(name)}.devices",
+            "is not set, and a pool beside generators with placement.colocate takes no turns on the GPUs of these",
+            f"name GPUs of its own, {key_of_pool(name)}.devices=2,3, or '' for none",
+            pool.devices,
+        )
 
 
 def _pool_rules(config: Config) -> Iterator[Rule]:

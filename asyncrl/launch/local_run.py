@@ -230,17 +230,17 @@ class LocalRun:
         """As `asyncrl scale` has requested."""
         for name in self.processes.kill_late():
             self.dashboard.print_line(f"{name} did not leave in time and is killed")
-        count = None if self._closed or self._importing else take_request(self.folder)
-        if count is None:
+        request = None if self._closed or self._importing else take_request(self.folder)
+        if request is None or request.pool not in self.config.generator_pools:
             return
-        started, leaving = self.processes.scale(count)
+        started, leaving = self.processes.scale(request.count, request.pool)
         for name in leaving:
             self._restarts.drop(name)
             self._left_out.discard(name)
             self._left.pop(name, None)
-        tracing.event("scaled", generators=count, started=started, leaving=leaving)
+        tracing.event("scaled", generators=request.count, pool=request.pool, started=started, leaving=leaving)
         changes = [f"{name} starts" for name in started] + [f"{name} leaves" for name in leaving]
-        self.dashboard.print_line(f"generators: {count}; {', '.join(changes) or 'as before'}")
+        self.dashboard.print_line(f"{request}; {', '.join(changes) or 'as before'}")
 
     def _may_be_over(self, event: ChildEnded) -> bool:
         """Whether a process ended as it may once the run is closed: a worker with 0, the learner killed after it has

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.generator import errors_of_pool
 from asyncrl.generator.engines.vllm import vllm_memory
 from asyncrl.models.adapters import adapter_shapes
 from asyncrl.sync.plan.cost_model import ModelCost, PoolShape, generator_layout, learner_layout
 from asyncrl.sync.tensors.budget import MemoryPart, learner_parts, total
+
+
+def generator_pool(config: Config) -> PoolShape:
+    """The generators of the configuration; a replica counts as one, because its ranks take versions by themselves."""
+    ours = config.generator.vllm
+    if config.generator.engine != "vllm":
+        return PoolShape(count=config.generator.count)
+    return PoolShape(count=config.generator.count * ours.data_parallel, tp=ours.tensor_parallel)
 
 
 def learner_memory(config: Config, model: ModelCost, learner: PoolShape, streams: int) -> list[MemoryPart]:
@@ -32,16 +41,17 @@ def generator_memory(
     return vllm_memory.rank_parts(config, layout, learner_ranks, device_bytes)
 
 
-def check_memory(
-    config: Config, model: ModelCost, learner: PoolShape, generators: PoolShape, device_bytes: int
-) -> None:
+def check_memory(config: Config, model: ModelCost, learner: PoolShape, device_bytes: int) -> None:
     """Raises ConfigError for a learner or for generators of vLLM that devices of this size cannot hold."""
-    streams = generators.count * generators.tp
+    pools = {name: generator_pool(config.of_pool(name)) for name in config.generator_pools}
+    streams = sum(pool.count * pool.tp for pool in pools.values())
     parts = learner_memory(config, model, learner, streams)
     needs = ", ".join(f"{part.name} {part.bytes / 1e9:.2f} GB" for part in parts)
     rule = f"a rank needs {needs}, and a device has {device_bytes / 1e9:.2f} GB"
     remedy = "raise it, or set sync.snapshot_device=host"
     require(total(parts) < device_bytes, "learner.processes", config.learner.processes, rule, remedy)
-    if config.generator.engine == "vllm":
-        ranks = generator_memory(config, model, generators, config.learner.processes, device_bytes)
-        vllm_memory.check_rank_memory(config, ranks, device_bytes)
+    for name, pool in pools.items():
+        if (of_pool := config.of_pool(name)).generator.engine == "vllm":
+            ranks = generator_memory(of_pool, model, pool, config.learner.processes, device_bytes)
+            with errors_of_pool(name):
+                vllm_memory.check_rank_memory(of_pool, ranks, device_bytes)

@@ -16,6 +16,7 @@ from asyncrl.config.functions.function_spec import load_function
 from asyncrl.config.functions.signatures import check_arguments
 from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.generator import errors_of_pool, key_of_pool
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engines.http import http_link
 from asyncrl.generator.scoring.rewards import Scorer
@@ -49,19 +50,16 @@ def preflight(config: Config) -> None:
     _check_prompts(config)
     Scorer.from_config(config.reward).close()
     check_axes(config)
+    for pool in config.generator_pools:
+        with errors_of_pool(pool):
+            _check_generators(config.of_pool(pool))
     _check_memory(config)
-    if (engine := config.generator.own_engine) is not None:
-        made = load_function(engine, "generator.own_engine")
-        check_arguments(made, engine, "generator.own_engine", "config", "tokenizer", "name")
     if (backend := config.learner.own_backend) is not None:
         made = load_function(backend, "learner.own_backend")
         check_arguments(made, backend, "learner.own_backend", "config", "models")
     check_telemetry(config)
     if config.launch.dash:
         check_package("aiohttp", "server", "launch.dash", config.launch.dash)
-    if config.generator.server.urls:
-        http_link.check_aiohttp("generator.engine", config.generator.engine)
-        http_link.key_from(config.generator.server.key_variable)
     if config.agent.several_turns:
         from asyncrl.generator.gateway.harness import check_player  # takes seconds, for transformers
         from asyncrl.models.prompts import policy_tokenizer
@@ -73,6 +71,16 @@ def preflight(config: Config) -> None:
         networks.check_vocabularies(models, config)
         if "teacher" in models:
             networks.likely_tokens("teacher", config)
+
+
+def _check_generators(config: Config) -> None:
+    """The engine of one pool of generators."""
+    if (engine := config.generator.own_engine) is not None:
+        made = load_function(engine, "generator.own_engine")
+        check_arguments(made, engine, "generator.own_engine", "config", "tokenizer", "name")
+    if config.generator.server.urls:
+        http_link.check_aiohttp("generator.engine", config.generator.engine)
+        http_link.key_from(config.generator.server.key_variable)
 
 
 def check_telemetry(config: Config) -> None:
@@ -95,9 +103,12 @@ def _check_prompts(config: Config) -> None:
         policy_tokenizer,
     )
 
-    tokenizer, images = policy_tokenizer(config), ImageReader(config.model, config.generator.engine)
+    tokenizer, engines = policy_tokenizer(config), {each.engine for each in config.generator_pools.values()}
+    readers = [ImageReader(config.model, engine) for engine in engines]
     for task in first:
-        images.prompt(task, encode_prompt(tokenizer, task, config.tasks.chat_template_kwargs))
+        prompt = encode_prompt(tokenizer, task, config.tasks.chat_template_kwargs)
+        for images in readers:
+            images.prompt(task, prompt)
 
 
 def check_axes(config: Config) -> None:
@@ -118,7 +129,7 @@ def check_axes(config: Config) -> None:
 
 
 def _check_memory(config: Config) -> None:
-    """Weights and copies of them against a device's memory, where both pools have devices of their own."""
+    """Weights and copies of them against a device's memory, where all pools have devices of their own."""
     if config.learner.devices is None or config.generator.devices is None:
         return
     from asyncrl.device import accelerator  # takes seconds, for torch
@@ -126,12 +137,12 @@ def _check_memory(config: Config) -> None:
     if (device_bytes := accelerator.total_bytes()) is None:
         return
     from asyncrl.launch.memory import check_memory
-    from asyncrl.launch.sync_plan import generator_pool, learner_pool
+    from asyncrl.launch.sync_plan import learner_pool
     from asyncrl.models.loading import checkpoint_shapes
     from asyncrl.sync.plan.cost_model import ModelCost
 
     cost = ModelCost(*checkpoint_shapes(config.model))
-    check_memory(config, cost, learner_pool(config), generator_pool(config), device_bytes)
+    check_memory(config, cost, learner_pool(config), device_bytes)
 
 
 # ---------------------------------------------------------------------- files, models and GPUs
@@ -192,7 +203,8 @@ def _check_writable(key: str, folder: Path) -> None:
 
 def _check_gpus(config: Config) -> None:
     """torch is imported only where GPUs are named."""
-    pools = {"generator": config.generator.devices, "learner": config.learner.devices}
+    pools = {key_of_pool(name): generators.devices for name, generators in config.generator_pools.items()}
+    pools["learner"] = config.learner.devices
     pools |= {config.placement.key_of(name): place.devices for name, place in config.placement.pools.items()}
     named = {f"{pool}.devices": devices for pool, devices in pools.items() if devices}
     by_nccl = config.sync.backend == "nccl"
@@ -249,10 +261,10 @@ def off_keys(config: Config) -> list[str]:
 
 def _switches(config: Config) -> Iterator[tuple[str, bool, str]]:
     """(beginning of keys, whether they count, why they do not)."""
-    engine, sync = config.generator.engine, config.sync
-    own, models = config.generator.own_engine is not None, requirements.models(config)
-    yield "generator.vllm.", own or engine == "vllm", f"generator.engine={engine}"
-    yield "generator.server.", own or config.generator.behind_http, f"generator.engine={engine}"
+    pools, sync, models = config.generator_pools.values(), config.sync, requirements.models(config)
+    own, engine = any(each.own_engine for each in pools), f"generator.engine={config.generator.engine}"
+    yield "generator.vllm.", own or any(each.engine == "vllm" for each in pools), engine
+    yield "generator.server.", own or config.generator.behind_http, engine
     yield "critic.", bool(requirements.critics(config)), "the algorithm has no critic"
     for name in ("reference", "reward_model", "teacher"):
         yield f"{name}.", name in models, f"the algorithm has no {name}"

@@ -25,7 +25,7 @@ class Processes:
 
     Attributes:
         address: The queue's; set once it listens, and before other processes are started.
-        generators: Their names, but for those that leave.
+        generators: Name of each, but for those that leave → its pool, its index in the pool.
         leaving: Name of each generator that was told to leave → when it is killed, by time.monotonic.
         pools: Name of each process of a pool → its model, its index in the pool.
     """
@@ -66,25 +66,29 @@ class Processes:
             command = process_command(self._folder, "pool", model, *words)
             self._start(name, command, devices, place.threads, starts_others=place.ranks > 1)
             return
-        generator = self._config.generator
-        index = int(name.removeprefix("generator-"))
-        devices = share_of_devices(generator.devices, index, generator.count)
-        self._start(name, process_command(self._folder, "generator", *words), devices, generator.threads)
+        pool, index = self.generators[name]
+        section = self._config.generator_pools[pool]
+        devices = share_of_devices(section.devices, index, section.count)
+        command = process_command(self._folder, "generator", *words, *of_generators(pool))
+        self._start(name, command, devices, section.threads)
 
-    def scale(self, count: int) -> tuple[list[str], list[str]]:
-        """Start generators, or have the last ones leave, until there are `count`. Returns the names of both."""
-        taken = {*self.generators, *self.leaving}
-        free = (name for i in itertools.count() if (name := f"generator-{i}") not in taken)
-        more = list(itertools.islice(free, max(0, count - len(self.generators))))
-        fewer, self.generators = self.generators[count:], [*self.generators[:count], *more]
+    def scale(self, count: int, pool: str = "") -> tuple[list[str], list[str]]:
+        """Start generators of a pool, or have its last ones leave, until there are `count`. Returns the names of
+        both."""
+        mine = [name for name, (of, _) in self.generators.items() if of == pool]
+        every = ((generator_name(pool, i), (pool, i)) for i in itertools.count())
+        free = (pair for pair in every if pair[0] not in {*mine, *self.leaving})
+        more, fewer = dict(itertools.islice(free, max(0, count - len(mine)))), mine[count:]
+        self.generators |= more
         for name in more:
             self.start_worker(name)
-        launch, grace_s = self._config.launch, self._config.generator.grace_s
+        launch, grace_s = self._config.launch, self._config.generator_pools[pool].grace_s
         for name in fewer:
+            del self.generators[name]
             if self._supervisor.code(name) is None:
                 self.leaving[name] = time.monotonic() + grace_s + launch.stop_deadline_s
                 self._supervisor.send(name, signal.SIGTERM)
-        return more, fewer
+        return [*more], fewer
 
     def kill_late(self) -> list[str]:
         """Kill generators that have not left in time. Returns their names."""
@@ -122,8 +126,23 @@ def begin_imports(config: Config) -> ForkServer | None:
     return own_server(modules, process_env(1))
 
 
-def generator_names(config: Config) -> list[str]:
-    return [f"generator-{i}" for i in range(config.generator.count)]
+def generator_name(pool: str, index: int) -> str:
+    """
+    >>> generator_name("", 0), generator_name("small", 1)
+    ('generator-0', 'generator-small-1')
+    """
+    return f"generator-{pool}-{index}" if pool else f"generator-{index}"
+
+
+def generator_names(config: Config) -> dict[str, tuple[str, int]]:
+    """Name of each generator → its pool ('': of `generator` itself), its index in the pool."""
+    pools = config.generator_pools.items()
+    return {generator_name(of, i): (of, i) for of, pool in pools for i in range(pool.count)}
+
+
+def of_generators(pool: str) -> tuple[str, ...]:
+    """Words of a generator's command that name its pool."""
+    return ("--pool", pool) if pool else ()
 
 
 def pool_names(config: Config) -> dict[str, tuple[str, int]]:
@@ -172,4 +191,4 @@ def cores() -> int:
 def shared_threads(config: Config) -> int:
     """Cores of this machine shared out over the processes that compute."""
     pools = sum(place.processes * place.ranks for place in config.placement.pools.values())
-    return max(1, cores() // (config.generator.count + config.learner.processes + pools))
+    return max(1, cores() // (len(generator_names(config)) + config.learner.processes + pools))

@@ -16,7 +16,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.folder.run_folder import find_run
 from asyncrl.learner.training.requirements import claim_tokens, whole_batch
 from asyncrl.sync.plan.cost_model import Speeds
-from asyncrl.twin.calibrate import calibrate, generator_devices, rank_devices
+from asyncrl.twin.calibrate import calibrate, check_one_kind, generator_devices, rank_devices
 from asyncrl.twin.outcome import Setup, Simulated
 from asyncrl.twin.plan import PlannedRun, search
 from asyncrl.twin.times import StageTimes, read_times
@@ -74,7 +74,8 @@ def job(config: Config, times: StageTimes) -> PlannedRun:
 
 
 def setup_of(config: Config) -> Setup:
-    """The run as it is configured."""
+    """The run as it is configured. Raises ConfigError for generators of several kinds."""
+    check_one_kind(config)
     return Setup(
         groups=config.batch.groups,
         group_size=config.batch.group_size,

@@ -7,10 +7,11 @@ import math
 from collections.abc import Iterator, Sequence
 
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.generator import key_of_pool
 from asyncrl.device import accelerator
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engines.vllm.vllm_memory import granted_bytes
-from asyncrl.launch.memory import generator_memory, learner_memory, sent_cost
+from asyncrl.launch.memory import generator_memory, generator_pool, learner_memory, sent_cost
 from asyncrl.models.loading import checkpoint_shapes
 from asyncrl.sync.plan.cost_model import (
     CostEstimate,
@@ -34,13 +35,27 @@ def print_plan(
     generators: str | None,
     device_gb: float | None = None,
 ) -> None:
-    """Print the table. model: a folder with config.json, in place of model.path · learner, generators: the pools in
-    words; None: as the configuration has them · device_gb: memory of a device; None: of the one that torch sees here.
+    """Print the table, for each pool of generators one as if it were alone. model: a folder with config.json, in place
+    of model.path · learner, generators: the pools in words; None: as the configuration has them · device_gb: memory of
+    a device; None: of the one that torch sees here.
 
     Raises ConfigError for words that mean nothing, for pools that cannot hold the model, for a model that is not there.
     """
     if model is not None:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=model))
+    names = [""] if generators else [*config.generator_pools]
+    for index, name in enumerate(names):
+        if index:
+            print()
+        if len(names) > 1:
+            print(f"pool {key_of_pool(name)}")
+        for line in _plan_lines(config.of_pool(name), learner, generators, device_gb):
+            print(line)
+
+
+def _plan_lines(
+    config: Config, learner: str | None, generators: str | None, device_gb: float | None
+) -> Iterator[str]:
     sync = config.sync
     try:
         pools = (
@@ -68,16 +83,7 @@ def print_plan(
         *_cache_rows(config, of_generator, device_bytes),
     ]
     width = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        print(f"{name:{width}}  {value}")
-
-
-def generator_pool(config: Config) -> PoolShape:
-    """The generators of the configuration; a replica counts as one, because its ranks take versions by themselves."""
-    ours = config.generator.vllm
-    if config.generator.engine != "vllm":
-        return PoolShape(count=config.generator.count)
-    return PoolShape(count=config.generator.count * ours.data_parallel, tp=ours.tensor_parallel)
+    yield from (f"{name:{width}}  {value}" for name, value in rows)
 
 
 def learner_pool(config: Config) -> PoolShape:

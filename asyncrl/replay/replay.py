@@ -21,6 +21,7 @@ import msgpack
 from asyncrl.config.load import load_config
 from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.generator import key_of_pool
 from asyncrl.errors import ConfigError, DivergedError
 from asyncrl.learner.reporting.saved_groups import folder_of, load_groups
 from asyncrl.learner.training import requirements
@@ -137,11 +138,12 @@ def check_learner(config: Config) -> None:
 
 def check_rollouts(config: Config) -> None:
     """Raises ConfigError for a run whose rollouts are no function of its decisions."""
-    engine, harness, pools = config.generator.engine, config.agent.harness, [*config.placement.pools]
-    ours = engine == "transformers" and config.generator.own_engine is None
-    shown = config.generator.own_engine or engine
+    harness, pools = config.agent.harness, [*config.placement.pools]
     rule = "only the embedded engine makes the same tokens again: its batches are recorded"
-    require(ours, "generator.engine", shown, rule, SAVED)
+    for name, generator in config.generator_pools.items():
+        ours = generator.engine == "transformers" and generator.own_engine is None
+        shown = generator.own_engine or generator.engine
+        require(ours, f"{key_of_pool(name)}.engine", shown, rule, SAVED)
     require(not pools, "placement", pools, "pools keep no record of their decisions", SAVED)
     require(
         harness is None, "agent", harness, "a program of yours plays the rollouts, at its own pace", SAVED

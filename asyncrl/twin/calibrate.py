@@ -18,7 +18,9 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config.load import load_config
+from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.generator import GENERATORS
 from asyncrl.errors import ConfigError
 from asyncrl.observability.run_files import RunFiles
 from asyncrl.observability.timeline import ProcessTrace, Span
@@ -46,6 +48,7 @@ def calibrate(folder: Path) -> StageTimes:
     if len(rows) < LEAST or not _spans(run, "generate"):
         raise ConfigError("--from", str(folder), "has too few versions, or no traces", remedy)
     config = load_config(folder / "config.yaml")
+    check_one_kind(config)
     lengths = _lengths(run, rows)
     return StageTimes(
         generation=_generation(run, config, lengths),
@@ -59,6 +62,15 @@ def calibrate(folder: Path) -> StageTimes:
         generator_devices=generator_devices(config),
         rank_devices=rank_devices(config),
     )
+
+
+def check_one_kind(config: Config) -> None:
+    """Raises ConfigError for generators of several kinds, which have no common stage times."""
+    pools, rule = (
+        [*filter(None, config.generator_pools)],
+        "generators of several kinds have no common stage times",
+    )
+    require(not pools, GENERATORS, pools, rule, f"leave it out, or set {GENERATORS}=null")
 
 
 def generator_devices(config: Config) -> int:

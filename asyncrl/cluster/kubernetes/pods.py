@@ -79,7 +79,7 @@ def _work_s(config: Config, role: Role) -> float:
     """Seconds that a process may work on after SIGTERM."""
     if role.name == LEARNER:
         return config.launch.stop_deadline_s + config.checkpoint.deadline_s
-    return config.generator.grace_s if role.verb == "generator" else 0.0
+    return role.grace_s
 
 
 def _security() -> Object:

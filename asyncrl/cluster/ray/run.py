@@ -31,9 +31,6 @@ from asyncrl.launch.supervise import Child, Supervisor
 from asyncrl.system.packages import imported
 from asyncrl.telemetry import tracing
 
-GENERATOR = "generator-0"
-"""All generators need what this one does."""
-
 HOST_THREADS = 4
 """Of an actor: one waits for events while others take signals."""
 
@@ -95,8 +92,8 @@ class RaySupervisor(Supervisor):
             super().start(name, command, env, announces=announces, streams=streams, passed=passed)
             return
         tracing.event("started", process=name)
-        # `asyncrl scale` may want more generators than there are seats.
-        seats = self._seats.get(name) or [Seat(None, 0, self._seats[GENERATOR][0].need)]
+        # `asyncrl scale` may want more generators of a pool than there are seats.
+        seats = self._seats.get(name) or [Seat(None, 0, self._seats[f"{name.rpartition('-')[0]}-0"][0].need)]
         config = (self._run / "config.yaml").read_text(encoding="utf-8")
         starts = []
         for node, seat in enumerate(seats):

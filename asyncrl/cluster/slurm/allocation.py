@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from asyncrl.cluster.roles import GENERATORS, Role, roles
+from asyncrl.cluster.roles import Role, roles
 from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
@@ -68,13 +68,14 @@ class Allocation:
         return int(self._variables.get("SLURM_RESTART_COUNT", 0))
 
     def seat(self, process: str) -> Seat:
-        """The seat of any process but the queue. Generators beyond generator.count share the devices of others."""
+        """The seat of any process but the queue. Generators beyond the count of their pool share the devices of
+        others."""
+        kind, _, number = process.rpartition("-")
         for index, role in enumerate(self._roles):
             if process in role.processes:
                 return self._seat(index, role, role.processes.index(process))
-            if role.name == GENERATORS and process.startswith(f"{role.verb}-"):
-                number = int(process.removeprefix(f"{role.verb}-"))
-                return self._seat(index, role, number % len(role.processes))
+            if role.verb == "generator" and role.processes[0] == f"{kind}-0":
+                return self._seat(index, role, int(number) % len(role.processes))
         raise KeyError(process)
 
     def address(self) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,10 +20,16 @@ from asyncrl.config.rules import (
     Seconds,
     Section,
     Threads,
+    as_section,
     device_rules,
     key,
+    require,
     sampling_rules,
 )
+from asyncrl.errors import ConfigError, raise_all
+
+GENERATORS = "placement.generators"
+"""The key of pools of generators beside the one that `generator` itself describes."""
 
 KvAtFlip = Literal["keep", "recompute", "drain"]
 
@@ -144,7 +153,9 @@ class SpeculationConfig(Section):
 class GeneratorConfig(Section):
     engine: Literal["transformers", "vllm", "vllm_server", "sglang", "scripted"] = "transformers"
     own_engine: str | None = key(None, "in place of engine, see docs/engines.md")
-    count: Processes = key(1, "generator processes that `asyncrl train` starts")
+    count: Processes = key(
+        1, "generator processes that `asyncrl train` starts; of other kinds: placement.generators"
+    )
     slots: Count = key(256, "sequences decoded at once (rows of the static KV cache)")
     max_length: Count = key(1024, "prompt + output tokens of one sequence (columns of the static KV cache)")
     max_tokens: Count = key(256, "output tokens of one turn")
@@ -259,6 +270,95 @@ class GeneratorConfig(Section):
             "its log-probs are of all tokens, also where top_p, top_k or min_p cut some off",
             "unset these, or set generator.engine=vllm_server",
         )
+
+
+OF_A_POOL = (
+    *("count", "engine", "own_engine", "slots", "threads", "devices", "kv", "on_failure", "grace_s"),
+    *("progress_tokens", "progress_deadline_s", "drain_deadline_s", "speculation", "vllm", "server"),
+)
+"""Keys that a pool of `placement.generators` may have of its own. The others decide which tokens are drawn, or when
+leases end, so all generators have them alike."""
+
+NOT_INHERITED, OF_AN_ENGINE = ("count", "devices", "server"), ("engine", "own_engine", "speculation")
+"""Of these, a pool has the defaults unless it names its own: it shares neither GPUs nor servers with another, and one
+that names its engine has no keys of the other's."""
+
+
+def key_of_pool(name: str) -> str:
+    """The key of a pool of generators.
+
+    >>> key_of_pool("small"), key_of_pool("")
+    ('placement.generators.small', 'generator')
+    """
+    return f"{GENERATORS}.{name}" if name else "generator"
+
+
+@contextmanager
+def errors_of_pool(name: str) -> Iterator[None]:
+    """Inside, errors about keys of `generator` become errors about those of a pool."""
+
+    def of_pool(text: str) -> str:
+        return re.sub(r"(?<![\w.])generator\.(?=\w)", f"{key_of_pool(name)}.", text)
+
+    try:
+        yield
+    except ConfigError as error:
+        each = [
+            ConfigError(of_pool(one.key), one.value, of_pool(one.rule), of_pool(one.remedy))
+            for one in error.each
+        ]
+        raise_all(each if name else error.each)
+
+
+def pool_section(generator: GeneratorConfig, name: str, entry: object) -> GeneratorConfig:
+    """The section of a pool of generators. generator: has the values of keys that `entry` lacks. Raises ConfigError."""
+    own, at = entry if isinstance(entry, Mapping) else {}, key_of_pool(name)
+    for word, value in own.items():
+        alike = word in vars(generator) and word not in OF_A_POOL
+        remedy = f"set generator.{word}; a pool may have {', '.join(OF_A_POOL)}"
+        require(not alike, f"{at}.{word}", value, "all pools of generators have it alike", remedy)
+    apart = NOT_INHERITED + (OF_AN_ENGINE if own.keys() & {"engine", "own_engine"} else ())
+    base = {one: value for one, value in dataclasses.asdict(generator).items() if one not in apart}
+    with errors_of_pool(name):
+        return as_section(GeneratorConfig, at, entry, keys=OF_A_POOL, base=base)
+
+
+def pool_rules(pools: Mapping[str, GeneratorConfig]) -> Iterator[Rule]:
+    """The rules among pools of generators. pools: by name, the one of `generator` itself, '', first"""
+    first = pools[""]
+    named = {name: _names(pool.devices) for name, pool in pools.items()}
+    some = any(named.values())
+    for name, pool in pools.items():
+        at = key_of_pool(name)
+        yield Rule(
+            pool.makes_real_tokens == first.makes_real_tokens,
+            f"{at}.engine",
+            f"its tokens are {'' if pool.makes_real_tokens else 'not '}those of a model, unlike those of "
+            f"generator.engine={first.engine}, and the learner compares all or none",
+            "set an engine of the same sort, or leave the pool out",
+            pool.engine,
+        )
+        yield Rule(
+            not some or named[name] is not None or pool.behind_http or not pool.makes_real_tokens,
+            f"{at}.devices",
+            "is not set, so the pool would use the GPUs that other pools name",
+            f"name GPUs of its own, {at}.devices=2,3, or '' for none",
+            pool.devices,
+        )
+        others = {gpu: other or "generator" for other in pools if other != name for gpu in named[other] or ()}
+        shared = next((gpu for gpu in named[name] or () if name and gpu in others), None)
+        yield Rule(
+            shared is None,
+            f"{at}.devices",
+            f"names GPU {shared}, which the pool {others.get(shared or '')} has",
+            "give each pool of generators GPUs of its own",
+            pool.devices,
+        )
+
+
+def _names(devices: str | None) -> tuple[str, ...] | None:
+    """GPUs by name; None where none are chosen."""
+    return None if devices is None else tuple(one.strip() for one in devices.split(",") if one.strip())
 
 
 def sharing_rules(generator: GeneratorConfig, devices: str | None, share: float) -> Iterator[Rule]:

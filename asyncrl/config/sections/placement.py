@@ -26,8 +26,8 @@ REWARDS = "rewards"
 OWN_MODELS = "placement.own"
 """The key of the places of models that users declare: sections, each with keys that processes agree on and others."""
 
-MODEL_NAME = re.compile(r"[a-z]([a-z0-9_]*[a-z0-9])?")
-"""The name of a model that a user declares: also one of processes, and with - for _ of objects in Kubernetes."""
+POOL_NAME = re.compile(r"[a-z]([a-z0-9_]*[a-z0-9])?")
+"""The name of a pool that a user declares: also one of processes, and with - for _ of objects in Kubernetes."""
 
 COLOCATED: Mapping[str, str] = {
     "placement.colocate": "true",
@@ -95,6 +95,11 @@ class PlacementConfig(Section):
     own: dict[str, Any] = key(
         {}, "of models that a file of yours declares, {name: {where: pool, and any of the keys above}}"
     )
+    generators: dict[str, Any] = key(
+        {},
+        "further pools of generators, {name: {count: 2, and other keys of `generator` that it has of its own}}; "
+        "see docs/engines.md",
+    )
     colocate: bool = key(
         False, "generators and the learner take turns on the same devices, see docs/colocation.md"
     )
@@ -110,13 +115,21 @@ class PlacementConfig(Section):
         built_in = {entry.name for entry in dataclasses.fields(self)}
         for name in self.own:
             yield Rule(
-                MODEL_NAME.fullmatch(name) is not None and name not in built_in,
+                POOL_NAME.fullmatch(name) is not None and name not in built_in,
                 f"own.{name}",
                 "is no name of a model that a file of yours declares",
                 f"write placement.{name} for a built-in model, else small letters, digits and _",
                 name,
             )
         as_sections(PlaceConfig, OWN_MODELS, self.own)  # raises the errors of entries
+        for name in self.generators:
+            yield Rule(
+                POOL_NAME.fullmatch(name) is not None,
+                f"generators.{name}",
+                "is no name of a pool",
+                "begin with a small letter, and go on with small letters, digits and _",
+                name,
+            )
 
     @cached_property
     def places(self) -> Mapping[str, PlaceConfig]:

@@ -21,6 +21,7 @@ from asyncrl.config.commented_yaml import VERSION_LINE
 from asyncrl.config.config_consistency import as_texts, differences, is_agreed
 from asyncrl.config.load import load_config, save_config
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.generator import key_of_pool
 from asyncrl.errors import ConfigError
 from asyncrl.system.disk import replace_text
 
@@ -160,7 +161,8 @@ def _functions(config: Config) -> Iterator[tuple[str, str]]:
         yield "agent.tools", tool
     yield "agent.environment", config.agent.environment or ""
     yield "agent.function", config.agent.function or ""
-    yield "generator.own_engine", config.generator.own_engine or ""
+    for name, generators in config.generator_pools.items():
+        yield f"{key_of_pool(name)}.own_engine", generators.own_engine or ""
     yield "learner.own_backend", config.learner.own_backend or ""
     yield "algorithm.own_advantage", config.algorithm.own_advantage or ""
     yield "algorithm.own_loss", config.algorithm.own_loss or ""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.config.rules import require
+from asyncrl.config.sections.generator import key_of_pool
 from asyncrl.errors import DeadlineError
 from asyncrl.launch.folder.run_folder import config_of, find_run
 from asyncrl.system.disk import replace_text
@@ -22,23 +24,37 @@ DEADLINE_S = 15.0
 LOOK_S = 0.05
 
 
-def scale(target: str, count: int, deadline_s: float = DEADLINE_S) -> Path:
-    """Have the launcher of a run start generators, or let some leave, until there are `count`. Returns its folder.
+@dataclass(frozen=True, slots=True)
+class ScaleRequest:
+    """count: generators that the pool is to have · pool: '', of `generator` itself, or one of placement.generators"""
+
+    count: int
+    pool: str = ""
+
+    def __str__(self) -> str:
+        return f"generators{f' of {self.pool}' if self.pool else ''}: {self.count}"
+
+
+def scale(target: str, request: ScaleRequest, deadline_s: float = DEADLINE_S) -> Path:
+    """Have the launcher of a run start generators of a pool, or let some leave. Returns its folder.
 
     Raises:
-        ConfigError: There is no such run, or its generators have GPUs of their own and are to become more.
+        ConfigError: There is no such run or pool, or its generators have GPUs of their own and are to become more.
         DeadlineError: No launcher of this run has taken the request.
     """
-    folder = find_run(target)
-    generator = config_of(folder).generator
-    require(count >= 1, "N", count, "a run needs a generator", "give a number from 1 on")
-    rule = f"generator.devices={generator.devices} has GPUs for generator.count={generator.count} generators"
+    folder, count = find_run(target), request.count
+    pools = config_of(folder).generator_pools
+    known = ", ".join(filter(None, pools)) or "none beside generator's own"
+    require(request.pool in pools, "--pool", request.pool, "the run has no such pool", f"it has {known}")
+    generator, at = pools[request.pool], key_of_pool(request.pool)
+    require(count >= 1, "N", count, "a pool needs a generator", "give a number from 1 on")
+    rule = f"{at}.devices={generator.devices} has GPUs for {at}.count={generator.count} generators"
     remedy = (
         f"give {generator.count} or less, or start others by hand: CUDA_VISIBLE_DEVICES=… asyncrl generator …"
     )
-    require(generator.devices is None or count <= generator.count, "N", count, rule, remedy)
+    require(not generator.devices or count <= generator.count, "N", count, rule, remedy)
     path = folder / FILE
-    replace_text(path, str(count))
+    replace_text(path, f"{count} {request.pool}".strip())
     deadline = time.monotonic() + deadline_s
     while path.exists():
         if time.monotonic() > deadline:
@@ -49,11 +65,12 @@ def scale(target: str, count: int, deadline_s: float = DEADLINE_S) -> Path:
     return folder
 
 
-def take_request(folder: Path) -> int | None:
-    """The number that was requested last, once; None without a request, or for one that is no number."""
+def take_request(folder: Path) -> ScaleRequest | None:
+    """What was requested last, once; None without a request, or for a text that is none."""
     with suppress(OSError, ValueError):
         path = folder / FILE
         text = path.read_text(encoding="ascii", errors="replace")
         path.unlink()
-        return int(text) if int(text) >= 1 else None
+        count, _, pool = text.strip().partition(" ")
+        return ScaleRequest(int(count), pool) if int(count) >= 1 else None
     return None

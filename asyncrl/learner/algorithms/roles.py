@@ -24,7 +24,7 @@ from torch import Tensor
 
 from asyncrl.config.functions.function_spec import load_function, origin_of
 from asyncrl.config.sections.algorithm import AlgorithmConfig
-from asyncrl.config.sections.placement import MODEL_NAME
+from asyncrl.config.sections.placement import POOL_NAME
 from asyncrl.types import COLUMNS
 
 POLICY: Final = "policy"
@@ -120,7 +120,7 @@ def learning() -> list[str]:
 
 
 def _declare(name: str, role: ModelRole) -> None:
-    if not MODEL_NAME.fullmatch(name):
+    if not POOL_NAME.fullmatch(name):
         raise ValueError(f"{name!r} is no name for a model: use small letters, digits and _")
     again = name in ROLES and _same(ROLES[name], role)
     used = {column for one in ROLES.values() for column in (one.outputs, one.returns)}

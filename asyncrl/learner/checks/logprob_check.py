@@ -38,7 +38,7 @@ from asyncrl.types import Version
 
 log = logging.getLogger(__name__)
 
-WITHOUT_PREFIX_CACHE = ("transformers",)
+WITHOUT_PREFIX_CACHE = frozenset({"transformers"})
 """Engines in which no rollout begins with cached keys and values of an older version. Engines that keep a prefix cache
 over flips are compared by the rollouts of version 0, and by probes, which are shorter than a block of the cache."""
 
@@ -85,8 +85,12 @@ class LogprobGate:
         gate, generator = config.learner.logprob_gate, config.generator
         self.abandoned: Collection[Version] = ()
         self._most, self._most_mean = gate.bounds(config.model.dtype)
-        self._stops, self._engine = gate.on_mismatch == "stop", generator.own_engine or generator.engine
-        self._kept_over_flips = generator.kv == "keep" or generator.own_engine is not None
+        pools = config.generator_pools.values()
+        self._stops, self._engines = (
+            gate.on_mismatch == "stop",
+            {one.own_engine or one.engine for one in pools},
+        )
+        self._kept_over_flips = any(one.kv == "keep" or one.own_engine is not None for one in pools)
         # A truncated support makes recorded log-probs larger, by −log of its mass.
         self._least = 0.0
         if generator.top_p < 1:
@@ -112,7 +116,7 @@ class LogprobGate:
         """bool [N]: tokens of `version` before which all keys and values are of it too."""
         if not self._kept_over_flips:
             return batch.versions_N == version
-        if version > 0 and self._engine not in WITHOUT_PREFIX_CACHE:
+        if version > 0 and not self._engines <= WITHOUT_PREFIX_CACHE:
             return torch.zeros_like(batch.loss_mask_N)
         mixed_R = torch.zeros(batch.rollouts, dtype=torch.bool, device=batch.versions_N.device)
         mixed_R[batch.seq_N[batch.loss_mask_N & (batch.versions_N != version)]] = True
@@ -132,7 +136,7 @@ class LogprobGate:
         figures = {"tokens": gap.count, "max": gap.largest, "mean": gap.mean}
         tracing.event("logprob_mismatch", version=version, where=gap.where, **figures)
         error = BehaviourMismatchError(
-            f"the engine {self._engine!r} and the learner disagree on {gap.count} tokens of version {version}, which "
+            f"{_in_words(self._engines)} and the learner disagree on {gap.count} tokens of version {version}, which "
             f"both have: log-probs differ by {gap.largest:.3g} at most ({gap.where}) and {gap.mean:.3g} on average; "
             f"learner.logprob_gate allows {self._most:g} and {self._most_mean:g}. The engine runs with other weights, "
             "draws from another distribution than it records, or computes less exactly than the bounds suppose"
@@ -144,6 +148,15 @@ class LogprobGate:
     def _apart(self, now_T: Tensor, recorded_T: Tensor) -> Tensor:
         difference_T = now_T.float() - recorded_T.float()
         return torch.maximum(difference_T, self._least - difference_T).clamp(min=0)
+
+
+def _in_words(engines: Collection[str]) -> str:
+    """
+    >>> _in_words({"vllm"}), _in_words({"vllm", "transformers"})
+    ("the engine 'vllm'", "one of the engines 'transformers', 'vllm'")
+    """
+    names = ", ".join(map(repr, sorted(engines)))
+    return f"the engine {names}" if len(engines) == 1 else f"one of the engines {names}"
 
 
 class LogprobProbes:

@@ -113,6 +113,13 @@ class RunFacts:
         kind: Any = int | float if isinstance(default, int | float) else type(default)
         return found if isinstance(found, int | float | str if default is None else kind) else default
 
+    def pool_of(self, generator: str) -> str:
+        """The pool of placement.generators that a generator is of, by its name; '' for the first."""
+        placement = self.config.get("placement")
+        pools = placement.get("generators") if isinstance(placement, Mapping) else None
+        each = pools if isinstance(pools, Mapping) else {}
+        return next((str(pool) for pool in each if generator.startswith(f"generator-{pool}-")), "")
+
     def times(self, key: str, factor: float) -> str:
         """A value to try: that of the key, so many times; empty for one that is not known or no number."""
         value = self.key(key, None)

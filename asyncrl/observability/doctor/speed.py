@@ -113,13 +113,15 @@ def _who_is_slow(facts: RunFacts, idle: float) -> tuple[str, tuple[str, str, str
 
 
 def stragglers(facts: RunFacts) -> Iterator[Finding]:
-    """A generator whose groups take twice as long as those of the others, and not because it makes more at once."""
+    """A generator whose groups take twice as long as those of the others of its pool, and not because it makes more at
+    once."""
     lanes = {process.name: ended(lane, facts.since, "generate") for process, lane in facts.lanes("rollouts")}
     made = {name: spans for name, spans in lanes.items() if len(spans) > 2}
     took = {name: median(one.end - one.start for one in spans) for name, spans in made.items()}
     for name, seconds in took.items():
-        if not (others := [each for each in took if each != name]):
-            return
+        pool = facts.pool_of(name)
+        if not (others := [each for each in took if each != name and facts.pool_of(each) == pool]):
+            continue
         usual, groups = median(took[each] for each in others), fmean(len(made[each]) for each in others)
         rate = median(_groups_per_s(made[each]) for each in others)
         if seconds < max(2 * usual, usual + 0.1) or _groups_per_s(made[name]) > rate / 2 or groups < 10:

@@ -31,7 +31,7 @@ def test_generators_come_and_go_while_the_run_goes_on(config_file: Path, grace_s
     words = (str(config_file), FOR_EVER, *GENERATORS, f"generator.grace_s={grace_s}")
     with started("asyncrl", "train", *words) as launcher:
         until_trained(run, 2, launcher)
-        assert "from now on: 3" in ran("asyncrl", "scale", str(run), "3")
+        assert "from now on generators: 3" in ran("asyncrl", "scale", str(run), "3")
         until(lambda: '"generate"' in text("trace/generator-2.jsonl"), "rollouts of generator-2", launcher)
         child(launcher, "generator-1").kill()
         ran("asyncrl", "scale", str(run), "1")

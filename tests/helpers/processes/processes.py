@@ -122,9 +122,9 @@ def child(process: Process, *words: str) -> psutil.Process:
     return until(find, f"a child with {words}", process)
 
 
-def until(look: Callable[[], Any], what: str, *alive: Process) -> Any:
+def until(look: Callable[[], Any], what: str, *alive: Process, deadline_s: float = DEADLINE_S) -> Any:
     """The first true answer of `look`; fails when a process that must be alive has ended, or at the deadline."""
-    end = time.monotonic() + DEADLINE_S
+    end = time.monotonic() + deadline_s
     while time.monotonic() < end:
         found = look()
         if found:
@@ -134,7 +134,7 @@ def until(look: Callable[[], Any], what: str, *alive: Process) -> Any:
                 f"waiting for {what}: {process.args} ended\n{process.communicate()[0]}"
             )
         time.sleep(0.02)
-    raise AssertionError(f"no {what} within {DEADLINE_S:.0f} s")
+    raise AssertionError(f"no {what} within {deadline_s:.0f} s")
 
 
 def runs(pid: int) -> bool:

@@ -36,6 +36,7 @@ EVERYTHING = (
     "generator.grace_s=90",
     "learner.processes=16",
     "placement.rewards.where=pool",
+    "placement.generators.small_ones={count: 2, grace_s: 20, vllm: {tensor_parallel: 1}}",
     "queue.store=redis",
     "queue.redis_url=redis://:se%2Fcret@127.0.0.1:6379/0",
     "telemetry.prometheus_port=9400",
@@ -143,6 +144,7 @@ def test_ranks_are_spread_over_the_fewest_pods_and_each_has_a_gpu(words: list[st
         "queue": None,
         "learner": {"nvidia.com/gpu": "8"},
         "generators": {"nvidia.com/gpu": "2"},
+        "generators-small-ones": {"nvidia.com/gpu": "1"},
         "rewards": None,
     }
     without = templates(by_kind(config_of(words, *EVERYTHING), dataclasses.replace(ORDER, gpus_per_node=0)))
@@ -174,6 +176,7 @@ def test_pods_have_no_rights(words: list[str]) -> None:
 def test_processes_have_time_for_their_last_work(words: list[str]) -> None:
     pods = templates(by_kind(config_of(words, *EVERYTHING)))
     assert pods["generators"]["spec"]["terminationGracePeriodSeconds"] == 120
+    assert pods["generators-small-ones"]["spec"]["terminationGracePeriodSeconds"] == 50
     assert pods["learner"]["spec"]["terminationGracePeriodSeconds"] > 600
 
 
@@ -224,6 +227,15 @@ def test_the_autoscaler_follows_the_learners_waits(words: list[str]) -> None:
     assert by_kind(config_of(words))["Deployment demo-generators"]["spec"]["replicas"] == 1
 
 
+def test_a_pool_of_generators_is_a_deployment_of_its_own(words: list[str]) -> None:
+    objects = by_kind(config_of(words, *EVERYTHING), dataclasses.replace(ORDER, max_generators=6))
+    assert objects["Deployment demo-generators-small-ones"]["spec"]["replicas"] == 2, "not scaled by itself"
+    container = templates(objects)["generators-small-ones"]["spec"]["containers"][0]
+    assert container["command"][:4] == ["asyncrl", "generator", CONFIG, "--pool"]
+    assert container["command"][4] == "small_ones"
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": "1"}
+
+
 def test_kueue_admits_each_workload(words: list[str]) -> None:
     objects = by_kind(config_of(words, *EVERYTHING), dataclasses.replace(ORDER, kueue_queue="gpus"))
     queued = {
@@ -234,6 +246,7 @@ def test_kueue_admits_each_workload(words: list[str]) -> None:
         "StatefulSet demo-queue",
         "JobSet demo-learner",
         "Deployment demo-generators",
+        "Deployment demo-generators-small-ones",
         "Deployment demo-rewards",
     }
 

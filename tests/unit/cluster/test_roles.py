@@ -22,13 +22,28 @@ def config(tmp_path: Path) -> Config:
 
 
 def test_each_role_has_the_command_of_its_processes() -> None:
-    config = Config(placement=PlacementConfig(teacher=PlaceConfig(where="pool", processes=2)))
+    placement = PlacementConfig(teacher=PlaceConfig(where="pool", processes=2), generators={"small": {}})
+    config = Config(placement=placement)
     assert [role.words("c.yaml") for role in roles(config, gpus=False)] == [
         ["queue", "c.yaml"],
         ["learner", "c.yaml"],
         ["generator", "c.yaml"],
+        ["generator", "c.yaml", "--pool", "small"],
         ["pool", "c.yaml", "teacher"],
     ]
+
+
+def test_a_pool_of_generators_is_a_role_of_its_own() -> None:
+    small = {"count": 2, "engine": "vllm", "grace_s": 9, "vllm": {"tensor_parallel": 4}}
+    generators = {"small": small, "cpus": {"devices": "", "threads": 3}}
+    config = Config(placement=PlacementConfig(generators=generators))
+    refuse_devices(config, "Ray")
+    first, many, cpus = (role for role in roles(config, gpus=True) if role.verb == "generator")
+    assert (first.name, first.processes, first.gpus) == ("generators", ("generator-0",), 1)
+    assert many.name == "generators_small"
+    assert many.processes == ("generator-small-0", "generator-small-1")
+    assert (many.gpus, many.ranks, many.grace_s) == (4, 4, 9)
+    assert (cpus.gpus, cpus.threads, cpus.cpus) == (0, 3, 3)
 
 
 @given(st.integers(1, 24), st.lists(st.integers(0, 12), max_size=6))
@@ -59,6 +74,13 @@ def test_the_queue_listens_on_its_node_for_owners_of_the_keys_of_the_run(
     [
         (Config(generator=GeneratorConfig(devices="0")), "generator.devices"),
         (Config(learner=LearnerConfig(devices="0")), "learner.devices"),
+        (
+            Config(
+                generator=GeneratorConfig(devices=""),
+                placement=PlacementConfig(generators={"small": {"devices": "0"}}),
+            ),
+            "placement.generators.small.devices",
+        ),
         (
             Config(placement=PlacementConfig(teacher=PlaceConfig(where="pool", devices="0"))),
             "placement.teacher.devices",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -122,10 +123,29 @@ def test_processes_have_the_seats_of_their_component() -> None:
         (1, ("n4",), 4, 4),
     ]
     assert seats.seat("generator-5") == found[1]
+    with pytest.raises(KeyError):
+        seats.seat("generator-small-0")
     words = seats.seat("learner").words()
     assert words[:4] == ["--het-group=0", "--nodes=2", "--ntasks=2", "--nodelist=n1,n2"]
     assert {"--overlap", "--kill-on-bad-exit=1", "--cpus-per-task=9"} <= {*words}
     assert seats.address() == "127.0.0.1"
+
+
+def test_pools_of_generators_have_components_of_their_own() -> None:
+    placement = PlacementConfig(generators={"small": {"count": 3, "vllm": {"tensor_parallel": 2}}})
+    config = dataclasses.replace(large(), placement=placement)
+    job = JobOrder(gpus_per_node=4)
+    assert shapes(config, job)[1:] == [("generators", 4, 4, 4), ("generators_small", 2, 4, 4)]
+    nodes = {"SLURM_JOB_NODELIST_HET_GROUP_2": "n5,n6", "SLURM_CPUS_PER_TASK_HET_GROUP_2": "4"}
+    seats = Allocation(config, {**JOB, **nodes, "SLURM_HET_SIZE": "3"})
+    found = [seats.seat(f"generator-small-{i}") for i in range(4)]
+    assert [(one.group, one.nodes, one.first, one.gpus) for one in found] == [
+        (2, ("n5",), 0, 2),
+        (2, ("n5",), 2, 2),
+        (2, ("n6",), 0, 2),
+        (2, ("n5",), 0, 2),  # beyond the count of its pool
+    ]
+    assert seats.seat("generator-1").group == 1
 
 
 def test_a_run_outside_of_a_job_of_its_shape_is_refused() -> None:

@@ -44,6 +44,8 @@ def test_every_configuration_of_the_project_is_valid(validator: Any, path: Path)
         "reward: {functions: {right: {functon: m:f}}}",
         "evaluation: {sets: {math: {sorce: a.jsonl}}}",
         "reward: {weights: {cost: much}}",
+        "placement: {generators: {small: {slots: 0}}}",
+        "placement: {generators: {small: {temperature: 0.5}}}",
     ],
 )
 def test_a_mistake_is_marked(validator: Any, text: str) -> None:
@@ -57,6 +59,7 @@ def test_a_mistake_is_marked(validator: Any, text: str) -> None:
         "critic:",
         "run: {name: 12}",
         "include: a.yaml",
+        "placement: {generators: {small: {slots: 4, vllm: {tensor_parallel: 2}}, old: null}}",
     ],
 )
 def test_what_load_config_takes_is_not(validator: Any, text: str) -> None:

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from processes import signals_must_be_heard
@@ -724,10 +724,55 @@ def test_a_learner_gets_its_threads_and_devices(config: Config, tmp_path: Path) 
     assert (env["OMP_NUM_THREADS"], env["CUDA_VISIBLE_DEVICES"]) == ("3", "0,1")
 
 
+def test_pools_of_generators_are_started_with_their_own_and_scaled_by_themselves(
+    config: Config, tmp_path: Path
+) -> None:
+    started: dict[str, tuple[list[str], dict[str, str]]] = {}
+    told: list[tuple[str, int]] = []
+
+    class Recorder:
+        def start(self, name: str, command: list[str], env: dict[str, str], **more: bool) -> None:
+            started[name] = (command, env)
+
+        def code(self, name: str) -> None:
+            """It runs."""
+
+        def send(self, name: str, number: int) -> None:
+            told.append((name, number))
+
+    small = {"count": 2, "devices": "2,3", "threads": 5, "grace_s": 600}
+    generator = dataclasses.replace(config.generator, count=1, devices="0,1", threads=7)
+    placement = dataclasses.replace(config.placement, generators={"small": small})
+    split, recorder = dataclasses.replace(config, generator=generator, placement=placement), Recorder()
+    made = processes.Processes(split, tmp_path, cast(Any, recorder), ProcessReports(tmp_path))
+    assert made.workers == ["generator-0", "generator-small-0", "generator-small-1"]
+    for name in made.workers:
+        made.start_worker(name)
+    words = {name: command[5:] for name, (command, _) in started.items()}
+    assert words["generator-0"][1:] == ["--name", "generator-0"]
+    assert words["generator-small-1"][1:] == ["--name", "generator-small-1", "--pool", "small"]
+    shares = {
+        name: (env["CUDA_VISIBLE_DEVICES"], env["OMP_NUM_THREADS"]) for name, (_, env) in started.items()
+    }
+    assert shares == {
+        "generator-0": ("0,1", "7"),
+        "generator-small-0": ("2", "5"),
+        "generator-small-1": ("3", "5"),
+    }
+    assert made.scale(1, "small") == ([], ["generator-small-1"])
+    assert told == [("generator-small-1", signal.SIGTERM)]
+    assert made.leaving["generator-small-1"] > time.monotonic() + 600, "its own grace_s"
+    assert made.scale(2) == (["generator-1"], [])
+    assert made.scale(2, "small") == (["generator-small-2"], []), "the name of one that leaves is not free"
+    assert made.workers == ["generator-0", "generator-small-0", "generator-1", "generator-small-2"]
+
+
 def test_threads_are_shared_out(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(10)), raising=False)
     assert processes.shared_threads(config) == 3
     assert processes.shared_threads(with_pool(config, processes=2)) == 2
+    small = dataclasses.replace(config.placement, generators={"small": {"count": 2}})
+    assert processes.shared_threads(dataclasses.replace(config, placement=small)) == 2
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
     assert processes.shared_threads(config) == 1
 

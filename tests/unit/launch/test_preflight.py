@@ -40,6 +40,12 @@ BAD = [
     ("reward.options={digits: 2}",),
     ("algorithm.own_loss=nowhere.py:loss",),
     ("generator.own_engine=nowhere.py:engine",),
+    ("placement.generators.small.own_engine=nowhere.py:engine",),
+    (
+        "placement.generators.served.server.key_variable=NOT_SET",
+        "placement.generators.served.server.urls=[http://127.0.0.1:1]",
+        "placement.generators.served.engine=vllm_server",
+    ),
     ("learner.own_backend=nowhere.py:backend",),
     ("agent.program=true", "agent.tools=[os:getpid]"),
     ("agent.program=true", "agent.history=2"),

@@ -23,6 +23,7 @@ reward: {function: "asyncrl.tasks.addition:reward"}
     [
         (["generator.engine=vllm"], "generator.engine"),
         (["generator.own_engine=mine.py:engine"], "generator.engine"),
+        (["placement.generators.small.engine=vllm"], "placement.generators.small.engine"),
         (["placement.reference.where=pool", "algorithm.shaping.kl_coef=0.1"], "placement"),
         (["placement.rewards.where=pool"], "placement"),
         (["agent.program=python play.py"], "agent"),

@@ -131,15 +131,17 @@ def test_a_learner_that_finds_no_node_ends_the_run_by_name(config: Config, scrip
     assert caught.value.exit_code == 4
 
 
-def test_generators_that_join_later_run_where_there_is_room(tmp_path: Path) -> None:
-    """`asyncrl scale`: nothing was reserved for them."""
+@pytest.mark.parametrize(("kind", "gpus"), [("generator", 1), ("generator-small", 4)])
+def test_generators_that_join_later_run_where_there_is_room(tmp_path: Path, kind: str, gpus: int) -> None:
+    """`asyncrl scale`: nothing was reserved for them. They need as much as the others of their pool."""
     ray, folder = FakeRay(NODE), tmp_path / "it"
-    supervisor = RaySupervisor(folder / "logs", ray=ray, seats=seats(), start_s=60.0)
+    small = {"generator-small-0": [Seat("group", 0, RoleNeed("role", (), cpus=2, gpus=4))]}
+    supervisor = RaySupervisor(folder / "logs", ray=ray, seats={**seats(), **small}, start_s=60.0)
     (folder / "config.yaml").touch()
     with supervisor.interrupts():
-        supervisor.start("generator-1", [sys.executable, "-c", "raise SystemExit(3)"])
-        assert supervisor.next_event(60.0) == ChildEnded("generator-1", 3)
-    assert (ray.options[0]["num_gpus"], ray.options[0]["scheduling_strategy"]) == (1, "SPREAD")
+        supervisor.start(f"{kind}-1", [sys.executable, "-c", "raise SystemExit(3)"])
+        assert supervisor.next_event(60.0) == ChildEnded(f"{kind}-1", 3)
+    assert (ray.options[0]["num_gpus"], ray.options[0]["scheduling_strategy"]) == (gpus, "SPREAD")
 
 
 def test_the_page_for_browsers_runs_here(config: Config, tmp_path: Path) -> None:

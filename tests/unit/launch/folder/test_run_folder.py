@@ -91,6 +91,20 @@ def test_a_resume_names_the_function_whose_code_has_changed(
         assert "other code" not in capsys.readouterr().err
 
 
+def test_a_resume_names_the_engine_of_a_pool_whose_code_has_changed(
+    config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = tmp_path / "engine.py"
+    engine.write_text("def load(config, tokenizer, name): ...\n")
+    own = f"placement.generators.small.own_engine={engine}:load"
+    with claimed_run_folder(changed(tmp_path, own)):
+        pass
+    engine.write_text("def load(config, tokenizer, name): return None\n")
+    with claimed_run_folder(changed(tmp_path, own, "run.resume=true")):
+        told = capsys.readouterr().err
+    assert f"goes on with other code: placement.generators.small.own_engine = {engine}:load" in told
+
+
 def test_a_new_run_has_no_code_before(
     config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

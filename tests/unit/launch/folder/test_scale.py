@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.commented_yaml import render
-from asyncrl.config.schema import Config, GeneratorConfig, ModelConfig, RewardConfig
+from asyncrl.config.schema import Config, GeneratorConfig, ModelConfig, PlacementConfig, RewardConfig
 from asyncrl.errors import ConfigError, DeadlineError
-from asyncrl.launch.folder.scale import FILE, scale, take_request
+from asyncrl.launch.folder.scale import FILE, ScaleRequest, scale, take_request
 
 
 @pytest.fixture
@@ -19,51 +19,59 @@ def run(tmp_path: Path) -> Path:
         model=ModelConfig(path="model"),
         reward=RewardConfig(function="asyncrl.tasks.addition:reward"),
         generator=GeneratorConfig(count=2, devices="0,1"),
+        placement=PlacementConfig(generators={"small": {"devices": "2"}}),
     )
     (tmp_path / "config.yaml").write_text(render(config))
     return tmp_path
 
 
-def test_the_launcher_takes_a_request_once(run: Path) -> None:
-    taken: list[int] = []
+@pytest.mark.parametrize("pool", ["", "small"])
+def test_the_launcher_takes_a_request_once(run: Path, pool: str) -> None:
+    taken: list[ScaleRequest] = []
     asked = threading.Event()
 
     def launcher() -> None:
         while not taken and not asked.is_set():
-            taken.extend(count for count in [take_request(run)] if count is not None)
+            taken.extend(one for one in [take_request(run)] if one is not None)
 
     thread = threading.Thread(target=launcher, daemon=True)
     thread.start()
     try:
-        assert scale(str(run), 1) == run
+        assert scale(str(run), ScaleRequest(1, pool)) == run
     finally:
         asked.set()
         thread.join()
-    assert taken == [1]
+    assert taken == [ScaleRequest(1, pool)]
     assert take_request(run) is None
 
 
 def test_a_request_that_nobody_takes_ends_by_name_and_leaves_nothing(run: Path) -> None:
     with pytest.raises(DeadlineError, match=r"asyncrl scale .* the launcher of"):
-        scale(str(run), 1, deadline_s=0.1)
+        scale(str(run), ScaleRequest(1), deadline_s=0.1)
     assert not (run / FILE).exists()
 
 
 @pytest.mark.parametrize(
-    ("count", "message"), [(0, "needs a generator"), (3, "has GPUs for generator.count=2")]
+    ("count", "pool", "message"),
+    [
+        (0, "", "needs a generator"),
+        (3, "", "has GPUs for generator.count=2"),
+        (2, "small", "has GPUs for placement.generators.small.count=1"),
+        (1, "large", "the run has no such pool. Remedy: it has small"),
+    ],
 )
-def test_numbers_that_cannot_be_are_refused(run: Path, count: int, message: str) -> None:
+def test_numbers_that_cannot_be_are_refused(run: Path, count: int, pool: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        scale(str(run), count)
+        scale(str(run), ScaleRequest(count, pool))
     assert not (run / FILE).exists()
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no config\.yaml"):
-        scale(str(tmp_path), 1)
+        scale(str(tmp_path), ScaleRequest(1))
 
 
-@pytest.mark.parametrize("text", ["", "many", "-3", "\xff"])
+@pytest.mark.parametrize("text", ["", "many", "-3", "\xff", "small 2"])
 def test_what_is_no_number_counts_for_nothing(tmp_path: Path, text: str) -> None:
     (tmp_path / FILE).write_text(text, encoding="latin-1")
     assert take_request(tmp_path) is None

@@ -22,6 +22,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import CheckpointConfig, Config, GeneratorConfig, LearnerConfig, RunConfig
 from asyncrl.config.sections.algorithm import AlgorithmConfig, CorrectionConfig
 from asyncrl.config.sections.learner import LogprobGateConfig, OptimizerConfig
+from asyncrl.config.sections.placement import PlacementConfig
 from asyncrl.device.turns import DeviceTurn
 from asyncrl.errors import BehaviourMismatchError, ConfigError
 from asyncrl.generator.engines.engine import SampleRequest
@@ -80,6 +81,9 @@ def test_only_rollouts_that_are_all_of_the_version_are_compared_if_keys_live_thr
     recomputed = LogprobGate(config_of(tmp_path, kv="recompute"))
     assert recomputed.gap(batch, logp_N, version=5) == LogprobGap(4, 11.25, 10.0, "task 9")
     assert recomputed.gap(batch, logp_N, version=4) == LogprobGap(1, 10.0, 10.0, "task 9")
+    pools = PlacementConfig(generators={"small": {"kv": "keep"}})
+    mixed = LogprobGate(dataclasses.replace(config_of(tmp_path, kv="recompute"), placement=pools))
+    assert mixed.gap(batch, logp_N, version=5).count == 3, "no one knows which pool made a rollout"
     gate.abandoned = range(4, 6)
     assert gate.gap(batch, logp_N, version=5) == LogprobGap()
 

@@ -682,6 +682,21 @@ def test_a_generator_that_others_wait_for_is_slow(tmp_path: Path) -> None:
     ]
 
 
+def test_a_generator_of_a_slower_kind_is_not_slow(tmp_path: Path) -> None:
+    """It is compared with those of its own pool."""
+    small = changed(placement={"generators": {"small": {"count": 2}}})
+
+    def slow(folder: str, config: Any, **others: Sequence[Row]) -> list[str]:
+        (tmp_path / folder).mkdir()
+        processes = {"generator_small_0": generator(every=3.0, took=2.9), **others}
+        found = findings(facts(tmp_path / folder, processes, config=config))
+        return [one.about for one in of_rule(found, "straggler")]
+
+    assert slow("one pool", CONFIG) == ["generator-small-0"]
+    assert slow("alone", small) == []
+    assert slow("in its pool", small, generator_small_1=generator()) == ["generator-small-0"]
+
+
 def test_one_low_score_is_no_hacked_reward(tmp_path: Path) -> None:
     assert findings(facts(tmp_path, evaluations=evaluations(0.5, 0.6, 0.6, 0.3))) == []
 

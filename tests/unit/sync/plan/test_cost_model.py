@@ -69,6 +69,25 @@ def test_replicas_of_the_learner_share_and_many_generators_relay() -> None:
     assert 0.16 <= made.first_s <= made.last_s < 8 * 0.16 / 4 + 0.16
 
 
+def test_each_pool_of_generators_has_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llama", "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "head_dim": 4,'
+        ' "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 8}'
+    )
+    small = "placement.generators.small={count: 3, vllm: {tensor_parallel: 2, kv_cache_mb: 10}}"
+    both = config("generator.engine=vllm", small)
+    print_plan(both, str(tmp_path), None, None, device_gb=80.0)
+    first, second = capsys.readouterr().out.split("\n\n")
+    assert first.startswith("pool generator\n")
+    assert second.startswith("pool placement.generators.small\n")
+    assert re.search(r"generators +1 of 1 ranks", first)
+    assert re.search(r"generators +3 of 2 ranks", second)
+    assert "kv_cache_mb" not in first
+    assert "kv_cache_mb" in second
+    print_plan(both, str(tmp_path), None, "6 tp 2", device_gb=80.0)
+    assert re.search(r"^model(.|\n)*generators +6 of 2 ranks", capsys.readouterr().out)
+
+
 def test_the_table_of_a_mixture_with_its_experts_dealt_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

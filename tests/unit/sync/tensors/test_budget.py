@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from asyncrl.config.rules import check_section
 from asyncrl.config.schema import Config, ModelConfig, SyncConfig
 from asyncrl.config.sections.generator import GeneratorConfig, VllmConfig
 from asyncrl.config.sections.learner import LearnerConfig
+from asyncrl.config.sections.placement import PlacementConfig
 from asyncrl.device import accelerator
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engines import receiver
 from asyncrl.generator.engines.vllm import vllm_memory
+from asyncrl.launch import memory
 from asyncrl.launch.memory import check_memory, generator_memory, learner_memory
 from asyncrl.sync.channels.shared_memory import allocated_bytes
 from asyncrl.sync.layout.layout import Layout
@@ -141,11 +144,34 @@ def test_vllm_may_take_its_share_without_the_staging(monkeypatch: pytest.MonkeyP
 
 def test_a_learner_that_its_device_cannot_hold_is_refused() -> None:
     config = Config(model=ModelConfig(path="x", dtype="bfloat16"), learner=LearnerConfig(processes=2))
-    check_memory(config, MODEL, PoolShape(fsdp=2), PoolShape(), GB)
+    check_memory(config, MODEL, PoolShape(fsdp=2), GB)
     with pytest.raises(
         ConfigError, match=r"learner.processes(.|\n)*2 snapshots 0.01 GB(.|\n)*sync.snapshot_device=host"
     ):
-        check_memory(config, MODEL, PoolShape(fsdp=2), PoolShape(), 10_000_000)
+        check_memory(config, MODEL, PoolShape(fsdp=2), 10_000_000)
+
+
+def test_each_pool_of_generators_has_memory_of_its_own() -> None:
+    """And the learner sends to all of them at once."""
+
+    def of_pools(**keys: object) -> Config:
+        small = {"engine": "vllm", "count": 4, "vllm": {"tensor_parallel": 2, **keys}}
+        return replace(vllm(0.9), placement=PlacementConfig(generators={"small": small}))
+
+    check_memory(of_pools(), MODEL, PoolShape(), 10 * GB)
+    at = r"placement\.generators\.small\.vllm\."
+    with pytest.raises(ConfigError, match=rf"^{at}gpu_memory_share = 0\.001(.|\n)*{at}tensor_parallel=4"):
+        check_memory(of_pools(gpu_memory_share=0.001), MODEL, PoolShape(), 10 * GB)
+    streams: list[int] = []
+
+    def of_streams(*given: Any) -> list[MemoryPart]:
+        streams.append(given[-1])
+        return []
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "learner_memory", of_streams)
+        check_memory(of_pools(), MODEL, PoolShape(), 10 * GB)
+    assert streams == [1 + 4 * 2]
 
 
 @pytest.mark.parametrize(
