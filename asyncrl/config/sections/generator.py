@@ -303,11 +303,12 @@ def errors_of_pool(name: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        each = [
+        if not name:
+            raise
+        raise_all(
             ConfigError(of_pool(one.key), one.value, of_pool(one.rule), of_pool(one.remedy))
             for one in error.each
-        ]
-        raise_all(each if name else error.each)
+        )
 
 
 def pool_section(generator: GeneratorConfig, name: str, entry: object) -> GeneratorConfig:

@@ -112,13 +112,14 @@ class PlacementConfig(Section):
             "reward functions are not split over ranks",
             "set placement.rewards.processes in its place",
         )
-        built_in = {entry.name for entry in dataclasses.fields(self)}
+        taken = {entry.name for entry in dataclasses.fields(self)} | {"queue", "learner"}
         for name in self.own:
+            others = name in taken or name.startswith("generators_")  # objects of a cluster have these names
             yield Rule(
-                POOL_NAME.fullmatch(name) is not None and name not in built_in,
+                POOL_NAME.fullmatch(name) is not None and not others,
                 f"own.{name}",
                 "is no name of a model that a file of yours declares",
-                f"write placement.{name} for a built-in model, else small letters, digits and _",
+                f"write placement.{name} for a built-in model, else a name of a-z, 0-9 and _ that no other role has",
                 name,
             )
         as_sections(PlaceConfig, OWN_MODELS, self.own)  # raises the errors of entries

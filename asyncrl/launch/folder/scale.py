@@ -66,7 +66,7 @@ def scale(target: str, request: ScaleRequest, deadline_s: float = DEADLINE_S) ->
 
 
 def take_request(folder: Path) -> ScaleRequest | None:
-    """What was requested last, once; None without a request, or for a text that is none."""
+    """The last request, once; None without one, or for a text that is none."""
     with suppress(OSError, ValueError):
         path = folder / FILE
         text = path.read_text(encoding="ascii", errors="replace")

@@ -96,6 +96,8 @@ def test_a_pool_of_it_adds_its_column(tmp_path: Path) -> None:
         ({"near": {"threads": 2}}, "placement.own.near.threads"),
         ({"critic": {"where": "pool"}}, "placement.own.critic"),
         ({"no name": {"where": "pool"}}, "placement.own.no name"),
+        ({"queue": {"where": "pool"}}, "placement.own.queue"),
+        ({"generators_small": {"where": "pool"}}, "placement.own.generators_small"),
     ],
 )
 def test_a_place_that_does_not_fit_is_refused(tmp_path: Path, own: dict[str, object], key: str) -> None:
