@@ -120,16 +120,17 @@ def fewest_nodes(ranks: int, rank: Mapping[str, int], nodes: Sequence[NodeResour
 
 
 def refuse_devices(config: Config, cluster: str) -> None:
-    """Raise ConfigError where the configuration names the devices of processes, or has two pools share some; '' for no
-    device names none. cluster: who gives devices"""
-    named = {key_of_pool(name): generators.devices for name, generators in config.generator_pools.items()}
+    """Raise ConfigError where the configuration names the devices of processes, or has two pools share some. A pool of
+    generators with '' for none names none. cluster: who gives devices"""
+    pools = config.generator_pools.items()
+    named = {key_of_pool(name): generators.devices or None for name, generators in pools}
     named["learner"] = config.learner.devices
     named |= {config.placement.key_of(name): place.devices for name, place in config.placement.pools.items()}
     for pool, devices in named.items():
         rule = (
             f"names devices of one machine, and {cluster} gives each process those that are free on its node"
         )
-        require(not devices, f"{pool}.devices", devices, rule, "leave it out")
+        require(devices is None, f"{pool}.devices", devices, rule, "leave it out")
     rule = f"shares devices, and {cluster} gives each process some of its own"
     require(not config.placement.colocate, "placement.colocate", True, rule, "set placement.colocate=false")
 

@@ -48,7 +48,7 @@ from asyncrl.errors import (
 )
 from asyncrl.launch.folder.kept import queue_begins_anew
 from asyncrl.launch.folder.run_folder import OF_VERSION_0, claimed_run_folder, read_summary
-from asyncrl.launch.folder.scale import take_request
+from asyncrl.launch.folder.scale import ScaleRequest, take_request
 from asyncrl.launch.processes import DASH, LEARNER, QUEUE, Processes, begin_imports
 from asyncrl.launch.queue_process import LAST_HEARTBEATS
 from asyncrl.launch.restarts import Restarts
@@ -136,7 +136,8 @@ class LocalRun:
         self._restarts = Restarts(launch.restart_window_s, launch.restart_pause_s)
 
     def run(self) -> dict[str, Any]:
-        take_request(self.folder)  # one that no launcher has taken
+        for pool in self.config.generator_pools:
+            take_request(self.folder, pool)  # one that no launcher has taken
         self.processes.address = address = self._start_queue()
         self._importing = self.supervisor.expect_forks(self.config.launch.start_deadline_s)
         if self._importing:
@@ -209,7 +210,7 @@ class LocalRun:
                 )
                 continue
             self.reports.ended(event.name)
-            if self.processes.leaving.pop(event.name, None) is not None:
+            if self.processes.let_go(event.name):
                 self.dashboard.print_line(f"{event.name} has left ({describe_exit(event.code)})")
                 continue
             if event == ChildEnded(LEARNER, 0):
@@ -230,9 +231,11 @@ class LocalRun:
         """As `asyncrl scale` has requested."""
         for name in self.processes.kill_late():
             self.dashboard.print_line(f"{name} did not leave in time and is killed")
-        request = None if self._closed or self._importing else take_request(self.folder)
-        if request is None or request.pool not in self.config.generator_pools:
-            return
+        for pool in () if self._closed or self._importing else self.config.generator_pools:
+            if (request := take_request(self.folder, pool)) is not None:
+                self._scale_pool(request)
+
+    def _scale_pool(self, request: ScaleRequest) -> None:
         started, leaving = self.processes.scale(request.count, request.pool)
         for name in leaving:
             self._restarts.drop(name)

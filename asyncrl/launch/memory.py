@@ -51,7 +51,8 @@ def check_memory(config: Config, model: ModelCost, learner: PoolShape, device_by
     remedy = "raise it, or set sync.snapshot_device=host"
     require(total(parts) < device_bytes, "learner.processes", config.learner.processes, rule, remedy)
     for name, pool in pools.items():
-        if (of_pool := config.of_pool(name)).generator.engine == "vllm":
+        generator = (of_pool := config.of_pool(name)).generator
+        if generator.engine == "vllm" and generator.devices != "":
             ranks = generator_memory(of_pool, model, pool, config.learner.processes, device_bytes)
             with errors_of_pool(name):
                 vllm_memory.check_rank_memory(of_pool, ranks, device_bytes)

@@ -19,6 +19,7 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sections.generator import errors_of_pool, key_of_pool
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engines.http import http_link
+from asyncrl.generator.sample_limit import SampleLimit
 from asyncrl.generator.scoring.rewards import Scorer
 from asyncrl.launch.folder.run_folder import run_folder
 from asyncrl.learner.algorithms.catalogue import KINDS, algorithm_rows
@@ -74,7 +75,8 @@ def preflight(config: Config) -> None:
 
 
 def _check_generators(config: Config) -> None:
-    """The engine of one pool of generators."""
+    """The engine of one pool of generators, and its slots."""
+    SampleLimit.from_config(config)
     if (engine := config.generator.own_engine) is not None:
         made = load_function(engine, "generator.own_engine")
         check_arguments(made, engine, "generator.own_engine", "config", "tokenizer", "name")
@@ -130,7 +132,8 @@ def check_axes(config: Config) -> None:
 
 def _check_memory(config: Config) -> None:
     """Weights and copies of them against a device's memory, where all pools have devices of their own."""
-    if config.learner.devices is None or config.generator.devices is None:
+    pools = config.generator_pools.values()
+    if config.learner.devices is None or not any(generators.devices for generators in pools):
         return
     from asyncrl.device import accelerator  # takes seconds, for torch
 

@@ -90,6 +90,12 @@ class Processes:
                 self._supervisor.send(name, signal.SIGTERM)
         return [*more], fewer
 
+    def let_go(self, name: str) -> bool:
+        """Whether a process that has ended is a generator that `scale` counts no more: it was told to leave, or had
+        died when it was to be told. Asked once."""
+        told = self.leaving.pop(name, None) is not None
+        return told or name not in (QUEUE, LEARNER, *self.workers)
+
     def kill_late(self) -> list[str]:
         """Kill generators that have not left in time. Returns their names."""
         late = [name for name, deadline in self.leaving.items() if time.monotonic() > deadline]

@@ -279,9 +279,8 @@ OF_A_POOL = (
 """Keys that a pool of `placement.generators` may have of its own. The others decide which tokens are drawn, or when
 leases end, so all generators have them alike."""
 
-NOT_INHERITED, OF_AN_ENGINE = ("count", "devices", "server"), ("engine", "own_engine", "speculation")
-"""Of these, a pool has the defaults unless it names its own: it shares neither GPUs nor servers with another, and one
-that names its engine has no keys of the other's."""
+NOT_INHERITED = ("count", "devices", "server")
+"""Of these, a pool has the defaults unless it names its own: it shares neither GPUs nor servers with another."""
 
 
 def key_of_pool(name: str) -> str:
@@ -293,32 +292,40 @@ def key_of_pool(name: str) -> str:
     return f"{GENERATORS}.{name}" if name else "generator"
 
 
+def of_pool(name: str, text: str) -> str:
+    """A text about keys of `generator` that a pool may have, as one about keys of that pool.
+
+    >>> of_pool("small", "set generator.slots=8, or generator.max_tokens=4")
+    'set placement.generators.small.slots=8, or generator.max_tokens=4'
+    """
+    return re.sub(rf"(?<![\w.])generator\.(?=({'|'.join(OF_A_POOL)})\b)", f"{key_of_pool(name)}.", text)
+
+
 @contextmanager
 def errors_of_pool(name: str) -> Iterator[None]:
     """Inside, errors about keys of `generator` become errors about those of a pool."""
-
-    def of_pool(text: str) -> str:
-        return re.sub(r"(?<![\w.])generator\.(?=\w)", f"{key_of_pool(name)}.", text)
-
     try:
         yield
     except ConfigError as error:
         if not name:
             raise
         raise_all(
-            ConfigError(of_pool(one.key), one.value, of_pool(one.rule), of_pool(one.remedy))
+            ConfigError(of_pool(name, one.key), one.value, of_pool(name, one.rule), of_pool(name, one.remedy))
             for one in error.each
         )
 
 
 def pool_section(generator: GeneratorConfig, name: str, entry: object) -> GeneratorConfig:
-    """The section of a pool of generators. generator: has the values of keys that `entry` lacks. Raises ConfigError."""
+    """The section of a pool of generators. generator: has the values of keys that `entry` lacks, but for those of its
+    engine where the pool has another. Raises ConfigError."""
     own, at = entry if isinstance(entry, Mapping) else {}, key_of_pool(name)
     for word, value in own.items():
         alike = word in vars(generator) and word not in OF_A_POOL
         remedy = f"set generator.{word}; a pool may have {', '.join(OF_A_POOL)}"
         require(not alike, f"{at}.{word}", value, "all pools of generators have it alike", remedy)
-    apart = NOT_INHERITED + (OF_AN_ENGINE if own.keys() & {"engine", "own_engine"} else ())
+    another = own.get("engine", generator.engine) != generator.engine or own.get("own_engine") is not None
+    apart = {*NOT_INHERITED, *(("speculation",) if another else ())}
+    apart |= {"own_engine"} if "engine" in own else set()
     base = {one: value for one, value in dataclasses.asdict(generator).items() if one not in apart}
     with errors_of_pool(name):
         return as_section(GeneratorConfig, at, entry, keys=OF_A_POOL, base=base)
@@ -354,6 +361,17 @@ def pool_rules(pools: Mapping[str, GeneratorConfig]) -> Iterator[Rule]:
             f"names GPU {shared}, which the pool {others.get(shared or '')} has",
             "give each pool of generators GPUs of its own",
             pool.devices,
+        )
+        theirs = {
+            url: other or "generator" for other in pools if other != name for url in pools[other].server.urls
+        }
+        shared = next((url for url in pool.server.urls if name and url in theirs), None)
+        yield Rule(
+            shared is None,
+            f"{at}.server.urls",
+            f"names {shared}, which the pool {theirs.get(shared or '')} updates with weights of its own",
+            "start a server for each generator",
+            pool.server.urls,
         )
 
 

@@ -26,7 +26,7 @@ REWARDS = "rewards"
 OWN_MODELS = "placement.own"
 """The key of the places of models that users declare: sections, each with keys that processes agree on and others."""
 
-POOL_NAME = re.compile(r"[a-z]([a-z0-9_]*[a-z0-9])?")
+POOL_NAME = re.compile(r"[a-z]([a-z0-9_]{0,38}[a-z0-9])?")
 """The name of a pool that a user declares: also one of processes, and with - for _ of objects in Kubernetes."""
 
 COLOCATED: Mapping[str, str] = {
@@ -112,14 +112,13 @@ class PlacementConfig(Section):
             "reward functions are not split over ranks",
             "set placement.rewards.processes in its place",
         )
-        taken = {entry.name for entry in dataclasses.fields(self)} | {"queue", "learner"}
+        built_in = {entry.name for entry in dataclasses.fields(self)}
         for name in self.own:
-            others = name in taken or name.startswith("generators_")  # objects of a cluster have these names
             yield Rule(
-                POOL_NAME.fullmatch(name) is not None and not others,
+                POOL_NAME.fullmatch(name) is not None and name not in built_in,
                 f"own.{name}",
                 "is no name of a model that a file of yours declares",
-                f"write placement.{name} for a built-in model, else a name of a-z, 0-9 and _ that no other role has",
+                f"write placement.{name} for a built-in model, else at most 40 small letters, digits and _",
                 name,
             )
         as_sections(PlaceConfig, OWN_MODELS, self.own)  # raises the errors of entries
@@ -128,7 +127,7 @@ class PlacementConfig(Section):
                 POOL_NAME.fullmatch(name) is not None,
                 f"generators.{name}",
                 "is no name of a pool",
-                "begin with a small letter, and go on with small letters, digits and _",
+                "begin with a small letter, and go on with at most 39 small letters, digits and _",
                 name,
             )
 

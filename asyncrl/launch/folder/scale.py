@@ -53,8 +53,8 @@ def scale(target: str, request: ScaleRequest, deadline_s: float = DEADLINE_S) ->
         f"give {generator.count} or less, or start others by hand: CUDA_VISIBLE_DEVICES=… asyncrl generator …"
     )
     require(not generator.devices or count <= generator.count, "N", count, rule, remedy)
-    path = folder / FILE
-    replace_text(path, f"{count} {request.pool}".strip())
+    path = _file(folder, request.pool)
+    replace_text(path, str(count))
     deadline = time.monotonic() + deadline_s
     while path.exists():
         if time.monotonic() > deadline:
@@ -65,12 +65,16 @@ def scale(target: str, request: ScaleRequest, deadline_s: float = DEADLINE_S) ->
     return folder
 
 
-def take_request(folder: Path) -> ScaleRequest | None:
-    """The last request, once; None without one, or for a text that is none."""
+def _file(folder: Path, pool: str) -> Path:
+    """Each pool has a file: two requests at once are two."""
+    return folder / (f"{FILE}-{pool}" if pool else FILE)
+
+
+def take_request(folder: Path, pool: str = "") -> ScaleRequest | None:
+    """The last request for this pool, once; None without one, or for a text that is none."""
     with suppress(OSError, ValueError):
-        path = folder / FILE
+        path = _file(folder, pool)
         text = path.read_text(encoding="ascii", errors="replace")
         path.unlink()
-        count, _, pool = text.strip().partition(" ")
-        return ScaleRequest(int(count), pool) if int(count) >= 1 else None
+        return ScaleRequest(int(text), pool) if int(text) >= 1 else None
     return None

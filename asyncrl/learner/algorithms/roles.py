@@ -121,12 +121,12 @@ def learning() -> list[str]:
 
 def _declare(name: str, role: ModelRole) -> None:
     if not POOL_NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is no name for a model: use small letters, digits and _")
+        raise ValueError(f"{name!r} is no name for a model: use at most 40 small letters, digits and _")
     again = name in ROLES and _same(ROLES[name], role)
     used = {column for one in ROLES.values() for column in (one.outputs, one.returns)}
-    if not again and (
-        name in RESERVED or name in ROLES or used & {role.outputs, role.returns or role.outputs}
-    ):
+    of_generators = name.startswith("generators_")  # as clusters call pools of placement.generators
+    taken = name in RESERVED or name in ROLES or of_generators
+    if not again and (taken or used & {role.outputs, role.returns or role.outputs}):
         raise ValueError(f"{name!r} is the name of something else: choose another for this model")
     ROLES[name] = role
 

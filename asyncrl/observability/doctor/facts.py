@@ -115,10 +115,19 @@ class RunFacts:
 
     def pool_of(self, generator: str) -> str:
         """The pool of placement.generators that a generator is of, by its name; '' for the first."""
+        pools = self._generator_pools()
+        return next((str(pool) for pool in pools if generator.startswith(f"generator-{pool}-")), "")
+
+    def generators_of_pools(self) -> int:
+        """The number of generators of all these pools."""
+        return sum(self.key(f"placement.generators.{pool}.count", 1) for pool in self._generator_pools())
+
+    def _generator_pools(self) -> list[object]:
         placement = self.config.get("placement")
         pools = placement.get("generators") if isinstance(placement, Mapping) else None
-        each = pools if isinstance(pools, Mapping) else {}
-        return next((str(pool) for pool in each if generator.startswith(f"generator-{pool}-")), "")
+        return (
+            [name for name, entry in pools.items() if entry is not None] if isinstance(pools, Mapping) else []
+        )
 
     def times(self, key: str, factor: float) -> str:
         """A value to try: that of the key, so many times; empty for one that is not known or no number."""

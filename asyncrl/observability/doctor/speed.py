@@ -53,7 +53,8 @@ def who_waits(facts: RunFacts) -> Finding | None:
         return Finding("warning" if waits >= 0.5 else "note", sentence, evidence, *change, about=who)
     if idle >= NAMED:
         sentence = f"The learner is the bottleneck: generators are idle {percent(idle)} of their time."
-        fewer = max(1, math.ceil(1.25 * count * (1.0 - idle)))
+        others = facts.generators_of_pools()
+        fewer = max(1, math.ceil(1.25 * (count + others) * (1.0 - idle)) - others)
         change = (
             "generator.count",
             str(fewer),

@@ -74,6 +74,7 @@ def test_the_queue_listens_on_its_node_for_owners_of_the_keys_of_the_run(
     [
         (Config(generator=GeneratorConfig(devices="0")), "generator.devices"),
         (Config(learner=LearnerConfig(devices="0")), "learner.devices"),
+        (Config(learner=LearnerConfig(devices="")), "learner.devices"),
         (
             Config(
                 generator=GeneratorConfig(devices=""),
@@ -88,5 +89,5 @@ def test_the_queue_listens_on_its_node_for_owners_of_the_keys_of_the_run(
     ],
 )
 def test_devices_are_rays_to_give(config: Config, key: str) -> None:
-    with pytest.raises(ConfigError, match=f"{key} = '0': names devices of one machine"):
+    with pytest.raises(ConfigError, match=f"{key} = '0?': names devices of one machine"):
         refuse_devices(config, "Ray")

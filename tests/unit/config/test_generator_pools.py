@@ -9,7 +9,7 @@ import pytest
 from asyncrl.config.commented_yaml import render
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.generator import OF_A_POOL, GeneratorConfig
+from asyncrl.config.sections.generator import OF_A_POOL, GeneratorConfig, SpeculationConfig
 from asyncrl.errors import ConfigError
 
 BASE = """\
@@ -62,8 +62,12 @@ def test_a_pool_with_an_engine_of_its_own_has_no_keys_of_the_others(base: Path) 
     assert [*pools] == ["", "old"]
     assert (pools[""].own_engine, pools["old"].own_engine) == ("mine.py:engine", None)
     words = ["generator.engine=transformers", "generator.speculation.tokens=2"]
-    pools = load_config(base, [*words, "placement.generators.small.engine=vllm"]).generator_pools
+    words += ["placement.generators.old.speculation=null", "placement.generators.small.engine=vllm"]
+    pools = load_config(
+        base, [*words, "placement.generators.old={speculation: {ridge_tokens: 7}}"]
+    ).generator_pools
     assert pools["small"].speculation.tokens == 0
+    assert pools["old"].speculation == SpeculationConfig(2, 7), "it has the same engine"
 
 
 def test_the_configuration_of_a_pool_is_one_of_one_kind(base: Path) -> None:
@@ -106,7 +110,16 @@ AT = "placement.generators"
             f"{AT}.small.devices",
             f"lower {AT}.small.count or {AT}.small.vllm.tensor_parallel",
         ),
-        (("queue.max_staleness=0",), f"{AT}.old.speculation.tokens", f"set {AT}.old.fixed_shape"),
+        (("queue.max_staleness=0",), f"{AT}.old.speculation.tokens", "set generator.fixed_shape=false"),
+        (
+            (
+                *("generator.engine=vllm_server", "generator.server.urls=[http://a:1,http://a:2,http://a:3]"),
+                f"{AT}.small.server.urls=[http://b:1,http://a:2]",
+            ),
+            f"{AT}.small.server.urls",
+            "names http://a:2, which the pool generator updates",
+        ),
+        ((f"{AT}.{'n' * 41}.slots=8",), f"{AT}.{'n' * 41}", "at most 39 small letters"),
         (("evaluation.source=a:b", "evaluation.samples=9"), "evaluation.samples", f"{AT}.small.slots=8"),
         (
             (
@@ -127,6 +140,12 @@ def test_a_pool_that_cannot_be_is_refused_under_its_own_key(
     found = {error.key: str(error) for error in caught.value.each}
     assert key in found
     assert text in found[key]
+
+
+def test_what_is_wrong_with_generator_itself_is_named_once(base: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(base, ["generator.max_tokens=5000"])
+    assert [error.key for error in caught.value.each] == ["generator.max_tokens"]
 
 
 def test_an_unknown_pool_is_refused_by_name(base: Path) -> None:

@@ -32,6 +32,7 @@ from asyncrl.config.sections.reward import RewardConfig
 from asyncrl.errors import ConfigError, DeadlineError, ProcessDiedError, StoppedError
 from asyncrl.launch import local_run, processes
 from asyncrl.launch.folder.run_folder import claimed_run_folder
+from asyncrl.launch.folder.scale import ScaleRequest
 from asyncrl.launch.views import process_reports
 from asyncrl.launch.views.process_reports import ProcessReports
 
@@ -806,6 +807,42 @@ def test_generators_are_started_and_leave_as_requested(
     said = capsys.readouterr().err
     assert "generators: 3; generator-2 starts" in said
     assert "generators: 1; generator-1 leaves, generator-2 leaves" in said
+    assert "started again" not in said
+
+
+def test_a_generator_that_dies_as_it_is_told_to_leave_has_left(
+    config: Config,
+    scripts: dict[str, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The request is taken once generator-1 has died, and before the launcher has looked at its end."""
+    scripts["generator"] = "[ $4 = generator-1 ] && exit 1; exec sleep 600"
+    scripts["learner"] = f"cd $(dirname $1); while [ ! -e asked ]; do sleep 0.02; done; sleep 0.3; {DONE}"
+    started: list[processes.Processes] = []
+    made = processes.Processes.__init__
+
+    def remembered(self: processes.Processes, *words: Any) -> None:
+        made(self, *words)
+        started.append(self)
+
+    def request(folder: Path, pool: str) -> ScaleRequest | None:
+        if not started or (folder / "asked").exists():
+            return None
+        if started[0]._supervisor.code("generator-1") is None:
+            return None
+        (folder / "asked").touch()
+        return ScaleRequest(1, pool)
+
+    monkeypatch.setattr(processes.Processes, "__init__", remembered)
+    monkeypatch.setattr(local_run, "take_request", request)
+    monkeypatch.setattr(local_run, "REFRESH_S", 0.01)
+    none = dataclasses.replace(config.launch, generator_restarts=0, stop_deadline_s=5.0)
+    assert local_run.train(dataclasses.replace(config, launch=none)) == {"versions": 3}
+    said = capsys.readouterr().err
+    assert "generators: 1; generator-1 leaves" in said
+    assert "generator-1 has left (exit code 1)" in said
     assert "started again" not in said
 
 

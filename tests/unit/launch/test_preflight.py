@@ -53,6 +53,8 @@ BAD = [
     ('agent.program="sh -c \'x"',),
     ("agent.gateway.host=0.0.0.0", "agent.program=true", "agent.gateway.remote=true"),
     ("agent.gateway.host=10.0.0.1", "agent.program=true"),
+    ("generator.slots=1",),
+    ("placement.generators.small.slots=1",),
     ("reference.path=nowhere", "algorithm.kl_loss.coef=0.1"),
     ("critic.path=nowhere", "algorithm.advantage=gae"),
     ("teacher.path=nowhere", "algorithm.advantage=distill"),

@@ -161,8 +161,10 @@ def url_of(urls: list[str], name: str) -> str:
         return urls[0]
     number = re.search(r"-(\d+)$", name)
     if number is None or int(number[1]) >= len(urls):
-        rule = f"have no server for the generator {name!r}: generator-K uses the one at K, from 0"
-        remedy = "start it with --name generator-K, or add its server"
+        rule = (
+            f"have no server for the generator {name!r}: one whose name ends in -K uses the one at K, from 0"
+        )
+        remedy = "start it with a --name that ends so, e.g. generator-0, or add its server"
         raise ConfigError("generator.server.urls", urls, rule, remedy)
     return urls[int(number[1])]
 

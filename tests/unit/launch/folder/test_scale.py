@@ -32,7 +32,7 @@ def test_the_launcher_takes_a_request_once(run: Path, pool: str) -> None:
 
     def launcher() -> None:
         while not taken and not asked.is_set():
-            taken.extend(one for one in [take_request(run)] if one is not None)
+            taken.extend(one for one in [take_request(run, pool)] if one is not None)
 
     thread = threading.Thread(target=launcher, daemon=True)
     thread.start()
@@ -42,7 +42,15 @@ def test_the_launcher_takes_a_request_once(run: Path, pool: str) -> None:
         asked.set()
         thread.join()
     assert taken == [ScaleRequest(1, pool)]
-    assert take_request(run) is None
+    assert take_request(run, pool) is None
+
+
+def test_requests_for_two_pools_do_not_meet(run: Path) -> None:
+    with pytest.raises(DeadlineError):
+        scale(str(run), ScaleRequest(1, "small"), deadline_s=0.0)
+    (run / f"{FILE}-small").write_text("3")
+    (run / FILE).write_text("2")
+    assert (take_request(run, "small"), take_request(run)) == (ScaleRequest(3, "small"), ScaleRequest(2))
 
 
 def test_a_request_that_nobody_takes_ends_by_name_and_leaves_nothing(run: Path) -> None:

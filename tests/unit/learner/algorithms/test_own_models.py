@@ -96,8 +96,7 @@ def test_a_pool_of_it_adds_its_column(tmp_path: Path) -> None:
         ({"near": {"threads": 2}}, "placement.own.near.threads"),
         ({"critic": {"where": "pool"}}, "placement.own.critic"),
         ({"no name": {"where": "pool"}}, "placement.own.no name"),
-        ({"queue": {"where": "pool"}}, "placement.own.queue"),
-        ({"generators_small": {"where": "pool"}}, "placement.own.generators_small"),
+        ({"n" * 41: {"where": "pool"}}, f"placement.own.{'n' * 41}"),
     ],
 )
 def test_a_place_that_does_not_fit_is_refused(tmp_path: Path, own: dict[str, object], key: str) -> None:
@@ -130,7 +129,19 @@ def test_a_name_is_declared_once() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["critic", "policy", "batch", "cost", "step", "learner", "generator", "a b", "Near", "near_"],
+    [
+        "critic",
+        "policy",
+        "batch",
+        "cost",
+        "step",
+        "learner",
+        "generator",
+        "generators_a",
+        "a b",
+        "Near",
+        "near_",
+    ],
 )
 def test_a_name_that_means_something_else_is_refused(name: str) -> None:
     """cost: the columns of cost_critic would be its own, too."""

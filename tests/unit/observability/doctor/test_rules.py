@@ -682,6 +682,21 @@ def test_a_generator_that_others_wait_for_is_slow(tmp_path: Path) -> None:
     ]
 
 
+def test_idle_generators_of_all_pools_count(tmp_path: Path) -> None:
+    """Of 12, three in ten would do with a quarter to spare: 4.5, so 5. Eight are of other pools, or 3."""
+
+    def fewer(of_pools: int) -> tuple[str, str]:
+        generators = {"small": {"count": of_pools}, "out": None}
+        keys = changed(generator={"count": 12 - of_pools}, placement={"generators": generators})
+        (tmp_path / str(of_pools)).mkdir()
+        idle = rows(perf__busy__generator=0.3)
+        (found,) = of_rule(findings(facts(tmp_path / str(of_pools), rows=idle, config=keys)), "bottleneck")
+        return found.key, found.value
+
+    assert fewer(3) == ("generator.count", "2")
+    assert fewer(8) == ("generator.count", "1")
+
+
 def test_a_generator_of_a_slower_kind_is_not_slow(tmp_path: Path) -> None:
     """It is compared with those of its own pool."""
     small = changed(placement={"generators": {"small": {"count": 2}}})

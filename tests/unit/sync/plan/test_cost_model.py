@@ -78,12 +78,12 @@ def test_each_pool_of_generators_has_a_table(tmp_path: Path, capsys: pytest.Capt
     both = config("generator.engine=vllm", small)
     print_plan(both, str(tmp_path), None, None, device_gb=80.0)
     first, second = capsys.readouterr().out.split("\n\n")
-    assert first.startswith("pool generator\n")
-    assert second.startswith("pool placement.generators.small\n")
+    assert first.startswith("pool generator, as if it were alone\n")
+    assert second.startswith("pool placement.generators.small, as if it were alone\n")
     assert re.search(r"generators +1 of 1 ranks", first)
     assert re.search(r"generators +3 of 2 ranks", second)
     assert "kv_cache_mb" not in first
-    assert "kv_cache_mb" in second
+    assert "(placement.generators.small.vllm.kv_cache_mb)" in second
     print_plan(both, str(tmp_path), None, "6 tp 2", device_gb=80.0)
     assert re.search(r"^model(.|\n)*generators +6 of 2 ranks", capsys.readouterr().out)
 

@@ -162,6 +162,9 @@ def test_each_pool_of_generators_has_memory_of_its_own() -> None:
     at = r"placement\.generators\.small\.vllm\."
     with pytest.raises(ConfigError, match=rf"^{at}gpu_memory_share = 0\.001(.|\n)*{at}tensor_parallel=4"):
         check_memory(of_pools(gpu_memory_share=0.001), MODEL, PoolShape(), 10 * GB)
+    on_cpus = {"engine": "vllm", "devices": "", "vllm": {"kv_cache_mb": 20_000}}
+    beside = PlacementConfig(generators={"cpus": on_cpus})
+    check_memory(replace(vllm(0.9), placement=beside), MODEL, PoolShape(), 10 * GB)
     streams: list[int] = []
 
     def of_streams(*given: Any) -> list[MemoryPart]:
