@@ -91,10 +91,10 @@ class Processes:
         return [*more], fewer
 
     def let_go(self, name: str) -> bool:
-        """Whether a process that has ended is a generator that `scale` counts no more: it was told to leave, or had
-        died when it was to be told. Asked once."""
-        told = self.leaving.pop(name, None) is not None
-        return told or name not in (QUEUE, LEARNER, *self.workers)
+        """Take note of the end of a process. Returns whether it is a generator that `scale` counts no more: it left, or
+        had died before it could."""
+        left = self.leaving.pop(name, None) is not None
+        return left or name not in (QUEUE, LEARNER, *self.workers)
 
     def kill_late(self) -> list[str]:
         """Kill generators that have not left in time. Returns their names."""
