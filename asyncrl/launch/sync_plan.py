@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.generator import key_of_pool, of_pool
+from asyncrl.config.sections.generator import key_of_pool, text_of_pool
 from asyncrl.device import accelerator
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engines.vllm.vllm_memory import granted_bytes
@@ -50,7 +50,7 @@ def print_plan(
         if len(names) > 1:
             print(f"pool {key_of_pool(name)}, as if it were alone")
         for line in _plan_lines(config.of_pool(name), learner, generators, device_gb):
-            print(of_pool(name, line) if name else line)
+            print(text_of_pool(name, line))
 
 
 def _plan_lines(

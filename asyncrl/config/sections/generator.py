@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from asyncrl.config.rules import (
@@ -292,10 +293,10 @@ def key_of_pool(name: str) -> str:
     return f"{GENERATORS}.{name}" if name else "generator"
 
 
-def of_pool(name: str, text: str) -> str:
+def text_of_pool(name: str, text: str) -> str:
     """A text about keys of `generator` that a pool may have, as one about keys of that pool.
 
-    >>> of_pool("small", "set generator.slots=8, or generator.max_tokens=4")
+    >>> text_of_pool("small", "set generator.slots=8, or generator.max_tokens=4")
     'set placement.generators.small.slots=8, or generator.max_tokens=4'
     """
     return re.sub(rf"(?<![\w.])generator\.(?=({'|'.join(OF_A_POOL)})\b)", f"{key_of_pool(name)}.", text)
@@ -309,9 +310,9 @@ def errors_of_pool(name: str) -> Iterator[None]:
     except ConfigError as error:
         if not name:
             raise
+        text = partial(text_of_pool, name)
         raise_all(
-            ConfigError(of_pool(name, one.key), one.value, of_pool(name, one.rule), of_pool(name, one.remedy))
-            for one in error.each
+            ConfigError(text(one.key), one.value, text(one.rule), text(one.remedy)) for one in error.each
         )
 
 
@@ -334,8 +335,8 @@ def pool_section(generator: GeneratorConfig, name: str, entry: object) -> Genera
 def pool_rules(pools: Mapping[str, GeneratorConfig]) -> Iterator[Rule]:
     """The rules among pools of generators. pools: by name, the one of `generator` itself, '', first"""
     first = pools[""]
-    named = {name: _names(pool.devices) for name, pool in pools.items()}
-    some = any(named.values())
+    gpus = {name: _names(pool.devices) for name, pool in pools.items()}
+    urls = {name: pool.server.urls for name, pool in pools.items()}
     for name, pool in pools.items():
         at = key_of_pool(name)
         yield Rule(
@@ -346,38 +347,35 @@ def pool_rules(pools: Mapping[str, GeneratorConfig]) -> Iterator[Rule]:
             "set an engine of the same sort, or leave the pool out",
             pool.engine,
         )
+        on_device = pool.makes_real_tokens and not pool.behind_http
         yield Rule(
-            not some or named[name] is not None or pool.behind_http or not pool.makes_real_tokens,
+            not any(gpus.values()) or pool.devices is not None or not on_device,
             f"{at}.devices",
             "is not set, so the pool would use the GPUs that other pools name",
             f"name GPUs of its own, {at}.devices=2,3, or '' for none",
             pool.devices,
         )
-        others = {gpu: other or "generator" for other in pools if other != name for gpu in named[other] or ()}
-        shared = next((gpu for gpu in named[name] or () if name and gpu in others), None)
-        yield Rule(
-            shared is None,
-            f"{at}.devices",
-            f"names GPU {shared}, which the pool {others.get(shared or '')} has",
+        gpu, owner = _taken(name, gpus)
+        rule, remedy = (
+            f"names GPU {gpu}, which the pool {owner} has",
             "give each pool of generators GPUs of its own",
-            pool.devices,
         )
-        theirs = {
-            url: other or "generator" for other in pools if other != name for url in pools[other].server.urls
-        }
-        shared = next((url for url in pool.server.urls if name and url in theirs), None)
-        yield Rule(
-            shared is None,
-            f"{at}.server.urls",
-            f"names {shared}, which the pool {theirs.get(shared or '')} updates with weights of its own",
-            "start a server for each generator",
-            pool.server.urls,
-        )
+        yield Rule(not owner, f"{at}.devices", rule, remedy, pool.devices)
+        url, owner = _taken(name, urls)
+        rule, remedy = f"names {url}, which the pool {owner} updates", "start a server for each generator"
+        yield Rule(not owner, f"{at}.server.urls", rule, remedy, pool.server.urls)
 
 
-def _names(devices: str | None) -> tuple[str, ...] | None:
-    """GPUs by name; None where none are chosen."""
-    return None if devices is None else tuple(one.strip() for one in devices.split(",") if one.strip())
+def _names(devices: str | None) -> list[str]:
+    """GPUs by name, if some are chosen."""
+    return [one.strip() for one in (devices or "").split(",") if one.strip()]
+
+
+def _taken(name: str, values: Mapping[str, Sequence[str]]) -> tuple[str, str]:
+    """A value of this pool that another one has too, and the key of that; '' twice for none. Nothing of the first pool
+    is taken: the others have an error then."""
+    others = {value: key_of_pool(other) for other in values if other != name for value in values[other]}
+    return next(((value, others[value]) for value in values[name] if name and value in others), ("", ""))
 
 
 def sharing_rules(generator: GeneratorConfig, devices: str | None, share: float) -> Iterator[Rule]:

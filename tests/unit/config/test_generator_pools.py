@@ -103,7 +103,11 @@ AT = "placement.generators"
             "the learner compares all or none",
         ),
         ((f"{AT}.small.devices='2'",), f"{AT}.small.devices", "names GPU 2, which the pool generator has"),
-        ((f"{AT}.old.devices='3'",), f"{AT}.small.devices", "names GPU 3, which the pool old has"),
+        (
+            (f"{AT}.old.devices='3'",),
+            f"{AT}.small.devices",
+            "names GPU 3, which the pool placement.generators.old has",
+        ),
         ((f"{AT}.small.devices=null",), f"{AT}.small.devices", "name GPUs of its own"),
         (
             (f"{AT}.small.vllm.tensor_parallel=2",),
