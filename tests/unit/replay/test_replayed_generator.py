@@ -46,7 +46,11 @@ GROUPS = 6
 Recorded = tuple[Config, Life, list[ClaimedGroup], dict[int, Mapping[str, Tensor]]]
 
 
-@pytest.fixture(scope="module", params=[0, 4], ids=["", "with drafts"])
+DRAFTS = ["generator.speculation.tokens=4", "generator.temperature=0.3"]
+"""A sure policy draws many of its drafts, wherever the flips come."""
+
+
+@pytest.fixture(scope="module", params=[[], DRAFTS], ids=["", "with drafts"])
 def recorded(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model_folder: Path
 ) -> Recorded:
@@ -54,7 +58,7 @@ def recorded(
     folder = tmp_path_factory.mktemp("run")
     path = folder / "config.yaml"
     path.write_text(CONFIG.format(model=model_folder))
-    config = load_config(path, [f"generator.speculation.tokens={request.param}"])
+    config = load_config(path, request.param)
     about = {"format": decisions.FORMAT, "role": "generator", "config": path.name}
     with decisions.recording(folder / "decisions", "generator-0", about):
         claimed, weights = asyncio.run(_generate(config))

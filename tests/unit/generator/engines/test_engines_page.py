@@ -10,7 +10,7 @@ import yaml
 from pages import blocks, text_of
 
 from asyncrl.config.rules import check_section
-from asyncrl.config.schema import GeneratorConfig
+from asyncrl.config.schema import Config, GeneratorConfig, PlacementConfig
 from asyncrl.config.sections.generator import ServerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engines.http import sglang_server, vllm_server
@@ -28,8 +28,15 @@ def generator(**settings: Any) -> GeneratorConfig:
 
 
 def test_the_settings_are_valid() -> None:
-    made = [generator(**yaml.safe_load(text)["generator"]) for text in blocks("docs/engines.md", "yaml")]
-    assert [config.engine for config in made] == ["vllm_server", "sglang"]
+    pools, *others = map(yaml.safe_load, blocks("docs/engines.md", "yaml"))
+    made = Config(
+        generator=generator(**pools["generator"]), placement=PlacementConfig(**pools["placement"])
+    ).generator_pools
+    assert {name: pool.engine for name, pool in made.items()} == {
+        **{"": "vllm", "older": "vllm", "large": "vllm"},
+        "cpus": "transformers",
+    }
+    assert [generator(**one["generator"]).engine for one in others] == ["vllm_server", "sglang"]
 
 
 def test_every_engine_of_the_config_is_on_the_page() -> None:
