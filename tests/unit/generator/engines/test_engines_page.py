@@ -33,7 +33,9 @@ def test_the_settings_are_valid() -> None:
         generator=generator(**pools["generator"]), placement=PlacementConfig(**pools["placement"])
     ).generator_pools
     assert {name: pool.engine for name, pool in made.items()} == {
-        "": "vllm", "older": "vllm", "large": "vllm",
+        "": "vllm",
+        "older": "vllm",
+        "large": "vllm",
         "cpus": "transformers",
     }
     assert [generator(**one["generator"]).engine for one in others] == ["vllm_server", "sglang"]
