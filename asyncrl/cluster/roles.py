@@ -75,15 +75,15 @@ def _generators(config: Config, gpus: int) -> Iterator[Role]:
     """The role of each pool of generators. One whose `devices` are '' computes on CPUs."""
     every = generator_names(config)
     for pool, section in config.generator_pools.items():
-        ranks = section.vllm.tensor_parallel * section.vllm.data_parallel if section.on_vllm else 1
+        ranks, threads = section.ranks, section.threads or 1
         on_device = section.makes_real_tokens and not section.behind_http and section.devices != ""
         yield Role(
             f"{GENERATORS}_{pool}" if pool else GENERATORS,
             "generator",
             tuple(name for name, (of, _) in every.items() if of == pool),
             ranks,
-            section.threads or 1,
-            max(ranks, section.threads or 1),
+            threads,
+            max(ranks, threads),
             gpus * ranks * on_device,
             of_generators(pool),
             section.grace_s,

@@ -141,9 +141,7 @@ def check_rollouts(config: Config) -> None:
     harness, pools = config.agent.harness, [*config.placement.pools]
     rule = "only the embedded engine makes the same tokens again: its batches are recorded"
     for name, generator in config.generator_pools.items():
-        ours = generator.engine == "transformers" and generator.own_engine is None
-        shown = generator.own_engine or generator.engine
-        require(ours, f"{key_of_pool(name)}.engine", shown, rule, SAVED)
+        require(generator.embedded, f"{key_of_pool(name)}.engine", generator.engine_in_use, rule, SAVED)
     require(not pools, "placement", pools, "pools keep no record of their decisions", SAVED)
     require(
         harness is None, "agent", harness, "a program of yours plays the rollouts, at its own pace", SAVED

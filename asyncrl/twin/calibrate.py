@@ -66,17 +66,14 @@ def calibrate(folder: Path) -> StageTimes:
 
 def check_one_kind(config: Config) -> None:
     """Raises ConfigError for generators of several kinds, which have no common stage times."""
-    pools, rule = (
-        [*filter(None, config.generator_pools)],
-        "generators of several kinds have no common stage times",
-    )
+    pools = [*filter(None, config.generator_pools)]
+    rule = "generators of several kinds have no common stage times"
     require(not pools, GENERATORS, pools, rule, f"leave it out, or set {GENERATORS}=null")
 
 
 def generator_devices(config: Config) -> int:
     """Devices of one generator, all its replicas together."""
-    ours = config.generator.vllm
-    return ours.tensor_parallel * ours.data_parallel if config.generator.on_vllm else 1
+    return config.generator.ranks
 
 
 def rank_devices(config: Config) -> int:

@@ -223,7 +223,7 @@ class GeneratorConfig(Section):
             "set generator.kv=keep",
         )
         yield Rule(
-            not self.speculation.tokens or (self.engine == "transformers" and self.own_engine is None),
+            not self.speculation.tokens or self.embedded,
             "speculation.tokens",
             "is of generator.engine=transformers",
             "leave it out; vLLM on a GPU has generator.vllm.extra.speculative_config",
@@ -231,9 +231,23 @@ class GeneratorConfig(Section):
         yield from self._server_rules()
 
     @property
+    def embedded(self) -> bool:
+        """Whether generators run this project's own engine."""
+        return self.own_engine is None and self.engine == "transformers"
+
+    @property
+    def engine_in_use(self) -> str:
+        return self.own_engine or self.engine
+
+    @property
     def on_vllm(self) -> bool:
         """Whether generators run vLLM themselves."""
         return self.own_engine is None and self.engine == "vllm"
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of one generator, all its replicas together, each with a device of its own."""
+        return self.vllm.tensor_parallel * self.vllm.data_parallel if self.on_vllm else 1
 
     @property
     def makes_real_tokens(self) -> bool:
@@ -356,10 +370,8 @@ def pool_rules(pools: Mapping[str, GeneratorConfig]) -> Iterator[Rule]:
             pool.devices,
         )
         gpu, owner = _taken(name, gpus)
-        rule, remedy = (
-            f"names GPU {gpu}, which the pool {owner} has",
-            "give each pool of generators GPUs of its own",
-        )
+        rule = f"names GPU {gpu}, which the pool {owner} has"
+        remedy = "give each pool of generators GPUs of its own"
         yield Rule(not owner, f"{at}.devices", rule, remedy, pool.devices)
         url, owner = _taken(name, urls)
         rule, remedy = f"names {url}, which the pool {owner} updates", "start a server for each generator"
@@ -383,7 +395,7 @@ def sharing_rules(generator: GeneratorConfig, devices: str | None, share: float)
     runs there. devices, share: the learner's."""
     if not generator.on_vllm or not generator.devices:
         return
-    ranks = generator.vllm.tensor_parallel * generator.vllm.data_parallel
+    ranks = generator.ranks
     gpus = max(1, len(generator.devices.split(",")) // generator.count)
     yield Rule(
         ranks <= gpus,

@@ -85,11 +85,8 @@ class LogprobGate:
         gate, generator = config.learner.logprob_gate, config.generator
         self.abandoned: Collection[Version] = ()
         self._most, self._most_mean = gate.bounds(config.model.dtype)
-        pools = config.generator_pools.values()
-        self._stops, self._engines = (
-            gate.on_mismatch == "stop",
-            {one.own_engine or one.engine for one in pools},
-        )
+        self._stops, pools = gate.on_mismatch == "stop", config.generator_pools.values()
+        self._engines = {one.engine_in_use for one in pools}
         self._kept_over_flips = any(one.kv == "keep" or one.own_engine is not None for one in pools)
         # A truncated support makes recorded log-probs larger, by −log of its mass.
         self._least = 0.0
