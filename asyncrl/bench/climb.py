@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -128,20 +129,27 @@ def presets() -> list[str]:
     return sorted(path.stem for path in (CONFIGS / "algorithms").glob("*.yaml"))
 
 
-def climb(preset: str, folder: Path, overrides: Sequence[str] = ()) -> Climb:
-    """Train the preset on the echo task; models and configuration go to `folder`. overrides: "key=value" texts."""
+def climb(preset: str, folder: Path, overrides: Sequence[str] = (), enough: float = math.inf) -> Climb:
+    """Train the preset on the echo task; models and configuration go to `folder`. overrides: "key=value" texts.
+
+    enough: the share of the optimum with which it ends before its last version
+    """
     if preset.startswith("distill"):
         overrides = [f"teacher.path={_teacher(folder)}", *overrides]
-    config = toy_config(preset, folder, overrides)
+    config, best = toy_config(preset, folder, overrides), BEST.get(preset, 1.0)
     started = time.perf_counter()
-    groups = asyncio.run(_loop(config))
-    rewards = [mean(float(group.rewards.mean()) for group in version) for version in groups]
+    groups = asyncio.run(_loop(config, enough * best))
+    rewards = [_reward(version) for version in groups]
     names = groups[0][0].reward_parts
     parts = {
         name: [mean(float(g.reward_parts[name].mean()) for g in version) for version in groups]
         for name in names
     }
-    return Climb(preset, BEST.get(preset, 1.0), rewards, parts, time.perf_counter() - started)
+    return Climb(preset, best, rewards, parts, time.perf_counter() - started)
+
+
+def _reward(version: Sequence[Group]) -> float:
+    return mean(float(group.rewards.mean()) for group in version)
 
 
 def toy_config(preset: str, folder: Path, overrides: Sequence[str] = ()) -> Config:
@@ -168,8 +176,8 @@ def _teacher(folder: Path) -> Path:
     return teacher
 
 
-async def _loop(config: Config) -> list[list[Group]]:
-    """The groups of each version."""
+async def _loop(config: Config, enough: float) -> list[list[Group]]:
+    """The groups of each version, until the last EDGE of them have the reward `enough`."""
     torch.manual_seed(config.run.seed)
     backend = FsdpBackend(config, requirements.models(config))
     way = version_step(backend, config)
@@ -187,6 +195,8 @@ async def _loop(config: Config) -> list[list[Group]]:
         way.add(every[-1], version)
         if refused := way.step(version).refused:
             raise TrainingError(f"version {version}: {refused}")
+        if len(every) >= EDGE and mean(map(_reward, every[-EDGE:])) >= enough:
+            break
     await engine.close()
     scorer.close()
     backend.close()

@@ -46,9 +46,9 @@ RUNS = {
 }
 
 
-def make(name: str, folder: Path, *keys: str) -> None:
+def make(name: str, folder: Path, *keys: str, recipe: str = RECIPE) -> None:
     """Run one in `folder`/`name`, with more keys. RuntimeError with the end of its output if it fails."""
-    words = [sys.executable, "-m", "asyncrl", "train", RECIPE, f"run.name={name}", f"run.dir={folder}"]
+    words = [sys.executable, "-m", "asyncrl", "train", recipe, f"run.name={name}", f"run.dir={folder}"]
     env = {**os.environ, **ONE_THREAD, "PYTHONPATH": str(ROOT)}
     ended = threading.Event()
     if name in SLOW:

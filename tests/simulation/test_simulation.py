@@ -20,7 +20,7 @@ from .run import SeedError, simulate_all
 from .scenario import FAULTS
 
 ROOT = Path(__file__).parents[2]
-FEW, QUICK, ALL, AT_ONCE = 50, 300, 5_000, 250
+FEW, QUICK, ALL, AT_ONCE = 50, 300, 2_500, 250
 SOON = 1000
 """A broken rule is found within so many seeds; most are within ten."""
 

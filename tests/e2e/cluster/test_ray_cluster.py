@@ -104,21 +104,6 @@ def the_process(config: Path, *words: str) -> psutil.Process:
     return found
 
 
-def test_a_run_reaches_its_last_version(config_file: Path, nodes: RayNodes) -> None:
-    run = config_file.parent / "it"
-    with launched(config_file, nodes, "generator.count=2") as launcher:
-        printed = succeeded(launcher)
-    assert "on Ray: queue 1 × (CPU 1); learner 1 × (CPU 1); generators 2 × (CPU 1)" in printed
-    assert versions(run) == [1, 2, 3, 4]
-    assert {path.name for path in (run / "logs").glob("*.log")} == {
-        "queue.log",
-        "learner.log",
-        "generator-0.log",
-        "generator-1.log",
-    }
-    assert oct((run / "keys" / "server.key").stat().st_mode & 0o777) == "0o600"
-
-
 def test_a_run_outlives_a_lost_node_and_a_killed_learner_and_ctrl_c_saves(
     config_file: Path, nodes: RayNodes
 ) -> None:
@@ -150,19 +135,27 @@ def test_a_run_outlives_a_lost_node_and_a_killed_learner_and_ctrl_c_saves(
     assert "run.resume=true goes on" in printed
     assert newest_checkpoint(run) == versions(run)[-1]
     assert "its node or its actor is lost" in (run / "logs" / "generator-0.log").read_text()
-    with launched(config_file, nodes, "run.resume=true", f"run.versions={versions(run)[-1] + 1}") as launcher:
-        succeeded(launcher)
-    assert versions(run) == list(range(1, versions(run)[-1] + 1))
+    assert oct((run / "keys" / "server.key").stat().st_mode & 0o777) == "0o600"
 
 
-def test_a_learner_larger_than_a_node_is_spread_over_two(config_file: Path, nodes: RayNodes) -> None:
+def test_generators_join_later_and_a_killed_launcher_leaves_no_process(
+    config_file: Path, nodes: RayNodes
+) -> None:
+    """The run goes on with a learner that is larger than a node, spread over two."""
     run = config_file.parent / "it"
-    with launched(config_file, nodes, "learner.processes=2") as launcher:
+    with launched(config_file, nodes, FOR_EVER) as launcher:
+        until(lambda: newest_checkpoint(run) >= 2, "a checkpoint", launcher)
+        ran("asyncrl", "scale", str(run), "2")
+        the_process(config_file, "generator", "generator-1")
+        launcher.kill()
+    last = newest_checkpoint(run) + 2
+    words = ("run.resume=true", f"run.versions={last}", "learner.processes=2")
+    with launched(config_file, nodes, *words) as launcher:
         printed = succeeded(launcher)
-    assert "learner 2 × (CPU 1)" in printed
-    assert versions(run) == [1, 2, 3, 4]
+    assert "on Ray: queue 1 × (CPU 1); learner 2 × (CPU 1); generators 1 × (CPU 1)" in printed
+    assert versions(run) == list(range(1, last + 1))
     assert (run / "logs" / "learner-node-1.log").exists()
-    assert summary_of(run)["versions"] == 4
+    assert summary_of(run)["versions"] == last
 
 
 def test_a_cluster_without_room_is_named_and_nothing_is_started(config_file: Path, nodes: RayNodes) -> None:
@@ -184,17 +177,6 @@ def test_a_launcher_that_waits_for_room_can_be_stopped(
         launcher.send_signal(number)
         code, _ = finished(launcher)
     assert code == (130 if number == signal.SIGINT else -signal.SIGTERM)
-
-
-def test_generators_join_later_and_a_killed_launcher_leaves_no_process(
-    config_file: Path, nodes: RayNodes
-) -> None:
-    run = config_file.parent / "it"
-    with launched(config_file, nodes, FOR_EVER) as launcher:
-        until_trained(run, 1, launcher)
-        ran("asyncrl", "scale", str(run), "2")
-        the_process(config_file, "generator", "generator-1")
-        launcher.kill()
 
 
 def test_each_process_sees_the_gpus_that_ray_gave_it(tmp_path: Path, nodes: RayNodes) -> None:

@@ -72,97 +72,13 @@ def process_of(config_file: Path, *words: str) -> psutil.Process:
     return found
 
 
-def test_a_run_over_several_nodes_reaches_its_last_version(
+def test_a_run_over_several_nodes_outlives_its_processes_and_goes_on_after_scancel(
     config_file: Path, cluster: SlurmCluster, submit: Submit
 ) -> None:
-    run = config_file.parent / "it"
-    job = submit("learner.processes=2", "generator.count=2")
-    cluster.until_state(job, "RUNNING")
-    line = cluster.job(job)
-    assert line["NumNodes"] == "2", line
-    state = cluster.until_state(job, "COMPLETED", "FAILED")
-    assert state == "COMPLETED", output(config_file, job)
-    assert versions(run) == [1, 2, 3, 4]
-    assert summary_of(run)["versions"] == 4
-    assert {path.name for path in (run / "logs").glob("*.log")} == {
-        "queue.log",
-        "learner.log",
-        "generator-0.log",
-        "generator-1.log",
-    }
-
-
-def test_scancel_saves_the_run_and_another_job_goes_on(
-    config_file: Path, cluster: SlurmCluster, submit: Submit
-) -> None:
-    run = config_file.parent / "it"
-    job = submit(FOR_EVER, "checkpoint.every=1000")
-    until_trained(run, 2)
-    cluster.ask("scancel", job)
-    cluster.until_state(job, "CANCELLED")
-    until(lambda: cluster.states() == {"idle"}, "the end of its processes")
-    last = versions(run)[-1]
-    assert newest_checkpoint(run) == last, output(config_file, job)
-    again = submit("run.resume=true", f"run.versions={last + 1}")
-    assert cluster.until_state(again, "COMPLETED", "FAILED") == "COMPLETED", output(config_file, again)
-    assert versions(run) == list(range(1, last + 2))
-
-
-def test_a_signal_to_the_script_stops_the_run_in_order(
-    config_file: Path, cluster: SlurmCluster, submit: Submit
-) -> None:
-    run = config_file.parent / "it"
-    job = submit(FOR_EVER, "checkpoint.every=1000")
-    until_trained(run, 2)
-    cluster.ask("scancel", "--signal=TERM", "--batch", job)
-    cluster.until_state(job, "FAILED")
-    assert cluster.job(job)["ExitCode"] == "10:0"
-    assert newest_checkpoint(run) == versions(run)[-1]
-    assert "run.resume=true goes on from the newest checkpoint" in output(config_file, job)
-
-
-def test_before_its_time_is_over_a_job_saves_and_is_queued_again(
-    config_file: Path, cluster: SlurmCluster, submit: Submit
-) -> None:
-    """By the signal that Slurm then sends."""
-    run = config_file.parent / "it"
-    job = submit(FOR_EVER, "checkpoint.every=1000")
-    until_trained(run, 2)
-    cluster.ask("scancel", "--signal=USR1", "--batch", job)
-    until(lambda: cluster.job(job).get("Restarts") == "1", "the job in the queue again")
-    saved = newest_checkpoint(run)
-    assert saved == versions(run)[-1]
-    cluster.until_queued_again(job)
-    until_trained(run, saved + 1)
-    assert "the job was queued again (1): the run goes on" in output(config_file, job)
-    assert versions(run)[: saved + 1] == list(range(1, saved + 2))
-
-
-def test_a_lost_node_has_the_job_queued_again_and_it_goes_on(
-    config_file: Path, cluster: SlurmCluster, submit: Submit
-) -> None:
-    run = config_file.parent / "it"
-    job = submit(FOR_EVER, "checkpoint.every=1", "generator.count=2")
-    saved = until(lambda: newest_checkpoint(run) >= 2 and newest_checkpoint(run), "a checkpoint")
-    node = cluster.job(str(int(job) + 1))["NodeList"]
-    cluster.ask("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
-    try:
-        cluster.until_queued_again(job)
-        assert "DUE TO NODE FAILURE" in output(config_file, job)
-        until_trained(run, newest_checkpoint(run) + 2)
-        assert versions(run) == list(range(1, versions(run)[-1] + 1))
-        assert versions(run)[-1] > saved
-        assert node not in cluster.job(str(int(job) + 1))["NodeList"]
-    finally:
-        cluster.ask("scontrol", "update", f"NodeName={node}", "State=RESUME")
-
-
-def test_dead_processes_are_named_and_started_again(
-    config_file: Path, cluster: SlurmCluster, submit: Submit
-) -> None:
-    run = config_file.parent / "it"
-    job = submit(FOR_EVER, "generator.count=2", "learner.processes=2")
+    run, shape = config_file.parent / "it", ("learner.processes=2", "generator.count=2")
+    job = submit(FOR_EVER, *shape)
     until_trained(run, 1)
+    assert cluster.job(job)["NumNodes"] == "2"
     process_of(config_file, "generator", "generator-1").kill()
     until(lambda: "generator-1 ended" in output(config_file, job), "its end")
     until(lambda: newest_checkpoint(run) >= 2, "a checkpoint")
@@ -173,13 +89,62 @@ def test_dead_processes_are_named_and_started_again(
     assert "generator-1 ended (killed by SIGKILL) and is started again" in printed
     assert "learner ended (killed by SIGKILL) and is started again from the newest checkpoint" in printed
 
+    cluster.ask("scancel", job)
+    cluster.until_state(job, "CANCELLED")
+    until(lambda: cluster.states() == {"idle"}, "the end of its processes")
+    last = versions(run)[-1]
+    assert newest_checkpoint(run) == last, output(config_file, job)
 
-def test_each_process_has_gpus_of_its_own(config_file: Path, cluster: SlurmCluster, submit: Submit) -> None:
-    job = submit(FOR_EVER, "generator.count=2", gpus=1)
-    until_trained(config_file.parent / "it", 1)
+    again = submit("run.resume=true", f"run.versions={last + 1}", *shape)
+    assert cluster.until_state(again, "COMPLETED", "FAILED") == "COMPLETED", output(config_file, again)
+    assert versions(run) == list(range(1, last + 2))
+    assert summary_of(run)["versions"] == last + 1
+    assert {path.name for path in (run / "logs").glob("*.log")} == {
+        "queue.log",
+        "learner.log",
+        "generator-0.log",
+        "generator-1.log",
+    }
+
+
+def test_a_job_is_queued_again_before_its_time_is_over_and_after_a_lost_node_and_stops_in_order(
+    config_file: Path, cluster: SlurmCluster, submit: Submit
+) -> None:
+    """USR1 is the signal that Slurm sends before the end of a job's time."""
+    run = config_file.parent / "it"
+    job = submit(FOR_EVER, "checkpoint.every=20", "generator.count=2", gpus=1)
+    until_trained(run, 2)
     assert cluster.job(str(int(job) + 1))["NumNodes"] == "2"
     for words in (("generator", "generator-0"), ("generator", "generator-1"), ("learner",)):
         assert process_of(config_file, *words).environ()["CUDA_VISIBLE_DEVICES"] == "0"
+
+    cluster.ask("scancel", "--signal=USR1", "--batch", job)
+    until(lambda: cluster.job(job).get("Restarts") == "1", "the job in the queue again")
+    saved = newest_checkpoint(run)
+    assert saved == versions(run)[-1]
+    cluster.until_queued_again(job, 1)
+    until_trained(run, saved + 1)
+    assert "the job was queued again (1): the run goes on" in output(config_file, job)
+    assert versions(run)[: saved + 1] == list(range(1, saved + 2))
+
+    node = cluster.hosts(str(int(job) + 1))[0]
+    cluster.ask("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
+    try:
+        cluster.until_queued_again(job, 2)
+        last = versions(run)[-1]
+        assert "DUE TO NODE FAILURE" in output(config_file, job)
+        until(lambda: "the job was queued again (2)" in output(config_file, job), "its second time")
+        assert node not in cluster.hosts(str(int(job) + 1))
+        until_trained(run, last + 1)
+        assert versions(run) == list(range(1, versions(run)[-1] + 1))
+    finally:
+        cluster.ask("scontrol", "update", f"NodeName={node}", "State=RESUME")
+
+    cluster.ask("scancel", "--signal=TERM", "--batch", job)
+    cluster.until_state(job, "FAILED")
+    assert cluster.job(job)["ExitCode"] == "10:0"
+    assert newest_checkpoint(run) == versions(run)[-1]
+    assert "run.resume=true goes on from the newest checkpoint" in output(config_file, job)
 
 
 def test_what_the_nodes_cannot_hold_is_refused_before_anything_is_submitted(

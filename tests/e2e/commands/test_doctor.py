@@ -7,56 +7,68 @@ from pathlib import Path
 import pytest
 from processes import FOR_EVER, finished, started
 
-from asyncrl import demo
 from asyncrl.observability.doctor.facts import Finding
 from asyncrl.observability.doctor.rules import diagnose
 from asyncrl.observability.run_files import RunFiles
+from asyncrl.tasks.addition import write_model_folder
 from bench.screenshots.runs import make
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's model, warmed up."""
-    planned = demo.demo(str(tmp_path_factory.mktemp("demo")), [], "addition")
-    demo.warm_up(planned)
-    return Path(planned.warm)
+CONFIG = """
+include: [tasks/echo.yaml]
+model: {{path: {model}}}
+batch: {{groups: 20, group_size: 8}}
+evaluation: {{source: "asyncrl.tasks.echo:rows"}}
+generator: {{slots: 160, threads: 1}}
+learner: {{threads: 1, optimizer: {{lr: 5e-3, warmup_steps: 2}}}}
+algorithm: {{advantage: dr_grpo, loss: ppo, aggregation: token-mean, clip_low: 0.2, clip_high: 0.28}}
+"""
+FLAWED = Path(__file__).parents[1] / "flawed_echo.py"
 
+CUT_OFF = "rollout/length/truncated"
+"""Answers of the task end after their three places."""
 
 HELD_UP = {"stall", "silent"}
 """Rules about waits: other tests run beside a run, and its processes wait for cores."""
 
 
-def found(folder: Path, warm: Path, name: str) -> list[Finding]:
-    """Findings of a run of bench/screenshots/runs.py that are no notes, but for those of HELD_UP."""
-    make(name, folder, f"model.path={warm}")
+def found(folder: Path, name: str, *keys: str) -> list[Finding]:
+    """Findings of a run of bench/screenshots/runs.py that are no notes, but for HELD_UP and CUT_OFF. Its task is echo,
+    which needs no warm-up."""
+    write_model_folder(folder / "model", hidden_size=32, layers=1)
+    (folder / "config.yaml").write_text(CONFIG.format(model=folder / "model"), encoding="utf-8")
+    make(name, folder, *keys, recipe=str(folder / "config.yaml"))
     run = RunFiles(folder / name)
     run.read()
-    return [one for one in diagnose(run) if one.severity != "note" and one.rule not in HELD_UP]
+    severe = (one for one in diagnose(run) if one.severity != "note")
+    return [one for one in severe if one.rule not in HELD_UP and one.about != CUT_OFF]
 
 
-def test_a_healthy_run_has_none(tmp_path: Path, warm: Path) -> None:
+def test_a_healthy_run_has_none(tmp_path: Path) -> None:
     """But for a generator that stands behind the other because the cores are taken."""
-    assert [one for one in found(tmp_path, warm, "healthy") if one.rule != "straggler"] == []
+    assert [one for one in found(tmp_path, "healthy") if one.rule != "straggler"] == []
 
 
-def test_a_slow_generator_is_named(tmp_path: Path, warm: Path) -> None:
-    findings = {(one.rule, one.about, one.key) for one in found(tmp_path, warm, "slow-generator")}
+def test_a_slow_generator_is_named(tmp_path: Path) -> None:
+    findings = {(one.rule, one.about, one.key) for one in found(tmp_path, "slow-generator")}
     assert ("straggler", "generator-1", "queue.hedge_s") in findings
     others = {about for _, about, _ in findings} - {"generator-1"}
     assert others <= {"generator-1 is", "sync/lag"}, "it may hold the learner up, and takes versions late"
 
 
-def test_stale_data_is_named(tmp_path: Path, warm: Path) -> None:
-    keys = {one.rule: one.key for one in found(tmp_path, warm, "stale-data")}
+def test_stale_data_is_named(tmp_path: Path) -> None:
+    keys = {one.rule: one.key for one in found(tmp_path, "stale-data", "learner.optimizer.lr=2e-2", "algorithm.clip_low=0.9", "algorithm.clip_high=9")}
     assert keys["stale data"] == "queue.max_staleness"
 
 
-def test_a_hacked_reward_is_named_with_its_part(tmp_path: Path, warm: Path) -> None:
-    first = found(tmp_path, warm, "hacked-reward")[0]
-    assert (first.rule, first.severity, first.key) == ("hacked reward", "wrong", "reward.weights.tidy")
-    assert "eval/accuracy" in first.sentence
+def test_a_reward_of_which_one_part_grows_is_named(tmp_path: Path) -> None:
+    """Commas are paid, and answers become wrong."""
+    ours = (f"reward.function={FLAWED}:reward", f"evaluation.source={FLAWED}:heldout")
+    first = found(tmp_path, "hacked-reward", *ours)[0]
+    assert (first.rule, first.key) == ("one part", "reward.weights.tidy")
+    assert "right falls" in first.sentence
 
 
 def test_a_live_run_warns_once(config_file: Path) -> None:

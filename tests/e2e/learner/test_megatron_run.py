@@ -36,8 +36,8 @@ def run_of(config_file: Path, *words: str, executed: bool = False) -> Path:
 
 @pytest.mark.parametrize(
     ("axis", "words"),
-    [("tensor", ()), ("pipeline", ()), ("tensor", ADAPTERS)],
-    ids=["tensor", "pipeline", "lora"],
+    [("tensor", ()), ("pipeline", ADAPTERS)],
+    ids=["tensor", "pipeline and adapters"],
 )
 def test_one_loop_trains_either_backend(config_file: Path, axis: str, words: tuple[str, ...]) -> None:
     """Two ranks that share each matrix, or the layers, publish their weights, save, and leave a model that scores; then

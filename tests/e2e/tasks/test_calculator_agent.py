@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[3]
 OPENAI = "examples/openai_agent.yaml"
-VERSIONS = {"asyncrl": 30, "openai": 30, "openai-agents": 6, "curl": 6}
-"""Those with 30 learn; the others show that their conversations are trained on."""
+VERSIONS = {"asyncrl": 30, "openai": 6, "openai-agents": 6, "curl": 6}
+"""The one with 30 learns; the others show that their conversations are trained on."""
 
 PLAYERS = {
     "asyncrl": ["examples/calculator_agent.yaml"],

@@ -104,14 +104,18 @@ class SlurmCluster:
 
         return str(until(state, f"job {number} in {states}: {self.job(number)}"))
 
-    def until_queued_again(self, number: str) -> None:
-        """Until the job runs for the second time. A scheduler with nothing else to do may overlook that its time to
-        begin has come, until something changes."""
+    def hosts(self, number: str) -> list[str]:
+        """The nodes of a component."""
+        return self.ask("scontrol", "show", "hostnames", self.job(number)["NodeList"]).split()
+
+    def until_queued_again(self, number: str, times: int) -> None:
+        """Until the job runs after it was queued again so many times. A scheduler with nothing else to do may overlook
+        that its time to begin has come, until something changes."""
 
         def runs() -> bool:
             self.ask("scontrol", "update", "PartitionName=main", "State=UP")
             now = self.job(number)
-            return now.get("Restarts") == "1" and now["JobState"] == "RUNNING"
+            return now.get("Restarts") == str(times) and now["JobState"] == "RUNNING"
 
         until(runs, f"job {number} again: {self._folder / 'slurmctld.log'}")
 
