@@ -59,7 +59,8 @@ def test_a_slow_generator_is_named(tmp_path: Path) -> None:
 
 
 def test_stale_data_is_named(tmp_path: Path) -> None:
-    keys = {one.rule: one.key for one in found(tmp_path, "stale-data", "learner.optimizer.lr=2e-2", "algorithm.clip_low=0.9", "algorithm.clip_high=9")}
+    far = ("learner.optimizer.lr=2e-2", "algorithm.clip_low=0.9", "algorithm.clip_high=9")
+    keys = {one.rule: one.key for one in found(tmp_path, "stale-data", *far)}
     assert keys["stale data"] == "queue.max_staleness"
 
 
