@@ -259,7 +259,17 @@ def off_keys(config: Config) -> list[str]:
         reasons = (why for prefix, why in off if key.startswith(prefix))
         if why := next(reasons, None) or _of_another_algorithm(key, config):
             lines.append(f"{key}={text} does nothing: {why}")
-    return lines
+    return [*lines, *_of_pools(config)]
+
+
+def _of_pools(config: Config) -> Iterator[str]:
+    """A line for each section of a pool of generators that its engine does not read."""
+    for name, entry in config.placement.generators.items():
+        pool, at = config.generator_pools[name], key_of_pool(name)
+        reads = {"vllm": pool.engine == "vllm", "server": pool.behind_http}
+        for section, read in reads.items():
+            if section in entry and not read and not pool.own_engine:
+                yield f"{at}.{section} does nothing: {at}.engine={pool.engine}"
 
 
 def _switches(config: Config) -> Iterator[tuple[str, bool, str]]:

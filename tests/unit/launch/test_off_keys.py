@@ -74,3 +74,11 @@ def test_every_key_of_a_preset_counts(tmp_path: Path, preset: str) -> None:
     words += ["reward.weights.cost=0"] if preset == "safe_rlhf.yaml" else []
     lines = off_keys(load_config(path, words))
     assert [line for line in lines if not line.startswith("reward.")] == []
+
+
+def test_a_section_that_the_engine_of_a_pool_does_not_read_is_named(base: Path) -> None:
+    eager = "vllm: {enforce_eager: true}"
+    pools = f"{{small: {{{eager}}}, large: {{engine: vllm, {eager}}}, own: {{own_engine: a.b:C, {eager}}}}}"
+    (line,) = off_keys(load_config(base, [f"placement.generators={pools}"]))
+    small = "placement.generators.small"
+    assert line == f"{small}.vllm does nothing: {small}.engine=transformers"
