@@ -7,7 +7,8 @@ import os
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -46,25 +47,37 @@ RUNS = {
 }
 
 
-def make(name: str, folder: Path, *keys: str, recipe: str = RECIPE) -> None:
-    """Run one in `folder`/`name`, with more keys. RuntimeError with the end of its output if it fails."""
-    words = [sys.executable, "-m", "asyncrl", "train", recipe, f"run.name={name}", f"run.dir={folder}"]
-    env = {**os.environ, **ONE_THREAD, "PYTHONPATH": str(ROOT)}
+def make(name: str, folder: Path) -> None:
+    """Run one in `folder`/`name`. RuntimeError with the end of its output if it fails."""
+    try:
+        with slowed_down(name, folder):
+            subprocess.run(
+                [sys.executable, "-m", *command(name, folder)],
+                cwd=ROOT,
+                env={**os.environ, **ONE_THREAD, "PYTHONPATH": str(ROOT)},
+                check=True,
+                capture_output=True,
+                text=True,
+                timeout=DEADLINE_S,
+            )
+    except subprocess.CalledProcessError as error:
+        raise RuntimeError(f"{name}: {(error.stderr or error.stdout)[-2000:]}") from None
+
+
+def command(name: str, folder: Path, recipe: str = RECIPE) -> list[str]:
+    """The words behind `python -m`."""
+    of_run = ("asyncrl", "train", recipe, f"run.name={name}", f"run.dir={folder}")
+    return [*of_run, *COMMON, *RUNS[name]]
+
+
+@contextmanager
+def slowed_down(name: str, folder: Path) -> Iterator[None]:
+    """Inside, the process of SLOW stands still for most of the time, if the run has one."""
     ended = threading.Event()
     if name in SLOW:
         threading.Thread(target=_slow_down, args=(name, folder / name / "trace", ended), daemon=True).start()
     try:
-        subprocess.run(
-            [*words, *COMMON, *RUNS[name], *keys],
-            cwd=ROOT,
-            env=env,
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-        )
-    except subprocess.CalledProcessError as error:
-        raise RuntimeError(f"{name}: {(error.stderr or error.stdout)[-2000:]}") from None
+        yield
     finally:
         ended.set()
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from processes import FOR_EVER, finished, started
+from processes import FOR_EVER, finished, started, succeeded
 
 from asyncrl.observability.doctor.facts import Finding
 from asyncrl.observability.doctor.rules import diagnose
 from asyncrl.observability.run_files import RunFiles
 from asyncrl.tasks.addition import write_model_folder
-from bench.screenshots.runs import make
+from bench.screenshots.runs import command, slowed_down
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +39,9 @@ def found(folder: Path, name: str, *keys: str) -> list[Finding]:
     which needs no warm-up."""
     write_model_folder(folder / "model", hidden_size=32, layers=1)
     (folder / "config.yaml").write_text(CONFIG.format(model=folder / "model"), encoding="utf-8")
-    make(name, folder, *keys, recipe=str(folder / "config.yaml"))
+    words = [*command(name, folder, str(folder / "config.yaml")), *keys]
+    with slowed_down(name, folder), started(*words) as launcher:
+        succeeded(launcher)
     run = RunFiles(folder / name)
     run.read()
     severe = (one for one in diagnose(run) if one.severity != "note")
