@@ -1,4 +1,4 @@
-"""Thousands of whole runs under faults, on a virtual clock; and the same with a rule of the queue broken."""
+"""More than a thousand whole runs under faults, on a virtual clock; and the same with a rule of the queue broken."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .run import SeedError, simulate_all
 from .scenario import FAULTS
 
 ROOT = Path(__file__).parents[2]
-FEW, QUICK, ALL, AT_ONCE = 50, 300, 2_500, 250
+FEW, QUICK, ALL, AT_ONCE = 50, 300, 1_000, 125
 SOON = 1000
 """A broken rule is found within so many seeds; most are within ten."""
 
@@ -47,7 +47,7 @@ def test_runs_whose_replies_have_room_for_little(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_thousands_of_runs_under_faults() -> None:
+def test_a_thousand_runs_under_faults() -> None:
     batches = [range(first, first + AT_ONCE) for first in range(QUICK, QUICK + ALL, AT_ONCE)]
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         assert sum(seen["seeds"] for seen in pool.imap_unordered(simulate_all, batches)) == ALL

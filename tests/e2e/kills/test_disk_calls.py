@@ -136,12 +136,12 @@ def places(calls: list[str]) -> Iterator[tuple[str, int]]:
 def test_each_task_is_trained_once_whichever_call_fails(
     tmp_path: Path, model_folder: Path, party: str
 ) -> None:
-    """At every fourth place of its calls: those of checkpoints, of the run folder and of the journal are all tried in
+    """At every eighth place of its calls: those of checkpoints, of the run folder and of the journal are all tried in
     tests of their own."""
     quiet = WatchedRun(tmp_path / "quiet", model_folder, party)
     quiet.live()
     failed = []
-    for number, (place, count) in enumerate([*places(quiet.watch.calls())][::4]):
+    for number, (place, count) in enumerate([*places(quiet.watch.calls())][::8]):
         fault, home = fault_of(place, number), tmp_path / f"run-{number}"
         run = WatchedRun(home, model_folder, party, f"{place}$", fault, count // 2)
         try:
