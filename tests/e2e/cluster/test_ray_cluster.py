@@ -135,6 +135,12 @@ def test_a_run_outlives_a_lost_node_and_a_killed_learner_and_ctrl_c_saves(
     assert "run.resume=true goes on" in printed
     assert newest_checkpoint(run) == versions(run)[-1]
     assert "its node or its actor is lost" in (run / "logs" / "generator-0.log").read_text()
+    assert {path.name for path in (run / "logs").glob("*.log")} == {
+        "queue.log",
+        "learner.log",
+        "generator-0.log",
+        "generator-1.log",
+    }
     assert oct((run / "keys" / "server.key").stat().st_mode & 0o777) == "0o600"
 
 
