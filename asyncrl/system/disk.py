@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import shutil
 import stat
 from collections.abc import Iterator
@@ -35,15 +36,14 @@ def open_to_read(path: Path) -> BinaryIO:
 
 
 def replace_text(path: Path, text: str, mode: int = 0o666) -> None:
-    """Write a file, as UTF-8, so that it has its old content or the new one, whatever happens meanwhile.
+    """Write a file, as UTF-8, so that it has its old content or the new one, whatever happens meanwhile. Threads,
+    processes and hosts may do so at once.
 
     mode: its permissions, from which the umask takes some away. Raises OSError with the path and the room that is left.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     with writing(path):
         try:
-            # A process that was killed may have left it, or somebody has put a link there.
-            partial.unlink(missing_ok=True)
             descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
             with open(descriptor, "w", encoding="utf-8") as file:
                 file.write(text)

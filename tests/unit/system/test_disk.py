@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from asyncrl.system.disk import make_folder, writing
+from asyncrl.system.disk import make_folder, replace_text, writing
 
 
 @pytest.mark.parametrize("exists", [True, False])
@@ -42,3 +44,14 @@ def test_the_names_of_a_new_folder_and_of_those_above_it_reach_the_disk(
         make_folder(tmp_path / "runs" / "it" / "queue", fsync=fsync)
     assert (tmp_path / "runs" / "it" / "queue").is_dir()
     assert synced == 2 * [tmp_path / "runs" / "it", tmp_path / "runs", tmp_path] * fsync
+
+
+def test_threads_replace_one_file_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them has opened its file before the first has finished."""
+    all_opened = threading.Barrier(3, timeout=30)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: all_opened.wait())
+    texts = ["a" * 1000, "b" * 2000, "c" * 3000]
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda text: replace_text(tmp_path / "reply", text), texts))
+    assert (tmp_path / "reply").read_text() in texts
+    assert os.listdir(tmp_path) == ["reply"]
