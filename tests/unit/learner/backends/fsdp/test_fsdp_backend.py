@@ -54,7 +54,8 @@ def train(backend: FsdpBackend, config: Config, first: int, steps: int) -> list[
 
 
 def config_in(folder: Path, dtype: str = "float32", tied: bool = True, skip_flat: bool = True) -> Config:
-    optimizer = OptimizerConfig(lr=1e-2, warmup_steps=1, grad_clip=0.5)
+    # A larger eps than the default: gradients of 1e-8 are rounding, which Adam would make steps of lr.
+    optimizer = OptimizerConfig(lr=1e-2, warmup_steps=1, grad_clip=0.5, eps=1e-5)
     return small_config(
         folder,
         model=tiny_model(folder / "model", tied=tied, dtype=dtype),
