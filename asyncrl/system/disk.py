@@ -41,7 +41,7 @@ def replace_text(path: Path, text: str, mode: int = 0o666) -> None:
 
     mode: its permissions, from which the umask takes some away. Raises OSError with the path and the room that is left.
     """
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
+    partial = path.with_name(f".{path.name}.{secrets.randbits(64)}.partial")
     with writing(path):
         try:
             descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
