@@ -64,6 +64,8 @@ STEPWISE = {"reward": {"function": "asyncrl.tasks.echo:stepwise"}}
 SEVERAL_STEPS = {"learner": {"optimizer": {"lr": 5e-3}}, "run": {"versions": 100}}
 """For four optimizer steps a version."""
 CHANGES: dict[str, dict[str, Any]] = {
+    # At a rate of 1e-2 a seed, or how a machine rounds, decides whether it stays at 0.67.
+    "clip_cov": {"learner": {"optimizer": {"lr": 3e-3}}, "run": {"versions": 100}},
     "dapo": {
         "algorithm": {"shaping": {"overlong_buffer": 1, "overlong_penalty": 0.1}},
         "generator": {"max_tokens": 5},
@@ -84,10 +86,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "safe_rlhf": {
         "algorithm": {"cost_limit": 0.03, "advantage_scale": 3.0},
         "reward": {"function": "asyncrl.tasks.echo:with_cost"},
-        **SEVERAL_STEPS,
-        # With 20, a seed or how a machine rounds decides whether it stays at 0.53 or comes to 0.73.
+        # With 20 groups, a seed or how a machine rounds decides whether it stays at 0.53 or comes to 0.73; at a rate
+        # of 5e-3, whether the cost has come back to its limit at the end.
         "batch": {"groups": 60},
-        "run": {"versions": 80},
+        "learner": {"optimizer": {"lr": 3e-3}},
+        "run": {"versions": 100},
     },
     "vapo": {
         "batch": {"groups": 40},
