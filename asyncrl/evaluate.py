@@ -162,8 +162,10 @@ def _load_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
     rule = "uses a server, which has weights of its own and not those of --model"
     remedy = "set generator.engine=vllm or transformers, and generator.server.urls=[]"
     require(not ours.behind_http, "generator.engine", ours.engine, rule, remedy)
-    merged = replace(config, model=replace(config.model, lora=LoraConfig()))  # in an export
-    return load_engine(merged, tokenizer, "the evaluator", load_weights=True)
+    # An export has its adapters merged, and is not quantized.
+    whole = replace(config.model, lora=LoraConfig())
+    as_saved = replace(config, model=whole, generator=replace(ours, quantization=None))
+    return load_engine(as_saved, tokenizer, "the evaluator", load_weights=True)
 
 
 def _frame(config: Config) -> SourceConfig:

@@ -41,6 +41,7 @@ from asyncrl.learner.reporting.heldout import of_group, scores
 from asyncrl.learner.training import requirements
 from asyncrl.learner.training.version_step import version_step
 from asyncrl.models.prompts import policy_tokenizer
+from asyncrl.sync.tensors.quantization import round_trip
 from asyncrl.tasks.source import held_out, training_tasks
 from asyncrl.types import Task
 from bench.output import write_results
@@ -48,6 +49,8 @@ from bench.output import write_results
 ARMS: dict[str, list[str]] = {
     "clip": ["algorithm.dual_clip=2"],
     "off_policy_baseline": ["algorithm.dual_clip=2", "algorithm.advantage=off_policy_baseline"],
+    "clip_int8": ["algorithm.dual_clip=2", "generator.quantization=int8"],
+    "clip_fp8": ["algorithm.dual_clip=2", "generator.quantization=fp8"],
     "none": ["algorithm.loss=reinforce"],
     "tis": ["algorithm.loss=reinforce", "algorithm.proximal=frozen", "algorithm.correction.kind=tis"],
     "m2po": [
@@ -87,7 +90,8 @@ async def train(config: Config, age: int, bar: float) -> dict[str, Any]:
     await engine.start()
     try:
         for version in range(config.run.versions + 1):
-            kept.append({name: tensor.clone() for name, tensor in backend.local_tensors().items()})
+            weights = {name: tensor.clone() for name, tensor in backend.local_tensors().items()}
+            kept.append(round_trip(weights, config.generator.quantization))
             if version % config.evaluation.every == 0 or version == config.run.versions:
                 await engine.flip(kept[-1], version)
                 found.append((version, await _accuracy(rollouts, config)))

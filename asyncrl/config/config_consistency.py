@@ -71,6 +71,7 @@ KEYS = (
     "generator.top_p",
     "generator.top_k",
     "generator.min_p",
+    "generator.quantization",
     "algorithm.advantage",  # some need a rollout more, and decide what a flat group is
     "algorithm.own_advantage",
     "algorithm.teacher_loss.form",  # what a teacher on a pool gives

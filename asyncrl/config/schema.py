@@ -104,6 +104,7 @@ class Config(Section):
         yield from _evaluation_rules(self)
         yield from policy_rules(self.algorithm, self.learner.mini_batches * self.learner.epochs)
         yield from _truncation_rules(self.algorithm, self.generator)
+        yield from _quantization_rules(self)
         yield from _lora_rules(self)
         yield from _router_rules(self)
         yield from _model_rules(self)
@@ -305,6 +306,36 @@ def _truncation_rules(algorithm: AlgorithmConfig, generator: GeneratorConfig) ->
         f"{algorithm.proximal!r} and algorithm.correction.kind=none leaves that out",
         "set algorithm.proximal=frozen algorithm.correction.kind=tis",
     )
+
+
+def _quantization_rules(config: Config) -> Iterator[Rule]:
+    """Tokens of quantized weights are another policy's, and π/μ must weigh them."""
+    quantization = config.generator.quantization
+    for holds, rule, remedy in (
+        (
+            config.algorithm.weighs_behaviour,
+            "draws tokens from other weights than the learner's, and loss "
+            f"{config.algorithm.loss!r} with proximal {config.algorithm.proximal!r} and algorithm.correction.kind=none "
+            "does not weigh them by what they were drawn from",
+            "set algorithm.correction.kind=tis",
+        ),
+        (
+            config.generator.own_engine is not None or not config.generator.behind_http,
+            f"is not for engine {config.generator.engine!r}, which takes whole weights",
+            "leave it out, or set generator.engine=vllm or transformers",
+        ),
+        (
+            config.sync.backend != "vllm",
+            "is not for sync.backend=vllm, which sends whole weights",
+            "set sync.backend=auto",
+        ),
+        (
+            not config.model.lora.travels,
+            "is of whole weights, and adapters alone travel",
+            "set model.lora.publish=merged",
+        ),
+    ):
+        yield Rule(quantization is None or holds, "generator.quantization", rule, remedy)
 
 
 def _lora_rules(config: Config) -> Iterator[Rule]:

@@ -7,6 +7,8 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sections.generator import errors_of_pool
 from asyncrl.generator.engines.vllm import vllm_memory
 from asyncrl.models.adapters import adapter_shapes
+from asyncrl.sync.layout.layout import whole_layout
+from asyncrl.sync.layout.quantized import quantized_layout
 from asyncrl.sync.plan.cost_model import ModelCost, PoolShape, generator_layout, learner_layout
 from asyncrl.sync.tensors.budget import MemoryPart, learner_parts, total
 
@@ -28,9 +30,12 @@ def learner_memory(config: Config, model: ModelCost, learner: PoolShape, streams
 
 
 def sent_cost(config: Config, model: ModelCost) -> ModelCost:
-    """The cost of what a version has: the model, or adapters alone, each as a part that no tensor axis cuts."""
-    lora = config.model.lora
-    return ModelCost(adapter_shapes(config.model), model.heads) if lora.travels else model
+    """The cost of what a version has: the model, with projections in 8 bits if they are quantized, or adapters alone,
+    each as a part that no tensor axis cuts."""
+    if config.model.lora.travels:
+        return ModelCost(adapter_shapes(config.model), model.heads)
+    sent = quantized_layout(whole_layout(model.shapes), config.generator.quantization)
+    return ModelCost({name: (param.shape, param.dtype) for name, param in sent.items()}, model.heads)
 
 
 def generator_memory(

@@ -29,7 +29,8 @@ from asyncrl.sync.channels.addresses import own_host
 from asyncrl.sync.factory import open_publisher
 from asyncrl.sync.layout.layout import whole_layout
 from asyncrl.sync.stream.publisher import RankPublisher
-from asyncrl.sync.tensors.shards import Shards
+from asyncrl.sync.tensors.quantization import QuantizedShards
+from asyncrl.sync.tensors.shards import LiveShards, Shards
 from asyncrl.system.rank_process import end_rank, rank_and_world
 from asyncrl.system.signals import stop_signals
 from asyncrl.telemetry import decisions
@@ -112,7 +113,7 @@ def open_rank(config: Config) -> Backend:
 
 
 def _publisher(config: Config, backend: Backend, keys: ClientKeys | None, lineage: int) -> RankPublisher:
-    sync, live = config.sync, Shards(backend.layout(), backend.local_tensors())
+    sync, live = config.sync, _live(config, backend)
     if sync.host is None:  # then the one by which the queue's machine reaches this one
         sync = dataclasses.replace(sync, host=own_host(config.queue.address))
     publisher = open_publisher(config.run.name, backend.rank, backend.world, live, sync, lineage, keys)
@@ -120,6 +121,13 @@ def _publisher(config: Config, backend: Backend, keys: ClientKeys | None, lineag
         whole = whole_layout(checkpoint_shapes(config.model)[0])
         publisher.meet(backend.exchange(publisher.endpoint), whole)
     return publisher
+
+
+def _live(config: Config, backend: Backend) -> LiveShards:
+    """This rank's part of what generators take."""
+    live = Shards(backend.layout(), backend.local_tensors())
+    quantization = config.generator.quantization
+    return live if quantization is None else QuantizedShards(live, quantization, process_group)
 
 
 def stop_on_interrupt(stop: threading.Event, interrupts: list[int]) -> None:

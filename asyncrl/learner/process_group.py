@@ -111,6 +111,12 @@ def gather(mine: Tensor, sources: Sequence[int]) -> list[Tensor]:
     return [every[rank].view(here.dtype).reshape(-1, *here.shape[1:]) for rank in sources]
 
 
+def all_max(tensor: Tensor) -> None:
+    """Collective: the largest of all ranks, element by element, in place."""
+    if not _alone():
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+
+
 def broadcast(message: bytes | None) -> bytes:
     """Collective: the message of rank 0, on every rank. The others give None."""
     length = torch.tensor([0 if message is None else len(message)])

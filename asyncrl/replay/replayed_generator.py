@@ -30,6 +30,7 @@ from asyncrl.generator.scoring.rewards import Scorer
 from asyncrl.models.loading import load_model_config
 from asyncrl.probes import prompts
 from asyncrl.replay.stores import GroupStore, Published, WeightStore
+from asyncrl.sync.tensors.quantization import round_trip
 from asyncrl.tasks.stream import TaskStream
 from asyncrl.telemetry.decisions import Life
 from asyncrl.types import EVAL, Task, Turn
@@ -106,6 +107,7 @@ class ReplayedGenerator:
         self._engine = RecordedEngine()
         vocabulary = load_model_config(config.model).get_text_config().vocab_size
         self._rollouts = Rollouts(self._engine, tokenizer, self._scorer, config, vocabulary)
+        self._quantization = config.generator.quantization
         self._prompts = prompts(vocabulary, config.generator.max_length)
         self._next: Published | None = None
         self._jobs: dict[str, asyncio.Task[None]] = {}
@@ -180,7 +182,8 @@ class ReplayedGenerator:
         assert self._next is not None, "a flip follows the name of its version"
         if not self._weights.has(self._next):
             return False
-        self._batch.flip(self._weights.take(self._next), self._targets, self._next.version, recompute)
+        weights = round_trip(self._weights.take(self._next), self._quantization)
+        self._batch.flip(weights, self._targets, self._next.version, recompute)
         return True
 
     async def _request(self, request_id: str) -> SampleRequest:

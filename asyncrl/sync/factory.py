@@ -14,14 +14,14 @@ from asyncrl.sync.store.stored_publisher import StoredPublisher
 from asyncrl.sync.store.stored_subscriber import StoredSubscriber
 from asyncrl.sync.stream.publisher import Publisher, RankPublisher
 from asyncrl.sync.stream.subscriber import Subscriber
-from asyncrl.sync.tensors.shards import Shards
+from asyncrl.sync.tensors.shards import LiveShards, Shards
 
 
 def open_publisher(
     run: str,
     rank: int,
     world: int,
-    live: Shards,
+    live: LiveShards,
     config: SyncConfig,
     lineage: int,
     keys: ClientKeys | None,

@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.bars import Measured, figures
 from bench.output import bench_parser, machine, write_results
-from bench.sync.delta import delta_bytes_ratio
+from bench.sync.fewer_bytes import delta_bytes_ratio
 from bench.sync.model import SHAPES, total_bytes
 from bench.sync.planning import plan_671b_s
 from bench.sync.report import BARS, table

@@ -65,6 +65,7 @@ def answers(config: Config, model: Path, monkeypatch: pytest.MonkeyPatch) -> lis
     loaded: list[tuple[Any, ...]] = []
 
     def load(config: Config, *rest: Any) -> Echo:
+        assert config.generator.quantization is None
         loaded.append((config.model.path, rest[-1]))
         return Echo()
 
@@ -79,6 +80,7 @@ def answers(config: Config, model: Path, monkeypatch: pytest.MonkeyPatch) -> lis
     [
         ([], ["1+2", "3+4="]),
         (["tasks.chat=true"], ["1+2=", "3+4=="]),
+        (["generator.quantization=int8"], ["1+2", "3+4="]),
         (["tasks.system='0'"], ["0=1+2=", "0=3+4=="]),
     ],
 )

@@ -46,6 +46,7 @@ SET_BY: Mapping[str, str] = {
     "gpu_memory_utilization": "generator.vllm.gpu_memory_share",
     "kv_cache_memory_bytes": "generator.vllm.kv_cache_mb",
     "enforce_eager": "generator.vllm.enforce_eager",
+    "quantization": "generator.quantization",
 }
 """Arguments of vLLM's AsyncEngineArgs → the keys that set them."""
 
@@ -54,7 +55,6 @@ NOT_FOR_VLLM: Mapping[str, str] = {
     "generation_config": "the defaults of the model's own sampling would change what is drawn",
     "worker_extension_cls": "new weights come in by asyncrl's own extension",
     "skip_tokenizer_init": "prompts and answers are token ids",
-    "quantization": "new weights are copied over the parameters, and quantized parameters have another form",
     "enable_sleep_mode": "placement.colocate=true sets it",
     "cpu_offload_gb": "an update of weights that lie in the host's memory was never tried",
     "pipeline_parallel_size": "an update of stages was never tried: vLLM's CPU build fails at the first sample",
@@ -202,6 +202,11 @@ class GeneratorConfig(Section):
     )
     drain_deadline_s: Seconds = key(
         600.0, "kv=drain: samples that still run so long after new weights came go on as with kv=recompute"
+    )
+    quantization: Literal["int8", "fp8"] | None = key(
+        None,
+        "the learner sends projections in 8 bits, a scale for each row, and generators draw with those; needs "
+        "a loss that weighs tokens by π/μ; see docs/quantization.md",
     )
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)

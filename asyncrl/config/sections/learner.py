@@ -73,18 +73,23 @@ class OptimizerConfig(Section):
 class LogprobGateConfig(Section):
     """Engine against learner: log-probs of tokens made by the very weights that the learner has."""
 
-    max: Positive | None = key(None, "most that one token may differ; none: 0.01 in float32, 10 in bfloat16")
+    max: Positive | None = key(
+        None,
+        "most that one token may differ; none: 0.01 in float32, 10 in bfloat16 and under generator.quantization",
+    )
     mean: Positive | None = key(
-        None, "most that tokens may differ on average; none: 0.001 in float32, 0.1 in bfloat16"
+        None,
+        "most that tokens may differ on average; none: 0.001 in float32, 0.1 in bfloat16 and under "
+        "generator.quantization",
     )
     probe: bool = key(
         True, "after each flip generators draw a few tokens for comparison, whatever is being trained on"
     )
     on_mismatch: Literal["stop", "warn"] = key("stop", "warn: log it, and train on")
 
-    def bounds(self, dtype: str) -> tuple[float, float]:
+    def bounds(self, dtype: str, quantized: bool = False) -> tuple[float, float]:
         """(of one token, of the mean), resolved for a model of this dtype."""
-        largest, mean = (0.01, 0.001) if dtype == "float32" else (10.0, 0.1)
+        largest, mean = (0.01, 0.001) if dtype == "float32" and not quantized else (10.0, 0.1)
         return self.max or largest, self.mean or mean
 
 

@@ -20,14 +20,18 @@ from torch import Tensor
 from asyncrl.config.schema import Config, SyncConfig
 from asyncrl.device import accelerator
 from asyncrl.device.streams import SideStream
+from asyncrl.errors import WeightSyncError
 from asyncrl.generator.threads import OneThread
 from asyncrl.rpc.keys import client_keys
+from asyncrl.sync.delta.delta import bits
 from asyncrl.sync.factory import open_subscriber
 from asyncrl.sync.layout.layout import Layout
+from asyncrl.sync.layout.quantized import SCALE, quantized_layout
 from asyncrl.sync.store.stored_subscriber import StoredSubscriber
 from asyncrl.sync.stream.subscriber import StagedWeights, Subscriber
 from asyncrl.sync.tensors.budget import SPARE_BYTES, copy_bytes
 from asyncrl.sync.tensors.checksum import Checksum
+from asyncrl.sync.tensors.quantization import dequantize
 from asyncrl.sync.tensors.shards import BoxTensors, Shards, TensorBuffer, layout_of
 from asyncrl.types import Version
 
@@ -57,17 +61,21 @@ WeightStream = Subscriber | StoredSubscriber
 class WeightReader:
     """The settings of one reader of the weight stream, as plain values that an engine's other processes can receive.
 
-    run: its name · who: unique among the generators · keys: the folder of queue.keys
+    run: its name · who: unique among the generators · keys: the folder of queue.keys · quantization: that of
+    `generator`
     """
 
     run: str
     who: str
     sync: SyncConfig
     keys: str | None = None
+    quantization: str | None = None
 
     @staticmethod
     def of(who: str, config: Config) -> WeightReader:
-        return WeightReader(config.run.name, who, config.sync, config.queue.keys)
+        return WeightReader(
+            config.run.name, who, config.sync, config.queue.keys, config.generator.quantization
+        )
 
     def open(self, learner: Learner, layout: Layout, staging: Mapping[str, BoxTensors]) -> WeightStream:
         """A stream from the learner into these tensors, which have the boxes of `layout`."""
@@ -173,6 +181,9 @@ class WeightReceiver(ABC):
 class LocalReceiver(WeightReceiver):
     """For an engine that is one rank with every parameter whole, as tensors of this process.
 
+    Under generator.quantization it multiplies in the dtype of its parameters: the projections of a version are written
+    out in that, beside staging, before the flip (`sync/tensors/quantization.py`).
+
     live  the parameters under their checkpoint names; of tied ones, the first name only
     flip  flip(staged, version): make `staged` live between two decode steps. Returns the pause in seconds, without the
           wait of a drain
@@ -187,25 +198,30 @@ class LocalReceiver(WeightReceiver):
         super().__init__()
         self._live, self._flip, self._reader = Shards(layout_of(live), live), flip, reader
         device = next((target.device for target in live.values()), torch.device("cpu"))
-        buffer = reader.staging(self._live.layout, device)
+        self._layout = quantized_layout(self._live.layout, reader.quantization)
+        buffer = reader.staging(self._layout, device)
         self.floor_s = min(buffer.floor(device) for _ in range(2))
-        # A parameter without elements takes no memory.
-        self._staging = {
-            name: torch.empty_like(target) for name, target in live.items() if not target.numel()
+        self._staging = {name: parts[0] for name, parts in buffer.shards.tensors.items()}
+        # These are not staged as they are: the quantized ones, and those without elements, which take no memory.
+        self._made = {
+            name: torch.empty_like(target, device=buffer.memory.device)
+            for name, target in live.items()
+            if not target.numel() or name + SCALE in self._layout
         }
-        self._staging |= {name: parts[0] for name, parts in buffer.shards.tensors.items()}
         self._staged: StagedWeights | None = None
-        self._hashing = SideStream(device)
+        self._side = SideStream(device)
 
     def _connect(self, learner: Learner) -> WeightStream:
-        return self._reader.open(learner, self._live.layout, self._staging)
+        return self._reader.open(learner, self._layout, self._staging)
 
     async def stage(self, version: Version) -> StagedWeights:
         self._staged = await self._thread(self._opened.stage, version)
+        if self._made:
+            await self._thread(self._write_out)
         return self._staged
 
     async def flip(self, version: Version) -> float:
-        return await self._flip(self._staging, version)
+        return await self._flip({**self._staging, **self._made}, version)
 
     async def verify(self) -> None:
         staged = self._staged
@@ -213,6 +229,18 @@ class LocalReceiver(WeightReceiver):
             whose = f"after the flip to version {staged.version} the engine's parameters"
             await self._thread(self._check, staged.checksum, whose)
 
+    def _write_out(self) -> None:
+        with self._side.entered():
+            dequantize(self._staging, self._made)
+            accelerator.wait_for_stream(self._live.device)
+
     def _check(self, checksum: Checksum, whose: str) -> None:
-        with self._hashing.entered():
-            checksum.check(self._live, whose)
+        """The checksum is of quantized elements and scales. Those that arrived stand for the live parameters that equal
+        what was written out of them."""
+        live, device = dict(self._live.tensors), self._live.device
+        with self._side.entered():
+            for weight, scale in ((name, name + SCALE) for name in [*live] if name + SCALE in self._layout):
+                if not torch.equal(bits(*live[weight]), bits(self._made[weight].to(device))):
+                    raise WeightSyncError(f"{whose} are not those that arrived: {weight}")
+                live |= {name: (self._staging[name].to(device),) for name in (weight, scale)}
+            checksum.check(Shards(self._layout, live), whose)

@@ -84,7 +84,7 @@ class LogprobGate:
     def __init__(self, config: Config) -> None:
         gate, generator = config.learner.logprob_gate, config.generator
         self.abandoned: Collection[Version] = ()
-        self._most, self._most_mean = gate.bounds(config.model.dtype)
+        self._most, self._most_mean = gate.bounds(config.model.dtype, generator.quantization is not None)
         self._stops, pools = gate.on_mismatch == "stop", config.generator_pools.values()
         self._engines = {one.engine_in_use for one in pools}
         self._kept_over_flips = any(one.kv == "keep" or one.own_engine is not None for one in pools)

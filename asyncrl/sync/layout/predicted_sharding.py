@@ -1,7 +1,7 @@
 """Predicted cuts of parameters for tensor and expert parallelism, by Hugging Face names, where no model is loaded.
 
     column   q, k, v, gate, up, embeddings, head     rows over tp
-    row      o, down                                 columns over tp
+    row      o, down                                 columns over tp; scales of rows on each
     neither  norms, routers, low-rank downs (MLA)    every tp rank has them
     expert   …experts.17.…                           over tp like the others, or whole at one rank of ep
 
@@ -71,7 +71,7 @@ def tensor_split(
             return None
         return Split(axes, dim, blocks=(shape[dim] // 3,) * 3 if module == "c_attn" else ())
     if module in ROW:
-        return Split(axes, 1) if len(shape) > 1 else None
+        return Split(axes, 1) if len(shape) > 1 and shape[1] > 1 else None
     if module not in COLUMN:
         return None
     if module in ("k_proj", "v_proj") and heads.key_heads < ranks:

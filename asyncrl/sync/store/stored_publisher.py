@@ -47,7 +47,7 @@ from asyncrl.sync.stream.publisher import RankPublisher
 from asyncrl.sync.stream.sender import FAST_BYTES_S, LATENCY_S
 from asyncrl.sync.stream.snapshot import Pin, PublishReport, SnapshotEvictedError, SnapshotMemory
 from asyncrl.sync.tensors.checksum import row_digest
-from asyncrl.sync.tensors.shards import Shards, flat_bytes
+from asyncrl.sync.tensors.shards import LiveShards, flat_bytes
 from asyncrl.telemetry import tracing
 from asyncrl.types import Version
 
@@ -100,7 +100,7 @@ class StoredPublisher(RankPublisher):
     """
 
     def __init__(
-        self, rank: int, world: int, live: Shards, config: SyncConfig, lineage: int, blobs: Blobs
+        self, rank: int, world: int, live: LiveShards, config: SyncConfig, lineage: int, blobs: Blobs
     ) -> None:
         super().__init__(
             rank, world, lineage, config, SnapshotMemory(live, 2, config.snapshot_device == "host")

@@ -34,7 +34,7 @@ from asyncrl.sync.stream.membership import Joined, Membership
 from asyncrl.sync.stream.snapshot import Pin, PublishReport, SnapshotMemory
 from asyncrl.sync.stream.version_server import Handler, VersionServer
 from asyncrl.sync.tensors.checksum import ChecksumShare
-from asyncrl.sync.tensors.shards import Shards
+from asyncrl.sync.tensors.shards import LiveShards
 from asyncrl.telemetry import tracing
 from asyncrl.types import Version
 
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 class SnapshotSource(SnapshotMemory):
     """The snapshots of a rank as a `VersionSource`, with the changes between them."""
 
-    def __init__(self, rank: int, live: Shards, config: SyncConfig) -> None:
+    def __init__(self, rank: int, live: LiveShards, config: SyncConfig) -> None:
         super().__init__(live, config.snapshots, config.snapshot_device == "host")
         self._hashing = SideStream(live.device)  # used with `_share_lock` held
         self._rank, self._config = rank, config
@@ -127,7 +127,7 @@ class Publisher(RankPublisher):
         self,
         rank: int,
         world: int,
-        live: Shards,
+        live: LiveShards,
         config: SyncConfig,
         lineage: int,
         keys: ClientKeys | None = None,

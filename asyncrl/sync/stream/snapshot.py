@@ -25,7 +25,7 @@ import torch
 from asyncrl.device import accelerator
 from asyncrl.device.streams import SideStream, StreamEvent
 from asyncrl.errors import WeightSyncError
-from asyncrl.sync.tensors.shards import Shards, TensorBuffer
+from asyncrl.sync.tensors.shards import LiveShards, Shards, TensorBuffer
 from asyncrl.telemetry import tracing
 from asyncrl.types import Version
 
@@ -156,7 +156,7 @@ class SnapshotMemory(Snapshots):
     on_host: they lie in pinned memory of the host, where the shards are on an accelerator
     """
 
-    def __init__(self, live: Shards, slots: int, on_host: bool = False) -> None:
+    def __init__(self, live: LiveShards, slots: int, on_host: bool = False) -> None:
         super().__init__(slots)
         self.live = live
         pinned = on_host and accelerator.is_accelerator(live.device)

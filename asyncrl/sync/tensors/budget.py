@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from asyncrl.config.schema import SyncConfig
 from asyncrl.sync.layout.layout import ITEM_BYTES, Layout
+from asyncrl.sync.layout.quantized import SCALE
 from asyncrl.sync.plan.plan import aligned
 from asyncrl.sync.tensors.checksum import DEVICE_BYTES, DEVICE_ROWS, KEY_BYTES, LANES
 
@@ -73,15 +74,14 @@ def learner_parts(
 
     Args:
         layout: the policy
-        sent: what it publishes: the policy, or adapters alone
+        sent: what it publishes: the policy, quantized maybe, or adapters alone
         trained: whether all that it publishes has optimizer state, unlike merged adapters
         ranks: of the learner
         streams: generator ranks that it sends to at once
     """
     weights = sum(param.bytes for param in layout.values())
-    state = sum(
-        param.elements * (16 if ITEM_BYTES[param.dtype] < 4 else 12) for param in sent.values() if trained
-    )
+    learnt = [layout.get(name, param) for name, param in sent.items() if not name.endswith(SCALE)]
+    state = sum(param.elements * (16 if ITEM_BYTES[param.dtype] < 4 else 12) for param in learnt if trained)
     one = copy_bytes(sent) if sync.snapshot_device == "device" else 0
     frees = "sync.bucket_mb, sync.fanout=1"
     if sync.backend == "vllm":
@@ -109,7 +109,7 @@ def generator_parts(
     Args:
         layout: its part of the model
         sent: what it takes: that, or adapters alone
-        item_bytes: of a parameter there
+        item_bytes: of a parameter there, unless it is quantized
         learner_ranks: that send to it
         on_device: whether staging lies there too
     """
@@ -118,10 +118,11 @@ def generator_parts(
     chunks = chunks_bytes(sent, sync, 3)
     buckets = 2 * learner_ranks * stream_bucket(sync, learner_ranks) if stages else chunks
     staging = copy_bytes(sent) if stages else 0
+    quantized = sum(param.bytes for param in layout.values() if ITEM_BYTES[param.dtype] == 1)
+    others = sum(param.elements for param in layout.values() if ITEM_BYTES[param.dtype] > 1)
+    weights = quantized + others * item_bytes
     return [
-        MemoryPart(
-            "weights", sum(param.elements for param in layout.values()) * item_bytes, "tensor parallelism"
-        ),
+        MemoryPart("weights", weights, "tensor parallelism"),
         MemoryPart("staging", staging, "sync.staging=host: all of it, for a longer flip" if staging else ""),
         MemoryPart("buckets", buckets, "sync.bucket_mb"),
         _checksum_part(sent, sync),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 
@@ -67,6 +68,11 @@ class Shards:
     def device(self) -> torch.device:
         return next((part.device for part in self.parts), torch.device("cpu"))
 
+    def copy_to(self, copy: Shards) -> None:
+        """Copy everything to tensors of the same layout, on this thread's stream."""
+        if self.tensors:
+            torch._foreach_copy_(copy.parts, self.parts, non_blocking=True)
+
     def view(self, name: str, box: Box) -> torch.Tensor:
         """The elements of `box`, which one held box must contain, as a view of shape `box.shape`."""
         key = (name, box)
@@ -93,6 +99,20 @@ def _check(name: str, param: ParamLayout, parts: Sequence[torch.Tensor]) -> None
         )
 
 
+class LiveShards(Protocol):
+    """The tensors that snapshots are taken of: `Shards`, or those that take another form on the way."""
+
+    @property
+    def layout(self) -> Layout:
+        """Of the snapshots."""
+        ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def copy_to(self, copy: Shards) -> None: ...
+
+
 class TensorBuffer:
     """Room for a copy of a rank's tensors, in one stretch of memory on `device`; `shards` addresses it by boxes.
 
@@ -117,11 +137,10 @@ class TensorBuffer:
             start += aligned(size)
         self.shards = Shards(layout, copies)
 
-    def take(self, live: Shards) -> float:
+    def take(self, live: LiveShards) -> float:
         """Copy everything on this thread's stream, and wait for it; returns the seconds it took."""
         begun = time.perf_counter()
-        if live.tensors:
-            torch._foreach_copy_(self.shards.parts, live.parts, non_blocking=True)
+        live.copy_to(self.shards)
         accelerator.wait_for_stream(live.device)
         return time.perf_counter() - begun
 

@@ -32,8 +32,10 @@ from asyncrl.generator.engines.transformers.kv_cache import ATTENTION
 from asyncrl.generator.engines.transformers.transformers_engine import TransformersEngine
 from asyncrl.generator.engines.vllm.vllm_engine import VllmEngine
 from asyncrl.generator.process import load_server
+from asyncrl.learner import process_group
 from asyncrl.models.loading import checkpoint_tensors
 from asyncrl.sync.stream.publisher import Publisher
+from asyncrl.sync.tensors.quantization import QuantizedShards
 from asyncrl.sync.tensors.shards import Shards, layout_of
 from asyncrl.system.signals import die_with_parent
 from asyncrl.types import Sampling, Turn
@@ -262,9 +264,13 @@ MAKERS: dict[str, Callable[[Path], House]] = {
 
 
 @contextmanager
-def learner(weights: Mapping[str, Tensor], version: int, lineage: int = 0) -> Iterator[Learner]:
+def learner(
+    weights: Mapping[str, Tensor], version: int, lineage: int = 0, quantization: str | None = None
+) -> Iterator[Learner]:
     """One rank that has published these weights."""
-    publisher = Publisher(0, 1, Shards(layout_of(weights), weights), SYNC, lineage)
+    shards = Shards(layout_of(weights), weights)
+    live = shards if quantization is None else QuantizedShards(shards, quantization, process_group)
+    publisher = Publisher(0, 1, live, SYNC, lineage)
     publisher.publish(version)
     try:
         yield Learner((publisher.endpoint,), lineage)
@@ -274,11 +280,12 @@ def learner(weights: Mapping[str, Tensor], version: int, lineage: int = 0) -> It
 
 @asynccontextmanager
 async def staged(
-    engine: Engine, weights: Mapping[str, Tensor]
+    engine: Engine, weights: Mapping[str, Tensor], quantization: str | None = None
 ) -> AsyncIterator[Callable[[], Awaitable[int]]]:
     """These weights lie beside the live ones; call to make them live as the engine's next version, the answer."""
-    receiver, version = engine.receiver(WeightReader("run", "generator-0", SYNC)), engine.version + 1
-    with learner(weights, version) as source:
+    reader = WeightReader("run", "generator-0", SYNC, quantization=quantization)
+    receiver, version = engine.receiver(reader), engine.version + 1
+    with learner(weights, version, quantization=quantization) as source:
         await receiver.open(source)
         assert await receiver.newest(version - 1, 20.0) == version
         assert (await receiver.stage(version)).version == version
@@ -293,9 +300,9 @@ async def staged(
         await receiver.close()
 
 
-async def update(engine: Engine, weights: Mapping[str, Tensor]) -> int:
+async def update(engine: Engine, weights: Mapping[str, Tensor], quantization: str | None = None) -> int:
     """Bring these weights into the engine as its next version, which it returns."""
-    async with staged(engine, weights) as flip:
+    async with staged(engine, weights, quantization) as flip:
         return await flip()
 
 

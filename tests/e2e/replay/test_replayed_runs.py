@@ -74,7 +74,7 @@ def test_a_run_with_killed_processes_that_was_resumed(config_file: Path, stalene
         ("generator.kv=recompute", "learner.mini_batches=2", "learner.epochs=2", "algorithm.advantage=gae"),
         ("generator.kv=drain", "model.lora.rank=4"),
         ("generator.progress_tokens=2", "generator.slots=8"),
-        ("generator.speculation.tokens=8", "generator.slots=8"),
+        ("generator.speculation.tokens=8", "generator.slots=8", "generator.quantization=fp8"),
         ("run.versions=30", "tasks.curriculum.solved=0", "tasks.curriculum.revisit=0.5"),  # 80 tasks
     ],
 )

@@ -99,6 +99,7 @@ OTHERWISE = {
     "generator.top_p": 0.5,
     "generator.top_k": 5,
     "generator.min_p": 0.1,
+    "generator.quantization": "int8",
     "algorithm.advantage": "rloo",
     "algorithm.own_advantage": "a.py:mine",
     "algorithm.filter": "no_spread",

@@ -1,6 +1,7 @@
 """Tensors that vLLM derives from a model's weights when it has loaded them, and has to derive again at each flip.
 
 experts on a CPU        packed: a flip writes to a plain copy, which vLLM packs again (`PackedExperts`)
+projections in 8 bits   packed on a CPU, as experts are; transposed views elsewhere (`QuantizedProjections`)
 latent attention (MLA)  decodes with two matrices of its own, made of kv_b_proj (`AbsorbedMatrices`)
 """
 
@@ -16,6 +17,9 @@ from asyncrl.errors import WeightSyncError
 
 PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON")
 """Expert kernels that compute with the weights as they are loaded."""
+
+MADE_OF_PROJECTIONS = ("azp_adj", "bias_fp32")
+"""Parameters that vLLM's kernels for int8 on CPUs make of a layer's others."""
 
 ABSORBED = ("W_UK_T", "W_UV")
 """The matrices of an MLA layer from queries to the latent space, and from there to values: the two parts of kv_b_proj,
@@ -70,6 +74,47 @@ class PackedExperts:
             layer.quant_method.moe_kernel = None
             with set_current_vllm_config(self._vllm_config):
                 layer.quant_method.process_weights_after_loading(layer)
+
+
+class QuantizedProjections:
+    """Projections under generator.quantization.
+
+    plain: by name, the matrices that a flip writes to; on a CPU vLLM then packs them again · derived: the names of what
+    it computes from them
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._packed: dict[str, Any] = {}
+        self.plain: dict[str, Tensor] = {}
+        self.derived: set[str] = set()
+        for prefix, module in model.named_modules():
+            if getattr(module, "scheme", None) is not None:
+                self._add(prefix, module)
+
+    def _add(self, prefix: str, layer: Any) -> None:
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+        from vllm.platforms import current_platform
+
+        name = f"{prefix}.weight"
+        if not current_platform.is_cpu():
+            self.plain[name] = layer.weight.data.t()
+            return
+        loaded, _ = get_layerwise_info(layer).restore_metadata
+        self._packed[prefix] = layer
+        self.plain[name] = torch.zeros(loaded["weight"].shape, dtype=loaded["weight"].dtype)
+        self.derived |= {f"{prefix}.{one}" for one in MADE_OF_PROJECTIONS}
+        if layer.weight is None:  # its handler alone has it
+            layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+
+    def pack(self) -> None:
+        """Let vLLM pack them as it did after loading."""
+        from vllm.utils.torch_utils import set_default_torch_dtype
+
+        with set_default_torch_dtype(self._dtype):  # of the results
+            for prefix, layer in self._packed.items():
+                layer.weight = nn.Parameter(self.plain[f"{prefix}.weight"], requires_grad=False)
+                layer.scheme.process_weights_after_loading(layer)
 
 
 class AbsorbedMatrices:

@@ -12,6 +12,7 @@ from asyncrl.config.schema import Config
 from asyncrl.models.adapters import adapter_shapes
 from asyncrl.models.loading import checkpoint_shapes
 from asyncrl.sync.layout.layout import ITEM_BYTES, Layout, whole_layout
+from asyncrl.sync.layout.quantized import quantized_layout
 from asyncrl.sync.plan.cost_model import ModelCost, PoolShape, generator_layout
 from asyncrl.sync.tensors.budget import MemoryPart, generator_parts, stages_on_device, total
 
@@ -23,6 +24,7 @@ def rank_parts(
     sync.staging=auto counts as device. The checks of the configuration have seen to the rest."""
     sync, ours = config.sync, config.generator.vllm
     item_bytes = ITEM_BYTES[ours.dtype or config.model.dtype]
+    layout = quantized_layout(layout, config.generator.quantization)
     sent = whole_layout(adapter_shapes(config.model)) if config.model.lora.travels else layout
     parts = generator_parts(layout, sent, item_bytes, sync, learner_ranks, on_device=True)
     if device_bytes is None:

@@ -27,6 +27,7 @@ from asyncrl.models.loading import (
     has_weights,
     load_model_config,
 )
+from asyncrl.sync.layout.quantized import MODULES
 
 EXTENSION = "asyncrl.generator.engines.vllm.vllm_worker.WeightsExtension"
 
@@ -225,8 +226,13 @@ def engine_arguments(
             "set sync.backend=auto",
         )
         fixed["weight_transfer_config"] = {"backend": GLOO if on_cpu else "nccl"}
+    overrides: dict[str, Any] = {**ours.extra.get("hf_overrides", {})}
     if config.model.head_dtype == "float32":
-        fixed["hf_overrides"] = {"head_dtype": "float32"}
+        overrides["head_dtype"] = "float32"
+    if generator.quantization is not None:
+        overrides["quantization_config"] = _quantization_config(config, on_cpu)
+    if overrides:
+        fixed["hf_overrides"] = overrides
     if config.model.lora.travels:
         fixed |= _lora_arguments(config.model)
     if ours.kv_cache_mb is not None or on_cpu:
@@ -241,6 +247,31 @@ def engine_arguments(
         **(_on_cpu(config.model) if on_cpu else {}),
     }
     return {**free, **ours.extra, **fixed}
+
+
+def _quantization_config(config: Config, on_cpu: bool) -> dict[str, Any]:
+    """The description of versions as a checkpoint of compressed-tensors. Raises ConfigError for what cannot be one."""
+    kind, constants = config.generator.quantization, checkpoint_constants(config.model)
+    rule = "needs a GPU: vLLM's build for CPUs multiplies no fp8"
+    remedy = "set generator.quantization=int8, or generator.engine=transformers"
+    require(not (kind == "fp8" and on_cpu), "generator.quantization", kind, rule, remedy)
+    rule = (
+        f"{min(constants, default='')} of model.path is not trained, and loads beside weights of another form"
+    )
+    require(not constants, "generator.quantization", kind, rule, "leave it out")
+    bits = {"num_bits": 8, "type": "int" if kind == "int8" else "float", "symmetric": True}
+    group = {
+        "targets": [f"re:{MODULES}$"],
+        "weights": {**bits, "strategy": "channel", "dynamic": False},
+        "input_activations": {**bits, "strategy": "token", "dynamic": True},
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized" if kind == "int8" else "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"projections": group},
+        "ignore": [],
+    }
 
 
 def policy_adapter() -> Any:

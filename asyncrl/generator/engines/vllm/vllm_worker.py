@@ -39,11 +39,18 @@ from asyncrl.config.sections.models import LoraConfig
 from asyncrl.errors import AsyncRLError, WeightSyncError
 from asyncrl.generator.engines.receiver import Learner, WeightReader
 from asyncrl.generator.engines.vllm.vllm_adapters import adapter_weights
-from asyncrl.generator.engines.vllm.vllm_derived import AbsorbedMatrices, PackedExperts, check_constants
+from asyncrl.generator.engines.vllm.vllm_derived import (
+    AbsorbedMatrices,
+    PackedExperts,
+    QuantizedProjections,
+    check_constants,
+)
 from asyncrl.generator.engines.vllm.vllm_layout import find_box_views, layout_of_views
 from asyncrl.generator.engines.vllm.vllm_start import GENERATOR, checkpoint_constants
 from asyncrl.generator.engines.vllm.vllm_weights import BROKEN, EVICTED, RankWeights, rank_in_generator
 from asyncrl.models.loading import checkpoint_shapes
+from asyncrl.sync.layout.layout import whole_layout
+from asyncrl.sync.layout.quantized import quantized_layout
 from asyncrl.sync.stream.snapshot import SnapshotEvictedError
 from asyncrl.types import Version
 
@@ -94,15 +101,18 @@ def rank_weights(model: nn.Module, vllm_config: Any, dtype: str, reader: WeightR
     Raises WeightSyncError, naming the parameter, if the model cannot be updated in place.
     """
     of, policy = vllm_config.model_config, _policy(vllm_config, dtype)
-    checkpoint, constants = _checkpoint(policy), checkpoint_constants(policy)
+    checkpoint, constants = _checkpoint(policy, reader.quantization), checkpoint_constants(policy)
     check_constants(constants, vllm_config.load_config.load_format)
     experts, matrices = PackedExperts(model, vllm_config), AbsorbedMatrices(model, of.dtype)
+    projections = QuantizedProjections(model, of.dtype)
+    live, derived = {**experts.plain, **projections.plain}, {*matrices.names, *projections.derived}
     with set_current_vllm_config(vllm_config):
-        found = find_box_views(model, {**checkpoint, **constants}, experts.plain, matrices.names)
+        found = find_box_views(model, {**checkpoint, **constants}, live, derived)
     views = {name: found[name] for name in checkpoint}
 
     def derive() -> None:
         experts.pack()
+        projections.pack()
         matrices.absorb()
 
     return RankWeights(views, layout_of_views(checkpoint, views), reader, derive)
@@ -113,12 +123,12 @@ def _policy(vllm_config: Any, dtype: str) -> ModelConfig:
     return ModelConfig(of.model, dtype, of.trust_remote_code)  # type: ignore[arg-type]
 
 
-def _checkpoint(model: ModelConfig) -> dict[str, Tensor]:
-    """The parameters as the learner names them, on the meta device; of tied ones the first name only."""
+def _checkpoint(model: ModelConfig, quantization: str | None) -> dict[str, Tensor]:
+    """The parameters as the learner sends them, on the meta device; of tied ones the first name only."""
     shapes, _ = checkpoint_shapes(model)
     return {
-        name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-        for name, (shape, dtype) in shapes.items()
+        name: torch.empty(param.shape, dtype=getattr(torch, param.dtype), device="meta")
+        for name, param in quantized_layout(whole_layout(shapes), quantization).items()
     }
 
 

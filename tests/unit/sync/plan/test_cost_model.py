@@ -8,6 +8,7 @@ import pytest
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
+from asyncrl.launch.memory import generator_memory, learner_memory, sent_cost
 from asyncrl.launch.sync_plan import _broadcast_rows, learner_pool, print_plan
 from asyncrl.sync.layout.predicted_sharding import Heads
 from asyncrl.sync.plan.cost_model import (
@@ -142,6 +143,24 @@ def test_a_whole_copy_and_pauses_by_hand(tmp_path: Path, capsys: pytest.CaptureF
         "predicted time": "8.00 s the first, 16.00 s the last",
         "  a pause": "4.00 s, at 0.001 GB/s a rank (sync.network_gb_s)",
     }
+
+
+def test_quantized_projections_by_hand() -> None:
+    """Over two ranks, rows of q are cut and their scales with them; columns of down are cut, and each rank has its
+    scales."""
+    q, down = (f"model.layers.0.{name}_proj.weight" for name in ("self_attn.q", "mlp.down"))
+    model = ModelCost({q: ((40, 10), "bfloat16"), down: ((10, 40), "bfloat16")}, Heads(0, 0, 1))
+    ours = config("generator.quantization=int8", "generator.engine=vllm")
+    sent = sent_cost(ours, model)
+    assert sent.shapes[q] == ((40, 10), "int8")
+    assert sent.shapes[down + "_scale"] == ((10, 1), "float32")
+    made = forecast(sent, PoolShape(), PoolShape(tp=2), 1 * MB, SPEEDS)
+    assert made.bytes == 400 + 4 * 40 + 400 + 4 * 10
+    assert made.received.most == 200 + 4 * 20 + 200 + 4 * 10
+    (state,) = (part for part in learner_memory(ours, model, PoolShape(), 1) if "Adam" in part.name)
+    assert state.bytes == 16 * 800, "of what is trained, whatever is sent"
+    parts = generator_memory(ours, model, PoolShape(tp=2), 1, None)
+    assert next(part.bytes for part in parts if part.name == "weights") == 400 + (20 + 10) * 4
 
 
 def test_the_learners_ranks_are_those_of_its_axes() -> None:

@@ -6,13 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from missing import needs_vllm
 from model_families import FAMILIES
 from torch import nn
 from transformers import DeepseekV3Config, Qwen3Config
 
 from asyncrl.config.schema import Config, GeneratorConfig, ModelConfig
 from asyncrl.errors import WeightSyncError
-from asyncrl.generator.engines.vllm.vllm_derived import AbsorbedMatrices, check_constants
+from asyncrl.generator.engines.vllm.vllm_derived import (
+    AbsorbedMatrices,
+    QuantizedProjections,
+    check_constants,
+)
 from asyncrl.generator.engines.vllm.vllm_start import _kv_numbers, checkpoint_constants, engine_arguments
 
 HEADS, LATENT, KEYS, VALUES = 2, 3, 4, 5
@@ -104,3 +109,33 @@ def test_the_cache_of_a_token() -> None:
     assert [_kv_numbers(qwen, ranks) for ranks in (1, 2)] == [3 * 2 * 32, 3 * 2 * 16]
     latent = DeepseekV3Config(num_hidden_layers=3, kv_lora_rank=512, qk_rope_head_dim=64)
     assert [_kv_numbers(latent, ranks) for ranks in (1, 2)] == [3 * 576, 3 * 576]
+
+
+class QuantizedStandIn(nn.Module):
+    """A projection of vLLM in int8, as it is when weights are loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(6, 4, dtype=torch.int8), requires_grad=False)
+        self.weight_scale = nn.Parameter(torch.ones(6, 1), requires_grad=False)
+        self.scheme = self
+
+    def process_weights_after_loading(self, layer: QuantizedStandIn) -> None:
+        """As for GPUs: a view of the same memory."""
+        layer.weight = nn.Parameter(layer.weight.t(), requires_grad=False)
+
+
+@needs_vllm
+def test_a_flip_writes_to_the_matrices_that_a_gpu_multiplies_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    layer = QuantizedStandIn()
+    layer.process_weights_after_loading(layer)
+    projections = QuantizedProjections(nn.ModuleDict({"up": layer}), torch.bfloat16)
+    coming = torch.arange(24, dtype=torch.int8).view(6, 4)
+    projections.plain["up.weight"].copy_(coming)
+    projections.pack()
+    assert torch.equal(layer.weight, coming.t())
+    assert projections.plain["up.weight"].is_contiguous()
+    assert not projections.derived

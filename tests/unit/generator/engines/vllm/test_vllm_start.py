@@ -93,7 +93,7 @@ def test_a_generator_starts_no_driver_before_vllm_which_spawns(
         ("data_parallel_size", 2, "set generator.vllm.data_parallel"),
         ("data_parallel_backend", "ray", "vLLM balances them"),
         ("enable_sleep_mode", True, "placement.colocate=true sets it"),
-        ("quantization", "fp8", "have another form"),
+        ("quantization", "fp8", "set generator.quantization"),
         ("pipeline_parallel_size", 2, "never tried"),
         ("enable_expert_parallel", True, "never tried"),
         ("cpu_offload_gb", 4, "never tried"),
