@@ -27,6 +27,7 @@ from asyncrl.learner.algorithms.roles import role_of
 from asyncrl.learner.backends.megatron.grid import check_model, make_grid
 from asyncrl.learner.parallel.mesh import ModelShape, axis_sizes
 from asyncrl.learner.training import requirements
+from asyncrl.sync.layout.quantized import check_projections, is_quantized
 from asyncrl.system.packages import check_package
 from asyncrl.tasks.source import held_out, tasks_of_run
 from asyncrl.telemetry.trackers.open import check_tracker
@@ -54,6 +55,7 @@ def preflight(config: Config) -> None:
     for pool in config.generator_pools:
         with errors_of_pool(pool):
             _check_generators(config.of_pool(pool))
+    _check_quantization(config)
     _check_memory(config)
     if (backend := config.learner.own_backend) is not None:
         made = load_function(backend, "learner.own_backend")
@@ -128,6 +130,17 @@ def check_axes(config: Config) -> None:
 
         shape = ModelShape.of(load_model_config(config.model))
     axis_sizes(parallel, config.learner.processes, shape)
+
+
+def _check_quantization(config: Config) -> None:
+    """generator.quantization against the names in the model."""
+    if config.generator.quantization is None:
+        return
+    from asyncrl.models.loading import checkpoint_shapes  # takes seconds, for transformers
+
+    shapes, _ = checkpoint_shapes(config.model)
+    projections = [name for name, (shape, _) in shapes.items() if is_quantized(name, shape)]
+    check_projections(projections, config.generator.quantization)
 
 
 def _check_memory(config: Config) -> None:

@@ -10,8 +10,9 @@ towers and what multiplies latent attention's cache stay as they are. No torch h
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
+from asyncrl.config.rules import require
 from asyncrl.sync.layout.layout import Box, Layout, ParamLayout
 
 DTYPES: Mapping[str, str] = {"int8": "int8", "fp8": "float8_e4m3fn"}
@@ -49,6 +50,12 @@ def quantized_layout(layout: Layout, quantization: str | None) -> dict[str, Para
         rows = dict.fromkeys(scale_box(box) for box in param.boxes)
         found[name + SCALE] = ParamLayout((param.shape[0], 1), "float32", tuple(rows))
     return found
+
+
+def check_projections(quantized: Collection[str], quantization: str) -> None:
+    """Raises ConfigError for a model without parameters that are quantized."""
+    rule = "finds no projections (q_proj, up_proj, …) in the model, which alone it quantizes"
+    require(bool(quantized), "generator.quantization", quantization, rule, "leave it out")
 
 
 def scale_box(box: Box) -> Box:

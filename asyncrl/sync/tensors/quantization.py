@@ -19,10 +19,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from asyncrl.config.rules import require
 from asyncrl.device import accelerator
 from asyncrl.sync.layout.layout import Box
-from asyncrl.sync.layout.quantized import DTYPES, SCALE, is_quantized, quantized_layout, scale_box
+from asyncrl.sync.layout.quantized import (
+    DTYPES,
+    SCALE,
+    check_projections,
+    is_quantized,
+    quantized_layout,
+    scale_box,
+)
 from asyncrl.sync.tensors.shards import Shards
 
 CHUNK, GPU_CHUNK = 1 << 19, 1 << 26
@@ -59,8 +65,7 @@ class QuantizedShards:
         every = ranks.exchange([mine, cut])
         self._cut = any(is_cut for _, is_cut in every)
         everywhere = {name: rows for there, _ in every for name, rows in there.items()}
-        rule = "finds no projections (q_proj, up_proj, …) in the model, which alone it quantizes"
-        require(bool(everywhere), "generator.quantization", quantization, rule, "leave it out")
+        check_projections(everywhere, quantization)
         self._rows = everywhere if self._cut else mine
 
     @property

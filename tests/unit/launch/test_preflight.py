@@ -120,6 +120,14 @@ def test_nccl_without_a_gpu_is_refused(config: Path, monkeypatch: pytest.MonkeyP
     preflight(load_config(config, ["sync.backend=nccl"]))
 
 
+def test_a_model_without_what_is_quantized_is_refused(config: Path) -> None:
+    (config.parent / "model" / "config.json").write_text(
+        '{"model_type": "gpt2", "vocab_size": 16, "n_embd": 8, "n_layer": 1, "n_head": 2}'
+    )
+    with pytest.raises(ConfigError, match="finds no projections"):
+        preflight(load_config(config, ["generator.quantization=int8"]))
+
+
 def test_a_good_configuration_passes(config: Path) -> None:
     preflight(load_config(config))
     beside = config.parent / "model"
