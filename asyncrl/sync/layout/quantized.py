@@ -40,7 +40,7 @@ def is_quantized(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def quantized_layout(layout: Layout, quantization: str | None) -> dict[str, ParamLayout]:
-    """What a rank of this layout sends or takes under generator.quantization. A rank has the scales of its rows."""
+    """The layout that a rank of this one sends or takes under generator.quantization: with the scales of its rows."""
     found: dict[str, ParamLayout] = {}
     for name, param in layout.items():
         if quantization is None or not is_quantized(name, param.shape):

@@ -38,8 +38,8 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """G: the largest element of a row, as it is quantized."""
 
 
-class Ranks(Protocol):
-    """The ranks of a learner: `learner.process_group`."""
+class Collectives(Protocol):
+    """Those of the ranks of a learner: `learner.process_group`."""
 
     def exchange(self, value: Any) -> list[Any]: ...
 
@@ -53,7 +53,7 @@ class QuantizedShards:
     ConfigError for a model without such projections.
     """
 
-    def __init__(self, live: Shards, quantization: str, ranks: Ranks) -> None:
+    def __init__(self, live: Shards, quantization: str, ranks: Collectives) -> None:
         self._live, self._ranks = live, ranks
         self.layout = quantized_layout(live.layout, quantization)
         self._names = [name for name in live.tensors if is_quantized(name, live.layout[name].shape)]

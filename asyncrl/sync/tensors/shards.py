@@ -104,7 +104,7 @@ class LiveShards(Protocol):
 
     @property
     def layout(self) -> Layout:
-        """Of the snapshots."""
+        """That of the snapshots."""
         ...
 
     @property

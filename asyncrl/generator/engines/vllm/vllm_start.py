@@ -226,12 +226,7 @@ def engine_arguments(
             "set sync.backend=auto",
         )
         fixed["weight_transfer_config"] = {"backend": GLOO if on_cpu else "nccl"}
-    overrides: dict[str, Any] = {**ours.extra.get("hf_overrides", {})}
-    if config.model.head_dtype == "float32":
-        overrides["head_dtype"] = "float32"
-    if generator.quantization is not None:
-        overrides["quantization_config"] = _quantization_config(config, on_cpu)
-    if overrides:
+    if overrides := _overrides(config, on_cpu):
         fixed["hf_overrides"] = overrides
     if config.model.lora.travels:
         fixed |= _lora_arguments(config.model)
@@ -247,6 +242,16 @@ def engine_arguments(
         **(_on_cpu(config.model) if on_cpu else {}),
     }
     return {**free, **ours.extra, **fixed}
+
+
+def _overrides(config: Config, on_cpu: bool) -> dict[str, Any]:
+    """Changes to the model's own configuration: the user's, and those of the project's keys."""
+    overrides = {**config.generator.vllm.extra.get("hf_overrides", {})}
+    if config.model.head_dtype == "float32":
+        overrides["head_dtype"] = "float32"
+    if config.generator.quantization is not None:
+        overrides["quantization_config"] = _quantization_config(config, on_cpu)
+    return overrides
 
 
 def _quantization_config(config: Config, on_cpu: bool) -> dict[str, Any]:
