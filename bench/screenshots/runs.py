@@ -18,14 +18,14 @@ from bench.process import ONE_THREAD, ROOT
 RECIPE = "configs/recipes/demo.yaml"
 COMMON = ("run.target_accuracy=null", "evaluation.every=5", "telemetry.rollouts_every=2", "launch.quiet=true")
 DEADLINE_S = 900.0
-SLOW = {"slow-generator": ("generator-1", b'"generate"', 0.6), "stale-data": ("learner", b'"lane"', 0.3)}
+SLOW = {"slow-generator": ("generator-1", b'"generate"', 0.6), "stale-data": ("learner", b'"lane"', 0.15)}
 """A process of a run that stands still for so many seconds, then goes on for RUNS_S, by turns: its machine is busy.
 That begins when its trace has the text, e.g. its first group."""
 
 HELD = {"slow-generator": "generator-0"}
 """A process that stands still until that begins: it would make all groups before the other has started."""
 
-RUNS_S = 0.1
+RUNS_S = 0.05
 
 RUNS = {
     "healthy": ("run.versions=40", "generator.count=2"),
