@@ -17,9 +17,9 @@ from asyncrl.config.schema import Config
 from asyncrl.device import accelerator
 from asyncrl.device.turns import TURN, DeviceLock, DeviceTurn, dealt, devices_here, run_locks
 from asyncrl.errors import StoppedError
-from asyncrl.learner import process_group
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.models.attention import check_flash
+from asyncrl.learner.ranks import process_group
 from asyncrl.learner.startup import open_backend, open_trainer
 from asyncrl.models.loading import checkpoint_shapes
 from asyncrl.queue.client.client import BlockingClient, QueueClient

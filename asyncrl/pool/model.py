@@ -36,7 +36,7 @@ from asyncrl.learner.models.networks import (
     vocabulary_size,
 )
 from asyncrl.learner.parallel.mesh import Mesh, axis_sizes
-from asyncrl.learner.process_group import (
+from asyncrl.learner.ranks.process_group import (
     COLLECTIVE_DEADLINE,
     broadcast,
     join_process_group,

@@ -12,8 +12,9 @@ import torch
 from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
-from asyncrl.learner import checkpoint, process_group
+from asyncrl.learner import checkpoint
 from asyncrl.learner.backends import storage
+from asyncrl.learner.ranks import process_group
 from asyncrl.learner.remote import remote_protocol
 from asyncrl.learner.remote.remote_protocol import BEGIN, FORGET, LEARN, NORM, SAVE, STEP
 from asyncrl.learner.training.objectives import auxiliary_objective

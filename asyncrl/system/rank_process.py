@@ -15,14 +15,19 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NoReturn
+
+from asyncrl.errors import INTERRUPTED, StoppedError
 
 MEETING, PULSE_FD = "ASYNCRL_MEETING", "ASYNCRL_PULSE_FD"
 LAUNCHED = "ASYNCRL_LAUNCHED"
 """Environment variable of processes that `asyncrl train` has started, and of their ranks."""
 
 FOLDER, QUEUE = "folder", "queue"
+
+IN_ORDER = (0, StoppedError.exit_code, INTERRUPTED)
+"""Codes of a rank that has ended in order."""
 
 PULSE_S = 1.0
 """Between two signs of life."""
@@ -77,12 +82,22 @@ def end_by(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
+_leave: list[Callable[[], None]] = []
+
+
+def before_leaving(act: Callable[[], None]) -> None:
+    """Call `act` before this rank ends in order."""
+    _leave.append(act)
+
+
 def end_rank(code: int = 0) -> NoReturn:
     """End the process of one rank of several without unwinding it. Its work is done, or its error is reported.
 
     torch's caches of sharded operations keep the process group alive beyond `destroy_process_group`. Its threads then
     sometimes abort the interpreter while it exits, and a successful run would be reported as a crash.
     """
+    for act in _leave if code in IN_ORDER else ():
+        act()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

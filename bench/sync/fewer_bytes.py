@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from asyncrl.learner import process_group
+from asyncrl.learner.ranks import process_group
 from asyncrl.sync.delta.delta import add, bits, changes_to_bytes, find_changes, read
 from asyncrl.sync.layout.layout import layout_bytes, whole_layout
 from asyncrl.sync.layout.quantized import quantized_layout

@@ -147,7 +147,9 @@ class LaunchConfig(Section):
         30.0, "for a clean end after Ctrl-C or the last version: longer than one version trains"
     )
     rank_deadline_s: Seconds = key(
-        60.0, "longest silence of a rank of several, e.g. stopped by SIGSTOP, before it is killed"
+        60.0,
+        "longest silence of a rank of several, e.g. stopped by SIGSTOP, before it is killed; of a machine with ranks, "
+        "before those of the other machines end",
     )
     fork: bool = key(
         True,

@@ -25,11 +25,11 @@ from transformers import PreTrainedModel
 from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
-from asyncrl.learner import process_group
 from asyncrl.learner.algorithms.roles import POLICY, REFERENCE, Loss
 from asyncrl.learner.backends import storage
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.models.lora import ADAPTER, write_peft_config
+from asyncrl.learner.ranks import process_group
 from asyncrl.sync.layout.layout import Layout
 from asyncrl.sync.tensors.shards import BoxTensors
 from asyncrl.system.rank_process import rank_and_world

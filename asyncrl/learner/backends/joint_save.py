@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from asyncrl.learner import process_group
 from asyncrl.learner.backends.checkpoint_reader import DTYPES
+from asyncrl.learner.ranks import process_group
 
 Wire = list[Any]
 

@@ -29,10 +29,10 @@ from transformers.utils import cached_file
 
 from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
-from asyncrl.learner import process_group
 from asyncrl.learner.algorithms.roles import POLICY
 from asyncrl.learner.backends import joint_save
 from asyncrl.learner.backends.checkpoint_reader import CheckpointReader, read_metadata
+from asyncrl.learner.ranks import process_group
 from asyncrl.sync.layout.layout import ITEM_BYTES, Box, Layout, ParamLayout
 from asyncrl.sync.tensors.shards import BoxTensors
 from asyncrl.system.disk import writing

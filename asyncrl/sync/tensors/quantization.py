@@ -39,7 +39,7 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 class Collectives(Protocol):
-    """Those of the ranks of a learner: `learner.process_group`."""
+    """Those of the ranks of a learner: `learner.ranks.process_group`."""
 
     def exchange(self, value: Any) -> list[Any]: ...
 

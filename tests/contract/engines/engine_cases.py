@@ -32,7 +32,7 @@ from asyncrl.generator.engines.transformers.kv_cache import ATTENTION
 from asyncrl.generator.engines.transformers.transformers_engine import TransformersEngine
 from asyncrl.generator.engines.vllm.vllm_engine import VllmEngine
 from asyncrl.generator.process import load_server
-from asyncrl.learner import process_group
+from asyncrl.learner.ranks import process_group
 from asyncrl.models.loading import checkpoint_tensors
 from asyncrl.sync.stream.publisher import Publisher
 from asyncrl.sync.tensors.quantization import QuantizedShards

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
-from asyncrl.learner import process_group
+from asyncrl.learner.ranks import process_group
 from asyncrl.system.rank_process import MEETING
 
 Address = namedtuple("Address", ["address"])

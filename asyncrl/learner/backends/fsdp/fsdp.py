@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from asyncrl.config.schema import Config
 from asyncrl.device import accelerator
 from asyncrl.device.parked import ParkedTensors, storages_of
-from asyncrl.learner import process_group
 from asyncrl.learner.algorithms.roles import POLICY, REFERENCE
 from asyncrl.learner.backends import storage
 from asyncrl.learner.backends.backend import Backend, check_reference
@@ -23,6 +22,7 @@ from asyncrl.learner.backends.fsdp.sharded import ShardedModel
 from asyncrl.learner.backends.storage import ModelState
 from asyncrl.learner.models.networks import LanguageModel, blueprint, check_vocabularies
 from asyncrl.learner.parallel.mesh import Mesh, ModelShape, axis_sizes
+from asyncrl.learner.ranks import process_group
 from asyncrl.models.loading import load_model_config
 from asyncrl.system.rank_process import rank_and_world
 

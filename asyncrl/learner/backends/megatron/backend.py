@@ -33,7 +33,6 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from asyncrl.config.schema import Config, ModelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.learner import process_group
 from asyncrl.learner.algorithms.roles import POLICY
 from asyncrl.learner.backends import storage
 from asyncrl.learner.backends.backend import Backend, check_reference
@@ -45,6 +44,7 @@ from asyncrl.learner.backends.megatron.grid import check_model, make_grid
 from asyncrl.learner.backends.megatron.model import MegatronModel, Shard, StepCounter
 from asyncrl.learner.backends.megatron.network import Head, PackedGpt, build
 from asyncrl.learner.models.networks import Critic, blueprint, check_vocabularies, likely_tokens
+from asyncrl.learner.ranks import process_group
 from asyncrl.models.loading import checkpoint_tensors, load_causal_lm, load_model_config
 from asyncrl.sync.layout.layout import Box
 from asyncrl.sync.layout.megatron import Gpt, megatron_parts

@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from asyncrl.config.schema import Config
 from asyncrl.learner.backends.dtensor_layout import layout_of_dtensors, placed
-from asyncrl.learner.process_group import join_process_group
+from asyncrl.learner.ranks.process_group import join_process_group
 from asyncrl.sync.layout.layout import Box, from_wire, to_wire
 from asyncrl.sync.layout.names import Fused, Names
 from asyncrl.sync.layout.sharding import Local

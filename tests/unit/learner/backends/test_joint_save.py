@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from asyncrl.learner import process_group
 from asyncrl.learner.backends import joint_save
 from asyncrl.learner.backends.checkpoint_reader import read_metadata
 from asyncrl.learner.backends.storage import Boxes
+from asyncrl.learner.ranks import process_group
 from asyncrl.sync.layout.layout import Box
 
 STATE = {

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sharding import grid, local_tensors, same_bits
 
 from asyncrl.errors import ConfigError
-from asyncrl.learner import process_group
+from asyncrl.learner.ranks import process_group
 from asyncrl.sync.layout.layout import Layout, ParamLayout, whole_layout
 from asyncrl.sync.layout.quantized import is_quantized, quantized_layout
 from asyncrl.sync.tensors import quantization

@@ -14,8 +14,8 @@ import pytest
 
 from asyncrl.config.schema import Config
 from asyncrl.errors import DeadlineError
-from asyncrl.learner import queue_store
-from asyncrl.learner.queue_store import QueueRegistry, QueueStore, meet
+from asyncrl.learner.ranks import queue_store
+from asyncrl.learner.ranks.queue_store import QueueRegistry, QueueStore, meet
 
 LONG_S = 60.0
 

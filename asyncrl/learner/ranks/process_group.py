@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from asyncrl.config.schema import Config
 from asyncrl.device import accelerator
 from asyncrl.errors import ConfigError
-from asyncrl.learner.queue_store import QueueRegistry, meet
+from asyncrl.learner.ranks.machine_watch import MachineWatch, begin_watch
+from asyncrl.learner.ranks.queue_store import QueueRegistry, QueueStore, meet
 from asyncrl.sync.channels.addresses import LOOPBACK, own_host
-from asyncrl.system.rank_process import FOLDER, meeting, rank_and_world
+from asyncrl.system.rank_process import FOLDER, before_leaving, meeting, rank_and_world
 
 log = logging.getLogger(__name__)
 
@@ -75,9 +76,19 @@ def _store(kind: str, place: str, config: Config) -> dist.Store:
         return dist.FileStore(str(Path(place, "store")), world)
     bind_gloo(config.sync.host or own_host(config.queue.address))
     registry = QueueRegistry(config, f"{place} rank {rank}'s meeting")
+    store = meet(registry, place, rank, world, COLLECTIVE_DEADLINE.total_seconds())
     # torch keeps the part in C++ alone, which needs the Python object when groups are made later.
-    _kept.append(meet(registry, place, rank, world, COLLECTIVE_DEADLINE.total_seconds()))
-    return _kept[-1]
+    _kept.append(store)
+    _watch_machines(store, place, config.launch.rank_deadline_s)
+    return store
+
+
+def _watch_machines(store: QueueStore, name: str, deadline_s: float) -> None:
+    """The first rank of each machine watches another machine."""
+    rank, world = rank_and_world()
+    here = int(os.environ["LOCAL_WORLD_SIZE"])
+    if rank % here == 0:
+        before_leaving(begin_watch(MachineWatch(store, name, rank // here, world // here, deadline_s)))
 
 
 def bind_gloo(address: str) -> None:

@@ -156,48 +156,48 @@ class QueueStore(dist.Store):
         held = value.encode() if isinstance(value, str) else bytes(value)
         self._registry.post(self._prefix + key, [self._word, held])
 
-    def get(self, key: str) -> bytes:
-        self.wait([key], self._timeout)
-        return self._value(key) or b""
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return all(self._value(key) is not None for key in keys)
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Raises DeadlineError, which names the first key that is missing."""
-        seconds = (timeout or self._timeout).total_seconds()
-        end = time.monotonic() + seconds
-        for key in keys:
-            while self._value(key) is None:
-                if time.monotonic() > end:
-                    raise DeadlineError("a rank", "the other ranks", f"the entry '{key}'", seconds)
-                time.sleep(LOOK_S)
-
-    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        before = self._value(key)
-        wanted = expected.encode() if isinstance(expected, str) else bytes(expected)
-        if (before or b"") == wanted:
-            self.set(key, desired)
-            before = self._value(key)
-        return before if before is not None else wanted
-
-    def add(self, key: str, amount: int) -> int:
-        total = int(self._value(key) or b"0") + amount
-        self.set(key, str(total))
-        return total
-
-    def delete_key(self, key: str) -> bool:
-        there = self._value(key) is not None
-        self._registry.post(self._prefix + key, ["", b""])
-        return there
-
-    def num_keys(self) -> int:
-        raise NotImplementedError("the registry of the queue does not count the keys of one start")
-
-    def _value(self, key: str) -> bytes | None:
+    def find(self, key: str) -> bytes | None:
         """The value of a key; None if no rank of this start has set it."""
         found = _found(self._registry, self._prefix + key)
         match found:
             case [self._word, bytes(value)]:
                 return value
         return None
+
+    def get(self, key: str) -> bytes:
+        self.wait([key], self._timeout)
+        return self.find(key) or b""
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return all(self.find(key) is not None for key in keys)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Raises DeadlineError, which names the first key that is missing."""
+        seconds = (timeout or self._timeout).total_seconds()
+        end = time.monotonic() + seconds
+        for key in keys:
+            while self.find(key) is None:
+                if time.monotonic() > end:
+                    raise DeadlineError("a rank", "the other ranks", f"the entry '{key}'", seconds)
+                time.sleep(LOOK_S)
+
+    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
+        before = self.find(key)
+        wanted = expected.encode() if isinstance(expected, str) else bytes(expected)
+        if (before or b"") == wanted:
+            self.set(key, desired)
+            before = self.find(key)
+        return before if before is not None else wanted
+
+    def add(self, key: str, amount: int) -> int:
+        total = int(self.find(key) or b"0") + amount
+        self.set(key, str(total))
+        return total
+
+    def delete_key(self, key: str) -> bool:
+        there = self.find(key) is not None
+        self._registry.post(self._prefix + key, ["", b""])
+        return there
+
+    def num_keys(self) -> int:
+        raise NotImplementedError("the registry of the queue does not count the keys of one start")
