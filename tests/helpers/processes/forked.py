@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import disk_calls
+import namespaces
 
 from asyncrl.system import forking
 from asyncrl.system.fork_server import AVAILABLE, ForkServer
@@ -132,6 +133,8 @@ def _server() -> ForkServer:
 def run(words: Sequence[str]) -> None:
     """In a forked process: as `python` runs the words."""
     variables = os.environ
+    if (host := variables.get(namespaces.VARIABLE)) is not None:
+        namespaces.enter(int(host))
     if disk_calls.VARIABLE in variables:
         disk_calls.install_for(words, variables[disk_calls.VARIABLE])
     sys.path[:0] = [

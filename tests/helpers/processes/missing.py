@@ -21,6 +21,7 @@ REDIS = "redis-server is not installed"
 NAMESPACES = "this machine allows no user namespaces"
 BUBBLEWRAP = "bubblewrap does not work here"
 SLURM = "Slurm is not installed, or this is not root"
+IPROUTE = "iproute2 is not installed"
 CHROMIUM = "chromium, its driver or selenium is not installed"
 PEERS = "bench/peers/.venv-rewards is not there"
 
@@ -29,6 +30,7 @@ REMEDIES = {
     "(PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS), then rm -r .venv and make test",
     REDIS: "apt-get install redis-server, brew install redis or dnf install redis",
     SLURM: "as root, apt-get install slurmctld slurmd slurm-client munge",
+    IPROUTE: "apt-get install iproute2, or dnf install iproute",
     CHROMIUM: "apt-get install chromium chromium-driver, and make test for selenium",
     BUBBLEWRAP: "apt-get install bubblewrap, or dnf install bubblewrap",
     PEERS: "make test-all makes it, where pip finds verl, TRL and Ray",
