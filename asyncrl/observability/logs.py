@@ -17,8 +17,9 @@ RANK = re.compile(r"^\[(?:rank|default)(?P<rank>\d+)\]: ?")
 ENDED_FIRST = re.compile(r": rank (\d+) ended first ")
 """The line that ranks.py writes about the rank that made the others end."""
 
-LAST_MESSAGE = re.compile(r"^asyncrl [a-z ]+: (?P<cause>\S.*)$")
-"""The last line of a command of asyncrl that ends on an error that is raised on purpose."""
+LAST_MESSAGE = re.compile(r"^asyncrl (?P<who>[a-z ]+): (?P<cause>\S.*)$")
+"""The last line of a command of asyncrl that ends on an error that is raised on purpose; or, of `train`, a note of the
+launcher on a process of a cluster, which explains an end where nothing else does."""
 
 VARYING = re.compile(r"""'[^']*'|"[^"]*"|0x[0-9a-f]+|\d+""")
 
@@ -42,7 +43,8 @@ def why_it_ended(text: str, most: int) -> tuple[str, list[str]]:
     """
     tracebacks, others = _parted([RANK.sub("", line) for line in _of_the_cause(text.splitlines())])
     own = [one for one in tracebacks if not any(BY_TORCHRUN in line for line in one)]
-    messages = [found["cause"] for line in others if (found := LAST_MESSAGE.match(line))]
+    said = [found for line in others if (found := LAST_MESSAGE.match(line))]
+    messages = [one["cause"] for one in sorted(said, key=lambda one: one["who"] != "train")]
     last = own[-1] if own else []
     cause = messages[-1] if messages else (last[-1].strip() if last else "")
     plain = [line for line in others if not LAST_MESSAGE.match(line)]

@@ -12,6 +12,7 @@ that does not reach the queue for queue.deadline_s ends in the same way, and mea
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -85,7 +86,7 @@ class MachineWatch:
 
 def end_with(error: AsyncRLError) -> None:
     """End this rank's process, whatever it waits for."""
-    log.error("%s: %s", type(error).__name__, error)
+    print(f"asyncrl rank: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
     end_rank(error.exit_code)
 
 

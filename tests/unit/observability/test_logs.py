@@ -75,3 +75,12 @@ def test_a_bug_of_a_rank_is_told_by_the_rank_that_ended_first() -> None:
 def test_a_log_without_a_cause_has_its_last_lines() -> None:
     assert why_it_ended("\n".join(f"line {letter}" for letter in "abcd"), 2) == ("", ["line c", "line d"])
     assert why_it_ended("", 25) == ("", [])
+
+
+def test_a_note_of_the_launcher_explains_an_end_only_where_nothing_else_does() -> None:
+    note = "asyncrl train: learner-node-1 ended (killed by SIGTERM)\n"
+    assert why_it_ended(note, 25)[0] == "learner-node-1 ended (killed by SIGTERM)"
+    assert (
+        why_it_ended("asyncrl learner: NoGroups: no group came\n" + note, 25)[0] == "NoGroups: no group came"
+    )
+    assert why_it_ended("asyncrl rank: RankLostError: gone\n" + note, 25)[0] == "RankLostError: gone"
