@@ -32,10 +32,18 @@ def importing_here() -> dict[str, str]:
 class Process:
     """`python -m …words`, its stderr in `log`, and first told `said`. Its context ends it.
 
+    begins: run between fork and exec
     RuntimeError, with the end of its log, once it says nothing any more.
     """
 
-    def __init__(self, words: Sequence[str], log: Path, said: Any, python: str = sys.executable) -> None:
+    def __init__(
+        self,
+        words: Sequence[str],
+        log: Path,
+        said: Any,
+        python: str = sys.executable,
+        begins: Callable[[], None] | None = None,
+    ) -> None:
         self._log = log
         with log.open("w") as stderr:
             self._process = subprocess.Popen(
@@ -46,6 +54,7 @@ class Process:
                 text=True,
                 cwd=ROOT,
                 env={**os.environ, **ONE_THREAD, **importing_here()},
+                preexec_fn=begins,
             )
         self._lines: SimpleQueue[str] = SimpleQueue()
         Thread(target=self._read, daemon=True).start()

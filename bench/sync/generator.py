@@ -8,6 +8,7 @@ import time
 import torch
 
 from asyncrl.config.schema import SyncConfig
+from asyncrl.rpc.keys import client_keys
 from asyncrl.sync.channels.shared_memory import allocated_bytes
 from asyncrl.sync.layout.layout import layout_bytes
 from asyncrl.sync.stream.subscriber import Subscriber
@@ -17,6 +18,8 @@ from bench.sync.model import generator_layout
 from bench.sync.tensors import check, empty_shards
 
 WAIT_S = 60.0
+CLEAR = "clear"
+"""An order between two versions, once all have the first: what arrives next is not there already."""
 
 
 def main() -> None:
@@ -29,11 +32,17 @@ def main() -> None:
     arena = TensorBuffer(layout, torch.device("cpu"))
     staging = arena.shards
     engine = Shards(layout, live)
-    config = SyncConfig(backend=backend, delta="never")
-    who = f"tp{world}-{rank}-{backend}"
-    subscriber = Subscriber(who, said["endpoints"], staging, config, lineage=1)
+    config = SyncConfig(backend=backend, delta="never", **said.get("sync", {}))
+    who = said.get("who", f"tp{world}-{rank}-{backend}")
+    keys = client_keys(said.get("keys"))
+    subscriber = Subscriber(who, said["endpoints"], staging, config, lineage=1, keys=keys)
     talk.tell({"bytes": layout_bytes(layout), "flip_floor_ms": 1e3 * min(arena.floor() for _ in range(3))})
     while (version := talk.hears()) is not None:
+        if version == CLEAR:
+            for tensor in (*live.values(), *staging.parts):
+                tensor.zero_()
+            talk.tell(CLEAR)
+            continue
         newest = subscriber.newest(version - 1, WAIT_S)
         if newest != version:
             raise RuntimeError(f"version {version} did not come, but {newest}")
@@ -45,8 +54,6 @@ def main() -> None:
         staged.checksum.check(engine, "the live parameters")
         ended = time.monotonic()
         check(layout, live)
-        for tensor in (*live.values(), *staging.parts):
-            tensor.zero_()
         talk.tell(
             {
                 "ended": ended,

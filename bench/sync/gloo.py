@@ -11,6 +11,7 @@ counted. The others are generator ranks; all of them receive everything.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -121,6 +122,8 @@ def main() -> None:
     torch.set_num_threads(1)
     talk = Talk()
     said = talk.hears()
+    if interface := said.get("interface"):
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
     rank = Rank(said["rank"], said["world"], said["rendezvous"], said["millions"], Path(said["folder"]))
     talk.tell("ready")
     while (order := talk.hears()) is not None:

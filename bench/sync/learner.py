@@ -7,6 +7,7 @@ import time
 import torch
 
 from asyncrl.config.schema import SyncConfig
+from asyncrl.rpc.keys import client_keys
 from asyncrl.sync.channels.shared_memory import allocated_bytes
 from asyncrl.sync.layout.layout import layout_bytes
 from asyncrl.sync.stream.publisher import Publisher
@@ -24,8 +25,9 @@ def main() -> None:
     layout = learner_layout(said["millions"], rank)
     live = shards_of(layout)
     # One snapshot: every version is taken before the next.
-    config = SyncConfig(backend=said["backend"], snapshots=1, delta="never")
-    publisher = Publisher(rank, LEARNERS, Shards(layout, live), config, lineage=1)
+    config = SyncConfig(backend=said["backend"], snapshots=1, delta="never", **said.get("sync", {}))
+    keys = client_keys(said.get("keys"))
+    publisher = Publisher(rank, LEARNERS, Shards(layout, live), config, lineage=1, keys=keys)
     talk.tell(publisher.endpoint)
     while (version := talk.hears()) is not None:
         begun = time.monotonic()

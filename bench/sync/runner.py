@@ -11,6 +11,7 @@ import torch
 
 from asyncrl.config.schema import SyncConfig
 from bench.process import Process
+from bench.sync.generator import CLEAR
 from bench.sync.gloo import RAW_BYTES
 from bench.sync.model import LEARNERS, total_bytes
 
@@ -107,6 +108,9 @@ class Ours:
             rank.tell(self._version)
         published = self._publish(backend)
         taken = [rank.hears() for rank in ranks]
+        for rank in ranks:
+            rank.tell(CLEAR)
+            rank.hears()
         seconds = max(t["ended"] for t in taken) - min(p["begun"] for p in published)
         return {
             "gb_per_s": self._bytes / seconds / 1e9,

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from hosts import Host, Network
+from hosts import network_or_skip, started_on
 from processes import (
     FOR_EVER,
     Process,
@@ -23,6 +23,7 @@ from processes import (
 
 from asyncrl.errors import DeadlineError, RankLostError
 from asyncrl.rpc.keys import make_keys
+from bench.network.hosts import Host, Network
 
 pytestmark = pytest.mark.slow
 
@@ -31,9 +32,8 @@ PORTS = range(20_000, 20_020)
 
 @pytest.fixture(scope="module")
 def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
-    network = Network(4, tmp_path_factory.mktemp("network"))
-    yield network
-    network.close()
+    with network_or_skip(4, tmp_path_factory.mktemp("network")) as network:
+        yield network
 
 
 class SpreadRun:
@@ -58,7 +58,7 @@ class SpreadRun:
     def start(self, host: Host, role: str, *words: str) -> Process:
         """One of its processes, which is killed in the end."""
         keys = f"queue.keys={self._config.parent / ('server' if role == 'queue' else 'client')}"
-        process = host.started("asyncrl", role, str(self._config), keys, *self._keys, *words)
+        process = started_on(host, "asyncrl", role, str(self._config), keys, *self._keys, *words)
         return self._closing.enter_context(process)
 
     def start_learner(self, *words: str) -> list[Process]:

@@ -21,14 +21,17 @@ from pathlib import Path
 from typing import IO, Any
 
 import disk_calls
-import namespaces
 
 from asyncrl.system import forking
 from asyncrl.system.fork_server import AVAILABLE, ForkServer
+from bench.network.hosts import enter
 
 __all__ = ["AVAILABLE", "ForkedProcess", "own_server"]
 
 STARTS_S = 120.0
+
+HOST = "ASYNCRL_TESTS_HOST"
+"""Set to the id of a process, a forked process moves to its host (bench/network/hosts.py) before it runs anything."""
 
 PRELOADED = (
     "asyncrl.cli",
@@ -133,8 +136,8 @@ def _server() -> ForkServer:
 def run(words: Sequence[str]) -> None:
     """In a forked process: as `python` runs the words."""
     variables = os.environ
-    if (host := variables.get(namespaces.VARIABLE)) is not None:
-        namespaces.enter(int(host))
+    if (host := variables.get(HOST)) is not None:
+        enter(int(host))
     if disk_calls.VARIABLE in variables:
         disk_calls.install_for(words, variables[disk_calls.VARIABLE])
     sys.path[:0] = [

@@ -1,0 +1,30 @@
+"""Weights over a network of hosts: the table, and the bench itself with a small model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hosts import network_or_skip
+from processes import ran
+
+from bench.network.__main__ import OTHERS, OURS, table
+
+
+def test_each_way_has_a_row_with_its_share_of_a_card() -> None:
+    found = dict.fromkeys((*OTHERS, *OURS), 0.1) | {"gloo_raw / limit": 0.8}
+    lines = table({1.0: found}, 100, 5, 64.0).splitlines()
+    assert "| one gloo send of 256 MB | 0.100 (0.80) |" in lines
+    assert sum("0.100" in line for line in lines) == len(OTHERS) + len(OURS)
+
+
+@pytest.mark.slow
+def test_a_small_model_arrives_at_all_hosts_in_every_way(tmp_path: Path) -> None:
+    with network_or_skip(1, tmp_path):
+        pass
+    shape = ("--parameters", "1", "--repetitions", "1", "--gbit", "10")
+    ran("bench.network", *shape, "--json", str(tmp_path / "found.json"), executed=True)
+    found = json.loads((tmp_path / "found.json").read_text())["by_gbit_per_s"]["10.0"]
+    assert {*OTHERS, *OURS} <= {*found}
+    assert all(found[name] > 0 for name in (*OTHERS, *OURS))
