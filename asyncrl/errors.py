@@ -210,8 +210,8 @@ class PoolLostError(AsyncRLError):
 
 
 class RankLostError(AsyncRLError):
-    """A rank of a learner, or of a process of a pool, hangs and was killed, and the others have ended with it. The text
-    names it. The next start goes on from the newest checkpoint."""
+    """A rank of a learner, or of a process of a pool, hangs and was killed, or the machine of some is lost, and the
+    others have ended with it. The text names it. The next start goes on from the newest checkpoint."""
 
     exit_code = 12
 

@@ -73,7 +73,7 @@ exit codes:
   9    the disk is full, or a folder cannot be written
   10   stopped by SIGTERM or SIGHUP (its terminal was closed) and saved: run.resume=true goes on
   11   a pool that trains a model is gone: start the learner again, from its newest checkpoint
-  12   a rank of several hung and was killed: start the process again, the learner from its newest checkpoint
+  12   a rank of several, or its machine, is lost: start the process again, the learner from its newest checkpoint
   13   a run that was made again, or another one, differs from the recorded one; the message has the first difference
   130  interrupted with Ctrl-C: a generator or pool has returned its leases, a learner has written a checkpoint
 """

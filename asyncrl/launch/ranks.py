@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from asyncrl.config.rules import require
-from asyncrl.errors import RankLostError
+from asyncrl.errors import INTERRUPTED, RankLostError, StoppedError
 from asyncrl.launch.supervise import (
     FORK_SERVER,
     IMPORTED,
@@ -34,7 +34,7 @@ from asyncrl.launch.supervise import (
 )
 from asyncrl.observability.logs import RANK, describe_exit
 from asyncrl.system.fork_server import ForkServer
-from asyncrl.system.rank_process import FOLDER, IN_ORDER, MEETING, PULSE_FD, QUEUE
+from asyncrl.system.rank_process import FOLDER, MEETING, PULSE_FD, QUEUE
 from asyncrl.system.temporary import temporary_folder
 
 log = logging.getLogger(__name__)
@@ -43,6 +43,8 @@ LOOK_S = 0.5
 END_S = 10.0
 """Longest time that the others have to end after a rank has failed."""
 
+CLEAN = (0, StoppedError.exit_code, INTERRUPTED)
+"""Codes of a rank that has ended in order."""
 CONSEQUENCES = (1, -signal.SIGABRT, -signal.SIGTERM)
 """Ends of a rank whose connections to another one break, or that is ended because another one has failed."""
 
@@ -177,9 +179,9 @@ class Ranks:
         if event.name in self._killed:
             return
         self._ends[event.name] = event.code
-        if event.code not in IN_ORDER and self._settled_at is None:
+        if event.code not in CLEAN and self._settled_at is None:
             self._settled_at = time.monotonic() + SETTLE_S
-        if event.code not in (*IN_ORDER, *CONSEQUENCES):
+        if event.code not in (*CLEAN, *CONSEQUENCES):
             self._settled_at = 0.0
 
     def _check_signs(self) -> None:
@@ -257,7 +259,7 @@ def failed_first(ends: Mapping[str, int]) -> str:
     >>> failed_first({"rank 0": 10, "rank 1": 1, "rank 2": -9}), failed_first({"rank 1": 1, "rank 0": -6})
     ('rank 2', 'rank 1')
     """
-    failed = [name for name, code in ends.items() if code not in IN_ORDER]
+    failed = [name for name, code in ends.items() if code not in CLEAN]
     return next((name for name in failed if ends[name] not in CONSEQUENCES), failed[0])
 
 
@@ -267,7 +269,7 @@ def exit_code(ends: Mapping[str, int]) -> int:
     >>> exit_code({"rank 0": 0, "rank 1": 0}), exit_code({"rank 0": 10, "rank 1": 0}), exit_code({"rank 1": -9})
     (0, 10, -9)
     """
-    if all(code in IN_ORDER for code in ends.values()):
+    if all(code in CLEAN for code in ends.values()):
         return max(ends.values())
     return ends[failed_first(ends)]
 

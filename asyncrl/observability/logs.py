@@ -43,8 +43,7 @@ def why_it_ended(text: str, most: int) -> tuple[str, list[str]]:
     """
     tracebacks, others = _parted([RANK.sub("", line) for line in _of_the_cause(text.splitlines())])
     own = [one for one in tracebacks if not any(BY_TORCHRUN in line for line in one)]
-    said = [found for line in others if (found := LAST_MESSAGE.match(line))]
-    messages = [one["cause"] for one in sorted(said, key=lambda one: one["who"] != "train")]
+    messages = _messages_of_the_last_end(others)
     last = own[-1] if own else []
     cause = messages[-1] if messages else (last[-1].strip() if last else "")
     plain = [line for line in others if not LAST_MESSAGE.match(line)]
@@ -57,6 +56,21 @@ def _of_the_cause(lines: Sequence[str]) -> Sequence[str]:
     if not first:
         return lines
     return [line for line in lines if (mark["rank"] if (mark := RANK.match(line)) else "0") == first[-1]]
+
+
+def _messages_of_the_last_end(lines: Sequence[str]) -> list[str]:
+    """Messages before the notes of the launcher with which the lines end; these notes, where there are none. A log may
+    have several starts, each with an end."""
+    found = [LAST_MESSAGE.match(line) for line in lines]
+    noted = [one is not None and one["who"] == "train" for one in found]
+    end = len(lines)
+    while end and found[end - 1] is None:
+        end -= 1
+    while end and noted[end - 1]:
+        end -= 1
+    begin = max((at + 1 for at in range(end) if noted[at]), default=0)
+    notes = [one["cause"] for one in found[end:] if one]
+    return [one["cause"] for one in found[begin:end] if one] or notes
 
 
 def _parted(lines: Sequence[str]) -> tuple[list[list[str]], list[str]]:

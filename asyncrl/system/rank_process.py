@@ -18,16 +18,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NoReturn
 
-from asyncrl.errors import INTERRUPTED, StoppedError
+from asyncrl.errors import StoppedError
 
 MEETING, PULSE_FD = "ASYNCRL_MEETING", "ASYNCRL_PULSE_FD"
 LAUNCHED = "ASYNCRL_LAUNCHED"
 """Environment variable of processes that `asyncrl train` has started, and of their ranks."""
 
 FOLDER, QUEUE = "folder", "queue"
-
-IN_ORDER = (0, StoppedError.exit_code, INTERRUPTED)
-"""Codes of a rank that has ended in order."""
 
 PULSE_S = 1.0
 """Between two signs of life."""
@@ -86,7 +83,7 @@ _leave: list[Callable[[], None]] = []
 
 
 def before_leaving(act: Callable[[], None]) -> None:
-    """Call `act` before this rank ends in order."""
+    """Call `act` before this rank ends at the end of the run, or after a requested stop."""
     _leave.append(act)
 
 
@@ -96,7 +93,7 @@ def end_rank(code: int = 0) -> NoReturn:
     torch's caches of sharded operations keep the process group alive beyond `destroy_process_group`. Its threads then
     sometimes abort the interpreter while it exits, and a successful run would be reported as a crash.
     """
-    for act in _leave if code in IN_ORDER else ():
+    for act in _leave if code in (0, StoppedError.exit_code) else ():
         act()
     logging.shutdown()
     sys.stdout.flush()

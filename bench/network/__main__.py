@@ -1,4 +1,4 @@
-"""python -m bench.network: see the package. About 4 minutes."""
+"""python -m bench.network: see the package. About 5 minutes."""
 
 from __future__ import annotations
 

@@ -33,6 +33,10 @@ QUEUED_S = 0.05
 BURST_S = 0.004
 
 
+class NoNamespacesError(Exception):
+    """This machine allows no new namespaces."""
+
+
 class Host:
     """pid: of the process that keeps its namespaces · name, address, address6: as others reach it"""
 
@@ -73,19 +77,29 @@ class Host:
 
 
 class Network:
-    """Hosts that reach each other, and nothing else. folder: for their files · OSError where a machine allows none."""
+    """Hosts that reach each other, and nothing else. NoNamespacesError where this machine allows none.
+
+    folder: for their files
+    """
 
     def __init__(self, count: int, folder: Path) -> None:
         self._holders: list[subprocess.Popen[str]] = []
-        self._switch = self._hold("unshare", "--user", "--map-root-user", "--net")
-        _run(self._switch, "ip", "link", "add", "switch", "type", "bridge")
-        _run(self._switch, "ip", "link", "set", "switch", "up")
-        self.hosts = [self._add(number, count, folder) for number in range(1, count + 1)]
+        try:
+            self._switch = self._hold("unshare", "--user", "--map-root-user", "--net")
+            _run(self._switch, "ip", "link", "add", "switch", "type", "bridge")
+            _run(self._switch, "ip", "link", "set", "switch", "up")
+            self.hosts = [self._add(number, count, folder) for number in range(1, count + 1)]
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         for holder in reversed(self._holders):
             assert holder.stdin is not None
             holder.stdin.close()
@@ -128,7 +142,7 @@ class Network:
         self._holders.append(holder)
         assert holder.stdout is not None
         if (line := holder.stdout.readline()) != "there\n":
-            raise OSError(f"no new namespaces: {line.strip()}")
+            raise NoNamespacesError(line.strip())
         return holder.pid
 
 

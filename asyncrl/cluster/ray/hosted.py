@@ -19,10 +19,9 @@ from typing import Any
 from asyncrl.cluster.ray.host import StartOrder
 from asyncrl.cluster.ray.reserve import cluster_text, last_line
 from asyncrl.errors import ConfigError, DeadlineError
-from asyncrl.launch.ranks import END_S, exit_code
+from asyncrl.launch.ranks import CLEAN, END_S, exit_code
 from asyncrl.launch.supervise import ChildEnded, ChildEvent, ChildMessage
 from asyncrl.observability.logs import describe_exit
-from asyncrl.system.rank_process import IN_ORDER
 
 POLL_S = 10.0
 """Longest time that an actor takes to answer that nothing has happened."""
@@ -178,10 +177,10 @@ class HostedChild:
                 self._ends[part.name] = code
             if why:
                 self._lines.append(why)
-            elif len(self._parts) > 1 and code not in IN_ORDER:
+            elif len(self._parts) > 1 and code not in CLEAN:
                 self._lines.append(f"{part.name} ended ({describe_exit(code)})")
             if self._running:
-                if code not in IN_ORDER and not self._ended_from_here:
+                if code not in CLEAN and not self._ended_from_here:
                     self._end_others()
                 return
             self._code = exit_code(self._ends)

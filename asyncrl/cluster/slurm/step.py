@@ -19,7 +19,7 @@ from types import FrameType
 
 from asyncrl.device.visible import VARIABLES, visible_devices
 from asyncrl.errors import ConfigError
-from asyncrl.system.rank_process import IN_ORDER
+from asyncrl.launch.ranks import CLEAN
 from asyncrl.system.signals import die_with
 
 STOPS = (signal.SIGUSR1,)
@@ -53,7 +53,7 @@ def run(command: Sequence[str], env: Mapping[str, str], ends: str) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     code = process.wait()
     code = code if code >= 0 else KILLED - code
-    if code not in IN_ORDER:
+    if code not in CLEAN:
         with suppress(OSError), open(ends, "x", encoding="utf-8") as file:
             file.write(str(code))
     return code

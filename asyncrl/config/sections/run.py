@@ -148,8 +148,8 @@ class LaunchConfig(Section):
     )
     rank_deadline_s: Seconds = key(
         60.0,
-        "longest silence of a rank of several, e.g. stopped by SIGSTOP, before it is killed; of a machine with ranks, "
-        "before those of the other machines end",
+        "longest silence of a rank of several, e.g. stopped by SIGSTOP, before it is killed; of a machine with ranks "
+        "(queue.deadline_s at least), before those of the other machines end",
     )
     fork: bool = key(
         True,

@@ -2,16 +2,17 @@
 in which their ranks have met.
 
     machine m    machine/m ◂── a count      machine/(m+1) ──▸ has it changed?      lost ──▸ has anybody lost one?
-                 not for launch.rank_deadline_s: lost ◂── m+1
+                 not for the deadline: lost ◂── m+1
 
 A collective would wait for a machine that is gone, or cut off, for ten minutes, and name nobody. A rank that waits in
 one cannot raise, so its process ends at once; the supervisor of this machine's ranks then ends the others. A machine
-that does not reach the queue for queue.deadline_s ends in the same way, and meanwhile knows nothing of the others.
+that does not reach the queue knows nothing of the others, and waits.
 """
 
 from __future__ import annotations
 
 import logging
+import socket
 import sys
 import threading
 import time
@@ -19,15 +20,18 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
-from asyncrl.errors import AsyncRLError, DeadlineError, RankLostError
+from asyncrl.errors import AsyncRLError, RankLostError
 from asyncrl.system.rank_process import end_rank
 
 log = logging.getLogger(__name__)
 
 LOOKS = 15
-"""In the time after which a machine counts as lost."""
+"""In the time after which a machine counts as lost, at least."""
 
-LEFT = b"left"
+LONGEST_S = 4.0
+"""Between two looks. The connection to the queue is closed when it is idle for longer."""
+
+LEFT = "left"
 LEAVES_S = 1.0
 """Longest that a rank waits at its end until the others can know of it: the queue may be gone."""
 
@@ -49,39 +53,44 @@ class MachineWatch:
     def __init__(self, store: WatchStore, name: str, machine: int, machines: int, deadline_s: float) -> None:
         self._store, self._name, self.deadline_s = store, name, deadline_s
         self._machine, self._next = machine, (machine + 1) % machines
-        self._count, self._silent_s = 0, 0.0
-        self._sign: bytes | None = None
+        self._count, self._silent_s, self._sign = 0, 0.0, ""
+        self._host = ""
 
     def look(self, seconds: float) -> None:
         """Give a sign, and look for those of others. seconds: since the last look, as far as the queue answered
 
         Raises:
             RankLostError: A machine is lost; it may be this one.
-            DeadlineError: The queue does not answer.
+            AsyncRLError: The queue does not answer, or refuses.
         """
         self._count += 1
-        self._store.set(f"machine/{self._machine}", str(self._count))
-        lost = self._store.find("lost")
-        if lost is not None and lost.isdigit():
-            raise self._lost(int(lost))
-        sign = self._store.find(f"machine/{self._next}")
+        self._store.set(f"machine/{self._machine}", f"{self._count} {socket.gethostname()}")
+        self._check_lost()
+        sign = self._find(f"machine/{self._next}")
         self._silent_s = self._silent_s + seconds if sign == self._sign else 0.0
         self._sign = sign
         if sign != LEFT and self._silent_s >= self.deadline_s:
-            self._store.set("lost", str(self._next))
-            raise self._lost(self._next)
+            self._store.set("lost", f"{self._next} {sign.partition(' ')[2]}")
+            self._check_lost()
 
     def leave(self) -> None:
         """This machine's ranks end in order: it is not lost."""
-        self._store.set(f"machine/{self._machine}", LEFT.decode())
+        self._store.set(f"machine/{self._machine}", LEFT)
 
-    def _lost(self, machine: int) -> RankLostError:
-        which = "this machine" if machine == self._machine else "a machine"
-        return RankLostError(
-            f"{self._name}: {which} (--node {machine}) gave the others no sign of life for {self.deadline_s:g} s "
-            "(launch.rank_deadline_s), and the ranks here end. Remedy: start those of all machines again, with "
-            "run.resume=true"
+    def _check_lost(self) -> None:
+        number, _, host = self._find("lost").partition(" ")
+        if not number.isdigit():
+            return
+        which = "this machine" if int(number) == self._machine else "a machine"
+        named = f"--node {number}, host {host}" if host else f"--node {number}"
+        raise RankLostError(
+            f"{self._name}: {which} ({named}) gave the others no sign of life for {self.deadline_s:g} s "
+            "(launch.rank_deadline_s, and queue.deadline_s at least), and the ranks here end. Remedy: start those of "
+            "all machines again, with run.resume=true"
         )
+
+    def _find(self, key: str) -> str:
+        return (self._store.find(key) or b"").decode(errors="replace")
 
 
 def end_with(error: AsyncRLError) -> None:
@@ -90,23 +99,26 @@ def end_with(error: AsyncRLError) -> None:
     end_rank(error.exit_code)
 
 
-def begin_watch(watch: MachineWatch, end: Callable[[AsyncRLError], None] = end_with) -> Callable[[], None]:
-    """Look LOOKS times in the watch's deadline, in a thread. Returns a function by which this machine leaves.
+def begin_watch(watch: MachineWatch, end: Callable[[RankLostError], None] = end_with) -> Callable[[], None]:
+    """Look again and again, in a thread. Returns a function by which this machine leaves.
 
-    end: called with a RankLostError or a DeadlineError
+    end: called once a machine is lost
     """
-    over, every_s = threading.Event(), watch.deadline_s / LOOKS
+    over, every_s = threading.Event(), min(watch.deadline_s / LOOKS, LONGEST_S)
 
     def look() -> None:
-        before = time.monotonic()
+        before, failed = time.monotonic(), False
         while not over.wait(every_s):
             try:
                 watch.look(min(time.monotonic() - before, 2 * every_s))
-            except (RankLostError, DeadlineError) as error:
+                failed = False
+            except RankLostError as error:
                 end(error)
                 return
-            except AsyncRLError as error:  # e.g. the run is closed
-                log.info("no look at the other machines: %s", error)
+            except Exception as error:  # without this thread, the others would take this machine for lost
+                if not failed:
+                    log.warning("whether the other machines live cannot be seen: %s", error)
+                failed = True
             before = time.monotonic()
         with suppress(AsyncRLError):
             watch.leave()

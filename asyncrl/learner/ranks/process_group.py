@@ -62,6 +62,9 @@ def join_process_group(device: torch.device, config: Config, alone: bool = False
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world, timeout=COLLECTIVE_DEADLINE
         )
+        if isinstance(store, QueueStore):
+            exchange(None)  # all are there
+            _watch_machines(store, place, config)
     else:
         if rank == 0:
             log.warning(TORCHRUN_RISK)
@@ -79,13 +82,13 @@ def _store(kind: str, place: str, config: Config) -> dist.Store:
     store = meet(registry, place, rank, world, COLLECTIVE_DEADLINE.total_seconds())
     # torch keeps the part in C++ alone, which needs the Python object when groups are made later.
     _kept.append(store)
-    _watch_machines(store, place, config.launch.rank_deadline_s)
     return store
 
 
-def _watch_machines(store: QueueStore, name: str, deadline_s: float) -> None:
-    """The first rank of each machine watches another machine."""
+def _watch_machines(store: QueueStore, name: str, config: Config) -> None:
+    """The first rank of each machine watches another machine, which may wait for the queue for queue.deadline_s."""
     rank, world = rank_and_world()
+    deadline_s = max(config.launch.rank_deadline_s, config.queue.deadline_s)
     here = int(os.environ["LOCAL_WORLD_SIZE"])
     if rank % here == 0:
         before_leaving(begin_watch(MachineWatch(store, name, rank // here, world // here, deadline_s)))

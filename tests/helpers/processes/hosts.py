@@ -11,7 +11,7 @@ import pytest
 from forked import HOST
 from processes import Process, started
 
-from bench.network.hosts import Host, Network, has_commands
+from bench.network.hosts import Host, Network, NoNamespacesError, has_commands
 
 
 def network_or_skip(count: int, folder: Path) -> Network:
@@ -20,7 +20,7 @@ def network_or_skip(count: int, folder: Path) -> Network:
         pytest.skip(missing.IPROUTE)
     try:
         return Network(count, folder)
-    except OSError as error:
+    except NoNamespacesError as error:
         pytest.skip(f"{missing.NAMESPACES}: {error}")
 
 

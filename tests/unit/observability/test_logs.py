@@ -84,3 +84,11 @@ def test_a_note_of_the_launcher_explains_an_end_only_where_nothing_else_does() -
         why_it_ended("asyncrl learner: NoGroups: no group came\n" + note, 25)[0] == "NoGroups: no group came"
     )
     assert why_it_ended("asyncrl rank: RankLostError: gone\n" + note, 25)[0] == "RankLostError: gone"
+
+
+def test_a_message_of_an_earlier_start_does_not_explain_the_end_of_a_later_one() -> None:
+    earlier = "asyncrl learner: PoolLostError: the critic died\nasyncrl train: learner ended (exit code 11)\n"
+    later = "asyncrl train: the process is lost: its node or its actor is lost\n"
+    assert why_it_ended(f"{earlier}loading the model\n{later}", 25)[0].endswith(
+        "its node or its actor is lost"
+    )
