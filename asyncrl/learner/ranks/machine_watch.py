@@ -45,7 +45,7 @@ class WatchStore(Protocol):
 
 
 class MachineWatch:
-    """What one machine of several knows of the next one.
+    """One machine of several: it gives signs of life, and watches the next one.
 
     name: of the learner or the pool's process · machine: this one's number of `machines` · deadline_s: of a silence
     """
@@ -54,7 +54,6 @@ class MachineWatch:
         self._store, self._name, self.deadline_s = store, name, deadline_s
         self._machine, self._next = machine, (machine + 1) % machines
         self._count, self._silent_s, self._sign = 0, 0.0, ""
-        self._host = ""
 
     def look(self, seconds: float) -> None:
         """Give a sign, and look for those of others. seconds: since the last look, as far as the queue answered
@@ -120,7 +119,7 @@ def begin_watch(watch: MachineWatch, end: Callable[[RankLostError], None] = end_
                     log.warning("whether the other machines live cannot be seen: %s", error)
                 failed = True
             before = time.monotonic()
-        with suppress(AsyncRLError):
+        with suppress(Exception):  # the run is over; the queue may be, too
             watch.leave()
 
     def leave() -> None:
