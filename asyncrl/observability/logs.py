@@ -18,8 +18,10 @@ ENDED_FIRST = re.compile(r": rank (\d+) ended first ")
 """The line that ranks.py writes about the rank that made the others end."""
 
 LAST_MESSAGE = re.compile(r"^asyncrl (?P<who>[a-z ]+): (?P<cause>\S.*)$")
-"""The last line of a command of asyncrl that ends on an error that is raised on purpose; or, of `train`, a note of the
-launcher on a process of a cluster, which explains an end where nothing else does."""
+"""The last line of a command of asyncrl that ends on an error that is raised on purpose; or a note of the LAUNCHER on a
+process of a cluster, which explains an end where nothing else does."""
+
+LAUNCHER = "train"
 
 VARYING = re.compile(r"""'[^']*'|"[^"]*"|0x[0-9a-f]+|\d+""")
 
@@ -41,11 +43,15 @@ def why_it_ended(text: str, most: int) -> tuple[str, list[str]]:
     >>> why_it_ended("slow\\nTraceback (most recent call last):\\n  File\\nValueError: no\\n", 25)
     ('ValueError: no', ['Traceback (most recent call last):', '  File', 'ValueError: no', 'slow'])
     """
-    tracebacks, others = _parted([RANK.sub("", line) for line in _of_the_cause(text.splitlines())])
+    lines = _of_the_cause(_of_the_last_start(text.splitlines()))
+    tracebacks, others = _parted([RANK.sub("", line) for line in lines])
     own = [one for one in tracebacks if not any(BY_TORCHRUN in line for line in one)]
-    messages = _messages_of_the_last_end(others)
+    messages = [found for line in others if (found := LAST_MESSAGE.match(line))]
     last = own[-1] if own else []
-    cause = messages[-1] if messages else (last[-1].strip() if last else "")
+    causes = [one["cause"] for one in messages if one["who"] == LAUNCHER]
+    causes += [line.strip() for line in last[-1:]]
+    causes += [one["cause"] for one in messages if one["who"] != LAUNCHER]
+    cause = causes[-1] if causes else ""
     plain = [line for line in others if not LAST_MESSAGE.match(line)]
     return cause, [*last, *_without_repeats(plain)[-most:]]
 
@@ -58,19 +64,16 @@ def _of_the_cause(lines: Sequence[str]) -> Sequence[str]:
     return [line for line in lines if (mark["rank"] if (mark := RANK.match(line)) else "0") == first[-1]]
 
 
-def _messages_of_the_last_end(lines: Sequence[str]) -> list[str]:
-    """Messages before the notes of the launcher with which the lines end; these notes, where there are none. A log may
-    have several starts, each with an end."""
+def _of_the_last_start(lines: Sequence[str]) -> Sequence[str]:
+    """Lines behind the notes with which the launcher has explained the ends of earlier starts."""
     found = [LAST_MESSAGE.match(line) for line in lines]
-    noted = [one is not None and one["who"] == "train" for one in found]
+    noted = [one is not None and one["who"] == LAUNCHER for one in found]
     end = len(lines)
-    while end and found[end - 1] is None:
+    while end and found[end - 1] is None and not lines[end - 1].endswith(TRACEBACK):
         end -= 1
     while end and noted[end - 1]:
         end -= 1
-    begin = max((at + 1 for at in range(end) if noted[at]), default=0)
-    notes = [one["cause"] for one in found[end:] if one]
-    return [one["cause"] for one in found[begin:end] if one] or notes
+    return lines[max((at + 1 for at in range(end) if noted[at]), default=0) :]
 
 
 def _parted(lines: Sequence[str]) -> tuple[list[list[str]], list[str]]:

@@ -84,6 +84,13 @@ def test_a_note_of_the_launcher_explains_an_end_only_where_nothing_else_does() -
         why_it_ended("asyncrl learner: NoGroups: no group came\n" + note, 25)[0] == "NoGroups: no group came"
     )
     assert why_it_ended("asyncrl rank: RankLostError: gone\n" + note, 25)[0] == "RankLostError: gone"
+    broken = "Traceback (most recent call last):\n  File\nValueError: no\n"
+    assert why_it_ended(broken + note, 25)[0] == "ValueError: no"
+    assert why_it_ended(f"asyncrl learner: NoGroups: none\n{note}{broken}", 25)[0] == "ValueError: no"
+    assert why_it_ended(f"{broken}{note}loading the model\n{note}", 25) == (
+        note[15:-1],
+        ["loading the model"],
+    )
 
 
 def test_a_message_of_an_earlier_start_does_not_explain_the_end_of_a_later_one() -> None:
