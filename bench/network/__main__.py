@@ -12,9 +12,8 @@ from bench.bars import Bar, Measured, figures, number, row, verdict_table
 from bench.network.hosts import CARD, Host, Network
 from bench.output import bench_parser, machine, write_results
 from bench.process import Process
-from bench.sync.generator import CLEAR
-from bench.sync.gloo import RAW_BYTES
 from bench.sync.model import LEARNERS, SHAPES, total_bytes
+from bench.sync.runner import Others, clear
 
 GENERATORS = 4
 
@@ -36,34 +35,6 @@ BARS = (
     Bar("asyncrl_tp2", 2.0, over="gloo_per_tensor_2"),
     Bar("asyncrl_4", 1.0, over="gloo_packed_4"),
 )
-
-
-class Others:
-    """A gloo group of the learner's first host and those of the generators."""
-
-    def __init__(self, millions: int, hosts: Sequence[Host], folder: Path, stack: ExitStack) -> None:
-        self._bytes = total_bytes(millions)
-        told = {
-            "world": len(hosts),
-            "millions": millions,
-            "folder": str(folder),
-            "rendezvous": f"file://{folder}/meet",
-            "interface": CARD,
-        }
-        self._ranks = [
-            stack.enter_context(_process("bench.sync.gloo", folder, host, told | {"rank": rank}))
-            for rank, host in enumerate(hosts)
-        ]
-        for rank in self._ranks:
-            rank.hears()
-
-    def gb_per_s(self, method: str, sinks: int) -> float:
-        ranks = self._ranks[: sinks + 1]
-        for rank in ranks:
-            rank.tell({"method": method, "sinks": sinks})
-        said = [rank.hears() for rank in ranks]
-        seconds = max(s["ended"] for s in said) - max(s["begun"] for s in said)
-        return (RAW_BYTES if method == "raw" else self._bytes) / seconds / 1e9
 
 
 class Ours:
@@ -116,9 +87,7 @@ class Ours:
             process.tell(self._version)
         begun = min(learner.hears()["begun"] for learner in self._learners)
         ended = max(generator.hears()["ended"] for generator in self._generators[name])
-        for generator in self._generators[name]:
-            generator.tell(CLEAR)
-            generator.hears()
+        clear(self._generators[name])
         return self._bytes / (ended - begun) / 1e9
 
     def _start(
@@ -140,7 +109,8 @@ def measured(millions: int, gbit: float, repetitions: int, bucket_mb: float) -> 
         network = stack.enter_context(Network(LEARNERS + GENERATORS, folder))
         network.limit(limit * 1e9)
         hosts = network.hosts
-        others = Others(millions, [hosts[0], *hosts[LEARNERS:]], folder, stack)
+        begins = [host.moving_there() for host in (hosts[0], *hosts[LEARNERS:])]
+        others = Others(millions, folder, stack, begins, CARD)
         ours = Ours(millions, hosts, folder, stack, {"network_gb_s": limit, "bucket_mb": bucket_mb})
         rounds = []
         for _ in range(1 + repetitions):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -25,21 +26,34 @@ SINKS = 2
 
 
 class Others:
-    """What others do, in one gloo group of a learner and two generator ranks."""
+    """What others do, in one gloo group of a learner and generator ranks.
 
-    def __init__(self, millions: int, folder: Path, stack: ExitStack) -> None:
+    begins: for each rank what its process runs between fork and exec · interface: of gloo; its own choice without one
+    """
+
+    def __init__(
+        self,
+        millions: int,
+        folder: Path,
+        stack: ExitStack,
+        begins: Sequence[Callable[[], None] | None] = (None,) * (1 + SINKS),
+        interface: str | None = None,
+    ) -> None:
         self._bytes = total_bytes(millions)
         said = {
-            "world": SINKS + 1,
+            "world": len(begins),
             "millions": millions,
             "folder": "/dev/shm",
             "rendezvous": f"file://{folder}/meet",
+            "interface": interface,
         }
         self._ranks = [
             stack.enter_context(
-                Process(["bench.sync.gloo"], folder / f"gloo{rank}.log", {**said, "rank": rank})
+                Process(
+                    ["bench.sync.gloo"], folder / f"gloo{rank}.log", {**said, "rank": rank}, begins=before
+                )
             )
-            for rank in range(SINKS + 1)
+            for rank, before in enumerate(begins)
         ]
         for rank in self._ranks:
             rank.hears()
@@ -108,9 +122,7 @@ class Ours:
             rank.tell(self._version)
         published = self._publish(backend)
         taken = [rank.hears() for rank in ranks]
-        for rank in ranks:
-            rank.tell(CLEAR)
-            rank.hears()
+        clear(ranks)
         seconds = max(t["ended"] for t in taken) - min(p["begun"] for p in published)
         return {
             "gb_per_s": self._bytes / seconds / 1e9,
@@ -152,6 +164,13 @@ class Ours:
             f"{name}_transfer_ms": median(h["fetch_ms"] for h in heard[1:]),
             f"{name}_floor_ms": floor_ms,
         }
+
+
+def clear(generators: Sequence[Process]) -> None:
+    """Let generator ranks forget the version that they have."""
+    for generator in generators:
+        generator.tell(CLEAR)
+        generator.hears()
 
 
 def memcpy_gb_per_s(millions: int) -> float:
