@@ -53,9 +53,10 @@ class CuttingProxy:
                 if cut.is_set():
                     continue  # answers that the client does not get
                 allowed, cuts = self._allowed(side, len(data))
+                if cuts:
+                    cut.set()  # before the last bytes go: the client gets no answer to them
                 to.sendall(data[:allowed])
                 if cuts:
-                    cut.set()
                     server.shutdown(socket.SHUT_WR)
                     if side == "sent":
                         return  # the other pump goes on to the server's end
