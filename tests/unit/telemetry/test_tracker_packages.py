@@ -9,11 +9,13 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import until
 
 from asyncrl.telemetry.trackers import mlflow_tracker
 from asyncrl.telemetry.trackers.open import open_trackers
@@ -88,7 +90,7 @@ def test_wandb(run: TrackedRun) -> None:
     before = (run.folder / "wandb").rename(run.folder / "before")  # folders have names of seconds
     resume(run, "wandb")
     (file,), (after,) = (folder.glob("offline-run-*/*.wandb") for folder in (before, run.folder / "wandb"))
-    first, second = list(_wandb_records(file)), list(_wandb_records(after))
+    first, second = _whole_wandb_records(file), _whole_wandb_records(after)
     (made,) = [record.run for record in first if record.HasField("run")]
     assert (made.project, made.run_group, [*made.tags], made.notes) == (
         "sums",
@@ -112,6 +114,19 @@ def test_wandb(run: TrackedRun) -> None:
 
 WANDB_HEAD, WANDB_BLOCK, WANDB_PIECE = 7, 32768, struct.Struct("<IHB")
 """Of a .wandb file: bytes before its records; of a block; checksum, length and kind of a piece of a record."""
+
+
+def _whole_wandb_records(file: Path) -> list[Any]:
+    """Up to that of the run's end, which the package's service may write after the tracker has closed."""
+    from google.protobuf.message import DecodeError
+
+    def ended() -> bool:
+        with suppress(struct.error, DecodeError):  # the last record is half written
+            return any(record.HasField("exit") for record in _wandb_records(file))
+        return False
+
+    until(ended, f"the end of {file.name}")
+    return list(_wandb_records(file))
 
 
 def _wandb_records(file: Path) -> Iterator[Any]:
