@@ -135,6 +135,8 @@ def print_run_plan(
         return
     print("\n".join(_table(outcomes)))
     print(f"\n{worth(outcomes)}")
+    if busiest := max(outcome.brokers[0] for outcome in outcomes):
+        print(f"the queue is busy {busiest:.1%} of the time at most")
     print("keys to set: " + " ".join(f"{name}={value}" for name, value in keys(best, times, config)))
 
 
@@ -202,7 +204,7 @@ def _as_json(outcome: Simulated) -> dict[str, Any]:
         "bound_groups_per_s": outcome.bound,
         "tokens_per_s": outcome.tokens_per_s,
         "version_s": outcome.version_s,
-        "busy": {pool: outcome.busy(pool) for pool in pools},
+        "busy": {pool: outcome.busy(pool) for pool in pools} | {"queue": outcome.brokers[0]},
         "shares": {pool: outcome.shares(pool) for pool in pools},
         "staleness": {str(age): count for age, count in sorted(outcome.staleness.items())},
         "lag_s": outcome.lag_s,

@@ -20,6 +20,7 @@ class Setup:
     window, depth       as `queue.window` and `queue.depth` resolve; Nones: as they do without these keys
     claim_tokens        most tokens of one claim of a data rank; None: no limit
     whole_batch         the learner computes once all groups of a version are in
+    payload_brokers     processes that payloads pass in place of the queue's (brokers.py); none in a real run
     colocated           both pools have the same devices, and take turns; only with max_staleness 0
     """
 
@@ -33,6 +34,7 @@ class Setup:
     depth: int | None = None
     claim_tokens: int | None = None
     whole_batch: bool = False
+    payload_brokers: int = 0
     colocated: bool = False
 
     def __post_init__(self) -> None:
@@ -70,6 +72,7 @@ class Simulated:
     staleness            groups that were trained, by their versions of age
     pause_share          of a generator's time, for flips · lag_s: mean seconds from a publication to its flip's end
     bound                groups per second that the stage times allow, without waits
+    brokers              busy shares: of the queue's thread, and of each payload broker
     """
 
     setup: Setup
@@ -81,6 +84,7 @@ class Simulated:
     staleness: Counter[int]
     lag_s: float
     bound: float
+    brokers: tuple[float, ...]
 
     @property
     def groups_per_s(self) -> float:

@@ -28,6 +28,7 @@ from asyncrl.queue.ledger import generator_commands
 from asyncrl.queue.ledger.ledger import Ledger
 from asyncrl.queue.protocol import requests as rq
 from asyncrl.queue.protocol.settings import StreamSettings
+from asyncrl.twin.brokers import Brokers, Payload
 from asyncrl.twin.decoding import Decoder
 from asyncrl.twin.outcome import Setup, Simulated, bound
 from asyncrl.twin.times import Lengths, StageTimes
@@ -100,6 +101,7 @@ class Run:
         self._fetch_s = fetch_s or [of_all] * setup.generators
         self.ledger = Ledger()
         self.ledger.open(_settings(setup), None)
+        self.brokers = Brokers(times.queue, setup)
         self._measured = _Measured()
         self._open_generators()
         self._learner = SimulatedLearner(self)
@@ -126,7 +128,7 @@ class Run:
         while self.ledger.state.steps.version < self._last:
             self.now, _, action, arguments = heapq.heappop(self._events)
             action(*arguments)
-        return self._measured.outcome(self.setup, self.times)
+        return self._measured.outcome(self.setup, self.times, self.brokers)
 
     def after(self, seconds: float, action: Callable[..., None], *arguments: Any) -> None:
         heapq.heappush(self._events, (self.now + seconds, next(self._numbers), action, arguments))
@@ -150,7 +152,8 @@ class Run:
             self._coming[number] += self.setup.group_size * len(grants)
             for grant in grants:
                 self._leases[grant.ordinal] = (grant.epoch, held)
-            self.after(self.times.sync.queue_s, self._begin, number, [grant.ordinal for grant in grants])
+            answered = self.times.sync.queue_s + self.brokers.lease(self.now, len(grants))
+            self.after(answered, self._begin, number, [grant.ordinal for grant in grants])
         if len(grants) < most:
             self._parked.setdefault(held, {})[number] = None
         return len(grants) == most
@@ -177,7 +180,7 @@ class Run:
 
     def _advance(self, number: int) -> None:
         for ordinal in self._decoders[number].advance(self.now):
-            self.after(self.times.generation.reward_s + self.times.sync.queue_s, self._commit, ordinal)
+            self.after(self.times.generation.reward_s + self.times.sync.queue_s, self._send, ordinal)
 
     def _schedule(self, number: int) -> None:
         self._wake[number] += 1
@@ -193,14 +196,27 @@ class Run:
         if number not in self._parked.get(self._held[number], ()):
             self._ask(number)
 
+    def _send(self, ordinal: int) -> None:
+        """A group is on its way to the ledger: its payload first, if that goes elsewhere."""
+        self._pass(self.brokers.keep(self.now, self.payload(ordinal)), self._reach, ordinal)
+
+    def _reach(self, ordinal: int) -> None:
+        self._pass(self.brokers.commit(self.now, self.payload(ordinal)), self._commit, ordinal)
+
+    def _pass(self, seconds: float, action: Callable[[int], None], ordinal: int) -> None:
+        """At once where there is nothing to wait for: events of the same time keep their order."""
+        if seconds:
+            self.after(seconds, action, ordinal)
+        else:
+            action(ordinal)
+
     def _commit(self, ordinal: int) -> None:
         epoch, held = self._leases.pop(ordinal)
-        tokens = sum(self._draws.group(ordinal)) + self.setup.group_size * self.times.lengths.prompt
         request = rq.CommitRequest(
             stream=TRAIN,
             ordinal=ordinal,
             epoch=epoch,
-            tokens=round(tokens),
+            tokens=round(self.payload(ordinal).tokens),
             start_version=held,
             nbytes=0,
             digest=0,
@@ -242,6 +258,10 @@ class Run:
     def policy_tokens(self, ordinal: int) -> float:
         return sum(self._draws.group(ordinal))
 
+    def payload(self, ordinal: int) -> Payload:
+        prompts = self.setup.group_size * self.times.lengths.prompt
+        return Payload(ordinal, self.policy_tokens(ordinal) + prompts)
+
     def measure(
         self, learner: Mapping[str, float], trained: Sequence[tuple[int, float]], version: int
     ) -> None:
@@ -257,18 +277,21 @@ class Run:
                 self._schedule(number)
                 seconds.update(decoder.seconds)
             measured.marks.append((self.now, seconds, Counter(learner)))
+            measured.requests.append(self.brokers.seconds)
 
 
 class _Measured:
-    """marks: time, seconds of all generators and of the learner, where the measurement begins and ends."""
+    """marks: time, seconds of all generators and of the learner, where the measurement begins and ends
+    requests: seconds of each broker there"""
 
     def __init__(self) -> None:
         self.marks: list[tuple[float, Counter[str], Counter[str]]] = []
+        self.requests: list[tuple[float, ...]] = []
         self.staleness, self.tokens = Counter[int](), 0.0
         self.lags: list[float] = []
         self.published: dict[int, float] = {}
 
-    def outcome(self, setup: Setup, times: StageTimes) -> Simulated:
+    def outcome(self, setup: Setup, times: StageTimes, brokers: Brokers) -> Simulated:
         start = (0.0, Counter[str](), Counter[str]())  # without a warm-up
         (begun, *before), (ended, *now) = [start, *self.marks][-2:]
         versions = sum(self.staleness.values()) // setup.groups
@@ -279,8 +302,10 @@ class _Measured:
         learn_s = sum(s for name, s in learner.items() if name != WAIT_GROUPS) / versions
         most = bound(setup, times, self.tokens / versions, learn_s)
         lag_s, seconds = sum(self.lags) / max(1, len(self.lags)), ended - begun
+        *_, before_requests, _ = [tuple(0.0 for _ in brokers.seconds), *self.requests]
+        busy = brokers.busy(before_requests, seconds)
         return Simulated(
-            setup, versions, seconds, self.tokens, generators, learner, self.staleness, lag_s, most
+            setup, versions, seconds, self.tokens, generators, learner, self.staleness, lag_s, most, busy
         )
 
 

@@ -5,6 +5,7 @@
     a claim of the learner         learner.claim_s + learner.token_s · tokens of the busiest data rank
     a version of the learner       learner.version_s once, then learner.publish_s
     a version to a generator       sync.fetch_s beside the decoding, sync.flip_s during which the engine stands still
+    requests to the queue          sync.queue_s each; and, one after another, the times of `queue` (brokers.py)
 
 All are seconds.
 """
@@ -106,6 +107,20 @@ class SyncTimes(Section):
 
 
 @dataclass(frozen=True)
+class QueueTimes(Section):
+    """Of the queue's one thread. Zeros leave it out."""
+
+    group_s: NotNegative = key(0.0, "seconds for a group, from its task to its claim, without its payload")
+    byte_s: NotNegative = key(0.0, "seconds for a byte of a payload that comes in and goes out")
+    token_bytes: NotNegative = key(8.0, "bytes of the payload of a token, prompts included")
+    claim_s: NotNegative = key(0.0, "seconds for each data rank's request of a claim")
+    generator_share: NotNegative = key(0.0, "share of its time that each generator takes: heartbeats")
+    rank_share: NotNegative = key(
+        0.0, "share of its time that each rank of the learner takes: repeated claims"
+    )
+
+
+@dataclass(frozen=True)
 class StageTimes:
     """generator_devices, rank_devices: devices of the one generator and of the one data rank that these times are of"""
 
@@ -113,6 +128,7 @@ class StageTimes:
     lengths: Lengths = Lengths()
     learner: LearnerTimes = LearnerTimes()
     sync: SyncTimes = SyncTimes()
+    queue: QueueTimes = QueueTimes()
     generator_devices: int = 1
     rank_devices: int = 1
 
@@ -122,6 +138,7 @@ SECTIONS: Mapping[str, type[Section]] = {
     "lengths": Lengths,
     "learner": LearnerTimes,
     "sync": SyncTimes,
+    "queue": QueueTimes,
 }
 DEVICES = ("generator_devices", "rank_devices")
 

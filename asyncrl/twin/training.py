@@ -41,6 +41,7 @@ class SimulatedLearner:
 
     def _begin_version(self) -> None:
         self._next: tuple[int, ...] | None = None
+        self._next_at = 0.0  # when the broker has answered with it
         self._claims, self._all_claimed = 0, False
         self._groups: list[int] = []  # of the version so far
 
@@ -58,6 +59,8 @@ class SimulatedLearner:
         claimed = learner_commands.claim(self._ledger, request)
         if claimed is not None:
             self._next, self._all_claimed = claimed.ordinals, claimed.last
+            payloads = [self._run.payload(ordinal) for ordinal in claimed.ordinals]
+            self._next_at = self._run.now + self._run.brokers.claim(self._run.now, payloads)
             self._claims += 1
             self._run.admit()
 
@@ -66,11 +69,13 @@ class SimulatedLearner:
         if self._computing or self._next is None:
             return
         self._computing = True
-        self._run.after(self._times.sync.queue_s, self._compute)
+        self._run.after(self._times.sync.queue_s + self._until_answered(), self._compute)
+
+    def _until_answered(self) -> float:
+        return max(0.0, self._next_at - self._run.now)
 
     def _compute(self) -> None:
         assert self._next is not None
-        self._computing = True
         self._spend(WAIT_GROUPS)
         ordinals, self._next = self._next, None
         self._groups += ordinals
@@ -94,9 +99,10 @@ class SimulatedLearner:
         if last:
             self._run.after(self._times.learner.publish_s, self._publish)
             return
-        self._computing = False
-        if self._next is not None:  # it came while the learner computed
-            self._compute()
+        if self._next is None:
+            self._computing = False
+        else:  # the ledger gave it while the learner computed
+            self._run.after(self._until_answered(), self._compute)
 
     def _publish(self) -> None:
         self._spend(WAIT_PUBLISH)

@@ -47,7 +47,7 @@ WAIT_S = 30.0
 PROMPT = "What is the sum of all prime numbers below two thousand? Think step by step. " * 2
 
 
-def settings() -> StreamSettings:
+def settings(learners: int = 1) -> StreamSettings:
     """Depth, and not staleness, is what holds the producer back, as it does in the other systems."""
     return StreamSettings(
         groups_per_version=STEP,
@@ -56,6 +56,7 @@ def settings() -> StreamSettings:
         depth=DEPTH,
         max_bytes=4 << 30,
         lease_s=30.0,
+        learners=learners,
     )
 
 

@@ -143,7 +143,7 @@ class Ledger:
         self.require_running()
         if self.state.settings is None:
             return 0
-        depth, pending = self.state.settings.depth, len(self.state.tasks.pending)
+        depth, pending = min(self.state.settings.depth, MAX_PENDING), len(self.state.tasks.pending)
         return depth - pending if pending <= depth // 2 and not self.state.exhausted else 0
 
     def exhaust(self, at: int) -> None:

@@ -12,6 +12,7 @@ from ledger_driver import ordinals
 from asyncrl.errors import RefusedError, RunClosedError
 from asyncrl.queue.ledger.generator_commands import Grant
 from asyncrl.queue.ledger.learner_commands import Claimed
+from asyncrl.queue.ledger.ledger import MAX_PENDING
 from asyncrl.queue.ledger.state.tasks import OrdinalIndex
 from asyncrl.queue.protocol.settings import Frontier, StreamSettings
 
@@ -258,6 +259,12 @@ def test_the_feeder_is_asked_in_batches_and_refused_beyond_reason() -> None:
     assert ledger.submit(0, 10) == 2  # 0 to 7 are known
     with refused("full"):
         ledger.submit(10, 1 << 20)
+
+
+def test_more_depth_than_may_be_pending_wants_no_more_tasks_than_are_taken() -> None:
+    ledger = opened(depth=4 * MAX_PENDING, staleness=None, window=None, tasks=0)
+    assert ledger.room() == MAX_PENDING
+    assert ledger.submit(0, ledger.room()) == MAX_PENDING
 
 
 # ---------------------------------------------------------------------- leases
