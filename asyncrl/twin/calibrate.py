@@ -4,8 +4,9 @@
     metrics   seconds of each loop by name, tokens, rollouts
     rollouts  lengths of some; their mean is corrected to that of all
 
-The time of a group over the tokens of its longest rollout, against the sequences that its generator decoded meanwhile,
-is a line: step_s + n · sequence_s. Its height is then set by the engines' seconds of computation and their tokens.
+A decode step takes step_s + n · sequence_s. Engines that time their steps have that line in the metrics. For others it
+is the time of a group over the tokens of its longest rollout, against the sequences that its generator decoded
+meanwhile. The height of the line is then set by the engines' seconds of computation and their tokens.
 """
 
 from __future__ import annotations
@@ -25,13 +26,19 @@ from asyncrl.errors import ConfigError
 from asyncrl.observability.run_files import RunFiles
 from asyncrl.observability.timeline import ProcessTrace, Span
 from asyncrl.telemetry.spans import WAIT
-from asyncrl.twin.times import GenerationTimes, LearnerTimes, Lengths, StageTimes, SyncTimes
+from asyncrl.twin.times import GenerationTimes, LearnerTimes, Lengths, QueueTimes, StageTimes, SyncTimes
 
 FIRST = 3
 """Versions in which everything starts: they are left out."""
 
 LEAST = 5
 """Versions after these that a calibration needs."""
+
+QUEUE = QueueTimes(group_s=1.7e-4, byte_s=7.4e-10, claim_s=5.9e-5, generator_share=3.3e-5, rank_share=1.6e-4)
+"""A run does not time its queue: these are of one core of a small machine (bench/results/scale_cpu2_2026-11-29.md)."""
+
+READY, CLAIM_OVER_REPORT = 0.1, 5.0
+"""The share of versions that are taken to have found their groups ready; see `_request_s`."""
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -57,8 +64,9 @@ def calibrate(folder: Path) -> StageTimes:
         sync=SyncTimes(
             fetch_s=_median_s(run, "fetch") + _median_s(run, "verify"),
             flip_s=_median_s(run, "flip"),
-            queue_s=_mean(rows, "perf/time/wait/queue"),
+            queue_s=_request_s(rows),
         ),
+        queue=QUEUE,
         generator_devices=generator_devices(config),
         rank_devices=rank_devices(config),
     )
@@ -120,7 +128,10 @@ def _generation(run: RunFiles, config: Config, lengths: Lengths) -> GenerationTi
         seconds = np.diff(moments)
         counts = np.divide(np.diff(integral), seconds, where=seconds > 0, out=np.zeros_like(seconds))
         passed.append(np.array([np.minimum(alike * counts, config.generator.slots), seconds]))
-    step_s, sequence_s = line(*np.concatenate(found, axis=1))
+    last = run.metrics.versions[-1]
+    step_s, sequence_s = (last.get(f"perf/generator/decode/{name}") for name in ("step_s", "sequence_s"))
+    if step_s is None or sequence_s is None:
+        step_s, sequence_s = line(*np.concatenate(found, axis=1))
     height = _height(run.metrics.versions, np.concatenate(passed, axis=1), step_s, sequence_s)
     reward_s = sum(span.end - span.start for span in _spans(run, "score")) / len(_spans(run, "generate"))
     return GenerationTimes(step_s * height, sequence_s * height, reward_s)
@@ -188,14 +199,24 @@ def _learner(run: RunFiles, rows: Rows, config: Config) -> LearnerTimes:
 
 
 def _seconds(row: Mapping[str, Any]) -> tuple[float, float]:
-    """The learner's seconds of a version that grow with its tokens, and the rest, without waits that are simulated."""
+    """The learner's seconds of a version that grow with its tokens, and the rest, without waits that are simulated. The
+    report of a version as trained is in the rest."""
     seconds = {name.removeprefix("perf/time/"): s for name, s in row.items() if name.startswith("perf/time/")}
-    for wait in ("groups", "publish", "queue"):
+    for wait in ("groups", "publish"):
         seconds.pop(f"{WAIT}{wait}", None)
     passes = sum(
         s for name, s in seconds.items() if name.startswith("compute") and name != "compute/optimizer"
     )
     return passes, sum(seconds.values()) - passes
+
+
+def _request_s(rows: Rows) -> float:
+    """Seconds until a claim is there whose groups are ready: the wait of the versions that waited least, unless all of
+    them waited for generators; then it is not known, and at most so many times as long as a report without groups."""
+    least = float(np.quantile([row.get("perf/time/wait/groups", 0.0) for row in rows], READY))
+    return min(
+        least, CLAIM_OVER_REPORT * float(np.median([row.get("perf/time/wait/queue", 0.0) for row in rows]))
+    )
 
 
 def _spans(run: RunFiles, name: str) -> list[Span]:

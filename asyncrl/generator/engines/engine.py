@@ -152,8 +152,9 @@ class Engine(Sampler, Protocol):
         """tokens (output tokens so far), running (samples being decoded), waiting (samples with no slot yet),
         and seconds/<span> since the last call; some engines add kv_usage (share of the KV cache in use) and
         preemptions (samples that lost their KV and were computed again, so far), uncounted (most tokens of one
-        sample that `tokens` may lack until they all are made), asleep (whether it waits for its turn), and drafted
-        and accepted (tokens that were drafted, and those of them that the policy drew, so far)."""
+        sample that `tokens` may lack until they all are made), asleep (whether it waits for its turn), drafted
+        and accepted (tokens that were drafted, and those of them that the policy drew, so far), and the sums of
+        `DecodeTimes`."""
         ...
 
     async def close(self) -> None:

@@ -25,6 +25,7 @@ from asyncrl.queue.protocol.replies import Trained
 from asyncrl.sync.stream.snapshot import PublishReport
 from asyncrl.system.disk import replace_text
 from asyncrl.system.rank_process import rank_and_world
+from asyncrl.telemetry.decode_times import DecodeTimes
 from asyncrl.telemetry.sinks import JsonlSink, json_numbers, read_rows
 from asyncrl.telemetry.spans import busy_share
 from asyncrl.telemetry.status import without_timely_calls
@@ -142,8 +143,9 @@ class GeneratorTotals:
         are left out.
 
         perf/busy/generator and perf/generator/time/<span> are means over workers, perf/generator/tokens_per_s is their
-        sum; rollout/tokens_generated, sync/flips, rollout/agent/…, rollout/reward/… and rollout/pool/<stage>/… are
-        totals. A worker whose totals fell was restarted, and counts from 0.
+        sum; perf/generator/decode/… is the line through all decode steps so far, as `DecodeTimes` has it;
+        rollout/tokens_generated, sync/flips, rollout/agent/…, rollout/reward/… and rollout/pool/<stage>/… are totals. A
+        worker whose totals fell was restarted, and counts from 0.
         """
         pools = {name: now for name, now in stats.items() if "stage" in now}
         generators = {name: now for name, now in stats.items() if name not in pools}
@@ -172,6 +174,8 @@ class GeneratorTotals:
             times = [ms for now in stats.values() for ms in now.get(key, ())]
             if times:
                 row[name] = median(times)
+        if line := sum(map(DecodeTimes.of_stats, stats.values()), DecodeTimes()).line():
+            row["perf/generator/decode/step_s"], row["perf/generator/decode/sequence_s"] = line
         floors = [now["weights/floor_ms"] for now in stats.values() if "weights/floor_ms" in now]
         if floors:
             row["sync/pause_floor_ms"] = median(floors)

@@ -26,8 +26,17 @@ generator: {slots: 64}
 """
 
 
-def write_run(folder: Path, versions: int = 12, lengths: tuple[float, float] = (TOKENS, TOKENS)) -> Path:
-    """A version decodes one group, then three at once; every other version has two claims."""
+def write_run(
+    folder: Path,
+    versions: int = 12,
+    lengths: tuple[float, float] = (TOKENS, TOKENS),
+    groups_s: float = 0.5,
+    **last: float,
+) -> Path:
+    """A version decodes one group, then three at once; every other version has two claims.
+
+    groups_s: waited for groups, a tenth more in each version · last: metrics of the last row besides
+    """
     generator: list[dict[str, Any]] = [{"t": 0.0, "process": "generator-0", "role": "generator"}]
     learner: list[dict[str, Any]] = [{"t": 0.0, "process": "learner", "role": "learner"}]
     rows, now, made = [], 100.0, 0
@@ -53,9 +62,10 @@ def write_run(folder: Path, versions: int = 12, lengths: tuple[float, float] = (
                 "perf/generator/time/compute": computed,
                 "perf/time/compute/forward_backward": TOKEN_S * tokens + CLAIM_S * claims,
                 "perf/time/compute/optimizer": OPTIMIZER_S, "perf/time/wait/publish": PUBLISH_S,
-                "perf/time/wait/queue": QUEUE_S, "perf/time/wait/groups": 0.5,
+                "perf/time/wait/queue": QUEUE_S, "perf/time/wait/groups": groups_s * (1 + version / 10),
             }
         )  # fmt: skip
+    rows[-1] |= last
     (folder / "trace").mkdir(parents=True)
     (folder / "config.yaml").write_text(CONFIG)
     for name, lines in (("metrics", rows), ("trace/generator-0", generator), ("trace/learner", learner)):
@@ -70,10 +80,30 @@ def test_the_times_of_a_run_are_read_back(tmp_path: Path) -> None:
     assert times.generation.reward_s == pytest.approx(REWARD_S)
     learner = times.learner
     assert (learner.token_s, learner.claim_s) == pytest.approx((TOKEN_S, CLAIM_S))
-    assert (learner.version_s, learner.publish_s) == pytest.approx((OPTIMIZER_S, PUBLISH_S))
-    assert (times.sync.fetch_s, times.sync.flip_s, times.sync.queue_s) == pytest.approx((0.4, 0.02, QUEUE_S))
+    assert (learner.version_s, learner.publish_s) == pytest.approx((OPTIMIZER_S + QUEUE_S, PUBLISH_S))
+    assert (times.sync.fetch_s, times.sync.flip_s) == pytest.approx((0.4, 0.02))
     assert times.lengths.mean() == pytest.approx(TOKENS)
     assert times.lengths.prompt == pytest.approx(PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("groups_s", "request_s"),
+    # Of versions 3 to 11, the one that waited least but for a tenth of them; or five reports.
+    [(0.01, 0.01 * 1.38), (0.5, 5 * QUEUE_S)],
+    ids=["groups were ready", "generators were late"],
+)
+def test_a_claim_takes_as_long_as_where_groups_were_ready(
+    tmp_path: Path, groups_s: float, request_s: float
+) -> None:
+    assert calibrate(write_run(tmp_path / "run", groups_s=groups_s)).sync.queue_s == pytest.approx(request_s)
+
+
+def test_decode_steps_that_the_engine_has_timed_come_before_those_of_whole_groups(tmp_path: Path) -> None:
+    """By whole groups it is 20 ms and 1 ms; 30 ms and 0.25 ms give the same tokens in the same seconds, about."""
+    timed = {"perf/generator/decode/step_s": 0.03, "perf/generator/decode/sequence_s": 0.00025}
+    times = calibrate(write_run(tmp_path / "run", **timed)).generation
+    assert times.step_s / times.sequence_s == pytest.approx(0.03 / 0.00025)
+    assert times.step_s == pytest.approx(0.025, rel=0.2)
 
 
 def test_lengths_without_logged_rollouts_keep_their_mean_and_ends(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ Axes:  R rows of the cache · A rows in use (all R at fixed shape) · C columns,
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -42,6 +43,7 @@ from asyncrl.generator.engines.transformers.rows import BatchedRequest, BatchRow
 from asyncrl.models.loading import delta_nets, text_body
 from asyncrl.models.routing import ExpertRecorder
 from asyncrl.models.vision import MediaInputs, decoder_inputs, media_inputs
+from asyncrl.telemetry.decode_times import DecodeTimes
 from asyncrl.types import Array, Finish, Prompt, Turn, Version
 
 PREFILL_TOKENS = 8192
@@ -78,6 +80,7 @@ class SlotBatch:
         self.model, self.version, self.fixed_shape = model, version, fixed_shape
         self.slots, self.max_length = slots, max_length
         self.tokens_made = 0
+        self.decode_times = DecodeTimes()
         self.device = model.device
         self._end_ids = np.array(sorted(set(end_ids)), np.int64)
         self.cache = KVCache(slots, max_length)
@@ -168,9 +171,17 @@ class SlotBatch:
         if self.fixed_shape:
             if admit:
                 self._admit_fixed()
-            return self._decode(self.slots) if self._rows.used else []
+            return self._timed_decode(self.slots) if self._rows.used else []
         finished = self._prefill(self._admit()) if admit else []
-        return finished + (self._decode(self._rows.used) if self._rows.used else [])
+        return finished + (self._timed_decode(self._rows.used) if self._rows.used else [])
+
+    def _timed_decode(self, rows: int) -> list[tuple[str, list[Turn]]]:
+        """On a CPU the thread's own time: the process's other threads are busiest after steps in which samples end."""
+        clock = time.thread_time if self.device.type == "cpu" else time.perf_counter
+        start = clock()
+        finished = self._decode(rows)
+        self.decode_times = self.decode_times.with_step(rows, clock() - start)
+        return finished
 
     # ---- joining
 

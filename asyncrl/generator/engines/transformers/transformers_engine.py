@@ -174,6 +174,7 @@ class TransformersEngine:
             "kv_usage": self.batch.running / self.batch.slots,
             "preemptions": 0.0,
             **self._drafts(),
+            **self.batch.decode_times.stats(),
             **span_seconds(self._spans),
         }
 

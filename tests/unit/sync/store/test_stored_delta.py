@@ -123,7 +123,8 @@ def test_now_and_then_all_is_stored_and_what_nobody_needs_is_deleted(store: Stor
     # A version is there before older ones are deleted: with keep=2 the chain before it can go.
     left = ([FULL_EVERY], [FULL_EVERY + 1], [FULL_EVERY, FULL_EVERY + 1])
     until(
-        lambda: tuple(map(store.files, ("safetensors", "delta", "manifest"))) == left, "that the chain is deleted"
+        lambda: tuple(map(store.files, ("safetensors", "delta", "manifest"))) == left,
+        "that the chain is deleted",
     )
     store.reader("joiner", WHOLE).take(FULL_EVERY + 1)
 
