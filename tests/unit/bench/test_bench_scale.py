@@ -21,7 +21,7 @@ def test_costs_become_the_times_of_a_queue() -> None:
 
 
 def test_a_queue_that_has_no_time_left_holds_up_a_run_until_others_carry_the_payloads() -> None:
-    slow = QueueTimes(byte_s=5e-6)
+    slow = QueueTimes(byte_s=2e-5)
     rows = list(simulated(slow, JOBS[:1], [(20, 4)]))
     assert [row["payload_brokers"] for row in rows] == list(PAYLOAD_BROKERS)
     alone, *_, several = rows

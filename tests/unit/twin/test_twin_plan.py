@@ -150,6 +150,22 @@ def test_for_programs(files: tuple[str, str], capsys: pytest.CaptureFixture[str]
     assert 0 <= best["busy"]["learner"] <= 1
 
 
+def test_it_names_how_busy_the_queue_would_be(
+    files: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, times = files
+    words = ["plan", config, "--devices", "4", "--times", times]
+    cli.main(words)
+    assert "the queue" not in capsys.readouterr().out
+    with Path(times).open("a") as file:
+        file.write("queue: {generator_share: 0.01}\n")  # of four generators where the pools take turns
+    cli.main(words)
+    assert "the queue is busy 4.0% of the time at most" in capsys.readouterr().out
+    cli.main([*words, "--json"])
+    outcomes = json.loads(capsys.readouterr().out)["outcomes"]
+    assert all(each["busy"]["queue"] == pytest.approx(0.01 * each["generators"]) for each in outcomes)
+
+
 def test_stage_times_of_a_run_are_kept_for_later(
     files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
