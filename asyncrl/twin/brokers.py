@@ -1,15 +1,16 @@
-"""The queue's process in a simulation: one thread, which works off requests in the order in which they come.
+"""The queue in a simulation: it works off requests one after another, in the order in which they come.
 
-    lease    broker: a third of group_s for each group
-    commit   broker: a third of group_s, and half of byte_s for its payload
-    claim    broker: claim_s for each data rank; a third of group_s and half of byte_s for each group
+    lease    queue: a third of group_s for each group
+    commit   queue: a third of group_s, and half of byte_s for its payload
+    claim    queue: request_s for each data rank but one; a third of group_s and half of byte_s for each group
 
-With payload brokers, payloads pass the one that the group's ordinal chooses, and the broker has the ledger alone:
+With payload brokers, payloads pass the one that the group's ordinal chooses, and the queue has the ledger alone:
 
-    commit   payload broker: half of byte_s ─▸ broker: a third of group_s
-    claim    broker: claim_s, a third of group_s ─▸ payload brokers, at the same time: half of byte_s
+    commit   payload broker: request_s, half of byte_s ─▸ queue: a third of group_s
+    claim    queue: as above, without byte_s ─▸ payload brokers, at the same time: request_s for each data rank, half of
+             byte_s for each group
 
-Generators and ranks take `generator_share` and `rank_share` of the broker's time besides.
+Generators and ranks take `generator_share` and `rank_share` of the queue's time besides.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from typing import NamedTuple
 from asyncrl.twin.outcome import Setup
 from asyncrl.twin.times import QueueTimes
 
-LEAST = 1e-3
-"""Share of its time that a broker always has left for requests."""
+SPARE = 1e-3
+"""The least share of its time that the queue has for requests."""
 
 
 class Payload(NamedTuple):
@@ -32,65 +33,72 @@ class Payload(NamedTuple):
 
 
 class Brokers:
-    """now: seconds. Methods return the seconds until the request is answered."""
+    """The queue and its payload brokers. now: seconds, which never fall from call to call.
+
+    Methods that take a request return the seconds until it is answered.
+    """
 
     def __init__(self, times: QueueTimes, setup: Setup) -> None:
         self._times, self._ranks = times, setup.data_ranks
         taken = times.generator_share * setup.generators + times.rank_share * setup.data_ranks
-        self._broker = _Thread(taken)
-        self._payload_brokers = [_Thread() for _ in range(setup.payload_brokers)]
+        self._queue = _Server(taken)
+        self._payload_brokers = [_Server() for _ in range(setup.payload_brokers)]
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """Seconds of requests so far: of the broker, and of each payload broker."""
-        return tuple(thread.seconds for thread in (self._broker, *self._payload_brokers))
+        """Seconds of all requests so far: of the queue, and of each payload broker."""
+        return tuple(server.seconds for server in (self._queue, *self._payload_brokers))
 
-    def busy(self, before: Sequence[float], passed_s: float) -> tuple[float, ...]:
-        """The share of its time that each of them was busy in the last `passed_s`. before: the seconds then"""
-        threads = (self._broker, *self._payload_brokers)
+    def busy(self, before: Sequence[float], after: Sequence[float], passed_s: float) -> tuple[float, ...]:
+        """The share of its time that each of them is busy. before, after: their seconds, `passed_s` apart"""
+        servers = (self._queue, *self._payload_brokers)
         return tuple(
-            thread.taken + (thread.seconds - then) / passed_s
-            for thread, then in zip(threads, before, strict=True)
+            server.taken + (last - first) / passed_s
+            for server, first, last in zip(servers, before, after, strict=True)
         )
 
     def lease(self, now: float, groups: int) -> float:
-        return self._broker.answers(now, groups * self._times.group_s / 3)
+        return self._queue.answers(now, groups * self._times.group_s / 3)
 
-    def keep(self, now: float, payload: Payload) -> float:
-        """A payload on its way to its payload broker, before the commit."""
-        return self._half(now, [payload]) if self._payload_brokers else 0.0
+    def store(self, now: float, payload: Payload) -> float:
+        """A group's payload goes to its payload broker, if there are any, before its commit."""
+        if not self._payload_brokers:
+            return 0.0
+        seconds = self._times.request_s + self._one_way_s(payload)
+        return self._payload_brokers[self._chosen(payload)].answers(now, seconds)
 
     def commit(self, now: float, payload: Payload) -> float:
-        through = 0.0 if self._payload_brokers else self._half_s(payload)
-        return self._broker.answers(now, self._times.group_s / 3 + through)
+        through = 0.0 if self._payload_brokers else self._one_way_s(payload)
+        return self._queue.answers(now, self._times.group_s / 3 + through)
 
     def claim(self, now: float, payloads: Sequence[Payload]) -> float:
-        """One claim of all data ranks."""
-        seconds = self._ranks * self._times.claim_s + len(payloads) * self._times.group_s / 3
+        """One claim of all data ranks. With payload brokers the answer only names the groups."""
+        through = 0.0 if self._payload_brokers else sum(map(self._one_way_s, payloads))
+        of_ranks = (self._ranks - 1) * self._times.request_s
+        return self._queue.answers(now, of_ranks + len(payloads) * self._times.group_s / 3 + through)
+
+    def fetch(self, now: float, payloads: Sequence[Payload]) -> float:
+        """All ranks get the payloads of a claim from the payload brokers, if there are any."""
         if not self._payload_brokers:
-            return self._broker.answers(now, seconds + sum(map(self._half_s, payloads)))
-        answered = self._broker.answers(now, seconds)
-        return answered + self._half(now + answered, payloads)
-
-    def _half(self, now: float, payloads: Sequence[Payload]) -> float:
-        """Payloads into their payload brokers, or out of them."""
-        work = [0.0] * len(self._payload_brokers)
+            return 0.0
+        work = dict.fromkeys(map(self._chosen, payloads), self._ranks * self._times.request_s)
         for payload in payloads:
-            work[payload.ordinal % len(work)] += self._half_s(payload)
-        return max(
-            thread.answers(now, seconds) for thread, seconds in zip(self._payload_brokers, work, strict=True)
-        )
+            work[self._chosen(payload)] += self._one_way_s(payload)
+        return max(self._payload_brokers[at].answers(now, seconds) for at, seconds in work.items())
 
-    def _half_s(self, payload: Payload) -> float:
+    def _chosen(self, payload: Payload) -> int:
+        return payload.ordinal % len(self._payload_brokers)
+
+    def _one_way_s(self, payload: Payload) -> float:
         return payload.tokens * self._times.token_bytes * self._times.byte_s / 2
 
 
-class _Thread:
-    """taken: share of its time that is not for requests · seconds: of requests so far"""
+class _Server:
+    """taken: share of its time that is not for requests · seconds: of all requests so far"""
 
     def __init__(self, taken: float = 0.0) -> None:
         self.taken, self.seconds = taken, 0.0
-        self._spare, self._free_at = max(LEAST, 1 - taken), 0.0
+        self._spare, self._free_at = max(SPARE, 1 - taken), 0.0
 
     def answers(self, now: float, seconds: float) -> float:
         self.seconds += seconds

@@ -34,11 +34,16 @@ FIRST = 3
 LEAST = 5
 """Versions after these that a calibration needs."""
 
-QUEUE = QueueTimes(group_s=1.7e-4, byte_s=7.4e-10, claim_s=5.9e-5, generator_share=3.3e-5, rank_share=1.6e-4)
+QUEUE = QueueTimes(
+    group_s=1.5e-4, byte_s=8.0e-10, request_s=7.5e-5, generator_share=3.4e-5, rank_share=1.5e-4
+)
 """A run does not time its queue: these are of one core of a small machine (bench/results/scale_cpu2_2026-11-29.md)."""
 
-READY, CLAIM_OVER_REPORT = 0.1, 5.0
-"""The share of versions that are taken to have found their groups ready; see `_request_s`."""
+READY = 0.1
+"""The share of versions that are taken to have found their groups ready."""
+
+MOST_REPORTS = 5.0
+"""A claim of groups that are ready is not taken to last longer than so many requests without groups. A guess."""
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -64,7 +69,7 @@ def calibrate(folder: Path) -> StageTimes:
         sync=SyncTimes(
             fetch_s=_median_s(run, "fetch") + _median_s(run, "verify"),
             flip_s=_median_s(run, "flip"),
-            queue_s=_request_s(rows),
+            queue_s=_report_s(rows),
         ),
         queue=QUEUE,
         generator_devices=generator_devices(config),
@@ -195,14 +200,15 @@ def _learner(run: RunFiles, rows: Rows, config: Config) -> LearnerTimes:
         claim_s=of_claim,
         version_s=float(np.mean([rest for _, rest in work])),
         publish_s=_mean(rows, "perf/time/wait/publish"),
+        report_s=_mean(rows, "perf/time/wait/queue"),
+        first_claim_s=_first_claim_s(rows),
     )
 
 
 def _seconds(row: Mapping[str, Any]) -> tuple[float, float]:
-    """The learner's seconds of a version that grow with its tokens, and the rest, without waits that are simulated. The
-    report of a version as trained is in the rest."""
+    """The learner's seconds of a version that grow with its tokens, and the rest, without waits that are simulated."""
     seconds = {name.removeprefix("perf/time/"): s for name, s in row.items() if name.startswith("perf/time/")}
-    for wait in ("groups", "publish"):
+    for wait in ("groups", "publish", "queue"):
         seconds.pop(f"{WAIT}{wait}", None)
     passes = sum(
         s for name, s in seconds.items() if name.startswith("compute") and name != "compute/optimizer"
@@ -210,13 +216,16 @@ def _seconds(row: Mapping[str, Any]) -> tuple[float, float]:
     return passes, sum(seconds.values()) - passes
 
 
-def _request_s(rows: Rows) -> float:
-    """Seconds until a claim is there whose groups are ready: the wait of the versions that waited least, unless all of
-    them waited for generators; then it is not known, and at most so many times as long as a report without groups."""
-    least = float(np.quantile([row.get("perf/time/wait/groups", 0.0) for row in rows], READY))
-    return min(
-        least, CLAIM_OVER_REPORT * float(np.median([row.get("perf/time/wait/queue", 0.0) for row in rows]))
-    )
+def _report_s(rows: Rows) -> float:
+    """Seconds of a request without groups."""
+    return float(np.median([row.get("perf/time/wait/queue", 0.0) for row in rows]))
+
+
+def _first_claim_s(rows: Rows) -> float:
+    """Seconds of a version's first claim beyond a request: the wait for groups of a version that found them ready. It
+    is not known of a run whose versions all waited for generators."""
+    ready = float(np.quantile([row.get("perf/time/wait/groups", 0.0) for row in rows], READY))
+    return max(0.0, min(ready, MOST_REPORTS * _report_s(rows)) - _report_s(rows))
 
 
 def _spans(run: RunFiles, name: str) -> list[Span]:

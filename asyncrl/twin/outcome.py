@@ -40,6 +40,8 @@ class Setup:
     def __post_init__(self) -> None:
         if self.colocated and self.max_staleness:
             raise ValueError("colocated pools take turns: max_staleness must be 0")
+        if self.payload_brokers < 0:
+            raise ValueError(f"payload_brokers = {self.payload_brokers} must be at least 0")
         for name in ("groups", "group_size", "generators", "slots", "data_ranks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
@@ -72,7 +74,7 @@ class Simulated:
     staleness            groups that were trained, by their versions of age
     pause_share          of a generator's time, for flips · lag_s: mean seconds from a publication to its flip's end
     bound                groups per second that the stage times allow, without waits
-    brokers              busy shares: of the queue's thread, and of each payload broker
+    brokers              busy shares: of the queue, and of each payload broker; above 1 where requests pile up
     """
 
     setup: Setup

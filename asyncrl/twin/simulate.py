@@ -133,6 +133,13 @@ class Run:
     def after(self, seconds: float, action: Callable[..., None], *arguments: Any) -> None:
         heapq.heappush(self._events, (self.now + seconds, next(self._numbers), action, arguments))
 
+    def once(self, seconds: float, action: Callable[..., None], *arguments: Any) -> None:
+        """`after`; and now where it takes no time, so that other events of this moment stay behind it."""
+        if seconds:
+            self.after(seconds, action, *arguments)
+        else:
+            action(*arguments)
+
     # ------------------------------------------------------------------ generators
 
     def _feed(self) -> None:
@@ -198,17 +205,10 @@ class Run:
 
     def _send(self, ordinal: int) -> None:
         """A group is on its way to the ledger: its payload first, if that goes elsewhere."""
-        self._pass(self.brokers.keep(self.now, self.payload(ordinal)), self._reach, ordinal)
+        self.once(self.brokers.store(self.now, self.payload(ordinal)), self._reach, ordinal)
 
     def _reach(self, ordinal: int) -> None:
-        self._pass(self.brokers.commit(self.now, self.payload(ordinal)), self._commit, ordinal)
-
-    def _pass(self, seconds: float, action: Callable[[int], None], ordinal: int) -> None:
-        """At once where there is nothing to wait for: events of the same time keep their order."""
-        if seconds:
-            self.after(seconds, action, ordinal)
-        else:
-            action(ordinal)
+        self.once(self.brokers.commit(self.now, self.payload(ordinal)), self._commit, ordinal)
 
     def _commit(self, ordinal: int) -> None:
         epoch, held = self._leases.pop(ordinal)
@@ -302,8 +302,8 @@ class _Measured:
         learn_s = sum(s for name, s in learner.items() if name != WAIT_GROUPS) / versions
         most = bound(setup, times, self.tokens / versions, learn_s)
         lag_s, seconds = sum(self.lags) / max(1, len(self.lags)), ended - begun
-        *_, before_requests, _ = [tuple(0.0 for _ in brokers.seconds), *self.requests]
-        busy = brokers.busy(before_requests, seconds)
+        before_requests, requests = [tuple(0.0 for _ in brokers.seconds), *self.requests][-2:]
+        busy = brokers.busy(before_requests, requests, seconds)
         return Simulated(
             setup, versions, seconds, self.tokens, generators, learner, self.staleness, lag_s, most, busy
         )

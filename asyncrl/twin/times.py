@@ -3,7 +3,7 @@
     decode step of n sequences     generation.step_s + n · generation.sequence_s
     a group, once it is decoded    generation.reward_s, beside the decoding of others
     a claim of the learner         learner.claim_s + learner.token_s · tokens of the busiest data rank
-    a version of the learner       learner.version_s once, then learner.publish_s
+    a version of the learner       learner.version_s once, then learner.publish_s and learner.report_s
     a version to a generator       sync.fetch_s beside the decoding, sync.flip_s during which the engine stands still
     requests to the queue          sync.queue_s each; and, one after another, the times of `queue` (brokers.py)
 
@@ -89,6 +89,10 @@ class LearnerTimes(Section):
         0.1, "seconds of a version that no number of ranks shortens: the optimizer step"
     )
     publish_s: NotNegative = key(0.0, "seconds that the learner waits for the copy of its weights")
+    report_s: NotNegative = key(0.0, "seconds that it waits for its report of a version to the queue")
+    first_claim_s: NotNegative = key(
+        0.0, "seconds that a version's first claim takes beyond a request, although its groups are ready"
+    )
 
 
 @dataclass(frozen=True)
@@ -108,16 +112,14 @@ class SyncTimes(Section):
 
 @dataclass(frozen=True)
 class QueueTimes(Section):
-    """Of the queue's one thread. Zeros leave it out."""
+    """Of the queue, which works off one request after another. Zeros leave it out."""
 
     group_s: NotNegative = key(0.0, "seconds for a group, from its task to its claim, without its payload")
-    byte_s: NotNegative = key(0.0, "seconds for a byte of a payload that comes in and goes out")
+    byte_s: NotNegative = key(0.0, "seconds for a byte of a payload, coming in and going out together")
     token_bytes: NotNegative = key(8.0, "bytes of the payload of a token, prompts included")
-    claim_s: NotNegative = key(0.0, "seconds for each data rank's request of a claim")
+    request_s: NotNegative = key(0.0, "seconds for the request of each further data rank in a claim")
     generator_share: NotNegative = key(0.0, "share of its time that each generator takes: heartbeats")
-    rank_share: NotNegative = key(
-        0.0, "share of its time that each rank of the learner takes: repeated claims"
-    )
+    rank_share: NotNegative = key(0.0, "share of its time that each data rank takes: claims that it repeats")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The learner of a simulated run: its claims, its computation, and the end of each version.
 
-    claim 0 ─┬─ compute 0 ──┬─ claim 1 ready? ─┬─ compute 1 ── … ── version_s ── publish_s ──▸ trained, published
-             └─▸ claim 1 ───┘                  └─▸ claim 2
+    claim 0 ─┬─ compute 0 ──┬─ claim 1 there? ─┬─ compute 1 ── … ── version_s ── publish_s ── report_s ──▸ trained,
+             └─▸ claim 1 ───┘                  └─▸ claim 2                                                 published
 
 It waits for the slower of computation and claim, as learner/train_stream.py does, or with `whole_batch` computes once
 all groups of the version are in.
@@ -19,10 +19,11 @@ from asyncrl.queue.protocol import requests as rq
 from asyncrl.types import TRAIN
 
 if TYPE_CHECKING:
+    from asyncrl.twin.brokers import Payload
     from asyncrl.twin.simulate import Run
 
 NO_LIMIT = 1 << 60
-COMPUTE, WAIT_GROUPS, WAIT_PUBLISH = "compute", "wait/groups", "wait/publish"
+COMPUTE, WAIT_GROUPS, WAIT_PUBLISH, WAIT_QUEUE = "compute", "wait/groups", "wait/publish", "wait/queue"
 """Names of the learner's seconds, as its spans have them."""
 
 
@@ -35,19 +36,18 @@ class SimulatedLearner:
         self._epoch = self._ledger.state.learner_epoch
         limit = None if self._setup.colocated else self._setup.claim_tokens
         self._most_tokens = NO_LIMIT if limit is None else limit * self._setup.data_ranks
-        self.seconds: dict[str, float] = {COMPUTE: 0.0, WAIT_GROUPS: 0.0, WAIT_PUBLISH: 0.0}
+        self.seconds: dict[str, float] = dict.fromkeys((COMPUTE, WAIT_GROUPS, WAIT_PUBLISH, WAIT_QUEUE), 0.0)
         self._computing, self._since = False, 0.0
         self._begin_version()
 
     def _begin_version(self) -> None:
         self._next: tuple[int, ...] | None = None
-        self._next_at = 0.0  # when the broker has answered with it
+        self._there = False  # whether the next claim has come
         self._claims, self._all_claimed = 0, False
         self._groups: list[int] = []  # of the version so far
 
     def groups_came(self) -> None:
         self._claim()
-        self._take()
 
     def _claim(self) -> None:
         """Request the next claim, unless one is here that the computation has not begun."""
@@ -59,23 +59,29 @@ class SimulatedLearner:
         claimed = learner_commands.claim(self._ledger, request)
         if claimed is not None:
             self._next, self._all_claimed = claimed.ordinals, claimed.last
-            payloads = [self._run.payload(ordinal) for ordinal in claimed.ordinals]
-            self._next_at = self._run.now + self._run.brokers.claim(self._run.now, payloads)
             self._claims += 1
             self._run.admit()
+            payloads = [self._run.payload(ordinal) for ordinal in claimed.ordinals]
+            self._run.once(self._run.brokers.claim(self._run.now, payloads), self._fetch, payloads)
+
+    def _fetch(self, payloads: Sequence[Payload]) -> None:
+        self._run.once(self._run.brokers.fetch(self._run.now, payloads), self._arrive)
+
+    def _arrive(self) -> None:
+        self._there = True
+        self._take()
 
     def _take(self) -> None:
         """Compute the claim that is here."""
-        if self._computing or self._next is None:
+        if self._computing or not self._there:
             return
         self._computing = True
-        self._run.after(self._times.sync.queue_s + self._until_answered(), self._compute)
-
-    def _until_answered(self) -> float:
-        return max(0.0, self._next_at - self._run.now)
+        first_s = self._times.learner.first_claim_s if not self._groups else 0.0
+        self._run.after(self._times.sync.queue_s + first_s, self._compute)
 
     def _compute(self) -> None:
         assert self._next is not None
+        self._computing, self._there = True, False
         self._spend(WAIT_GROUPS)
         ordinals, self._next = self._next, None
         self._groups += ordinals
@@ -97,15 +103,18 @@ class SimulatedLearner:
     def _computed(self, last: bool) -> None:
         self._spend(COMPUTE)
         if last:
-            self._run.after(self._times.learner.publish_s, self._publish)
+            self._run.after(self._times.learner.publish_s, self._report)
             return
-        if self._next is None:
-            self._computing = False
-        else:  # the ledger gave it while the learner computed
-            self._run.after(self._until_answered(), self._compute)
+        self._computing = False
+        if self._there:  # it came while the learner computed
+            self._compute()
+
+    def _report(self) -> None:
+        self._spend(WAIT_PUBLISH)
+        self._run.once(self._times.learner.report_s, self._publish)
 
     def _publish(self) -> None:
-        self._spend(WAIT_PUBLISH)
+        self._spend(WAIT_QUEUE)
         version, records = self._ledger.state.steps.version, self._ledger.state.tasks.records
         trained = [
             (version - records[ordinal].start_version, self._run.policy_tokens(ordinal))

@@ -29,13 +29,14 @@ POOLS = ((1_000, 256), (4_000, 1_024))
 """Generators, and data ranks of the learner."""
 
 PAYLOAD_BROKERS = (0, 4)
-VERSIONS = 8
+VERSIONS = 24
+"""With fewer, the waves of the first versions show: all generators begin at the same time."""
 
 SLOTS, STEP_S = 64, 0.025
 """Of a generator."""
 
 MAX_STALENESS = 4
-SPARE = 2.5
+SPARE = 3.0
 """Rollouts that may be under way over the slots of all generators."""
 
 LEARNER = 0.8
@@ -57,7 +58,9 @@ class Job:
         """Versions of as many groups as keep the generators busy."""
         under_way = SPARE * generators * SLOTS / self.group_size
         return Setup(
-            groups=round(under_way / (MAX_STALENESS + 1)),
+            groups=round(
+                under_way / MAX_STALENESS
+            ),  # the window takes one of the versions that may be under way
             group_size=self.group_size,
             generators=generators,
             slots=SLOTS,
@@ -67,7 +70,7 @@ class Job:
         )
 
     def times(self, setup: Setup, queue: QueueTimes) -> StageTimes:
-        """Of pools that would be busy without a queue."""
+        """The learner takes LEARNER of the generators' time for a version."""
         rollouts, mean = setup.groups * setup.group_size, self.lengths.mean()
         generate_s = rollouts * mean * STEP_S / (setup.generators * SLOTS)
         of_a_rank = rollouts * (mean + self.lengths.prompt) / setup.data_ranks
@@ -92,7 +95,7 @@ def queue_times(found: Mapping[str, float]) -> QueueTimes:
     return QueueTimes(
         group_s=found["group_s"] + found["heartbeat_s"],
         byte_s=found["byte_s"],
-        claim_s=found["claim_s"],
+        request_s=found["request_s"],
         generator_share=found["heartbeat_s"] / GeneratorConfig().heartbeat_s,
         rank_share=found["poll_s"] / PARK_S,
     )
@@ -108,12 +111,12 @@ def simulated(
             free = simulate(setup, job.times(setup, QueueTimes()), VERSIONS)
             for brokers in PAYLOAD_BROKERS:
                 several = dataclasses.replace(setup, payload_brokers=brokers)
-                outcome = simulate(several, job.times(setup, queue), VERSIONS)
-                yield _row(job, outcome, free)
+                yield _row(job, simulate(several, job.times(setup, queue), VERSIONS), free)
                 print(f"{job.name}, {generators} generators, {brokers} payload brokers", flush=True)
 
 
 def _row(job: Job, outcome: Simulated, free: Simulated) -> dict[str, Any]:
+    """free: of a queue that costs nothing"""
     setup = outcome.setup
     return {
         "job": job.name,
@@ -122,6 +125,7 @@ def _row(job: Job, outcome: Simulated, free: Simulated) -> dict[str, Any]:
         "payload_brokers": setup.payload_brokers,
         "groups_per_s": outcome.groups_per_s,
         "of_a_free_queue": outcome.groups_per_s / free.groups_per_s,
+        "generators_busy": outcome.busy("generators"),
         "queue_busy": outcome.brokers[0],
         "payload_brokers_busy": max(outcome.brokers[1:], default=0.0),
     }
@@ -138,20 +142,21 @@ def table(found: Measured, rows: Sequence[Mapping[str, Any]], repetitions: int) 
         "|---|--:|",
         f"| a group without its payload | {1e6 * found['group_s']:.0f} µs |",
         f"| a megabyte of payload, in and out | {1e12 * found['byte_s']:.0f} µs |",
-        f"| a further rank's request of a claim | {1e6 * found['claim_s']:.0f} µs |",
+        f"| a further request of a claim | {1e6 * found['request_s']:.0f} µs |",
         f"| a heartbeat | {1e6 * found['heartbeat_s']:.0f} µs |",
         f"| a claim that brings nothing | {1e6 * found['poll_s']:.0f} µs |",
         "",
-        f"So a thread that does nothing else hands on {1 / queue.group_s:,.0f} groups/s with a heartbeat each, or "
+        f"So one core hands on {1 / queue.group_s:,.0f} groups/s with a heartbeat each, or "
         f"{1e-9 / queue.byte_s:.2f} GB/s of payloads. Heartbeats of 1,000 generators take "
         f"{1000 * queue.generator_share:.1%} of it, 256 ranks that wait {256 * queue.rank_share:.1%}.",
         "",
         "| run, simulated | generators + ranks | payload brokers | groups/s | of a queue that costs nothing "
-        "| queue busy | payload brokers busy |",
-        "|---|--:|--:|--:|--:|--:|--:|",
+        "| generators busy | queue busy | payload brokers busy |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
         *(
             f"| {row['job']} | {row['generators']:,} + {row['data_ranks']:,} | {row['payload_brokers'] or 'none'} "
-            f"| {row['groups_per_s']:,.4g} | {row['of_a_free_queue']:.3f} | {row['queue_busy']:.0%} "
+            f"| {row['groups_per_s']:,.4g} | {row['of_a_free_queue']:.2f} | {row['generators_busy']:.0%} "
+            f"| {row['queue_busy']:.0%} "
             f"| {row['payload_brokers_busy']:.0%} |"
             for row in rows
         ),

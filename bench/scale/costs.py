@@ -1,6 +1,6 @@
-"""What requests cost the queue's process: its CPU seconds while a known number of them is worked off.
+"""CPU seconds of the queue's process, all its threads together, for a known number of requests.
 
-    producer ── groups ─▸ ┌────────────────┐ ◂─ claims ── ranks          group_s, byte_s, claim_s
+    producer ── groups ─▸ ┌────────────────┐ ◂─ claims ── ranks          group_s, byte_s, request_s
     clients ─ heartbeats ▸│ queue's process│ ◂─ claims of nothing        heartbeat_s, poll_s
                           └────────────────┘
                              its CPU time, by the system
@@ -41,21 +41,21 @@ def costs(folder: Path, scale: float = 1.0) -> Measured:
 
     group_s       a group without its payload, through one rank
     byte_s        a byte of a payload, in and out
-    claim_s       a further rank's request of a claim
+    request_s     a further request of a claim
     heartbeat_s   a heartbeat of a generator with one lease
     poll_s        a claim that brings nothing
     """
     groups = {tokens: STEP * max(1, round(count * scale)) for tokens, count in STEPS.items()}
     each = max(2, round(EACH * scale))
-    short, _ = _streamed(folder, SHORT, groups[SHORT], 1)
+    short, few = _streamed(folder, SHORT, groups[SHORT], 1)
     long, _ = _streamed(folder, LONG, groups[LONG], 1)
     byte_s = (long - short) / (payload_bytes(LONG) - payload_bytes(SHORT))
-    shared, claims = _streamed(folder, SHORT, groups[SHORT], RANKS)
+    shared, many = _streamed(folder, SHORT, groups[SHORT], RANKS)
     clients = {"clients": CLIENTS, "each": each}
     return {
         "group_s": short - byte_s * payload_bytes(SHORT),
         "byte_s": byte_s,
-        "claim_s": (shared - short) / (claims * (RANKS - 1)),
+        "request_s": (shared - short) / (many - few),
         "heartbeat_s": _requests(folder, "heartbeats", {**clients, "tokens": SHORT}, CLIENTS),
         "poll_s": _requests(folder, "claims", {**clients, "tokens": SHORT}, 1),
     }
@@ -67,7 +67,7 @@ def payload_bytes(tokens: int) -> int:
 
 
 def _streamed(folder: Path, tokens: int, groups: int, ranks: int) -> tuple[float, float]:
-    """Seconds of a group, and claims of one rank for each group."""
+    """Seconds of a group, and requests of all ranks for a claim for each group."""
     load = {"groups": groups, "tokens": tokens}
     with _queue(folder, load) as (queue, address, stack):
         told: dict[str, Any] = {"address": address, "load": load}
@@ -81,8 +81,8 @@ def _streamed(folder: Path, tokens: int, groups: int, ranks: int) -> tuple[float
         before = _cpu_s(queue)
         for side in sides:
             side.tell("go")
-        claims = sides[1].hears()
-        return (_cpu_s(queue) - before) / groups, claims / groups
+        requests = sides[1].hears()
+        return (_cpu_s(queue) - before) / groups, requests / groups
 
 
 def _requests(folder: Path, role: str, told: Mapping[str, Any], groups: int) -> float:
@@ -92,7 +92,8 @@ def _requests(folder: Path, role: str, told: Mapping[str, Any], groups: int) -> 
         assert side.hears() == "ready"
         before = _cpu_s(queue)
         side.tell("go")
-        return side.hears() and (_cpu_s(queue) - before) / (told["clients"] * told["each"])
+        requests = side.hears()
+        return (_cpu_s(queue) - before) / requests
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
     heartbeats   clients with a lease each, which renew it again and again      ◂── how many requests there were
     claims       ranks whose claims bring nothing                               ◂── the same
-    ranks        ranks that share the groups of a producer                      ◂── claims of a rank
+    ranks        ranks that share the groups of a producer                      ◂── the same
 
 Lines of JSON, as in bench/queue/endpoint.py: ◂── ready, go ──▸, and then the result.
 """
@@ -58,7 +58,7 @@ async def claims(said: dict[str, Any], talk: Talk) -> int:
 
 
 async def ranks(said: dict[str, Any], talk: Talk) -> int:
-    """As many claims of each rank as the groups take."""
+    """As many claims as the groups take."""
     clients = [await _connected(said, f"learner-{rank}") for rank in range(said["clients"])]
     epoch = (await clients[0].open(STREAM, settings(said["clients"]))).learner_epoch
     max_tokens = MICRO_BATCH * ROWS * said["tokens"] // said["clients"]
@@ -75,7 +75,7 @@ async def ranks(said: dict[str, Any], talk: Talk) -> int:
             shares = [share for share in await asyncio.gather(*asked) if share is not None]
             assert len(shares) == len(clients), f"no group for {WAIT_S} s"
             seen += sum(len(share.groups) for share in shares)
-            index, last, made = index + 1, shares[0].last, made + 1
+            index, last, made = index + 1, shares[0].last, made + len(clients)
         await clients[0].trained(STREAM, learner_epoch=epoch, step=step)
         step += 1
         await clients[0].checkpointed(STREAM, learner_epoch=epoch, version=step)

@@ -11,16 +11,18 @@ from asyncrl.twin.times import QueueTimes
 from bench.scale.__main__ import JOBS, PAYLOAD_BROKERS, queue_times, simulated, table
 from bench.scale.costs import costs
 
-COSTS = {"group_s": 1e-4, "byte_s": 1e-9, "claim_s": 5e-5, "heartbeat_s": 5e-5, "poll_s": 1e-4}
+COSTS = {"group_s": 1e-4, "byte_s": 1e-9, "request_s": 5e-5, "heartbeat_s": 5e-5, "poll_s": 1e-4}
 
 
 def test_costs_become_the_times_of_a_queue() -> None:
     """A heartbeat every 2 s and with each group; a rank that waits repeats its claim every 0.5 s."""
-    expected = QueueTimes(group_s=1.5e-4, byte_s=1e-9, claim_s=5e-5, generator_share=2.5e-5, rank_share=2e-4)
+    expected = QueueTimes(
+        group_s=1.5e-4, byte_s=1e-9, request_s=5e-5, generator_share=2.5e-5, rank_share=2e-4
+    )
     assert asdict(queue_times(COSTS)) == pytest.approx(asdict(expected))
 
 
-def test_a_queue_that_has_no_time_left_holds_up_a_run_until_others_carry_the_payloads() -> None:
+def test_payload_brokers_take_work_from_a_queue_that_has_too_much() -> None:
     slow = QueueTimes(byte_s=2e-5)
     rows = list(simulated(slow, JOBS[:1], [(20, 4)]))
     assert [row["payload_brokers"] for row in rows] == list(PAYLOAD_BROKERS)

@@ -59,12 +59,16 @@ def test_sequences_slow_each_other_down() -> None:
 def test_rewards_publications_and_claims_add_up_where_the_pools_take_turns() -> None:
     times = with_(
         generation=GenerationTimes(step_s=0.01, sequence_s=0.0, reward_s=0.3),
-        learner=LearnerTimes(token_s=1e-3, claim_s=0.05, version_s=0.2, publish_s=0.1),
+        learner=LearnerTimes(
+            token_s=1e-3, claim_s=0.05, version_s=0.2, publish_s=0.1, report_s=0.03, first_claim_s=0.07
+        ),
         sync=SyncTimes(fetch_s=0.4, flip_s=0.5, queue_s=0.01),
     )
     # A lease and a commit take a request each, and so does the one claim.
-    expected = 1.0 + 0.3 + (0.8 + 0.05 + 0.2) + 0.1 + 0.4 + 0.5 + 3 * 0.01
-    assert version_s(times, max_staleness=0) == pytest.approx(expected)
+    expected = 1.0 + 0.3 + 0.07 + (0.8 + 0.05 + 0.2) + 0.1 + 0.03 + 0.4 + 0.5 + 3 * 0.01
+    outcome = simulate(dataclasses.replace(FOUR, max_staleness=0), times)
+    assert outcome.version_s == pytest.approx(expected)
+    assert outcome.shares("learner")["wait/queue"] == pytest.approx(0.03 / expected)
 
 
 def test_only_the_flip_stops_a_generator_that_overlaps() -> None:
@@ -98,7 +102,7 @@ def test_shares_add_up_and_name_the_waits() -> None:
         {"compute": 1 / 1.8, "wait/weights": 0.0, "wait/tasks": 0.8 / 1.8}
     )
     assert outcome.shares("learner") == pytest.approx(
-        {"compute": 0.8 / 1.8, "wait/groups": 1 / 1.8, "wait/publish": 0.0}
+        {"compute": 0.8 / 1.8, "wait/groups": 1 / 1.8, "wait/publish": 0.0, "wait/queue": 0.0}
     )
     assert outcome.groups_per_s == pytest.approx(4 / 1.8)
     assert outcome.tokens_per_s == pytest.approx(800 / 1.8)

@@ -9,6 +9,7 @@ from learner_cases import small_config, tiny_model
 
 from asyncrl.config.schema import LearnerConfig
 from asyncrl.learner.reporting.report import SUMMARY, GeneratorTotals, RunRecords, run_summary, step_row
+from asyncrl.telemetry.decode_times import DecodeTimes
 
 EARLY = {"tokens": 0, "held": -1, "weights/flips": 0, "seconds": {"wait": 2.0}, "reward/failures": 0}
 LATER = {
@@ -33,6 +34,22 @@ def test_a_generator_without_weights_is_counted_and_nothing_else_is_known() -> N
     later = totals.update({"generator-0": LATER, "generator-1": EARLY})
     assert (later["rollout/generators"], later["rollout/tokens_generated"], later["sync/flips"]) == (2, 40, 1)
     assert (later["queue/held_min"], later["rollout/reward/failures"]) == (2, 3)
+
+
+def test_a_line_goes_through_the_decode_steps_of_all_generators() -> None:
+    """One has made steps of 10 sequences, the other one of 20; each alone tells no line."""
+    few, many = DecodeTimes().with_step(10, 0.03), DecodeTimes().with_step(20, 0.05)
+    totals = GeneratorTotals()
+    assert "perf/generator/decode/step_s" not in totals.update({"generator-0": {**LATER, **few.stats()}})
+    row = totals.update(
+        {
+            "generator-0": {**LATER, **few.stats()},
+            "generator-1": {**LATER, **many.stats()},
+            "generator-2": LATER,
+        }
+    )
+    assert row["perf/generator/decode/step_s"] == pytest.approx(0.01)
+    assert row["perf/generator/decode/sequence_s"] == pytest.approx(0.002)
 
 
 def test_the_summary_of_a_resumed_run_is_of_all_its_processes() -> None:

@@ -120,6 +120,21 @@ def test_log_probs_are_those_of_a_plain_forward(name: str, fixed_shape: bool) ->
         np.testing.assert_allclose(turn.logprobs, forward_logp(reference, turn), atol=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("fixed_shape", "steps", "rows"),
+    # The prompt of one token runs by itself and makes the first of 4 tokens; at fixed shape it is a step of all slots.
+    [(False, 3, 3), (True, 4, 12)],
+    ids=["compact", "fixed shape"],
+)
+def test_steps_are_timed_by_the_rows_in_them(fixed_shape: bool, steps: int, rows: int) -> None:
+    slots = batch(build(CONFIGS["qwen2"]), fixed_shape=fixed_shape, end=10_000)
+    run(slots, requests(1, max_tokens=4))
+    times = slots.decode_times
+    assert (times.steps, times.n, times.nn) == (steps, steps * rows, steps * rows**2)
+    assert times.s > 0
+    assert times.ns == pytest.approx(rows * times.s)
+
+
 def test_greedy_is_the_arg_max_of_a_plain_forward() -> None:
     reference = build(CONFIGS["qwen2"], "sdpa")
     finished = run(batch(build(CONFIGS["qwen2"])), requests(6, n=2, temperature=0.0))
