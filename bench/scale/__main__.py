@@ -1,4 +1,4 @@
-"""How far one queue goes: its costs measured, and large runs simulated with them, through one broker and several.
+"""The load of one queue: its costs are measured, and large runs are simulated with them.
 
     python -m bench.scale --json F --table F
 
@@ -134,7 +134,7 @@ def _row(job: Job, outcome: Simulated, free: Simulated) -> dict[str, Any]:
 def table(found: Measured, rows: Sequence[Mapping[str, Any]], repetitions: int) -> str:
     queue = queue_times(found)
     lines = [
-        "# How far one queue goes",
+        "# The load of one queue",
         "",
         f"`python -m bench.scale`, medians of {repetitions} repetitions. {machine()}",
         "",
