@@ -55,12 +55,11 @@ class Job:
     token_bytes: float = TEXT
 
     def setup(self, generators: int, ranks: int) -> Setup:
-        """Versions of as many groups as keep the generators busy."""
+        """Versions of as many groups as keep the generators busy. Of the MAX_STALENESS + 1 versions that may be under
+        way, the window takes one."""
         under_way = SPARE * generators * SLOTS / self.group_size
         return Setup(
-            groups=round(
-                under_way / MAX_STALENESS
-            ),  # the window takes one of the versions that may be under way
+            groups=round(under_way / MAX_STALENESS),
             group_size=self.group_size,
             generators=generators,
             slots=SLOTS,
