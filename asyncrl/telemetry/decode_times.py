@@ -1,4 +1,4 @@
-"""How long an engine's decode steps take, by the sequences in them: seconds ≈ step_s + n · sequence_s.
+"""Seconds of an engine's decode steps by the sequences in them: seconds ≈ step_s + n · sequence_s.
 
 Five sums are enough for the line of least squares, and sums of several engines add up.
 """

@@ -25,8 +25,8 @@ SPARE = 1e-3
 """The least share of its time that the queue has for requests."""
 
 
-class Payload(NamedTuple):
-    """Of a group. tokens: prompts included"""
+class SentGroup(NamedTuple):
+    """A group on its way to the queue or from it. tokens: prompts included"""
 
     ordinal: int
     tokens: float
@@ -60,37 +60,37 @@ class Brokers:
     def lease(self, now: float, groups: int) -> float:
         return self._queue.answers(now, groups * self._times.group_s / 3)
 
-    def store(self, now: float, payload: Payload) -> float:
+    def store(self, now: float, group: SentGroup) -> float:
         """A group's payload goes to its payload broker, if there are any, before its commit."""
         if not self._payload_brokers:
             return 0.0
-        seconds = self._times.request_s + self._one_way_s(payload)
-        return self._payload_brokers[self._chosen(payload)].answers(now, seconds)
+        seconds = self._times.request_s + self._one_way_s(group)
+        return self._payload_brokers[self._chosen(group)].answers(now, seconds)
 
-    def commit(self, now: float, payload: Payload) -> float:
-        through = 0.0 if self._payload_brokers else self._one_way_s(payload)
+    def commit(self, now: float, group: SentGroup) -> float:
+        through = 0.0 if self._payload_brokers else self._one_way_s(group)
         return self._queue.answers(now, self._times.group_s / 3 + through)
 
-    def claim(self, now: float, payloads: Sequence[Payload]) -> float:
+    def claim(self, now: float, groups: Sequence[SentGroup]) -> float:
         """One claim of all data ranks. With payload brokers the answer only names the groups."""
-        through = 0.0 if self._payload_brokers else sum(map(self._one_way_s, payloads))
+        through = 0.0 if self._payload_brokers else sum(map(self._one_way_s, groups))
         of_ranks = (self._ranks - 1) * self._times.request_s
-        return self._queue.answers(now, of_ranks + len(payloads) * self._times.group_s / 3 + through)
+        return self._queue.answers(now, of_ranks + len(groups) * self._times.group_s / 3 + through)
 
-    def fetch(self, now: float, payloads: Sequence[Payload]) -> float:
+    def fetch(self, now: float, groups: Sequence[SentGroup]) -> float:
         """All ranks get the payloads of a claim from the payload brokers, if there are any."""
         if not self._payload_brokers:
             return 0.0
-        work = dict.fromkeys(map(self._chosen, payloads), self._ranks * self._times.request_s)
-        for payload in payloads:
-            work[self._chosen(payload)] += self._one_way_s(payload)
+        work = dict.fromkeys(map(self._chosen, groups), self._ranks * self._times.request_s)
+        for group in groups:
+            work[self._chosen(group)] += self._one_way_s(group)
         return max(self._payload_brokers[at].answers(now, seconds) for at, seconds in work.items())
 
-    def _chosen(self, payload: Payload) -> int:
-        return payload.ordinal % len(self._payload_brokers)
+    def _chosen(self, group: SentGroup) -> int:
+        return group.ordinal % len(self._payload_brokers)
 
-    def _one_way_s(self, payload: Payload) -> float:
-        return payload.tokens * self._times.token_bytes * self._times.byte_s / 2
+    def _one_way_s(self, group: SentGroup) -> float:
+        return group.tokens * self._times.token_bytes * self._times.byte_s / 2
 
 
 class _Server:

@@ -28,7 +28,7 @@ from asyncrl.queue.ledger import generator_commands
 from asyncrl.queue.ledger.ledger import Ledger
 from asyncrl.queue.protocol import requests as rq
 from asyncrl.queue.protocol.settings import StreamSettings
-from asyncrl.twin.brokers import Brokers, Payload
+from asyncrl.twin.brokers import Brokers, SentGroup
 from asyncrl.twin.decoding import Decoder
 from asyncrl.twin.outcome import Setup, Simulated, bound
 from asyncrl.twin.times import Lengths, StageTimes
@@ -205,10 +205,10 @@ class Run:
 
     def _send(self, ordinal: int) -> None:
         """A group is on its way to the ledger: its payload first, if that goes elsewhere."""
-        self.once(self.brokers.store(self.now, self.payload(ordinal)), self._reach, ordinal)
+        self.once(self.brokers.store(self.now, self.sent_group(ordinal)), self._reach, ordinal)
 
     def _reach(self, ordinal: int) -> None:
-        self.once(self.brokers.commit(self.now, self.payload(ordinal)), self._commit, ordinal)
+        self.once(self.brokers.commit(self.now, self.sent_group(ordinal)), self._commit, ordinal)
 
     def _commit(self, ordinal: int) -> None:
         epoch, held = self._leases.pop(ordinal)
@@ -216,7 +216,7 @@ class Run:
             stream=TRAIN,
             ordinal=ordinal,
             epoch=epoch,
-            tokens=round(self.payload(ordinal).tokens),
+            tokens=round(self.sent_group(ordinal).tokens),
             start_version=held,
             nbytes=0,
             digest=0,
@@ -258,9 +258,9 @@ class Run:
     def policy_tokens(self, ordinal: int) -> float:
         return sum(self._draws.group(ordinal))
 
-    def payload(self, ordinal: int) -> Payload:
+    def sent_group(self, ordinal: int) -> SentGroup:
         prompts = self.setup.group_size * self.times.lengths.prompt
-        return Payload(ordinal, self.policy_tokens(ordinal) + prompts)
+        return SentGroup(ordinal, self.policy_tokens(ordinal) + prompts)
 
     def measure(
         self, learner: Mapping[str, float], trained: Sequence[tuple[int, float]], version: int

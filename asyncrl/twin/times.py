@@ -112,7 +112,7 @@ class SyncTimes(Section):
 
 @dataclass(frozen=True)
 class QueueTimes(Section):
-    """Of the queue, which works off one request after another. Zeros leave it out."""
+    """The queue works off one request after another. Zeros leave it out."""
 
     group_s: NotNegative = key(0.0, "seconds for a group, from its task to its claim, without its payload")
     byte_s: NotNegative = key(0.0, "seconds for a byte of a payload, coming in and going out together")

@@ -19,7 +19,7 @@ from asyncrl.queue.protocol import requests as rq
 from asyncrl.types import TRAIN
 
 if TYPE_CHECKING:
-    from asyncrl.twin.brokers import Payload
+    from asyncrl.twin.brokers import SentGroup
     from asyncrl.twin.simulate import Run
 
 NO_LIMIT = 1 << 60
@@ -61,11 +61,11 @@ class SimulatedLearner:
             self._next, self._all_claimed = claimed.ordinals, claimed.last
             self._claims += 1
             self._run.admit()
-            payloads = [self._run.payload(ordinal) for ordinal in claimed.ordinals]
-            self._run.once(self._run.brokers.claim(self._run.now, payloads), self._fetch, payloads)
+            groups = [self._run.sent_group(ordinal) for ordinal in claimed.ordinals]
+            self._run.once(self._run.brokers.claim(self._run.now, groups), self._fetch, groups)
 
-    def _fetch(self, payloads: Sequence[Payload]) -> None:
-        self._run.once(self._run.brokers.fetch(self._run.now, payloads), self._arrive)
+    def _fetch(self, groups: Sequence[SentGroup]) -> None:
+        self._run.once(self._run.brokers.fetch(self._run.now, groups), self._arrive)
 
     def _arrive(self) -> None:
         self._there = True

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.twin.brokers import Brokers, Payload
+from asyncrl.twin.brokers import Brokers, SentGroup
 from asyncrl.twin.outcome import Setup, Simulated
 from asyncrl.twin.simulate import simulate
 from asyncrl.twin.times import GenerationTimes, LearnerTimes, Lengths, QueueTimes, StageTimes
@@ -81,10 +81,10 @@ def test_busy_shares_are_the_same_for_any_number_of_versions(versions: int) -> N
 
 def test_a_payload_waits_for_its_own_payload_broker_alone() -> None:
     brokers = Brokers(PAYLOADS, dataclasses.replace(FOUR, payload_brokers=2))
-    assert brokers.store(0.0, Payload(0, 1000.0)) == pytest.approx(0.5)
-    assert brokers.store(0.0, Payload(1, 10.0)) == pytest.approx(0.005)
-    assert brokers.store(0.0, Payload(2, 10.0)) == pytest.approx(0.505)
-    assert brokers.fetch(0.1, [Payload(3, 10.0)]) == pytest.approx(0.005)
+    assert brokers.store(0.0, SentGroup(0, 1000.0)) == pytest.approx(0.5)
+    assert brokers.store(0.0, SentGroup(1, 10.0)) == pytest.approx(0.005)
+    assert brokers.store(0.0, SentGroup(2, 10.0)) == pytest.approx(0.505)
+    assert brokers.fetch(0.1, [SentGroup(3, 10.0)]) == pytest.approx(0.005)
 
 
 @pytest.mark.parametrize(("brokers", "groups_per_s"), [(0, 5.0), (1, 5.0), (2, 10.0)])
@@ -119,9 +119,9 @@ def test_nobody_works_faster_than_time_passes(
     now, ends = 0.0, [0.0]
     for pause, ordinal, tokens in requests:
         now += pause
-        payload = Payload(ordinal, tokens)
-        waits = [brokers.store(now, payload), brokers.commit(now, payload)]
-        waits += [brokers.claim(now, [payload]), brokers.fetch(now, [payload])]
+        group = SentGroup(ordinal, tokens)
+        waits = [brokers.store(now, group), brokers.commit(now, group)]
+        waits += [brokers.claim(now, [group]), brokers.fetch(now, [group])]
         assert min(waits) >= 0
         ends += [now + wait for wait in waits]
     assert sum(brokers.seconds) == pytest.approx(sum(tokens for *_, tokens in requests) * 1e-3)
