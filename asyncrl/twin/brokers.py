@@ -43,18 +43,18 @@ class Brokers:
         taken = times.generator_share * setup.generators + times.rank_share * setup.data_ranks
         self._queue = _Server(taken)
         self._payload_brokers = [_Server() for _ in range(setup.payload_brokers)]
+        self._all = (self._queue, *self._payload_brokers)
 
     @property
     def seconds(self) -> tuple[float, ...]:
         """Seconds of all requests so far: of the queue, and of each payload broker."""
-        return tuple(server.seconds for server in (self._queue, *self._payload_brokers))
+        return tuple(server.seconds for server in self._all)
 
     def busy(self, before: Sequence[float], after: Sequence[float], passed_s: float) -> tuple[float, ...]:
         """The share of its time that each of them is busy. before, after: their seconds, `passed_s` apart"""
-        servers = (self._queue, *self._payload_brokers)
         return tuple(
             server.taken + (last - first) / passed_s
-            for server, first, last in zip(servers, before, after, strict=True)
+            for server, first, last in zip(self._all, before, after, strict=True)
         )
 
     def lease(self, now: float, groups: int) -> float:

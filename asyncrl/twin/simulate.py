@@ -205,24 +205,25 @@ class Run:
 
     def _send(self, ordinal: int) -> None:
         """A group is on its way to the ledger: its payload first, if that goes elsewhere."""
-        self.once(self.brokers.store(self.now, self.sent_group(ordinal)), self._reach, ordinal)
+        group = self.sent_group(ordinal)
+        self.once(self.brokers.store(self.now, group), self._reach, group)
 
-    def _reach(self, ordinal: int) -> None:
-        self.once(self.brokers.commit(self.now, self.sent_group(ordinal)), self._commit, ordinal)
+    def _reach(self, group: SentGroup) -> None:
+        self.once(self.brokers.commit(self.now, group), self._commit, group)
 
-    def _commit(self, ordinal: int) -> None:
-        epoch, held = self._leases.pop(ordinal)
+    def _commit(self, group: SentGroup) -> None:
+        epoch, held = self._leases.pop(group.ordinal)
         request = rq.CommitRequest(
             stream=TRAIN,
-            ordinal=ordinal,
+            ordinal=group.ordinal,
             epoch=epoch,
-            tokens=round(self.sent_group(ordinal).tokens),
+            tokens=round(group.tokens),
             start_version=held,
             nbytes=0,
             digest=0,
         )
         generator_commands.commit(self.ledger, request)
-        self._learner.groups_came()
+        self._learner.claim()
 
     # ------------------------------------------------------------------ weights
 
@@ -276,24 +277,22 @@ class Run:
                 self._advance(number)
                 self._schedule(number)
                 seconds.update(decoder.seconds)
-            measured.marks.append((self.now, seconds, Counter(learner)))
-            measured.requests.append(self.brokers.seconds)
+            measured.marks.append((self.now, seconds, Counter(learner), self.brokers.seconds))
 
 
 class _Measured:
-    """marks: time, seconds of all generators and of the learner, where the measurement begins and ends
-    requests: seconds of each broker there"""
+    """marks: time, seconds of all generators, of the learner and of each broker, where the measurement begins and
+    ends"""
 
     def __init__(self) -> None:
-        self.marks: list[tuple[float, Counter[str], Counter[str]]] = []
-        self.requests: list[tuple[float, ...]] = []
+        self.marks: list[tuple[float, Counter[str], Counter[str], tuple[float, ...]]] = []
         self.staleness, self.tokens = Counter[int](), 0.0
         self.lags: list[float] = []
         self.published: dict[int, float] = {}
 
     def outcome(self, setup: Setup, times: StageTimes, brokers: Brokers) -> Simulated:
-        start = (0.0, Counter[str](), Counter[str]())  # without a warm-up
-        (begun, *before), (ended, *now) = [start, *self.marks][-2:]
+        start = (0.0, Counter[str](), Counter[str](), (0.0,) * len(brokers.seconds))  # without a warm-up
+        (begun, *before, asked_before), (ended, *now, asked) = [start, *self.marks][-2:]
         versions = sum(self.staleness.values()) // setup.groups
         generators, learner = (
             {name: (last[name] - first[name]) / count for name in last}
@@ -302,8 +301,7 @@ class _Measured:
         learn_s = sum(s for name, s in learner.items() if name != WAIT_GROUPS) / versions
         most = bound(setup, times, self.tokens / versions, learn_s)
         lag_s, seconds = sum(self.lags) / max(1, len(self.lags)), ended - begun
-        before_requests, requests = [tuple(0.0 for _ in brokers.seconds), *self.requests][-2:]
-        busy = brokers.busy(before_requests, requests, seconds)
+        busy = brokers.busy(asked_before, asked, seconds)
         return Simulated(
             setup, versions, seconds, self.tokens, generators, learner, self.staleness, lag_s, most, busy
         )

@@ -46,10 +46,7 @@ class SimulatedLearner:
         self._claims, self._all_claimed = 0, False
         self._groups: list[int] = []  # of the version so far
 
-    def groups_came(self) -> None:
-        self._claim()
-
-    def _claim(self) -> None:
+    def claim(self) -> None:
         """Request the next claim, unless one is here that the computation has not begun."""
         if self._next is not None or self._all_claimed:
             return
@@ -68,12 +65,9 @@ class SimulatedLearner:
         self._run.once(self._run.brokers.fetch(self._run.now, groups), self._arrive)
 
     def _arrive(self) -> None:
+        """Compute the claim, unless the one before it is still computed."""
         self._there = True
-        self._take()
-
-    def _take(self) -> None:
-        """Compute the claim that is here."""
-        if self._computing or not self._there:
+        if self._computing:
             return
         self._computing = True
         first_s = self._times.learner.first_claim_s if not self._groups else 0.0
@@ -86,7 +80,7 @@ class SimulatedLearner:
         ordinals, self._next = self._next, None
         self._groups += ordinals
         last = self._all_claimed
-        self._claim()
+        self.claim()
         self._run.after(self._seconds_of(ordinals, last), self._computed, last)
 
     def _seconds_of(self, ordinals: Sequence[int], last: bool) -> float:
@@ -127,7 +121,7 @@ class SimulatedLearner:
         self._run.measure(self.seconds, trained, version + 1)
         self._run.publish(version + 1)
         self._run.admit()
-        self.groups_came()
+        self.claim()
 
     def _spend(self, name: str) -> None:
         self.seconds[name] += self._run.now - self._since

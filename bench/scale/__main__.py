@@ -155,8 +155,7 @@ def table(found: Measured, rows: Sequence[Mapping[str, Any]], repetitions: int) 
         *(
             f"| {row['job']} | {row['generators']:,} + {row['data_ranks']:,} | {row['payload_brokers'] or 'none'} "
             f"| {row['groups_per_s']:,.4g} | {row['of_a_free_queue']:.2f} | {row['generators_busy']:.0%} "
-            f"| {row['queue_busy']:.0%} "
-            f"| {row['payload_brokers_busy']:.0%} |"
+            f"| {row['queue_busy']:.0%} | {row['payload_brokers_busy']:.0%} |"
             for row in rows
         ),
         "",
