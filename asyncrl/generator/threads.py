@@ -76,7 +76,7 @@ async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         threading.current_thread().name = getattr(function, "__name__", "call")
         _call(partial(function, *args, **kwargs), loop, result)
 
-    _begin(run)
+    begin_in_thread(run)
     return await result
 
 
@@ -109,7 +109,8 @@ _idle: list[SimpleQueue[Callable[[], None]]] = []
 os.register_at_fork(after_in_child=_idle.clear)
 
 
-def _begin(call: Callable[[], None]) -> None:
+def begin_in_thread(call: Callable[[], None]) -> None:
+    """Begin a call that raises nothing, in an idle daemon thread."""
     try:
         calls = _idle.pop()
     except IndexError:

@@ -50,7 +50,7 @@ SEEDS = (1 << 63) - 1
 
 
 class Trajectory:
-    """Entries in order. `packed` grows with them. length: tokens of all entries · turns: finished ones."""
+    """Entries in order. length: tokens of all entries · turns: finished ones."""
 
     def __init__(self, entries: Iterable[TrajectoryEntry] = ()) -> None:
         self.clear()
@@ -78,19 +78,28 @@ class Trajectory:
 
     def clear(self) -> None:
         self.entries: list[TrajectoryEntry] = []
-        self.packed = bytearray()
         self.length = self.turns = 0
+        self._packed = bytearray()
+        self._packed_entries = 0
+
+    @property
+    def packed(self) -> bytes:
+        """The bytes of all entries."""
+        for entry in self.entries[self._packed_entries :]:
+            self._packed += msgpack.packb(entry_fields(entry))
+        self._packed_entries = len(self.entries)
+        return bytes(self._packed)
 
     def keep_first(self, count: int) -> None:
         """Remove all entries behind the first `count`."""
-        kept = self.entries[:count]
-        self.clear()
-        for entry in kept:
-            self.add(entry)
+        if len(self.entries) > count:
+            kept = self.entries[:count]
+            self.clear()
+            for entry in kept:
+                self.add(entry)
 
     def add(self, entry: TrajectoryEntry) -> None:
         self.entries.append(entry)
-        self.packed += msgpack.packb(entry_fields(entry))
         if not isinstance(entry, TrajectoryEnd):
             self.length += len(entry.ids)
         if isinstance(entry, PolicyEntry) and entry.finish != "abort":

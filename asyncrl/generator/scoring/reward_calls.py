@@ -15,7 +15,7 @@ import reprlib
 import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +25,8 @@ from asyncrl.config.functions.function_spec import load_function
 from asyncrl.config.functions.signatures import check_reward
 from asyncrl.config.schema import RewardConfig
 from asyncrl.errors import ConfigError, RewardFailedError
-from asyncrl.generator.threads import as_failure, in_thread
+from asyncrl.generator.scoring.call_threads import CallThreads
+from asyncrl.generator.threads import as_failure
 from asyncrl.telemetry import tracing
 from asyncrl.types import Task
 
@@ -59,37 +60,35 @@ class RewardCall:
 
     failures   calls that failed so far
     late       those among them that took too long
-    under_way  calls that have begun and not ended
     """
 
     def __init__(self, function: Reward, config: RewardConfig, name: str = "") -> None:
         self.config, self.name = config, name
-        self.failures = self.late = self.under_way = 0
+        self.failures = self.late = self._awaited = 0
         self._function, self._span = function, name or str(config.function)
         self._async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
             type(function).__call__
         )
         self._takes_rollout = _takes_rollout(function)
-        self._workers: AbstractAsyncContextManager[None] = (
-            nullcontext() if self._async else asyncio.Semaphore(config.workers)
+        self._threads = CallThreads(
+            getattr(function, "__name__", "reward"), config.workers, config.deadline_s
         )
         # Where failures count as 0, any share of them is expected.
         self._limit = FailureLimit(config.max_failed_share if config.on_failure == "drop" else 1.0)
         self._logged: set[type[Exception]] = set()
 
+    @property
+    def under_way(self) -> int:
+        """Calls that have begun and not ended."""
+        return self._awaited + self._threads.under_way
+
     async def __call__(self, task: Task, text: Any, rollout: Any, read: Callable[[Any], Result]) -> Result:
         """`read` of the function's value. Raises RewardError after 1 + retries failures of either."""
-        # A retry keeps its worker: behind all first attempts its failure would be known too late.
-        async with self._workers:
-            return await self._attempts(task, text, rollout, read)
-
-    async def _attempts(self, task: Task, text: Any, rollout: Any, read: Callable[[Any], Result]) -> Result:
         arguments = (task, text, rollout) if self._takes_rollout else (task, text)
         why = ""
-        for _ in range(1 + self.config.retries):
+        for attempt in range(1 + self.config.retries):
             try:
-                with tracing.span("reward functions", self._span, tracing.SHORT_S, task=task.ordinal):
-                    value = await self._once(*arguments)
+                value = await self._once(attempt, task, *arguments)
             except RewardFailedError:
                 raise
             except TimeoutError:
@@ -109,17 +108,21 @@ class RewardCall:
         which = f"reward {self.name!r}" if self.name else "reward"
         raise RewardError(f"the {which} of task {task.ordinal} {why}")
 
-    async def _once(self, *arguments: Any) -> Any:
-        """One attempt. The deadline excludes the wait for a free worker."""
-        # A call that hangs for ever keeps its thread, and no worker.
-        call = self._in_loop if self._async else partial(in_thread, self._function)
-        self.under_way += 1
-        try:
-            async with asyncio.timeout(self.config.deadline_s):
-                value = await call(*arguments)
-                return await value if inspect.isawaitable(value) else value
-        finally:
-            self.under_way -= 1
+    async def _once(self, attempt: int, task: Task, *arguments: Any) -> Any:
+        """The deadline excludes the wait for a thread."""
+        if self._async:
+            with self._traced(task):
+                return await self._in_loop(self._function(*arguments))
+        # A further attempt is the next call: behind all first ones its failure would be known too late.
+        value = await self._threads(partial(self._call, task, *arguments), first=attempt > 0)
+        return await self._in_loop(value) if inspect.isawaitable(value) else value
+
+    def _call(self, task: Task, *arguments: Any) -> Any:
+        with self._traced(task):
+            return self._function(*arguments)
+
+    def _traced(self, task: Task) -> AbstractContextManager[Any]:
+        return tracing.span("reward functions", self._span, tracing.SHORT_S, task=task.ordinal)
 
     def start(self) -> None:
         """Starts the function, if it has something to start."""
@@ -161,11 +164,15 @@ class RewardCall:
                 "%s at task %d, for the first time:", self.config.function, task.ordinal, exc_info=error
             )
 
-    async def _in_loop(self, *arguments: Any) -> Any:
+    async def _in_loop(self, value: Awaitable[Any]) -> Any:
+        self._awaited += 1
         try:
-            return await self._function(*arguments)
+            async with asyncio.timeout(self.config.deadline_s):
+                return await value
         except SystemExit as raised:
             raise as_failure(raised) from raised
+        finally:
+            self._awaited -= 1
 
 
 def load_reward(config: RewardConfig, key: str) -> Reward:

@@ -1,0 +1,167 @@
+"""Calls of one function in threads: short calls share a thread, and none waits long behind another.
+
+    call ──▸ waiting ──▸ a thread makes call after call ──▸ done ──▸ the event loop: woken once for all that are done
+                │
+                └ JOIN_S later calls still wait: threads join, as many as make a call since then, up to `most`
+
+A thread for each call costs two switches between threads and a wake-up of the loop, often for microseconds of work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.generator.threads import as_failure, begin_in_thread
+
+JOIN_S = 0.002
+"""While calls wait, threads join this often."""
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """begun: when a thread began it · value, error: its outcome, which `result` has once the loop knows it"""
+
+    function: Callable[[], Any]
+    result: asyncio.Future[Any]
+    begun: float = 0.0
+    value: Any = None
+    error: Exception | None = None
+
+
+class CallThreads:
+    """Up to `most` calls at once, in daemon threads that have `name` meanwhile. One event loop makes all calls.
+
+    A call that its caller gives up, or that takes longer than `deadline_s`, leaves its thread behind and its place to
+    the next one: a call that hangs blocks neither others nor the end of the process.
+    """
+
+    def __init__(self, name: str, most: int, deadline_s: float) -> None:
+        self._name, self._most, self._deadline_s = name, most, deadline_s
+        self._lock = threading.Lock()  # of the next four
+        self._threads = 0
+        self._waiting: deque[_Call] = deque()
+        self._under_way: dict[_Call, None] = {}  # as they began
+        self._done: list[_Call] = []
+        self._look: asyncio.TimerHandle | None = None
+
+    @property
+    def under_way(self) -> int:
+        """Calls that have begun and not ended, without those given up."""
+        return len(self._under_way)
+
+    async def __call__(self, function: Callable[[], Any], first: bool = False) -> Any:
+        """first: before all calls that wait.
+
+        Raises TimeoutError `deadline_s` after a thread began the call, and the function's error, as `as_failure`
+        changes it.
+        """
+        call = _Call(function, asyncio.get_running_loop().create_future())
+        with self._lock:
+            (self._waiting.appendleft if first else self._waiting.append)(call)
+            if not self._threads:
+                self._join()
+        self._look_in(JOIN_S)
+        try:
+            return await call.result
+        except asyncio.CancelledError:
+            self._give_up(call)
+            raise
+
+    # ---- on the event loop
+
+    def _look_in(self, seconds: float) -> None:
+        """Have `_look_at_all` called by then."""
+        loop = asyncio.get_running_loop()
+        if self._look is not None:
+            if self._look.when() <= loop.time() + seconds:
+                return
+            self._look.cancel()
+        self._look = loop.call_later(seconds, self._look_at_all)
+
+    def _look_at_all(self) -> None:
+        """Give up calls that take too long, and let threads join if others wait."""
+        self._look, now = None, time.monotonic()
+        with self._lock:
+            late = [call for call in self._under_way if now >= call.begun + self._deadline_s]
+        for call in late:
+            self._give_up(call)
+            if not call.result.done():
+                call.result.set_exception(TimeoutError())
+        if late:
+            return  # for the look behind their callers
+        with self._lock:
+            long = sum(now >= call.begun + JOIN_S for call in self._under_way)
+            for _ in range(min(len(self._waiting), max(1, long), self._most - self._threads)):
+                self._join()
+            waits, oldest = bool(self._waiting), next(iter(self._under_way), None)
+        if waits:
+            self._look_in(JOIN_S)
+        elif oldest is not None:
+            self._look_in(max(JOIN_S, oldest.begun + self._deadline_s - now))
+
+    def _give_up(self, call: _Call) -> None:
+        with self._lock:
+            if call in self._under_way:
+                del self._under_way[call]
+                self._threads -= 1
+        self._look_in(0.0)  # behind the caller, whose next attempt may be the next call
+
+    def _settle(self) -> None:
+        with self._lock:
+            done, self._done = self._done, []
+        for call in done:
+            if call.result.done():
+                continue
+            if call.error is None:
+                call.result.set_result(call.value)
+            else:
+                call.result.set_exception(call.error)
+
+    # ---- in the threads
+
+    def _join(self) -> None:
+        """Under the lock."""
+        self._threads += 1
+        begin_in_thread(self._make_calls)
+
+    def _make_calls(self) -> None:
+        """Until none waits, or the last one was given up."""
+        threading.current_thread().name = self._name  # shows in dumps of a process that hangs
+        while (call := self._next()) is not None:
+            try:
+                call.value = call.function()
+            except BaseException as raised:
+                call.error = as_failure(raised)
+            if not self._end(call):
+                return
+
+    def _next(self) -> _Call | None:
+        with self._lock:
+            while self._waiting:
+                call = self._waiting.popleft()
+                if not call.result.done():
+                    call.begun = time.monotonic()
+                    self._under_way[call] = None
+                    return call
+            self._threads -= 1
+            return None
+
+    def _end(self, call: _Call) -> bool:
+        """Whether this thread has still its place."""
+        with self._lock:
+            if call not in self._under_way:
+                return False
+            del self._under_way[call]
+            self._done.append(call)
+            wake = len(self._done) == 1
+        if wake:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits
+                call.result.get_loop().call_soon_threadsafe(self._settle)
+        return True
