@@ -10,7 +10,6 @@ feeder thread            connect ──▸ wait for the learner, and compare con
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import signal
@@ -94,7 +93,6 @@ def run_queue(
     feeder = Feeder(config, address, tasks, broker, status)
     feeder.start()
     status.loaded.set()
-    gc.freeze()  # objects made so far stay: collections that look through them would stop the queue
     broker.serve()
     recovery.close()
     if recovery.queue.traces is not None:

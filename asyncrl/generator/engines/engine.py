@@ -169,9 +169,9 @@ class StoppingSampler:
         self._engine, self._decode = engine, decode
 
     async def sample(self, request: SampleRequest) -> list[Turn]:
-        texts = request.sampling.stop
-        stop = StopTexts(texts, self._decode) if texts else None
-        return await self._engine.sample(replace(request, stop=stop))
+        if texts := request.sampling.stop:
+            request = replace(request, stop=StopTexts(texts, self._decode))
+        return await self._engine.sample(request)
 
 
 # ---- requests at which the engine fails
@@ -217,10 +217,10 @@ class RetryingSampler:
         for attempt in range(tries):
             if attempt:
                 await asyncio.sleep(PAUSE_S * attempt)
+            # A new name: the engine may still know the old one.
+            again = replace(request, request_id=f"{request.request_id}~{attempt}") if attempt else request
             try:
-                # A new name: the engine may still know the old one.
-                again = f"{request.request_id}~{attempt}" if attempt else request.request_id
-                turns = await self._engine.sample(replace(request, request_id=again))
+                turns = await self._engine.sample(again)
             except (PromptTooLongError, *NOT_THE_REQUEST):
                 raise
             except SampleLostError as error:

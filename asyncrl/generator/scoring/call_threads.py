@@ -38,7 +38,7 @@ class _Call:
 class CallThreads:
     """Up to `most` calls at once, in daemon threads that have `name` meanwhile. One event loop makes all calls.
 
-    A call that its caller gives up, or that takes longer than `deadline_s`, leaves its thread behind and its place to
+    A call that is given up, or that takes longer than `deadline_s`, leaves its thread behind and its place to
     the next one: a call that hangs blocks neither others nor the end of the process.
     """
 
@@ -56,23 +56,20 @@ class CallThreads:
         """Calls that have begun and not ended, without those given up."""
         return len(self._under_way)
 
-    async def __call__(self, function: Callable[[], Any], first: bool = False) -> Any:
-        """first: before all calls that wait.
+    def begin(self, function: Callable[[], Any], first: bool = False) -> asyncio.Future[Any]:
+        """A call, which is given up by `cancel`. first: before all calls that wait.
 
-        Raises TimeoutError `deadline_s` after a thread began the call, and the function's error, as `as_failure`
-        changes it.
+        Its result raises TimeoutError `deadline_s` after a thread began the call, and the function's error, as
+        `as_failure` changes it.
         """
         call = _Call(function, asyncio.get_running_loop().create_future())
+        call.result.add_done_callback(lambda result: self._give_up(call) if result.cancelled() else None)
         with self._lock:
             (self._waiting.appendleft if first else self._waiting.append)(call)
             if not self._threads:
                 self._join()
         self._look_in(JOIN_S)
-        try:
-            return await call.result
-        except asyncio.CancelledError:
-            self._give_up(call)
-            raise
+        return call.result
 
     # ---- on the event loop
 
@@ -94,8 +91,6 @@ class CallThreads:
             self._give_up(call)
             if not call.result.done():
                 call.result.set_exception(TimeoutError())
-        if late:
-            return  # for the look behind their callers
         with self._lock:
             long = sum(now >= call.begun + JOIN_S for call in self._under_way)
             for _ in range(min(len(self._waiting), max(1, long), self._most - self._threads)):
@@ -111,7 +106,7 @@ class CallThreads:
             if call in self._under_way:
                 del self._under_way[call]
                 self._threads -= 1
-        self._look_in(0.0)  # behind the caller, whose next attempt may be the next call
+        self._look_in(0.0)
 
     def _settle(self) -> None:
         with self._lock:

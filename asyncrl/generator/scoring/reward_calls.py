@@ -82,13 +82,31 @@ class RewardCall:
         """Calls that have begun and not ended."""
         return self._awaited + self._threads.under_way
 
-    async def __call__(self, task: Task, text: Any, rollout: Any, read: Callable[[Any], Result]) -> Result:
-        """`read` of the function's value. Raises RewardError after 1 + retries failures of either."""
+    def begin(self, task: Task, text: Any, rollout: Any, again: bool = False) -> asyncio.Future[Any]:
+        """An attempt, which gives the function's value. The deadline excludes the wait for a thread.
+
+        again: before all first attempts: behind them its failure would be known too late
+        """
         arguments = (task, text, rollout) if self._takes_rollout else (task, text)
+        if self._async:
+            return asyncio.ensure_future(self._traced_in_loop(*arguments))
+        return self._threads.begin(partial(self._call, *arguments), first=again)
+
+    async def result(
+        self,
+        first: asyncio.Future[Any],
+        task: Task,
+        text: Any,
+        rollout: Any,
+        read: Callable[[Any], Result],
+    ) -> Result:
+        """`read` of the function's value. first: the first attempt. Raises RewardError after 1 + retries failures of
+        either."""
         why = ""
         for attempt in range(1 + self.config.retries):
             try:
-                value = await self._once(attempt, task, *arguments)
+                value = await (self.begin(task, text, rollout, again=True) if attempt else first)
+                value = await self._in_loop(value) if inspect.isawaitable(value) else value
             except RewardFailedError:
                 raise
             except TimeoutError:
@@ -99,27 +117,20 @@ class RewardCall:
                 self._log_error(task, error)
             else:
                 try:
-                    result = read(value)
+                    return read(value)
                 except Exception as error:
                     why = f"returned {reprlib.repr(value)}: {error}"
-                else:
-                    return result
             self.failures += 1
         which = f"reward {self.name!r}" if self.name else "reward"
         raise RewardError(f"the {which} of task {task.ordinal} {why}")
 
-    async def _once(self, attempt: int, task: Task, *arguments: Any) -> Any:
-        """The deadline excludes the wait for a thread."""
-        if self._async:
-            with self._traced(task):
-                return await self._in_loop(self._function(*arguments))
-        # A further attempt is the next call: behind all first ones its failure would be known too late.
-        value = await self._threads(partial(self._call, task, *arguments), first=attempt > 0)
-        return await self._in_loop(value) if inspect.isawaitable(value) else value
+    async def _traced_in_loop(self, task: Task, *arguments: Any) -> Any:
+        with self._traced(task):
+            return await self._in_loop(self._function(task, *arguments))
 
     def _call(self, task: Task, *arguments: Any) -> Any:
         with self._traced(task):
-            return self._function(*arguments)
+            return self._function(task, *arguments)
 
     def _traced(self, task: Task) -> AbstractContextManager[Any]:
         return tracing.span("reward functions", self._span, tracing.SHORT_S, task=task.ordinal)
@@ -169,8 +180,11 @@ class RewardCall:
         try:
             async with asyncio.timeout(self.config.deadline_s):
                 return await value
-        except SystemExit as raised:
-            raise as_failure(raised) from raised
+        except (SystemExit, asyncio.CancelledError) as raised:
+            task = asyncio.current_task()
+            if isinstance(raised, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise
+            raise as_failure(raised) from raised  # the function's own
         finally:
             self._awaited -= 1
 
@@ -213,6 +227,9 @@ def load_reward(config: RewardConfig, key: str) -> Reward:
 
 async def all_of(jobs: Iterable[Awaitable[Result]]) -> list[Result]:
     """The results in order; the first failure cancels the others."""
+    jobs = [*jobs]
+    if len(jobs) == 1:  # needs no task
+        return [await jobs[0]]
     tasks = [asyncio.ensure_future(job) for job in jobs]
     try:
         return await asyncio.gather(*tasks)

@@ -8,9 +8,10 @@ Each function has a deadline, retries and threads of its own (`reward_calls.py`)
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -124,12 +125,29 @@ class Scorer:
         """failures: gets those that count as 0."""
         read = partial(score_of, weights=self._weights, name=call.name)
         if call.config.per == "group":
-            whole = call(task, list(texts), list(rollouts), lambda values: list(_each(values, texts, read)))
+            both = list(texts), list(rollouts)
+            whole = call.result(
+                call.begin(task, *both), task, *both, lambda values: list(_each(values, texts, read))
+            )
             return await self._or_zero(call, whole, [NOTHING] * len(texts), failures)
-        return await all_of(
-            self._or_zero(call, call(task, text, rollout, partial(read, text=text)), NOTHING, failures)
-            for text, rollout in zip(texts, rollouts, strict=True)
-        )
+        firsts = [call.begin(task, *each) for each in zip(texts, rollouts, strict=True)]
+        try:
+            await asyncio.wait(firsts, return_when=asyncio.FIRST_EXCEPTION)
+            if all(first.done() and not first.exception() for first in firsts):
+                with suppress(Exception):  # a value that cannot be read is a failure below
+                    return [
+                        read(first.result(), text=text) for first, text in zip(firsts, texts, strict=True)
+                    ]
+            return await all_of(
+                self._or_zero(
+                    call, call.result(first, task, text, rollout, partial(read, text=text)), NOTHING, failures
+                )
+                for first, text, rollout in zip(firsts, texts, rollouts, strict=True)
+            )
+        finally:
+            for first in firsts:
+                if not first.cancel() and not first.cancelled():
+                    first.exception()  # asyncio warns of those that nobody has looked at
 
     async def _or_zero(self, call: RewardCall, scoring: Any, zero: Any, failures: list[RewardError]) -> Any:
         """The result of `scoring`; `zero` if it fails and the function's `on_failure` is 'zero'."""

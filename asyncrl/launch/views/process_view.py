@@ -9,6 +9,7 @@ shows the run, and their logs keep plain lines. The first of several ranks has t
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import os
@@ -248,8 +249,17 @@ def shown(
     process = f"{name}-rank-{rank}" if rank else name
     trace = recording(run_folder(config), process, role or name, config.telemetry.trace_mb)
     figures = endpoint(config.telemetry, run_folder(config), process, role or name, status)
-    with trace, figures, _decisions(process, role or name, config), _view(name, source, status, config, rank):
+    lasting = beside(partial(_freeze, status), status, "freeze")
+    seen = _view(name, source, status, config, rank)
+    with trace, figures, lasting, _decisions(process, role or name, config), seen:
         yield
+
+
+def _freeze(status: ProcessStatus, _: threading.Event) -> None:
+    """All that is there once the process has loaded stays: collections of garbage need not look through it, which takes
+    tens of milliseconds each and stops all threads."""
+    status.loaded.wait()
+    gc.freeze()
 
 
 def _decisions(process: str, role: str, config: Config) -> AbstractContextManager[None]:

@@ -39,7 +39,7 @@ from asyncrl.device import accelerator
 from asyncrl.device.parked import ParkedTensors, storages_of
 from asyncrl.device.products import wide_product
 from asyncrl.errors import ConfigError, RunClosedError
-from asyncrl.generator.engines.engine import SampleRequest, check_complete, span_seconds
+from asyncrl.generator.engines.engine import Pieces, SampleRequest, check_complete, span_seconds
 from asyncrl.generator.engines.receiver import LocalReceiver, WeightReader, WeightReceiver
 from asyncrl.generator.engines.transformers.drafts import Drafter
 from asyncrl.generator.engines.transformers.kv_cache import ATTENTION, UnsupportedAttentionError
@@ -256,10 +256,9 @@ class TransformersEngine:
             admit = not self._flips
             decisions.step(admit)
             finished = self.batch.step(admit)
-            for pieces, sample, turn in self.batch.take_pieces():
-                self._loop.call_soon_threadsafe(pieces.take, sample, turn)
-            for request_id, turns in finished:
-                self._report(request_id, turns)
+            pieces = self.batch.take_pieces()
+            if pieces or finished:  # one wake-up of the loop, which takes the interpreter from this thread
+                self._loop.call_soon_threadsafe(self._hand_out, pieces, finished)
 
     def _add(self, request: SampleRequest, result: asyncio.Future[list[Turn]]) -> None:
         if not result.done():
@@ -280,6 +279,14 @@ class TransformersEngine:
         self._loop.call_soon_threadsafe(self._end_request, request_id, result)
 
     # ---- on the event loop
+
+    def _hand_out(
+        self, pieces: Sequence[tuple[Pieces, int, Turn]], finished: Sequence[tuple[str, list[Turn]]]
+    ) -> None:
+        for receiver, sample, turn in pieces:
+            self._loop.call_soon(receiver.take, sample, turn)
+        for request_id, turns in finished:
+            self._loop.call_soon(self._end_request, request_id, turns)
 
     def _end_request(self, request_id: str, result: list[Turn] | Exception) -> None:
         waiting = self._results.pop(request_id, None)

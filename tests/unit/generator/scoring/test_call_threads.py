@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,10 +19,6 @@ NEVER_S = 1e6
 
 def calls(most: int, deadline_s: float = NEVER_S) -> CallThreads:
     return CallThreads("reward", most, deadline_s)
-
-
-def begin(threads: CallThreads, function: Callable[[], Any], first: bool = False) -> asyncio.Future[Any]:
-    return asyncio.ensure_future(threads(function, first))
 
 
 @pytest.fixture
@@ -57,18 +53,18 @@ async def test_short_calls_share_a_thread_that_has_the_functions_name(
 ) -> None:
     monkeypatch.setattr(call_threads, "JOIN_S", NEVER_S)
     threads = calls(most=8)
-    found = await asyncio.gather(*(threads(threading.current_thread) for _ in range(50)))
+    found = await asyncio.gather(*(threads.begin(threading.current_thread) for _ in range(50)))
     assert len(set(found)) == 1
     assert found[0] is not threading.current_thread()
-    assert await threads(lambda: threading.current_thread().name) == "reward"
+    assert await threads.begin(lambda: threading.current_thread().name) == "reward"
 
 
 async def test_the_loop_is_woken_once_for_all_calls_that_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_threads, "JOIN_S", NEVER_S)
     loop, woken, threads = asyncio.get_running_loop(), list[Any](), calls(most=1)
     monkeypatch.setattr(loop, "call_soon_threadsafe", lambda function: woken.append(function))
-    begun = [begin(threads, lambda: 7) for _ in range(5)]
-    begun.append(begin(threads, (all_done := threading.Event()).set))
+    begun = [threads.begin(lambda: 7) for _ in range(5)]
+    begun.append(threads.begin((all_done := threading.Event()).set))
     await asyncio.sleep(0)
     assert all_done.wait(30)
     await eventually(lambda: threads.under_way == 0)
@@ -79,7 +75,7 @@ async def test_the_loop_is_woken_once_for_all_calls_that_are_done(monkeypatch: p
 
 async def test_threads_join_while_calls_wait_up_to_the_most(gate: threading.Event, clock: Clock) -> None:
     threads = calls(most=3)
-    begun = [begin(threads, lambda: gate.wait(30)) for _ in range(9)]
+    begun = [threads.begin(lambda: gate.wait(30)) for _ in range(9)]
     await eventually(lambda: threads.under_way == 3)
     looks = clock.looks
     await eventually(lambda: clock.looks > looks + 5)  # more than would join if they could
@@ -91,7 +87,7 @@ async def test_threads_join_while_calls_wait_up_to_the_most(gate: threading.Even
 
 async def test_as_many_threads_join_as_make_a_long_call(gate: threading.Event, clock: Clock) -> None:
     threads, clock.step = calls(most=64), 1.0  # at each look, all calls under way are long
-    begun = [begin(threads, lambda: gate.wait(30)) for _ in range(64)]
+    begun = [threads.begin(lambda: gate.wait(30)) for _ in range(64)]
     await eventually(lambda: threads.under_way == 64)
     looks_at_threads = clock.looks - 64  # each call that begins looks at the clock, too
     gate.set()
@@ -102,18 +98,18 @@ async def test_as_many_threads_join_as_make_a_long_call(gate: threading.Event, c
 async def test_a_call_that_takes_too_long_leaves_its_place_to_the_next(gate: threading.Event) -> None:
     threads = calls(most=1, deadline_s=0.05)
     with pytest.raises(TimeoutError):
-        await threads(gate.wait)
+        await threads.begin(gate.wait)
     assert threads.under_way == 0
-    assert await asyncio.wait_for(threads(lambda: 1), 30) == 1
+    assert await asyncio.wait_for(threads.begin(lambda: 1), 30) == 1
 
 
 async def test_a_call_that_its_caller_gives_up_leaves_its_place_and_one_that_waited_is_not_made(
     gate: threading.Event,
 ) -> None:
     threads, made = calls(most=1), list[str]()
-    hangs = begin(threads, gate.wait)
+    hangs = threads.begin(gate.wait)
     await eventually(lambda: threads.under_way == 1)
-    waits, last = (begin(threads, lambda name=name: made.append(name)) for name in ("waits", "last"))
+    waits, last = (threads.begin(lambda name=name: made.append(name)) for name in ("waits", "last"))
     await asyncio.sleep(0)
     waits.cancel()
     hangs.cancel()
@@ -123,15 +119,15 @@ async def test_a_call_that_its_caller_gives_up_leaves_its_place_and_one_that_wai
 
 async def test_the_thread_of_a_call_that_was_given_up_makes_no_other(gate: threading.Event) -> None:
     threads = calls(most=1)
-    given_up = begin(threads, lambda: gate.wait(30))
+    given_up = threads.begin(lambda: gate.wait(30))
     await eventually(lambda: threads.under_way == 1)
     given_up.cancel()
     await asyncio.gather(given_up, return_exceptions=True)
     held = threading.Event()
-    second = begin(threads, lambda: held.wait(30))
+    second = threads.begin(lambda: held.wait(30))
     await eventually(lambda: threads.under_way == 1)
     made = list[int]()
-    third = begin(threads, lambda: made.append(3))
+    third = threads.begin(lambda: made.append(3))
     await asyncio.sleep(0)
     idle = len(generator_threads._idle)
     gate.set()
@@ -144,11 +140,11 @@ async def test_the_thread_of_a_call_that_was_given_up_makes_no_other(gate: threa
 
 async def test_a_first_call_is_before_all_that_wait(gate: threading.Event) -> None:
     threads, order = calls(most=1), list[int]()
-    hangs = begin(threads, lambda: gate.wait(30))
+    hangs = threads.begin(lambda: gate.wait(30))
     await eventually(lambda: threads.under_way == 1)
-    waiting = [begin(threads, lambda number=number: order.append(number)) for number in (1, 2)]
+    waiting = [threads.begin(lambda number=number: order.append(number)) for number in (1, 2)]
     await asyncio.sleep(0)
-    first = begin(threads, lambda: order.append(0), first=True)
+    first = threads.begin(lambda: order.append(0), first=True)
     await asyncio.sleep(0)
     gate.set()
     await asyncio.gather(hangs, first, *waiting)
@@ -159,9 +155,9 @@ async def test_the_deadline_counts_from_the_moment_at_which_a_thread_begins(
     clock: Clock, gate: threading.Event
 ) -> None:
     threads, before = calls(most=1, deadline_s=10.0), threading.Event()
-    first = begin(threads, lambda: before.wait(30))
-    second = begin(threads, lambda: gate.wait(30))
-    third = begin(threads, lambda: 3)  # as long as it waits, the threads are looked at
+    first = threads.begin(lambda: before.wait(30))
+    second = threads.begin(lambda: gate.wait(30))
+    third = threads.begin(lambda: 3)  # as long as it waits, the threads are looked at
     await eventually(lambda: threads.under_way == 1)
     clock.now = 8.0
     before.set()
@@ -184,7 +180,7 @@ async def test_what_a_call_raises_reaches_its_caller_and_the_next_call_goes_well
         raise raised
 
     threads = calls(most=1)
-    failed, good = begin(threads, fail), begin(threads, lambda: 1)
+    failed, good = threads.begin(fail), threads.begin(lambda: 1)
     with pytest.raises(Exception, match="no"):
         await failed
     assert await good == 1

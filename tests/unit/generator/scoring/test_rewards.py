@@ -286,15 +286,44 @@ async def test_a_function_that_would_end_the_process_has_failed(ends: BaseExcept
         await score(reward)
 
 
-async def test_an_async_function_that_would_end_the_process_has_failed() -> None:
+@pytest.mark.parametrize("ends", [SystemExit(0), asyncio.CancelledError()])
+async def test_an_async_function_that_would_end_the_process_or_cancel_its_caller_has_failed(
+    ends: BaseException,
+) -> None:
     async def reward(task: Task, text: str) -> float:
-        raise SystemExit(0)
+        raise ends
 
-    with pytest.raises(RewardError, match=r"task 3 raised RuntimeError: SystemExit\(0\)"):
+    with pytest.raises(RewardError, match=rf"task 3 raised RuntimeError: {type(ends).__name__}"):
         await score(reward)
 
 
-async def test_a_call_that_takes_too_long_is_told_at_once_and_its_retry_keeps_its_place(
+async def test_a_failure_is_known_although_a_call_before_it_hangs() -> None:
+    released = threading.Event()
+
+    def reward(task: Task, text: str) -> float:
+        if text == "hangs":
+            released.wait(60)
+        return float(text)
+
+    scorer = Scorer(reward, config(deadline_s=60.0, retries=0))
+    try:
+        with pytest.raises(RewardError, match="could not convert"):
+            await asyncio.wait_for(scorer.score_group(TASK, ["hangs", "fails"], [ROLLOUT] * 2), 30)
+        assert scorer.stats()["reward/failures"] == 1
+    finally:
+        released.set()
+        scorer.close()
+
+
+async def test_a_plain_function_may_return_what_is_to_be_awaited() -> None:
+    async def later() -> float:
+        await asyncio.sleep(0)
+        return 0.25
+
+    assert (await score(lambda task, text: later())).reward == 0.25
+
+
+async def test_a_call_that_takes_too_long_is_told_at_once_and_its_retry_is_one_of_the_next_two(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     begun: list[str] = []
@@ -307,16 +336,16 @@ async def test_a_call_that_takes_too_long_is_told_at_once_and_its_retry_keeps_it
 
     scorer = Scorer(reward, config(function="f.py:slow", deadline_s=0.05, workers=1))
     try:
-        calls = [asyncio.ensure_future(scorer.score(TASK, text, ROLLOUT)) for text in "ab"]
+        calls = [asyncio.ensure_future(scorer.score(TASK, text, ROLLOUT)) for text in "abcd"]
         await eventually(lambda: begun)
         assert scorer.stats()["under_way/f.py:slow"] == 1, "named before its first deadline"
         with suppress(RewardError):
             await calls[0]
-        assert begun[:2] == ["a", "a"]
+        assert begun[:3].count("a") == 2
         assert (
             "f.py:slow at task 3 took longer than reward.deadline_s=0.05, for the first time" in caplog.text
         )
-        assert scorer.stats()["late/f.py:slow"] == 2
+        assert scorer.stats()["late/f.py:slow"] >= 2
         assert "under_way/f.py:slow" in scorer.stats()
         await asyncio.gather(*calls, return_exceptions=True)
         assert scorer.stats()["under_way/f.py:slow"] == 0
