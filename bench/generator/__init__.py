@@ -1,6 +1,7 @@
 """What a generator makes of its engine: how much is lost on the way through worker and queue, and to long answers.
 
     python -m bench.generator --json FILE --table FILE
+    python -m bench.generator --load short     the demo's model, slots and lengths: the rest of the process counts most
 
     __main__.py ──┬─▸ learner.py    queue, tasks, weights; takes groups as fast as they come, η = 4
                   └─▸ pool.py       one generator, as a run has it; in turns with it, its engine alone

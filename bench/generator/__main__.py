@@ -19,7 +19,7 @@ import psutil
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.bars import figures
-from bench.generator.model import SIZES, TINY, write_model
+from bench.generator.model import LOADS, TINY, write_model
 from bench.generator.report import table
 from bench.output import bench_parser, machine, write_results
 from bench.process import Process
@@ -35,35 +35,42 @@ def main() -> None:
     failed = []
     with tempfile.TemporaryDirectory(prefix="generator-") as temporary:
         folder = Path(temporary)
-        write_model(folder / "model", TINY if args.tiny else SIZES)
+        sizes = TINY if args.tiny else LOADS[args.load].sizes
+        write_model(folder / "model", sizes)
         millions = _millions(folder / "model")
         for engine in engines:
             try:
-                measured = _figures(folder, engine, args.rounds, args.seconds) if args.rounds else {}
-                measured |= _half_gaps(folder, engine, TINY if args.tiny else SIZES)
+                measured = _figures(folder, engine, args) if args.rounds else {}
+                measured |= _half_gaps(folder, engine, sizes) if args.load == "long" else {}
             except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
                 print(f"{engine} failed: {error}", file=sys.stderr, flush=True)
                 failed.append(engine)
             else:
                 found |= {f"{name}.{engine}": value for name, value in measured.items()}
-    text = table(found, engines, millions, args.rounds, machine())
+    text = table(found, engines, millions, args.rounds, machine(), args.load)
     print(text)
-    result = {"figures": found, "machine": machine(), "million_parameters": millions, "rounds": args.rounds}
+    result = {
+        "figures": found,
+        "machine": machine(),
+        "million_parameters": millions,
+        "rounds": args.rounds,
+        "load": args.load,
+    }
     write_results(args.json, result, args.table, text)
     if failed:
         sys.exit(1)
 
 
-def _figures(folder: Path, engine: str, rounds: int, seconds: float) -> dict[str, float]:
+def _figures(folder: Path, engine: str, args: argparse.Namespace) -> dict[str, float]:
     """Of one engine: everything in turns, round by round, and then the log-probs."""
-    said = {"folder": str(folder), "engine": engine}
+    said = {"folder": str(folder), "engine": engine, "load": args.load}
     with Process(["bench.generator.learner"], folder / "learner.log", said) as learner:
         address = learner.hears()
         with Process(["bench.generator.pool"], folder / "pool.log", {**said, "address": address}) as pool:
 
             def measured(what: str) -> dict[str, float]:
                 begun, cpu_s = time.perf_counter(), _cpu_s(learner)
-                pool.tell({"do": what, "seconds": seconds})
+                pool.tell({"do": what, "seconds": args.seconds})
                 answer: dict[str, float] = pool.hears()
                 answer["learner_cores"] = (_cpu_s(learner) - cpu_s) / (time.perf_counter() - begun)
                 print(engine, what, answer, file=sys.stderr, flush=True)
@@ -72,7 +79,7 @@ def _figures(folder: Path, engine: str, rounds: int, seconds: float) -> dict[str
             measured("alike")  # the engine may have been starting
             # Each way round in turn, so that a machine which gets slower or faster favours neither.
             orders = itertools.cycle((("alike", "bare", "long_tail"), ("long_tail", "bare", "alike")))
-            kept = [_round(**{what: measured(what) for what in next(orders)}) for _ in range(rounds)]
+            kept = [_round(**{what: measured(what) for what in next(orders)}) for _ in range(args.rounds)]
             pool.tell({"do": "shorten"})
             learner.tell("check")
             gaps = learner.hears()
@@ -124,6 +131,9 @@ def _millions(folder: Path) -> float:
 def _parser() -> argparse.ArgumentParser:
     parser = bench_parser("generator", "Worker and queue beside the bare engine.")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, help="default: those there are")
+    parser.add_argument(
+        "--load", choices=LOADS, default="long", help="long answers, or the demo's short ones"
+    )
     parser.add_argument("--rounds", type=int, default=7, help="0: the gaps in bfloat16 alone")
     parser.add_argument("--seconds", type=float, default=12.0, help="of one measurement")
     parser.add_argument("--tiny", action="store_true", help="a model of no size, to see that all works")

@@ -22,10 +22,10 @@ from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.models.loading import load_tokenizer
 from asyncrl.types import Group, Rollout, Sampling
-from bench.generator.model import GROUP, config_of, task_at
+from bench.generator.model import LONG, config_of, task_at
 
 TASKS, TOKENS = 8, 64
-"""Prompts, with GROUP answers each, and tokens of an answer."""
+"""Prompts, with as many answers each as `LONG` has, and tokens of an answer."""
 
 
 def main() -> None:
@@ -50,7 +50,7 @@ async def _groups(config: Config) -> list[Group]:
 async def _group(engine: Engine, ordinal: int) -> Group:
     task, sampling = task_at(ordinal), Sampling(max_tokens=TOKENS)
     prompt = np.array([1 + int(digit) for digit in str(task.prompt)], np.int64)
-    turns = await engine.sample(SampleRequest(f"half/{ordinal}", prompt, sampling, ordinal, GROUP))
+    turns = await engine.sample(SampleRequest(f"half/{ordinal}", prompt, sampling, ordinal, LONG.group))
     return Group.from_rollouts(task, sampling, [Rollout.from_turn(turn) for turn in turns])
 
 

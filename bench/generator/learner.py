@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -24,7 +25,7 @@ from asyncrl.sync.stream.publisher import Publisher
 from asyncrl.sync.tensors.shards import Shards
 from asyncrl.types import Group, Version
 from bench.broker import serving
-from bench.generator.model import config_of, task_at
+from bench.generator.model import LOADS, Load, config_of, task_at
 from bench.process import Talk
 
 CHANGES = 2
@@ -42,9 +43,10 @@ def main() -> None:
     talk = Talk()
     said = talk.hears()
     folder = Path(said["folder"])
-    config = config_of(folder, said["engine"])
+    load = LOADS[said["load"]]
+    config = config_of(folder, said["engine"], load=load)
     with serving(config.queue, config.run.name, folder / "queue") as address:
-        threading.Thread(target=lambda: asyncio.run(_feed(config, address)), daemon=True).start()
+        threading.Thread(target=lambda: asyncio.run(_feed(config, address, load)), daemon=True).start()
         learner = Learner(config, address)
         talk.tell(address)
         taking = threading.Thread(target=learner.run)
@@ -146,10 +148,10 @@ class Learner:
             self._checked.set()
 
 
-async def _feed(config: Config, address: str) -> None:
+async def _feed(config: Config, address: str, load: Load) -> None:
     client = QueueClient(address, run=config.run.name, who="feeder")
     await client.connect()
-    await feed(client, "train", task_at)
+    await feed(client, "train", partial(task_at, load=load))
     await client.close()
 
 

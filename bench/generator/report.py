@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from bench.bars import Bar, Measured, number, row, verdict_table
+from bench.generator.model import LOADS
 
 FIGURES = {
     "tokens_per_s_worker": "tokens/s through worker and queue",
@@ -25,28 +26,31 @@ FIGURES = {
 }
 
 
-def bars(engines: Iterable[str]) -> list[Bar]:
+def bars(engines: Iterable[str], load: str = "long") -> list[Bar]:
     return [
         bar
         for engine in engines
         for bar in (
-            Bar(f"worker_over_bare.{engine}", 0.95),
+            Bar(f"worker_over_bare.{engine}", 0.95 if load == "long" else 0.8),
             Bar(f"busy_share.{engine}", 0.95),
             Bar(f"logprob_diff_max.{engine}", 1e-4, most=True),
         )
     ]
 
 
-def table(found: Measured, engines: Iterable[str], parameters: float, rounds: int, machine: str) -> str:
+def table(
+    found: Measured, engines: Iterable[str], parameters: float, rounds: int, machine: str, load: str = "long"
+) -> str:
     """Markdown. found: figures as 'name.engine'."""
-    engines = list(engines)
+    engines, of = list(engines), LOADS[load]
     return "\n".join(
         [
             "# What a generator makes of its engine",
             "",
-            f"`python -m bench.generator`, medians of {rounds} rounds of one run. {machine}",
-            f"A random model of {parameters:.0f}M parameters in float32, one thread; a version each 32 groups of 4, "
-            "η = 4, every one of them streamed to the generator whole.",
+            f"`python -m bench.generator --load {load}`, medians of {rounds} rounds of one run. {machine}",
+            f"A random model of {parameters:.1f}M parameters in float32, one thread; a version each {of.groups} groups "
+            f"of {of.group}, η = 4, every one of them streamed to the generator whole. {of.slots} samples at once; "
+            f"prompts of {of.prompt} tokens, answers of {of.mean}.",
             "",
             row(["", *engines]),
             row(["---", *("--:" for _ in engines)]),
@@ -55,7 +59,7 @@ def table(found: Measured, engines: Iterable[str], parameters: float, rounds: in
                 for name, text in FIGURES.items()
             ),
             "",
-            *verdict_table(found, bars(engines)),
+            *verdict_table(found, bars(engines, load)),
             "",
         ]
     )

@@ -24,7 +24,7 @@ from asyncrl.generator.engines.transformers.kv_cache import ATTENTION
 from asyncrl.generator.engines.transformers.slots import SlotBatch
 from asyncrl.types import Array, Sampling
 from bench.bars import figures, row
-from bench.generator.model import GROUP, GROUPS, LONGEST, PROMPT, SIZES, SLOTS, TINY
+from bench.generator.model import LONG, SIZES, TINY
 from bench.generator.watched import lognormal
 from bench.output import bench_parser, machine, write_results
 
@@ -96,10 +96,10 @@ def policy(sizes: dict[str, Any], share: float) -> PreTrainedModel:
 
 
 def ridge_tokens(model: PreTrainedModel, context: int) -> float:
-    """Tokens with which a step takes twice as long as with one: by the times of steps of 1 and of 2 × SLOTS rows. As
-    many as infinitely many, where the second is no slower."""
-    few, many = (step_s(model, rows, context) for rows in (1, 2 * SLOTS))
-    return 1 + few * (2 * SLOTS - 1) / (many - few) if many > few else math.inf
+    """Tokens with which a step takes twice as long as with one: by the times of steps of one and of twice as many
+    rows as slots. As many as infinitely many, where the second is no slower."""
+    few, many = (step_s(model, rows, context) for rows in (1, 2 * LONG.slots))
+    return 1 + few * (2 * LONG.slots - 1) / (many - few) if many > few else math.inf
 
 
 def step_s(model: PreTrainedModel, rows: int, context: int, steps: int = 16) -> float:
@@ -130,10 +130,12 @@ def measured(model: PreTrainedModel, epoch: int, drafter: Drafter) -> dict[str, 
 
 def run(model: PreTrainedModel, epoch: int, drafter: Drafter | None) -> Array:
     """A batch of one epoch over the tasks. The seconds after which each answer had ended, in order."""
-    batch = SlotBatch(model, slots=SLOTS, max_length=PROMPT + LONGEST, end_ids=(), version=0, drafter=drafter)
-    for task in range(GROUPS):
-        for sample in range(GROUP):
-            ordinal = epoch * GROUPS + task
+    batch = SlotBatch(
+        model, slots=LONG.slots, max_length=LONG.prompt + LONG.longest, end_ids=(), version=0, drafter=drafter
+    )
+    for task in range(LONG.groups):
+        for sample in range(LONG.group):
+            ordinal = epoch * LONG.groups + task
             sampling = Sampling(max_tokens=lognormal(ordinal, sample))
             name = f"{ordinal}/{sample}"
             batch.add(SampleRequest(name, prompt_of(task), sampling, ordinal, first=sample))
@@ -146,7 +148,7 @@ def run(model: PreTrainedModel, epoch: int, drafter: Drafter | None) -> Array:
 
 
 def prompt_of(task: int) -> Array:
-    return np.random.default_rng(task).integers(0, VOCABULARY, PROMPT)
+    return np.random.default_rng(task).integers(0, VOCABULARY, LONG.prompt)
 
 
 def tail_s(ends: Array) -> float:
@@ -170,9 +172,9 @@ def table(found: dict[str, dict[str, float]], ridges: dict[int, float], millions
             "# Drafts of rollouts",
             "",
             f"`python -m bench.generator.speculation`, medians of {rounds} rounds of one run. {machine()}",
-            f"A model of {millions:.0f}M parameters in float32, one thread; batches of {GROUPS} groups of {GROUP} "
-            f"answers, {SLOTS} at once, of lognormal lengths (σ = 1) up to {LONGEST} tokens; up to {DRAFTED} drafts a "
-            f"row, `ridge_tokens` {RIDGE}. Measured: "
+            f"A model of {millions:.0f}M parameters in float32, one thread; batches of {LONG.groups} groups of "
+            f"{LONG.group} answers, {LONG.slots} at once, of lognormal lengths (σ = 1) up to {LONG.longest} tokens; "
+            f"up to {DRAFTED} drafts a row, `ridge_tokens` {RIDGE}. Measured: "
             + ", ".join(f"{ridge:.0f} behind {context} tokens" for context, ridge in ridges.items())
             + ".",
             "",

@@ -11,13 +11,10 @@ import numpy as np
 
 from asyncrl.generator.engines.engine import SampleRequest
 from asyncrl.types import Turn
-from bench.generator.model import LONGEST
+from bench.generator.model import LONG, Load
 
-MEAN = 64
-"""Tokens of an answer, on average or each."""
-
-SHORT = 16
-"""The same where log-probs are compared, and nothing is timed."""
+COMPARED = 16
+"""Tokens of an answer where log-probs are compared, and nothing is timed."""
 
 GLANCE_S = 0.02
 
@@ -30,18 +27,18 @@ class Measured:
     busy: float
 
 
-def lognormal(ordinal: int, sample: int) -> int:
-    """Tokens of an answer: σ = 1, mean MEAN before the longest are cut off."""
+def lognormal(ordinal: int, sample: int, load: Load = LONG) -> int:
+    """Tokens of an answer: σ = 1, of the load's mean before the longest are cut off."""
     random = np.random.default_rng([ordinal, sample])
-    return int(np.clip(random.lognormal(np.log(MEAN) - 0.5, 1.0), 1, LONGEST))
+    return int(np.clip(random.lognormal(np.log(load.mean) - 0.5, 1.0), 1, load.longest))
 
 
 class Watched:
     """Everything but what stands here is the engine's own. long_tail, tokens: how long answers are from now on."""
 
-    def __init__(self, engine: Any, slots: int) -> None:
-        self.engine, self._slots = engine, slots
-        self.long_tail, self.tokens = False, MEAN
+    def __init__(self, engine: Any, load: Load = LONG) -> None:
+        self.engine, self.load = engine, load
+        self.long_tail, self.tokens = False, load.mean
         self._admits, self._held_back = asyncio.Event(), 0
         self._admits.set()
 
@@ -63,7 +60,7 @@ class Watched:
             )
             for i in range(request.n)
         ]
-        jobs = [self.engine.sample(_of_length(one, lognormal(one.ordinal, 0))) for one in alone]
+        jobs = [self.engine.sample(_of_length(one, lognormal(one.ordinal, 0, self.load))) for one in alone]
         return [turn for (turn,) in await asyncio.gather(*jobs)]
 
     def stats(self) -> dict[str, float]:
@@ -87,7 +84,7 @@ class Watched:
         begun, tokens, glances = time.perf_counter(), self.engine.stats()["tokens"], []
         while time.perf_counter() < begun + seconds:
             await asyncio.sleep(GLANCE_S)
-            glances.append(self.engine.stats()["running"] / self._slots)
+            glances.append(self.engine.stats()["running"] / self.load.slots)
         rate = (self.engine.stats()["tokens"] - tokens) / (time.perf_counter() - begun)
         return Measured(rate, sum(glances) / len(glances))
 

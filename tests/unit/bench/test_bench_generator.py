@@ -11,20 +11,21 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl.config.load import load_config
 from asyncrl.generator.engines.engine import SampleRequest
 from asyncrl.types import Sampling
 from bench.generator import __main__ as program
 from bench.generator import speculation
-from bench.generator.model import LONGEST, TINY
+from bench.generator.model import LOADS, LONG, TINY, config_of, task_at, write_model
 from bench.generator.report import table
-from bench.generator.watched import MEAN, Watched, lognormal
+from bench.generator.watched import Watched, lognormal
 
 
 def test_lengths_have_a_long_tail_and_the_mean_of_the_others() -> None:
     lengths = np.array([lognormal(ordinal, 0) for ordinal in range(4000)])
-    assert lengths.mean() == pytest.approx(MEAN, rel=0.1)
+    assert lengths.mean() == pytest.approx(LONG.mean, rel=0.1)
     assert np.log(lengths).std() == pytest.approx(1.0, abs=0.05)
-    assert (lengths.min() >= 1, lengths.max()) == (True, LONGEST)
+    assert (lengths.min() >= 1, lengths.max()) == (True, LONG.longest)
 
 
 async def test_a_long_tail_gives_each_sample_a_length_of_its_own_and_probes_are_left_alone() -> None:
@@ -35,17 +36,29 @@ async def test_a_long_tail_gives_each_sample_a_length_of_its_own_and_probes_are_
             asked.append(request)
             return [request.request_id] * request.n
 
-    watched = Watched(Engine(), slots=8)
+    watched = Watched(Engine())
     request = SampleRequest("r", np.zeros(1, np.int64), Sampling(max_tokens=9), ordinal=5, n=3)
     assert len(await watched.sample(request)) == 3
     watched.long_tail = True
     assert await watched.sample(request) == ["r#0", "r#1", "r#2"]
     await watched.sample(SampleRequest("probe/0", np.zeros(1, np.int64), Sampling(max_tokens=1), 0))
     assert [(one.n, one.sampling.max_tokens) for one in asked] == [
-        (3, MEAN),
+        (3, LONG.mean),
         *((1, lognormal(15 + i, 0)) for i in range(3)),
         (1, 1),
     ]
+
+
+def test_short_answers_are_the_demos(tmp_path: Path) -> None:
+    load, demo = LOADS["short"], load_config("configs/recipes/demo.yaml")
+    write_model(tmp_path / "model", load.sizes)
+    config = config_of(tmp_path, "transformers", load=load)
+    assert config.batch == demo.batch
+    assert (config.generator.slots, config.generator.max_tokens) == (
+        demo.generator.slots,
+        demo.generator.max_tokens,
+    )
+    assert len(str(task_at(12345678, load).prompt)) == load.prompt
 
 
 def test_an_engine_that_was_not_measured_is_neither_0_nor_a_pass() -> None:
@@ -58,7 +71,7 @@ def test_an_engine_that_was_not_measured_is_neither_0_nor_a_pass() -> None:
 def test_an_engine_that_fails_does_not_take_the_figures_of_the_other_along(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def figures(folder: Path, engine: str, rounds: int, seconds: float) -> dict[str, float]:
+    def figures(folder: Path, engine: str, args: object) -> dict[str, float]:
         if engine == "vllm":
             raise RuntimeError("pool.log: it died")
         return {"worker_over_bare": 0.5}
