@@ -6,8 +6,10 @@ import io
 import json
 import logging
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -234,6 +236,17 @@ def test_nothing_is_shown_before_the_process_has_loaded(capsys: pytest.CaptureFi
         assert capsys.readouterr().out == ""
         status.loaded.set()
     assert capsys.readouterr().out.startswith("g of run it: up 0 s")
+
+
+@pytest.mark.usefixtures("quick")
+def test_collections_of_garbage_pass_over_what_a_process_has_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen = threading.Event()
+    monkeypatch.setattr(process_view, "gc", SimpleNamespace(freeze=frozen.set))
+    status = ProcessStatus()
+    with shown("g", GeneratorView(status), status, Config(launch=LaunchConfig(quiet=True))):
+        assert not frozen.is_set()
+        status.loaded.set()
+        assert frozen.wait(30)
 
 
 @pytest.mark.usefixtures("quick")
